@@ -27,13 +27,13 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "text"))
 
 from test_gguf_words import OTHERWISE
 
+from gguf_hybrids import HYBRID_FAMILIES
 from gguf_models import FAMILIES, add_keys, save_model, write_gguf
 from hostile_words import GEMMA4_TEXTS, TEXTS, gemma4_metadata, metadata_of
-from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
 from kvboost_edge.text.pre_tokenizers import PRE_TOKENIZERS
-from paged_driver import PagedDriver
+from native_oracle import driver_of
 
 PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 KINDS = ("F32", "Q8_0")
@@ -51,7 +51,7 @@ Row = tuple[str, str, str, bool]
 def native_logits(path: Path, weights: str) -> np.ndarray:
     """float32 [tokens of PROMPT, vocabulary]."""
     runner = NativeRunner.from_dir(path, weights=weights)
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
+    driver = driver_of(runner)
     logits = np.array(driver.prefill(driver.open(PROMPT), 23))
     runner.close()
     return logits
@@ -74,7 +74,7 @@ def write_vocabulary(path: Path, metadata: Mapping[str, Any]) -> str:
 
 def compare_models(options: argparse.Namespace, folder: Path) -> list[Row]:
     jobs: dict[str, tuple[str, list[int]]] = {}
-    for name in FAMILIES:
+    for name in options.families or (*FAMILIES, *HYBRID_FAMILIES):
         model = save_model(name, folder / name)
         for kind in KINDS:
             path = write_gguf(model, folder / f"{name}-{kind}.gguf", kind=kind, tokenizer=None)
@@ -148,9 +148,11 @@ def main() -> None:
     parser.add_argument(
         "--peers-python", type=Path, default=Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
     )
+    parser.add_argument("--families", nargs="*", help="these alone, and no ways of splitting text")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        rows = compare_models(options, Path(name)) + compare_words(options, Path(name))
+        rows = compare_models(options, Path(name))
+        rows += [] if options.families else compare_words(options, Path(name))
     width = max(len(row[0]) for row in rows)
     for label, apart, comment, agrees in rows:
         print(f"{label:{width}}  {apart:>20}  {comment}{'' if agrees else '  DISAGREES'}")

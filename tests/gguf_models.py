@@ -19,7 +19,9 @@ from safetensors.numpy import load_file
 
 from gguf_experts import merged_experts, write_expert_sizes
 from gguf_gemma4 import gemma4_scale, rope_freqs, write_gemma4_sizes
+from gguf_hybrids import HYBRID_ARCHS, HYBRID_FAMILIES, hybrid_tensors, write_hybrid_sizes
 from gpt_oss_files import ROPE as GPT_OSS_ROPE
+from hybrid_models import HYBRID_NESTED
 from tiny_checkpoints import save_tiny_checkpoint
 from tiny_models import NESTED, save_nested_model, save_tiny_model
 
@@ -54,8 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "granitemoe": {},
     "ernie4_5_moe": {"intermediate_size": 256},
-    # llama.cpp rounds yarn's borders to whole numbers: these are the first and the last channel either way.
-    "gpt_oss": {"rope_parameters": {**GPT_OSS_ROPE, "beta_slow": 2.0**-20}},
+    # llama.cpp rounds yarn's borders to whole numbers: of this base they are the first and the last channel either way.
+    "gpt_oss": {"rope_parameters": {**GPT_OSS_ROPE, "rope_theta": 4.0}},
     "ministral3": {},
     "mistral3": {"sliding_window": None},
     "mistral3-ministral3": {},
@@ -109,8 +111,8 @@ def save_model(name: str, directory: Path) -> Path:
     if name == "minicpm":  # transformers has no class of it
         directory.mkdir()
         return save_tiny_checkpoint(name, directory, **FAMILIES[name])
-    save = save_nested_model if name in NESTED and not name.startswith("gemma") else save_tiny_model
-    return save(name, directory, **FAMILIES[name])
+    nested = name in HYBRID_NESTED or (name in NESTED and not name.startswith("gemma"))
+    return (save_nested_model if nested else save_tiny_model)(name, directory, **{**FAMILIES, **HYBRID_FAMILIES}[name])
 
 
 def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -128,6 +130,10 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
     """float32 tensors of a tiny model under GGUF names, in GGUF order of rows and with GGUF norms."""
     config = _config(model_dir)
     model_type = config["model_type"]
+    if model_type in HYBRID_ARCHS:
+        tensors = merged_experts(load_file(model_dir / "model.safetensors"))
+        own = {name.replace("language_model.", ""): values for name, values in tensors.items()}
+        return hybrid_tensors({n: v for n, v in own.items() if not n.startswith((*OTHER_PARTS, "mtp."))}, config)
     names = gguf.get_tensor_name_map(ARCHS[model_type], config["num_hidden_layers"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     found = {}
@@ -217,17 +223,19 @@ def write_gguf(
 
     kind: the type of matrices, or a function of the GGUF name; vectors are F32. Weights of K types are random.
     tokenizer: the model's own, or keys of one; None for a file that says there is none, as llama.cpp wants to be told.
-    keys: further metadata of the architecture, {"attention.scale": 0.5}.  more: further tensors, F32; None for one that
-    is left out.  split: parts of so many tensors each, beside `path`, which is not written then; the first one is
-    returned.  dense: with the matrices behind the pooling of a model that attends both ways.
+    keys: other metadata of the architecture, {"attention.scale": 0.5}; None for a key that is left out.
+    more: further tensors, F32; None for one that is left out.  split: parts of so many tensors each, beside `path`,
+    which is not written then; the first one is returned.
+    dense: with the matrices behind the pooling of a model that attends both ways.
     """
     config = _config(model_dir)
     both_ways = bool(config.get("use_bidirectional_attention"))
-    arch = MODEL_ARCH.GEMMA_EMBEDDING if both_ways else ARCHS[config["model_type"]]
+    arch = MODEL_ARCH.GEMMA_EMBEDDING if both_ways else {**ARCHS, **HYBRID_ARCHS}[config["model_type"]]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
-    _write_sizes(writer, config)
+    (write_hybrid_sizes if config["model_type"] in HYBRID_ARCHS else _write_sizes)(writer, config)
     for key, value in (keys or {}).items():
-        kinds = {float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
+        writer.kv_data[0].pop(f"{writer.arch}.{key}", None)
+        kinds = {float: writer.add_float32, bool: writer.add_bool, list: writer.add_array, type(None): lambda *_: None}
         kinds.get(type(value), writer.add_uint32)(f"{writer.arch}.{key}", value)
     if isinstance(tokenizer, Mapping):
         add_keys(writer, tokenizer)
@@ -246,7 +254,8 @@ def write_gguf(
             continue
         chosen = kind if isinstance(kind, str) else kind(name)
         chosen = "F32" if values.ndim == 1 or name.endswith(".bias") else chosen
-        number = GGMLQuantizationType[chosen if "ffn_gate_inp" not in name else "F32"]
+        in_floats = "ffn_gate_inp" in name or name.endswith(("conv.weight", "conv1d.weight"))
+        number = GGMLQuantizationType["F32" if in_floats else chosen]
         if values.ndim > 1 and values.shape[1] % gguf.GGML_QUANT_SIZES[number][0]:
             number = GGMLQuantizationType.F32
         data = _random_blocks(values, number) if number.name in K_SCALES else quants.quantize(values, number)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-_CONFIG, _FAMILIES, _TOKENS = "models/config/gemma4.py", "models/config/families.py", "kernels/program/tokens.py"
+from hybrid_faults import HYBRID_FAULTS
+
+_CONFIG, _FAMILIES, _TOKENS = (
+    "models/config/special/gemma4.py",
+    "models/config/families.py",
+    "kernels/program/tokens.py",
+)
 _PROGRAM, _CPU = "runners/native/program.py", "backends/cpu.py"
 _FAMILY = "tests/runners/native/test_families.py::test_family_equals_transformers"
 _EQUAL = (f"{_FAMILY}[gemma4]", f"{_FAMILY}[gemma4-wide]")
 _BITS = ("tests/runners/native/test_gemma4.py",)
 _ROUTE, _EXPERTS, _OF_CONFIG = "kernels/program/route.py", "kernels/program/experts.py", "models/config/experts.py"
 _ROUTED, _MIXED = ("tests/kernels/program/test_experts.py",), ("tests/runners/native/test_mixtures.py",)
+_COLUMNS, _OF_COLUMNS = "models/weights/columns/experts.py", "tests/models/weights/columns/test_experts.py"
+_NORMS, _CHANNELS = "kernels/program/norms.py", "text/turns/channels/"
+_OF_GPT_OSS = "tests/runners/native/test_gpt_oss.py"
+_GPT_OSS = (f"{_OF_GPT_OSS}::test_all_logits_of_prompts_around_window_and_block",)
+_BIASED = ("tests/kernels/program/test_experts.py::test_biased_experts_equal_plain_numpy",)
+_OF_CHANNELS = ("tests/text/turns/channels/test_turn.py",)
 _MIXTURE = "runners/native/mixture.py"
 _BESIDE = (f"{_FAMILY}[gemma4-moe]",)
 _SPARSE = tuple(f"{_FAMILY}[{name}]" for name in ("qwen3_moe", "qwen2_moe", "olmoe", "ernie4_5_moe", "granitemoe"))
@@ -182,4 +194,100 @@ LAYER_FAULTS = (
         "return count_active(job) - 1",
         *_ROUTED,
     ),
+    (
+        "gate and up take each other's turns",
+        _COLUMNS,
+        '("gate_proj", "up_proj")',
+        '("up_proj", "gate_proj")',
+        f"{_OF_COLUMNS}::test_columns_take_turns",
+    ),
+    (
+        "nibbles of safetensors in the other order",
+        _COLUMNS,
+        "np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)",
+        "np.stack([packed >> np.uint8(4), packed & np.uint8(15)], axis=-1)",
+        f"{_OF_COLUMNS}::test_mxfp4_is_what_transformers_makes_of_it",
+    ),
+    (
+        "sinks are dropped",
+        "runners/native/whole_pass.py",
+        "np.array([0 if sinks is None else sinks.ctypes.data for sinks in self._sinks])",
+        "np.array([0 for sinks in self._sinks])",
+        *_GPT_OSS,
+    ),
+    (
+        "an expert's bias stands behind its share",
+        _EXPERTS,
+        """                bias = _bias_of(op, expert * op[lt.F_COUNT] + tile * LANES)
+                target = Target(scratch, _LINE, 0, bias, 0, np.float32(1.0))
+                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))
+                _add_shares(job, op, factor, scratch, first + token, n, tile, 1)
+""",
+        """                bias = _bias_of(op, expert * op[lt.F_COUNT] + tile * LANES)
+                target = Target(scratch, _LINE, 0, 0, 0, np.float32(1.0))
+                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))
+                _add_shares(job, op, factor, scratch, first + token, n, tile, 1)
+                for row in range(n):
+                    at = place_at(job, experts, first + token + row) // op[lt.F_USED] * op[lt.F_DST_STEP]
+                    _add_scaled(bias, np.float32(1.0), 1, job.buffers[op[lt.F_DST]] + 4 * (at + tile * LANES))
+""",
+        *_BIASED,
+    ),
+    (
+        "gates have no limit",
+        _NORMS,
+        "x = b.select(is_clamped, _emit_limit(b, x, _SWIGLU_LIMIT), x)",
+        "x = b.select(is_clamped, x, x)",
+        *_BIASED,
+    ),
+    (
+        "the way up has a limit on one side",
+        _NORMS,
+        "both = _emit_limit(b, _emit_limit(b, up, _SWIGLU_LIMIT), -_SWIGLU_LIMIT)",
+        "both = _emit_limit(b, up, _SWIGLU_LIMIT)",
+        *_BIASED,
+    ),
+    (
+        "borders of yarn are rounded in files that do not say it",
+        "models/gguf/experts.py",
+        'rope["truncate"] = False',
+        'rope["truncate"] = True',
+        f"{_OF_GPT_OSS}::test_borders_of_yarn_are_no_whole_numbers",
+    ),
+    (
+        "the end of a message ends the answer",
+        "models/gguf/config.py",
+        "in_messages = set(vocabulary) >= _TURN_ENDINGS",
+        "in_messages = False",
+        "tests/models/gguf/test_source.py::test_the_endings_of_turns_in_messages",
+    ),
+    (
+        "a call in channels ends where its message does alone",
+        _CHANNELS + "turn.py",
+        "self._marks = (*format.ends, format.start)",
+        "self._marks = (format.end, format.done)",
+        *_OF_CHANNELS,
+    ),
+    (
+        "a message to a tool that was not offered is a call",
+        _CHANNELS + "turn.py",
+        'self._tools.get(header.recipient), ""',
+        'header.recipient, ""',
+        *_OF_CHANNELS,
+    ),
+    (
+        "of several calls in a message the first one is told",
+        _CHANNELS + "history.py",
+        "for number, call in enumerate(calls):",
+        "for number, call in enumerate(calls[:1]):",
+        *_OF_CHANNELS,
+    ),
+    (
+        "a grammar of channels lets answers pass where a call is asked for",
+        _CHANNELS + "grammar.py",
+        "[] if required else [[*self._head",
+        "[] if not required else [[*self._head",
+        *_OF_CHANNELS,
+    ),
+    *HYBRID_FAULTS,
 )

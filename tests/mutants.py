@@ -20,12 +20,12 @@ from pathlib import Path
 from cuda_faults import CUDA_FAULTS
 from layer_faults import LAYER_FAULTS
 from reuse_faults import REUSE_FAULTS
+from state_faults import STATE_FAULTS
 from table_faults import TABLE_FAULTS
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 900
-# What pytest returns: 0 all passed, 1 some failed; anything else means the tests did not run.
-PASSED, FAILED = 0, 1
+PASSED, FAILED = 0, 1  # what pytest returns; anything else means that the tests did not run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +312,7 @@ FAULTS = (
         "    if False:",
         *MODELS,
     ),
-    *(fault(*row) for row in (*LAYER_FAULTS, *REUSE_FAULTS, *TABLE_FAULTS)),
+    *(fault(*row) for row in (*LAYER_FAULTS, *REUSE_FAULTS, *STATE_FAULTS, *TABLE_FAULTS)),
     *(Fault(name, file, ((old, new),), (test,)) for name, file, old, new, test in CUDA_FAULTS),
 )
 

@@ -11,10 +11,18 @@ import torch
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.runners.native.runner import NativeRunner
 from paged_driver import PagedDriver
+from state_driver import StateDriver
 
-__all__ = ["assert_native_equals"]
+__all__ = ["assert_native_equals", "driver_of"]
 
 NEW_TOKENS = 24
+
+
+def driver_of(runner: NativeRunner, num_threads: int = 1) -> PagedDriver:
+    """A driver with 32 blocks, and with slots where the model keeps states."""
+    slots = 4 if runner.info.kv_spec.states else 0
+    backend = CPUBackend(runner.info.kv_spec, 32, num_threads=num_threads, num_state_slots=slots)
+    return StateDriver(runner, backend) if slots else PagedDriver(runner, backend)
 
 
 def assert_native_equals(model: Any, directory: Path) -> None:
@@ -28,7 +36,7 @@ def assert_native_equals(model: Any, directory: Path) -> None:
         )[0].tolist()  # fmt: skip
         expected = model(torch.tensor([whole]), use_cache=False).logits[0].numpy()[: len(prompt)]
     runner = NativeRunner.from_dir(directory, weights="f32")
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
+    driver = driver_of(runner)
     sequence = driver.open(prompt)
     logits = driver.prefill(sequence, 23)
     assert np.linalg.norm(logits - expected) <= 1e-4 * np.linalg.norm(expected)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import Backend, BatchLayout
+from kvboost_edge.backends.base import Backend, BatchLayout, PassStates
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -85,6 +85,7 @@ class PagedDriver:
             seq_lens=np.array([s.table.num_computed_tokens + count for s, count in work], np.int32),
             block_tables=tables,
             slot_mapping=np.array(slots, np.int64),
+            states=self.states(work),
         )
         states = np.full((len(state_rows), self.runner.info.hidden_size), np.nan, np.float32)
         rows, of_states = (np.array(list(each), dtype=np.int64) for each in (logit_rows, state_rows))
@@ -96,6 +97,10 @@ class PagedDriver:
             self.manager.commit(sequence.table, sequence.token_ids, done)
         self.manager.check_invariants([sequence.table for sequence in self.live])
         return logits, states
+
+    def states(self, work: Sequence[tuple[Sequence_, int]]) -> PassStates | None:
+        """The slots of a pass, of a model with states."""
+        return None
 
     def prefill(self, sequence: Sequence_, chunk: int = 1 << 30) -> npt.NDArray[np.float32]:
         """Compute all that is left, at most `chunk` tokens a pass; logits of the computed tokens."""

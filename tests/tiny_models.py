@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from gpt_oss_files import SIZES as GPT_OSS
+from hybrid_models import HYBRID_NESTED, HYBRIDS
 from tiny_checkpoints import BOS_ID, COMMON_FIELDS, EOS_ID, PAD_ID, VOCAB_SIZE, save_tokenizer
 
 __all__ = [
@@ -299,7 +300,7 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """As `build_tiny_model`, of several parts; `model_type` is a key of NESTED, `overrides` of the language model."""
-    text_type, fields, vision = NESTED[model_type]
+    text_type, fields, vision = {**NESTED, **HYBRID_NESTED}[model_type]
     model_type = model_type.partition("-")[0]
     fields = {"model_type": text_type, **COMMON_FIELDS, **fields, **overrides}
     tied = fields["tie_word_embeddings"]
@@ -313,7 +314,7 @@ def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> P
 def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A seeded float32 model in eval mode. `model_type` is a key of FAMILIES or any transformers model type;
     `overrides` are config fields."""
-    fields = {"model_type": model_type, **COMMON_FIELDS, **FAMILIES.get(model_type, {}), **overrides}
+    fields = {"model_type": model_type, **COMMON_FIELDS, **{**FAMILIES, **HYBRIDS}.get(model_type, {}), **overrides}
     hf_type = fields.pop("model_type").partition("-")[0]
     fields = {name: value for name, value in fields.items() if value is not None or name in overrides}
     config = AutoConfig.for_model(hf_type, **fields)
@@ -323,6 +324,12 @@ def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> Pre
     return model.eval()
 
 
+_HEAD_NORMS = (
+    "q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight", "q_layernorm.weight",
+    "k_layernorm.weight",
+)  # fmt: skip
+
+
 @torch.no_grad()
 def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Weights of unit gain, queries and keys of about twice that; norms and biases away from their neutral values."""
@@ -330,10 +337,12 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
         noise = torch.randn(weight.shape, generator=generator)
         if "norm" in name and name.endswith("weight"):
             weight.add_(0.2 * noise)
-            if name.endswith(("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight")):
+            if name.endswith(_HEAD_NORMS):
                 weight.add_(1.0)
             if name.endswith("q_norm.weight") and "gemma4" in model.config.model_type:
                 weight.mul_(weight.shape[0] ** -0.5)  # its scores are not divided by sqrt(head_dim)
+        elif name.endswith("A_log"):
+            weight.copy_(noise - 2.5)  # states that last for some twenty tokens
         elif name.endswith("router.scale"):
             weight.copy_(noise * weight.shape[0] ** 0.5)  # divided by as much again
         elif name.endswith("per_expert_scale"):
@@ -352,6 +361,8 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
     for name, number in model.named_buffers():
         if name.endswith("layer_scalar"):
             number.copy_(0.7 + 0.6 * torch.rand(1, generator=generator))
+        if name.endswith("expert_bias"):
+            number.copy_(0.3 * torch.randn(number.shape, generator=generator))
 
 
 def save_tiny_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:

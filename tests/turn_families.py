@@ -6,6 +6,7 @@ import functools
 import json
 from typing import Any
 
+from hybrid_turns import LFM2, QWEN35
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
@@ -298,6 +299,8 @@ TEMPLATES = {
     "phi4-mini": PHI4_MINI,
     "smollm2": SMOLLM2,
     "python-like": PYTHON_LIKE,
+    "lfm2": LFM2,
+    "qwen3.5": QWEN35,
 }
 CALLING = [name for name in TEMPLATES if name not in ("smollm2", "switched", "python-like", "channels")]
 
@@ -315,6 +318,8 @@ ENDS = {
     "phi4-mini": ("<|tool_call|>", "<|/tool_call|>"),
     "minimax": ("<mm:calls>", "</mm:calls>"),
     "numbered": ("<|calls_begin|>", "<|calls_end|>"),
+    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "qwen3.5": ("<tool_call>", "</tool_call>"),
 }
 # Those of the markers above and of other pieces that are special tokens where a vocabulary has them.
 MARKERS = (
@@ -328,6 +333,7 @@ MARKERS = (
         "</arg_key>",
     ),
     *("<arg_value>", "</arg_value>", "<|tool_call|>", "<|/tool_call|>", "<think>", "</think>", "<|calls_end|>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>"),
 )
 TOOLS = [
     Tool(

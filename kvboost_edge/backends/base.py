@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.backends.state_pool import LayerStateSpec, StatePool
 from kvboost_edge.host.memory import Region
 from kvboost_edge.kernels.attention.parts import Parts
 from kvboost_edge.kernels.coded.layout import code_layout
@@ -21,7 +22,6 @@ from kvboost_edge.kvcache.block_table import CopyOp
 
 if TYPE_CHECKING:
     from kvboost_edge.backends.kernel_access import KernelAccess
-    from kvboost_edge.backends.state_pool import StatePool
 
 __all__ = [
     "DEFAULT_NUM_OPEN",
@@ -38,8 +38,6 @@ __all__ = [
 DEFAULT_NUM_OPEN = 17
 """Blocks of a quantized pool that may be partly written at a time: one for each of 16 sequences and one to spare."""
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_CACHE_LINE = 64
-_TILE_VALUES = 16  # value columns of a matrix that lie side by side
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,40 +51,6 @@ class LayerKVSpec:
     num_kv_heads: int
     head_dim: int
     apart: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerStateSpec:
-    """Shape of the state that one layer without keys and values keeps of a sequence, float32 throughout.
-
-    First the tail of its convolution: the last inputs, [taps, channels], the oldest first. Then, where the layer has
-    heads, a matrix of each, as tiles of 16 value columns: [heads, value_dim / 16 rounded up, key_dim, 16]. Both begin
-    at a cache line.
-
-    taps      inputs before a token that its convolution reads
-    channels  of an input
-    """
-
-    taps: int
-    channels: int
-    heads: int = 0
-    key_dim: int = 0
-    value_dim: int = 0
-
-    @property
-    def tail_bytes(self) -> int:
-        """Bytes before the matrices."""
-        return _in_lines(4 * self.taps * self.channels)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one sequence's state."""
-        tiles = -(-self.value_dim // _TILE_VALUES)
-        return self.tail_bytes + _in_lines(4 * self.heads * tiles * self.key_dim * _TILE_VALUES)
-
-
-def _in_lines(num_bytes: int) -> int:
-    return -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

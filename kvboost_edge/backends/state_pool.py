@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import LayerStateSpec
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.host.memory import Region
-from kvboost_edge.kernels.attention.paged import aligned_empty
 
-__all__ = ["StatePool"]
+__all__ = ["LayerStateSpec", "StatePool"]
 
 Bytes = npt.NDArray[np.uint8]
+
+_CACHE_LINE = 64
+_TILE_VALUES = 16  # value columns of a matrix that lie side by side
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerStateSpec:
+    """Shape of the state that one layer without keys and values keeps of a sequence, float32 throughout.
+
+    First the tail of its convolution: the last inputs, [taps, channels], the oldest first. Then, where the layer has
+    heads, a matrix of each, as tiles of 16 value columns: [heads, value_dim / 16 rounded up, key_dim, 16]. Both begin
+    at a cache line.
+
+    taps      inputs before a token that its convolution reads
+    channels  of an input
+    """
+
+    taps: int
+    channels: int
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes before the matrices."""
+        return _in_lines(4 * self.taps * self.channels)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sequence's state."""
+        tiles = -(-self.value_dim // _TILE_VALUES)
+        return self.tail_bytes + _in_lines(4 * self.heads * tiles * self.key_dim * _TILE_VALUES)
+
+
+def _in_lines(num_bytes: int) -> int:
+    return -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
 
 
 class StatePool:
@@ -32,12 +68,14 @@ class StatePool:
         self.slot_bytes = sum(sizes)
         self._offsets = [sum(sizes[:layer]) for layer in range(len(sizes))]
         try:
-            self._slots: Bytes = aligned_empty((num_slots, self.slot_bytes), np.uint8)
+            raw = np.empty(num_slots * self.slot_bytes + _CACHE_LINE, dtype=np.uint8)
         except MemoryError as error:
             raise CapacityError(
                 f"the states do not fit into memory: num_state_slots={num_slots} x {self.slot_bytes} bytes = "
                 f"{num_slots * self.slot_bytes} bytes; lower max_state_bytes or max_num_seqs"
             ) from error
+        start = -raw.ctypes.data % _CACHE_LINE
+        self._slots: Bytes = raw[start : start + num_slots * self.slot_bytes].reshape(num_slots, self.slot_bytes)
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.fit import plan_fit
 from kvboost_edge.engine.ledger import MemoryLedger, num_open_blocks, plan_num_blocks
 from kvboost_edge.engine.selection import Selection, available_on, select_path
-from kvboost_edge.engine.state_budget import check_options, plan_states, tiers_refusal
+from kvboost_edge.engine.state_budget import check_options, plan_states, redis_refusal
 from kvboost_edge.engine.tiering import check_tiers, open_tiers
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
@@ -219,10 +219,12 @@ def _assemble(
     kv_format = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}/{info.name}-{info.dtype}/{backend.name}"
     # What outlives the process must not be taken for exact by another version, or by other forms of the kernels.
     kv_format += f"/{info.numerics}/{info.kernel_path}/{backend.describe().attention_path}"
+    if kv.states:
+        kv_format += f"/states {kv.bytes_per_state}"
     if config.rope_range != "short":
         kv_format += f"/rope {config.rope_range}"
     with _closed_on_error(runner), _closed_on_error(backend):
-        tiers = open_tiers(config, fingerprint, kv_format, info.architecture, tiers_refusal(info))
+        tiers = open_tiers(config, fingerprint, kv_format, info.architecture, redis_refusal(info))
     return EngineParts(
         runner=runner,
         backend=backend,

@@ -19,6 +19,7 @@ __all__ = [
     "most_sequences",
     "num_open_blocks",
     "plan_num_blocks",
+    "planned_blocks",
     "planned_pool_bytes",
 ]
 
@@ -127,9 +128,14 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
 
 def planned_pool_bytes(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
     """Bytes the pool would take of so much memory; nothing is refused."""
-    num_blocks = max(1, _wanted_blocks(config, spec, max_context, available))
+    num_blocks = planned_blocks(config, spec, max_context, available)
     num_open = num_open_blocks(config, num_blocks, spec.block_size)
     return num_blocks * spec.bytes_per_block + num_open * spec.bytes_per_open_block
+
+
+def planned_blocks(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
+    """Blocks the pool would have of so much memory; nothing is refused."""
+    return max(1, _wanted_blocks(config, spec, max_context, available))
 
 
 def most_sequences(config: EngineConfig, num_blocks: int, block_size: int) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvboost_edge.engine.results import Missed
 from kvboost_edge.kvcache.content import ContentKey
+from kvboost_edge.kvcache.hashing import state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class Shelf(Protocol):
         """Names of the places that had the block and dropped it."""
         ...
 
-    def fetch(self, ticket: int, keys: Sequence[ContentKey]) -> None:
-        """Bring consecutive blocks of a chain."""
+    def fetch(self, ticket: int, keys: Sequence[ContentKey], state: ContentKey | None) -> None:
+        """Bring consecutive blocks of a chain, and then the state behind them."""
         ...
 
     def cancel(self, ticket: int) -> None:
@@ -63,7 +64,7 @@ class NoShelf:
     def dropped_from(self, prefix_hash: bytes) -> list[str]:
         return []
 
-    def fetch(self, ticket: int, keys: Sequence[ContentKey]) -> None:
+    def fetch(self, ticket: int, keys: Sequence[ContentKey], state: ContentKey | None) -> None:
         raise AssertionError("nothing is there to be fetched")
 
     def cancel(self, ticket: int) -> None:
@@ -175,29 +176,37 @@ class Loads:
         manager, size = self._manager, self._manager.block_size
         first, after = manager.content.keys_after(ids, root, known)
         keys = list(itertools.takewhile(lambda key: self._shelf.may_hold(key.prefix_hash), after))
+        if manager.states is not None:
+            # Blocks behind the deepest state are of no use; its own come again where only the state was dropped.
+            held = [number for number, key in enumerate(keys, 1) if self._shelf.may_hold(key.state.prefix_hash)]
+            keys = keys[: held[-1]] if held else []
         if not keys:
             return None
         token_ids = list(ids[: (first + len(keys)) * size])
         table = manager.open_table(token_ids, root, count=False, owner=sequence.tenant, known=known)
         behind = manager.blocks_for(sequence.num_tokens) - (first + len(keys) if is_prefix else 0)
-        if manager.blocks_needed(table, len(token_ids)) + behind > spare_blocks:
+        lacks_slot = manager.states is not None and not manager.states.has_room(table)
+        if lacks_slot or manager.blocks_needed(table, len(token_ids)) + behind > spare_blocks:
             manager.free(table)
             return None
+        if manager.states is not None:
+            manager.states.wait(table)
         if (before := self._by_sequence.get(sequence.index)) is not None:
             self.finish(before)
         load = Load(next(self._tickets), sequence, table, token_ids, is_prefix=is_prefix)
         self._by_ticket[load.ticket] = self._by_sequence[sequence.index] = load
-        self._shelf.fetch(load.ticket, keys)
+        self._shelf.fetch(load.ticket, keys, None if manager.states is None else keys[-1].state)
         return load
 
     def used(self, table: BlockTable) -> None:
         """A sequence was let in on these blocks: copies of the cached ones count as used too."""
         if table.num_cached_tokens and self.has_shelf:
-            self._shelf.touch(self._manager.content.chain(table))
+            hashes = self._manager.content.chain(table)
+            self._shelf.touch(hashes if self._manager.states is None else [*hashes, state_hash(hashes[-1])])
 
     def missed(self, table: BlockTable) -> Missed:
         """Why the token after what the cache serves a table is not there, and where it once was."""
-        if table.missed_hash is None:
+        if table.missed_hash is None or table.miss_reason not in ("evicted", "first_seen"):
             return Missed(table.miss_reason)
         pool = ["pool"] if table.miss_reason == "evicted" else []
         dropped = (*pool, *self._shelf.dropped_from(table.missed_hash))

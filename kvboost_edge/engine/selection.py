@@ -12,6 +12,7 @@ from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.backends.select import BackendChoice, choose_backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import memory_beside, planned_pool_bytes
+from kvboost_edge.engine.state_budget import planned_state_bytes
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -76,11 +77,12 @@ class PlannedMemory(NamedTuple):
 
     weight_bytes: int
     pool_bytes: int
+    state_bytes: int
     device: str
 
     @property
     def nbytes(self) -> int:
-        return self.weight_bytes + self.pool_bytes
+        return self.weight_bytes + self.pool_bytes + self.state_bytes
 
 
 def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemory:
@@ -95,8 +97,10 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
     device = selected.backend.device
     info = planned_info(checkpoint, config, selected, checkpoint.summary())
     beside = memory_beside(available_on(device), info.weight_bytes)
-    pool = planned_pool_bytes(config, info.kv_spec, info.max_context, beside) if info.stores_kv else 0
-    return PlannedMemory(info.weight_bytes, pool, device)
+    if not info.stores_kv:
+        return PlannedMemory(info.weight_bytes, 0, 0, device)
+    pool = planned_pool_bytes(config, info.kv_spec, info.max_context, beside)
+    return PlannedMemory(info.weight_bytes, pool, planned_state_bytes(config, info, beside), device)
 
 
 def planned_info(

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.ledger import most_sequences, num_open_blocks
+from kvboost_edge.engine.ledger import most_sequences, num_open_blocks, planned_blocks
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.kvcache.table_states import StateSizes
 from kvboost_edge.runners.base import RunnerInfo
 
-__all__ = ["check_options", "plan_states", "speculation_refusal", "states_refusal", "tiers_refusal"]
+__all__ = [
+    "check_options",
+    "plan_states",
+    "planned_state_bytes",
+    "redis_refusal",
+    "speculation_refusal",
+    "states_refusal",
+]
 
 _POOL_SHARE = 4  # without a given size states take a quarter of what keys and values do
 _SPARE, _PER_SEQUENCE = 4, 2  # and at least so many slots: a running sequence writes one, and may read another
 _WANTED_SEQUENCES = 4  # where their number is not given: not fewer, as long as there is memory
+_ANY = 1 << 60  # bytes: more than any machine has
 _SMALL = 2  # a state of at most so many blocks' bytes is kept behind every block
 
 
@@ -61,6 +69,17 @@ def plan_states(
     return StateSizes(num_slots, every_block=size <= _SMALL * spec.bytes_per_block), num_seqs
 
 
+def planned_state_bytes(config: EngineConfig, info: RunnerInfo, available: int) -> int:
+    """Bytes that states would take beside the pool, of so much memory; 0 where the model keeps none. What does not fit
+    is not refused, as others may leave; else it raises as `plan_states`."""
+    num_blocks = planned_blocks(config, info.kv_spec, info.max_context, available)
+    try:
+        sizes, _ = plan_states(config, info, num_blocks, available)
+    except CapacityError:
+        sizes, _ = plan_states(config, info, num_blocks, _ANY)
+    return 0 if sizes is None else sizes.num_slots * info.kv_spec.bytes_per_state
+
+
 def states_refusal(info: RunnerInfo) -> str | None:
     """Why what a model computed cannot be used at other positions because of its states; None: it keeps none."""
     if not info.kv_spec.states:
@@ -85,11 +104,11 @@ def check_options(config: EngineConfig, info: RunnerInfo) -> None:
         raise ConfigError(f"speculation='on' is refused: {refusal}")
 
 
-def tiers_refusal(info: RunnerInfo) -> str | None:
-    """Why blocks of a model are kept in the pool alone; None: they may be kept elsewhere."""
+def redis_refusal(info: RunnerInfo) -> str | None:
+    """Why blocks of a model are not shared through a server; None: they may be."""
     if not info.kv_spec.states:
         return None
-    return "the model keeps states beside keys and values, and tiers do not keep those yet"
+    return "the model keeps states beside keys and values, and only a tier that knows what it holds can keep those"
 
 
 def _mib(num_bytes: int) -> str:

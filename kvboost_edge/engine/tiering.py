@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.loads import Load, Loads, NoShelf
+from kvboost_edge.engine.state_saving import SavedStates
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.content import ContentKey
@@ -37,19 +38,19 @@ _CLOSING_SECONDS = 10.0  # for what is left when an engine is closed
 
 
 def open_tiers(
-    config: EngineConfig, fingerprint: str, kv_format: str, architecture: str, refusal: str | None = None
+    config: EngineConfig, fingerprint: str, kv_format: str, architecture: str, redis_refusal: str | None = None
 ) -> tuple[Tier, ...]:
     """The tiers that a config asks for, the nearest first. One that cannot be used says so in the log and in its
-    statistics, and the engine does without; refusal: why that holds for all. Raises ConfigError and BackendUnavailable
-    as `check_tiers`."""
-    if refusal is not None:
-        names = [name for name, given in (("disk", config.disk_cache_dir), ("redis", config.redis_url)) if given]
-        for name in names:
-            _LOG.warning("no blocks are kept in the tier %s: %s", name, refusal)
-        return tuple(ClosedTier(name, refusal) for name in names)
+    statistics, and the engine does without; redis_refusal: why that holds for Redis. Raises ConfigError and
+    BackendUnavailable as `check_tiers`."""
     # One space for all tenants: their chains have roots of their own.
     space = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
-    shared = () if config.redis_url is None else (_redis_tier(config, space),)  # first: it may raise
+    shared: tuple[Tier, ...] = ()
+    if config.redis_url is not None:
+        if redis_refusal is not None:
+            _LOG.warning("no blocks are shared through Redis: %s", redis_refusal)
+        # first: it may raise
+        shared = (_redis_tier(config, space) if redis_refusal is None else ClosedTier("redis", redis_refusal),)
     if config.disk_cache_dir is None:
         return shared
     from kvboost_edge.tiers.disk.tier import DiskTier
@@ -98,16 +99,17 @@ class MoverShelf:
         self.may_hold, self.cancel, self.touch = mover.may_hold, mover.cancel, mover.touch
         self.dropped_from = mover.dropped_from
 
-    def fetch(self, ticket: int, keys: Sequence[ContentKey]) -> None:
-        """Bring consecutive blocks of a chain."""
-        self._mover.load(ticket, [BlockAddress(*key) for key in keys])
+    def fetch(self, ticket: int, keys: Sequence[ContentKey], state: ContentKey | None) -> None:
+        """Bring consecutive blocks of a chain, and then the state behind them."""
+        behind = None if state is None else BlockAddress(*state)
+        self._mover.load(ticket, [BlockAddress(*key) for key in keys], behind)
 
 
 def make_tiering(manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]) -> tuple[Loads, Untiered]:
     """The scheduler's loads and the engine's side of them, over tiers, the nearest first."""
     if not tiers:
         return Loads(manager, NoShelf()), Untiered()
-    mover = Mover(tiers, backend.spec.bytes_per_block)
+    mover = Mover(tiers, backend.spec.bytes_per_block, backend.spec.bytes_per_state)
     loads = Loads(manager, MoverShelf(mover))
     return loads, Tiering(manager, backend, loads, mover)
 
@@ -163,6 +165,7 @@ class Tiering(Untiered):
         self._manager, self._backend, self._loads, self._mover = manager, backend, loads, mover
         # Published blocks that were not copied out, the oldest first; before them, and True, those to be saved first.
         self._unsaved: OrderedDict[int, bool] = OrderedDict()
+        self._states = SavedStates(manager, backend, mover)
         manager.content.track()
 
     def start(self, deliver: Callable[[Piece], None]) -> None:
@@ -184,6 +187,11 @@ class Tiering(Untiered):
             self._mover.release(piece)
 
     def _take(self, load: Load, piece: Piece) -> None:
+        if piece.is_state:
+            if len(piece.data):
+                self._states.put(load.table, piece.data)
+            load.end()
+            return
         count = len(piece.data) * self._manager.block_size
         stop = load.table.num_computed_tokens + count
         if self._manager.blocks_needed(load.table, stop) > self._manager.free_block_count:
@@ -235,10 +243,12 @@ class Tiering(Untiered):
     def save_some(self, seconds: float) -> None:
         allowed = min(max(_LEAST_BYTES, int(seconds * _BYTES_A_SECOND)), _MOST_BYTES)
         self._save_next(allowed)
+        self._states.save_next(allowed)
 
     def save_more(self) -> bool:
         self._save_next(_IDLE_BYTES)
-        return bool(self._unsaved) and self._mover.stores
+        are_left = self._states.save_next(None)
+        return (bool(self._unsaved) or are_left) and self._mover.stores
 
     def _save_next(self, most_bytes: int) -> None:
         """Copy out the oldest ones, at least one of them where there is room. While no tier stores they wait in the

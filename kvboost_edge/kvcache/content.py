@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable, PrefixEntry
-from kvboost_edge.kvcache.hashing import LoneRoot, encode_tokens
+from kvboost_edge.kvcache.hashing import LoneRoot, encode_tokens, state_hash
 from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 
@@ -37,6 +37,11 @@ class ContentKey(NamedTuple):
         """Of a published block. The first of a chain has its root before the tokens."""
         tokens = entry.tokens if entry.parent_serial else entry.tokens[len(entry.parent_hash) :]
         return cls(entry.prefix_hash, entry.parent_hash, tokens)
+
+    @property
+    def state(self) -> ContentKey:
+        """What the state behind the block is, as one more block behind it."""
+        return ContentKey(state_hash(self.prefix_hash), self.prefix_hash, self.tokens)
 
 
 class Content:
@@ -70,6 +75,10 @@ class Content:
         """A published block was handed out again."""
         if self._tracks and not self._is_kept_inside(entry):
             self._evicted[block_id] = entry
+
+    def leaves_pool(self, block_id: int) -> bool:
+        """Whether copies of a published block may be kept elsewhere."""
+        return self._index.entry(block_id) is not None and not self._is_kept_inside(self._index.entry(block_id))
 
     def _is_kept_inside(self, entry: PrefixEntry | None) -> bool:
         if entry is None or not self._kept_inside:

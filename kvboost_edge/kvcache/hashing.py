@@ -25,6 +25,7 @@ __all__ = [
     "prefix_hashes",
     "root_hash",
     "shared_root",
+    "state_hash",
 ]
 
 HashFn = Callable[[bytes, bytes], bytes]
@@ -32,6 +33,11 @@ HashFn = Callable[[bytes, bytes], bytes]
 TOKEN_BYTES = 4
 HASH_BYTES = 32
 _MAX_TOKEN_ID = 2**32 - 1
+
+
+def state_hash(prefix_hash: bytes) -> bytes:
+    """What the state behind a block is known by outside the pool; 32 bytes that no block's chain has."""
+    return hashlib.sha256(prefix_hash + b"state").digest()
 
 
 class LoneRoot(bytes):

@@ -54,6 +54,7 @@ class _State:
     saves       (position, slot, reason) of that pass
     tail        (block, serial of its entry) with the snapshot of the answer so far, None: none
     replayed    tokens whose keys and values are there, and which are computed again for their state
+    awaited     blocks come from elsewhere, without a state, until the last one's comes too
     """
 
     slot: int = -1
@@ -65,6 +66,7 @@ class _State:
     saves: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
     tail: tuple[int, int] | None = None
     replayed: int = 0
+    awaited: bool = False
 
     def references(self) -> list[int]:
         return [slot for slot in (self.slot, self.following, *(slot for _, slot, _ in self.saves)) if slot >= 0]
@@ -82,6 +84,7 @@ class TableStates:
         self._sizes, self._size = sizes, block_size
         self._index = index
         self._states: dict[int, _State] = {}
+        self._kept: dict[int, None] = {}
         self.num_replayed = self.num_released = 0
         index.watch(self)
 
@@ -93,6 +96,7 @@ class TableStates:
     def left(self, block_id: int) -> None:
         """A block can be found no more, nor can its state."""
         self.slots.drop(block_id)
+        self._kept.pop(block_id, None)
 
     # A table's life.
 
@@ -192,9 +196,36 @@ class TableStates:
         if slot is not None:
             state.saves.append((position, slot, reason))
 
+    def wait(self, table: BlockTable) -> None:
+        """The table computes nothing: its blocks come from elsewhere, and then the state behind the last one."""
+        self._states[table._serial].awaited = True
+
+    def arrive(self, table: BlockTable) -> int:
+        """The slot that the awaited state is to be put into now, once all the table's blocks are there."""
+        state = self._states[table._serial]
+        if not state.awaited or not self._has_own(state) or state.position != len(table) * self._size:
+            raise CacheCorruption(f"a state arrived behind {state.position} tokens, and nobody waits for it there")
+        self._move_on(state)
+        state.awaited = False
+        return state.slot
+
+    def _move_on(self, state: _State) -> None:
+        """Into the slot that was taken, if one was."""
+        if state.following >= 0:
+            self._release(state.slot)
+            state.slot, state.following = state.following, -1
+
+    def drain_kept(self) -> list[int]:
+        """Blocks with a snapshot that was kept since the last call, but for those of a backbone; some may be gone."""
+        kept, self._kept = self._kept, {}
+        return list(kept)
+
     def commit(self, table: BlockTable, num_computed: int) -> None:
         """The pass is over and its blocks are published: so are the snapshots behind them."""
         state = self._states[table._serial]
+        if state.awaited:
+            state.position = num_computed
+            return
         if num_computed != (state.position if state.planned is None else state.planned):
             raise CacheCorruption(
                 f"a state is behind {state.position} tokens, its pass ends at {state.planned}, and {num_computed} are "
@@ -202,9 +233,7 @@ class TableStates:
             )
         if state.planned is None:
             return
-        if state.following >= 0:
-            self._release(state.slot)
-            state.slot, state.following = state.following, -1
+        self._move_on(state)
         saves, state.saves = state.saves, []
         state.position, state.planned = num_computed, None
         for position, slot, reason in saves:
@@ -215,11 +244,16 @@ class TableStates:
         if block_id is None:
             self._release(slot)
             return
-        is_new = self.slots.attach(slot, block_id, reason)
+        is_new = self._attach(slot, block_id, reason)
         if reason == ANSWER and not self._sizes.every_block:
             self._drop_tail(state)
             entry = self._index.entry(block_id)
             state.tail = (block_id, entry.serial) if entry is not None and is_new else None
+
+    def _attach(self, slot: int, block_id: int, reason: str) -> bool:
+        if reason != BACKBONE:
+            self._kept[block_id] = None
+        return self.slots.attach(slot, block_id, reason)
 
     def _drop_tail(self, state: _State) -> None:
         """Of an answer one snapshot is enough, the last; what others went on from stays."""
@@ -246,10 +280,17 @@ class TableStates:
         state = self._states.pop(table._serial)
         slot, at_border = state.slot, state.position > 0 and state.position % self._size == 0
         block_id = None
-        if state.planned is None and at_border and table._publishes and slot >= 0 and self.slots.is_own(slot):
+        if (
+            state.planned is None
+            and not state.awaited
+            and at_border
+            and table._publishes
+            and slot >= 0
+            and self.slots.is_own(slot)
+        ):
             block_id = standing_for(table, state.position // self._size - 1, self._index)
         if block_id is not None and self.slots.of_block(block_id) is None:
-            self.slots.attach(slot, block_id, ANSWER)
+            self._attach(slot, block_id, ANSWER)
             state.slot = -1
         for one in state.references():
             self._release(one)
@@ -276,7 +317,7 @@ class TableStates:
                 raise CacheCorruption(
                     f"a state is behind {state.position} tokens of a table that has {table.num_computed_tokens}"
                 )
-            if (state.slot < 0) != (state.position == 0):
+            if not state.awaited and (state.slot < 0) != (state.position == 0):
                 raise CacheCorruption(f"the state behind {state.position} tokens is in slot {state.slot}")
         self.slots.check(slot for state in self._states.values() for slot in state.references())
         for block_id in self.slots.snapshots():

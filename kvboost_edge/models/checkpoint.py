@@ -18,7 +18,6 @@ from kvboost_edge.models.config.file import (
     read_config,
     read_generation_config,
     stored_dtype,
-    text_config,
 )
 from kvboost_edge.models.config.layer_ropes import with_long_rope
 from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
@@ -32,7 +31,7 @@ from kvboost_edge.models.gguf.check import check_gguf
 from kvboost_edge.models.gguf.config import TOKENS, gguf_config, gguf_generation
 from kvboost_edge.models.gguf.dense import gguf_dense
 from kvboost_edge.models.gguf.names import counted_parts, is_other_part
-from kvboost_edge.models.gguf.source import GgufSource
+from kvboost_edge.models.gguf.source import GgufSource, own_layers
 from kvboost_edge.models.gguf.split import read_gguf_model
 from kvboost_edge.models.onnx.check import check_onnx, onnx_types
 from kvboost_edge.models.onnx.config import outer_config
@@ -44,8 +43,8 @@ from kvboost_edge.models.packed.plan import STORED, check_tensors, is_quantized,
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
 from kvboost_edge.models.weights.columns.experts import ColumnExperts
 from kvboost_edge.models.weights.dense import Matrices, read_dense
-from kvboost_edge.models.weights.halved import HalvedSource
 from kvboost_edge.models.weights.head import with_found_head
+from kvboost_edge.models.weights.ordered import in_kernel_order
 from kvboost_edge.models.weights.safetensors_check import check_weights
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.source import WeightSource, WeightSummary
@@ -145,12 +144,8 @@ class Checkpoint(abc.ABC):
         """The weight files, checked against themselves and the config."""
 
     def open_source(self) -> WeightSource:
-        """The tensors, as a context manager; rows of queries and keys in the order of the native runner's rope."""
-        family = FAMILIES.get(str(text_config(self.config).get("model_type")))
-        if family is None or not family.paired_rope:
-            return self._open_files()
-        spec = describe_model(self.config)
-        return HalvedSource(self._open_files(), spec.head_dim, spec.ropes[0].half)
+        """The tensors, as a context manager, in the order of the native runner's kernels."""
+        return in_kernel_order(self._open_files, self.config)
 
     @abc.abstractmethod
     def _open_files(self) -> WeightSource:
@@ -241,9 +236,8 @@ class _Directory(Checkpoint):
     def _open_files(self) -> WeightSource:
         if (family := FAMILIES.get(str(self.config.get("model_type")))) and family.in_columns:
             return ColumnExperts(self.path)
-        if self.config.get("quantization_config"):
-            return PackedQuantSource(self.path, self.config)
-        return SafetensorsSource(self.path)
+        is_packed = bool(self.config.get("quantization_config"))
+        return PackedQuantSource(self.path, self.config) if is_packed else SafetensorsSource(self.path)
 
     def _files(self) -> list[Path]:
         return fingerprinted_files(self.path)
@@ -284,7 +278,7 @@ class _GgufFile(Checkpoint):
 
     @property
     def other_parts(self) -> Mapping[str, int]:
-        return counted_parts(self._header.tensors)
+        return counted_parts(self._header.tensors, own_layers(self._header))
 
     @property
     def format(self) -> str:

@@ -20,8 +20,7 @@ from kvboost_edge.text.plain_content import SpecialTexts, free_marks, pieces_of
 from kvboost_edge.text.turns.channels.history import one_call_each
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import TurnFormat
-from kvboost_edge.text.turns.history import with_arguments
-from kvboost_edge.text.turns.replay import find_thought, with_marks
+from kvboost_edge.text.turns.replay import find_thought, with_arguments, with_marks
 
 __all__ = ["Tokenizer"]
 

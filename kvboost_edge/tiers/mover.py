@@ -39,17 +39,20 @@ class Piece(NamedTuple):
     data     uint8 [count, bytes_per_block], verified, in the order they were asked for; to be given back by `release`
     tier     where they were
     is_last  nothing more comes
+    is_state  it is the state behind the blocks that came before, uint8 [1, its bytes]
     """
 
     ticket: int
     data: Bytes
     tier: str
     is_last: bool
+    is_state: bool = False
 
 
 class _Load(NamedTuple):
     ticket: int
     addresses: Sequence[BlockAddress]
+    state: BlockAddress | None
 
 
 class _Store(NamedTuple):
@@ -58,10 +61,10 @@ class _Store(NamedTuple):
 
 
 class Mover:
-    """Reads and writes blocks of `block_bytes` bytes over tiers, the nearest first."""
+    """Reads and writes blocks of `block_bytes` bytes over tiers, the nearest first; and states of `state_bytes`."""
 
-    def __init__(self, tiers: Sequence[Tier], block_bytes: int) -> None:
-        self._tiers, self._block_bytes = list(tiers), block_bytes
+    def __init__(self, tiers: Sequence[Tier], block_bytes: int, state_bytes: int = 0) -> None:
+        self._tiers, self._block_bytes, self._state_bytes = list(tiers), block_bytes, state_bytes
         self._deliver: Callable[[Piece], None] = self.release
         self._broken: set[str] = set()
         self._holdings = {tier.name: Holdings(tier) for tier in tiers}
@@ -104,10 +107,11 @@ class Mover:
         for tier in self._working():
             tier.touch(prefix_hashes)
 
-    def load(self, ticket: int, addresses: Sequence[BlockAddress]) -> None:
-        """Read consecutive blocks of a chain, as far as a tier has them; pieces come until one is the last."""
+    def load(self, ticket: int, addresses: Sequence[BlockAddress], state: BlockAddress | None = None) -> None:
+        """Read consecutive blocks of a chain, as far as a tier has them, and behind all of them the state that a tier
+        has under that address; pieces come until one is the last."""
         with self._changed:
-            self._loads.append(_Load(ticket, addresses))
+            self._loads.append(_Load(ticket, addresses, state))
             self._changed.notify_all()
 
     def cancel(self, ticket: int) -> None:
@@ -129,9 +133,14 @@ class Mover:
         """Blocks that `store` would take now."""
         return max(0, (_QUEUE_BYTES - self._queued) // self._block_bytes)
 
+    @property
+    def has_state_room(self) -> bool:
+        """Whether `store` would take a state now; one that is larger than all that may wait is taken alone."""
+        return not self._queued or self._queued + self._state_bytes <= _QUEUE_BYTES
+
     def store(self, addresses: Sequence[BlockAddress], data: Bytes) -> None:
-        """Write blocks, uint8 [len(addresses), bytes_per_block], to every tier that lacks them. The caller asked for
-        room, and does not change the array any more."""
+        """Write blocks, uint8 [len(addresses), bytes_per_block], or states, to every tier that lacks them. The caller
+        asked for room, and does not change the array any more."""
         with self._changed:
             self._stores.append(_Store(addresses, data))
             self._queued += data.nbytes
@@ -218,20 +227,33 @@ class Mover:
         at, per_piece = 0, max(1, _PIECE_BYTES // self._block_bytes)
         while True:
             addresses = load.addresses[at : at + per_piece]
-            data = self._stage(load.ticket, len(addresses))
+            data = self._stage(load.ticket, len(addresses), self._block_bytes)
             tier, count = self._read_some(addresses, data)
             at += count
-            is_last = count == 0 or at == len(load.addresses)
+            is_whole = at == len(load.addresses)
+            is_last = count == 0 or (is_whole and load.state is None)
             with self._changed:
                 self._staged -= data[count:].nbytes
                 is_last = is_last or load.ticket in self._cancelled or self._closing
             self._deliver(Piece(load.ticket, data[:count], tier, is_last))
             if is_last:
                 return
+            if is_whole and load.state is not None:
+                self._read_state(load.ticket, load.state)
+                return
 
-    def _stage(self, ticket: int, count: int) -> Bytes:
-        """Room for so many blocks, waited for; none where nobody wants them any more, or where memory is refused."""
-        nbytes = count * self._block_bytes
+    def _read_state(self, ticket: int, address: BlockAddress) -> None:
+        """The last piece of a load: a state, or nothing."""
+        data = self._stage(ticket, 1, self._state_bytes)
+        tier, count = self._read_some([address], data)
+        with self._changed:
+            self._staged -= data[count:].nbytes
+        self._deliver(Piece(ticket, data[:count], tier, is_last=True, is_state=True))
+
+    def _stage(self, ticket: int, count: int, row_bytes: int) -> Bytes:
+        """Room for so many blocks or states, waited for; none where nobody wants them any more, or where memory is
+        refused."""
+        nbytes = count * row_bytes
 
         def is_unwanted() -> bool:
             return self._closing or ticket in self._cancelled
@@ -239,16 +261,16 @@ class Mover:
         with self._changed:
             while self._staged and self._staged + nbytes > _STAGING_BYTES and not is_unwanted():
                 self._changed.wait()
-            data = self._allocated(0 if is_unwanted() else count)
+            data = self._allocated(0 if is_unwanted() else count, row_bytes)
             self._staged += data.nbytes
         return data
 
-    def _allocated(self, count: int) -> Bytes:
+    def _allocated(self, count: int, row_bytes: int) -> Bytes:
         try:
-            return np.empty((count, self._block_bytes), dtype=np.uint8)
+            return np.empty((count, row_bytes), dtype=np.uint8)
         except MemoryError:
             _LOG.warning("no memory to load %d blocks; they are computed", count)
-            return np.empty((0, self._block_bytes), dtype=np.uint8)
+            return np.empty((0, row_bytes), dtype=np.uint8)
 
     def _read_some(self, addresses: Sequence[BlockAddress], data: Bytes) -> tuple[str, int]:
         """The nearest tier that has the first blocks, and how many of them it has."""

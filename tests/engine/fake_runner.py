@@ -272,7 +272,7 @@ class Bench:
     ) -> None:
         self.parts = parts or fake_parts(num_blocks)
         self.manager, self.runner = self.parts.manager, self.parts.runner
-        self.mover = HandMover(tiers, self.parts.backend.spec.bytes_per_block)
+        self.mover = HandMover(tiers, self.parts.backend.spec.bytes_per_block, self.parts.backend.spec.bytes_per_state)
         loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, loads=loads

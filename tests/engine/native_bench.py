@@ -23,6 +23,7 @@ from kvboost_edge.engine.sequences import Sequences
 from kvboost_edge.engine.tiering import MoverShelf, Tiering
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.kvcache.table_states import StateSizes
 from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.tiers.base import Tier
 
@@ -39,18 +40,22 @@ class Machine:
     def __init__(self, directory: Path, weights: str = "int8") -> None:
         self._directory, self._weights = directory, weights
         self._runners: dict[tuple[Bits, int], NativeRunner] = {}
-        self._backends: dict[tuple[Bits, int, int, int], CPUBackend] = {}
+        self._backends: dict[tuple[Bits, int, int, int, int], CPUBackend] = {}
 
-    def parts(self, bits: Bits, threads: int, num_blocks: int, num_open: int) -> tuple[NativeRunner, CPUBackend]:
+    def parts(
+        self, bits: Bits, threads: int, num_blocks: int, num_open: int, num_slots: int = 0
+    ) -> tuple[NativeRunner, CPUBackend]:
         if (bits, threads) not in self._runners:
             self._runners[bits, threads] = NativeRunner.from_dir(
                 self._directory, weights=self._weights, num_threads=threads, kv_bits=bits
             )
         runner = self._runners[bits, threads]
-        key = (bits, threads, num_blocks, num_open)
+        key = (bits, threads, num_blocks, num_open, num_slots)
         if key not in self._backends:
             spec = runner.info.kv_spec
-            self._backends[key] = CPUBackend(spec, num_blocks, num_threads=threads, num_open=num_open)
+            self._backends[key] = CPUBackend(
+                spec, num_blocks, num_threads=threads, num_open=num_open, num_state_slots=num_slots
+            )
         runner.bind(self._backends[key])
         return runner, self._backends[key]
 
@@ -72,10 +77,12 @@ class NativeBench:
         max_num_seqs: int = 8,
         max_batch_tokens: int = 64,
         tiers: Sequence[Tier] = (),
+        states: StateSizes | None = None,
     ) -> None:
-        runner, self.backend = machine.parts(bits, threads, num_blocks, max_num_seqs + 1)
-        self.manager = KVCacheManager(num_blocks, BLOCK, whole_blocks=bits != (16, 16))
-        self.mover = HandMover(tiers, self.backend.spec.bytes_per_block)
+        num_slots = 0 if states is None else states.num_slots
+        runner, self.backend = machine.parts(bits, threads, num_blocks, max_num_seqs + 1, num_slots)
+        self.manager = KVCacheManager(num_blocks, BLOCK, whole_blocks=bits != (16, 16), state_sizes=states)
+        self.mover = HandMover(tiers, self.backend.spec.bytes_per_block, self.backend.spec.bytes_per_state)
         loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
         self.scheduler = Scheduler(
             self.manager,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from engine.fake_states import hybrid_parts
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.engine import CPUPagedEngine
-from kvboost_edge.engine.state_budget import check_options, plan_states
+from kvboost_edge.engine.state_budget import check_options, plan_states, planned_state_bytes, redis_refusal
 from kvboost_edge.engine.tiering import open_tiers
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 from kvboost_edge.runners.base import RunnerInfo
@@ -56,6 +55,18 @@ def test_the_default_is_a_quarter_of_the_pool_and_enough_for_the_batch(
     sizes, num_seqs = plan_states(config, info_of(states), num_blocks, 1 << 34)
     assert sizes is not None
     assert (sizes.num_slots, sizes.every_block, num_seqs) == expected
+
+
+@pytest.mark.parametrize("available", [1 << 34, 8 * MIB])
+def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(available: int) -> None:
+    """Of a model that does not fit beside others it is known what it needs: they may leave."""
+    config, info = EngineConfig(num_blocks=4096, max_num_seqs=4), info_of((LARGE,))
+    sizes, _ = plan_states(config, info, 4096, 1 << 34)
+    assert sizes is not None
+    assert planned_state_bytes(config, info, available) == sizes.num_slots * info.kv_spec.bytes_per_state
+    assert planned_state_bytes(config, info_of(()), available) == 0
+    with pytest.raises(CapacityError, match="max_state_bytes"):
+        planned_state_bytes(dataclasses.replace(config, max_state_bytes=LARGE.nbytes), info, available)
 
 
 def test_where_memory_is_short_fewer_sequences_run_together() -> None:
@@ -103,13 +114,15 @@ def test_speculation_is_refused_by_name_where_it_is_asked_for() -> None:
         check_options(EngineConfig(speculation="on"), info_of((LARGE,)))
 
 
-def test_tiers_say_that_they_keep_no_states(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = EngineConfig(disk_cache_dir=tmp_path / "blocks")
+def test_redis_says_that_it_keeps_no_states(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(redis_url="redis://nowhere.invalid:1/0", redis_trust=True)
+    refusal = redis_refusal(info_of((LARGE,)))
+    assert refusal is not None
     with caplog.at_level(logging.WARNING):
-        (tier,) = open_tiers(config, "f" * 64, "kv", "toy", "tiers do not keep states")
-    assert "no blocks are kept in the tier disk: tiers do not keep states" in caplog.text
-    assert (tier.name, tier.stat().state) == ("disk", "tiers do not keep states")
-    assert not (tmp_path / "blocks").exists()
+        (tier,) = open_tiers(config, "f" * 64, "kv", "toy", refusal)
+    assert f"no blocks are shared through Redis: {refusal}" in caplog.text
+    assert (tier.name, tier.stat().state) == ("redis", refusal)
+    assert redis_refusal(info_of(())) is None
 
 
 def test_an_engine_with_states_refuses_what_needs_none_and_counts_them() -> None:

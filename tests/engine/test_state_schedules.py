@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from engine.fake_runner import EOS_ID, Bench
+from engine.fake_runner import EOS_ID, ROOT, Bench
 from engine.fake_states import HybridRunner, expected_hybrid, hybrid_parts
+from engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.kvcache.content import ContentKey
 from kvboost_edge.runners.base import ForwardBatch
 
 EOS = frozenset({EOS_ID})
@@ -30,10 +32,11 @@ def bench_of(
     every_block: bool = False,
     max_num_seqs: int = 16,
     max_batch_tokens: int = 64,
+    tiers: Sequence[DictTier] = (),
 ) -> Bench:
     """An engine by hand around a `HybridRunner`, debug checks on."""
     parts = hybrid_parts(num_blocks, num_slots, interval=interval, every_block=every_block)
-    return Bench(num_blocks, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, parts=parts)
+    return Bench(num_blocks, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, parts=parts, tiers=tiers)
 
 
 def random_prompt(rng: random.Random, stems: list[list[int]], known: list[list[int]]) -> list[int]:
@@ -49,6 +52,7 @@ def run_schedule(seed: int) -> Counter[str]:
     """One random schedule; what happened in it, so that the caller sees that everything did."""
     rng = random.Random(seed)
     max_num_seqs = rng.choice((1, 2, 4, 8))
+    near, far = DictTier("near", losses=0.1, seed=seed), DictTier("far", knows=False, losses=0.1, seed=seed)
     bench = bench_of(
         rng.choice((6, 7, 8, 40)),
         max_num_seqs + rng.choice((1, 2, 5, 40)),
@@ -56,6 +60,7 @@ def run_schedule(seed: int) -> Counter[str]:
         every_block=rng.random() < 0.25,
         max_num_seqs=max_num_seqs,
         max_batch_tokens=rng.choice((1, 2, 7, 16, 33, 64)),
+        tiers=([], [near], [far], [near, far])[seed // 2 % 4],
     )
     runner = bench.runner
     assert isinstance(runner, HybridRunner)
@@ -90,7 +95,10 @@ def run_schedule(seed: int) -> Counter[str]:
             rng.choice(cancelled).cancel()
         if rng.random() < 0.03:
             bench.manager.reset()
-        idle = 0 if bench.step() else idle + 1
+        if rng.random() < 0.5:
+            bench.mover.pump(rng.choice((1, 2)))
+        idle = 0 if bench.step() or bench.mover.pump(1) else idle + 1
+    bench.run()
     found: Counter[str] = Counter()
     for handle, tokens in wanted:
         try:
@@ -101,7 +109,7 @@ def run_schedule(seed: int) -> Counter[str]:
         output = list(result.output_token_ids)
         is_whole = result.finish_reason != "cancelled"
         assert output == (tokens if is_whole else tokens[: len(output)]), f"seed {seed}, request {handle.index}"
-        found["hits"] += result.cached_tokens
+        found += Counter({tier: tokens for tier, tokens in result.hit_tokens.items() if tokens})
         found["missing states"] += result.miss_reason == "state"
         assert (result.matched_tokens > result.cached_tokens) == (result.miss_reason == "state")
     states = bench.manager.states
@@ -117,7 +125,9 @@ def test_random_schedules_equal_single_runs(scale: Callable[[int, int], int]) ->
     """The same tokens cold, from any snapshot, in any chunks and batch, preempted, behind failed passes."""
     found = sum((run_schedule(seed) for seed in range(scale(150, 3000))), Counter())
     assert found["preemptions"] > 20
-    assert found["hits"] > 2000
+    assert found["pool"] > 2000
+    assert found["near"] > 100
+    assert found["far"] > 100
     assert found["missing states"] > 20
     assert found["replayed"] > 400
     assert found["saved"] > 400
@@ -248,3 +258,46 @@ def test_a_request_for_logits_and_one_with_logprobs_of_the_prompt_are_exact() ->
     bench.run()
     assert list(handle.result(0).output_token_ids) == expected_hybrid(prompt, 3)
     assert handle.result(0).cached_tokens == 0
+
+
+def test_a_state_comes_back_with_its_block_from_a_tier() -> None:
+    """To another engine: what was computed is loaded, the state behind it too, and nothing is computed again."""
+    tier, prompt = DictTier(), list(range(100))
+    first = bench_of(tiers=[tier])
+    _, cold = computed_by(first, prompt, 20)
+    for num_blocks in (64, 8):
+        second = bench_of(num_blocks, tiers=[tier])
+        computed, restored = computed_by(second, prompt, 20)
+        assert restored.result(0).hit_tokens == {"pool": 0, "shelf": 96}
+        assert computed == 4 + 19
+        assert restored.result(0).output_token_ids == cold.result(0).output_token_ids
+        following = [*prompt, *cold.result(0).output_token_ids, 1, 2]
+        _, turn = computed_by(bench_of(tiers=[tier]), following)
+        assert turn.result(0).hit_tokens == {"pool": 0, "shelf": 112}
+
+
+def test_a_state_that_the_tier_lost_is_computed_again_and_kept() -> None:
+    tier, prompt = DictTier(), list(range(100))
+    computed_by(bench_of(tiers=[tier]), prompt)
+    (lost,) = [name for name in tier.blocks if name not in {address.prefix_hash for address in keys_of(prompt)}]
+    tier.drop([lost])
+    bench = bench_of(tiers=[tier])
+    computed, handle = computed_by(bench, prompt)
+    assert (computed, handle.result(0).cached_tokens) == (100, 0)
+    assert lost in tier.blocks
+
+
+def test_where_only_the_state_was_dropped_it_comes_from_the_tier_alone() -> None:
+    tier, prompt = DictTier(), list(range(100))
+    bench = bench_of(tiers=[tier])
+    computed_by(bench, prompt)
+    assert bench.manager.states is not None
+    for block_id in bench.manager.states.slots.snapshots():
+        bench.manager.states.slots.drop(block_id)
+    computed, handle = computed_by(bench, prompt)
+    assert (computed, handle.result(0).cached_tokens) == (4, 96)
+
+
+def keys_of(prompt: list[int]) -> list[ContentKey]:
+    """The blocks of a prompt, by content."""
+    return bench_of().manager.content.keys_after(prompt, ROOT)[1]

@@ -43,6 +43,8 @@ def test_a_snapshot_that_is_read_is_not_handed_out() -> None:
     slots = StateSlots(2)
     first, second = kept(slots, 10, PROMPT), kept(slots, 11, PROMPT)
     slots.share(first)
+    slots.share(second)
+    slots.release(second)  # so that the first one is the older
     assert slots.num_available == 1
     assert slots.take() == second
     assert slots.take() is None

@@ -183,6 +183,16 @@ def test_nobody_evicts_a_snapshot_between_lookup_and_pass() -> None:
     assert plan.saves[0][1] not in states_of(manager).unwritten()
 
 
+def test_a_snapshot_goes_with_its_block() -> None:
+    manager, tokens = manager_of(num_blocks=4), list(range(2 * B + 1))
+    cold(manager, tokens)
+    assert states_of(manager).slots.num_used == 1
+    cold(manager, [7] * (4 * B))
+    assert set(states_of(manager).slots.snapshots()) <= set(manager.content.under(ROOT))
+    assert manager.reset() == 4
+    assert states_of(manager).slots.num_used == 0
+
+
 def test_a_table_without_a_slot_fails_and_changes_nothing() -> None:
     manager = manager_of(num_slots=1)
     first, second = (manager.open_table([number] * B, ROOT) for number in (1, 2))

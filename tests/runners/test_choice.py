@@ -107,6 +107,21 @@ def test_contradictions_are_refused_by_name(options: dict[str, Any], message: st
         runner(gguf=True, device="cuda")
 
 
+@pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("options", [{"runner": "torch"}, {"device": "cuda"}, {"dtype": "float16"}])
+def test_states_are_refused_by_name_elsewhere_than_in_the_native_runner(
+    model_type: str, options: dict[str, Any]
+) -> None:
+    model = {**LLAMA, "model_type": model_type, "layer_types": ["full_attention"] * 3}
+    with pytest.raises(ModelFormatError, match=r"keep a state .* native runner alone computes; .* needs the torch"):
+        runner(model, **options)
+    if model_type.endswith("_text"):
+        with pytest.raises(ModelFormatError, match="keep a state"):
+            runner({"model_type": model_type.removesuffix("_text"), "text_config": model}, **options)
+    with pytest.raises(ModelFormatError, match="the model is no ONNX file; runner='onnx' needs"):
+        runner(model, runner="onnx")
+
+
 @pytest.mark.parametrize(
     ("available", "pool", "options", "expected"),
     [

@@ -16,8 +16,10 @@ from kvboost_edge.kernels.program.attend import (
     continue_block,
     continuing_units,
 )
+from kvboost_edge.kernels.program.conv import store_tails, tail_units
 from kvboost_edge.kernels.program.experts import experts_down, experts_gated, experts_units, spread
 from kvboost_edge.kernels.program.route import dispatch
+from kvboost_edge.kernels.program.scan import scan, scan_units
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.program.tiles import (
     Matrix,
@@ -50,6 +52,10 @@ def units_of(job: ProgramJob, op: Any) -> Any:
         return closing_units(attention_row(job, op))
     if code in (lt.OP_DISPATCH, lt.OP_SPREAD, lt.OP_EXPERTS_GATED, lt.OP_EXPERTS_DOWN):
         return experts_units(job, op)
+    if code == lt.OP_TAILS:
+        return tail_units(job, op)
+    if code == lt.OP_SCAN:
+        return scan_units(job, op)
     return token_units(job, op)
 
 
@@ -125,5 +131,9 @@ def run_unit(job: ProgramJob, op: Any, params: Any, unit: int) -> None:
         experts_gated(job, op, unit)
     elif code == lt.OP_EXPERTS_DOWN:
         experts_down(job, op, params[lt.P_FACTOR], unit)
+    elif code == lt.OP_TAILS:
+        store_tails(job, op, unit)
+    elif code == lt.OP_SCAN:
+        scan(job, op, unit)
     else:
         run_tokens(job, op, params, unit)

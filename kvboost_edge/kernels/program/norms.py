@@ -46,16 +46,18 @@ from kvboost_edge.kernels.vectors import (
 __all__ = [
     "ACT_CLAMPED_SWIGLU",
     "ACT_GELU_TANH",
+    "ACT_SIGMOID",
     "ACT_SILU",
     "activate_group",
     "activate_vectors",
+    "emit_silu",
     "norm_row",
     "quantize_groups",
     "sqrt_f32",
     "sum_squares",
 ]
 
-ACT_SILU, ACT_GELU_TANH, ACT_CLAMPED_SWIGLU = 0, 1, 2
+ACT_SILU, ACT_GELU_TANH, ACT_CLAMPED_SWIGLU, ACT_SIGMOID = 0, 1, 2, 3
 _VECTOR = 4 * LANES
 _TINY = 1e-30  # a group whose largest magnitude is below is all zeros: its scale would not be a normal number
 _GELU_INNER, _GELU_CUBIC = 0.7978845608028654, 0.044715
@@ -317,17 +319,31 @@ def _emit_limit(b: Builder, x: Value, limit: float) -> Value:
 
 def _emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
     """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner)). ACT_CLAMPED_SWIGLU:
-    x / (1 + exp(-alpha * x)) * (up + 1), x at most the limit, up within it on both sides."""
-    is_silu, is_clamped = (b.icmp_signed("==", act, int_constant(one)) for one in (ACT_SILU, ACT_CLAMPED_SWIGLU))
+    x / (1 + exp(-alpha * x)) * (up + 1), x at most the limit, up within it on both sides. ACT_SIGMOID: silu without
+    its factor."""
+    kinds = (ACT_SILU, ACT_CLAMPED_SWIGLU, ACT_SIGMOID)
+    is_silu, is_clamped, is_sigmoid = (b.icmp_signed("==", act, int_constant(kind)) for kind in kinds)
+    is_silu = b.or_(is_silu, is_sigmoid)
     x = b.select(is_clamped, _emit_limit(b, x, _SWIGLU_LIMIT), x)
     both = _emit_limit(b, _emit_limit(b, up, _SWIGLU_LIMIT), -_SWIGLU_LIMIT)
     up = b.select(is_clamped, b.fadd(both, _splat(1.0)), up)
     cubed = b.fmul(b.fmul(x, x), b.fmul(x, _splat(_GELU_CUBIC)))
     inner = b.fmul(b.fadd(x, cubed), _splat(2.0 * _GELU_INNER))
     inner = b.select(is_clamped, b.fmul(x, _splat(_SWIGLU_ALPHA)), inner)
-    exponent = b.fsub(_splat(0.0), b.select(is_silu, x, inner))
+    one_and_power = _emit_one_and_power(b, b.select(is_silu, x, inner))
+    return b.fmul(b.fdiv(b.select(is_sigmoid, _splat(1.0), x), one_and_power), up)
+
+
+def _emit_one_and_power(b: Builder, x: Value) -> Value:
+    """1 + exp(-x)."""
+    exponent = b.fsub(_splat(0.0), x)
     exponent = b.select(b.fcmp_ordered(">", exponent, _splat(_MAX_EXPONENT)), _splat(_MAX_EXPONENT), exponent)
-    return b.fmul(b.fdiv(x, b.fadd(_splat(1.0), emit_exp(b, exponent))), up)
+    return b.fadd(_splat(1.0), emit_exp(b, exponent))
+
+
+def emit_silu(b: Builder, x: Value) -> Value:
+    """x / (1 + exp(-x)) of 16 lanes, as in activations."""
+    return b.fdiv(x, _emit_one_and_power(b, x))
 
 
 @intrinsic
@@ -363,7 +379,8 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell:
 
 @intrinsic
 def activate_vectors(typing: Any, gate: Any, up: Any, kind: Any, count: Any, vectors: Any, out: Any) -> Any:
-    """out = act(gate) * up, `vectors` vectors; outputs from `count` on are 0 (their inputs are read)."""
+    """out = act(gate) * up, `vectors` vectors; outputs from `count` on are 0 (their inputs are read). ACT_SIGMOID is
+    silu without its factor."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         gate, up, kind, count, vectors, out = arguments

@@ -18,11 +18,13 @@ __all__ = ["COUNTERS_PER_OP", "JOB_TYPE", "NUM_FIELDS", "NUM_PARAMS", "RENORMS",
 # Operations. OP_GATED: gate and up matrices, activation and quantization in one. OP_CONTINUE, OP_CLOSE: what is done
 # in a quantized pool before keys and values are written, and after it. OP_PER_LAYER: every layer's piece of a row is
 # normed, and another row added. OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN: experts, see
-# route.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a number is added to another.
+# route.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a number is added to another. OP_CONV, OP_TAILS,
+# OP_STEPS, OP_SCAN, OP_GATE: layers with a state, see conv.py, scan.py and gate.py.
 (
     OP_EMBED, OP_NORM, OP_ADD_NORM, OP_QUANT, OP_ACT, OP_ROPE, OP_LINEAR, OP_GATED, OP_CAP, OP_CONTINUE, OP_CLOSE,
     OP_ATTEND, OP_PER_LAYER, OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN, OP_ADD_SHARED,
-) = range(19)  # fmt: skip
+    OP_CONV, OP_TAILS, OP_STEPS, OP_SCAN, OP_GATE,
+) = range(24)  # fmt: skip
 # Fields of every operation: what it is, buffers read and written and their float32 a row (0: the operation's own).
 F_OP, F_SRC, F_DST, F_SRC_STEP, F_DST_STEP = range(5)
 # Sizes: outputs (or elements of a row) and inputs; kind of the weights; the activation.
@@ -47,7 +49,13 @@ F_BY, F_BY_STEP, F_BY_FIRST = 32, 33, 34
 F_QUERY_SCALE, F_LATE_NORM = 35, 36
 # Experts: how many there are, and of each token; OP_ROUTE: their scores, and what shares are divided by.
 F_EXPERTS, F_USED, F_SCORE, F_RENORM = range(37, 41)
-NUM_FIELDS = 48  # six cache lines
+# Operations on pieces of a row: the first float of the source's row.
+F_SRC_FIRST = 41
+# Layers with a state: its first byte in a slot; inputs before a token that a convolution reads; heads of keys and their
+# dim (F_HEADS, F_DIM are those of values); whether value head h reads key head h mod F_KEY_HEADS; OP_TAILS: whether
+# inputs are products; addresses of what makes decays.
+F_STATE, F_TAPS, F_KEY_HEADS, F_KEY_DIM, F_TILED, F_GATED, F_DECAY, F_DT_BIAS = range(42, 50)
+NUM_FIELDS = 56  # seven cache lines
 SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}
 """Scores of a router -> F_SCORE; see `reference.experts.Routing`."""
 RENORMS = {"": 0, "add": 1, "least": 2}
@@ -63,11 +71,12 @@ P_FACTOR, P_EPS, P_CAP, P_SUM_FACTOR, NUM_PARAMS = 0, 1, 2, 3, 4
 # Experts: B_ROUTED the router's logits; B_CHOSEN, B_SHARES each token's experts and shares; B_DISPATCH each expert's
 # tokens, see route.py; B_SPREAD and B_EXPERTS_INNER rows or panels of one expert behind another's; B_BESIDE what an MLP
 # beside them leaves.
+# B_STATES: which states the pass reads and writes, see sequences.py; B_SEQUENCES is no address, but their number.
 (
     B_TOKENS, B_POSITIONS, B_HIDDEN, B_NORMED, B_PANEL, B_INNER, B_WIDE, B_QUERY, B_KEY, B_VALUE, B_ATTENDED, B_LOGITS,
     B_ROWS, B_PER_LAYER, B_TABLE_ROWS, B_ROUTED, B_CHOSEN, B_SHARES, B_DISPATCH, B_SPREAD, B_EXPERTS_INNER, B_BESIDE,
-    B_TABLES,
-) = range(23)  # fmt: skip
+    B_STATES, B_SEQUENCES, B_TABLES,
+) = range(25)  # fmt: skip
 
 # Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its number.
 K_ATTEND, K_CLOSE, NUM_KERNELS = 16, 17, 18

@@ -32,8 +32,11 @@ from kvboost_edge.kernels.linear.tiles import (
 )
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attend import attention_row, store_token
+from kvboost_edge.kernels.program.conv import conv_gated
+from kvboost_edge.kernels.program.gate import gate
 from kvboost_edge.kernels.program.norms import activate_vectors, norm_row, quantize_groups
 from kvboost_edge.kernels.program.route import route, sigmoid_f32
+from kvboost_edge.kernels.program.scan import steps
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.vectors import (
     KIND_F16,
@@ -220,7 +223,7 @@ def _elementwise(job: ProgramJob, op: Any, token: int, first: int) -> None:
     """One piece of 1024 elements of one token: the activation if the operation has one, then quantization."""
     count = op[lt.F_COUNT]
     groups = min(_PIECE, (count + GROUP - 1) // GROUP - first)
-    source = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + first * GROUP)
+    source = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + op[lt.F_SRC_FIRST] + first * GROUP)
     if op[lt.F_OP] == lt.OP_ACT:
         out = job.buffers[op[lt.F_DST]] + 4 * (token * op[lt.F_DST_STEP] + first * GROUP)
         left = count - first * GROUP
@@ -318,6 +321,12 @@ def _on_token(job: ProgramJob, op: Any, params: Any, token: int, piece: int) -> 
         route(job, op, params, token)
     elif code == lt.OP_ADD_SHARED:
         _add_shared(job, op, params[lt.P_FACTOR], token)
+    elif code == lt.OP_STEPS:
+        steps(job, op, params[lt.P_EPS], token)
+    elif code == lt.OP_GATE:
+        gate(job, op, params[lt.P_EPS], token)
+    elif code == lt.OP_CONV:
+        conv_gated(job, op, token)
     elif code == lt.OP_EMBED:
         token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
         _embed(op, params[lt.P_FACTOR], token_id, job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP])

@@ -23,6 +23,7 @@ from kvboost_edge.kernels.attention.paged import (
 )
 from kvboost_edge.kernels.attention.parts import Part, valid_to
 from kvboost_edge.kernels.coded.layout import STEP_BIAS, CodeLayout
+from kvboost_edge.kernels.reference.floats import exp_f32, fma_f32
 from kvboost_edge.kernels.reference.rope import rotate_heads
 
 __all__ = ["decode_block", "paged_attention_coded", "quantize_blocks"]
@@ -37,11 +38,6 @@ Q_TOP = F32(32512.0)  # 127 * 256: a query's integers fit two signed bytes
 TINY = F32(1e-30)
 SCALE_FLOOR = F32(6e-8)
 SCALE_SLACK = F32(1.0 + 2.0**-10)
-
-
-def _fma(x: Any, y: Any, z: Any) -> Any:
-    """float32 x * y + z, rounded once (twice where float64 happens to end at a tie, which is rare)."""
-    return (np.asarray(x, np.float64) * np.asarray(y, np.float64) + np.asarray(z, np.float64)).astype(F32)
 
 
 def _pack(codes: npt.NDArray[Any], bits: int) -> Bytes:
@@ -92,14 +88,14 @@ def _quantize_values(values: Floats, layout: CodeLayout, out: Bytes) -> None:
     broken = (values * F32(0)).sum(axis=1)
     codes = np.zeros((size, layout.dim), np.int64)
     if layout.v_bits == 8:
-        scales = _fma(np.abs(values).max(axis=1), SCALE_SLACK / F32(127), SCALE_FLOOR).astype(np.float16)
+        scales = fma_f32(np.abs(values).max(axis=1), SCALE_SLACK / F32(127), SCALE_FLOOR).astype(np.float16)
         inverse = F32(1) / scales.astype(F32)
         scaled = np.rint(values * inverse[:, None])
         codes[:, :dim] = np.clip(np.nan_to_num(scaled, nan=0.0, posinf=0.0, neginf=0.0), -127, 127)
     else:
         low, high = values.min(axis=1), values.max(axis=1)
-        scales = _fma(high - low, SCALE_SLACK / F32(15), SCALE_FLOOR).astype(np.float16)
-        middles = _fma(F32(8), scales.astype(F32), low).astype(np.float16)
+        scales = fma_f32(high - low, SCALE_SLACK / F32(15), SCALE_FLOOR).astype(np.float16)
+        middles = fma_f32(F32(8), scales.astype(F32), low).astype(np.float16)
         inverse = F32(1) / scales.astype(F32)
         scaled = np.rint((values - middles.astype(F32)[:, None]) * inverse[:, None])
         codes[:, :dim] = np.clip(np.nan_to_num(scaled, nan=0.0, posinf=0.0, neginf=0.0), -8, 7) + 8
@@ -162,23 +158,6 @@ def decode_block(stored: Bytes, layout: CodeLayout) -> tuple[Doubles, Doubles]:
     return keys[:, : layout.head_dim], values[:, : layout.head_dim]
 
 
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
-
-
-def _exp(x: Floats) -> Floats:
-    """The kernels' polynomial, step by step."""
-    magic = F32(12582912.0)
-    shifted = _fma(x, F32(1.44269504088896341), magic)
-    n = shifted - magic
-    r = _fma(n, F32(2.12194440e-4), _fma(n, F32(-0.693359375), x))
-    p: Any = F32(_EXP[0])
-    for coefficient in _EXP[1:]:
-        p = _fma(p, r, F32(coefficient))
-    p = _fma(r * r, p, r) + F32(1.0)
-    power = ((shifted.view(np.uint32) << np.uint32(23)) + np.uint32(127 << 23)).view(F32)
-    return np.where(x < F32(-87.0), F32(0.0), p * power).astype(F32)
-
-
 def _reduce(lanes: Floats, combine: Any) -> Floats:
     """[.., 16] -> [..], by halves."""
     while lanes.shape[-1] > 1:
@@ -209,9 +188,9 @@ def _empty(rows: int, dim: int) -> _State:
 def _merge(merged: _State, state: _State) -> _State:
     top = np.maximum(merged.maxima, state.maxima)
     base = np.where(np.isneginf(top), F32(0), top)
-    keep, add = _exp(merged.maxima - base), _exp(state.maxima - base)
-    sums = _fma(state.sums, add[:, None], merged.sums * keep[:, None])
-    return _State(sums, top, _fma(state.totals, add, merged.totals * keep))
+    keep, add = exp_f32(merged.maxima - base), exp_f32(state.maxima - base)
+    sums = fma_f32(state.sums, add[:, None], merged.sums * keep[:, None])
+    return _State(sums, top, fma_f32(state.totals, add, merged.totals * keep))
 
 
 class _Rows(NamedTuple):
@@ -236,15 +215,15 @@ def _scores(rows: _Rows, coded: _Coded, tokens: slice) -> Floats:
     sums = np.nan_to_num(folded).astype(np.int64) @ coded.keys[:, tokens]
     lanes = np.zeros((len(rows.scaled), 16), F32)
     for start in range(0, rows.scaled.shape[1], 16):
-        lanes = _fma(rows.scaled[:, start : start + 16], coded.zeros[start : start + 16], lanes)
-    scores: Floats = _fma(sums.astype(F32), (rows.step * top)[:, None], _reduce(lanes, np.add)[:, None])
+        lanes = fma_f32(rows.scaled[:, start : start + 16], coded.zeros[start : start + 16], lanes)
+    scores: Floats = fma_f32(sums.astype(F32), (rows.step * top)[:, None], _reduce(lanes, np.add)[:, None])
     return scores
 
 
 def _cap(scores: Floats, cap: float) -> Floats:
     x = scores / F32(cap)
     minus = np.where(x < 0, x, F32(0) - x)
-    decay = _exp(minus + minus)
+    decay = exp_f32(minus + minus)
     tanh = (F32(1) - decay) / (F32(1) + decay)
     return (np.where(x < 0, F32(0) - tanh, tanh) * F32(cap)).astype(F32)
 
@@ -253,14 +232,14 @@ def _add_tile(state: _State, scores: Floats, values: Longs, scales: Floats, midd
     """Add 64 tokens: scores [rows, 64], -inf where not seen; value codes [64, dim]; scales and middles [64]."""
     new = np.maximum(scores.max(axis=1), state.maxima)
     base = np.where(np.isneginf(new), F32(0), new)
-    weights, rescale = _exp(scores - base[:, None]), _exp(state.maxima - base)
+    weights, rescale = exp_f32(scores - base[:, None]), exp_f32(state.maxima - base)
     scaled, shifted = (np.where(weights == 0, F32(0), weights * factors) for factors in (scales, middles))
     top = np.maximum(scaled.max(axis=1), TINY)
     integers = np.rint(scaled.astype(np.float64) * (F32(255) / top).astype(np.float64)[:, None])
     dots = np.nan_to_num(integers).astype(np.int64) @ values
-    old = _fma(state.sums, rescale[:, None], _sum_tile(shifted)[:, None])
-    sums = _fma(dots.astype(F32), (top * (F32(1) / F32(255)))[:, None], old)
-    return _State(sums, new, _fma(state.totals, rescale, _sum_tile(weights)))
+    old = fma_f32(state.sums, rescale[:, None], _sum_tile(shifted)[:, None])
+    sums = fma_f32(dots.astype(F32), (top * (F32(1) / F32(255)))[:, None], old)
+    return _State(sums, new, fma_f32(state.totals, rescale, _sum_tile(weights)))
 
 
 class _Sequence(NamedTuple):
@@ -392,7 +371,7 @@ def _finish(state: _State, sinks: Floats | None, dim: int) -> tuple[Floats, Floa
     maxima, totals, factor = state.maxima, state.totals, np.ones_like(state.totals)
     if sinks is not None:
         top = np.maximum(maxima, sinks)
-        factor = _exp(maxima - top)
-        totals = totals * factor + _exp(sinks - top)
+        factor = exp_f32(maxima - top)
+        totals = totals * factor + exp_f32(sinks - top)
         maxima = top
     return state.sums[:, :dim] * (factor / totals)[:, None], maxima + np.log(totals)

@@ -102,6 +102,13 @@ _TESTED = {
     "mixtral": "Mixtral, mixture of experts",
     "gpt_oss": "gpt-oss, mixture of experts with biases, local and global layers, attention sinks",
     "qwen2_moe": "Qwen1.5 and Qwen2, mixture of experts with a shared one behind a gate",
+    "lfm2": "LFM2 and LFM2.5, short convolutions beside attention",
+    "lfm2_moe": "the same, mixture of experts by sigmoids",
+    "qwen3_5_text": "Qwen3.5 and kin, gated delta rule beside gated attention",
+    "qwen3_5_moe_text": "the same, mixture of experts with a shared one behind a gate",
+    "lfm2_vl": "the language part of a vision model; text only",
+    "qwen3_5": "the language part of a vision model; text only",
+    "qwen3_5_moe": "the language part of a vision model; text only",
     "stablelm": "partial rotary",
     "starcoder2": "sliding window, biases",
     "gpt_neox": "parallel residual, partial rotary",
@@ -124,12 +131,14 @@ _UNTESTED = {
 }
 _TORCH_ALONE = frozenset("stablelm starcoder2 gpt_neox".split())
 _NATIVE_ALONE = frozenset(
-    "qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text minicpm".split()
+    "qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text minicpm "
+    "lfm2 lfm2_moe lfm2_vl qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split()
 )
 _GGUF = frozenset(
     "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe gpt_oss qwen3_vl "
     "qwen3_vl_text gemma gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
-    "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3 minicpm".split()
+    "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3 minicpm "
+    "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split()
 )
 _OTHER_ORACLES = {"minicpm": "a NumPy model"}  # of which transformers has no class
 _ONNX = frozenset("llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite".split())
@@ -160,8 +169,13 @@ _ATTENTION_LAYERS = ("attention", "full_attention")  # the first: its older name
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
         "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 falcon_h1 nemotron_h recurrent_gemma "
-        "lfm2 lfm2_moe qwen3_next olmo_hybrid minimax kimi_linear bailing_hybrid".split(),
+        "qwen3_next olmo_hybrid minimax bailing_hybrid".split(),
         _STATE_SPACE,
+    ),
+    "kimi_linear": "its states have a decay for each channel, and its other layers latent attention; neither is built",
+    "lfm3": "its layers have norms on both sides and gates of heads, which are not built",
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"), "its layers pass several streams of states between them, which is not built"
     ),
     **dict.fromkeys("deepseek_v2 deepseek_v3 minicpm3 longcat_flash".split(), _LATENT),
     **dict.fromkeys("falcon bloom mpt gptj codegen gpt_neo xglm".split(), _OWN_ATTENTION),

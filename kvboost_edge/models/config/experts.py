@@ -16,9 +16,11 @@ __all__ = [
     "gemma4_experts",
     "gpt_oss_experts",
     "granite_experts",
+    "lfm2_experts",
     "mixtral_experts",
     "olmoe_experts",
     "qwen2_experts",
+    "qwen3_5_experts",
     "qwen3_experts",
 ]
 
@@ -148,6 +150,28 @@ def _qwen(config: Config, layers: int, usual: tuple[int, int, int]) -> Experts:
 
 def _renorm(config: Config) -> str:
     return "add" if _flag(config, "norm_topk_prob", False) else ""
+
+
+def qwen3_5_experts(config: Config, layers: int) -> Experts:
+    """As Qwen2's in all layers; shares are divided by their sum whatever the config says."""
+    usual = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+             "shared_expert_intermediate_size": 512}  # fmt: skip
+    full = {**usual, **config, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return qwen2_experts(full, layers)
+
+
+def lfm2_experts(config: Config, layers: int) -> Experts:
+    """The sigmoid of each logit, with a bias where experts are chosen, which are divided by their sum and scaled; the
+    first num_dense_layers layers have none."""
+    full = {"num_dense_layers": 2, "routed_scaling_factor": 1.0, **config}
+    dense = integer_of(full, "num_dense_layers", 0)
+    bias = "feed_forward.expert_bias" if _flag(config, "use_expert_bias", True) else ""
+    names = ExpertNames("feed_forward.gate", "feed_forward.experts.", ("w1", "w3", "w2"), bias)
+    return _experts(
+        full, _QWEN_KEYS, (32, 4, 1792), [index >= dense for index in range(layers)], names=names, score="sigmoid",
+        renorm="add" if _flag(config, "norm_topk_prob", True) else "", eps=1e-6,
+        scale=number_of(full, "routed_scaling_factor", 1e-6, 1e6),
+    )  # fmt: skip
 
 
 def olmoe_experts(config: Config, layers: int) -> Experts:

@@ -8,31 +8,48 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
-from kvboost_edge.models.config.completed import gpt_oss, granite_hybrid, hunyuan, minicpm, ministral3
 from kvboost_edge.models.config.experts import (
     Experts,
     ernie_experts,
     gemma4_experts,
     gpt_oss_experts,
     granite_experts,
+    lfm2_experts,
     mixtral_experts,
     olmoe_experts,
     qwen2_experts,
+    qwen3_5_experts,
     qwen3_experts,
 )
+from kvboost_edge.models.config.family import Family
 from kvboost_edge.models.config.file import context_length, number_of, size_of
-from kvboost_edge.models.config.gemma4 import PerLayerInput, gemma4_shapes, per_layer_input, with_gemma4_defaults
 from kvboost_edge.models.config.layer_ropes import layer_ropes, rope_settings
-from kvboost_edge.models.config.layers import LayerShape, LayerSpec, same_shapes
+from kvboost_edge.models.config.layers import LayerShape, LayerSpec, mixed_shapes, same_shapes
+from kvboost_edge.models.config.mixers import Mixer
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale
+from kvboost_edge.models.config.special.completed import gpt_oss, granite_hybrid, hunyuan, minicpm, ministral3
+from kvboost_edge.models.config.special.gemma4 import (
+    PerLayerInput,
+    gemma4_shapes,
+    per_layer_input,
+    with_gemma4_defaults,
+)
+from kvboost_edge.models.config.special.hybrids import (
+    Hybrid,
+    MixerNames,
+    conv_layers,
+    delta_layers,
+    with_lfm2_defaults,
+    with_shared_width,
+)
 from kvboost_edge.models.config.windows import (
     all_but_every,
     all_but_first_of,
@@ -41,89 +58,11 @@ from kvboost_edge.models.config.windows import (
     same_window,
 )  # fmt: skip
 
-__all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model", "heads_by_layer"]
+__all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model", "heads_by_layer", "may_keep_states"]
 
 Config = Mapping[str, Any]
 
 _MAX_HEAD_DIM = 1 << 16  # beyond any real model: rope makes tables of as many numbers
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Family:
-    """What all models of a family have in common.
-
-    norms        "pre": before attention and MLP; "post": behind them; "both"
-    norm_offset  added to the weights of norms (Gemma stores weight - 1)
-    head_norm    norm of queries and keys: "" none, "head" each head, "all" all heads as one row
-    head_norms   what the checkpoint calls these two
-    qkv_bias     None: as the config's attention_bias says (then the output projection has one too)
-    biased       attention_bias where the config does not say
-    output_bias  False: the output projection never has a bias
-    fused        queries, keys, values are one tensor, and so are gate and up
-    mlp          names of gate and up, which are one tensor, and of down; (): three tensors with the usual names
-    inner        the config's key of the MLP's width
-    norm_names   norms before attention, behind it, before the MLP, behind it, where they are not called as usual
-    paired_rope  channels (2i, 2i + 1) turn together in the checkpoint, instead of (i, i + half)
-    partial      the part of each head that turns, where the config does not say
-    no_rope      layers without rope: "" none, "listed" by no_rope_layers, "full" those without a window in a model
-                 that has windows, "typed" all or none by position_embedding_type
-    local_rope   layers with a window have a rope of their own, local_theta where the config does not say its base
-    windows      windows by layer, from the config and the number of layers; None: no layer has one
-    shapes       layers' shapes, from the config and the windows; None: they are all alike
-    scale        of scores; None: 1 / sqrt(head_dim), or as the family's other flags say
-    capped       logits have a cap where the config gives one
-    value_norm   each head of the values is normed, without weights
-    layer_scalar each layer's result is multiplied by a number of its own
-    complete     fills in what the config leaves out, and says in Llama's words what it says in others
-    late_norm    norms of queries and keys stand behind rope
-    query_scaled queries are multiplied with a factor of their position
-    sinks        each head of queries has a logit that joins the denominator of its softmax and has no value
-    layer_thetas layers have bases of rope of their own, 0 for none, by layer_rope_theta
-    experts      the mixture of experts, from the config and the number of layers; None, or where it returns None:
-                 MLPs alone
-    in_columns   safetensors have the matrices of all experts as columns, see weights/columns/experts.py
-    unless       config keys that must have one of the given values, else the family is another model
-    """
-
-    norms: str = "pre"
-    norm_offset: float = 0.0
-    head_norm: str = ""
-    head_norms: tuple[str, str] = ("q_norm", "k_norm")
-    qkv_bias: bool | None = None
-    biased: bool = False
-    output_bias: bool = True
-    fused: bool = False
-    mlp: tuple[str, ...] = ()
-    inner: str = "intermediate_size"
-    norm_names: tuple[str, ...] = ()
-    paired_rope: bool = False
-    partial: float = 1.0
-    tied: bool = False
-    head_dim: int | None = None
-    eps: float = 1e-6
-    theta: float = 10000.0
-    activation: str = "silu"
-    scaled_embedding: bool = False
-    query_scalar: bool = False
-    softcaps: bool = False
-    multipliers: bool = False
-    no_rope: str = ""
-    local_rope: bool = False
-    local_theta: float = 10000.0
-    windows: Callable[[Config, int], list[int]] | None = None
-    shapes: Callable[[Config, Sequence[int]], Sequence[LayerShape]] | None = None
-    scale: float | None = None
-    capped: bool = False
-    value_norm: bool = False
-    layer_scalar: bool = False
-    complete: Callable[[Config], Config] | None = None
-    late_norm: bool = False
-    query_scaled: bool = False
-    sinks: bool = False
-    layer_thetas: bool = False
-    experts: Callable[[Config, int], Experts | None] | None = None
-    in_columns: bool = False
-    unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,11 +100,25 @@ class ModelSpec:
     query_scale: QueryScale | None
     experts: Experts | None
     both_ways: bool
+    hybrid: Hybrid | None = None
+
+    @property
+    def mixer(self) -> Mixer | None:
+        """What mixes tokens in the layers that keep a state; None where there is no such layer."""
+        return None if self.hybrid is None else self.hybrid.mixer
+
+    @property
+    def named_mixer(self) -> tuple[Mixer, MixerNames]:
+        """The same with what the checkpoint calls it, of a model that has such layers."""
+        assert self.hybrid is not None
+        assert self.hybrid.mixer is not None
+        return self.hybrid.mixer, self.hybrid.names
 
     @property
     def first_shared(self) -> int:
-        """The first layer behind which none computes keys and values; the number of layers where the last one does."""
-        return 1 + max(index for index, layer in enumerate(self.layers) if layer.owns_kv)
+        """The first layer behind which none computes keys and values, or keeps a state; the number of layers where the
+        last one does."""
+        return 1 + max(index for index, layer in enumerate(self.layers) if layer.owns_kv or layer.state >= 0)
 
     @property
     def kv_layers(self) -> tuple[LayerSpec, ...]:
@@ -190,6 +143,16 @@ _LLAMA = Family()
 _QWEN2 = Family(qkv_bias=True, windows=qwen_windows)
 _ERNIE = Family(qkv_bias=False, tied=True, head_dim=128, eps=1e-5, theta=5e5, paired_rope=True,
                 unless=(("use_bias", (None, False)),))  # fmt: skip
+_LFM2 = Family(
+    qkv_bias=False, tied=True, eps=1e-5, theta=1e6, head_norm="head", head_norms=("q_layernorm", "k_layernorm"),
+    norm_names=("operator_norm", "ffn_norm"), last_norm="model.embedding_norm", out="self_attn.out_proj",
+    mlp=("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"), complete=with_lfm2_defaults, hybrid=conv_layers,
+    unless=(("conv_bias", (None, False)),),
+)  # fmt: skip
+_QWEN35 = Family(
+    norm_offset=1.0, head_norm="head", head_dim=256, partial=0.25, output_gate=True, hybrid=delta_layers,
+    unless=(("attn_output_gate", (None, True)), ("hidden_act", (None, "silu", "swish"))),
+)  # fmt: skip
 _GEMMA = Family(
     norm_offset=1.0, tied=True, head_dim=256, scaled_embedding=True, activation="gelu_pytorch_tanh", unless=(_ONE_WAY,)
 )
@@ -242,6 +205,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             multipliers=True, no_rope="typed", mlp=("shared_mlp.input_linear", "shared_mlp.output_linear"),
             inner="shared_intermediate_size", complete=granite_hybrid,
         ),
+        "lfm2": _LFM2,
+        "lfm2_moe": dataclasses.replace(_LFM2, experts=lfm2_experts),
+        "qwen3_5_text": _QWEN35,
+        "qwen3_5_moe_text": dataclasses.replace(
+            _QWEN35, inner="shared_expert_intermediate_size", experts=qwen3_5_experts, complete=with_shared_width
+        ),
         "gpt_oss": Family(
             biased=True, head_dim=64, eps=1e-5, theta=150000.0, sinks=True, windows=every_second,
             experts=gpt_oss_experts, in_columns=True, complete=gpt_oss,
@@ -286,6 +255,9 @@ def describe_model(config: Config) -> ModelSpec:
     kv_heads, inner = size_of(config, "num_key_value_heads") or heads, _size(config, family.inner)
     windows = family.windows(config, layers) if family.windows else [0] * layers
     shapes = family.shapes(config, windows) if family.shapes else same_shapes(layers, head_dim, kv_heads, inner)
+    hybrid = family.hybrid(config, layers) if family.hybrid else None
+    if hybrid is not None:
+        shapes = mixed_shapes(shapes, hybrid.kinds)
     experts = family.experts(config, layers) if family.experts else None
     if experts is not None and not experts.beside:
         # What stands beside experts is an MLP of the width of the shared one.
@@ -326,7 +298,7 @@ def describe_model(config: Config) -> ModelSpec:
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         max_context=longest,
         layers=tuple(
-            LayerSpec.of(w, rope_of(i, w), shape, longest * both_ways)
+            LayerSpec.of(w, rope_of(i, w) if shape.kind == "attention" else -1, shape, longest * both_ways)
             for i, (w, shape) in enumerate(zip(windows, shapes, strict=True))
         ),
         ropes=ropes,
@@ -334,7 +306,14 @@ def describe_model(config: Config) -> ModelSpec:
         per_layer=per_layer_input(config, vocab) if family.shapes is gemma4_shapes else None,
         query_scale=query_scale(rope_settings(config, family)) if family.query_scaled else None,
         experts=experts,
+        hybrid=hybrid,
     )
+
+
+def may_keep_states(config: Config) -> bool:
+    """Whether the model is of a family whose layers may keep a state instead of keys and values."""
+    family = FAMILIES.get(str(text_config(config).get("model_type")))
+    return family is not None and family.hybrid is not None
 
 
 def heads_by_layer(config: Config) -> list[tuple[int, int]]:

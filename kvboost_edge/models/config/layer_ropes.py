@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH, has_two_ranges
-from kvboost_edge.models.config.completed import has_rope
 from kvboost_edge.models.config.file import context_length, number_of, size_of
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.rope_kinds import RopeKind, rope_kind
+from kvboost_edge.models.config.special.completed import has_rope
 from kvboost_edge.models.config.windows import given_step, given_window
 
 __all__ = ["RopeTraits", "layer_ropes", "rope_settings", "with_long_rope"]

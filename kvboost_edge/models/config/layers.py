@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["STATE_KINDS", "LayerShape", "LayerSpec", "same_shapes"]
+__all__ = ["STATE_KINDS", "LayerShape", "LayerSpec", "mixed_shapes", "same_shapes"]
 
 STATE_KINDS = ("conv", "delta", "ssd")
 """A short convolution; the gated delta rule; a state space with a scalar decay."""
@@ -60,3 +60,15 @@ class LayerSpec:
 def same_shapes(num_layers: int, head_dim: int, num_kv_heads: int, intermediate_size: int) -> Sequence[LayerShape]:
     """Layers that are all alike, with keys and values of their own."""
     return [LayerShape(head_dim, num_kv_heads, intermediate_size, index) for index in range(num_layers)]
+
+
+def mixed_shapes(shapes: Sequence[LayerShape], kinds: Sequence[str]) -> Sequence[LayerShape]:
+    """The same layers, where those of another kind than "attention" have a state in the place of keys and values."""
+    found: list[LayerShape] = []
+    for shape, kind in zip(shapes, kinds, strict=True):
+        before = sum(one.kind != "attention" for one in found)
+        if kind == "attention":
+            found.append(shape._replace(kv=len(found) - before))
+        else:
+            found.append(shape._replace(kv=-1, owns_kv=False, kind=kind, state=before))
+    return found

@@ -37,6 +37,9 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
         "gemma4": Wrapper(("gemma4_text",), tied=True),
         "gemma4_unified": Wrapper(("gemma4_unified_text",), tied=True),
         "mistral3": Wrapper(("mistral", "ministral3"), tied=True),
+        "lfm2_vl": Wrapper(("lfm2",), tied=True),
+        "qwen3_5": Wrapper(("qwen3_5_text",), tied=False),
+        "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), tied=False),
         "qwen3_vl": Wrapper(("qwen3_vl_text",), tied=False),
     }
 )

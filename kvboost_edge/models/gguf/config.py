@@ -62,7 +62,7 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     head_dim = keys.optional_size("attention.key_length") or _head_dim(keys, hidden, heads)
     keys.check_values("", head_dim)
     by_layer = architecture.model_type in _BY_LAYER
-    kv_heads = keys.sizes("attention.head_count_kv")[0] if by_layer else keys.optional_size("attention.head_count_kv")
+    kv_heads = _kv_heads(keys, architecture)
     eps = keys.number("attention.layer_norm_rms_epsilon")
     if eps is None:
         raise ModelFormatError(f"{header.path} lacks the key {keys.name('attention.layer_norm_rms_epsilon')!r}")
@@ -71,7 +71,7 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
         "model_type": architecture.model_type,
         "vocab_size": _vocab_size(keys, hidden),
         "hidden_size": hidden,
-        "intermediate_size": keys.sizes("feed_forward_length")[0] if by_layer else keys.size("feed_forward_length"),
+        "intermediate_size": keys.sizes("feed_forward_length")[0] if by_layer else _mlp_width(keys, architecture),
         "num_hidden_layers": keys.layers(),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or heads,
@@ -93,6 +93,26 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     if architecture.both_ways:
         config["use_bidirectional_attention"] = True
     return config
+
+
+def _kv_heads(keys: Keys, architecture: GgufArchitecture) -> int | None:
+    """Key heads of the layers, of the first one where layers differ; of those that have some where not all do."""
+    name = "attention.head_count_kv"
+    if architecture.model_type in _BY_LAYER:
+        return keys.sizes(name)[0]
+    if not architecture.no_keys or not isinstance(keys.header.values.get(keys.name(name)), np.ndarray):
+        return keys.optional_size(name)
+    heads = keys.sizes(name, 0)
+    if len({*heads, 0}) != 2:
+        raise keys.error(name, heads, "must be one number for all layers that attend, and 0 for the others")
+    return max(heads)
+
+
+def _mlp_width(keys: Keys, architecture: GgufArchitecture) -> int:
+    """Width of the MLPs; where a mixture's file says none, as no layer has one, that of the shared expert."""
+    if architecture.experts and keys.name("feed_forward_length") not in keys.header.values:
+        return keys.size("expert_shared_feed_forward_length")
+    return keys.size("feed_forward_length")
 
 
 def gguf_generation(header: GgufHeader) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from kvboost_edge.models.gguf.file import GgufHeader
 __all__ = ["Keys"]
 
 MAX_SIZE = 1 << 31
+_AHEAD = "nextn_predict_layers"
 
 
 class Keys:
@@ -37,7 +38,14 @@ class Keys:
         return found
 
     def layers(self) -> int:
-        """The number of layers, bounded: there are lists with an entry for each."""
+        """The number of the model's own layers, bounded: there are lists with an entry for each."""
+        found, ahead = self.blocks(), self.optional_size(_AHEAD, 0) or 0
+        if ahead >= found:
+            raise self.error(_AHEAD, ahead, f"leaves none of block_count={found} layers")
+        return found - ahead
+
+    def blocks(self) -> int:
+        """The same with those behind that guess more than the next token, if there are any."""
         found = self.size("block_count")
         if found > MAX_LAYERS:
             raise self.error("block_count", found, f"must be an integer from 1 to {MAX_LAYERS}")
@@ -53,7 +61,7 @@ class Keys:
             raise self.error(key, value, f"must be an integer from {least} to {MAX_SIZE}")
         return value
 
-    def sizes(self, key: str) -> list[int]:
+    def sizes(self, key: str, least: int = 1) -> list[int]:
         """A size that must be there, of each layer: an array with as many entries, or one number for all."""
         value, layers = self.header.values.get(self.name(key)), self.layers()
         if not isinstance(value, np.ndarray):
@@ -62,8 +70,8 @@ class Keys:
         if len(found) != layers:
             raise self.error(key, found[:8], f"has {len(found)} entries for {layers} layers")
         for one in found:
-            if isinstance(one, bool) or not isinstance(one, int) or not 1 <= one <= MAX_SIZE:
-                raise self.error(key, one, f"must be an integer from 1 to {MAX_SIZE}")
+            if isinstance(one, bool) or not isinstance(one, int) or not least <= one <= MAX_SIZE:
+                raise self.error(key, one, f"must be an integer from {least} to {MAX_SIZE}")
         return found
 
     def sliding(self, key: str) -> list[bool] | None:

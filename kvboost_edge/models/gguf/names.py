@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-__all__ = ["ARCHITECTURES", "OTHER_PARTS", "GgufArchitecture", "counted_parts", "hf_name", "is_other_part"]
+__all__ = ["ARCHITECTURES", "OTHER_PARTS", "GgufArchitecture", "counted_parts", "hf_name", "is_ahead", "is_other_part"]
 
 _PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {
@@ -54,6 +54,26 @@ _GEMMA4 = {
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }
+_LFM2 = {
+    "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm", "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj", "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}  # fmt: skip
+_LFM2_MOE = {
+    "ffn_gate_inp": "feed_forward.gate",
+    "ffn_gate_exps": "feed_forward.experts.w1",
+    "ffn_up_exps": "feed_forward.experts.w3",
+    "ffn_down_exps": "feed_forward.experts.w2",
+    "exp_probs_b": "feed_forward.expert_bias",
+}
+_DELTA = {
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d", "ssm_dt": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.decay", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+}  # fmt: skip
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.gate_proj",
@@ -84,18 +104,17 @@ _GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_sinks": "self_attn.sinks",
 }
-_BARE = (
-    "layer_scalar",
-    "mlp.moe_statics.e_score_correction_bias",
-    "self_attn.sinks",
-)  # without ".weight" in transformers
+# Without ".weight" in transformers; the last one has no ending in files either, and stands for -exp(A_log) there.
+_BARE = ("layer_scalar", "mlp.moe_statics.e_score_correction_bias", "self_attn.sinks", "feed_forward.expert_bias",
+         "linear_attn.dt_bias", "linear_attn.decay")  # fmt: skip
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LFM2_OUTER = {"token_embd_norm": "model.embedding_norm"}  # it stands behind the layers, whatever it is called
 _GEMMA4_OUTER = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
-_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_]+(?:_\d)?)\.(weight|bias|scale)")
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_][a-z0-9_.]*?)(?:\.(weight|bias|scale))?")
 _WHOLE = re.compile(r"([a-z_]+)\.(weight|bias)")
 
 
@@ -110,6 +129,7 @@ class GgufArchitecture:
     dense        tensors behind the pooling, which are no part of the decoder
     both_ways    its attention is bidirectional
     experts      it is a mixture of experts
+    no_keys      0 key heads of a layer mean that it keeps a state instead of keys and values
     """
 
     model_type: str
@@ -121,11 +141,15 @@ class GgufArchitecture:
     dense: tuple[str, ...] = ()
     both_ways: bool = False
     experts: bool = False
+    no_keys: bool = False
 
 
 _SOFTCAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 _DENSE_KEYS = {f"dense_{number}_feat_{side}" for number in (2, 3) for side in ("in", "out")}
 _SSM_SIZES = {"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size", "ssm.time_step_rank"}
+_DELTA_KEYS = frozenset(_SSM_SIZES | {
+    "rope.dimension_sections", "full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers",
+})  # fmt: skip
 _EXPERT_KEYS = frozenset({"expert_feed_forward_length"})
 _WINDOW = {"attention.sliding_window", "attention.sliding_window_pattern"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
@@ -209,6 +233,23 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "gpt-oss": GgufArchitecture(
             "gpt_oss", {**_MATRICES, **_GPT_OSS}, keys=_EXPERT_KEYS | _WINDOW, experts=True
         ),
+        "lfm2": GgufArchitecture(
+            "lfm2", _LFM2, outer=_LFM2_OUTER, keys=frozenset({"shortconv.l_cache"}), no_keys=True
+        ),
+        "lfm2moe": GgufArchitecture(
+            "lfm2_moe", {**_LFM2, **_LFM2_MOE}, outer=_LFM2_OUTER, experts=True, no_keys=True,
+            keys=_EXPERT_KEYS | {"shortconv.l_cache", "leading_dense_block_count", "expert_gating_func"},
+        ),
+        "qwen35": GgufArchitecture(
+            "qwen3_5_text", {**_MATRICES, **_DELTA, **_HEAD_NORMS}, norm_offset=1.0, keys=_DELTA_KEYS
+        ),
+        "qwen35moe": GgufArchitecture(
+            "qwen3_5_moe_text",
+            {**_MATRICES, **_DELTA, **_HEAD_NORMS, **_EXPERTS, **_SHARED,
+             "ffn_gate_up_exps": "mlp.experts.gate_up_proj"},
+            norm_offset=1.0, experts=True,
+            keys=_DELTA_KEYS | _EXPERT_KEYS | {"expert_shared_feed_forward_length"},
+        ),
         "smollm3": GgufArchitecture("smollm3", {**_MATRICES, **_PRE_NORMS}, permuted=True),
     }
 )  # fmt: skip
@@ -225,12 +266,19 @@ def is_other_part(name: str) -> bool:
     return name.startswith(OTHER_PARTS)
 
 
-def counted_parts(names: Iterable[str]) -> dict[str, int]:
-    """How many of the tensors each other part has."""
+def is_ahead(name: str, layers: int) -> bool:
+    """Whether a tensor is of a layer behind the model's own, which guesses more than the next token."""
+    found = _LAYER.fullmatch(name)
+    return found is not None and int(found[1]) >= layers
+
+
+def counted_parts(names: Iterable[str], layers: int) -> dict[str, int]:
+    """How many of the tensors each other part has, of a model with so many layers of its own: "nextn" are those that
+    guess more than the next token."""
     counts: dict[str, int] = {}
     for name in names:
-        if is_other_part(name):
-            part = name.partition(".")[0]
+        if is_other_part(name) or is_ahead(name, layers):
+            part = name.partition(".")[0] if is_other_part(name) else "nextn"
             counts[part] = counts.get(part, 0) + 1
     return counts
 
@@ -241,7 +289,8 @@ def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
     if found is not None:
         is_scale = found[3] == "scale"
         inner = architecture.layer.get(f"{found[2]}.scale" if is_scale else found[2])
-        if inner is None:
+        # A name without an ending, and an ending that is none of its name's.
+        if inner is None or (found[3] is None) != (inner == "linear_attn.decay"):
             return None
         if is_scale:
             return f"model.layers.{found[1]}.{inner}"

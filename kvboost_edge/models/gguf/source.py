@@ -15,14 +15,14 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.keys import Keys
-from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name, is_other_part
+from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name, is_ahead, is_other_part
 from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
 from kvboost_edge.models.weights.columns.mxfp4 import LEAST_WEIGHT
 from kvboost_edge.models.weights.experts import ExpertRows, expert_rows
 from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
-__all__ = ["LONG_FACTORS", "ROPE_FACTORS", "SHORT_FACTORS", "GgufSource", "architecture_of"]
+__all__ = ["LONG_FACTORS", "ROPE_FACTORS", "SHORT_FACTORS", "GgufSource", "architecture_of", "own_layers"]
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rope's frequencies, a setting stored as a tensor; it becomes part of the config."""
@@ -34,6 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 _QUERY = (".self_attn.q_proj.weight", ".self_attn.q_proj.bias")
+_PLAIN_NORM = ".linear_attn.norm.weight"  # stands in files as it is, whatever the other norms have on top
 _KEY = (".self_attn.k_proj.weight", ".self_attn.k_proj.bias")
 
 
@@ -48,6 +49,11 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
     return ARCHITECTURES[name]
 
 
+def own_layers(header: GgufHeader) -> int:
+    """The model's layers: files count those behind them, which guess more than the next token, among the blocks."""
+    return Keys(header).layers()
+
+
 class GgufSource:
     """A `WeightSource` over the files of one GGUF model, which must still be those that its header was read of."""
 
@@ -56,9 +62,10 @@ class GgufSource:
         self.architecture = architecture_of(header)
         self._heads = _head_counts(header) if self.architecture.permuted else {}
         self._tensors: dict[str, GgufTensor] = {}
+        layers = own_layers(header)
         for name, tensor in header.tensors.items():
             is_outside = name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS) or name in self.architecture.dense
-            if is_outside or is_other_part(name):
+            if is_outside or is_other_part(name) or is_ahead(name, layers):
                 continue
             found = hf_name(self.architecture, name)
             if found is None:
@@ -111,7 +118,7 @@ class GgufSource:
         tensor = self._tensor(name)
         stop = tensor.shape[0] if stop is None else stop
         values = dequantize(tensor.type, self._bytes(name, tensor, start, stop))
-        if self.architecture.norm_offset and name.endswith("norm.weight"):
+        if self.architecture.norm_offset and name.endswith("norm.weight") and not name.endswith(_PLAIN_NORM):
             values = values - np.float32(self.architecture.norm_offset)
         return values.reshape(stop - start, *tensor.shape[1:])
 

@@ -10,6 +10,7 @@ from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZE
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.experts import Experts
 from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.models.config.special.hybrids import OUTPUT_GATE
 from kvboost_edge.models.weights.experts import expert_number
 from kvboost_edge.models.weights.source import WeightSource
 
@@ -111,7 +112,7 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
         plan.append(_vector(spec, "ple_in_norm", "model.per_layer_projection_norm.weight", spec.per_layer.width))
     for index in range(len(spec.layers)):
         plan += _layer_plan(spec, inner, index)
-    plan.append(_vector(spec, "norm", "model.norm.weight", spec.hidden_size))
+    plan.append(_vector(spec, "norm", f"{spec.family.last_norm}.weight", spec.hidden_size))
     if not spec.tied:
         plan.append(PackEntry("head", outer, (("lm_head.weight", spec.vocab_size),), spec.hidden_size))
     return plan
@@ -158,7 +159,7 @@ def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
         raise ModelFormatError(f"{entry.name}: a source says it stores {sorted(unknown)}, known are {_WIDENING}")
     # Tensors may have different tables, and a tile of int4t has one.
     in_tiles = all(rows % LANES == 0 for _, rows in entry.parts[:-1])
-    if entry.name.endswith(".qkv") and set(kinds) <= _ALIKE:
+    if entry.name.endswith((".qkv", ".mixer_in")) and set(kinds) <= _ALIKE:
         runs = _runs(entry, kinds)
         if all(run.rows % LANES == 0 for run in runs[:-1]) and (in_tiles or "int4t" not in kinds):
             return runs
@@ -201,19 +202,20 @@ def row_tables(spec: ModelSpec) -> list[PackEntry]:
 def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
     source, to, layer = f"model.layers.{index}.", f"layer{index}.", spec.layers[index]
     q_rows, hidden, wide = spec.num_heads * layer.head_dim, spec.hidden_size, layer.intermediate_size
-    gate_up: tuple[tuple[str, int], ...]
-    if spec.family.mlp:
-        gate_up, down = ((spec.family.mlp[0], 2 * wide),), spec.family.mlp[1]
-    else:
-        gate_up, down = (("mlp.gate_proj", wide), ("mlp.up_proj", wide)), "mlp.down_proj"
+    *first, down = spec.family.mlp or ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    gate_up = tuple((name, 2 * wide // len(first)) for name in first)
     experts = spec.experts if spec.experts is not None and spec.experts.sparse[index] else None
     if experts is not None and experts.shared:
         gate, up, down = experts.names.shared
         gate_up = ((gate, wide), (up, wide))
-    matrices = [
-        ("qkv", _qkv(spec, index), hidden, spec.qkv_bias),
-        ("out", (("self_attn.o_proj", hidden),), q_rows, spec.output_bias),
-    ]
+    attends = layer.kind == "attention"
+    if attends:
+        matrices = [
+            ("qkv", _qkv(spec, index), hidden, spec.qkv_bias),
+            ("out", ((spec.family.out, hidden),), q_rows, spec.output_bias),
+        ]
+    else:
+        matrices = _mixer_matrices(spec)
     if wide:  # of layers with experts that of the shared one, where there is one
         matrices.append(("gate_up", gate_up, hidden, spec.mlp_bias))
         matrices.append(("down", ((down, hidden),), wide, spec.mlp_bias))
@@ -230,13 +232,15 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
         plan.append(PackEntry(to + name, kind, _named(source, parts, "weight"), inputs))
         if has_bias:
             plan.append(PackEntry(f"{to}{name}_bias", VECTOR, _named(source, parts, "bias")))
+    if not attends:
+        plan += _mixer_rest(spec, source, to)
     if experts is not None:
         plan += _experts_plan(experts, kind, source, to, hidden)
     for name, tensor in norms.items():
         plan.append(_vector(spec, to + name, f"{source}{tensor}.weight", hidden))
-    if spec.family.sinks:
+    if spec.family.sinks and attends:
         plan.append(PackEntry(f"{to}sinks", VECTOR, ((f"{source}self_attn.sinks", spec.num_heads),)))
-    if spec.family.head_norm:
+    if spec.family.head_norm and attends:
         every, kv_rows = spec.family.head_norm == "all", layer.num_kv_heads * layer.head_dim
         called = zip(("q_norm", "k_norm"), spec.family.head_norms, (q_rows, kv_rows), strict=True)
         for name, tensor, rows in list(called)[: 2 if layer.owns_kv else 1]:
@@ -271,6 +275,30 @@ def _experts_plan(experts: Experts, kind: str, source: str, to: str, hidden: int
     return plan
 
 
+def _mixer_matrices(spec: ModelSpec) -> list[tuple[str, tuple[tuple[str, int], ...], int, bool]]:
+    """What stands in a layer with a state where others have "qkv" and "out": the inputs of its mixer, all read the same
+    rows, and the way back."""
+    (mixer, names), hidden = spec.named_mixer, spec.hidden_size
+    values = mixer.value_heads * mixer.value_dim or mixer.channels
+    rows = (3 * mixer.channels,) if mixer.kind == "conv" else (mixer.channels, values)
+    inputs = tuple(zip(names.inputs, rows, strict=True))
+    return [("mixer_in", inputs, hidden, False), ("out", ((names.out, hidden),), values, False)]
+
+
+def _mixer_rest(spec: ModelSpec, source: str, to: str) -> list[PackEntry]:
+    """What is small of a mixer: its gates, which are floats as routers are, the taps of its convolution from the oldest
+    input on, [taps + 1, channels], and vectors."""
+    mixer, names = spec.named_mixer
+    vectors = {
+        "conv": (names.conv, (mixer.taps + 1) * mixer.channels), "decay": (names.decay, mixer.value_heads),
+        "dt_bias": (names.dt_bias, mixer.value_heads), "mixer_norm": (names.norm, mixer.value_dim),
+    }  # fmt: skip
+    gates = tuple((name, mixer.value_heads) for name in names.gates)
+    plan = [PackEntry(f"{to}mixer_gates", ROUTER_KIND, _named(source, gates, "weight"), spec.hidden_size)]
+    vectors_of = [(to + name, source + tensor, count) for name, (tensor, count) in vectors.items() if tensor]
+    return plan[: len(gates)] + [PackEntry(name, VECTOR, ((tensor, count),)) for name, tensor, count in vectors_of]
+
+
 def _qkv(spec: ModelSpec, index: int) -> tuple[tuple[str, int], ...]:
     """The tensors whose rows are a layer's queries, keys and values, those of them that it computes."""
     layer = spec.layers[index]
@@ -278,6 +306,8 @@ def _qkv(spec: ModelSpec, index: int) -> tuple[tuple[str, int], ...]:
     if spec.family.fused:
         return (("self_attn.qkv_proj", q_rows + 2 * kv_rows),)
     parts = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
+    if spec.family.output_gate:
+        return (*parts, (OUTPUT_GATE, q_rows))
     return parts[: (3 if layer.has_values else 2) if layer.owns_kv else 1]
 
 
@@ -288,7 +318,8 @@ def _named(source: str, parts: tuple[tuple[str, int], ...], what: str) -> tuple[
 def _norm_names(spec: ModelSpec) -> dict[str, str]:
     """Norms of a layer: where they stand -> what the checkpoint calls them."""
     if spec.family.norm_names:
-        return dict(zip(("attn_in", "attn_out", "mlp_in", "mlp_out"), spec.family.norm_names, strict=True))
+        places = {"pre": ("attn_in", "mlp_in"), "both": ("attn_in", "attn_out", "mlp_in", "mlp_out")}
+        return dict(zip(places[spec.family.norms], spec.family.norm_names, strict=True))
     if spec.family.norms == "pre":
         return {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm"}
     after = {"attn_out": "post_attention_layernorm", "mlp_out": "post_feedforward_layernorm"}

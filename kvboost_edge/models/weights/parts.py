@@ -7,23 +7,24 @@ from collections.abc import Iterable, Mapping
 
 __all__ = ["counted_parts", "is_other_part", "text_names"]
 
-_OTHER = re.compile(r"(?:^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector|embed_vision|embed_audio)\.")
+_OTHER = re.compile(r"(?:^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector|embed_vision|embed_audio)\.|^(mtp)\.")
 # Where the language model stands in the whole: now, and in files of earlier versions of transformers.
 _INSIDE = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
+_AHEAD = "mtp."  # layers that guess more than the next token, which nothing here uses
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
 
 
 def is_other_part(name: str) -> bool:
-    """Whether a tensor belongs to the part for images or sound."""
+    """Whether a tensor belongs to the part for images or sound, or to the layers that only guess tokens ahead."""
     return _OTHER.search(name) is not None
 
 
 def text_names(names: Iterable[str]) -> Mapping[str, str]:
     """The file's name -> the name it has in the language model alone, for its tensors only. All names as they are where
-    no language model stands inside another."""
+    no language model stands inside another, but those of layers that guess tokens ahead."""
     names = list(names)
     if not any(_INSIDE.match(name) for name in names):
-        return {name: name for name in names}
+        return {name: name for name in names if not name.startswith(_AHEAD)}
     own = [name for name in names if not is_other_part(name)]
     return {name: _HEAD.sub("", _INSIDE.sub("model.", name)) for name in own}
 
@@ -34,5 +35,6 @@ def counted_parts(names: Iterable[str]) -> dict[str, int]:
     for name in names:
         found = _OTHER.search(name)
         if found is not None:
-            counts[found[1]] = counts.get(found[1], 0) + 1
+            part = found[1] or found[2]
+            counts[part] = counts.get(part, 0) + 1
     return counts

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.families import heads_by_layer
+from kvboost_edge.models.config.families import FAMILIES, heads_by_layer
 from kvboost_edge.models.config.file import size_of
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.weights.parts import is_other_part
@@ -80,7 +80,8 @@ def _check_attention(shapes: Shapes, config: Mapping[str, Any], said_by: str) ->
     if hidden is None or heads is None:
         return
     of_all = size_of(config, "head_dim") or hidden // heads, size_of(config, "num_key_value_heads") or heads
-    by_layer = heads_by_layer(config)
+    by_layer, family = heads_by_layer(config), FAMILIES.get(str(config.get("model_type")))
+    gated = family is not None and family.output_gate
     for name, (path, shape) in shapes.items():
         match = _ATTENTION.search(name)
         if match is None:
@@ -89,7 +90,7 @@ def _check_attention(shapes: Shapes, config: Mapping[str, Any], said_by: str) ->
         if match[3] == "o":
             expected, key = (hidden, heads * head_dim), "num_attention_heads"
         elif match[3] == "q":
-            expected, key = (heads * head_dim, hidden), "num_attention_heads"
+            expected, key = (heads * head_dim * (2 if gated else 1), hidden), "num_attention_heads"
         else:
             expected, key = (kv_heads * head_dim, hidden), "num_key_value_heads"
         if shape != expected:

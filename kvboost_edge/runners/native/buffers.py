@@ -105,6 +105,16 @@ class Buffers:
         row = self.sizes.wide
         return self._arrays[lt.B_WIDE][: num_tokens * row].reshape(num_tokens, row)
 
+    def copied(self, rows: tuple[int, int], num_tokens: int, which: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """A copy of some of the first rows of a buffer, a number and the floats in a row, for a pass of so many tokens:
+        float32, flat, as large as the buffer is for them."""
+        number, step = rows
+        source = self._arrays[number][: num_tokens * step].reshape(num_tokens, step)
+        each = -(-(len(self._arrays[number]) - _SLACK) // self._capacity)
+        copy: npt.NDArray[np.float32] = aligned_empty((len(which) * each + _SLACK,), np.float32)
+        source.take(which, axis=0, out=copy[: len(which) * step].reshape(len(which), step))
+        return copy
+
     def logits(self, num_rows: int) -> npt.NDArray[np.float32]:
         """float32 [num_rows, padded vocabulary], contents undefined; a few rows are the same memory each time."""
         if num_rows > _KEPT_ROWS:
@@ -121,7 +131,7 @@ class Buffers:
             lt.B_WIDE: sizes.wide,
             lt.B_QUERY: sizes.query,
             lt.B_KEY: sizes.key,
-            lt.B_VALUE: sizes.key,
+            lt.B_VALUE: sizes.value,
             lt.B_PER_LAYER: sizes.per_layer,
         }
         self._arrays = {

@@ -93,15 +93,24 @@ class Emitter:
         }
 
     def linear(
-        self, name: str, source: Rows, out: Rows, *, add: bool = False, factor: float = 1.0, panel: int = lt.B_PANEL
+        self,
+        name: str,
+        source: Rows,
+        out: Rows,
+        *,
+        add: bool = False,
+        factor: float = 1.0,
+        panel: int = lt.B_PANEL,
+        first: int = 0,
     ) -> None:
-        """The matrix `name`, or its runs; it reads `source` where its weights are floats, and `panel` otherwise."""
+        """The matrix `name`, or its runs; it reads `source` where its weights are floats, and `panel` otherwise. first:
+        the first float of a row of `out` that is written."""
         fields = {lt.F_SRC: source[0], lt.F_SRC_STEP: source[1], lt.F_DST: out[0], lt.F_DST_STEP: out[1]}
-        bias, first, index = self.packed.address(f"{name}_bias"), 0, 0
+        bias, start, index = self.packed.address(f"{name}_bias"), first, 0
         while (run := run_name(name, index)) in self.entries:
             rows = self.entries[run].rows
             weights = self.weights(run, MAX_TILES, -(-rows // LANES), panel)
-            place = {lt.F_COUNT: rows, lt.F_DST_FIRST: first, lt.F_BIAS: bias + 4 * first if bias else 0}
+            place = {lt.F_COUNT: rows, lt.F_DST_FIRST: first, lt.F_BIAS: bias + 4 * (first - start) if bias else 0}
             rest = {lt.F_ADD: int(add), lt.F_FINE_IN: int(_is_fine(name))}
             self.add(lt.OP_LINEAR, {**fields, **weights, **place, **rest}, factor=factor)
             first, index = first + rows, index + 1

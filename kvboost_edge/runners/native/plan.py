@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvboost_edge.backends.base import KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.config.families import ModelSpec, describe_model
+from kvboost_edge.models.config.mixers import Mixer
 from kvboost_edge.runners.base import ModelTraits
 
 __all__ = [
     "AUTO_BACKEND",
     "AUTO_BACKEND_REASON",
     "LATE_NORM",
+    "RECURRENT",
     "STORES_NOTHING",
     "WORKS_WITH",
     "choose_weights",
     "missing_package",
     "moved_keys_refusal",
     "native_kv_spec",
+    "state_spec",
     "unsupported_reason",
     "wish",
 ]
@@ -30,6 +33,7 @@ AUTO_BACKEND = "cpu"
 AUTO_BACKEND_REASON = "compiled CPU kernels for the native runner; device='cuda' or 'mps' would take the torch runner"
 LATE_NORM = "queries and keys of this family are normed behind rope, so stored keys cannot be turned to other positions"
 """Why its keys are attended only where they were computed."""
+RECURRENT = "recurrent: layers of this model keep a state of all tokens before, so none is taken at other positions"
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
 STORES_NOTHING = "the model attends both ways, so each text is one pass whose keys and values are not stored"
@@ -69,6 +73,8 @@ def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | N
     spec = describe_model(model_config)
     if spec.both_ways:
         return STORES_NOTHING
+    if spec.mixer is not None:
+        return RECURRENT
     if backend != AUTO_BACKEND:
         return f"the native runner on backend {backend!r} attends keys only where they were computed; use 'cpu'"
     if spec.family.late_norm:
@@ -114,7 +120,7 @@ def choose_weights(
 
 def native_kv_spec(spec: ModelSpec, weights: str, block_size: int, bits: tuple[int, int] = _UNQUANTIZED) -> KVSpec:
     """How the native runner stores KV: float32 beside float32 weights, else float16, or quantized to `bits`; of a model
-    that attends both ways nothing, and ConfigError for bits."""
+    that attends both ways nothing, and ConfigError for bits. States are float32 whatever the weights."""
     if spec.both_ways:
         if bits != _UNQUANTIZED:
             raise ConfigError(f"kv_cache_bits={bits} has no effect: {STORES_NOTHING}; leave it out")
@@ -125,7 +131,15 @@ def native_kv_spec(spec: ModelSpec, weights: str, block_size: int, bits: tuple[i
         for layer in spec.kv_layers
     )
     dtype = "float32" if weights == "f32" and bits == _UNQUANTIZED else "float16"
-    return KVSpec(layers, block_size, dtype, bits)
+    states = () if spec.mixer is None else (state_spec(spec.mixer),) * sum(layer.state >= 0 for layer in spec.layers)
+    return KVSpec(layers, block_size, dtype, bits, states)
+
+
+def state_spec(mixer: Mixer) -> LayerStateSpec:
+    """What a layer with this mixer keeps of a sequence."""
+    if mixer.kind == "conv":
+        return LayerStateSpec(mixer.taps, mixer.channels)
+    return LayerStateSpec(mixer.taps, mixer.channels, mixer.value_heads, mixer.key_dim, mixer.value_dim)
 
 
 def _mb(num_bytes: int) -> str:

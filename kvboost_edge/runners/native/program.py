@@ -10,12 +10,14 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import AttentionParams
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.norms import ACT_SIGMOID
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
 from kvboost_edge.models.packed.plan import PackEntry
-from kvboost_edge.runners.native.emitter import ACTIVATIONS, Emitter
+from kvboost_edge.runners.native.emitter import ACTIVATIONS, Emitter, Rows
 from kvboost_edge.runners.native.mixture import emit_mixture, emit_mixture_beside
 from kvboost_edge.runners.native.sizes import padded
+from kvboost_edge.runners.native.states import StateOperations
 
 __all__ = ["LayerProgram", "attention_params", "build_program"]
 
@@ -27,10 +29,11 @@ class LayerProgram:
     `parts[i]` = (first, end): part 0 embeds and prepares layer 0's attention; part i > 0 finishes layer i - 1 and
     prepares layer i. The last one finishes the last layer and computes logits; run up to `normed` it leaves the hidden
     state behind the last norm in B_NORMED. Between two parts stand the layer's OP_CLOSE, where it has keys and values
-    of its own, and OP_ATTEND, for passes that run it in the program.
+    of its own, and OP_ATTEND, for passes that run it in the program; nothing behind a layer with a state.
 
-    From part `narrow` on no keys and values are computed: it and all behind it need the rows of logits only.
-    ones: weights of norms that have none, to which operations point
+    From part `narrow` on no keys, values and states are computed: it and all behind it need the rows of logits only.
+    border: the buffer that it reads beside the hidden state, what attention returned and B_PER_LAYER; None: no other
+    held: weights of norms that have none, to which operations point
     """
 
     ops: npt.NDArray[np.int64]
@@ -38,13 +41,15 @@ class LayerProgram:
     parts: tuple[tuple[int, int], ...]
     narrow: int
     normed: int
-    ones: npt.NDArray[np.float32]
+    border: Rows | None
+    held: list[npt.NDArray[np.float32]]
 
 
 class _Builder(Emitter):
     def __init__(self, spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int) -> None:
         super().__init__(spec, plan, packed, num_threads)
         self.ones = np.ones(max(layer.head_dim for layer in spec.layers), dtype=np.float32)
+        self.states = None if spec.mixer is None else StateOperations(self, spec.mixer)
 
     def embed(self) -> None:
         fields = {lt.F_DST: lt.B_HIDDEN, lt.F_DST_STEP: self.sizes.hidden, lt.F_COUNT: self.spec.hidden_size}
@@ -96,11 +101,39 @@ class _Builder(Emitter):
         }
         self.add(lt.OP_ROPE, fields, eps=spec.eps)
 
-    def after_attention(self, index: int) -> None:
+    def gate(self, index: int, rows: Rows) -> None:
+        """What attention returned times the sigmoid of gates, in place, for the layer's output projection."""
+        own, count = self.spec.layers[index], self.spec.num_heads * self.spec.layers[index].head_dim
+        gates = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.sizes.wide}
+        gates[lt.F_SRC_FIRST] = count + 2 * own.num_kv_heads * own.head_dim
+        steps = {lt.F_BY: rows[0], lt.F_BY_STEP: rows[1], lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}
+        act = {lt.F_COUNT: count, lt.F_ACT: ACT_SIGMOID, **self.panel(f"layer{index}.out")}
+        self.add(lt.OP_ACT, {**gates, **steps, **act})
+
+    def before_mixing(self, index: int) -> Rows:
+        """Up to the attention of a layer, or to the end of what has a state; the rows that are read behind it."""
+        layer = self.spec.layers[index]
+        if layer.kind != "attention":
+            assert self.states is not None
+            return self.states.before(f"layer{index}.", layer.state)
+        self.before_attention(index)
+        return lt.B_ATTENDED, self.sizes.attended[index]
+
+    def border(self, index: int) -> Rows | None:
+        """See `LayerProgram.border`, of a part behind this layer."""
+        if self.spec.layers[index].kind != "attention":
+            assert self.states is not None
+            return self.states.mixed
+        return (lt.B_WIDE, self.sizes.wide) if self.spec.family.output_gate else None
+
+    def after_mixing(self, index: int, rows: Rows) -> None:
         spec, layer, sizes = self.spec, f"layer{index}.", self.sizes
-        attended = (lt.B_ATTENDED, sizes.attended[index])
-        self.quantize(*attended, spec.num_heads * spec.layers[index].head_dim, f"{layer}out")
-        self.into_hidden(f"{layer}out", attended, f"{layer}attn_out")
+        if spec.layers[index].kind == "attention" and spec.family.output_gate:
+            self.gate(index, rows)
+        else:
+            count = spec.num_heads * spec.layers[index].head_dim if rows[0] == lt.B_ATTENDED else rows[1]
+            self.quantize(*rows, count, f"{layer}out")
+        self.into_hidden(f"{layer}out", rows, f"{layer}attn_out")
         experts = spec.experts if spec.experts is not None and spec.experts.sparse[index] else None
         if experts is not None and not experts.beside:
             emit_mixture(self, layer, experts)
@@ -158,13 +191,14 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
     parts, first = [], 0
     builder.embed()
     for index in range(len(spec.layers)):
-        builder.before_attention(index)
+        rows = builder.before_mixing(index)
         parts.append((first, len(builder.rows)))
         if spec.layers[index].owns_kv:
             builder.add(lt.OP_CLOSE, {lt.F_LAYER: index})
-        builder.add(lt.OP_ATTEND, {lt.F_LAYER: index})
+        if spec.layers[index].kind == "attention":
+            builder.add(lt.OP_ATTEND, {lt.F_LAYER: index})
         first = len(builder.rows)
-        builder.after_attention(index)
+        builder.after_mixing(index, rows)
     normed = builder.head()
     parts.append((first, len(builder.rows)))
     ops = np.zeros((len(builder.rows), lt.NUM_FIELDS), dtype=np.int64)
@@ -172,7 +206,9 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
     for index, (fields, floats) in enumerate(zip(builder.rows, builder.floats, strict=True)):
         ops[index, list(fields)] = list(fields.values())
         params[index, list(floats)] = list(floats.values())
-    return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, builder.ones)
+    border = builder.border(spec.first_shared - 1)
+    held = [builder.ones, *(() if builder.states is None else builder.states.held)]
+    return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, border, held)
 
 
 def attention_params(spec: ModelSpec, packed: PackedWeights) -> list[AttentionParams]:

@@ -36,10 +36,12 @@ from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.native.buffers import Buffers
+from kvboost_edge.runners.native.layerwise import attend_layer
 from kvboost_edge.runners.native.numerics import describe_numerics
 from kvboost_edge.runners.native.pass_texts import PassTexts
-from kvboost_edge.runners.native.plan import LATE_NORM, STORES_NOTHING, native_kv_spec
+from kvboost_edge.runners.native.plan import LATE_NORM, RECURRENT, STORES_NOTHING, native_kv_spec
 from kvboost_edge.runners.native.program import attention_params, build_program
+from kvboost_edge.runners.native.states import pass_states
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
 __all__ = ["NativeRunner", "load"]
@@ -160,6 +162,8 @@ class NativeRunner:
     def moved_keys_refusal(self) -> str | None:
         if self._spec.both_ways:
             return STORES_NOTHING
+        if self._spec.mixer is not None:
+            return RECURRENT
         if self._spec.family.late_norm:
             return LATE_NORM
         # Where a pass is one call of a kernel attention finds the queries before rotation.
@@ -176,20 +180,21 @@ class NativeRunner:
         """Use this backend's pool. ConfigError unless it takes NumPy arrays and has this model's shapes."""
         if backend.array_kind != "numpy":
             raise ConfigError(f"the native runner works with NumPy backends (cpu, reference), not {backend.name!r}")
-        if backend.spec.layers != self.info.kv_spec.layers:
+        if (backend.spec.layers, backend.spec.states) != (self.info.kv_spec.layers, self.info.kv_spec.states):
             raise ConfigError(f"backend {backend.name!r} was made for other layers than those of this model")
         self._backend = backend
         # Two teams would wait for each other's cores: the kernels of both take turns, so one team serves them.
         access = backend.kernel_access
         shared = access is not None and access.workspace.num_threads == self._own_team.num_threads
         self._team = access.workspace.team if access is not None and shared else self._own_team
-        self._whole, self._texts, layers = None, None, self._spec.layers
+        self._whole, self._texts = None, None
         if self._spec.both_ways:
             self._texts = PassTexts(self._spec, access)
             self._kernels = kernel_table(self.kinds, None if self._texts.whole is None else False)
             return
-        if all(self._spec.num_heads * layer.head_dim % GROUP == 0 for layer in layers):
-            self._whole = WholePass.of(backend, self._params, [layer.kv for layer in layers])
+        attending = [layer for layer in self._spec.layers if layer.kv >= 0]
+        if all(self._spec.num_heads * layer.head_dim % GROUP == 0 for layer in attending):
+            self._whole = WholePass.of(backend, self._params, [layer.kv for layer in self._spec.layers])
         self._kernels = kernel_table(self.kinds, None if self._whole is None else self._whole.is_quantized)
 
     def forward(self, batch: ForwardBatch) -> Floats:
@@ -213,7 +218,10 @@ class NativeRunner:
         attended = np.empty((0, 0), dtype=np.float32)
         for layer, part in enumerate(self._program.parts[:-1]):
             self._run(part, addresses, num_tokens)
-            attended = self._attend(self._texts or backend, layer, num_tokens, prepared)
+            if spec.layers[layer].kv < 0:
+                continue
+            store, params = self._texts or backend, self._params[layer]
+            attended = attend_layer(store, spec, layer, self._buffers, num_tokens, prepared, params)
             addresses = addresses.copy()  # a helper of the last call may still look at the old ones
             addresses[lt.B_ATTENDED] = attended.ctypes.data
         return self._outputs(batch, addresses, attended, len(self._program.parts) - 1)
@@ -267,11 +275,14 @@ class NativeRunner:
             num_positions = max(num_positions, turned_positions(parts, batch.layout.seq_lens))
         addresses = self._buffers.addresses(len(tokens), num_positions)
         addresses[lt.B_TOKENS], addresses[lt.B_POSITIONS] = tokens.ctypes.data, positions.ctypes.data
-        if self._table is None:
-            return addresses, []
-        rows = self._table.rows(tokens)
-        addresses[lt.B_TABLE_ROWS] = rows.ctypes.data
-        return addresses, [rows]
+        held: list[Any] = []
+        if self._table is not None:
+            held.append(self._table.rows(tokens))
+            addresses[lt.B_TABLE_ROWS] = held[-1].ctypes.data
+        if self._backend is not None and self._backend.states is not None:
+            held.append(pass_states(batch.layout, self._backend.states))
+            addresses[lt.B_STATES], addresses[lt.B_SEQUENCES] = held[-1].ctypes.data, len(batch.layout.seq_lens)
+        return addresses, held
 
     def _prepare_whole(
         self,
@@ -301,30 +312,16 @@ class NativeRunner:
             addresses[lt.B_LOGITS] = logits.ctypes.data
             self._run((0, end), addresses, num_tokens, memory.counters)
             return logits[:, : self._spec.vocab_size]
-        # The operation before a part is attention: a piece of a prompt whose logits nobody wants needs none.
-        first = parts[narrow][0] - int(len(batch.logit_rows) + num_states == 0)
+        # Attention before a part is its last operation: a piece of a prompt whose logits nobody wants needs none. What
+        # turns a state is needed always.
+        first = parts[narrow][0]
+        if len(batch.logit_rows) + num_states == 0 and self._program.ops[first - 1, lt.F_OP] == lt.OP_ATTEND:
+            first -= 1
         memory = self._prepare_whole(whole, batch, prepared, addresses, (0, first), range(narrow))
         self._run((0, first), addresses, num_tokens, memory.counters)
         width = self._buffers.sizes.attended[narrow - 1]
         attended = memory.attended[: num_tokens * width].reshape(num_tokens, width)
         return self._outputs(batch, addresses, attended, narrow, prepared)
-
-    def _attend(self, backend: Backend | PassTexts, layer: int, num_tokens: int, prepared: Any) -> Floats:
-        """Store keys and values, where the layer has some; what attention returns, rows padded to whole groups."""
-        own, buffers = self._spec.layers[layer], self._buffers
-        query = buffers.rows(lt.B_QUERY, num_tokens, self._spec.num_heads, own.head_dim)
-        if own.owns_kv:
-            both = (lt.B_KEY, lt.B_VALUE)
-            key, value = (buffers.rows(b, num_tokens, own.num_kv_heads, own.head_dim) for b in both)
-            backend.write_kv(own.kv, key, value, prepared)
-        out, _ = backend.attention(own.kv, query, prepared, self._params[layer])
-        rows: Floats = np.ascontiguousarray(out, dtype=np.float32).reshape(len(query), -1)
-        width = buffers.sizes.attended[layer]
-        if rows.shape[1] == width:
-            return rows
-        padded = np.zeros((len(query), width), dtype=np.float32)
-        padded[:, : rows.shape[1]] = rows
-        return padded
 
     def _outputs(
         self, batch: ForwardBatch, addresses: Longs, attended: Floats, part: int, prepared: Any = None
@@ -346,7 +343,7 @@ class NativeRunner:
 
     def _run_rows(self, part: tuple[int, int], rows: Longs, rest: _Rest) -> None:
         """Operations behind the attention before a part, on copies of these rows, in ascending order."""
-        addresses, num_tokens, counters = rest.addresses.copy(), len(rest.attended), None
+        addresses, num_tokens, counters = rest.addresses.copy(), len(rest.batch.token_ids), None
         hidden, attended = self._buffers.hidden(num_tokens)[rows], rest.attended[rows]
         inputs = self._buffers.per_layer(num_tokens)[rows]
         positions = np.ascontiguousarray(rest.batch.positions[rows], dtype=np.int64)
@@ -358,6 +355,10 @@ class NativeRunner:
             attended = memory.attended
         addresses[lt.B_HIDDEN], addresses[lt.B_ATTENDED] = hidden.ctypes.data, attended.ctypes.data
         addresses[lt.B_PER_LAYER], addresses[lt.B_POSITIONS] = inputs.ctypes.data, positions.ctypes.data
+        border = self._program.border
+        if border is not None:
+            more = self._buffers.copied(border, num_tokens, rows)
+            addresses[border[0]] = more.ctypes.data
         self._run(part, addresses, len(rows), counters)
 
     def _num_counters(self, first: int, end: int) -> int:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.panel import COARSE_BYTES, SEED_BYTES
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program.route import dispatch_numbers
+from kvboost_edge.kernels.program.tiles import SCRATCH_BYTES
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.experts import Experts
 from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.models.config.mixers import Mixer
 
-__all__ = ["MixtureSizes", "Sizes", "padded"]
+__all__ = ["MixerSizes", "MixtureSizes", "Sizes", "padded"]
+
+_MOST_TAPS, _MOST_DIM = 15, SCRATCH_BYTES // 4  # a head fits into the scratch of a thread
 
 
 def padded(value: int, multiple: int) -> int:
@@ -46,6 +51,37 @@ class MixtureSizes(NamedTuple):
         return cls(experts.used, padded(rows, LANES), dispatch_numbers(experts.count), spread, inner, beside)
 
 
+class MixerSizes(NamedTuple):
+    """Floats of a token in the buffers that a mixer's operations use.
+
+    wide   what its matrices make, with `gates` the first float of those of its gates
+    mixed  what its output projection reads
+    key    queries or keys;  value: values and what OP_STEPS has beside them
+    """
+
+    wide: int
+    gates: int
+    mixed: int
+    key: int = 0
+    value: int = 0
+
+    @classmethod
+    def of(cls, mixer: Mixer) -> MixerSizes:
+        """ModelFormatError for sizes that the kernels do not take."""
+        width = mixer.value_heads * mixer.value_dim or mixer.channels
+        uneven = mixer.channels % LANES or mixer.key_dim % LANES or mixer.value_dim % LANES or width % GROUP
+        if uneven or not 1 <= mixer.taps <= _MOST_TAPS or max(mixer.key_dim, mixer.value_dim) > _MOST_DIM:
+            raise ModelFormatError(
+                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, dims at most "
+                f"{_MOST_DIM}, values in all a multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
+            )
+        if mixer.kind == "conv":
+            return cls(3 * mixer.channels, 0, width)
+        gates = mixer.channels + width
+        wide = gates + -(-2 * mixer.value_heads // LANES) * LANES
+        return cls(wide, gates, width, mixer.key_heads * mixer.key_dim, width + 2 * mixer.value_heads)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
     """Floats in a row of each buffer, those of the widest layer, padded so that vectors and groups may run over the end
@@ -56,6 +92,7 @@ class Sizes:
     wide: int
     query: int
     key: int
+    value: int
     attended: tuple[int, ...]
     per_layer: int
     logits: int
@@ -67,14 +104,17 @@ class Sizes:
         """floats: whether the weights of experts are."""
         query = max(spec.num_heads * layer.head_dim for layer in spec.layers)
         key = max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
-        qkv = max((spec.num_heads + 2 * layer.num_kv_heads) * layer.head_dim for layer in spec.layers)
+        gated = 2 if spec.family.output_gate else 1
+        qkv = max((gated * spec.num_heads + 2 * layer.num_kv_heads) * layer.head_dim for layer in spec.layers)
+        mixer = MixerSizes(0, 0, 0) if spec.mixer is None else MixerSizes.of(spec.mixer)
         inner = max(layer.intermediate_size for layer in spec.layers)
         width = 0 if spec.per_layer is None else spec.per_layer.width
         hidden, normed = padded(spec.hidden_size, GROUP), padded(max(spec.hidden_size, inner, width), GROUP)
-        wide = padded(max(qkv, 2 * inner, spec.hidden_size, width), GROUP) + 2 * GROUP
+        wide = padded(max(qkv, 2 * inner, spec.hidden_size, width, mixer.wide), GROUP) + 2 * GROUP
+        query, value, key = max(query, mixer.key, mixer.mixed), max(key, mixer.value), max(key, mixer.key)
         attended = tuple(padded(spec.num_heads * layer.head_dim, GROUP) for layer in spec.layers)
-        groups = max(normed, *attended) // GROUP
+        groups = max(normed, mixer.mixed, *attended) // GROUP
         per_layer = padded(len(spec.layers) * width, LANES) + GROUP * (width % GROUP > 0)
         mixture = None if spec.experts is None else MixtureSizes.of(spec.experts, hidden, floats=floats)
         logits = padded(spec.vocab_size, LANES)
-        return cls(hidden, normed, wide, query, key, attended, per_layer, logits, groups, mixture)
+        return cls(hidden, normed, wide, query, key, value, attended, per_layer, logits, groups, mixture)

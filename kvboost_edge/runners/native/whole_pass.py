@@ -79,7 +79,8 @@ class _Members(NamedTuple):
 
 
 class WholePass:
-    """The attention operations of all layers on one backend. `kv`: the pool's layer that each of them reads."""
+    """The attention operations of all layers on one backend. `kv`: the pool's layer that each of them reads, -1 where a
+    layer does not attend."""
 
     def __init__(
         self,
@@ -93,6 +94,8 @@ class WholePass:
         # What arrays hold is no part of a kind.
         self._params = [AttentionOptions(*one)._replace(sinks=None) for one in params]
         fixed: dict[int, Any] = {}
+        # Nobody looks at the rows of layers that do not attend.
+        kv = [max(index, 0) for index in kv]
         if self._coded is None:
             fixed[la.R_KEYS] = np.array([self._pools[index].keys.ctypes.data for index in kv])
             fixed[la.R_VALUES] = np.array([self._pools[index].values.ctypes.data for index in kv])
@@ -199,7 +202,7 @@ class WholePass:
         found = self._ranges.get(layers)
         if found is None:
             by_shape: dict[LayerKVSpec, dict[AttentionOptions, list[int]]] = {}
-            for layer in layers:
+            for layer in (one for one in layers if self._kv[one] >= 0):
                 kinds = by_shape.setdefault(self._spec.layers[self._kv[layer]], {})
                 kinds.setdefault(self._params[layer], []).append(layer - layers.start)
             found = self._ranges[layers] = [self._one_shape(shape, kinds, layers) for shape, kinds in by_shape.items()]

@@ -10,12 +10,14 @@ from kvboost_edge.backends.base import KVSpec
 from kvboost_edge.backends.select import array_kind_of
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.models.config.architectures import attends_both_ways, rope_types
+from kvboost_edge.models.config.families import may_keep_states
 from kvboost_edge.runners.base import ModelTraits
 
 __all__ = [
     "AUTO_BACKEND",
     "AUTO_BACKEND_REASON",
     "BOTH_WAYS",
+    "KEEPS_STATES",
     "WORKS_WITH",
     "choose_weights",
     "compute_dtype",
@@ -29,6 +31,7 @@ WORKS_WITH = "every backend"
 AUTO_BACKEND = "auto"
 AUTO_BACKEND_REASON = ""
 BOTH_WAYS = "the torch runner attends causally, and the model both ways; the native runner takes it"
+KEEPS_STATES = "layers of this family keep a state instead of keys and values, which the native runner alone computes"
 _PACKAGES = ("torch", "transformers")
 # What transformers needs to load weights that are quantized so.
 _QUANTIZERS = {"awq": ("gptqmodel", "accelerate"), "gptq": ("optimum", "gptqmodel"), "mxfp4": ("accelerate",)}
@@ -45,11 +48,13 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """Of an ONNX file and a model that attends both ways; else None: what transformers cannot run shows when it is
-    loaded."""
+    """Of an ONNX file, a model that attends both ways, and one with states; else None: what transformers cannot run
+    shows when it is loaded."""
     if model.onnx_refusal is not None:
         return "transformers does not load ONNX files"
-    return BOTH_WAYS if attends_both_ways(model.config) else None
+    if attends_both_ways(model.config):
+        return BOTH_WAYS
+    return KEEPS_STATES if may_keep_states(model.config) else None
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:

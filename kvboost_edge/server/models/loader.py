@@ -329,9 +329,9 @@ class Loader:
 
 
 def reserved_bytes(engine: Engine) -> int:
-    """Bytes that a loaded model's weights and pool take, read or not yet read, written or not yet written."""
+    """Bytes that a loaded model's weights, pool and states take, read or not yet read, written or not yet written."""
     stats = engine.paged_stats()
-    return int(stats["weight_bytes"]) + int(stats["pool_bytes"])
+    return sum(int(stats[f"{owner}_bytes"]) for owner in ("weight", "pool", "state"))
 
 
 def _closed(engine: Engine, abilities: tuple[str, ...]) -> tuple[str, ...]:

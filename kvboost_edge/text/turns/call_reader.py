@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.text.turns.formats import CallFormat, Tool
+from kvboost_edge.text.turns.literals import keyword, literal, string, string_inside
 from kvboost_edge.text.turns.parts import CallArguments, CallStart, Part
 from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, words_of
 from kvboost_edge.text.turns.schemas import members_of, resolved, value_kind
@@ -27,6 +28,7 @@ class CallReader:
             "json": self._json_call,
             "named_json": self._named_json_call,
             "tagged": self._tagged_call,
+            "keyword": self._keyword_call,
         }
         self._named: str | None = None  # the tool of a call that has not begun
         self.trigger = format.trigger
@@ -217,13 +219,75 @@ class CallReader:
             yield from scanner.exactly("\n")
         if value_kind(schema, root) == "string" and "enum" not in resolved(schema, root):
             self._show('"')
-            yield from scanner.up_to(marker, kept, lambda text: self._show(_inside(text)))
+            yield from scanner.up_to(marker, kept, lambda text: self._show(string_inside(text)))
             self._show('"')
         else:
             pieces: list[str] = []
             yield from scanner.up_to(marker, kept, pieces.append)
             self._show(_value_of("".join(pieces), schema, root))
         yield from scanner.piece(" ".join(others))
+
+    # -- NAME(KEY=VALUE, KEY=VALUE) --
+
+    def _keyword_call(self) -> Step[bool]:
+        scanner = self._scanner
+        yield from scanner.space()
+        name = yield from scanner.one_of(self._tools)
+        if name is None or not (yield from scanner.exactly("(")):
+            return False
+        self._named, before, start = name, self.count, scanner.at
+        yield from scanner.space()
+        while not (yield from scanner.exactly(")")):
+            if not (yield from self._keyword_argument(name, is_first=self.count == before)):
+                scanner.at = start
+                if self.count > before:
+                    self._show("}")
+                return self.count > before
+            start = 0
+        if self.count == before:
+            self._start(name)
+            self._show("{")
+        self._show("}")
+        return True
+
+    def _keyword_argument(self, name: str, *, is_first: bool) -> Step[bool]:
+        """An argument and what stands behind it, shown as it comes where it is a string; else nothing is passed."""
+        scanner, schema = self._scanner, self._tools[name].parameters
+        key = yield from keyword(scanner)
+        yield from scanner.space()
+        if not key or not (yield from scanner.exactly("=")):
+            return False
+        yield from scanner.space()
+        front = ("{" if is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+        if (yield from self._opened(name if is_first else None, front)):
+            yield from string(scanner, self._show)
+            self._show('"')
+        else:
+            value = yield from literal(scanner)
+            if value is None:
+                return False
+            if is_first:
+                self._start(name)
+            as_text = value_kind(members_of(schema)[0].get(key, {}), schema) == "string"
+            self._show(front + (json.dumps(value, ensure_ascii=False) if as_text and value[0] != '"' else value))
+        scanner.forget()
+        yield from scanner.space()
+        if (yield from scanner.exactly(",")):
+            yield from scanner.space()
+        scanner.forget()
+        return True
+
+    def _opened(self, name: str | None, front: str) -> Step[bool]:
+        """Whether a string begins here: then the call begins with it, if a name is given, and what stands before."""
+        scanner = self._scanner
+        while scanner.at == len(scanner.text):
+            yield from scanner.more()
+        if scanner.text[scanner.at] not in "'\"":
+            return False
+        if name is not None:
+            self._start(name)
+        self._show(f'{front}"')
+        return True
 
 
 def _text_of(written: str) -> str | None:
@@ -233,11 +297,6 @@ def _text_of(written: str) -> str | None:
     except ValueError:
         return None
     return value if isinstance(value, str) else None
-
-
-def _inside(text: str) -> str:
-    """A text as it stands between the quotes of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _value_of(text: str, schema: object, root: Mapping[str, Any]) -> str:

@@ -70,6 +70,7 @@ _DECODER = json.JSONDecoder(strict=False)  # the slot of an id is a control char
 _LONGEST_PIECE = 160
 _PROBE = "kvb"  # what all names and values here begin with
 _OPEN_TAG = re.compile(r"<[^<>]*\Z|\[[A-Z/_]+\Z")
+_KEYWORD = re.compile(rf"\({PROBES.key}=(['\"]){PROBES.value}\1\)")
 _NOT_THE_SAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -78,7 +79,7 @@ def call_format(show: Show, *, arguments_as_text: bool) -> CallFormat | None:
     first = _with_slots(show([_FIRST]))
     if PROBES.name not in first:
         return None
-    for read in (_json_call, _named_json_call, _tagged_call(show)):
+    for read in (_json_call, _named_json_call, _tagged_call(show), _keyword_call):
         core = read(first, PROBES.name)
         if core is not None:
             return _whole(core, first, _read_both(read, show), arguments_as_text)
@@ -232,6 +233,13 @@ def _object_at(text: str, start: int) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError):
         return {}, -1
     return (value, end) if isinstance(value, dict) else ({}, -1)
+
+
+def _keyword_call(text: str, name: str) -> _Core | None:
+    """The name as that of a function in Python, its argument by its name."""
+    at = text.index(name)
+    found = _KEYWORD.match(text, at + len(name))
+    return None if found is None else _Core(at, found.end(), CallFormat("keyword", ""))
 
 
 def _tagged_call(show: Show) -> ReadCore:

@@ -9,6 +9,7 @@ A message's calls are one text, of these pieces (any but the call itself may be 
     "named_json"  NAME between {...}
     "tagged"      NAME between ARGUMENT ARGUMENT ...; an ARGUMENT is
                   argument_before KEY value_before VALUE argument_after, strings as they are, other values as JSON
+    "keyword"     NAME(KEY=VALUE, KEY=VALUE), values as Python or JSON writes them
     "channels"    {...}, the text of a message to "functions.NAME"; it has no pieces, see `ChannelFormat`
 
 Models are free with white space around the pieces, so nobody asks for what the template writes there.
@@ -44,7 +45,7 @@ class CallFormat:
                        value, in `constants`
     """
 
-    kind: Literal["json", "named_json", "tagged", "channels"]
+    kind: Literal["json", "named_json", "tagged", "keyword", "channels"]
     trigger: str
     opening: str = ""
     before: str = ""

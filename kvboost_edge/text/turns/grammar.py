@@ -20,6 +20,8 @@ from kvboost_edge.text.turns.schemas import members_of, value_kind
 __all__ = ["answer_grammar", "calls_grammar"]
 
 _KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
+_QUOTING = {"'", "\\", "\n", "\r"}
+_SAYING_NOTHING = {"description", "title", "default", "examples"}  # of a schema, what its values must be
 _ID = '"[A-Za-z0-9_-]{1,64}"'
 
 
@@ -163,7 +165,10 @@ class _Turn:
         return lark.add("calls", [one, *more, *([SPACE, *kept] if kept else []), Rule("closing")])
 
     def _call(self, number: int, tool: Tool) -> Rule:
-        parts = {"json": self._json_call, "named_json": self._named_json_call, "tagged": self._tagged_call}
+        parts = {
+            "json": self._json_call, "named_json": self._named_json_call, "tagged": self._tagged_call,
+            "keyword": self._keyword_call,
+        }  # fmt: skip
         after = self._lark.literal(self._format.after)
         inner = parts[self._format.kind](f"tool{number}", tool)
         return self._lark.add(f"tool{number}", [SPACE, *inner, *([SPACE, *after] if after else [])])
@@ -214,6 +219,34 @@ class _Turn:
             return [*front, SPACE, f"({'|'.join(map(escaped, texts))})", SPACE, *ends]
         text = self._once("VALUE", lambda: lark.terminal("VALUE", FREE))
         return [*front, lark.up_to(f"{name}_value", text, calls.argument_after.strip())]
+
+    def _keyword_call(self, name: str, tool: Tool) -> list[Atom]:
+        """Arguments in order, those that need not be there left out or not, commas between them."""
+        lark, (members, required) = self._lark, members_of(tool.parameters)
+        first, more = lark.add(f"{name}_first_end", []), lark.add(f"{name}_more_end", [])
+        for number, (key, schema) in reversed(list(enumerate(members.items()))):
+            value = lark.add(f"{name}_value{number}", *self._keyword_values(f"{name}_json{number}", schema, tool))
+            one: list[Atom] = [escaped(key), SPACE, "=", SPACE, value, SPACE]
+            missing: list[list[Atom]] = [] if key in required else [[]]
+            first = lark.add(f"{name}_first{number}", [*one, more], *([*way, first] for way in missing))
+            more = lark.add(f"{name}_more{number}", [",", SPACE, *one, more], *([*way, more] for way in missing))
+        if not members and tool.parameters.get("additionalProperties", True) is not False:
+            value = lark.add(f"{name}_any", *self._keyword_values(f"{name}_any_json", {}, tool))
+            lark.add(f"{name}_other", [",", SPACE, _KEY, SPACE, "=", SPACE, value, SPACE])
+            first = lark.add(f"{name}_free", [_KEY, SPACE, "=", SPACE, value, SPACE, Rule(f"{name}_other*")], [])
+        return [escaped(tool.name), r"\(", SPACE, first, r"\)"]
+
+    def _keyword_values(self, name: str, schema: object, tool: Tool) -> list[list[Atom]]:
+        """The ways to write a value: as JSON, or as Python does where that is another one."""
+        given = schema if isinstance(schema, Mapping) else {}
+        ways: list[list[Atom]] = [[self._lark.json(name, _rooted(schema, tool.parameters))]]
+        choices = [one for one in given.get("enum") or [] if isinstance(one, str) and not _QUOTING & {*one}]
+        if choices:
+            ways.append([f"'({'|'.join(map(escaped, choices))})'"])
+        elif not set(given) - _SAYING_NOTHING - {"type"}:
+            python = {"string": r"'[^'\\\n\r]*'", "boolean": "(True|False)", "null": "None"}
+            ways += [[text] for type_, text in python.items() if given.get("type", type_) == type_]
+        return ways
 
 
 def _optional_end(atoms: list[Atom]) -> tuple[list[Atom], list[Atom]]:

@@ -1,4 +1,4 @@
-"""Calls and thinking of earlier turns, written with the ids they were generated with.
+"""Calls and thinking of earlier turns: as a template wants them, and written with the ids they were generated with.
 
 A client sends a call back as a name and arguments, and the chat template writes that anew: other spaces, other order of
 keys, other tokens, and all behind it misses the cache. So the ids of an answer with calls are kept under what clients
@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.text.answers import FindAnswer
-from kvboost_edge.text.turns.formats import ReasoningFormat
+from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat
 
-__all__ = ["call_keys", "find_calls", "find_thought", "thought_key", "with_marks", "with_thoughts"]
+__all__ = [
+    "call_keys", "find_calls", "find_thought", "thought_key", "with_arguments", "with_marks", "with_thoughts",
+]  # fmt: skip
 
 _NO_TEXT = "\ud800"  # a lone surrogate: what is decoded, and what clients send, has none
 
@@ -89,3 +91,31 @@ def with_thoughts(
             message = {"reasoning_content": thought, **message} if thought else message
         found.append(message)
     return found, kept
+
+
+def with_arguments(messages: Sequence[dict[str, Any]], calls: CallFormat | None) -> list[dict[str, Any]]:
+    """Messages whose calls have their arguments as the template takes them: an object, or its JSON text, which is what
+    clients send. What is no JSON, as of a call that was cut short, stays."""
+    as_text = calls is not None and calls.arguments_as_text
+    return [{**message, **_with_calls(message, as_text)} for message in messages]
+
+
+def _with_calls(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    return {"tool_calls": [_with_call(call, as_text) for call in calls]} if isinstance(calls, list) else {}
+
+
+def _with_call(call: Any, as_text: bool) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    return {**call, "function": {**function, "arguments": _arguments(function["arguments"], as_text)}}
+
+
+def _arguments(given: Any, as_text: bool) -> Any:
+    if as_text:
+        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return given

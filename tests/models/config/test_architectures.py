@@ -15,8 +15,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from gguf_hybrids import HYBRID_ARCHS, HYBRID_FAMILIES
 from gguf_models import ARCHS
 from gguf_models import FAMILIES as GGUF_FAMILIES
+from hybrid_models import HYBRID_NESTED, HYBRIDS
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config import architectures
 from kvboost_edge.models.config.architectures import (
@@ -38,8 +40,10 @@ def forget_warnings() -> None:
 
 
 def test_families_of_the_suite_are_tested_ones_and_the_other_way_round() -> None:
-    in_suite = {str(fields.get("model_type", name)).partition("-")[0] for name, fields in FAMILIES.items()}
-    in_suite |= {part for name, (text, _, _) in NESTED.items() for part in (name.partition("-")[0], text)}
+    alone = {**FAMILIES, **HYBRIDS}
+    in_suite = {str(fields.get("model_type", name)).partition("-")[0] for name, fields in alone.items()}
+    nested = {**NESTED, **HYBRID_NESTED}
+    in_suite |= {part for name, (text, _, _) in nested.items() for part in (name.partition("-")[0], text)}
     in_suite.add("minicpm")  # which transformers does not have: tests/runners/native/test_minicpm.py
     assert in_suite == {name for name, known in SUPPORTED_ARCHITECTURES.items() if known.tested}
 
@@ -64,12 +68,13 @@ def test_runners_are_those_that_compute_the_family() -> None:
 
 def test_gguf_files_are_those_that_are_read_and_that_the_tests_write() -> None:
     read = {known.model_type for known in GGUF.values()}
-    assert _names(files="GGUF") == read | set(ARCHS)
+    archs = {**ARCHS, **HYBRID_ARCHS}
+    assert _names(files="GGUF") == read | set(archs)
     # EmbeddingGemma's is Gemma 3's with attention both ways, and makes vectors alone.
-    assert {MODEL_ARCH_NAMES[arch] for arch in ARCHS.values()} == set(GGUF) - {"gemma-embedding"}
+    assert {MODEL_ARCH_NAMES[arch] for arch in archs.values()} == set(GGUF) - {"gemma-embedding"}
     types = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
-    compared = {name.partition("-")[0] for name in GGUF_FAMILIES}  # by make bench-peers
-    assert {types.get(name, name) for name in compared} == set(ARCHS)
+    compared = {name.partition("-")[0] for name in (*GGUF_FAMILIES, *HYBRID_FAMILIES)}  # by make bench-peers
+    assert {types.get(name, name) for name in compared} == set(archs)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +112,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
     "state space": ({"model_type": "mamba"}, "recurrent state"),
     "hybrid": ({"model_type": "qwen3_next"}, "recurrent state"),
+    "decays by channel": ({"model_type": "kimi_linear"}, "a decay for each channel"),
+    "head gates": ({"model_type": "lfm3"}, "gates of heads"),
+    "hyper-connections": ({"model_type": "qwen4_exp"}, "several streams"),
     "granite with states": ({"model_type": "granitemoehybrid", "num_local_experts": 0}, "recurrent state"),
     "granite with experts": ({"model_type": "granitemoehybrid", "layer_types": ["attention"]}, "num_local_experts=8"),
     "alibi": ({"model_type": "bloom"}, "alibi"),

@@ -39,7 +39,7 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
     config = AutoConfig.for_model(model_type, pad_token_id=0, **SIZES, **extra)
     spec = _spec(model_type, **extra)
     config.allow_global_per_layer_attribute_access = True  # of a config whose layers differ
-    assert spec.eps == config.rms_norm_eps
+    assert spec.eps == (config.norm_eps if model_type.startswith("lfm2") else config.rms_norm_eps)
     # The language model of a vision model does not say: the head is the whole model's.
     assert spec.tied == getattr(config, "tie_word_embeddings", False)
     assert spec.head_dim == (getattr(config, "head_dim", None) or 16)

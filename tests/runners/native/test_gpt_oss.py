@@ -18,6 +18,7 @@ from gpt_oss_oracle import GptOssOracle
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.experts import ExpertNames, Experts
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.native.runner import NativeRunner
 from paged_driver import PagedDriver
@@ -127,6 +128,28 @@ def test_what_a_config_does_not_say() -> None:
              "max_position_embeddings": 131072}  # fmt: skip
     assert describe_model(alone) == describe_model(config)
     assert [layer.window for layer in describe_model(alone).layers[:4]] == [128, 0, 128, 0]
+
+
+def test_the_config_of_the_20b_model() -> None:
+    """As its makers wrote it, with the older keys of rope."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": kinds * 12,
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+        "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
+                         "original_max_position_embeddings": 4096},
+        "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    }  # fmt: skip
+    expected = AutoConfig.for_model("gpt_oss", num_hidden_layers=24, num_local_experts=32).to_dict()
+    assert describe_model(config) == describe_model(expected)
+    assert describe_model(config).experts == Experts(
+        32, 4, 2880, (True,) * 24, ExpertNames("mlp.router"), score="chosen", biased=True, activation="clamped_swiglu"
+    )
 
 
 @pytest.mark.parametrize("kind", ["MXFP4", "Q8_0"])

@@ -184,6 +184,8 @@ def test_num_threads(tiny_model_dir: Path) -> None:
     [
         ("mamba", {}, "0 of 3 layers"),
         ("recurrent_gemma", {}, "1 of 3 layers"),
+        ("lfm2", {}, "2 of 5 layers"),
+        ("qwen3_5_text", {}, "2 of 5 layers"),
         ("falcon_h1", FALCON_H1, "outside of its attention layers"),
         ("llama4_text", {}, "not causal with a window"),
         ("bloom", {}, "BloomForCausalLM does not run on paged attention"),

@@ -143,3 +143,12 @@ def test_a_field_is_found_where_a_message_says_the_same_twice() -> None:
     asked = Asked(tuple(Field(f"message {number} (user)", text) for number, text in enumerate(("yes", "no", "yes"))))
     before, mine = (record(f"[u]yes[u]no[u]yes{end}", asked) for end in ("!", "?"))
     assert found(mine, before).field == "message 2 (user)"
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_missing_state_is_told_with_both_numbers(compares: bool) -> None:
+    mine = record("It is Tuesday. Hello there")
+    outcome = dataclasses.replace(result(mine, 8, "state"), matched_tokens=20)
+    options: dict[str, Any] = {"block_size": BLOCK, "decode": decode, "thinks": ""}
+    made = diagnose(mine, record("It is Tuesday."), 14, outcome, compares=compares, **options)
+    assert (made.cause, made.hit_tokens, made.position) == ("state", {"pool": 8}, 20)

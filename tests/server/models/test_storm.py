@@ -16,6 +16,7 @@ import pytest
 
 from api_bodies import ASKED, GENERATING, asked
 from live_servers import LiveServer, serving, wait_until
+from loop_lag import check, in_threads, least_lag
 from served_models import ASKED as CANARY
 from served_models import CountedSource
 
@@ -184,3 +185,30 @@ def test_many_loadings_leave_the_ledger_and_the_process_as_they_were(first, seco
         grown = process.memory_info().rss - resident
         assert grown < (8 << 20) + count * (100 << 10), grown
         assert (served.num_loads, served.num_unloads, second.loads) == (count + 4,) * 3
+
+
+def test_the_loop_goes_on_while_models_come_and_go(first, second):
+    with (
+        first.open() as engine,
+        serving(engine, source=first.source, others=[(("b",), second.source)], model_name="a") as server,
+        server.client() as client,
+    ):
+        served = server.kv.models.find("b")
+
+        def turns(number: int) -> None:
+            for _ in range(6):
+                answer = client.post("/v1/completions", json={**CANARY, "model": "b"})
+                assert answer.status_code == 200
+                client.post("/api/generate", json={"model": "b", "keep_alive": 0})
+                wait_until(lambda: served.phase == "not_loaded", "the model to go")
+
+        def load() -> None:
+            """Short requests for the other model meanwhile."""
+            (thread,) = in_threads(turns, 1)
+            while thread.is_alive():
+                assert client.post("/v1/completions", json={**CANARY, "model": "a"}).status_code == 200
+
+        turns(0)  # what is read or compiled once
+        before = second.loads
+        check(least_lag(server, load))
+        assert second.loads >= before + 6

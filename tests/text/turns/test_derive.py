@@ -40,6 +40,14 @@ CALLS: dict[str, dict[str, Any]] = {
         "kind": "tagged", "opening": "<mm:calls>\n", "before": '<invoke name="', "closing": "</mm:calls>",
         "after": "\n</invoke>\n",
     },
+    "qwen3.5": {
+        "kind": "tagged", "before": "<tool_call>\n<function=", "between": ">", "argument_before": "\n<parameter=",
+        "value_before": ">\n", "argument_after": "\n</parameter>", "after": "\n</function>\n</tool_call>",
+    },
+    "lfm2": {
+        "kind": "keyword", "trigger": "<|tool_call_start|>", "opening": "<|tool_call_start|>[", "separator": ", ",
+        "closing": "]<|tool_call_end|>", "parallel": True,
+    },
     "numbered": {"kind": "named_json", "between": f":{ID_SLOT}<|args|>", "closing": "<|calls_end|>"},
 }  # fmt: skip
 
@@ -59,7 +67,14 @@ def test_a_way_that_is_not_known_is_no_way(name: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_reasoning_is_read_from_the_template(name: str) -> None:
     analysis = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>")
-    wanted = {"qwen3": THINK, "deepseek": THINK, "glm": THINK, "switched": THINK, "channels": analysis}
+    wanted = {
+        "qwen3": THINK,
+        "deepseek": THINK,
+        "glm": THINK,
+        "switched": THINK,
+        "channels": analysis,
+        "qwen3.5": THINK,
+    }
     assert format_of(name).reasoning == wanted.get(name)
 
 

@@ -234,3 +234,16 @@ def test_what_cannot_be_asked_is_refused_by_name() -> None:
         calls_grammar(unknown, TOOLS, choice="auto", parallel=True, reasoning="closed", special_id=lambda _: None)
     with pytest.raises(RequestError, match="'required' needs at least one tool"):
         grammar("hermes", False, tools=[])
+
+
+@EITHER
+def test_values_may_be_written_as_python_does_where_calls_are(markers: bool) -> None:
+    words = vocabulary(markers)
+    tool = Tool("f", {"properties": {"on": {"type": "boolean"}, "a": {"type": "string"}, "b": {"enum": ["x", "y"]}}})
+    for arguments in ("", "on=True", "on=false, a='it', b='y'", 'a="it", b="x"', "b = 'x' "):
+        for free, text in ((tool, f"f({arguments})"), (Tool("f", {}), f"f({arguments})")):
+            call = f"<|tool_call_start|>[{text}]<|tool_call_end|>"
+            assert words.takes(grammar("lfm2", markers, tools=[free]), call), call
+    for arguments in ("on='True'", "a='it' b='y'", "b='z'", "a='it', on=True", "on=True,", "c=1", "a=1"):
+        call = f"<|tool_call_start|>[f({arguments})]<|tool_call_end|>"
+        assert not words.takes(grammar("lfm2", markers, tools=[tool]), call), call

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvboost_edge.text.turns.formats import CallFormat
-from kvboost_edge.text.turns.history import with_arguments
+from kvboost_edge.text.turns.replay import with_arguments
 
 
 def given(arguments: Any) -> list[dict[str, Any]]:

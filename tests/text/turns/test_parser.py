@@ -217,3 +217,63 @@ def turns(draw: st.DrawFn) -> tuple[str, str, list[str]]:
 def test_any_cutting_gives_the_same(turn: tuple[str, str, list[str]]) -> None:
     name, state, pieces = turn
     assert parts_of(name, *pieces, reasoning=state) == parts_of(name, "".join(pieces), reasoning=state)
+
+
+LFM2_VALUES: list[tuple[dict[str, Any], str, object]] = [
+    ({"type": "string"}, "'it's one'", "it's one"),
+    ({"type": "string"}, '"a \\"b\\" c"', 'a "b" c'),
+    ({"type": "string"}, r"'a\n\t\'b\\ \d \u00fc\x41'", "a\n\t'b\\ \\d üA"),
+    ({"type": "string"}, "12", "12"),
+    ({"type": "string"}, "True", "true"),
+    ({"type": "integer"}, " 12 ", 12),
+    ({"type": "number"}, "-1.5e3", -1500.0),
+    ({"type": "boolean"}, "True", True),
+    ({"type": "boolean"}, "false", False),
+    ({}, "None", None),
+    ({}, "null", None),
+    ({}, "word", "word"),
+    ({}, "NaN", "NaN"),
+    ({}, "['a', \"b\", (1, 2.5), [],]", ["a", "b", [1, 2.5], []]),
+    ({}, "{'a': {\"b\": [True, None]}, 'c': 'it's'}", {"a": {"b": [True, None]}, "c": "it's"}),
+    ({}, "''", ""),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "wanted"), LFM2_VALUES)
+def test_values_as_python_writes_them_become_json(schema: dict[str, Any], text: str, wanted: object) -> None:
+    tool = Tool("f", {"type": "object", "properties": {"a": schema, "b": {}}})
+    for call, arguments in (
+        (f"f(a={text})", {"a": wanted}),
+        (f"f( b = 1 , a = {text} )", {"b": 1, "a": wanted}),
+        (f"f(a={text}, b='x',)", {"a": wanted, "b": "x"}),
+    ):
+        whole = f"<|tool_call_start|>[{call}]<|tool_call_end|>"
+        assert calls_of(parts_of("lfm2", whole, tools=[tool])) == [("f", arguments)]
+        assert parts_of("lfm2", *whole, tools=[tool]) == parts_of("lfm2", whole, tools=[tool])
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["f(1)", "f(a)", "f(a=)", "f(=1)", "f", "f a=1", "g(a=1)", "f(a={1: 2})", "f(a=" + 40 * "[" + 40 * "]" + ")"],
+)
+def test_what_is_no_call_in_python_is_content(call: str) -> None:
+    text = f"<|tool_call_start|>[{call}]<|tool_call_end|>"
+    assert parts_of("lfm2", text, tools=[Tool("f", {})]) == [Content(text)]
+
+
+def test_a_call_goes_as_far_as_its_arguments_are_some() -> None:
+    found = parts_of("lfm2", "<|tool_call_start|>[f(a='x', 7)]<|tool_call_end|>", tools=[Tool("f", {})])
+    assert found == [CallStart(0, "f"), CallArguments(0, '{"a": "x"}'), Content("7)]<|tool_call_end|>")]
+
+
+def test_strings_of_calls_in_python_come_as_they_are_written() -> None:
+    parser = TurnParser(format_of("lfm2"), TOOLS, reasoning="closed", calls=True)
+    assert parser.push("So: <|tool_call_") == [Content("So:")]
+    assert parser.push("start|>[get_weather(ci") == []
+    assert parser.push("ty='L'Aq") == [CallStart(0, "get_weather"), CallArguments(0, '{"city": "L\'Aq')]
+    assert parser.push("uila'") == [CallArguments(0, "uila")]
+    assert parser.push(", da") == [CallArguments(0, '"')]
+    assert parser.push("ys=3), ping()") == [
+        CallArguments(0, ', "days": 3}'), CallStart(1, "ping"), CallArguments(1, "{}"),
+    ]  # fmt: skip
+    assert parser.push("]<|tool_call_end|>\nDone.") == [Content("Done.")]

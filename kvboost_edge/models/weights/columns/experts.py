@@ -62,6 +62,8 @@ class ColumnExperts:
         self._files = SafetensorsSource(model_dir, split_experts=False)
         # Rows are columns in these files: an expert is read whole, and kept while its rows are asked for.
         self._expert = functools.lru_cache(maxsize=_KEPT)(self._read_expert)
+        # One at a time: every thread that packs would read the same expert, and hold it.
+        self._reading = threading.Lock()
         self._lock, self._lost = threading.Lock(), set[str]()
         self._rows: dict[str, _Rows] = {}
         try:
@@ -143,7 +145,9 @@ class ColumnExperts:
         if piece.form == "_bias":
             biases: Floats = self._files.rows(f"{piece.whole}_bias", piece.expert, piece.expert + 1)[0]
             return biases[picked]
-        return np.ascontiguousarray(self._expert(piece.whole, piece.expert)[:, picked].T)
+        with self._reading:
+            floats = self._expert(piece.whole, piece.expert)
+        return np.ascontiguousarray(floats[:, picked].T)
 
     def _read_expert(self, whole: str, expert: int) -> Floats:
         """float32 [inputs, rows]."""

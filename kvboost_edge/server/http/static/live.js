@@ -103,7 +103,7 @@ export class LiveView {
     for (const { name } of STATES) byId(`count-${name}`).textContent = count(pool.counts?.[name]);
     byId("map").setAttribute("aria-label", `Map of the block pool: ${STATES.map(({ name, words }) => `${count(pool.counts?.[name])} ${words}`).join(", ")}`);
     this.#replicas = pool.replicas ?? {};
-    showTiers(pool.tiers, pool.recent_span_tokens, pool.recent_computed_tokens, this.#replicas);
+    showTiers(pool);
     byId("running").textContent = count(pool.running);
     byId("waiting").textContent = count(pool.waiting);
     byId("hit-rate").textContent = percent(pool.hit_rate);

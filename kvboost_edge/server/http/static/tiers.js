@@ -16,11 +16,10 @@ export function trouble({ writable, state }) {
   return writable === false ? "stores nothing at the moment" : "";
 }
 
-/** Shows `tiers`, by name, the prompt tokens of the last minute reused at other positions, if any, and computed, and each
- * replica's pool. */
-export function showTiers(tiers, moved, computed, replicas) {
+/** Shows the tiers, the replicas' pools, and where the last minute's prompt tokens came from, of what /v1/blocks tells. */
+export function showTiers({ tiers, replicas, recent_span_tokens: moved, recent_computed_tokens: computed }) {
   const entries = Object.entries(tiers ?? {});
-  const pools = Object.entries(replicas).map(([name, pool]) => row(`replica ${name}`, pool, `, ${count(pool.running)} running, ${count(pool.waiting)} waiting`));
+  const pools = Object.entries(replicas ?? {}).map(([name, one]) => row(`replica ${name}`, one, `, ${one.running} running, ${one.waiting} waiting`));
   byId("tiers").replaceChildren(...entries.map(([name, tier]) => row(name, tier)), ...pools);
   const found = entries.map(([name, tier]) => `${count(tier.recent_hit_tokens)} from ${name}`);
   if (moved > 0) found.push(`${count(moved)} reused at other positions`);

@@ -1,0 +1,49 @@
+"""States of a model that keeps some beside keys and values, on their way between their slots and the tiers.
+
+Outside the pool the state behind a block is one more record behind it. Only those that somebody is likely to go on from
+are written, not a backbone's: a state may be as large as hundreds of blocks.
+"""
+
+from __future__ import annotations
+
+from kvboost_edge.backends.base import Backend
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.tiers.mover import Bytes, Mover
+
+__all__ = ["SavedStates"]
+
+
+class SavedStates:
+    """Over a mover; does nothing where the model keeps no states."""
+
+    def __init__(self, manager: KVCacheManager, backend: Backend, mover: Mover) -> None:
+        self._manager, self._backend, self._mover = manager, backend, mover
+        self._unsaved: dict[int, None] = {}  # blocks whose snapshots were not copied out, the oldest first
+        self._credit = 0  # bytes that steps left over: a state may take more than one step may copy
+
+    def put(self, table: BlockTable, data: Bytes) -> None:
+        """A state arrived, uint8 [1, bytes_per_state], behind the last block of a table that waits for it."""
+        assert self._manager.states is not None
+        assert self._backend.states is not None
+        self._backend.states.write_slots([self._manager.states.arrive(table)], data)
+
+    def save_next(self, most_bytes: int | None) -> bool:
+        """Copy out the oldest one that no tier has, if so many bytes more make up for it (None: at once); whether some
+        are left."""
+        if self._manager.states is None or self._backend.states is None:
+            return False
+        self._unsaved.update(dict.fromkeys(self._manager.states.drain_kept()))
+        size = self._backend.spec.bytes_per_state
+        self._credit = size if most_bytes is None else min(size, self._credit + most_bytes)
+        while self._unsaved and self._credit >= size and self._mover.stores and self._mover.has_state_room:
+            block_id = next(iter(self._unsaved))
+            del self._unsaved[block_id]
+            slot, key = self._manager.states.slots.of_block(block_id), self._manager.content.key(block_id)
+            if slot is None or key is None or not self._manager.content.leaves_pool(block_id):
+                continue  # it was dropped since
+            if self._mover.lacking([key.state.prefix_hash])[0]:
+                self._mover.store([BlockAddress(*key.state)], self._backend.states.read_slots([slot]))
+                self._credit -= size
+        return bool(self._unsaved)

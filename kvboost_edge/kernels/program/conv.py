@@ -1,0 +1,198 @@
+"""Short convolutions along a sequence: a token's last inputs, channel by channel, and those kept for the next pass.
+
+Inputs are rows of the pass, and before its first row those that the state holds. Nothing is written in their place, so
+that tokens may be computed in any order; the state is written when all are done, by OP_TAILS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.core import cgutils, types
+from numba.core.types.containers import BaseTuple
+
+from kvboost_edge.kernels.attention.rope import copy_floats
+from kvboost_edge.kernels.integers import int_constant
+from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.program import sequences as ls
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.norms import emit_silu
+from kvboost_edge.kernels.program.table import ProgramJob
+from kvboost_edge.kernels.vectors import F32, I64, LANES, V16, emit_fma, emit_load, emit_splat, emit_store, store_f32
+
+__all__ = ["conv_gated", "conv_silu", "store_tails", "tail_units", "window_of"]
+
+_RUN = 512  # channels of a unit of OP_TAILS
+_LINE = 4 * LANES
+
+Value = Any
+Builder = Any
+
+
+class Window(NamedTuple):
+    """The inputs of a token: addresses, and bytes from one to the next.
+
+    tail, num_tail  of the oldest input that the state holds, and how many there are; `width` bytes apart
+    rows, num_rows  of the oldest input that is a row of the pass, and how many there are; `step` bytes apart
+    weights         of the oldest input in the state, `rows_weights` of the oldest row; `width` bytes apart
+    bias            of all channels, or 0
+    """
+
+    tail: int
+    num_tail: int
+    rows: int
+    num_rows: int
+    weights: int
+    rows_weights: int
+    bias: int
+    step: int
+    width: int
+
+
+_WINDOW = BaseTuple.from_types([types.int64] * len(Window._fields), Window)
+
+
+@kernel
+def window_of(job: ProgramJob, op: Any, token: int) -> Window:
+    """The inputs of a token; there are F_TAPS before its own."""
+    sequence, taps = ls.sequence_of(job, token), op[lt.F_TAPS]
+    step, width = 4 * op[lt.F_SRC_STEP], 4 * op[lt.F_COUNT]
+    row = token - ls.of_sequence(job, sequence, ls.S_FIRST)
+    before, missing = ls.of_sequence(job, sequence, ls.S_IN), max(taps - row, 0)
+    tail, num_rows = before + op[lt.F_STATE] + row * width, taps + 1 - missing
+    rows = job.buffers[op[lt.F_SRC]] + (token + 1 - num_rows) * step
+    num_tail = missing if before != 0 else 0
+    weights = op[lt.F_WEIGHT]
+    return Window(tail, num_tail, rows, num_rows, weights, weights + missing * width, op[lt.F_BIAS], step, width)
+
+
+def _emit_taps(b: Builder, total: Value, x: Value, weights: Value, apart: tuple[Value, Value], count: Value) -> Any:
+    """total += weight * x of `count` taps, one fma each; apart: bytes from one x, and one weight, to the next."""
+    with cgutils.for_range(b, count, intp=I64) as loop:
+        value = x(b.mul(loop.index, apart[0]))
+        weight = emit_load(b, V16, b.add(weights, b.mul(loop.index, apart[1])))
+        b.store(emit_fma(b, weight, value, b.load(total)), total)
+
+
+def _emit_conv(b: Builder, window: Value, place: tuple[Value, ...], behind: Value | None) -> None:
+    """The sums of some vectors of channels, the oldest input first, through silu, or multiplied with a gate.
+
+    place   first byte of a channel in rows and weights, vectors, address of the result, bytes between its vectors
+    behind  None: inputs are as they stand, and silu follows; or a row is [B | C | x], each of so many bytes, the input
+            B * x, and the result C times the sum
+    """
+    w = Window(*cgutils.unpack_tuple(b, window))
+    first, vectors, out, out_step = place
+    total, zero, no = cgutils.alloca_once(b, V16), emit_splat(b, F32(0.0)), int_constant(0)
+    with cgutils.for_range(b, vectors, intp=I64) as loop:
+        at = b.add(first, b.mul(loop.index, int_constant(_LINE)))
+        tail, rows = b.add(w.tail, at), b.add(w.rows, at)
+
+        def of_row(offset: Value, rows: Value = rows) -> Value:
+            x = emit_load(b, V16, b.add(rows, offset))
+            if behind is None:
+                return x
+            return b.fmul(x, emit_load(b, V16, b.add(b.add(rows, offset), b.add(behind, behind))))
+
+        b.store(zero, total)
+        with b.if_then(b.icmp_signed("!=", w.bias, no)):
+            b.store(emit_load(b, V16, b.add(w.bias, at)), total)
+        of_tail = lambda offset, tail=tail: emit_load(b, V16, b.add(tail, offset))  # noqa: E731
+        _emit_taps(b, total, of_tail, b.add(w.weights, at), (w.width, w.width), w.num_tail)
+        _emit_taps(b, total, of_row, b.add(w.rows_weights, at), (w.step, w.width), w.num_rows)
+        result = b.load(total)
+        if behind is None:
+            result = emit_silu(b, result)
+        else:
+            last = b.add(rows, b.mul(w.step, b.sub(w.num_rows, int_constant(1))))
+            result = b.fmul(result, emit_load(b, V16, b.add(last, behind)))
+        emit_store(b, result, b.add(out, b.mul(loop.index, out_step)))
+
+
+@intrinsic
+def conv_silu(typing: Any, window: Any, first: Any, vectors: Any, out: Any, step: Any) -> Any:
+    """out = silu of the sums of `vectors` vectors of channels, that begin `first` bytes behind the window's; results
+    are `step` bytes apart."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        window, *place = arguments
+        _emit_conv(b, window, tuple(place), None)
+        return context.get_dummy_value()
+
+    return types.void(_WINDOW, *[types.int64] * 4), codegen
+
+
+@intrinsic
+def _conv_gated(typing: Any, window: Any, vectors: Any, out: Any) -> Any:
+    """out = C times the sums of B * x, all channels."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        window, vectors, out = arguments
+        width = Window(*cgutils.unpack_tuple(b, window)).width
+        _emit_conv(b, window, (int_constant(0), vectors, out, int_constant(_LINE)), width)
+        return context.get_dummy_value()
+
+    return types.void(_WINDOW, *[types.int64] * 2), codegen
+
+
+@intrinsic
+def _multiply(typing: Any, x: Any, y: Any, vectors: Any, out: Any) -> Any:
+    """out = x * y, `vectors` vectors of float32."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        x, y, vectors, out = arguments
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            at = b.mul(loop.index, int_constant(_LINE))
+            product = b.fmul(emit_load(b, V16, b.add(x, at)), emit_load(b, V16, b.add(y, at)))
+            emit_store(b, product, b.add(out, at))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@kernel
+def conv_gated(job: ProgramJob, op: Any, token: int) -> None:
+    """A token's result, from a row [B | C | x]."""
+    out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
+    _conv_gated(window_of(job, op, token), op[lt.F_COUNT] // LANES, out)
+
+
+@kernel
+def tail_units(job: ProgramJob, op: Any) -> Any:
+    """Units of an OP_TAILS: runs of channels of one sequence, then those of the next."""
+    return job.buffers[lt.B_SEQUENCES] * ((op[lt.F_COUNT] + _RUN - 1) // _RUN)
+
+
+@kernel
+def _store_tail(job: ProgramJob, op: Any, sequence: int, rows: int, first: int, slot: int) -> None:
+    """The last inputs behind so many rows of a sequence to a slot, oldest first: it may be the one that they are in."""
+    taps, channels, step = op[lt.F_TAPS], op[lt.F_COUNT], 4 * op[lt.F_SRC_STEP]
+    width, place = min(_RUN, channels - first), op[lt.F_STATE] + 4 * first
+    start = job.buffers[op[lt.F_SRC]] + ls.of_sequence(job, sequence, ls.S_FIRST) * step + 4 * first
+    before = ls.of_sequence(job, sequence, ls.S_IN)
+    for tap in range(taps):
+        row, out = rows - taps + tap, slot + place + 4 * tap * channels
+        if row >= 0 and op[lt.F_GATED] != 0:
+            _multiply(start + row * step, start + row * step + 8 * channels, width // LANES, out)
+        elif row >= 0:
+            copy_floats(start + row * step, width, out)
+        elif before != 0:
+            copy_floats(before + place + 4 * (taps + row) * channels, width, out)
+        else:
+            for index in range(width):
+                store_f32(out + 4 * index, np.float32(0.0))
+
+
+@kernel
+def store_tails(job: ProgramJob, op: Any, unit: int) -> None:
+    """A run of channels of one sequence: the inputs that the next pass reads. What is saved comes first, because the
+    state that the pass began with may be written over at last."""
+    runs = (op[lt.F_COUNT] + _RUN - 1) // _RUN
+    sequence, first = unit // runs, unit % runs * _RUN
+    for index in range(ls.of_sequence(job, sequence, ls.S_NUM_SAVES)):
+        rows = ls.saved_rows(job, sequence, index)
+        _store_tail(job, op, sequence, rows, first, ls.saved_at(job, sequence, index))
+    rows, out = ls.of_sequence(job, sequence, ls.S_ROWS), ls.of_sequence(job, sequence, ls.S_OUT)
+    _store_tail(job, op, sequence, rows, first, out)

@@ -1,0 +1,43 @@
+"""Short convolutions along a sequence in plain NumPy, in float64 or with the kernels' rounding steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels.reference.floats import exp_f32, fma_f32
+
+__all__ = ["conv_rows", "silu_rows"]
+
+Floats = npt.NDArray[np.floating[Any]]
+
+
+def conv_rows(inputs: Floats, tail: Floats, weights: Floats, bias: Floats | None = None) -> tuple[Floats, Floats]:
+    """Sums over the last inputs of each channel, [tokens, channels], and the tail behind the last token, in the dtype
+    of `inputs` [tokens, channels].
+
+    tail     [taps, channels], the inputs before the first token, the oldest first
+    weights  [taps + 1, channels], that of the oldest input first;  bias: [channels]
+    """
+    taps, tokens = len(tail), len(inputs)
+    all_inputs = np.concatenate([tail, inputs]).astype(inputs.dtype)
+    sums = np.zeros_like(inputs) if bias is None else np.broadcast_to(bias, inputs.shape).astype(inputs.dtype)
+    for tap in range(taps + 1):
+        sums = _add_product(weights[tap], all_inputs[tap : tap + tokens], sums)
+    return sums, all_inputs[tokens:]
+
+
+def silu_rows(x: Floats) -> Floats:
+    """x / (1 + exp(-x))."""
+    if x.dtype == np.float64:
+        wide: Floats = x / (1.0 + np.exp(-x))
+        return wide
+    result: Floats = x / (np.float32(1.0) + exp_f32(np.minimum(-x, np.float32(88.0)).astype(np.float32)))
+    return result
+
+
+def _add_product(x: Floats, y: Floats, z: Floats) -> Floats:
+    sums: Floats = x * y + z if z.dtype == np.float64 else fma_f32(x, y, z)
+    return sums

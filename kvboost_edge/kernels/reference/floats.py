@@ -1,0 +1,69 @@
+"""Functions of float32 in plain NumPy, step by step as the kernels take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["exp_f32", "fma_f32", "norm_rows_f32", "sigmoid_f32", "softplus_f32"]
+
+Floats = npt.NDArray[np.float32]
+F32 = np.float32
+
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+_HIGHEST = F32(88.0)
+
+
+def fma_f32(x: Any, y: Any, z: Any) -> Any:
+    """float32 x * y + z, rounded once (twice where float64 happens to end at a tie, which is rare)."""
+    return (np.asarray(x, np.float64) * np.asarray(y, np.float64) + np.asarray(z, np.float64)).astype(F32)
+
+
+@np.errstate(invalid="ignore")  # of -inf, whose result is 0
+def exp_f32(x: Floats) -> Floats:
+    """The kernels' polynomial; x at most 88."""
+    magic = F32(12582912.0)
+    shifted = fma_f32(x, F32(1.44269504088896341), magic)
+    n = shifted - magic
+    r = fma_f32(n, F32(2.12194440e-4), fma_f32(n, F32(-0.693359375), x))
+    p: Any = F32(_EXP[0])
+    for coefficient in _EXP[1:]:
+        p = fma_f32(p, r, F32(coefficient))
+    p = fma_f32(r * r, p, r) + F32(1.0)
+    power = ((shifted.view(np.uint32) << np.uint32(23)) + np.uint32(127 << 23)).view(F32)
+    return np.where(x < F32(-87.0), F32(0.0), p * power).astype(F32)
+
+
+def sigmoid_f32(x: npt.NDArray[Any]) -> Floats:
+    """1 / (1 + exp(-x))."""
+    result: Floats = F32(1.0) / (F32(1.0) + exp_f32(np.minimum(-x, _HIGHEST)))
+    return result
+
+
+def softplus_f32(x: npt.NDArray[Any]) -> Floats:
+    """log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)), the logarithm by the series of 2 artanh(y / (2 + y))."""
+    y = exp_f32(-np.abs(x))
+    s = y / (F32(2.0) + y)
+    square = s * s
+    series: Any = F32(1.0 / 13.0)
+    for number in (11.0, 9.0, 7.0, 5.0, 3.0, 1.0):
+        series = fma_f32(series, square, F32(1.0 / number))
+    result: Floats = fma_f32(F32(2.0) * s, series, np.maximum(x, F32(0.0)))
+    return result
+
+
+def norm_rows_f32(x: npt.NDArray[Any], weight: Floats, eps: float) -> Floats:
+    """RMS norm of the rows of x [.., count], count a multiple of 16: squares in 16 chains, folded by halves."""
+    count = x.shape[-1]
+    lanes: Floats = np.zeros((*x.shape[:-1], 16), F32)
+    for first in range(0, count, 16):
+        piece = x[..., first : first + 16]
+        lanes = fma_f32(piece, piece, lanes)
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    factor = (F32(1.0) / np.sqrt(lanes / F32(count) + F32(eps))).astype(F32)
+    result: Floats = x * factor * weight
+    return result

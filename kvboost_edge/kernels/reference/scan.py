@@ -1,0 +1,84 @@
+"""The gated delta rule in plain NumPy, one token after another, in float64 or with the kernels' rounding steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels.reference.floats import exp_f32, fma_f32, norm_rows_f32, sigmoid_f32, softplus_f32
+
+__all__ = ["DeltaSteps", "delta_rows", "delta_steps", "key_head_of"]
+
+Floats = npt.NDArray[np.floating[Any]]
+_CHAINS = 4  # of a sum over keys
+
+
+class DeltaSteps(NamedTuple):
+    """What tokens do to the states.
+
+    queries, keys   [tokens, key_heads, key_dim]
+    shares, decays  [tokens, value_heads]
+    """
+
+    queries: Floats
+    keys: Floats
+    shares: Floats
+    decays: Floats
+
+
+def key_head_of(head: int, key_heads: int, value_heads: int, *, tiled: bool) -> int:
+    """Which head of keys a head of values reads."""
+    return head % key_heads if tiled else head // (value_heads // key_heads)
+
+
+def delta_steps(
+    queries: Floats, keys: Floats, gates: tuple[Floats, Floats], decay: Floats, dt_bias: Floats, eps: float = 1e-6
+) -> DeltaSteps:
+    """Queries and keys as they come [tokens, key_heads, key_dim], of unit length then, queries over sqrt(key_dim);
+    gates: (b, a) [tokens, value_heads] each, for shares sigmoid(b) and decays exp(decay * softplus(a + dt_bias))."""
+    dim = queries.shape[-1]
+    shares, wide = gates
+    if queries.dtype == np.float64:
+        lengths = (np.sqrt((x * x).sum(-1, keepdims=True) + eps) for x in (queries, keys))
+        q, k = (x / length for x, length in zip((queries, keys), lengths, strict=True))
+        passed, decays = 1 / (1 + np.exp(-shares)), np.exp(decay * np.logaddexp(0, wide + dt_bias))
+        return DeltaSteps(q / np.sqrt(dim), k, passed, decays)
+    of_queries, of_keys = (np.full(dim, factor, np.float32) for factor in (1 / dim, dim**-0.5))
+    q, k = norm_rows_f32(queries, of_queries, eps / dim), norm_rows_f32(keys, of_keys, eps / dim)
+    powers = np.minimum(decay * softplus_f32(wide + dt_bias), np.float32(88.0))
+    return DeltaSteps(q, k, sigmoid_f32(shares), exp_f32(powers))
+
+
+def delta_rows(steps: DeltaSteps, values: Floats, state: Floats, *, tiled: bool = False) -> tuple[Floats, Floats]:
+    """Results [tokens, value_heads, value_dim] and the states behind the last token, in the dtype of `values`, which
+    are of the same shape.
+
+    state  [value_heads, key_dim, value_dim] before the first token
+    tiled  see `key_head_of`
+    """
+    out, state = np.empty_like(values), state.astype(values.dtype)
+    heads, key_heads = values.shape[1], steps.keys.shape[1]
+    which = [key_head_of(head, key_heads, heads, tiled=tiled) for head in range(heads)]
+    fma = _multiply_add if values.dtype == np.float64 else fma_f32
+    for token in range(len(values)):
+        q, k = steps.queries[token, which, :, None], steps.keys[token, which, :, None]
+        share, decay = steps.shares[token, :, None], steps.decays[token, :, None]
+        delta = fma(-decay, _sum_over_keys(fma, k, state), values[token]) * share
+        state = fma(k, delta[:, None, :], state * decay[:, None])
+        out[token] = _sum_over_keys(fma, q, state)
+    return out, state
+
+
+def _multiply_add(x: Any, y: Any, z: Any) -> Any:
+    return x * y + z
+
+
+def _sum_over_keys(fma: Any, x: Floats, state: Floats) -> Floats:
+    """The sum of x [heads, key_dim, 1] * state [heads, key_dim, value_dim], key i in chain i mod 4."""
+    chains = np.zeros((_CHAINS, state.shape[0], state.shape[2]), state.dtype)
+    for key in range(state.shape[1]):
+        chains[key % _CHAINS] = fma(x[:, key], state[:, key], chains[key % _CHAINS])
+    total: Floats = (chains[0] + chains[1]) + (chains[2] + chains[3])
+    return total

@@ -1,0 +1,1 @@
+"""What single families say of themselves in their own way."""

@@ -1,0 +1,81 @@
+"""What the metadata of a hybrid says of its layers that keep a state, as fields of a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvboost_edge.models.config.special.hybrids import TILED_HEADS
+from kvboost_edge.models.gguf.experts import experts
+from kvboost_edge.models.gguf.keys import Keys
+
+__all__ = ["lfm2", "lfm2_moe", "qwen35", "qwen35_moe"]
+
+_SIGMOID = 2  # of expert_gating_func
+
+
+def lfm2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers without key heads are convolutions. The width of the MLP is what follows from transformers' already."""
+    heads = keys.sizes("attention.head_count_kv", 0)
+    return {
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": keys.size("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def lfm2_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Shares are sigmoids divided by their sum, as llama.cpp has them."""
+    gating = keys.size("expert_gating_func")
+    if gating != _SIGMOID:
+        raise keys.error("expert_gating_func", gating, f"must be {_SIGMOID}, the sigmoid")
+    return {
+        **lfm2(keys, config),
+        **experts(keys),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "num_dense_layers": keys.optional_size("leading_dense_block_count", 0) or 0,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    }
+
+
+def qwen35(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Heads of keys and of values have one size. Value heads stand in the order of tiles: that of key head 0, then of
+    1, and so on, again and again."""
+    dim, value_heads = keys.size("ssm.state_size"), keys.size("ssm.time_step_rank")
+    inner = keys.size("ssm.inner_size")
+    if inner != dim * value_heads:
+        raise keys.error("ssm.inner_size", inner, f"must be {value_heads} value heads of {dim}")
+    return {
+        "layer_types": ["linear_attention" if own else "full_attention" for own in _recurrent(keys)],
+        "linear_conv_kernel_dim": keys.size("ssm.conv_kernel"),
+        "linear_num_key_heads": keys.size("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": dim,
+        "linear_value_head_dim": dim,
+        TILED_HEADS: True,
+    }
+
+
+def qwen35_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """The same with experts, beside one that all tokens share."""
+    return {
+        **qwen35(keys, config),
+        **experts(keys),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length"),
+    }
+
+
+def _recurrent(keys: Keys) -> list[bool]:
+    """Whether each of the model's own layers keeps a state: a list says so, or every n-th layer attends."""
+    key, layers = "attention.recurrent_layers", keys.layers()
+    given = keys.header.values.get(keys.name(key))
+    if given is None:
+        step = keys.optional_size("full_attention_interval") or 4
+        return [(index + 1) % step != 0 for index in range(layers)]
+    if not isinstance(given, np.ndarray) or given.dtype != np.bool_ or len(given) != keys.blocks():
+        said = given.tolist()[:8] if isinstance(given, np.ndarray) else given
+        raise keys.error(key, said, f"must be true or false for each of {keys.blocks()} blocks")
+    return [bool(one) for one in given[:layers]]

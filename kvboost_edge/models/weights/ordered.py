@@ -1,0 +1,153 @@
+"""A checkpoint's tensors in the order and the numbers that kernels take them in, where files have them otherwise.
+
+    conv.conv.weight, linear_attn.conv1d.weight   [channels, 1, taps + 1] or without the 1: a vector, tap by tap
+    linear_attn.A_log                             linear_attn.decay = -exp(A_log); files that have that are read as well
+    self_attn.q_proj, each head [query | gate]    self_attn.q_proj and self_attn.output_gate
+
+Rows of queries and keys whose rope turns neighbours are in halved.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.families import FAMILIES, ModelSpec, describe_model
+from kvboost_edge.models.config.nested import text_config
+from kvboost_edge.models.config.special.hybrids import OUTPUT_GATE
+from kvboost_edge.models.weights.halved import HalvedSource
+from kvboost_edge.models.weights.source import QuantRows, StoredRows, WeightSource
+
+__all__ = ["MixerSource", "in_kernel_order"]
+
+Floats = npt.NDArray[np.float32]
+
+_LOG, _DECAY = ".A_log", ".decay"
+_QUERY, _GATE = ".self_attn.q_proj.", f".{OUTPUT_GATE}."
+
+
+def in_kernel_order(open_files: Callable[[], WeightSource], config: Mapping[str, Any]) -> WeightSource:
+    """The tensors that `open_files` gives: rows of queries and keys as the native runner's rope turns them, tensors of
+    mixers and of gated attention as its kernels take them."""
+    family = FAMILIES.get(str(text_config(config).get("model_type")))
+    if family is None or not (family.paired_rope or family.hybrid or family.output_gate):
+        return open_files()
+    spec = describe_model(config)
+    if family.paired_rope:
+        return HalvedSource(open_files(), spec.head_dim, spec.ropes[0].half)
+    return MixerSource(open_files(), spec)
+
+
+class MixerSource:
+    """`source` of a model with such tensors. Quantized queries and gates keep their codes: whole rows change places."""
+
+    def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
+        self._source, self._taps = source, spec.mixer.taps if spec.mixer else 0
+        self._conv = f".{spec.hybrid.names.conv}" if spec.hybrid is not None and spec.mixer else ""
+        self._head_dim = spec.head_dim if spec.family.output_gate else 0
+
+    def __enter__(self) -> MixerSource:
+        self._source.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._source.__exit__(kind, error, trace)
+
+    def names(self) -> set[str]:
+        found = set()
+        for name in self._source.names():
+            found.add(name.removesuffix(_LOG) + _DECAY if name.endswith(_LOG) else name)
+            if self._head_dim and _QUERY in name:
+                found.add(name.replace(_QUERY, _GATE))
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored = self._source.shape(self._name(name))
+        if self._is_conv(name):
+            return (self._conv_shape(name, stored)[0] * stored[-1],)
+        if not self._is_interleaved(name):
+            return stored
+        if stored[0] % (2 * self._head_dim):
+            raise ModelFormatError(
+                f"{self.file_of(name)}: tensor {self._name(name)!r} has {stored[0]} rows, which are not queries and "
+                f"gates of heads of {self._head_dim}"
+            )
+        return stored[0] // 2, *stored[1:]
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
+        if self._is_conv(name):
+            channels, taps = self._conv_shape(name, self._source.shape(name))
+            values = self._source.rows(name).reshape(channels, taps)
+            return np.ascontiguousarray(values.T).reshape(-1)[start:stop]
+        stop = self.shape(name)[0] if stop is None else stop
+        if self._is_interleaved(name):
+            stored, pick = self._stored(name, start, stop)
+            return self._source.rows(self._name(name), *stored)[pick]
+        values = self._source.rows(self._name(name), start, stop)
+        if self._name(name) == name:
+            return values
+        with np.errstate(over="ignore"):  # infinity is found where weights are packed
+            decay: Floats = (-np.exp(values.astype(np.float64))).astype(np.float32)
+        return decay
+
+    def kind(self, name: str) -> str | None:
+        return self._source.kind(self._name(name))
+
+    def type_of(self, name: str) -> str:
+        return self._source.type_of(self._name(name))
+
+    def file_of(self, name: str) -> Path:
+        return self._source.file_of(self._name(name))
+
+    def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
+        if not self._is_interleaved(name):
+            return self._source.quant_rows(name, start, stop)
+        stored, pick = self._stored(name, start, stop)
+        found = self._source.quant_rows(self._name(name), *stored)
+        minima = None if found.minima is None else found.minima[pick]
+        return found._replace(codes=found.codes[pick], scales=found.scales[pick], minima=minima)
+
+    def stored_rows(self, name: str) -> StoredRows:
+        if self._is_conv(name) or self._is_interleaved(name) or self._name(name) != name:
+            raise ModelFormatError(f"{self.file_of(name)}: tensor {name!r} is not stored as its rows are read")
+        return self._source.stored_rows(name)
+
+    def _name(self, name: str) -> str:
+        """What the source calls it."""
+        if name.endswith(_DECAY):
+            logs = name.removesuffix(_DECAY) + _LOG
+            return logs if logs in self._source.names() else name
+        return name.replace(_GATE, _QUERY)
+
+    def _is_conv(self, name: str) -> bool:
+        return bool(self._conv) and name.endswith(self._conv)
+
+    def _is_interleaved(self, name: str) -> bool:
+        return bool(self._head_dim) and (_QUERY in name or _GATE in name)
+
+    def _conv_shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, int]:
+        """Channels and taps, the token's own among them."""
+        if len(stored) not in (2, 3) or stored[1:-1] not in ((), (1,)) or stored[-1] != self._taps + 1:
+            raise ModelFormatError(
+                f"{self.file_of(name)}: tensor {name!r} has shape {stored}; the config says that a channel has "
+                f"{self._taps + 1} taps"
+            )
+        return stored[0], stored[-1]
+
+    def _stored(self, name: str, start: int, stop: int) -> tuple[tuple[int, int], npt.NDArray[np.int64]]:
+        """The range of the source's rows that rows [start, stop) are in, and which of these they are."""
+        if not 0 <= start < stop <= self.shape(name)[0]:
+            raise ModelFormatError(f"tensor {name!r} has {self.shape(name)[0]} rows; asked for {start} to {stop}")
+        index = np.arange(start, stop, dtype=np.int64)
+        dim = self._head_dim
+        places = index // dim * 2 * dim + index % dim + dim * (_GATE in name)
+        first = int(places[0])
+        return (first, int(places[-1]) + 1), places - first

@@ -1,0 +1,168 @@
+"""Reads values as Python writes them, strings in either kind of quotes, and gives them as JSON text.
+
+Templates write strings between quotes without a backslash before quotes inside: a quote ends a string only where
+something follows that can stand behind a value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from kvboost_edge.text.turns.scanner import Scanner, Step
+
+__all__ = ["keyword", "literal", "string", "string_inside"]
+
+_BEHIND_VALUE = frozenset(",)]}:")
+_SPACE = re.compile(r"\s*")
+_BEHIND_BARE = re.compile(r"[\s,()\[\]{}:='\"]")
+_NO_LETTER = re.compile(r"[^A-Za-z0-9_.-]")
+_NAMES = {"True": "true", "False": "false", "None": "null"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "/": "/", "\\": "\\", "'": "'", '"': '"'}
+_DIGITS = {"x": 2, "u": 4}
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+_MOST_DEPTH = 32
+_LONGEST = 256  # of a name, or a number
+
+
+def string_inside(text: str) -> str:
+    """A text as it stands between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def keyword(scanner: Scanner) -> Step[str]:
+    """A name, as far as it goes; "" where there is none."""
+    return (yield from _bare(scanner, _NO_LETTER))
+
+
+def string(scanner: Scanner, show: Callable[[str], None]) -> Step[bool]:
+    """A string from its opening quote on, shown as it comes, as between the quotes of a JSON string; False where no
+    quote stands here."""
+    while scanner.at == len(scanner.text):
+        yield from scanner.more()
+    quote = scanner.text[scanner.at]
+    if quote not in "'\"":
+        return False
+    scanner.at += 1
+    special = re.compile(rf"[\\{quote}]")
+    while True:
+        found = special.search(scanner.text, scanner.at)
+        end = len(scanner.text) if found is None else found.start()
+        if end > scanner.at:
+            show(string_inside(scanner.text[scanner.at : end]))
+            scanner.at = end
+        if found is None:
+            yield from scanner.more()
+        elif found[0] == "\\":
+            yield from _escape(scanner, show)
+        elif (yield from _ends_here(scanner)):
+            return True
+        else:
+            show(string_inside(quote))
+            scanner.at += 1
+
+
+def _ends_here(scanner: Scanner) -> Step[bool]:
+    """Whether the quote here ends a string; then it is passed."""
+    while True:
+        behind = _SPACE.match(scanner.text, scanner.at + 1)
+        assert behind is not None
+        if behind.end() < len(scanner.text):
+            break
+        yield from scanner.more()
+    if scanner.text[behind.end()] not in _BEHIND_VALUE:
+        return False
+    scanner.at += 1
+    return True
+
+
+def _escape(scanner: Scanner, show: Callable[[str], None]) -> Step[None]:
+    """What a backslash and the letters behind it stand for; where it is nothing, it is a backslash."""
+    while len(scanner.text) < scanner.at + 2:
+        yield from scanner.more()
+    letter = scanner.text[scanner.at + 1]
+    digits = _DIGITS.get(letter, 0)
+    while len(scanner.text) < scanner.at + 2 + digits:
+        yield from scanner.more()
+    number = scanner.text[scanner.at + 2 : scanner.at + 2 + digits]
+    if digits and re.fullmatch(r"[0-9A-Fa-f]+", number):
+        show(f"\\u{number:0>4}")
+        scanner.at += 2 + digits
+    elif letter in _ESCAPES:
+        show(string_inside(_ESCAPES[letter]))
+        scanner.at += 2
+    else:
+        show(string_inside("\\"))
+        scanner.at += 1
+
+
+def literal(scanner: Scanner, depth: int = 0) -> Step[str | None]:
+    """Any value as JSON, a bare word as a string; None where none stands here, or one that is nested too deep."""
+    yield from scanner.space()
+    pieces: list[str] = []
+    if (yield from string(scanner, pieces.append)):
+        return f'"{"".join(pieces)}"'
+    opening = scanner.text[scanner.at]
+    if opening in _CLOSING:
+        return (yield from _nested(scanner, opening, depth))
+    return _named((yield from _bare(scanner, _BEHIND_BARE)))
+
+
+def _nested(scanner: Scanner, opening: str, depth: int) -> Step[str | None]:
+    if depth >= _MOST_DEPTH:
+        return None
+    scanner.at += 1
+    items: list[str] = []
+    while True:
+        yield from scanner.space()
+        if (yield from scanner.exactly(_CLOSING[opening])):
+            return ("{" if opening == "{" else "[") + ", ".join(items) + ("}" if opening == "{" else "]")
+        item = yield from (_member(scanner, depth + 1) if opening == "{" else literal(scanner, depth + 1))
+        if item is None:
+            return None
+        items.append(item)
+        yield from scanner.space()
+        if not (yield from scanner.exactly(",")) and not scanner.text.startswith(_CLOSING[opening], scanner.at):
+            return None
+
+
+def _member(scanner: Scanner, depth: int) -> Step[str | None]:
+    key = yield from literal(scanner, depth)
+    if key is None or not key.startswith('"'):
+        return None
+    yield from scanner.space()
+    if not (yield from scanner.exactly(":")):
+        return None
+    value = yield from literal(scanner, depth)
+    return None if value is None else f"{key}: {value}"
+
+
+def _bare(scanner: Scanner, behind: re.Pattern[str]) -> Step[str]:
+    start = scanner.at
+    while (found := behind.search(scanner.text, scanner.at)) is None and len(scanner.text) - start <= _LONGEST:
+        scanner.at = len(scanner.text)
+        yield from scanner.more()
+    end = len(scanner.text) if found is None else found.start()
+    if end - start > _LONGEST:
+        scanner.at = start
+        return ""
+    scanner.at = end
+    return scanner.text[start:end]
+
+
+def _named(text: str) -> str | None:
+    """A number or a name as JSON; another word is a string."""
+    if not text:
+        return None
+    if text in _NAMES:
+        return _NAMES[text]
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return text
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

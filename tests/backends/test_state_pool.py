@@ -1,0 +1,147 @@
+"""Slots of states: where their parts lie, bytes in and out, poison; and which passes over them are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvboost_edge.backends.base import BatchLayout, KVSpec, LayerKVSpec, LayerStateSpec, PassStates
+from kvboost_edge.backends.layout import check_layout
+from kvboost_edge.backends.select import choose_backend, load_module, make_backend
+from kvboost_edge.backends.state_pool import StatePool
+from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
+
+CONV, DELTA = LayerStateSpec(2, 24), LayerStateSpec(3, 80, 4, 32, 48)
+SPEC = KVSpec((LayerKVSpec(1, 16),), 16, "float32", states=(CONV, DELTA))
+
+
+def test_bytes_of_a_state_are_those_of_its_parts_in_whole_cache_lines() -> None:
+    assert (CONV.tail_bytes, CONV.nbytes) == (192, 192)
+    assert (DELTA.tail_bytes, DELTA.nbytes) == (960, 960 + 4 * 4 * 32 * 48)
+    assert LayerStateSpec(2, 20).nbytes == 192
+    assert LayerStateSpec(3, 8192, 32, 128, 128).nbytes == (2 << 20) + (96 << 10), "a layer of Qwen3.5-4B"
+    assert SPEC.bytes_per_state == CONV.nbytes + DELTA.nbytes
+    assert dataclasses.replace(SPEC, states=()).bytes_per_state == 0
+
+
+def test_parts_of_slots_lie_apart() -> None:
+    pool = StatePool(SPEC.states, 3)
+    assert (pool.slot_bytes, pool.nbytes) == (SPEC.bytes_per_state, 3 * SPEC.bytes_per_state)
+    assert (pool.offset(0), pool.offset(1)) == (0, CONV.nbytes)
+    assert [pool.address(slot) - pool.address(0) for slot in range(3)] == [slot * pool.slot_bytes for slot in range(3)]
+    assert pool.address(0) % 64 == 0
+    pool.write_slots(range(3), np.zeros((3, pool.slot_bytes), np.uint8))
+    parts = [part for slot in range(3) for part in (pool.tail(slot, 0), pool.tail(slot, 1), pool.matrices(slot, 1))]
+    for number, part in enumerate(parts):
+        part[:] = number + 1
+    assert [float(part.min()) for part in parts] == [float(part.max()) for part in parts] == list(range(1, 10))
+    assert pool.tail(2, 1).ctypes.data == pool.address(2) + pool.offset(1)
+    assert pool.matrices(2, 1).ctypes.data == pool.address(2) + pool.offset(1) + DELTA.tail_bytes
+    assert pool.matrices(2, 1).shape == (4, 3, 32, 16)
+
+
+def test_bytes_go_out_and_in_again() -> None:
+    pool = StatePool(SPEC.states, 4)
+    data = np.random.default_rng(0).integers(0, 256, (2, pool.slot_bytes)).astype(np.uint8)
+    pool.write_slots([3, 1], data)
+    np.testing.assert_array_equal(pool.read_slots([3, 1]), data)
+    assert pool.checksums([1, 3]) == pool.checksums([3, 1])[::-1]
+    assert pool.checksums([1]) != pool.checksums([3])
+    out = pool.read_slots([1])
+    pool.poison([1])
+    np.testing.assert_array_equal(out[0], data[1])
+    assert np.isnan(pool.tail(1, 0)).all()
+    assert np.isnan(pool.matrices(1, 1)).all()
+    np.testing.assert_array_equal(pool.read_slots([3])[0], data[0])
+
+
+def test_slots_that_are_not_there_are_refused() -> None:
+    pool = StatePool(SPEC.states, 2)
+    row = np.zeros((1, pool.slot_bytes), np.uint8)
+    for call in (
+        lambda: pool.address(2),
+        lambda: pool.read_slots([-1]),
+        lambda: pool.write_slots([2], row),
+        lambda: pool.poison([0, 5]),
+        lambda: pool.checksums([2]),
+    ):
+        with pytest.raises(ConfigError, match=r"must lie in the pool's 0\.\.1"):
+            call()
+    with pytest.raises(ConfigError, match="named twice"):
+        pool.write_slots([1, 1], np.zeros((2, pool.slot_bytes), np.uint8))
+    with pytest.raises(ConfigError, match="bytes of shape"):
+        pool.write_slots([1], row[:, 1:])
+    with pytest.raises(CapacityError, match="max_state_bytes"):
+        StatePool(SPEC.states, 1 << 40)
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_a_backend_has_slots_where_the_model_has_states(name: str) -> None:
+    backend = make_backend(choose_backend(name), SPEC, 4, 1, num_state_slots=3)
+    assert backend.states is not None
+    assert backend.states.num_slots == 3
+    layout = _layout([2, 1], [-1, -1], [0, 1])
+    backend.prepare(layout)
+    with pytest.raises(ConfigError, match="a pass without slots of states does not fit a backend that has 3"):
+        backend.prepare(dataclasses.replace(layout, states=None))
+    backend.close()
+    for states, slots in (((), 2), (SPEC.states, 0)):
+        with pytest.raises(ConfigError, match=f"num_state_slots={slots}"):
+            make_backend(choose_backend(name), dataclasses.replace(SPEC, states=states), 4, 1, num_state_slots=slots)
+    plain = make_backend(choose_backend(name), dataclasses.replace(SPEC, states=()), 4, 1)
+    assert plain.states is None
+    with pytest.raises(ConfigError, match="a pass with slots of states does not fit a backend that has 0"):
+        plain.prepare(layout)
+    plain.close()
+
+
+def test_torch_refuses_states_by_name() -> None:
+    pytest.importorskip("torch")
+    assert "2 layers that keep states" in str(load_module("torch").unsupported_reason("cpu", SPEC))
+    with pytest.raises(BackendUnavailable, match="2 layers that keep states"):
+        make_backend(choose_backend("torch"), SPEC, 4, num_state_slots=3)
+
+
+def _layout(rows: list[int], read: list[int], written: list[int], saves: list[list[int]] | None = None) -> BatchLayout:
+    starts = np.cumsum([0, *rows]).astype(np.int32)
+    states = PassStates(
+        np.array(read, np.int32), np.array(written, np.int32), np.array(saves or [], np.int32).reshape(-1, 3)
+    )
+    lengths = np.array(rows, np.int32)
+    tables = np.zeros((len(rows), 1), np.int32)
+    return BatchLayout(starts, lengths, tables, np.zeros(starts[-1], np.int64), states=states)
+
+
+def test_passes_over_slots_that_do_no_harm_are_taken() -> None:
+    check_layout(_layout([2, 3, 0], [5, 5, 7], [0, 1, 7], [[0, 2, 2], [1, 1, 3], [1, 3, 4]]), 16, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("read", "written", "saves", "reason"),
+    [
+        ([0], [0, 1], [], "need state_in and state_out of shape"),
+        ([8, 0], [0, 1], [], r"must lie in 0\.\.7"),
+        ([-2, 0], [0, 1], [], r"must lie in 0\.\.7"),
+        ([-1, 0], [-1, 1], [], r"must lie in 0\.\.7"),
+        ([-1, -1], [0, 1], [[0, 1, 8]], r"must lie in 0\.\.7"),
+        ([-1, -1], [3, 3], [], "one of them twice"),
+        ([-1, -1], [0, 1], [[0, 1, 1]], "one of them twice"),
+        ([-1, -1], [0, 1], [[0, 1, 4], [1, 1, 4]], "one of them twice"),
+        ([1, -1], [0, 1], [], "while others read them"),
+        ([5, -1], [0, 1], [[1, 1, 5]], "while others read them"),
+        ([5, -1], [0, 1], [[0, 1, 5]], "while others read them"),
+        ([-1, -1], [0, 1], [[0, 0, 4]], "must lie behind 1 to all"),
+        ([-1, -1], [0, 1], [[0, 3, 4]], "must lie behind 1 to all"),
+        ([-1, -1], [0, 1], [[2, 1, 4]], "name sequences outside"),
+        ([-1, -1], [0, 1], [[0, 2, 4], [0, 1, 5]], "must ascend"),
+        ([-1, -1], [0, 1], [[0, 1, 4], [0, 1, 5]], "must ascend"),
+        ([-1, -1], [0, 1], [[1, 1, 4], [0, 1, 5]], "must ascend"),
+    ],
+)
+def test_passes_whose_slots_cannot_be_are_refused(
+    read: list[int], written: list[int], saves: list[list[int]], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_layout(_layout([2, 3], read, written, saves), 16, 1, 8)

@@ -1,0 +1,109 @@
+"""Tiny hybrid models through the whole engine: answers are equal to the bit with and without what was kept of them, in
+the pool, on disk, and after the process that kept it was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, ModelFormatError
+from tiny_models import save_tiny_model
+
+TESTS = Path(__file__).parents[1]
+PROMPT = np.random.default_rng(3).integers(3, 250, 100).tolist()
+OTHER = [*PROMPT[:50], *np.random.default_rng(4).integers(3, 250, 30).tolist()]
+ANSWER = {"max_new_tokens": 20, "temperature": 0.0, "ignore_eos": True, "logprobs": 2}
+
+TO_BE_KILLED = """
+import json, os, signal, sys, time
+from kvboost_edge import CPUPagedEngine
+
+path, prompt, answer, options = json.loads(sys.stdin.read())
+engine = CPUPagedEngine.from_pretrained(path, **options)
+engine.generate(prompt, **answer)
+while engine.cache_stats()["disk_writes"] < 7 or engine.paged_stats()["staging_bytes"]:  # 7 blocks; states come behind
+    time.sleep(0.01)
+while engine.cache_stats()["disk_writes"] < 9:
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def engine_of(model: Path, **options: Any) -> CPUPagedEngine:
+    return CPUPagedEngine.from_pretrained(model, **{"num_blocks": 64, "num_threads": 1, "weights": "int8", **options})
+
+
+def same(one: GenerationResult, other: GenerationResult) -> bool:
+    return one.output_token_ids == other.output_token_ids and one.logprobs == other.logprobs
+
+
+@pytest.mark.parametrize("bits", [16, 8, (8, 4), 4], ids=str)
+def test_cold_hit_and_branch_are_equal_to_the_bit(model: Path, bits: Any) -> None:
+    with engine_of(model, kv_cache_bits=bits, debug_checks=True) as engine:
+        cold = [engine.generate(prompt, mode="baseline", **ANSWER) for prompt in (PROMPT, OTHER)]
+        hit = engine.generate(PROMPT, **ANSWER)
+        assert hit.cached_tokens == 96
+        assert same(hit, cold[0])
+        assert engine.reset_cache() > 0
+        assert same(engine.generate(PROMPT, **ANSWER), cold[0])
+        branches = [engine.generate([*OTHER[:50], *tail], **ANSWER) for tail in (OTHER[50:], OTHER[50:])]
+        assert all(same(branch, cold[1]) for branch in branches)
+        stats = engine.paged_stats()
+        assert stats["state_bytes"] == stats["state_slots"] * engine.runner_info.kv_spec.bytes_per_state > 0
+        assert stats["other_bytes"] >= 0
+
+
+def test_states_survive_the_engine_on_disk(model: Path, tmp_path: Path) -> None:
+    options = {"disk_cache_dir": tmp_path / "blocks", "max_disk_bytes": 64 << 20}
+    with engine_of(model, **options) as engine:
+        cold = engine.generate(PROMPT, **ANSWER)
+    with engine_of(model, debug_checks=True, **options) as engine:
+        restored = engine.generate(PROMPT, **ANSWER)
+        assert restored.hit_tokens == {"pool": 0, "disk": 96}
+        assert same(restored, cold)
+        turn = [*PROMPT, *cold.output_token_ids, 5, 6, 7]
+        following = engine.generate(turn, **ANSWER)
+        assert following.cached_tokens == 112
+        assert same(following, engine.generate(turn, mode="baseline", **ANSWER))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_states_survive_the_death_of_the_process(model: Path, tmp_path: Path) -> None:
+    options = {
+        "num_blocks": 64, "num_threads": 1, "weights": "int8",
+        "disk_cache_dir": str(tmp_path / "blocks"), "max_disk_bytes": 64 << 20,
+    }  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    told = json.dumps([str(model), PROMPT, ANSWER, options])
+    died = subprocess.run([sys.executable, "-c", TO_BE_KILLED], input=told, text=True, env=environment, check=False)
+    assert died.returncode == -signal.SIGKILL
+    with engine_of(model) as engine:
+        cold = engine.generate(PROMPT, **ANSWER)
+    with engine_of(model, **options) as engine:
+        restored = engine.generate(PROMPT, **ANSWER)
+    assert restored.hit_tokens["disk"] == 96
+    assert same(restored, cold)
+
+
+def test_what_does_not_go_with_states_is_refused_by_name(model: Path) -> None:
+    with pytest.raises(ConfigError, match="speculation='on' is refused: the model is recurrent"):
+        engine_of(model, speculation="on")
+    with pytest.raises(CapacityError, match=r"max_state_bytes=1000 holds 0 states of .* sequences need"):
+        engine_of(model, max_state_bytes=1000)
+    with pytest.raises((BackendUnavailable, ConfigError, ModelFormatError), match="state"):
+        engine_of(model, runner="torch", weights="auto")

@@ -1,0 +1,87 @@
+"""Faults of `make mutants` in how hybrids are read, from either kind of file: (name, file, old, new, tests)."""
+
+from __future__ import annotations
+
+__all__ = ["HYBRID_FAULTS"]
+
+_ORDERED, _PLAN, _EXPERTS = "models/weights/ordered.py", "packed/plan.py", "models/config/experts.py"
+_HYBRIDS, _NAMES = "models/config/special/hybrids.py", "models/gguf/names.py"
+_PACKED = "tests/models/test_hybrids.py::test_the_packed_tensors_are_the_model_of_transformers"
+_GGUF = "tests/models/gguf/test_hybrids.py"
+_SAME = f"{_GGUF}::test_a_gguf_file_is_the_same_model"
+
+HYBRID_FAULTS = (
+    ("taps stand from the newest on", _ORDERED, "(values.T).reshape", "(values.T[::-1]).reshape", f"{_PACKED}[lfm2]"),
+    ("states grow", _ORDERED, "(-np.exp(values", "(np.exp(values", f"{_PACKED}[qwen3_5_text]"),
+    (
+        "gates stand before queries",
+        _ORDERED,
+        "dim * (_GATE in name)",
+        "dim * (_GATE not in name)",
+        f"{_PACKED}[qwen3_5_text]",
+    ),
+    (
+        "norms of mixers have 1 on top",
+        f"models/{_PLAN}",
+        "PackEntry(name, VECTOR, ((tensor, count),)) for",
+        "PackEntry(name, VECTOR, ((tensor, count),), offset=spec.family.norm_offset) for",
+        f"{_PACKED}[qwen3_5_text]",
+    ),
+    (
+        "sigmoids are not divided by their sum",
+        _EXPERTS,
+        'renorm="add" if _flag(config, "norm_topk_prob", True) else ""',
+        'renorm=""',
+        f"{_PACKED}[lfm2_moe]",
+    ),
+    ("one layer more has no experts", _EXPERTS, "index >= dense", "index > dense", f"{_PACKED}[lfm2_moe]"),
+    (
+        "shares of Qwen3.5's experts are as they are",
+        _EXPERTS,
+        '"norm_topk_prob": True, "decoder_sparse_step": 1',
+        '"norm_topk_prob": False, "decoder_sparse_step": 1',
+        f"{_PACKED}[qwen3_5_moe_text]",
+    ),
+    (
+        "the width of an MLP is the config's",
+        _HYBRIDS,
+        "= adjusted_width(found)",
+        '= found["intermediate_size"]',
+        "tests/models/config/special/test_hybrids.py",
+    ),
+    (
+        "value heads of files follow their key heads",
+        "models/gguf/hybrids.py",
+        "TILED_HEADS: True",
+        "TILED_HEADS: False",
+        f"{_SAME}[qwen3_5_text]",
+    ),
+    (
+        "layers that guess ahead are the model's",
+        "models/gguf/keys.py",
+        "return found - ahead",
+        "return found",
+        f"{_GGUF}::test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used",
+    ),
+    (
+        "the norm of mixers is read with 1 less",
+        "models/gguf/source.py",
+        " and not name.endswith(_PLAIN_NORM)",
+        "",
+        f"{_SAME}[qwen3_5_text]",
+    ),
+    (
+        "gate and up of LFM2's files change places",
+        _NAMES,
+        '"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3"',
+        '"ffn_gate": "feed_forward.w3", "ffn_up": "feed_forward.w1"',
+        f"{_SAME}[lfm2]",
+    ),
+    (
+        "any quote ends a string of a call",
+        "text/turns/literals.py",
+        "not in _BEHIND_VALUE",
+        "in ()",
+        "tests/text/turns/test_parser.py",
+    ),
+)

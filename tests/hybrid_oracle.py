@@ -1,0 +1,163 @@
+"""A whole tiny model in NumPy and float64, computed from the entries of its packed plan: slow, and sure.
+
+It has the layers that keep a state, token by token from zeros, gated attention and experts. Weights are those of a
+plan's entries by their names there, as floats, whatever files they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels.reference.experts import Routing, route_rows
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import ModelSpec, describe_model
+from kvboost_edge.models.config.mixers import Mixer
+from kvboost_edge.models.packed.plan import VECTOR, PackEntry, check_tensors, pack_plan
+from kvboost_edge.models.packed.stream import Piece, read_rows
+
+__all__ = ["hybrid_logits", "plan_floats"]
+
+Doubles = npt.NDArray[np.float64]
+Weights = Mapping[str, Doubles]
+
+
+def plan_floats(model: Path) -> tuple[ModelSpec, dict[str, Doubles]]:
+    """The spec of a model, and every entry of its plan: [rows, inputs], of a vector [rows]."""
+    checkpoint = Checkpoint.open(model)
+    spec = describe_model(checkpoint.config)
+    plan = pack_plan(spec, "f32")
+    with checkpoint.open_source() as source:
+        check_tensors(plan, source)
+        return spec, {entry.name: read_rows(Piece(entry, 0, entry.rows), source) + _offset(entry) for entry in plan}
+
+
+def _offset(entry: PackEntry) -> np.float64:
+    return np.float64(entry.offset if entry.kind == VECTOR else 0.0)
+
+
+def hybrid_logits(spec: ModelSpec, weights: Weights, token_ids: Sequence[int]) -> Doubles:
+    """float64 [tokens, vocab]."""
+    hidden = weights["embed"][np.asarray(token_ids)].astype(np.float64) * spec.embedding_factor
+    for index, layer in enumerate(spec.layers):
+        own = {name.partition(".")[2]: value for name, value in weights.items() if name.startswith(f"layer{index}.")}
+        normed = _norm(hidden, own["attn_in"], spec.eps)
+        if layer.kind == "attention":
+            mixed = _attention(spec, own, normed, layer.rope)
+        else:
+            assert spec.mixer is not None
+            mixed = {"conv": _short_conv, "delta": _delta}[layer.kind](spec.mixer, own, normed, spec.eps)
+        hidden = hidden + spec.residual_factor * (mixed @ own["out"].T)
+        normed = _norm(hidden, own["mlp_in"], spec.eps)
+        hidden = hidden + spec.residual_factor * _mlp(spec, index, own, normed)
+    head = weights["embed" if spec.tied else "head"]
+    return _norm(hidden, weights["norm"], spec.eps) @ head.T * spec.logit_factor
+
+
+def _norm(rows: Doubles, weight: Doubles, eps: float) -> Doubles:
+    return rows / np.sqrt(np.square(rows).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def _sigmoid(values: Doubles) -> Doubles:
+    return 1 / (1 + np.exp(-values))
+
+
+def _silu(values: Doubles) -> Doubles:
+    return values * _sigmoid(values)
+
+
+# -- what mixes tokens --
+
+
+def _attention(spec: ModelSpec, own: Weights, normed: Doubles, rope: int) -> Doubles:
+    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    rows = normed @ own["qkv"].T
+    query, key, value, gate = np.split(rows, np.cumsum([heads * dim, kv_heads * dim, kv_heads * dim]), axis=1)
+    query, key, value = (part.reshape(len(rows), -1, dim) for part in (query, key, value))
+    frequencies = np.array(spec.ropes[rope].frequencies, dtype=np.float64)
+    if "q_norm" in own:
+        query, key = _norm(query, own["q_norm"], spec.eps), _norm(key, own["k_norm"], spec.eps)
+    query, key = (_turned(part, frequencies) for part in (query, key))
+    key, value = (np.repeat(part, heads // kv_heads, axis=1) for part in (key, value))
+    scores = np.einsum("ihd,jhd->hij", query, key) * spec.softmax_scale
+    scores = np.where(np.tri(len(rows), dtype=bool), scores, -np.inf)
+    shares = np.exp(scores - scores.max(axis=2, keepdims=True))
+    out = np.einsum("hij,jhd->ihd", shares / shares.sum(axis=2, keepdims=True), value).reshape(len(rows), -1)
+    return out * _sigmoid(gate) if spec.family.output_gate else out
+
+
+def _turned(rows: Doubles, frequencies: Doubles) -> Doubles:
+    """Pairs (i, i + half) of [tokens, heads, dim] turned by their positions."""
+    angles = np.arange(len(rows))[:, None, None] * frequencies
+    half = len(frequencies)
+    first, second, rest = rows[..., :half], rows[..., half : 2 * half], rows[..., 2 * half :]
+    turned = (first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles), rest)
+    return np.concatenate(turned, axis=-1)
+
+
+def _convolved(mixer: Mixer, taps: Doubles, rows: Doubles) -> Doubles:
+    """Each channel's weighted sum of its inputs, the oldest with the first tap; zeros stand before the text."""
+    taps = taps.reshape(mixer.taps + 1, mixer.channels)
+    before = np.concatenate([np.zeros((mixer.taps, mixer.channels)), rows])
+    return np.array([(before[at : at + mixer.taps + 1] * taps).sum(axis=0) for at in range(len(rows))])
+
+
+def _short_conv(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
+    before, after, rows = np.split(normed @ own["mixer_in"].T, 3, axis=1)
+    return after * _convolved(mixer, own["conv"], before * rows)
+
+
+def _delta(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
+    rows, gates = normed @ own["mixer_in"].T, normed @ own["mixer_gates"].T
+    mixed, z = np.split(rows, [mixer.channels], axis=1)
+    keys = mixer.key_heads * mixer.key_dim
+    query, key, value = np.split(_silu(_convolved(mixer, own["conv"], mixed)), [keys, 2 * keys], axis=1)
+    of_value = np.arange(mixer.value_heads)
+    of_key = of_value % mixer.key_heads if mixer.tiled_heads else of_value // (mixer.value_heads // mixer.key_heads)
+    query, key = (_unit(part.reshape(len(rows), -1, mixer.key_dim))[:, of_key] for part in (query, key))
+    value = value.reshape(len(rows), -1, mixer.value_dim)
+    share, step = np.split(gates, 2, axis=1)
+    decay = np.exp(own["decay"] * np.log1p(np.exp(step + own["dt_bias"])))
+    state = np.zeros((mixer.value_heads, mixer.key_dim, mixer.value_dim))
+    out = []
+    for at in range(len(rows)):
+        state = state * decay[at][:, None, None]
+        known = np.einsum("hkv,hk->hv", state, key[at])
+        state = state + np.einsum("hk,hv->hkv", key[at], _sigmoid(share[at])[:, None] * (value[at] - known))
+        out.append(np.einsum("hkv,hk->hv", state, query[at]) / np.sqrt(mixer.key_dim))
+    gated = _norm(np.array(out), own["mixer_norm"], eps) * _silu(z.reshape(len(rows), -1, mixer.value_dim))
+    return gated.reshape(len(rows), -1)
+
+
+def _unit(rows: Doubles) -> Doubles:
+    return rows / np.sqrt(np.square(rows).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+# -- what is behind it --
+
+
+def _mlp(spec: ModelSpec, index: int, own: Weights, rows: Doubles) -> Doubles:
+    experts = spec.experts
+    if experts is None or not experts.sparse[index]:
+        return _gated(rows, own["gate_up"], own["down"])
+    routed = rows @ own["router"].T
+    routing = Routing(experts.used, experts.score, experts.renorm, experts.eps, experts.scale)
+    chosen, shares = route_rows(routed[:, : experts.count], routing, own.get("choice"))
+    gate_up = own["experts_gate_up"].reshape(experts.count, 2 * experts.width, -1)
+    down = own["experts_down"].reshape(experts.count, -1, experts.width)
+    out = np.zeros_like(rows)
+    for at, row in enumerate(rows):
+        for expert, share in zip(chosen[at], shares[at], strict=True):
+            out[at] += share * _gated(row, gate_up[expert], down[expert])
+    if experts.shared:
+        share = _sigmoid(routed[:, experts.count :]) if experts.names.shared_gate else 1.0
+        out += share * _gated(rows, own["gate_up"], own["down"])
+    return out
+
+
+def _gated(rows: Doubles, gate_up: Doubles, down: Doubles) -> Doubles:
+    gate, up = np.split(rows @ gate_up.T, 2, axis=-1)
+    return _silu(gate) * up @ down.T

@@ -1,0 +1,127 @@
+"""Configs of hybrids: older names, widths that follow from others, and what makes no sense."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.runners.native.plan import native_kv_spec
+from tiny_models import save_tiny_model
+
+
+def test_the_width_of_an_mlp_is_what_follows_from_the_config(tmp_path: Path) -> None:
+    spec = describe_model(Checkpoint.open(save_tiny_model("lfm2", tmp_path)).config)
+    assert {layer.intermediate_size for layer in spec.layers} == {96}
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, width in (
+        ({"intermediate_size": 12288}, 11488),  # 8192 x 1.4 = 11468, up to a multiple of 32
+        (
+            {
+                "intermediate_size": None,
+                "block_ff_dim": 6656,
+                "block_ffn_dim_multiplier": 1.0,
+                "block_multiple_of": 256,
+            },
+            4608,
+        ),
+        ({"block_auto_adjust_ff_dim": False}, 96),
+        ({"block_ffn_dim_multiplier": None, "block_multiple_of": 256}, 64),
+    ):
+        assert describe_model({**config, **change}).intermediate_size == width
+
+
+def test_older_names_in_a_config(tmp_path: Path) -> None:
+    config = json.loads((save_tiny_model("lfm2", tmp_path) / "config.json").read_text())
+    spec = describe_model(config)
+    types = config.pop("layer_types")
+    full = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    tied = config.pop("tie_word_embeddings")
+    assert describe_model({**config, "full_attn_idxs": full, "tie_embedding": tied}) == spec
+    assert describe_model({**config, "full_attn_idxs": full, "tie_embedding": False}).tied is False
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "kinds that are not known": ("lfm2", {"layer_types": ["conv"] * 4 + ["mamba"]}, r"must be 5 of \['conv', 'full_"),
+    "too few kinds": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "must be 5 of"),
+    "no list": ("lfm2", {"layer_types": "conv"}, "must be 5 of"),
+    "no attention": ("lfm2", {"layer_types": ["conv"] * 5}, "no layer of the model attends"),
+    "two rules": ("lfm2", {"full_attn_idxs": [1]}, r"_attention' of layer 3, and full_attn_idxs=\[1\] says 'conv'"),
+    "layers beyond": ("lfm2", {"layer_types": None, "full_attn_idxs": [5]}, "must be numbers of layers below 5"),
+    "a bias": ("lfm2", {"conv_bias": True}, "conv_bias=True is not known"),
+    "no taps": ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 must be an integer from 2"),
+    "many taps": ("lfm2", {"conv_L_cache": 65}, "conv_L_cache=65 is above 64"),
+    "a width that is no number": ("lfm2", {"block_auto_adjust_ff_dim": 1}, "must be true or false"),
+    "too many experts": ("lfm2_moe", {"num_experts_per_tok": 13}, "num_experts_per_tok=13 is above num_experts=12"),
+    "an endless scale": ("lfm2_moe", {"routed_scaling_factor": float("inf")}, "routed_scaling_factor=inf must be"),
+    "two steps": ("qwen3_5_text", {"full_attention_interval": 4}, "of layer 2, and full_attention_interval=4 says"),
+    "heads that do not fit": ("qwen3_5_text", {"linear_num_value_heads": 3}, "not a multiple of linear_num_key_h"),
+    "a narrow head": ("qwen3_5_text", {"linear_value_head_dim": 24}, "linear_value_head_dim=24 is no multiple of 16"),
+    "a head beyond any": ("qwen3_5_text", {"linear_key_head_dim": 8192}, "linear_key_head_dim=8192 is above 4096"),
+    "no gate": ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate=False is not known"),
+    "another activation": ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act='gelu' is not known"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_that_makes_no_sense_is_refused(name: str, tmp_path: Path) -> None:
+    family, change, message = REFUSED[name]
+    config = json.loads((save_tiny_model(family, tmp_path) / "config.json").read_text())
+    with pytest.raises(ModelFormatError, match=message):
+        describe_model({**config, **change})
+
+
+def _qwen35(layers: int, value_heads: int, **fields: Any) -> dict[str, Any]:
+    """As the makers' configs have it: every fourth layer attends, and both keys say so."""
+    kinds = ["full_attention" if (index + 1) % 4 == 0 else "linear_attention" for index in range(layers)]
+    return {
+        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216,
+        "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+        "layer_types": kinds, "full_attention_interval": 4, "linear_num_value_heads": value_heads,
+        "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "attn_output_gate": True, "mtp_num_hidden_layers": 1,
+        "max_position_embeddings": 262144, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10],
+        }, **fields,
+    }  # fmt: skip
+
+
+def _lfm2(full: list[int], layers: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "block_ff_dim": 12288,
+        "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": full,
+        "conv_L_cache": 3, "max_position_embeddings": 128000, "rope_theta": 1e6, "norm_eps": 1e-5, **fields,
+    }  # fmt: skip
+
+
+MAKERS: dict[str, tuple[dict[str, Any], float, float]] = {
+    "Qwen3.5 4B": (_qwen35(32, 32), 50.25, 32),
+    "Qwen3.5 27B": (_qwen35(64, 48), 149.625, 64),
+    "Qwen3.5 2B": (_qwen35(24, 16, num_key_value_heads=2), 19.265625, 12),
+    "Qwen3.6 35B A3B": (
+        _qwen35(40, 32, model_type="qwen3_5_moe_text", hidden_size=2048, num_key_value_heads=2, num_experts=256,
+                num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512),
+        62.8125, 20,
+    ),
+    "LFM2 1.2B": (_lfm2([2, 5, 8, 10, 12, 14], 16), 160 / 1024, 12),
+    "LFM2 2.6B": (_lfm2([2, 6, 9, 12, 15, 18, 21, 27], 30), 352 / 1024, 16),
+}  # fmt: skip
+"""Configs, MiB of a sequence's states, and KiB of keys and values of a token as float16."""
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_states_of_the_makers_models_have_their_sizes(name: str) -> None:
+    config, states, keys = MAKERS[name]
+    spec = native_kv_spec(describe_model(config), "int8", 16)
+    assert spec.bytes_per_state == states * 2**20
+    assert spec.bytes_per_block / spec.block_size == keys * 2**10
+
+
+def test_a_short_convolution_has_the_width_of_the_makers_model() -> None:
+    assert describe_model(_lfm2([2, 5, 8, 10, 12, 14], 16)).intermediate_size == 8192

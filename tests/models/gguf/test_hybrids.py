@@ -1,0 +1,113 @@
+"""Hybrids from GGUF files that follow the converters' rules: the same tensors, and each trap of theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gguf_hybrids import HYBRID_FAMILIES, draft_layer, tiled_heads
+from gguf_models import gguf_tensors, save_model, write_gguf
+from hybrid_oracle import hybrid_logits, plan_floats
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
+from tiny_models import save_tiny_model
+
+TOKENS = np.random.default_rng(5).integers(0, 256, 70).tolist()
+
+
+def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("name", HYBRID_FAMILIES)
+def test_a_gguf_file_is_the_same_model(name: str, tmp_path: Path) -> None:
+    """Entries are equal to the bit, but for norms that files have with their 1 and heads that have another order."""
+    model = save_model(name, tmp_path / "model")
+    spec, weights = plan_floats(model)
+    found, stored = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
+    assert _distance(hybrid_logits(found, stored, TOKENS), hybrid_logits(spec, weights, TOKENS)) < 1e-6
+    assert stored.keys() == weights.keys()
+    even = spec.mixer is None or spec.mixer.key_heads == spec.mixer.value_heads
+    for key, value in weights.items():
+        in_order = even or not key.endswith((".mixer_in", ".mixer_gates", ".conv", ".decay", ".dt_bias", ".out"))
+        if in_order:
+            np.testing.assert_allclose(stored[key], value, rtol=1e-6, atol=1e-7, err_msg=key)
+
+
+def test_value_heads_of_a_gguf_file_are_in_the_order_of_tiles(tmp_path: Path) -> None:
+    """Two key heads, four value heads: the file has value heads 0, 2, 1, 3 of transformers' in every tensor, so value
+    head h reads key head h mod 2. As transformers' own order read so they make another model."""
+    model = save_model("qwen3_5_text", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    spec, weights = plan_floats(model)
+    found, stored = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
+    assert spec.mixer is not None
+    assert found.mixer is not None
+    assert (spec.mixer.tiled_heads, found.mixer.tiled_heads) == (False, True)
+    assert found.mixer._replace(tiled_heads=False) == spec.mixer
+    np.testing.assert_allclose(stored["layer0.decay"], weights["layer0.decay"][[0, 2, 1, 3]], rtol=1e-7)
+    np.testing.assert_array_equal(stored["layer0.dt_bias"], weights["layer0.dt_bias"][[0, 2, 1, 3]])
+    np.testing.assert_array_equal(stored["layer0.out"], tiled_heads(weights["layer0.out"], 1, config, 32))
+    values = slice(2 * 2 * 32, 2 * 2 * 32 + 4 * 32)
+    in_tiles = tiled_heads(weights["layer0.mixer_in"][values], 0, config, 32)
+    np.testing.assert_array_equal(stored["layer0.mixer_in"][values], in_tiles)
+    assert found.hybrid is not None
+    hybrid = found.hybrid._replace(mixer=spec.mixer)
+    wrong = hybrid_logits(dataclasses.replace(found, hybrid=hybrid), stored, TOKENS)
+    assert _distance(wrong, hybrid_logits(spec, weights, TOKENS)) > 1e-2
+
+
+def test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used(tmp_path: Path) -> None:
+    model = save_model("qwen3_5_text", tmp_path / "model")
+    expected = Checkpoint.open(write_gguf(model, tmp_path / "plain.gguf"))
+    tensors = gguf_tensors(model)
+    ahead, recurrent = draft_layer(tensors, 5), [True, True, False, True, False, False]
+    keys = {"block_count": 6, "nextn_predict_layers": 1, "attention.recurrent_layers": recurrent}
+    path = write_gguf(model, tmp_path / "m.gguf", keys=keys, more=ahead)
+    found = Checkpoint.open(path)
+    assert describe_model(found.config) == describe_model(expected.config)
+    assert found.other_parts == {"nextn": len(ahead)}
+    assert expected.other_parts == {}
+    spec, weights = plan_floats(path)
+    assert _distance(hybrid_logits(spec, weights, TOKENS), hybrid_logits(*plan_floats(model), TOKENS)) < 1e-6
+
+
+def test_every_nth_layer_attends_where_a_gguf_file_lists_none(tmp_path: Path) -> None:
+    fields = {"linear_key_head_dim": 32, "num_hidden_layers": 4, "layer_types": None, "full_attention_interval": 2}
+    model = save_tiny_model("qwen3_5_text", tmp_path / "model", **fields)
+    path = write_gguf(
+        model, tmp_path / "m.gguf", keys={"attention.recurrent_layers": None, "full_attention_interval": 2}
+    )
+    assert [layer.kind for layer in describe_model(Checkpoint.open(path).config).layers] == ["delta", "attention"] * 2
+
+
+KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "heads of two sizes": ("lfm2", {"attention.head_count_kv": [0, 2, 0, 1, 0]}, "must be one number for all layers"),
+    "no layer attends": ("lfm2", {"attention.head_count_kv": [0] * 5}, "must be one number for all layers that attend"),
+    "one head too many": ("lfm2", {"attention.head_count_kv": [0, 2, 0, 2]}, "has 4 entries for 5 layers"),
+    "no taps": ("lfm2", {"shortconv.l_cache": None}, r"lacks the key 'lfm2\.shortconv\.l_cache'"),
+    "softmax for sigmoid": ("lfm2_moe", {"expert_gating_func": 1}, "expert_gating_func=1 must be 2, the sigmoid"),
+    "a scale of shares": ("lfm2_moe", {"expert_weights_scale": 2.0}, "expert_weights_scale' is not understood"),
+    "heads of values of another size": ("qwen3_5_text", {"ssm.inner_size": 64}, "must be 4 value heads of 32"),
+    "no layers of its own": ("qwen3_5_text", {"nextn_predict_layers": 5}, "leaves none of block_count=5 layers"),
+    "a short list of kinds": (
+        "qwen3_5_text", {"attention.recurrent_layers": [True, False]}, "must be true or false for each of 5 blocks",
+    ),
+    "numbers for kinds": (
+        "qwen3_5_text", {"attention.recurrent_layers": [1, 1, 0, 1, 0]}, "must be true or false for each of 5 blocks",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
+    family, keys, message = KEYS[name]
+    path = write_gguf(save_model(family, tmp_path / "model"), tmp_path / "m.gguf", keys=keys)
+    with pytest.raises(ModelFormatError, match=message):
+        describe_model(Checkpoint.open(path).config)

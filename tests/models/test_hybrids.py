@@ -1,0 +1,203 @@
+"""Hybrids from their files to packed tensors: a float64 model of these equals transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from gguf_models import write_gguf
+from hybrid_models import HYBRID_NESTED, HYBRIDS
+from hybrid_oracle import hybrid_logits, plan_floats
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.packed.plan import pack_plan
+from tiny_models import build_nested_model, build_tiny_model, save_nested_model, save_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+TOKENS = np.random.default_rng(5).integers(0, 256, 70).tolist()
+
+
+def _of_transformers(model: Any) -> np.ndarray:
+    with torch.inference_mode():
+        return np.asarray(model(torch.tensor([TOKENS]), use_cache=False).logits[0].numpy(), dtype=np.float64)
+
+
+def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_packed_tensors_are_the_model_of_transformers(name: str, tmp_path: Path) -> None:
+    spec, weights = plan_floats(save_tiny_model(name, tmp_path))
+    expected = _of_transformers(build_tiny_model(name))
+    assert _distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", HYBRID_NESTED)
+def test_a_language_model_inside_another(name: str, tmp_path: Path) -> None:
+    """Beside it a part for images, and layers that guess tokens ahead: both are told and not used."""
+    save_nested_model(name, tmp_path)
+    path = tmp_path / "model.safetensors"
+    ahead = {f"mtp.{part}.weight": np.ones((4, 4), np.float32) for part in ("fc", "norm", "layers.0.self_attn.q_proj")}
+    save_file({**load_file(path), **ahead}, path, metadata={"format": "pt"})
+    spec, weights = plan_floats(tmp_path)
+    assert _distance(hybrid_logits(spec, weights, TOKENS), _of_transformers(build_nested_model(name))) < 1e-5
+    parts = Checkpoint.open(tmp_path).other_parts
+    assert parts.pop("mtp") == 3
+    assert set(parts) == ({"vision_tower", "multi_modal_projector"} if name == "lfm2_vl" else {"visual"})
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("wrong", ["conv", "state", "gate", "rope"])
+def test_the_oracle_sees_what_is_wrong(name: str, wrong: str, tmp_path: Path) -> None:
+    """Its distance from transformers is far above the tolerance where a tensor is in another order."""
+    spec, weights = plan_floats(save_tiny_model(name, tmp_path))
+    expected = hybrid_logits(spec, weights, TOKENS)
+    mixer = spec.mixer
+    assert mixer is not None
+    for key, value in weights.items():
+        if wrong == "conv" and key.endswith(".conv"):
+            weights[key] = value.reshape(mixer.taps + 1, -1)[::-1].reshape(-1)
+        elif wrong == "state" and key.endswith(".mixer_in"):
+            rows = mixer.channels // 2 if mixer.kind == "conv" else mixer.key_dim
+            weights[key] = np.concatenate([value[rows : 2 * rows], value[:rows], value[2 * rows :]])
+        elif wrong == "gate" and key.endswith(".qkv"):
+            half = len(value) // 2
+            weights[key] = np.concatenate([value[half:], value[:half]])
+        elif wrong == "rope" and key.endswith(".qkv"):
+            weights[key] = np.roll(value, 1, axis=0)
+    assert _distance(hybrid_logits(spec, weights, TOKENS), expected) > 1e-2
+
+
+# -- tensors --
+
+
+def test_what_a_convolution_packs(tmp_path: Path) -> None:
+    save_tiny_model("lfm2", tmp_path)
+    spec, weights = plan_floats(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    assert [layer.kind for layer in spec.layers] == ["conv", "attention", "conv", "attention", "conv"]
+    assert [layer.kv for layer in spec.layers] == [-1, 0, -1, 1, -1]
+    assert [layer.state for layer in spec.layers] == [0, -1, 1, -1, 2]
+    assert spec.mixer is not None
+    assert (spec.mixer.kind, spec.mixer.taps, spec.mixer.channels) == ("conv", 2, 64)
+    kernel = files["model.layers.2.conv.conv.weight"]
+    assert kernel.shape == (64, 1, 3)
+    np.testing.assert_array_equal(weights["layer2.conv"], kernel[:, 0].T.reshape(-1))
+    for name, stored in (("mixer_in", "conv.in_proj"), ("out", "conv.out_proj"), ("attn_in", "operator_norm")):
+        np.testing.assert_array_equal(weights[f"layer2.{name}"], files[f"model.layers.2.{stored}.weight"])
+    assert "layer2.qkv" not in weights
+    assert "layer1.conv" not in weights
+
+
+def test_what_a_gated_delta_rule_packs(tmp_path: Path) -> None:
+    save_tiny_model("qwen3_5_text", tmp_path)
+    spec, weights = plan_floats(tmp_path)
+    files = {name: tensor.astype(np.float64) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    layer, mixer = "model.layers.1.linear_attn.", spec.mixer
+    assert mixer is not None
+    assert mixer == ("delta", 3, 2 * 2 * 16 + 4 * 32, 2, 4, 16, 32, False)
+    for name, parts in (("mixer_in", ("qkv", "z")), ("mixer_gates", ("b", "a"))):
+        stored = np.concatenate([files[f"{layer}in_proj_{part}.weight"] for part in parts])
+        np.testing.assert_array_equal(weights[f"layer1.{name}"], stored)
+    np.testing.assert_array_equal(weights["layer1.conv"], files[f"{layer}conv1d.weight"][:, 0].T.reshape(-1))
+    np.testing.assert_allclose(weights["layer1.decay"], -np.exp(files[f"{layer}A_log"]), rtol=1e-7)
+    np.testing.assert_array_equal(weights["layer1.dt_bias"], files[f"{layer}dt_bias"])
+    np.testing.assert_array_equal(weights["layer1.mixer_norm"], files[f"{layer}norm.weight"])
+    np.testing.assert_array_equal(weights["layer1.attn_in"], 1 + files["model.layers.1.input_layernorm.weight"])
+    gates = next(entry for entry in pack_plan(spec, "int4") if entry.name == "layer1.mixer_gates")
+    assert gates.kind == "f32"
+
+
+def test_queries_and_gates_are_told_apart(tmp_path: Path) -> None:
+    """Of each head the file has its query, then its gate; packed are all queries, keys, values, then all gates."""
+    save_tiny_model("qwen3_5_text", tmp_path)
+    _, weights = plan_floats(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    query, key, value = (files[f"model.layers.2.self_attn.{name}_proj.weight"] for name in "qkv")
+    heads = query.reshape(4, 2, 32, 64)
+    expected = np.concatenate([heads[:, 0].reshape(128, 64), key, value, heads[:, 1].reshape(128, 64)])
+    np.testing.assert_array_equal(weights["layer2.qkv"], expected)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q4_K", "IQ4_NL"])
+def test_any_range_of_queries_and_gates(kind: str, tmp_path: Path) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512, "linear_key_head_dim": 32}
+    path = write_gguf(save_tiny_model("qwen3_5_text", tmp_path / "model", **wide), tmp_path / "m.gguf", kind=kind)
+    name = "model.layers.2.self_attn.{}.weight"
+    with Checkpoint.open(path).open_source() as ours, Checkpoint.open(path)._open_files() as files:
+        assert ours.names() - files.names() == {
+            name.format("output_gate"),
+            name.format("output_gate").replace("2", "4"),
+        }
+        stored = files.rows(name.format("q_proj")).reshape(4, 2, 32, 256)
+        for at, part in enumerate(("q_proj", "output_gate")):
+            expected = stored[:, at].reshape(128, 256)
+            assert ours.shape(name.format(part)) == (128, 256)
+            for start, stop in ((0, 128), (5, 70), (127, 128)):
+                np.testing.assert_array_equal(ours.rows(name.format(part), start, stop), expected[start:stop])
+                if kind != "F32":
+                    found = ours.quant_rows(name.format(part), start, stop)
+                    whole = files.quant_rows(name.format("q_proj"), 0, 256)
+                    codes = whole.codes.reshape(4, 2, 32, -1)[:, at].reshape(128, -1)
+                    scales = whole.scales.reshape(4, 2, 32, -1)[:, at].reshape(128, -1)
+                    np.testing.assert_array_equal(found.codes, codes[start:stop])
+                    np.testing.assert_array_equal(found.scales, scales[start:stop])
+            with pytest.raises(ModelFormatError, match="asked for 100 to 129"):
+                ours.rows(name.format(part), 100, 129)
+
+
+TENSORS: dict[str, tuple[str, dict[str, np.ndarray | None], str]] = {
+    "a tap too many": (
+        "lfm2", {"model.layers.2.conv.conv.weight": np.ones((64, 1, 4), np.float32)},
+        r"conv.weight' has shape \(64, 1, 4\); the config says that a channel has 3 taps",
+    ),
+    "another shape": (
+        "qwen3_5_text", {"model.layers.1.linear_attn.conv1d.weight": np.ones((192, 2, 4), np.float32)},
+        r"has shape \(192, 2, 4\); the config says that a channel has 4 taps",
+    ),
+    "too few channels": (
+        "qwen3_5_text", {"model.layers.1.linear_attn.conv1d.weight": np.ones((191, 1, 4), np.float32)},
+        r"conv1d.weight' has shape \(764,\), expected \(768,\)",
+    ),
+    "a decay that overflows": (
+        "qwen3_5_text", {"model.layers.1.linear_attn.A_log": np.full(4, 200, np.float32)},
+        "linear_attn.decay' in .* holds NaN or infinity",
+    ),
+    "no decay": (
+        "qwen3_5_text", {"model.layers.1.linear_attn.A_log": None}, "lack tensor 'model.layers.1.linear_attn.decay'",
+    ),
+    "a convolution where the config says attention": (
+        "lfm2", {"model.layers.1.conv.in_proj.weight": np.ones((192, 64), np.float32)},
+        "model.layers.1.conv.in_proj.weight' is not known to the native runner",
+    ),
+    "an expert too many": (
+        "lfm2_moe",
+        {f"model.layers.3.feed_forward.experts.12.{part}.weight": np.ones(shape, np.float32)
+         for part, shape in (("w1", (64, 64)), ("w2", (64, 64)), ("w3", (64, 64)))},
+        "is of expert 12, and layers have 12: 0 to 11",
+    ),
+    "an expert missing": (
+        "lfm2_moe", {"model.layers.3.feed_forward.experts.11.w2.weight": None}, r"experts\.11\.w2",
+    ),
+    "queries without gates": (
+        "qwen3_5_text", {"model.layers.2.self_attn.q_proj.weight": np.ones((160, 64), np.float32)},
+        "has 160 rows, which are not queries and gates of heads of 32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
+    family, change, message = TENSORS[name]
+    path = save_tiny_model(family, tmp_path) / "model.safetensors"
+    changed = {key: value for key, value in {**load_file(path), **change}.items() if value is not None}
+    save_file(changed, path, metadata={"format": "pt"})
+    with pytest.raises(ModelFormatError, match=message):
+        plan_floats(tmp_path)

@@ -1,0 +1,93 @@
+"""Hybrids on the native runner against transformers, between files of several forms, and in the integer formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_hybrids import HYBRID_FAMILIES
+from gguf_models import save_model, write_gguf
+from hybrid_models import HYBRID_NESTED, HYBRIDS
+from hybrid_oracle import hybrid_logits, plan_floats
+from kvboost_edge.kernels.linear.weights import NUMBERS, pack_rows
+from kvboost_edge.kernels.reference.weights import unpack_rows
+from kvboost_edge.models.packed.plan import VECTOR, pack_plan
+from kvboost_edge.runners.native.runner import NativeRunner
+from native_oracle import assert_native_equals, driver_of
+from tiny_models import build_nested_model, build_tiny_model, save_nested_model, save_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
+EVEN = ("lfm2", "lfm2_moe", "qwen3_5_text-even")  # whose sums have one order in either kind of file
+
+
+def _logits(path: Path, weights: str, chunk: int = 23, threads: int = 1) -> np.ndarray:
+    runner = NativeRunner.from_dir(path, weights=weights, num_threads=threads)
+    driver = driver_of(runner, threads)
+    logits = np.array(driver.prefill(driver.open(PROMPT), chunk))
+    runner.close()
+    return logits
+
+
+def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_equals_transformers(name: str, tmp_path: Path) -> None:
+    assert_native_equals(build_tiny_model(name), save_tiny_model(name, tmp_path))
+
+
+@pytest.mark.parametrize("name", HYBRID_NESTED)
+def test_a_hybrid_inside_another_model_equals_transformers(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "kvboost_edge"):
+        assert_native_equals(build_nested_model(name), save_nested_model(name, tmp_path))
+    assert f"text only; not used are the tensors of {'multi_modal' if name == 'lfm2_vl' else 'visual'}" in caplog.text
+
+
+@pytest.mark.parametrize("name", HYBRID_FAMILIES)
+def test_gguf_is_the_same_model(name: str, tmp_path: Path) -> None:
+    """To the bit, but where a file's value heads stand in another order, and so are summed in another one."""
+    model = save_model(name, tmp_path / "model")
+    expected, found = _logits(model, "f32"), _logits(write_gguf(model, tmp_path / "m.gguf"), "f32")
+    if name in EVEN:
+        np.testing.assert_array_equal(found, expected)
+    assert _distance(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_integer_weights_are_those_that_are_packed(name: str, tmp_path: Path) -> None:
+    """Far from float32 as 4 bits are, and near a float64 model of the weights that they stand for."""
+    model = save_tiny_model(name, tmp_path)
+    spec, weights = plan_floats(model)
+    exact = hybrid_logits(spec, weights, PROMPT)
+    for entry in pack_plan(spec, "int4"):
+        if entry.kind not in (VECTOR, "f32"):
+            packed = pack_rows(weights[entry.name].astype(np.float32), NUMBERS[entry.kind])
+            weights[entry.name] = unpack_rows(packed, entry.rows, entry.inputs, entry.kind).astype(np.float64)
+    found = _logits(model, "int4")
+    near, far = _distance(found, hybrid_logits(spec, weights, PROMPT)), _distance(found, exact)
+    assert near < 0.2
+    assert near < far / 3
+
+
+def _mixed(name: str) -> str:
+    """As llama.cpp's mixtures: the rows of queries, keys and values have more bits than their gate."""
+    return "Q5_K" if "attn_qkv" in name else "Q6_K" if "attn_v" in name or "token_embd" in name else "Q4_K"
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
+def test_matrices_of_several_block_formats(name: str, tmp_path: Path) -> None:
+    """What a mixer reads is several matrices then; results do not depend on how a prompt was cut, or on threads."""
+    wide = {"hidden_size": 256, "intermediate_size": 256, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    wide = wide if name == "qwen3_5_text" else {"hidden_size": 256, "block_auto_adjust_ff_dim": False}
+    path = write_gguf(save_tiny_model(name, tmp_path / "model", **wide), tmp_path / "m.gguf", kind=_mixed)
+    whole = _logits(path, "auto", 61)
+    for chunk, threads in ((61, 2), (7, 1), (1, 2)):
+        np.testing.assert_array_equal(_logits(path, "auto", chunk, threads), whole)
+    assert _distance(whole, _logits(path, "f32")) < 0.2

@@ -1,0 +1,203 @@
+"""Models with layers that keep states: the logits of transformers, and the same bits wherever a text was cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from exact_hybrid import ExactHybrid
+from kvboost_edge.backends.base import Backend
+from kvboost_edge.backends.select import choose_backend, make_backend
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.runners.native.plan import RECURRENT, moved_keys_refusal
+from kvboost_edge.runners.native.runner import NativeRunner
+from state_driver import StateDriver
+from tiny_models import build_tiny_model, save_tiny_model
+
+Floats = npt.NDArray[np.float32]
+FAMILIES = ("lfm2", "lfm2-plain", "qwen3_5_text", "qwen3_5_text-even")
+# Distance of the logits from float64: 8-bit activations, on models made to be sensitive. LFM2's layers multiply three
+# of their inputs with each other, and so their errors.
+LIMITS = {"f32": (1e-5, 1e-5), "bf16": (2e-3, 2e-3), "int8": (0.1, 0.05), "int4": (0.1, 0.05)}
+PROMPT = np.random.default_rng(7).integers(0, 256, 77).tolist()
+OTHER = np.random.default_rng(8).integers(0, 256, 45).tolist()
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    found: dict[str, Path] = {}
+
+    def directory(family: str) -> Path:
+        if family not in found:
+            found[family] = save_tiny_model(family, tmp_path_factory.mktemp(family))
+        return found[family]
+
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runners(directories: Callable[[str], Path]) -> Iterator[Callable[..., NativeRunner]]:
+    """Runners by family and options, each made once."""
+    found: dict[tuple[Any, ...], NativeRunner] = {}
+
+    def runner(family: str, weights: str = "f32", bits: tuple[int, int] = (16, 16), threads: int = 1) -> NativeRunner:
+        key = (family, weights, bits, threads)
+        if key not in found:
+            directory = directories(family)
+            found[key] = NativeRunner.from_dir(directory, weights=weights, kv_bits=bits, num_threads=threads)
+        return found[key]
+
+    yield runner
+    for one in found.values():
+        one.close()
+
+
+def drive(runner: NativeRunner, backend: str = "cpu", threads: int = 1) -> StateDriver:
+    made = make_backend(choose_backend(backend), runner.info.kv_spec, 40, threads, num_state_slots=8)
+    return StateDriver(runner, made)
+
+
+def whole(runner: NativeRunner, tokens: list[int], backend: str = "cpu") -> Floats:
+    """All logits of a text that is one pass, alone."""
+    driver = drive(runner, backend)
+    return driver.prefill(driver.open(tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(
+    family: str, directories: Callable[[str], Path], runners: Callable[..., NativeRunner]
+) -> None:
+    model = build_tiny_model(family)
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPT]), use_cache=False).logits[0].numpy()
+    driver = drive(runners(family))
+    logits = driver.prefill(driver.open(PROMPT), 23)
+    assert np.linalg.norm(logits - expected) <= 1e-4 * np.linalg.norm(expected)
+    np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("weights", LIMITS)
+def test_logits_are_those_of_float64_on_the_weights_of_a_format(
+    family: str, weights: str, directories: Callable[[str], Path], runners: Callable[..., NativeRunner]
+) -> None:
+    expected = ExactHybrid(directories(family), weights).logits(PROMPT)
+    logits = whole(runners(family, weights), PROMPT)
+    limit = LIMITS[weights][family != "lfm2"]
+    assert np.linalg.norm(logits - expected) <= limit * np.linalg.norm(expected)
+
+
+OPTIONS = [("f32", (16, 16), "cpu"), ("int8", (8, 8), "cpu"), ("int4", (16, 16), "cpu"), ("f32", (16, 16), "reference")]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text-even"])
+@pytest.mark.parametrize(("weights", "bits", "backend"), OPTIONS, ids=str)
+def test_any_cut_gives_the_same_bits(
+    family: str, weights: str, bits: tuple[int, int], backend: str, runners: Callable[..., NativeRunner]
+) -> None:
+    runner = runners(family, weights, bits)
+    expected = whole(runner, PROMPT, backend)
+    for chunk in (1, 2, 16, 50):
+        driver = drive(runner, backend)
+        np.testing.assert_array_equal(driver.prefill(driver.open(PROMPT), chunk), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_batch_gives_the_bits_of_its_sequences_alone(
+    family: str, threads: int, runners: Callable[..., NativeRunner]
+) -> None:
+    runner = runners(family, "int8", threads=threads)
+    texts = [PROMPT, OTHER, PROMPT[:30] + OTHER[:9]]
+    expected = [whole(runners(family, "int8"), text) for text in texts]
+    driver = drive(runner, threads=threads)
+    sequences = [driver.open(text) for text in texts]
+    found: list[list[Floats]] = [[], [], []]
+    while any(one.num_left for one in sequences):
+        # One token of the first, three of the second, and more of the third: it is done first.
+        work = [(one, min(count, one.num_left)) for one, count in zip(sequences, (2, 3, 20), strict=True)]
+        work = [(one, count) for one, count in work if count]
+        for (one, _), rows in zip(work, driver.step(work), strict=True):
+            found[sequences.index(one)].append(rows)
+    for rows, alone in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.concatenate(rows), alone)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_pieces_whose_logits_nobody_wants_turn_the_states_as_others(
+    family: str, backend: str, runners: Callable[..., NativeRunner]
+) -> None:
+    runner = runners(family)
+    expected = whole(runner, PROMPT, backend)
+    driver = drive(runner, backend)
+    sequence = driver.open(PROMPT)
+    for count in (1, 20, 30):
+        logits, _ = driver.step_for([(sequence, count)], [])
+        assert logits.shape == (0, runner.info.vocab_size)
+    logits, states = driver.step_for([(sequence, 26)], [3, 20, 25], state_rows=[0, 25])
+    np.testing.assert_array_equal(logits, expected[[54, 71, 76]])
+    again = drive(runner, backend)
+    _, all_states = again.step_for([(again.open(PROMPT), len(PROMPT))], [], state_rows=range(len(PROMPT)))
+    np.testing.assert_array_equal(states, all_states[[51, 76]])
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize(("weights", "bits"), [("f32", (16, 16)), ("int8", (8, 8))], ids=str)
+def test_a_text_goes_on_from_a_saved_state_with_the_same_bits(
+    family: str, weights: str, bits: tuple[int, int], runners: Callable[..., NativeRunner]
+) -> None:
+    runner, text = runners(family, weights, bits), PROMPT[:32] + OTHER
+    expected = whole(runner, text)[32:]
+    driver = drive(runner)
+    first = driver.open(PROMPT)
+    slot = driver.save(first, 32)
+    driver.prefill(first, 50)
+    before = driver.pool.checksums([slot])
+    second, third = (driver.open(text, read=slot) for _ in range(2))
+    assert [one.table.num_computed_tokens for one in (second, third)] == [32, 32]
+    both = driver.step([(second, 20), (third, 45)])
+    np.testing.assert_array_equal(np.concatenate([both[0], driver.prefill(second)]), expected)
+    np.testing.assert_array_equal(both[1], expected)
+    assert driver.pool.checksums([slot]) == before
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_a_state_that_is_no_number_ends_its_own_text_alone(family: str, runners: Callable[..., NativeRunner]) -> None:
+    runner = runners(family)
+    expected = whole(runner, OTHER)
+    driver = drive(runner)
+    broken, sound = driver.open(PROMPT), driver.open(OTHER)
+    driver.step([(broken, 20), (sound, 20)])
+    driver.pool.poison([driver.slots[id(broken)][1]])
+    rows = driver.step([(broken, 5), (sound, 25)])
+    assert np.isnan(rows[0][:2]).all()
+    np.testing.assert_array_equal(rows[1], expected[20:])
+
+
+def test_a_backend_of_other_states_is_refused(runners: Callable[..., NativeRunner]) -> None:
+    runner = runners("lfm2")
+    spec = runner.info.kv_spec
+    assert len(spec.states) == 3
+    for states in (spec.states[:2], ()):
+        backend: Backend = make_backend(
+            choose_backend("cpu"), dataclasses.replace(spec, states=states), 4, 1, num_state_slots=3 * bool(states)
+        )
+        with pytest.raises(ConfigError, match="other layers than those of this model"):
+            runner.bind(backend)
+        backend.close()
+
+
+def test_keys_are_not_taken_at_other_positions_and_the_reason_is_said(runners: Callable[..., NativeRunner]) -> None:
+    runner = runners("lfm2")
+    drive(runner)
+    assert runner.moved_keys_refusal == RECURRENT
+    assert moved_keys_refusal(build_tiny_model("lfm2").config.to_dict(), "cpu") == RECURRENT
+    assert "recurrent" in RECURRENT

@@ -1,0 +1,62 @@
+"""A model with states beside keys and values, served: its states stand in the budget, what is read again because of a
+state that was not kept is named, and what it cannot do is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from doctor_cases import app_of, complete
+from engine.fake_states import hybrid_parts
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.ledger import MemoryLedger
+from kvboost_edge.server.models.loader import reserved_bytes
+
+
+@pytest.fixture
+def hybrid() -> Iterator[Any]:
+    """Blocks for 1,024 tokens, and 12 slots of states."""
+    config = EngineConfig.from_options(debug_checks=True)
+    parts = hybrid_parts(64, 12)
+    ledger = MemoryLedger(1000, parts.backend.pool_bytes, tuple, lambda: 0, parts.backend.states.nbytes)
+    with CPUPagedEngine._from_parts(dataclasses.replace(parts, ledger=ledger), config) as engine:
+        yield engine
+
+
+def test_states_count_in_what_a_model_takes(hybrid: Any) -> None:
+    states = hybrid.paged_stats()["state_bytes"]
+    assert states == 12 * 64
+    assert reserved_bytes(hybrid) == 1000 + hybrid.paged_stats()["pool_bytes"] + states
+
+
+async def test_a_state_that_was_not_kept_is_the_cause_once(hybrid: Any) -> None:
+    """The second prompt leaves the first where no state was kept; the third finds one there."""
+    head = "A beginning that both prompts have, longer than some blocks of the pool are. "
+    async with app_of(hybrid) as app:
+        first = await complete(app, head + "One goes on with these words, and with more of them. " * 2)
+        second = await complete(app, head + "Two, however, does with others. ")
+        third = await complete(app, head + "Three has its own. ")
+        shown = (await app.get("/v1/requests")).json()["data"]
+        metrics = (await app.get("/metrics")).text
+    assert first["cause"] == "first_seen"
+    assert (second["cause"], second["hit_tokens"]["pool"]) == ("state", 0)
+    whole = second["position"]
+    assert whole == len(head) // 16 * 16
+    assert (third["cause"], third["hit_tokens"]["pool"]) == ("changed_text", whole)
+    assert [one["cause"] for one in shown] == ["changed_text", "state", "first_seen"]
+    assert 'kvboost:prompt_causes_total{cause="state",model_name="fake"} 1.0' in metrics
+
+
+async def test_what_states_do_not_allow_is_refused_by_name(hybrid: Any) -> None:
+    async with app_of(hybrid) as app:
+        body = {"prompt": "Hello", "max_tokens": 1, "kvboost": {"mode": "chunk_kv_reuse"}}
+        refused = await app.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kvboost")
+        assert "recurrent" in refused.json()["error"]["message"]
+        warmed = await app.post("/v1/warm", json={"documents": ["A text of its own."]})
+        assert (warmed.status_code, "recurrent" in warmed.text) == (400, True)
+        assert (await complete(app, "Hello"))["cause"] in ("first_seen", "tail")

@@ -1,0 +1,43 @@
+"""Faults of `make mutants` in states beside keys and values: (name, file, old, new, tests)."""
+
+from __future__ import annotations
+
+_SLOTS, _TABLES, _LOOKUP = "kvcache/state_slots.py", "kvcache/table_states.py", "kvcache/lookup.py"
+_BATCH, _BUDGET, _BORDERS = "engine/batch.py", "engine/state_budget.py", "text/borders.py"
+_OF_SLOTS, _OF_TABLES = "tests/kvcache/test_state_slots.py", "tests/kvcache/test_table_states.py"
+_OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_state_schedules.py", "tests/engine/test_state_budget.py"
+_OF_BORDERS = "tests/text/test_borders.py"
+
+STATE_FAULTS = (
+    ("state: one block ahead of its snapshot", _TABLES,
+     "standing_for(table, position // self._size - 1, self._index) if",
+     "standing_for(table, position // self._size - 2, self._index) if", _OF_TABLES),
+    ("state: kept one token later", _TABLES, "tuple((position - start, slot)",
+     "tuple((min(position + 1, stop) - start, slot)", _OF_SCHEDULES),
+    ("state: published before its pass ended", _TABLES, "            state.saves.append((position, slot, reason))\n",
+     "            state.saves.append((position, slot, reason))\n            self.slots._by_block[-position] = slot\n",
+     _OF_TABLES),
+    ("state: a failed pass leaves its state", _TABLES, "state.planned is None\n            and not state.awaited",
+     "not state.awaited",
+     _OF_TABLES),
+    ("state: a snapshot is written into", _TABLES, "state.slot >= 0 and self.slots.is_own(state.slot))",
+     "state.slot >= 0)", _OF_TABLES),
+    ("state: evicted between lookup and pass", _SLOTS, "if self._refs[slot] == 1 and not spared:", "if not spared:",
+     _OF_SLOTS),
+    ("state: outlives its block", _TABLES, "        self.slots.drop(block_id)\n        self._kept",
+     "        self._kept", _OF_TABLES),
+    ("state: a junction is not kept", _TABLES, "wanted[matched] = JUNCTION", "pass", _OF_TABLES),
+    ("state: who waits does not ask", "kvcache/manager.py", "self.states.ask(holder,", "(lambda *_: None)(holder,",
+     _OF_TABLES),
+    ("state: the backbone drives out ends", _SLOTS, "return REASONS[reason] * self.num_slots", "return 0", _OF_SLOTS),
+    ("state: an answer keeps every block", _TABLES, "            self._drop_tail(state)\n            entry",
+     "            entry", _OF_TABLES),
+    ("state: blocks behind the state are shared", _LOOKUP, "return found if not beyond else",
+     "return found if beyond else", _OF_TABLES),
+    ("state: slots of two sequences swapped", _BATCH, "state_out=np.array([plan.write for plan in plans]",
+     "state_out=np.array([plan.write for plan in plans[::-1]]", _OF_SCHEDULES),
+    ("state: a budget one slot too small", _BUDGET, "if num_slots < num_seqs + 1:", "if num_slots < num_seqs:",
+     _OF_BUDGET),
+    ("borders: one token late", _BORDERS, "np.flatnonzero(found).tolist()", "(np.flatnonzero(found) + 1).tolist()",
+     _OF_BORDERS),
+)  # fmt: skip
