@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvboost_edge.models.locate import locate_model
 from live_servers import wait_until
 from ray_cases import replica_processes
 
@@ -163,3 +165,21 @@ def test_scaling_keeps_replicas_and_what_runs_on_them(cluster: Cluster) -> None:
             assert events[-1] == "[DONE]"
             assert sum(len(json.loads(event)["choices"]) for event in events[:-1]) > 900
     assert cluster.ask("Hello")["usage"]["completion_tokens"] == 4
+
+
+def test_another_model_waits_for_its_own_replicas(cluster: Cluster, tmp_path: Path) -> None:
+    """While Ray replaces replicas, those of the model before are there: the new server refuses them and waits."""
+    model = Path(shutil.copytree(locate_model("kvboost-edge/demo"), tmp_path / "model"))
+    with (model / "config.json").open("a") as config:
+        config.write("\n")
+    arguments = {**cluster.config["applications"][0]["args"], "model": str(model), "model_name": "another"}
+    cluster.deploy(args=arguments, deployments=[])
+
+    def models() -> list[str]:
+        with contextlib.suppress(httpx.HTTPError, ValueError, KeyError), cluster.client() as client:
+            return [one["id"] for one in client.get("/v1/models").json()["data"]]
+        return []
+
+    wait_until(lambda: models() == ["another"], "the new server to answer", 180)
+    assert cluster.ask("Hello")["usage"]["completion_tokens"] == 4
+    wait_until(lambda: len(cluster.replicas()) == 2, "two replicas to tell their figures", 120)

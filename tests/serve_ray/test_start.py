@@ -79,7 +79,6 @@ def _command(*flags: str) -> list[str]:
         (["--workers", "1000"], "workers=1000 with 1 threads each need 1000 CPUs"),
         (["--workers", "2", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--ray-address", "127.0.0.1:1"], "ray_address='127.0.0.1:1': no Ray cluster answers there"),
-        (["--ray-address", "ray://127.0.0.1:1"], "must be HOST:PORT of a cluster's head, or 'auto'"),
     ],
 )
 @pytest.mark.alone
