@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from mutants import FAULTS, ROOT, Fault, copied_tree, planted, try_fault
@@ -19,6 +21,12 @@ def test_fault_can_be_planted(fault):
 
 def test_there_are_enough_faults_with_names_of_their_own():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
+
+
+@pytest.mark.parametrize("name", ["README.md", "Makefile"])
+def test_what_is_said_of_their_number_is_about_right(name):
+    (said,) = re.findall(r"about (\d+) faults", (ROOT / name).read_text(encoding="utf-8"))
+    assert abs(int(said) - len(FAULTS)) <= len(FAULTS) // 10
 
 
 def test_text_that_is_gone_or_ambiguous_is_an_error():

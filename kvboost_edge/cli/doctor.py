@@ -187,20 +187,22 @@ def _memory_of(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str,
         "needed_bytes": fit.needed,
         "available_bytes": fit.available,
     }
-    report = {"fits": not fit.refusal, "fit_reason": fit.refusal or _why_it_fits(fit), **sizes}
+    # What a CUDA device has to hold is known once it does. Of other runners' pools nothing is refused before, but said.
+    fits = not fit.refusal and (selected.backend.device.startswith("cuda") or fit.needed <= fit.available)
+    report = {"fits": fits, "fit_reason": fit.refusal or _arithmetic(fit), **sizes}
     if not weights:
         return report
     packed = format_bytes(checkpoint)
     report |= {f"packed_bytes_{name}": count for name, count in packed.items()}
     report |= _packing(checkpoint, weights, fit.info.weight_bytes, summary.files, config.num_threads)
-    return {**report, "knobs": _knobs(fit, packed)}
+    return {**report, "knobs": _knobs(fit, packed, config.kv_bits)}
 
 
-def _why_it_fits(fit: Fit) -> str:
+def _arithmetic(fit: Fit) -> str:
     spare = fit.available - fit.needed
-    return (
-        f"{_gb(fit.needed)} of weights, pool and states, {_gb(fit.available)} available: {_gb(spare)} stay for the rest"
-    )
+    rest = f"{_gb(spare)} stay for the rest" if spare >= 0 else f"{_gb(-spare)} are missing"
+    copies = " and the runner's copies" * fit.info.copies_kv
+    return f"{_gb(fit.needed)} of weights, pool, states{copies}, {_gb(fit.available)} available: {rest}"
 
 
 def _packing(
@@ -223,13 +225,16 @@ def _packing(
     return {"packed_file": where, "disk_free_bytes": place.free, "packing_peak_bytes": place.peak}
 
 
-def _knobs(fit: Fit, packed: Mapping[str, int]) -> str:
+def _knobs(fit: Fit, packed: Mapping[str, int], kv_bits: tuple[int, int]) -> str:
     """What makes the model smaller, with what it comes to."""
     smaller = {name: count for name, count in packed.items() if count < fit.info.weight_bytes}
     found = [f"weights={name!r}: {_gb(count)}" for name, count in sorted(smaller.items(), key=lambda item: item[1])]
     if fit.info.stores_kv:
         found.append(f"max_cache_bytes or num_blocks: the pool, at most {_gb(fit.beside)}")
-        found.append("kv_cache_bits=8 or 4: the bytes of a token")
+        fewer = [str(bits) for bits in (8, 4) if bits < max(kv_bits)]
+        found += [f"kv_cache_bits={' or '.join(fewer)}: the bytes of a token"] if fewer else []
+    if fit.info.kv_spec.states:
+        found.append(f"max_state_bytes or max_num_seqs: the states, {_gb(fit.info.kv_spec.bytes_per_state)} each")
     return "; ".join(found)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import check_weights_fit, memory_beside, plan_num_blocks, planned_pool_bytes
 from kvboost_edge.engine.selection import Selection, available_on, planned_info, select_path
-from kvboost_edge.engine.state_budget import plan_states, planned_state_bytes
+from kvboost_edge.engine.state_budget import check_options, plan_states, planned_state_bytes
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
@@ -65,16 +65,19 @@ def plan_fit(
     checkpoint: Checkpoint, config: EngineConfig, selected: Selection, summary: WeightSummary, available: int
 ) -> Fit:
     """Weights and pool against so much memory. The pool is judged ahead where weights are packed first, which takes
-    long; where other runners load the weights it is when they did, and know exactly what they store. What weights take
-    on a CUDA device is not known ahead, and nothing is refused."""
+    long, and where the runner's copies take as much again; where torch loads the weights it is when it did, and knows
+    exactly what it stores. What weights take on a CUDA device is not known ahead, and nothing is refused.
+
+    ConfigError for options that do not go with the model's states, or with its having none."""
     info = planned_info(checkpoint, config, selected, summary)
+    check_options(config, info)
     is_known = not selected.backend.device.startswith("cuda")
     beside, refusal = memory_beside(available, info.weight_bytes) if is_known else available, ""
     states = pool = 0
     try:
         if is_known:
             check_weights_fit(info.weight_bytes, available)
-        if selected.runner.weights and info.stores_kv:
+        if (selected.runner.weights or info.copies_kv) and info.stores_kv:
             plan_states(config, info, plan_num_blocks(config, info, beside), beside)
     except CapacityError as error:
         refusal = str(error)
@@ -86,7 +89,7 @@ def plan_fit(
 
 
 class PlannedMemory(NamedTuple):
-    """Bytes that weights, pool and states of a model will take, and the device where."""
+    """Bytes that weights, pool, states and a runner's copies of a model will take, and the device where."""
 
     nbytes: int
     device: str
@@ -103,7 +106,7 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
     selected = select_path(checkpoint, config)
     device = selected.backend.device
     fit = plan_fit(checkpoint, config, selected, checkpoint.summary(), available_on(device))
-    return PlannedMemory(fit.info.weight_bytes + fit.pool + fit.states, device)
+    return PlannedMemory(fit.needed, device)
 
 
 def format_bytes(checkpoint: Checkpoint) -> Mapping[str, int]:

@@ -36,12 +36,8 @@ def plan_states(
     """
     spec, most = info.kv_spec, most_sequences(config, num_blocks, info.kv_spec.block_size)
     given = config.max_state_bytes
+    _check_has_states(config, info)
     if not spec.states:
-        if given is not None:
-            raise ConfigError(
-                f"max_state_bytes={given} has no effect: the model has no layer with a state beside its keys and "
-                "values; leave it out"
-            )
         return None, most
     size = spec.bytes_per_state
     num_open = num_open_blocks(config, num_blocks, spec.block_size)
@@ -98,10 +94,19 @@ def speculation_refusal(info: RunnerInfo) -> str | None:
 
 
 def check_options(config: EngineConfig, info: RunnerInfo) -> None:
-    """ConfigError for options that do not go with states."""
+    """ConfigError for options that do not go with states, or are about states where there are none."""
+    _check_has_states(config, info)
     refusal = speculation_refusal(info)
     if refusal is not None and config.speculation == "on":
         raise ConfigError(f"speculation='on' is refused: {refusal}")
+
+
+def _check_has_states(config: EngineConfig, info: RunnerInfo) -> None:
+    if config.max_state_bytes is not None and not info.kv_spec.states:
+        raise ConfigError(
+            f"max_state_bytes={config.max_state_bytes} has no effect: the model has no layer with a state beside its "
+            "keys and values; leave it out"
+        )
 
 
 def redis_refusal(info: RunnerInfo) -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvboost_edge.cli.app import run
+from tiny_models import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("generate", "chat", "demo", "doctor", "models", "inspect", "eval", "warmup", "launch")
@@ -232,6 +233,29 @@ def test_doctor_refuses_what_the_engine_would(tiny_model_dir, tmp_path, monkeypa
     assert run(["generate", "Hello", "-m", *argv]) == 1
     message = " ".join(capsys.readouterr().err.split())
     assert found["fit_reason"].partition(" exceed memory")[0] in message
+
+
+def test_doctor_does_not_say_that_a_pool_fits_which_the_torch_runner_refuses(tiny_model_dir, capsys):
+    """Nothing is refused ahead of it; the arithmetic is the same."""
+    argv = [str(tiny_model_dir), "-o", "runner=torch", "-o", "num_blocks=1000000000", "--json"]
+    assert run(["doctor", *argv]) == 1
+    found = json.loads(capsys.readouterr().out)[f"Model {tiny_model_dir}"]
+    assert found["runner"] == "torch"
+    assert found["fits"] is False
+    assert found["fit_reason"].endswith(" GB are missing")
+    assert found["needed_bytes"] > found["available_bytes"]
+
+
+def test_doctor_offers_what_makes_a_model_smaller_and_is_not_given_yet(tiny_model_dir, tmp_path, capsys):
+    def knobs(model, *options):
+        assert run(["doctor", str(model), "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)[f"Model {model}"]["knobs"]
+
+    assert "kv_cache_bits=8 or 4:" in knobs(tiny_model_dir)
+    assert "kv_cache_bits=4:" in knobs(tiny_model_dir, "-o", "kv_cache_bits=8")
+    assert "kv_cache_bits" not in knobs(tiny_model_dir, "-o", "kv_cache_bits=4")
+    assert "max_state_bytes" not in knobs(tiny_model_dir)
+    assert "max_state_bytes or max_num_seqs: the states, " in knobs(save_tiny_model("lfm2", tmp_path))
 
 
 def test_doctor_says_where_the_packed_weights_are(tiny_model_dir, tmp_path, monkeypatch, capsys):

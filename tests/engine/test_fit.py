@@ -12,14 +12,18 @@ import pytest
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine import build
-from kvboost_edge.engine.fit import Fit, format_bytes, packed_place, plan_fit
+from kvboost_edge.engine.fit import Fit, format_bytes, packed_place, plan_fit, planned_memory
 from kvboost_edge.engine.ledger import memory_beside
 from kvboost_edge.engine.selection import select_path
-from kvboost_edge.errors import CapacityError
+from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.packed.plan import WEIGHT_FORMATS
+from onnx_blocks import Form
+from onnx_concat import ConcatDecoder
+from onnx_models import write_onnx
 from tiny_checkpoints import save_tiny_checkpoint
+from tiny_models import build_tiny_model, save_tiny_model
 
 GB = 10**9
 SIZES = {"hidden_size": 256, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
@@ -72,6 +76,42 @@ def test_weights_and_pool_together_are_refused_before_anything_is_packed(
     assert not (Path(os.environ["KVBOOST_EDGE_CACHE"]) / "packed").exists()
     monkeypatch.setattr(build, "available_on", lambda device: available + 1)
     CPUPagedEngine.from_pretrained(model, weights="int4", num_blocks=400).close()
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "message"),
+    [
+        ("lfm2", {"speculation": "on"}, "speculation='on' is refused: the model is recurrent"),
+        ("llama", {"max_state_bytes": 1 << 20}, "max_state_bytes=1048576 has no effect"),
+    ],
+)
+def test_options_that_do_not_go_with_states_are_refused_before_anything_is_packed(
+    family: str, option: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    path = save_tiny_model(family, tmp_path / "model")
+    with pytest.raises(ConfigError, match=message):
+        CPUPagedEngine.from_pretrained(
+            path, runner="native", weights="int8", progress=lambda *_: pytest.fail("it was packed"), **option
+        )
+    assert not (tmp_path / "cache" / "packed").exists()
+
+
+def test_copies_of_the_onnx_runner_are_weighed_before_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_onnx(build_tiny_model("llama"), tmp_path / "m", Form(concat=True), ConcatDecoder)
+    fit = _fit(path, GB, num_blocks=400)
+    assert fit.info.name == "onnx"
+    assert fit.needed == fit.info.weight_bytes + 2 * fit.pool
+    assert planned_memory(path, EngineConfig(num_blocks=400)).nbytes == fit.needed
+    assert _fit(path, fit.needed, num_blocks=400).refusal == ""
+    refused = _fit(path, fit.needed - 1, num_blocks=400).refusal
+    assert "+ as much for the onnx runner's copies of what runs exceed memory" in refused
+    monkeypatch.setattr(build, "available_on", lambda device: fit.needed - 1)
+    monkeypatch.setattr(build, "_load_runner", lambda *_: pytest.fail("it was loaded"))
+    with pytest.raises(CapacityError) as caught:
+        CPUPagedEngine.from_pretrained(path, num_blocks=400)
+    assert str(caught.value) == refused
 
 
 def test_a_pool_of_no_given_size_takes_a_quarter_of_what_the_weights_leave(

@@ -121,6 +121,8 @@ def test_speculation_is_refused_by_name_where_it_is_asked_for() -> None:
     check_options(EngineConfig(speculation="on"), info_of(()))
     with pytest.raises(ConfigError, match="speculation='on' is refused: the model is recurrent"):
         check_options(EngineConfig(speculation="on"), info_of((LARGE,)))
+    with pytest.raises(ConfigError, match="max_state_bytes=5 has no effect"):
+        check_options(EngineConfig(max_state_bytes=5), info_of(()))
 
 
 def test_redis_says_that_it_keeps_no_states(caplog: pytest.LogCaptureFixture) -> None:

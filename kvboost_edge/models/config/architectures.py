@@ -157,7 +157,7 @@ SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
      for name, note in group.items()}
 )  # fmt: skip
 
-_STATE_SPACE = "it keeps a recurrent state, not keys and values, which a block pool cannot share"
+_STATE_SPACE = "its layers keep a recurrent state of a kind that is not built (LFM2's and Qwen3.5's are)"
 _LATENT = "its latent attention stores keys and values of different widths"
 _OWN_ATTENTION = "it computes attention inside its own modules (alibi or older code) and cannot be given another one"
 _BIDIRECTIONAL = (
@@ -181,7 +181,7 @@ _REFUSED: dict[str, str] = {
     **dict.fromkeys("falcon bloom mpt gptj codegen gpt_neo xglm".split(), _OWN_ATTENTION),
     **dict.fromkeys("bert roberta distilbert albert electra deberta modernbert".split(), "it is an encoder"),
     "llama4": "its chunked attention is not built",
-    "gemma3n": "its layers share keys and values",
+    "gemma3n": "its layers pass several streams of states between them (AltUp), which is not built",
 }
 
 

@@ -90,7 +90,9 @@ def _piece_bytes(num_threads: int) -> int:
 
 def packing_bytes(num_threads: int) -> int:
     """Memory that packing takes at most beside the packed weights, whatever the sizes of tensors: one that holds all
-    experts of a layer is read a few megabytes at a time, too. Vectors are small, and packed whole."""
+    experts of a layer is read a few megabytes at a time, too. Vectors are small, and packed whole. Not counted are
+    matrices of experts whose rows are columns in the file (gpt-oss's as floats): two are kept whole as float32, beside
+    the one that is read."""
     waiting = _PIECES_PER_THREAD * num_threads + 1
     return (waiting + _WORKING_PIECES * num_threads) * _piece_bytes(num_threads)
 

@@ -30,8 +30,10 @@ OUTPUT_GATE = "self_attn.output_gate"
 """What the rows of queries that are gates of what attention returns are called, once they are told apart."""
 
 _ATTENTION, _FULL = "attention", "full_attention"
-_MOST_TAPS, _MOST_DIM = 64, 1 << 12  # beyond any model
+# What the kernels of states take. The native runner checks the same, but only after the weights were packed.
+_MOST_TAPS, _MOST_DIM = 16, 1 << 11  # length of a convolution; dim of a head
 _LANES = 16  # value channels that a kernel takes at once
+_GROUP = 32  # inputs of a matrix that a kernel takes at once
 
 
 class MixerNames(NamedTuple):
@@ -72,6 +74,8 @@ def conv_layers(config: Config, layers: int) -> Hybrid:
     given = {"conv_L_cache": 3, **config}
     length, hidden = integer_of(given, "conv_L_cache", 2), integer_of(config, "hidden_size", 1)
     _check_most("conv_L_cache", length, _MOST_TAPS)
+    if "conv" in kinds and hidden % _GROUP:
+        raise ModelFormatError(f"hidden_size={hidden} is no multiple of {_GROUP}, which the kernels of states need")
     return _hybrid(kinds, Mixer("conv", length - 1, hidden), _CONV)
 
 
@@ -92,6 +96,11 @@ def delta_layers(config: Config, layers: int) -> Hybrid:
         _check_most(name, dim, _MOST_DIM)
         if dim % _LANES:
             raise ModelFormatError(f"{name}={dim} is no multiple of {_LANES}, which the kernels of states need")
+    if value_heads * value_dim % _GROUP:
+        raise ModelFormatError(
+            f"linear_num_value_heads={value_heads} x linear_value_head_dim={value_dim} are {value_heads * value_dim} "
+            f"values, no multiple of {_GROUP}, which the kernels of states need"
+        )
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     tiled = bool(config.get(TILED_HEADS))
     mixer = Mixer("delta", length - 1, channels, key_heads, value_heads, key_dim, value_dim, tiled)
@@ -100,7 +109,7 @@ def delta_layers(config: Config, layers: int) -> Hybrid:
 
 def _check_most(name: str, value: int, most: int) -> None:
     if value > most:
-        raise ModelFormatError(f"{name}={value} is above {most}, the most of any model; check the config")
+        raise ModelFormatError(f"{name}={value} is above {most}, the most that kernels of states take")
 
 
 def _hybrid(kinds: tuple[str, ...], mixer: Mixer, names: MixerNames) -> Hybrid:

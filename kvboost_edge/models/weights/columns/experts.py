@@ -36,7 +36,7 @@ _WHOLE = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_sca
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _GROUP = 32
 _BLOCK_BYTES = 16
-_KEPT = 3  # experts whose floats are kept while pieces of them are packed
+_KEPT = 2  # experts whose floats are kept while pieces of them are packed
 
 
 class _Rows(NamedTuple):
@@ -120,6 +120,7 @@ class ColumnExperts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._expert.cache_clear()  # it refers to this object, which refers to it: nothing else would free the floats
         self._files.__exit__(kind, error, trace)
 
     def names(self) -> set[str]:

@@ -49,6 +49,17 @@ def test_columns_take_turns(tmp_path: Path) -> None:
             source.stored_rows(f"{LAYER}2.down_proj.weight")
 
 
+def test_two_experts_stay_while_their_rows_are_read_and_none_afterwards(tmp_path: Path) -> None:
+    save_gpt_oss(tmp_path)
+    with ColumnExperts(tmp_path) as source:
+        for expert in range(4):
+            source.rows(f"{LAYER}{expert}.gate_proj.weight", 0, 8)
+        assert source._expert.cache_info().currsize == 2
+        source.rows(f"{LAYER}3.up_proj.weight", 0, 8)
+        assert source._expert.cache_info().misses == 4
+    assert source._expert.cache_info().currsize == 0
+
+
 def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     """Codes and float16 scales hold transformers' own numbers, and so do the floats."""
     torch = pytest.importorskip("torch")
