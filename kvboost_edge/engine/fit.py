@@ -89,10 +89,12 @@ def plan_fit(
 
 
 class PlannedMemory(NamedTuple):
-    """Bytes that weights, pool, states and a runner's copies of a model will take, and the device where."""
+    """Bytes that weights, pool, states and a runner's copies of a model will take, the device where, and whether it
+    keeps states."""
 
     nbytes: int
     device: str
+    has_states: bool
 
 
 def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemory:
@@ -106,7 +108,7 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
     selected = select_path(checkpoint, config)
     device = selected.backend.device
     fit = plan_fit(checkpoint, config, selected, checkpoint.summary(), available_on(device))
-    return PlannedMemory(fit.needed, device)
+    return PlannedMemory(fit.needed, device, bool(fit.info.kv_spec.states))
 
 
 def format_bytes(checkpoint: Checkpoint) -> Mapping[str, int]:

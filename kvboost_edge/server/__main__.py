@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvboost_edge.errors import BackendUnavailable, KVBoostError
 from kvboost_edge.server.flags import ServeOptions, parse_flags
@@ -131,7 +131,18 @@ def _planned(model: str, options: ServeOptions) -> PlannedMemory:
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.fit import planned_memory
 
-    return planned_memory(model, EngineConfig.from_options(**options.engine))
+    return planned_memory(model, EngineConfig.from_options(**_engine_options(model, options)))
+
+
+def _engine_options(model: str, options: ServeOptions) -> dict[str, Any]:
+    """Of several models those that keep no states go without room for them, which one alone refuses."""
+    from kvboost_edge.config import EngineConfig
+    from kvboost_edge.engine.fit import planned_memory
+
+    if not options.others or options.engine.get("max_state_bytes") is None:
+        return options.engine
+    without = {name: value for name, value in options.engine.items() if name != "max_state_bytes"}
+    return options.engine if planned_memory(model, EngineConfig.from_options(**without)).has_states else without
 
 
 def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPagedEngine:
@@ -141,7 +152,10 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
 
     started = time.perf_counter()
     log_facts(logging.INFO, "loading", model=model)
-    engine = CPUPagedEngine.from_pretrained(model, progress=_log_packing(stopped), **options.engine)
+    chosen = _engine_options(model, options)
+    if len(chosen) < len(options.engine):
+        log_facts(logging.INFO, "the model keeps no states: without --max-state-bytes", model=model)
+    engine = CPUPagedEngine.from_pretrained(model, progress=_log_packing(stopped), **chosen)
     try:
         tenants = [tenant_of_key(key) for key in options.settings.all_keys]
         prepare(engine, options.warm, options.warm_documents, tenants)

@@ -74,7 +74,7 @@ def create_app(
 
     source   loads the first model again after it was unloaded, and `engine` is closed; None: it stays
     others   names and sources of further models, loaded when somebody asks for them
-    budget   bytes that weights and pools of all loaded models may take; None: all that is available now
+    budget   bytes that weights, pools and states of all loaded models may take; None: all that is available now
     """
     shared = Shared(settings, Remembered(len(settings.all_keys)), Normaliser(settings.normalise))
     sources = [(settings.model_names, source), *others]
@@ -87,8 +87,8 @@ def create_app(
     loader.adopt(models.first, loader.prepared(models.first, engine))
     if loader.taken > loader.budget:
         raise ConfigError(
-            f"max_model_bytes={loader.budget} is less than the {loader.taken} bytes that weights and pool of the first "
-            "model take; give more, or make its pool smaller (--max-cache-bytes, --num-blocks)"
+            f"max_model_bytes={loader.budget} is less than the {loader.taken} bytes that weights, pool and states of "
+            "the first model take; give more, or make its pool smaller (--max-cache-bytes, --num-blocks)"
         )
     bodies = Bodies(settings)
     state = ServerState(shared, models, bodies, ServerMetrics(models, bodies))

@@ -67,7 +67,7 @@ class ServerSettings:
     request_history     so long the tokens and texts of requests are kept in memory, to say why a prompt was read again;
                         0: not at all
     keep_alive          an idle model is unloaded after these; None: the first one stays, others for 300 seconds
-    max_model_bytes     memory that weights and pools of all loaded models may take; None: what was free at the start
+    max_model_bytes     memory that weights, pools and states of all loaded models may take; None: what was free
     context_overflow    of a chat that has outgrown the context: "error", or "drop_oldest" leaves out its oldest turns
     normalise           what is put back as it was first given, see doctor/normalise.py
     """

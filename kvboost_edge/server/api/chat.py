@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = ["chat_order", "encode_asked"]
 
 _ANSWER_SHARE = 8  # of the context: what an answer without a limit must have room for when turns are left out
 _SPELLING = Spelling("chatcmpl", "chat.completion", "chat.completion.chunk")
+_AROUND: weakref.WeakKeyDictionary[Tokenizer, int] = weakref.WeakKeyDictionary()  # that of an unloaded model goes
 
 
 def chat_order(state: ModelState, body: ChatRequest, writer: AnswerWriter | None = None) -> Order:
@@ -110,9 +111,15 @@ def _fitting(
     return prompt
 
 
-@functools.lru_cache(maxsize=8)
 def _tokens_around(tokenizer: Tokenizer) -> int:
     """Tokens that the template writes around a message, about."""
+    found = _AROUND.get(tokenizer)
+    if found is None:
+        found = _AROUND[tokenizer] = _counted_around(tokenizer)
+    return found
+
+
+def _counted_around(tokenizer: Tokenizer) -> int:
     one = [{"role": "user", "content": "x"}]
     both = [*one, {"role": "assistant", "content": "x"}, *one]
     return max(1, (len(encode_plain(tokenizer, both, None)) - len(encode_plain(tokenizer, one, None))) // 2 - 1)

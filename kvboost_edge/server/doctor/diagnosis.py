@@ -87,7 +87,7 @@ def diagnose(
     if result.cached_tokens + block_size <= common // block_size * block_size:
         # A pool goes with its model: what it held is gone, and the new one cannot know of it.
         pool = ("pool",) if record.loading != closest.loading else ()
-        dropped = (*pool, *result.evicted_from)
+        dropped = tuple(dict.fromkeys((*pool, *result.evicted_from)))
         return dataclasses.replace(found, cause="evicted" if dropped else "not_kept", evicted_from=dropped)
     return dataclasses.replace(found, cause=_cause(record, closest, common, decode, thinks), position=common)
 

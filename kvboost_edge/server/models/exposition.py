@@ -20,7 +20,7 @@ _HTTP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 
 _GAUGES = {
     "model_loaded": "1 while the model is loaded.",
-    "model_bytes": "Memory that its weights and pool take.",
+    "model_bytes": "Memory that its weights, pool and states take.",
     "model_in_use": "Requests that hold the model or wait for it.",
 }
 _COUNTERS = {

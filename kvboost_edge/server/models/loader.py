@@ -46,7 +46,7 @@ class Loader:
     """Only the event loop's thread calls it.
 
     served   all models of the server
-    budget   bytes that weights and pools of all loaded models may take together
+    budget   bytes that weights, pools and states of all loaded models may take together
     """
 
     def __init__(self, served: Sequence[ServedModel], shared: Shared, budget: int) -> None:
@@ -137,7 +137,7 @@ class Loader:
                     raise _NobodyWaits
                 if served.unloading is not None:
                     served.waits_for = "it is being unloaded"
-                    await served.unloading
+                    await asyncio.shield(served.unloading)  # closing goes on though this is cancelled
                 served.phase, self._under_way = "loading", served
                 await self._adopt_new(served, await self._loaded(served))
             served.num_loads += 1
@@ -148,9 +148,11 @@ class Loader:
         except Exception as error:
             self._refuse(served, error)
         finally:
-            served.loading = None
-            if served.state is None:
-                served.phase, served.num_bytes, served.waits_for = "not_loaded", 0, ""
+            served.loading, served.waits_for = None, ""
+            if self._under_way is served:
+                self._under_way = None
+            if served.state is None and served.unloading is None:  # what is being unloaded still takes its memory
+                served.phase, served.num_bytes = "not_loaded", 0
             self._changed.set()
             if not served.in_use:
                 self.watch_idle(served)
@@ -193,8 +195,8 @@ class Loader:
         """Wait until it fits, and unload what is idle if that is enough. CapacityError for what never fits."""
         if needed > self.budget:
             raise CapacityError(
-                f"the model {served.name!r} does not fit: weights and pool take {_gb(needed)}, and all models together "
-                f"may take {_gb(self.budget)} (--max-model-bytes); make its pool smaller (--max-cache-bytes, "
+                f"the model {served.name!r} does not fit: weights, pool and states take {_gb(needed)}, and all models "
+                f"together may take {_gb(self.budget)} (--max-model-bytes); make its pool smaller (--max-cache-bytes, "
                 "--num-blocks), or use smaller weights (--weights int4)"
             )
         while self.taken + needed > self.budget:

@@ -30,7 +30,7 @@ class Models:
     """All of a server's models. Only the event loop's thread calls it.
 
     served   each with names of its own, the first one first
-    budget   bytes that weights and pools of all loaded models may take together
+    budget   bytes that weights, pools and states of all loaded models may take together
     """
 
     def __init__(self, served: Sequence[ServedModel], shared: Shared, budget: int) -> None:

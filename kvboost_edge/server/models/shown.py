@@ -50,8 +50,8 @@ class ModelList(_Answer):
 
 
 class ModelFigures(_Answer):
-    """bytes: what its weights and pool take; in_use: requests that hold it or wait for it; unloads_in_seconds: null
-    while no time is set; waits_for: what its loading waits for, else ""."""
+    """bytes: what its weights, pool and states take; in_use: requests that hold it or wait for it; unloads_in_seconds:
+    null while no time is set; waits_for: what its loading waits for, else ""."""
 
     id: str
     state: Phase

@@ -12,7 +12,7 @@ __all__ = ["in_thread"]
 
 T = TypeVar("T")
 
-_PATIENCE_SECONDS = 60.0
+_LOOK_SECONDS = 1.0  # after so long it is looked again whether the loop has ended
 
 
 async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | None = None) -> T:
@@ -42,11 +42,23 @@ async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | 
             error = raised
         try:
             loop.call_soon_threadsafe(tell, result, error)
-            is_taken = unwanted is None or taken.get(timeout=_PATIENCE_SECONDS)
-        except (RuntimeError, queue.Empty):  # the loop has ended, and who called with it
+            is_taken = unwanted is None or _taken(taken, loop)
+        except RuntimeError:  # the loop has ended, and who called with it
             is_taken = False
         if error is None and not is_taken and unwanted is not None:
             unwanted(cast("T", result))
 
     threading.Thread(target=run, name="kvboost-models", daemon=unwanted is not None).start()
     return await future
+
+
+def _taken(told: queue.SimpleQueue[bool], loop: asyncio.AbstractEventLoop) -> bool:
+    """What a loop tells, however long it takes: a result must not be both handed over and given back. False where it
+    was closed before it told anything."""
+    while True:
+        ended = loop.is_closed()  # read first: what was told before that is in the queue by now
+        try:
+            return told.get(block=not ended, timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            if ended:
+                return False

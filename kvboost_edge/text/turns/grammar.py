@@ -15,6 +15,7 @@ from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.channels.grammar import channel_grammar
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.lark import FREE, JSON_SPACE, SPACE, Atom, Lark, Rule, SpecialId, escaped
+from kvboost_edge.text.turns.literals import is_keyword
 from kvboost_edge.text.turns.schemas import members_of, value_kind
 
 __all__ = ["answer_grammar", "calls_grammar"]
@@ -223,6 +224,13 @@ class _Turn:
     def _keyword_call(self, name: str, tool: Tool) -> list[Atom]:
         """Arguments in order, those that need not be there left out or not, commas between them."""
         lark, (members, required) = self._lark, members_of(tool.parameters)
+        for key in members:
+            if not is_keyword(key):
+                raise RequestError(
+                    f"tool {tool.name!r} has a property {key!r}, which the model's way of calls, NAME(KEY=VALUE), "
+                    "cannot write: no = ( ) , ' \" [ ] { } or end of a line in it, no space at its ends, and at most 256 "
+                    "characters; rename it"
+                )
         first, more = lark.add(f"{name}_first_end", []), lark.add(f"{name}_more_end", [])
         for number, (key, schema) in reversed(list(enumerate(members.items()))):
             value = lark.add(f"{name}_value{number}", *self._keyword_values(f"{name}_json{number}", schema, tool))

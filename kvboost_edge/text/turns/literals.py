@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 from kvboost_edge.text.turns.scanner import Scanner, Step
 
-__all__ = ["keyword", "literal", "string", "string_inside"]
+__all__ = ["is_keyword", "keyword", "literal", "string", "string_inside"]
 
 _BEHIND_VALUE = frozenset(",)]}:")
 _SPACE = re.compile(r"\s*")
 _BEHIND_BARE = re.compile(r"[\s,()\[\]{}:='\"]")
-_NO_LETTER = re.compile(r"[^A-Za-z0-9_.-]")
+_NO_LETTER = re.compile(r"[=(),'\"\[\]{}\n]")
 _NAMES = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "/": "/", "\\": "\\", "'": "'", '"': '"'}
 _DIGITS = {"x": 2, "u": 4}
@@ -32,8 +32,13 @@ def string_inside(text: str) -> str:
 
 
 def keyword(scanner: Scanner) -> Step[str]:
-    """A name, as far as it goes; "" where there is none."""
-    return (yield from _bare(scanner, _NO_LETTER))
+    """A name, as far as it goes, and white space behind it; "" where there is none."""
+    return (yield from _bare(scanner, _NO_LETTER)).strip()
+
+
+def is_keyword(name: str) -> bool:
+    """Whether `keyword` reads this name as it is."""
+    return bool(name) and name == name.strip() and len(name) <= _LONGEST and _NO_LETTER.search(name) is None
 
 
 def string(scanner: Scanner, show: Callable[[str], None]) -> Step[bool]:

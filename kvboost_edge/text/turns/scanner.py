@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
 from kvboost_edge.text.turns.formats import ID_SLOT
@@ -145,24 +145,27 @@ class Scanner:
             self.at = found.start()
         return self.text[start : self.at]
 
-    def shown_value(self, show: Callable[[str], None]) -> Step[None]:
-        """A JSON object or list, shown as it comes."""
+    def shown_value(self, show: Callable[[str], None], ends: Sequence[str] = ()) -> Step[None]:
+        """A JSON object or list, shown as it comes; `ends` end it, too, where they stand outside of its strings."""
         self.forget()
         self._watch = show
         try:
-            yield from self._nested()
+            yield from self._nested(ends)
         finally:
             self._watch = None
             show(self.text[: self.at])
             self.forget()
 
-    def _nested(self) -> Step[None]:
-        """What stands between two brackets, the first of which is here."""
-        depth = 0
+    def _nested(self, ends: Sequence[str] = ()) -> Step[None]:
+        """What stands between two brackets, the first of which is here; or up to one of `ends` in front of the last."""
+        depth, place = 0, re.compile("|".join([_BRACKET.pattern, *map(re.escape, ends)]))
         while True:
-            while (found := _BRACKET.search(self.text, self.at)) is None:
-                self.at = len(self.text)
+            while (found := place.search(self.text, self.at)) is None:
+                self.at = len(self.text) - max((held_back(self.text, self.at, mark) for mark in ends), default=0)
                 yield from self.more()
+            if found[0] in ends:
+                self.at = found.start()
+                return
             self.at = found.end()
             if found[0] == '"':
                 yield from self.string()

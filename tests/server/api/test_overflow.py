@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from doctor_cases import CHAT, app_of
 from engine import fake_runner
 from engine.fake_runner import fake_engine
+from kvboost_edge.server.api.chat import _tokens_around
 from spoken_turns import TEMPLATE, Speaker
 
 CONTEXT = 600
@@ -85,3 +89,12 @@ async def test_the_server_can_do_so_by_default_and_a_stream_says_it(engine: Any)
     assert '"dropped_messages":0' not in answer.text
     assert '"dropped_messages":' in answer.text
     assert refused.status_code == 400
+
+
+def test_what_is_counted_of_a_tokenizer_does_not_keep_it(engine: Any) -> None:
+    tokenizer = copy.copy(engine.tokenizer)
+    assert _tokens_around(tokenizer) == _tokens_around(tokenizer) > 1
+    left = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert left() is None

@@ -4,7 +4,9 @@ state that was not kept is named, and what it cannot do is refused by name."""
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,11 @@ from engine.fake_states import hybrid_parts
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import MemoryLedger
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.server.__main__ import _load, _planned
+from kvboost_edge.server.flags import parse_flags
 from kvboost_edge.server.models.loader import reserved_bytes
+from tiny_models import save_tiny_model
 
 
 @pytest.fixture
@@ -60,3 +66,18 @@ async def test_what_states_do_not_allow_is_refused_by_name(hybrid: Any) -> None:
         warmed = await app.post("/v1/warm", json={"documents": ["A text of its own."]})
         assert (warmed.status_code, "recurrent" in warmed.text) == (400, True)
         assert (await complete(app, "Hello"))["cause"] in ("first_seen", "tail")
+
+
+def test_room_for_states_is_for_those_of_several_models_that_keep_some(tiny_model_dir: Path, tmp_path: Path) -> None:
+    hybrid = save_tiny_model("lfm2", tmp_path)
+    flags = ["--max-state-bytes", "200000", "--num-blocks", "64", "--num-threads", "1", "--reuse-gate", "off"]
+    alone = parse_flags(["--model", str(tiny_model_dir), *flags], "p")
+    with pytest.raises(ConfigError, match="max_state_bytes=200000 has no effect"):
+        _planned(str(tiny_model_dir), alone)
+    several = parse_flags(["--model", str(tiny_model_dir), "--model", f"h={hybrid}", *flags], "p")
+    for path, has_states in ((tiny_model_dir, False), (hybrid, True)):
+        planned = _planned(str(path), several)
+        with _load(str(path), several, threading.Event()) as engine:
+            states = engine.paged_stats()["state_bytes"]
+        assert planned.has_states is has_states
+        assert (100_000 < states <= 200_000) if has_states else states == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.server.models import loader
+from kvboost_edge.server.work import threads
 from kvboost_edge.server.work.threads import in_thread
 from model_rooms import Room, until
 
@@ -128,6 +130,55 @@ async def test_a_model_whose_engine_stopped_is_loaded_again(room: Room) -> None:
     assert room.kv.models.loader.taken == 200
 
 
+async def test_a_reset_reaches_the_others_though_an_engine_stopped(room: Room) -> None:
+    text = {"prompt": "Words that stay in the pool. " * 4, "max_tokens": 1}
+    for name in "ab":
+        assert (await room.client.post("/v1/completions", json={"model": name, **text})).status_code == 200
+    stop(room.made[-1])
+    assert (await room.client.post("/v1/completions", json={"model": "b", **text})).status_code == 500
+    answer = await room.client.post("/cache/reset")
+    assert (answer.status_code, answer.json()["blocks_dropped"] > 4) == (200, True), answer.text
+    assert (await room.ask("b")).status_code == 200
+
+
+async def test_a_model_that_is_being_unloaded_takes_its_memory_though_nobody_wants_it_any_more(room: Room) -> None:
+    assert (await room.ask("b")).status_code == 200
+    model = room.model("b")
+    called, free = held(room.made[-1], "close")
+    leaving = asyncio.ensure_future(room.kv.models.loader._unload(model, "a test"))
+    await until(called.is_set)
+    await room.kv.models.loader.begin(model)
+    assert (model.phase, model.num_bytes, model.loading) == ("unloading", 100, None)
+    free.set()
+    await leaving
+    assert (model.phase, model.num_bytes) == ("not_loaded", 0)
+
+
+async def test_a_loading_that_waits_for_an_unloading_does_not_end_it_with_itself(
+    all_of_one_size: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_ENDING_SECONDS", 0.05)
+    room = Room()
+    assert (await room.ask("b")).status_code == 200
+    model, engine = room.model("b"), room.made[-1]
+    called, free = held(engine, "cache_stats")
+    looks = asyncio.ensure_future(room.client.get("/v1/stats", params={"model": "b"}))
+    await until(called.is_set)
+    leaving = asyncio.ensure_future(room.kv.models.loader._unload(model, "a test"))
+    await until(lambda: model.phase == "unloading")
+    waiting = asyncio.ensure_future(room.ask("b"))
+    await until(lambda: model.waits_for == "it is being unloaded")
+    closing = asyncio.ensure_future(room.kv.models.close())
+    await until(lambda: model.loading is None)
+    free.set()
+    await asyncio.gather(leaving, closing)
+    assert (await waiting).json()["error"]["code"] == "shutting_down"
+    assert (await looks).status_code == 200
+    assert not engine.is_alive(), "it was closed"
+    assert room.kv.models.loader.left is None, "no thread loads it"
+    await room.close()
+
+
 async def test_the_error_of_one_model_is_not_told_as_the_end_of_another(room: Room) -> None:
     body = {"prompt": "Hello", "max_tokens": 2}
     assert (await room.ask("b")).status_code == 200
@@ -179,6 +230,22 @@ async def test_a_result_that_nobody_waits_for_is_given_back() -> None:
     assert given == ["result"]
     assert await in_thread(work, unwanted=given.append) == "result"
     assert given == ["result"], "who waits has it"
+
+
+async def test_a_result_that_the_loop_takes_late_is_not_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_LOOK_SECONDS", 0.001)
+    given, finished = list[str](), threading.Event()
+
+    def work() -> str:
+        finished.set()
+        return "result"
+
+    task = asyncio.ensure_future(in_thread(work, unwanted=given.append))
+    await asyncio.sleep(0)
+    assert finished.wait(60)
+    time.sleep(0.1)  # the loop is kept busy for many looks
+    assert await task == "result"
+    assert given == []
 
 
 def test_a_result_that_comes_when_the_loop_has_ended_is_given_back() -> None:

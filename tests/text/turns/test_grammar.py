@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,26 @@ def test_values_may_be_written_as_python_does_where_calls_are(markers: bool) -> 
     for arguments in ("on='True'", "a='it' b='y'", "b='z'", "a='it', on=True", "on=True,", "c=1", "a=1"):
         call = f"<|tool_call_start|>[f({arguments})]<|tool_call_end|>"
         assert not words.takes(grammar("lfm2", markers, tools=[tool]), call), call
+
+
+# -- names of keywords --
+
+NAMES = ("größe", "$filter", "two words")
+
+
+def test_keywords_of_any_letters_are_taken_and_read() -> None:
+    tool = Tool("find", {"type": "object", "properties": {name: {"type": "string"} for name in NAMES}})
+    text = written("lfm2", [("find", dict.fromkeys(NAMES, "x"))])
+    for markers in (False, True):
+        assert vocabulary(markers).takes(grammar("lfm2", markers, tools=[tool]), text)
+    parser = TurnParser(format_of("lfm2"), [tool], reasoning="closed", calls=True)
+    parts = [part for letter in text for part in parser.push(letter)]
+    shown = "".join(part.text for part in [*parts, *parser.close()] if isinstance(part, CallArguments))
+    assert json.loads(shown) == dict.fromkeys(NAMES, "x")
+
+
+@pytest.mark.parametrize("wrong", ["a=b", "a[0]", 'say "x"', "a,b", " a", "", "a" * 257])
+def test_keywords_that_cannot_be_written_are_refused_by_name(wrong: str) -> None:
+    tool = Tool("find", {"type": "object", "properties": {wrong: {"type": "string"}}})
+    with pytest.raises(RequestError, match=re.escape(repr(wrong))):
+        grammar("lfm2", False, tools=[tool])

@@ -105,7 +105,10 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
 @router.post("/cache/reset", response_class=JSONResponse, responses={200: {"model": Reset}})
 async def reset(request: Request, body: ResetRequest | None = None) -> Response:
     """Forget every cached block that no request uses, of all models that are loaded."""
-    dropped, loaded = 0, server_of(request).models.loaded
+    models = server_of(request).models
+    for served in models.all:  # whose engine stopped has no block left, and is loaded again by the next request
+        models.loader.let_go_if_stopped(served)
+    dropped, loaded = 0, models.loaded
     with contextlib.ExitStack() as looks:
         for state in loaded:  # those behind the first must not be unloaded meanwhile
             looks.enter_context(state.looks.begin())

@@ -36,7 +36,7 @@ class ChannelTurn:
         self._scanner, self._parts, self._format = scanner, parts, format
         self._tools = {format.functions + tool.name: tool.name for tool in tools}
         channel, message, constrain = map(re.escape, (format.channel, format.message, format.constrain))
-        space, to = r"\s{0,8}", rf"{_RECIPIENT}(?P<%s>[^\s<]{{0,128}})"
+        space, to = r"\s{0,8}", rf"{_RECIPIENT}(?P<%s>[^\s<]{{0,160}})"
         self._begun = re.compile(
             rf"{space}(?:{to % 'before'}{space})?(?:{channel}{space}(?P<channel>\w{{0,32}}){space}"
             rf"(?:{to % 'behind'})?{space}(?:{constrain})?{space}[\w/.+-]{{0,32}}{space})?"
@@ -116,9 +116,19 @@ class ChannelTurn:
         self._scanner.forget()
         self._start(name)
         if first == "{":
-            yield from self._text(CallArguments)
+            yield from self._arguments()
+            yield from self._text(None)
         else:
             self._parts.append(CallArguments(self._calls - 1, "{}"))
+
+    def _arguments(self) -> Step[None]:
+        """Shows an object up to its end, or to a marker outside of its strings."""
+        scanner = self._scanner
+        try:
+            yield from scanner.shown_value(lambda text: self._show(CallArguments, text), self._marks)
+        except Ended:
+            self._show(CallArguments, scanner.text)
+            raise
 
     def _first_of_arguments(self) -> Step[str]:
         """What stands behind white space: "{", a marker of an end, or "" for anything else."""
@@ -135,8 +145,8 @@ class ChannelTurn:
         self._parts.append(CallStart(self._calls, name))
         self._calls += 1
 
-    def _text(self, kind: type[Part], *, continued: bool = False) -> Step[None]:
-        """Shows the text up to the first marker of an end, which is not passed."""
+    def _text(self, kind: type[Part] | None, *, continued: bool = False) -> Step[None]:
+        """Shows the text up to the first marker of an end, which is not passed. kind: None shows nothing."""
         scanner, is_next = self._scanner, not continued
         while True:
             ends = [at for mark in self._marks if (at := scanner.text.find(mark)) >= 0]
@@ -156,7 +166,9 @@ class ChannelTurn:
                     self._show(kind, scanner.text, is_next=is_next)
                 raise
 
-    def _show(self, kind: type[Part], text: str, *, is_next: bool = True) -> None:
+    def _show(self, kind: type[Part] | None, text: str, *, is_next: bool = True) -> None:
+        if kind is None or not text:
+            return
         if kind is CallArguments:
             self._parts.append(CallArguments(self._calls - 1, text))
             return

@@ -21,7 +21,7 @@ from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.channels.history import one_call_each
 from kvboost_edge.text.turns.derive import turn_format
-from kvboost_edge.text.turns.formats import CHANNELS, TurnFormat
+from kvboost_edge.text.turns.formats import CHANNELS, Tool, TurnFormat
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, Reasoning, TurnParser, folded
 from kvboost_edge.text.turns.reader import Turn, TurnReader
@@ -34,6 +34,7 @@ MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>
 THOUGHT = "<|channel|>analysis<|message|>We need weather.<|end|><|start|>assistant"
 ARGUMENTS = '{"city": "Zürich 🙂 \\"x\\" {<|", "days": 3}'
 CALL = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
+SPELT = '{"city": "a <|call|> b<|end|>", "days": [3]}'
 WEATHER: list[Part] = [CallStart(0, "get_weather"), CallArguments(0, ARGUMENTS)]
 
 # Recorded turns: text -> parts.
@@ -83,6 +84,23 @@ TURNS: dict[str, tuple[str, list[Part]]] = {
     "a marker inside of arguments": (
         '<|channel|>commentary to=functions.get_weather json<|message|>{"city"<|message|>: "Hi"}<|call|>',
         [CallStart(0, "get_weather"), CallArguments(0, '{"city"<|message|>: "Hi"}')],
+    ),
+    "a marker spelt inside of a string": (
+        f'<|channel|>commentary to=functions.get_weather json<|message|>{SPELT}<|call|>',
+        [CallStart(0, "get_weather"), CallArguments(0, SPELT)],
+    ),
+    "an object that a marker cuts": (
+        '<|channel|>commentary to=functions.get_weather json<|message|>{"city": "Rom"<|end|>'
+        "<|start|>assistant<|channel|>final<|message|>So.",
+        [CallStart(0, "get_weather"), CallArguments(0, '{"city": "Rom"'), Content("So.")],
+    ),
+    "arguments cut short in front of an escape": (
+        '<|channel|>commentary to=functions.get_weather json<|message|>{"city": "a\\',
+        [CallStart(0, "get_weather"), CallArguments(0, '{"city": "a\\')],
+    ),
+    "words behind an object": (
+        f"<|channel|>commentary to=functions.ping json<|message|>{{}} so<|end|><|start|>assistant{CALL}",
+        [CallStart(0, "ping"), CallArguments(0, "{}"), CallStart(1, "get_weather"), CallArguments(1, ARGUMENTS)],
     ),
     "a call of no tool": (
         '<|channel|>commentary to=functions.hack <|constrain|>json<|message|>{"x": 1}<|call|>',
@@ -162,6 +180,13 @@ def test_what_is_shown_is_never_taken_back(name: str) -> None:
 )
 def test_prompts_that_end_inside_of_a_message(state: str, text: str, wanted: list[Part]) -> None:
     assert parts_of(text, state=state) == parts_of(*text, state=state) == wanted
+
+
+def test_a_tool_may_have_the_longest_name() -> None:
+    name = "n" * 128
+    text = f"{THOUGHT} to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>{{}}<|call|>"
+    parser = TurnParser(FORMAT, [Tool(name, {})], reasoning="possible", calls=True)
+    assert [*parser.push(text), *parser.close()][1:] == [CallStart(0, name), CallArguments(0, "{}")]
 
 
 def test_where_no_call_is_wanted_none_is_shown() -> None:
