@@ -33,11 +33,13 @@ import numpy as np
 import harness
 from peers.charts import draw_charts
 from peers.float64_qwen import last_logits
+from peers.hybrid_shapes import HYBRID_SHAPES
 from peers.random_model import QUANTS, write_gguf
 from peers.shapes import SHAPES, Shape
 
 _HERE = Path(__file__).parent
 _PREFIX, _SUFFIX, _OWN, _SHARING = 2048, 64, 16, 8
+_SHAPES = {**SHAPES, **HYBRID_SHAPES}
 _FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
 _OURS, _PEER = "kvboost_edge", "llama.cpp f16"
 _MORE_IS_BETTER = ("_tok_s", "_gb_s", "_share_of_read")
@@ -248,11 +250,11 @@ def _short(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
-def parser_for_models(description: str | None) -> argparse.ArgumentParser:
+def parser_for_models(description: str | None, shapes: Mapping[str, Shape] = SHAPES) -> argparse.ArgumentParser:
     """The options of benchmarks on a random model, which is written where it is not found."""
     parser = harness.parser(description or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--shape", choices=shapes, default="0.5b")
     parser.add_argument("--quant", choices=QUANTS, default="Q4_0")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", type=Path, default=_HERE / "models", help="where the GGUF files are kept")
@@ -260,7 +262,7 @@ def parser_for_models(description: str | None) -> argparse.ArgumentParser:
 
 
 def options_from() -> argparse.Namespace:
-    parser = parser_for_models(__doc__)
+    parser = parser_for_models(__doc__, _SHAPES)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 2048, 8192])
     parser.add_argument("--capacity", type=int, default=16384, help="tokens of KV every engine holds")
@@ -284,7 +286,7 @@ def main() -> None:
         options.shape = options.quant = None
         options.depths, options.capacity = [0, 512], 4096
     else:
-        shape = SHAPES[options.shape]
+        shape = _SHAPES[options.shape]
         model = options.models / f"{options.shape}-{options.quant}.gguf"
         if not model.exists():
             options.models.mkdir(parents=True, exist_ok=True)

@@ -79,6 +79,8 @@ def _vector(rng: np.random.Generator, name: str, count: int, shape: Shape) -> np
     """Scales are 1, norms about so; of rope_freqs a quarter turns, as Gemma 4 has it; biases are small."""
     if name == "rope_freqs.weight":
         return np.where(np.arange(count) < count // 4, 1, 1e30).astype(np.float32)
+    if name.endswith("ssm_a"):  # how fast heads of a state forget: -exp(A_log)
+        return -np.geomspace(0.05, 8.0, count).astype(np.float32)
     if "norm" in name or "scale" in name:
         return np.full(count, shape.norm(name, count), np.float32)
     return 0.1 * rng.standard_normal(count, np.float32)
@@ -92,8 +94,12 @@ def _matrix(
     as_blocks: bool,
     taught: Callable[[npt.NDArray[np.float32]], None] | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """A random matrix [rows, width] whose products keep the size of what goes in. `as_blocks`: random codes instead of
-    quantized normal numbers, which take a minute for a thousand million."""
+    """A random matrix [rows, width], or several of them, whose products keep the size of what goes in. `as_blocks`:
+    random codes instead of quantized normal numbers, which take a minute for a thousand million."""
+    if len(dims) == 3:
+        rows, width = dims[0] * dims[1], dims[2]
+        every = _matrix(rng, (rows, width), kind, as_blocks=as_blocks, taught=taught)
+        return every.reshape(dims[0], dims[1], -1)
     rows, width = dims
     if kind in _RANDOM_BLOCKS:
         assert width % BLOCK == 0, f"rows of {width} are no whole blocks of {BLOCK}"

@@ -81,14 +81,22 @@ class Load:
     token_ids   the tokens of all blocks it may come to hold
     is_prefix   whether they are the sequence's own first ones
     arrived     tokens by tier
+    state_hash  of the state that comes behind the last block, where the model keeps states
     is_done     nothing more comes
     """
 
     def __init__(
-        self, ticket: int, sequence: Request, table: BlockTable, token_ids: list[int], *, is_prefix: bool
+        self,
+        ticket: int,
+        sequence: Request,
+        table: BlockTable,
+        token_ids: list[int],
+        *,
+        is_prefix: bool,
+        state_hash: bytes | None,
     ) -> None:
         self.ticket, self.sequence, self.table, self.token_ids = ticket, sequence, table, token_ids
-        self.is_prefix = is_prefix
+        self.is_prefix, self.state_hash = is_prefix, state_hash
         self.arrived: Counter[str] = Counter()
         self.is_done = False
         self._began_at = self._news_at = time.perf_counter()
@@ -158,7 +166,7 @@ class Loads:
 
     def begin(self, sequence: Request, spare_blocks: int) -> Load | None:
         """Begin to bring what tiers may have behind the sequence's longest prefix in the pool; None where that is
-        nothing, or where the whole sequence would find no room."""
+        nothing, or where the whole sequence would find no room. Another sequence's load where that brings it."""
         request = sequence.request
         known = request.prefix_hashes
         return self._begin(sequence, sequence.cacheable_ids, request.root, spare_blocks, known, is_prefix=True)
@@ -180,6 +188,10 @@ class Loads:
             # Blocks behind the deepest state are of no use; its own come again where only the state was dropped.
             held = [number for number, key in enumerate(keys, 1) if self._shelf.may_hold(key.state.prefix_hash)]
             keys = keys[: held[-1]] if held else []
+            # Blocks are published as they come and nobody waits for them any more; their state is still on its way.
+            coming = {key.state.prefix_hash for key in keys}
+            if other := next((load for load in self if not load.is_done and load.state_hash in coming), None):
+                return other
         if not keys:
             return None
         token_ids = list(ids[: (first + len(keys)) * size])
@@ -193,9 +205,11 @@ class Loads:
             manager.states.wait(table)
         if (before := self._by_sequence.get(sequence.index)) is not None:
             self.finish(before)
-        load = Load(next(self._tickets), sequence, table, token_ids, is_prefix=is_prefix)
+        state = None if manager.states is None else keys[-1].state
+        awaited = None if state is None else state.prefix_hash
+        load = Load(next(self._tickets), sequence, table, token_ids, is_prefix=is_prefix, state_hash=awaited)
         self._by_ticket[load.ticket] = self._by_sequence[sequence.index] = load
-        self._shelf.fetch(load.ticket, keys, None if manager.states is None else keys[-1].state)
+        self._shelf.fetch(load.ticket, keys, state)
         return load
 
     def used(self, table: BlockTable) -> None:

@@ -219,7 +219,7 @@ class Scheduler:
         load = self.loads.of(sequence)
         if load is None and sequence.uses_cache and not sequence.has_loaded:
             load = self.loads.begin(sequence, self._spare_blocks_of(sequence))
-            sequence.has_loaded = load is not None
+            sequence.has_loaded = load is not None and load.sequence is sequence
         if load is None or load.is_done:
             load = self.sharing.bring(sequence, self.loads, self._spare_blocks_of(sequence)) or load
         return load is not None and not load.is_done

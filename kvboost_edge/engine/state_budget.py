@@ -55,7 +55,7 @@ def plan_states(
         share, fitting = pool_bytes // _POOL_SHARE // size, (available - pool_bytes) // size
         wanted = max(_WANTED_SEQUENCES, (share - _SPARE) // _PER_SEQUENCE)
         num_seqs = config.max_num_seqs or max(1, min(most, wanted, (fitting - _SPARE) // _PER_SEQUENCE))
-        num_slots = max(min(share, num_blocks), _SPARE + _PER_SEQUENCE * num_seqs)
+        num_slots = max(min(share, num_blocks, max(0, fitting)), _SPARE + _PER_SEQUENCE * num_seqs)
     if pool_bytes + num_slots * size > available:
         raise CapacityError(
             f"{num_slots} states of {_mib(size)} ({num_seqs} sequences need {num_seqs} x {_mib(size)}) and a pool of "

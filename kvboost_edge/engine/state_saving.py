@@ -6,6 +6,8 @@ are written, not a backbone's: a state may be as large as hundreds of blocks.
 
 from __future__ import annotations
 
+import logging
+
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -13,6 +15,8 @@ from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.mover import Bytes, Mover
 
 __all__ = ["SavedStates"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class SavedStates:
@@ -27,7 +31,8 @@ class SavedStates:
         """A state arrived, uint8 [1, bytes_per_state], behind the last block of a table that waits for it."""
         assert self._manager.states is not None
         assert self._backend.states is not None
-        self._backend.states.write_slots([self._manager.states.arrive(table)], data)
+        write_slots = self._backend.states.write_slots
+        self._manager.states.arrive(table, lambda slot: write_slots([slot], data))
 
     def save_next(self, most_bytes: int | None) -> bool:
         """Copy out the oldest one that no tier has, if so many bytes more make up for it (None: at once); whether some
@@ -43,7 +48,14 @@ class SavedStates:
             slot, key = self._manager.states.slots.of_block(block_id), self._manager.content.key(block_id)
             if slot is None or key is None or not self._manager.content.leaves_pool(block_id):
                 continue  # it was dropped since
-            if self._mover.lacking([key.state.prefix_hash])[0]:
-                self._mover.store([BlockAddress(*key.state)], self._backend.states.read_slots([slot]))
-                self._credit -= size
+            if not self._mover.lacking([key.state.prefix_hash])[0]:
+                continue
+            try:
+                data = self._backend.states.read_slots([slot])
+            except MemoryError:
+                _LOG.warning("no memory to copy a state of %d bytes for the tiers; it is not kept", size)
+                self._mover.note_lost(1)
+                continue
+            self._mover.store([BlockAddress(*key.state)], data)
+            self._credit -= size
         return bool(self._unsaved)

@@ -194,7 +194,9 @@ class Tiering(Untiered):
             return
         count = len(piece.data) * self._manager.block_size
         stop = load.table.num_computed_tokens + count
-        if self._manager.blocks_needed(load.table, stop) > self._manager.free_block_count:
+        states = self._manager.states
+        lacks_slot = states is not None and not states.has_room(load.table)
+        if lacks_slot or self._manager.blocks_needed(load.table, stop) > self._manager.free_block_count:
             self._loads.finish(load)
             return
         if count:

@@ -7,7 +7,7 @@ its block, or before it, when its slot is needed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -22,10 +22,11 @@ REASONS = {BACKBONE: 0, JUNCTION: 1, HINT: 1, PROMPT: 2, ANSWER: 2}
 
 
 class _Snapshot(NamedTuple):
-    """The published block whose end it stands behind, and why it was kept."""
+    """The published block whose end it stands behind, why it was kept, and whose it is."""
 
     block_id: int
     reason: str
+    owner: bytes
 
 
 class StateSlots:
@@ -36,10 +37,16 @@ class StateSlots:
     there are slots, those at the ends of prompts and answers by twice as many: what several prompts begin with, and
     where a conversation goes on, is asked for again; the backbone is for what nobody foresaw. Nothing stays for ever.
 
-    pinned   blocks that are pinned: their snapshots go only to running sequences, and last
+    Snapshots have owners. To keep a state none is taken from another owner who holds no more than its part, which is
+    half the slots divided by all owners; so nobody's flood leaves others without any.
+
+    pinned   blocks that are pinned: while they are no more than half the slots, their snapshots go only to running
+             sequences, and last
     """
 
-    __slots__ = ("_by_block", "_clock", "_free", "_num_idle", "_pinned", "_queues", "_read", "_refs", "_snapshots")
+    __slots__ = (
+        "_by_block", "_clock", "_free", "_num_idle", "_num_owned", "_pinned", "_queues", "_read", "_refs", "_snapshots",
+    )  # fmt: skip
 
     def __init__(self, num_slots: int, pinned: Collection[int] = ()) -> None:
         if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
@@ -52,6 +59,7 @@ class StateSlots:
         self._queues: tuple[OrderedDict[int, int], ...] = tuple(OrderedDict() for _ in range(3))
         self._num_idle = 0  # snapshots that nobody reads
         self._read: set[int] = set()  # those that somebody read
+        self._num_owned: Counter[bytes] = Counter()  # snapshots by owner
         self._clock = 0
         self._pinned = pinned
 
@@ -98,13 +106,14 @@ class StateSlots:
         slot = self._by_block.get(block_id)
         return slot is not None and self._snapshots[slot].reason == ANSWER and slot not in self._read
 
-    def take(self, reason: str | None = None) -> int | None:
-        """A slot, with one reference: for a running sequence, or to keep a state for some reason. The oldest snapshot
-        makes room, for a state that is to be kept only if it counts as older than that will. None: there is none."""
+    def take(self, reason: str | None = None, owner: bytes = b"") -> int | None:
+        """A slot, with one reference: for a running sequence, or to keep a state of an owner for some reason. The
+        oldest snapshot makes room, for a state that is to be kept only if it counts as older than that will, and is
+        none of another owner's part. None: there is none."""
         if not self._free:
-            victim = self._victim(spares_pinned=True)
+            victim = self._victim(owner, spares=True)
             if victim is None and reason is None:
-                victim = self._victim(spares_pinned=False)
+                victim = self._victim(owner, spares=False)
             if victim is None or (reason is not None and self._age_of(victim) > self._clock + self._grace(reason)):
                 return None
             self.drop(self._snapshots[victim].block_id)
@@ -132,7 +141,7 @@ class StateSlots:
         elif slot in self._snapshots:
             self._num_idle += self._refs[slot] == 1
 
-    def attach(self, slot: int, block_id: int, reason: str) -> bool:
+    def attach(self, slot: int, block_id: int, reason: str, owner: bytes = b"") -> bool:
         """Make a slot of the caller's the snapshot behind a published block; its reference goes along. Where there is
         one already that one stays, and counts as kept for the better reason: False."""
         known = self._by_block.get(block_id)
@@ -144,7 +153,8 @@ class StateSlots:
         if not self.is_own(slot):
             raise CacheCorruption(f"slot {slot} of states becomes a snapshot and is not its owner's alone")
         self._by_block[block_id] = slot
-        self._snapshots[slot] = _Snapshot(block_id, reason)
+        self._snapshots[slot] = _Snapshot(block_id, reason, owner)
+        self._num_owned[owner] += 1
         self._num_idle += 1
         self._use(slot)
         return True
@@ -153,7 +163,11 @@ class StateSlots:
         """The block is forgotten, or its snapshot not wanted: who still reads it keeps the slot."""
         slot = self._by_block.pop(block_id, None)
         if slot is not None:
-            del self._queues[REASONS[self._snapshots.pop(slot).reason]][slot]
+            snapshot = self._snapshots.pop(slot)
+            del self._queues[REASONS[snapshot.reason]][slot]
+            self._num_owned[snapshot.owner] -= 1
+            if not self._num_owned[snapshot.owner]:
+                del self._num_owned[snapshot.owner]
             self._num_idle -= self._refs[slot] == 1
             self._read.discard(slot)
             self.release(slot)
@@ -172,6 +186,8 @@ class StateSlots:
         queued = {slot: rank for rank, queue in enumerate(self._queues) for slot in queue}
         if queued != {slot: REASONS[one.reason] for slot, one in self._snapshots.items()}:
             raise CacheCorruption("the order in which snapshots go is not of those there are")
+        if Counter(one.owner for one in self._snapshots.values()) != self._num_owned:
+            raise CacheCorruption(f"snapshots by owner are counted as {sorted(self._num_owned.values())}")
         if not self._read <= set(self._snapshots):
             raise CacheCorruption(
                 f"slots {sorted(self._read - set(self._snapshots))} count as snapshots that were read"
@@ -180,9 +196,9 @@ class StateSlots:
             raise CacheCorruption(f"{self._num_idle} snapshots count as read by nobody")
 
     def _give_reason(self, slot: int, reason: str) -> None:
-        block_id, before = self._snapshots[slot]
-        del self._queues[REASONS[before]][slot]
-        self._snapshots[slot] = _Snapshot(block_id, reason)
+        before = self._snapshots[slot]
+        del self._queues[REASONS[before.reason]][slot]
+        self._snapshots[slot] = before._replace(reason=reason)
         self._use(slot)
 
     def _use(self, slot: int) -> None:
@@ -199,17 +215,25 @@ class StateSlots:
         reason = self._snapshots[slot].reason
         return self._queues[REASONS[reason]][slot] + self._grace(reason)
 
-    def _victim(self, *, spares_pinned: bool) -> int | None:
-        """The snapshot that goes first, of those that nobody reads."""
-        oldest = [self._oldest(queue, spares_pinned=spares_pinned) for queue in self._queues if self._num_idle]
+    def _victim(self, owner: bytes, *, spares: bool) -> int | None:
+        """The snapshot that goes first, of those that nobody reads, to make room for one of an owner's."""
+        oldest = [self._oldest(queue, owner, spares=spares) for queue in self._queues if self._num_idle]
         return min((slot for slot in oldest if slot is not None), key=self._age_of, default=None)
 
-    def _oldest(self, queue: OrderedDict[int, int], *, spares_pinned: bool) -> int | None:
+    def _oldest(self, queue: OrderedDict[int, int], owner: bytes, *, spares: bool) -> int | None:
         for _ in range(len(queue)):
             slot = next(iter(queue))
-            snapshot = self._snapshots[slot]
-            spared = spares_pinned and snapshot.reason != BACKBONE and snapshot.block_id in self._pinned
-            if self._refs[slot] == 1 and not spared:
+            if self._refs[slot] == 1 and not (spares and self._is_spared(self._snapshots[slot], owner)):
                 return slot
-            self._use(slot)  # somebody reads it, or it is pinned: it would be in the way of the next look too
+            self._use(slot)  # somebody reads it, or it is spared: it would be in the way of the next look too
         return None
+
+    def _is_spared(self, snapshot: _Snapshot, owner: bytes) -> bool:
+        """Whether it does not go for one of this owner's."""
+        if snapshot.owner != owner:
+            owners = len(self._num_owned) + (owner not in self._num_owned)
+            if self._num_owned[snapshot.owner] <= self.num_slots // (2 * owners):
+                return True
+        if snapshot.reason == BACKBONE or snapshot.block_id not in self._pinned:
+            return False
+        return 2 * sum(block_id in self._pinned for block_id in self._by_block) <= self.num_slots

@@ -8,7 +8,7 @@ own, every later one reads and writes that slot: nothing is copied, and a snapsh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from kvboost_edge.errors import CacheCorruption, CapacityError
@@ -174,8 +174,11 @@ class TableStates:
             raise CacheCorruption(f"the state behind {start} tokens is not the table's own, and no slot was taken")
         state.planned = stop
         if table._publishes:
-            for position in sorted(self._save_points(state, start, stop)):
-                self._save(state, position)
+            # The best reasons first: where slots lack, a backbone takes none from the prompt's end.
+            points = [(REASONS[state.wanted.get(one, ANSWER)], one) for one in self._save_points(state, start, stop)]
+            for _, position in sorted(points, reverse=True):
+                self._save(table, state, position)
+            state.saves.sort()
         return PassSlots(state.slot, write, tuple((position - start, slot) for position, slot, _ in state.saves))
 
     def _save_points(self, state: _State, start: int, stop: int) -> set[int]:
@@ -186,28 +189,30 @@ class TableStates:
             found |= set(range(first, last + 1, size)) if self._sizes.every_block else {last}
         return found
 
-    def _save(self, state: _State, position: int) -> None:
+    def _save(self, table: BlockTable, state: _State, position: int) -> None:
         """Keep the state there if a slot can be had; nobody waits for one."""
         reason = state.wanted.pop(position, ANSWER)
-        slot = self.slots.take(reason)
+        slot = self.slots.take(reason, table.owner)
         if slot is None and reason == ANSWER:  # the answer's snapshot moves
             self._drop_tail(state)
-            slot = self.slots.take(reason)
+            slot = self.slots.take(reason, table.owner)
         if slot is not None:
             state.saves.append((position, slot, reason))
 
     def wait(self, table: BlockTable) -> None:
         """The table computes nothing: its blocks come from elsewhere, and then the state behind the last one."""
-        self._states[table._serial].awaited = True
+        state = self._states[table._serial]
+        state.awaited, state.replayed = True, 0
 
-    def arrive(self, table: BlockTable) -> int:
-        """The slot that the awaited state is to be put into now, once all the table's blocks are there."""
+    def arrive(self, table: BlockTable, write: Callable[[int], None]) -> None:
+        """The awaited state came, once all the table's blocks are there: `write` puts it into a slot. Where that raises
+        the table waits on."""
         state = self._states[table._serial]
         if not state.awaited or not self._has_own(state) or state.position != len(table) * self._size:
             raise CacheCorruption(f"a state arrived behind {state.position} tokens, and nobody waits for it there")
+        write(state.following if state.following >= 0 else state.slot)
         self._move_on(state)
         state.awaited = False
-        return state.slot
 
     def _move_on(self, state: _State) -> None:
         """Into the slot that was taken, if one was."""
@@ -244,16 +249,18 @@ class TableStates:
         if block_id is None:
             self._release(slot)
             return
-        is_new = self._attach(slot, block_id, reason)
-        if reason == ANSWER and not self._sizes.every_block:
+        moves = reason == ANSWER and not self._sizes.every_block
+        is_new = self._attach(table, slot, block_id, reason, moves=moves)
+        if moves:
             self._drop_tail(state)
             entry = self._index.entry(block_id)
             state.tail = (block_id, entry.serial) if entry is not None and is_new else None
 
-    def _attach(self, slot: int, block_id: int, reason: str) -> bool:
-        if reason != BACKBONE:
+    def _attach(self, table: BlockTable, slot: int, block_id: int, reason: str, *, moves: bool = False) -> bool:
+        """moves: the next block's takes its place soon; what goes to tiers is the last one."""
+        if reason != BACKBONE and not moves:
             self._kept[block_id] = None
-        return self.slots.attach(slot, block_id, reason)
+        return self.slots.attach(slot, block_id, reason, table.owner)
 
     def _drop_tail(self, state: _State) -> None:
         """Of an answer one snapshot is enough, the last; what others went on from stays."""
@@ -263,6 +270,14 @@ class TableStates:
             if entry is not None and entry.serial == serial and self.slots.is_passed(block_id):
                 self.slots.drop(block_id)
             state.tail = None
+
+    def _keep_tail(self, state: _State) -> None:
+        """Of an answer that ended: its snapshot moves no more."""
+        if state.tail is not None:
+            block_id, serial = state.tail
+            entry = self._index.entry(block_id)
+            if entry is not None and entry.serial == serial and self.slots.of_block(block_id) is not None:
+                self._kept[block_id] = None
 
     def fork(self, table: BlockTable, child: BlockTable) -> None:
         """A second table goes on from where this one is."""
@@ -290,8 +305,9 @@ class TableStates:
         ):
             block_id = standing_for(table, state.position // self._size - 1, self._index)
         if block_id is not None and self.slots.of_block(block_id) is None:
-            self._attach(slot, block_id, ANSWER)
+            self._attach(table, slot, block_id, ANSWER)
             state.slot = -1
+        self._keep_tail(state)
         for one in state.references():
             self._release(one)
         self.num_released += 1

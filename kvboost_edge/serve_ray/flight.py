@@ -123,20 +123,23 @@ class Flight:
     async def _run(self) -> None:
         lost: set[str] = set()
         refusal: CapacityError | None = None
-        for _ in range(_TRIES):
+        tries = 0
+        while tries < _TRIES:
             choice, sent = self._placed(lost)
             if choice is None and refusal is not None:
                 raise refusal
             try:
                 if await self._follow(sent):
                     return
-            except CapacityError as error:  # the pool of another replica may be larger
+                tries += 1
+            except CapacityError as error:  # the pool of another replica may be larger: all are tried
                 if self._has_events or self._ending is not None or choice is None:
                     raise
                 refusal = error
             except Exception as error:
                 if not is_loss(error):
                     raise
+                tries += 1
             if self._has_events or self._ending is not None:
                 raise ReplicaLost
             # Nobody has seen anything of it, so another replica may compute it.

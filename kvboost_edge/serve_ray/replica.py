@@ -8,6 +8,7 @@ import dataclasses
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from kvboost_edge.config import EngineConfig
@@ -23,12 +24,13 @@ from kvboost_edge.serve_ray.model import model_digest
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter
 from kvboost_edge.serve_ray.routing.records import Cursor, Place
-from kvboost_edge.serve_ray.stillness import Stillness
+from kvboost_edge.serve_ray.stillness import Stillness, major_faults
 
 __all__ = ["EngineReplica", "EngineStuck", "ReplicaOptions", "own_options"]
 
 _STOPPING_SECONDS = 0.05
 _PROGRESS_SECONDS = 0.5  # between two looks at how far a prompt is
+_COMPUTING_THREADS = 32  # each waits for one `embed`, `rerank` or `warm`
 _MEASURED_TOKENS = 64  # of the prompt whose time says how fast a replica is, before its requests do
 # Figures of an engine of which one moves with every step.
 _MOVING = ("num_running", "num_waiting", "tokens_held", "free_blocks", "hit_tokens", "miss_tokens", "generated_tokens")
@@ -85,6 +87,9 @@ class EngineReplica:
         self._engine = CPUPagedEngine.from_pretrained(options.model, **options.engine)
         self._handles: dict[str, RequestHandle] = {}
         self._stillness = Stillness()
+        self._learning: asyncio.Task[None] | None = None
+        # Of its own: in the loop's threads long calls would keep health checks and new requests waiting.
+        self._computing = ThreadPoolExecutor(_COMPUTING_THREADS, thread_name_prefix="kvboost-compute")
         try:
             if prepare is not None:
                 prepare(self._engine)
@@ -111,7 +116,7 @@ class EngineReplica:
             raise KVBoostError(f"the engine of replica {self.name!r} stopped after an error")
         stats = await asyncio.to_thread(engine.paged_stats)
         has_work = bool(stats["num_running"] or engine.num_waiting())
-        figures = tuple(stats[name] for name in _MOVING)
+        figures = (*(stats[name] for name in _MOVING), major_faults())
         still = self._stillness.look(figures, has_work, time.process_time(), time.monotonic())
         if still > self.still_seconds:
             raise EngineStuck(f"the engine of replica {self.name!r} has done nothing for {still:.0f} s, with requests")
@@ -127,6 +132,7 @@ class EngineReplica:
     def close(self) -> None:
         """End the engine; what its tiers are still to store is stored."""
         self._engine.close()
+        self._computing.shutdown(wait=False)
 
     # Requests.
 
@@ -172,7 +178,8 @@ class EngineReplica:
             yield Came(self.name, failure=self._failure(error))
         finally:
             handle.cancel()
-            del self._handles[sent.request]
+            if self._handles.get(sent.request) is handle:  # the same request may have been sent here again
+                del self._handles[sent.request]
             self._meter.end(sent.request, time.monotonic(), num_tokens)
 
     def _came(self, sent: Sent, handle: RequestHandle, events: Any, result: Any) -> Came:
@@ -205,7 +212,10 @@ class EngineReplica:
         def run() -> Any:
             return work(*arguments, handles=handles, deadline=deadline, **options)
 
-        task = asyncio.ensure_future(asyncio.to_thread(run))
+        async def computed() -> Any:  # its errors are the call's, that of a replica that is closed among them
+            return await asyncio.get_running_loop().run_in_executor(self._computing, run)
+
+        task = asyncio.ensure_future(computed())
         try:
             yield None
             try:
@@ -257,15 +267,22 @@ class EngineReplica:
         """How busy this replica is, and what of its cache an ingress does not know yet."""
         alive = self._engine.is_alive()
         if alive:
-            with contextlib.suppress(KVBoostError):  # it may stop meanwhile
-                engine = self._engine
-                pool, tiers = await asyncio.to_thread(lambda: (engine.take_cache_events(), engine.take_tier_events()))
-                self._journal.add(pool)
-                for name, events in tiers.items():
-                    self._journal.add(events, _PLACES[name])
+            # A task of its own: what the engine has told once it does not tell again, though nobody waits any more.
+            if self._learning is None or self._learning.done():
+                self._learning = asyncio.ensure_future(self._learn())
+            await asyncio.shield(self._learning)
         free = await self._free_blocks()
         report = self._meter.report(time.monotonic(), free_blocks=free, is_draining=not alive)
         return Told(self.name, alive, report, self._journal.since(cursor))
+
+    async def _learn(self) -> None:
+        """Note what came to the engine's cache and left it."""
+        engine = self._engine
+        with contextlib.suppress(KVBoostError):  # it may stop meanwhile
+            pool, tiers = await asyncio.to_thread(lambda: (engine.take_cache_events(), engine.take_tier_events()))
+            self._journal.add(pool)
+            for name, events in tiers.items():
+                self._journal.add(events, _PLACES[name])
 
     async def _figures(self) -> Figures:
         engine = self._engine

@@ -22,7 +22,7 @@ from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.records import Choice
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 from kvboost_edge.server.errors import NoReplica
-from kvboost_edge.server.logs import log_facts
+from kvboost_edge.server.logs import failure_place, log_facts
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -224,8 +224,12 @@ class Replicas:
     async def _look_after(self) -> None:
         """Learn again and again how busy each replica is and what it holds."""
         while True:
-            await self._learn_about()
-            await self._look_at_all()
+            try:
+                await self._learn_about()
+                await self._look_at_all()
+            except Exception as error:  # without these looks no other replica would ever be known of
+                place = failure_place(error)
+                log_facts(logging.WARNING, "replicas not looked at", error=type(error).__name__, place=place)
             busy = time.monotonic() < self._busy_until or len(self._tasks) > 1
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _BUSY_SECONDS if busy else _IDLE_SECONDS)
@@ -244,9 +248,14 @@ class Replicas:
 
     async def _look_at_all(self) -> None:
         names = self.usable & frozenset(self.router.members())
-        await asyncio.gather(*(self._look_at(name) for name in names))
+        found = await asyncio.gather(*(self._look_at(name) for name in names), return_exceptions=True)
+        for one in found:  # once all are looked at
+            if one is not None:
+                raise one
 
     async def _look_at(self, name: str) -> None:
+        if name not in self.router.members():  # it went before this began
+            return
         told = await self._ask_quietly(name, "tell", self.router.cursor(name))
         if not isinstance(told, Told):
             self._silent |= {name} & self.usable

@@ -47,6 +47,8 @@ _WAITING_SECONDS = 0.1  # between two looks at why replicas are not there
 _MOST_REASON = 500  # characters of it, the last ones
 _MOST_SOCKET_PATH = 107  # of a Unix socket; Ray's lie below its directory
 _SESSION_PATH = 70  # what Ray puts behind it
+_MEMORY_DIRECTORY = "/dev/shm"
+_MEMORY_BYTES = 4 * _STORE_BYTES  # free there: for Ray's store, what does not fit into that, and logs
 # Of this process: Ray remembers the first it sees.
 _TOKEN = secrets.token_hex(32)
 _LOOPBACK = "127.0.0.1"
@@ -156,7 +158,7 @@ def cluster(address: str | None, workers: int, num_threads: int | None) -> Itera
 def own_cluster(num_cpus: int) -> Iterator[None]:
     """Ray on this machine alone: on loopback, behind a token of its own, without dashboard and usage reports, its files
     in a directory that is removed in the end. BackendUnavailable where it does not start."""
-    directory = tempfile.mkdtemp(prefix="kvboost-ray-")
+    directory = _new_directory()
     try:
         if len(directory) + _SESSION_PATH > _MOST_SOCKET_PATH:
             raise ConfigError(
@@ -190,6 +192,15 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
                 ray.shutdown()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _new_directory() -> str:
+    """For Ray's files: prompts that its store cannot hold are among them, so it is in memory where the system has a
+    place for that with room, else where temporary files are."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(_MEMORY_DIRECTORY).free >= _MEMORY_BYTES:
+            return tempfile.mkdtemp(prefix="kvboost-ray-", dir=_MEMORY_DIRECTORY)
+    return tempfile.mkdtemp(prefix="kvboost-ray-")
 
 
 @contextlib.contextmanager

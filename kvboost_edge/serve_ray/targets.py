@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from kvboost_edge.serve_ray.members import tell_members
+from kvboost_edge.serve_ray.members import tell_members, usable_members
 from kvboost_edge.serve_ray.messages import Asked
 
 __all__ = ["TargetRouter"]
@@ -23,13 +23,12 @@ class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are n
 
     def initialize_state(self, ingress: str = "") -> None:
         self._ingress = ingress
-        self._usable: frozenset[str] = frozenset()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Ray's replicas as of now."""
         found = {replica.replica_id.unique_id: replica.replica_metadata for replica in replicas}
         # First: requests that wait are sent from within the next call.
-        self._usable = tell_members(self._ingress, found)
+        tell_members(self._ingress, found)
         super().update_replicas(replicas)
 
     async def choose_replicas(
@@ -43,10 +42,11 @@ class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are n
             pending_request.routing_context.should_backoff = True
             targets = getattr(next(iter(pending_request.args), None), "targets", ())
             is_strict = isinstance(next(iter(pending_request.args), None), Asked)
+        allowed = usable_members(self._ingress)
         usable = {
             replica.replica_id.unique_id: replica
             for replica in candidate_replicas
-            if replica.replica_id.unique_id in self._usable
+            if replica.replica_id.unique_id in allowed
         }
         ranks = [[usable.pop(name)] for name in targets if name in usable]
         return ranks if is_strict or not usable else [*ranks, list(usable.values())]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import MutableMapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from kvboost_edge.text.tokenizer import Tokenizer
 __all__ = ["user_starts"]
 
 _FIRST, _SECOND, _ANSWER = "aqxj", "bqxj", "cqxj"  # contents that no template writes by itself
+# Weakly: a server's models come and go.
+_HEADERS: MutableMapping[Tokenizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
 def user_starts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -29,8 +31,15 @@ def user_starts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ..
     return tuple(np.flatnonzero(found).tolist())
 
 
-@functools.lru_cache(maxsize=8)
 def _user_header(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """As `_read_header`, once for each tokenizer."""
+    found = _HEADERS.get(tokenizer)
+    if found is None:
+        found = _HEADERS[tokenizer] = _read_header(tokenizer)
+    return found
+
+
+def _read_header(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens with which each message of the user begins, from a special one on; without white space at the end, as
     that may be one token with what follows."""
     messages = [

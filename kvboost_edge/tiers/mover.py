@@ -67,6 +67,7 @@ class Mover:
         self._tiers, self._block_bytes, self._state_bytes = list(tiers), block_bytes, state_bytes
         self._deliver: Callable[[Piece], None] = self.release
         self._broken: set[str] = set()
+        self._told_broken: set[str] = set()
         self._holdings = {tier.name: Holdings(tier) for tier in tiers}
         self._changed = threading.Condition()
         self._loads: deque[_Load] = deque()
@@ -155,8 +156,13 @@ class Mover:
         return {tier.name: tier.stat() for tier in self._tiers}
 
     def take_held(self, whole: bool = False) -> dict[str, Held]:
-        """What is known of each working tier that was not told before, by name; see `Holdings`. For one asker."""
-        return {tier.name: self._holdings[tier.name].take(whole) for tier in self._working()}
+        """What is known of each working tier that was not told before, by name; see `Holdings`. Of one that failed it
+        is told once that it holds nothing. For one asker."""
+        working = self._working()
+        held = {tier.name: self._holdings[tier.name].take(whole) for tier in working}
+        failed = {tier.name for tier in self._tiers} - held.keys() - self._told_broken
+        self._told_broken |= failed
+        return held | dict.fromkeys(failed, Held(True, (), ()))
 
     @property
     def num_lost(self) -> int:

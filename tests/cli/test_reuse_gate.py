@@ -55,6 +55,6 @@ def test_doctor_says_whether_there_is_reuse(options: list[str], words: str, caps
 
 def test_doctor_says_so_of_a_model_that_no_runner_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}), encoding="utf-8")
-    assert run(["doctor", str(tmp_path), "--json"]) == 0
+    assert run(["doctor", str(tmp_path), "--json"]) == 1
     (model,) = (part for name, part in json.loads(capsys.readouterr().out).items() if name.startswith("Model"))
     assert "problem" in model or model["chunk_reuse"].startswith("no: ")

@@ -35,10 +35,10 @@ Floats = npt.NDArray[np.float32]
 
 class Machine:
     """Runners and backends over one model directory, made once: a schedule gets a fresh manager over an old pool, so
-    whatever former schedules left in memory is in its way."""
+    whatever former schedules left in memory is in its way. `states` of benches that do not say themselves."""
 
-    def __init__(self, directory: Path, weights: str = "int8") -> None:
-        self._directory, self._weights = directory, weights
+    def __init__(self, directory: Path, weights: str = "int8", states: StateSizes | None = None) -> None:
+        self._directory, self._weights, self.states = directory, weights, states
         self._runners: dict[tuple[Bits, int], NativeRunner] = {}
         self._backends: dict[tuple[Bits, int, int, int, int], CPUBackend] = {}
 
@@ -79,6 +79,7 @@ class NativeBench:
         tiers: Sequence[Tier] = (),
         states: StateSizes | None = None,
     ) -> None:
+        states = machine.states if states is None else states
         num_slots = 0 if states is None else states.num_slots
         runner, self.backend = machine.parts(bits, threads, num_blocks, max_num_seqs + 1, num_slots)
         self.manager = KVCacheManager(num_blocks, BLOCK, whole_blocks=bits != (16, 16), state_sizes=states)

@@ -82,7 +82,7 @@ def test_reuse_is_tested_once_and_leaves_nothing(tests_run: list[Verdict]) -> No
         with engine._core.reading():
             manager, root = engine._parts.manager, engine._parts.root
             assert len(manager.content.under(root)) == manager.published_block_count >= before.count(1)
-            assert engine._core.answers._roots.keys() <= {root}
+            assert engine._core.answers._kept._roots.keys() <= {root}
         assert engine.generate(PROMPT, 6, mode=REUSE).gate == "passed"
         assert engine.generate([9] * 40, 2, mode=REUSE).gate == ""
         assert len(tests_run) == 1

@@ -133,9 +133,9 @@ def test_a_waiting_prompt_is_looked_up_once_not_every_step(monkeypatch: pytest.M
     lookups: list[int] = []
     real = KVCacheManager.awaited_hash
 
-    def counted(self: KVCacheManager, token_ids: Sequence[int], root: bytes) -> bytes | None:
+    def counted(self: KVCacheManager, token_ids: Sequence[int], root: bytes, known: bytes = b"") -> bytes | None:
         lookups.append(token_ids[-1])
-        return real(self, token_ids, root)
+        return real(self, token_ids, root, known)
 
     monkeypatch.setattr(KVCacheManager, "awaited_hash", counted)
     bench = Bench(64, max_batch_tokens=16)

@@ -57,6 +57,15 @@ def test_the_default_is_a_quarter_of_the_pool_and_enough_for_the_batch(
     assert (sizes.num_slots, sizes.every_block, num_seqs) == expected
 
 
+def test_the_default_takes_no_more_than_there_is() -> None:
+    pool = 4096 * 64 * 1024
+    for room, expected in ((100, 30), (20, 20), (12, 12)):
+        config = EngineConfig(num_blocks=4096, max_num_seqs=4)
+        sizes, _ = plan_states(config, info_of((LARGE,)), 4096, pool + room * LARGE.nbytes)
+        assert sizes is not None
+        assert sizes.num_slots == expected
+
+
 @pytest.mark.parametrize("available", [1 << 34, 8 * MIB])
 def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(available: int) -> None:
     """Of a model that does not fit beside others it is known what it needs: they may leave."""

@@ -8,11 +8,11 @@ from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kvcache.state_slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
 
 
-def kept(slots: StateSlots, block_id: int, reason: str) -> int:
+def kept(slots: StateSlots, block_id: int, reason: str, owner: bytes = b"") -> int:
     """A snapshot behind a block; its slot."""
-    slot = slots.take(reason)
+    slot = slots.take(reason, owner)
     assert slot is not None
-    assert slots.attach(slot, block_id, reason)
+    assert slots.attach(slot, block_id, reason, owner)
     return slot
 
 
@@ -120,6 +120,29 @@ def test_a_pinned_block_keeps_its_snapshot_but_from_who_runs() -> None:
     kept(slots, 13, PROMPT)
     assert blocks(slots) == {10, 13}
     assert [slots.take(PROMPT) is None, slots.take() is None, slots.take() is None] == [False, False, True]
+
+
+def test_pins_leave_half_the_slots_to_others() -> None:
+    slots = StateSlots(4, pinned={0, 1, 2})
+    for block_id in (0, 1, 2, 10, 11, 12, 13):
+        kept(slots, block_id, PROMPT)
+    assert blocks(slots) == {1, 2, 12, 13}
+    slots.check(())
+
+
+def test_a_flood_leaves_other_owners_their_part() -> None:
+    slots = StateSlots(8)
+    for block_id in range(4):
+        kept(slots, block_id, PROMPT, b"quiet")
+    for block_id in range(100, 140):
+        kept(slots, block_id, PROMPT, b"loud")
+    assert {block_id for block_id in blocks(slots) if block_id < 100} == {2, 3}, (
+        "a quarter of the slots for each of two"
+    )
+    slots.check(())
+    for _ in range(8):
+        assert slots.take(owner=b"loud") is not None, "who runs finds a slot whoever's it was"
+    assert blocks(slots) == set()
 
 
 def test_an_equal_snapshot_is_not_kept_twice_and_counts_for_the_better_reason() -> None:

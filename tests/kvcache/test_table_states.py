@@ -253,3 +253,55 @@ def test_check_finds_a_snapshot_of_a_block_that_is_gone() -> None:
     slots.attach(other, 39, "prompt")
     with pytest.raises(CacheCorruption, match="is not published"):
         manager.check_invariants([])
+
+
+def test_where_slots_lack_the_best_reason_gets_one() -> None:
+    manager, tokens = manager_of(num_slots=2), list(range(3 * B + 1))
+    plan = cold(manager, tokens, hints=(B,))
+    assert rows(plan) == [3 * B], "one slot is the sequence's own; the other one is for the prompt's end"
+
+
+def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more() -> None:
+    manager, tokens = manager_of(), list(range(5 * B))
+    states, prompt = states_of(manager), 2 * B + 1
+    table = manager.open_table(tokens[:prompt], ROOT)
+    run_pass(manager, table, tokens[:prompt])
+    assert states.drain_kept() == [table.block_ids[1]]
+    for stop in range(prompt + 1, 4 * B + 2):
+        run_pass(manager, table, tokens[:stop])
+        assert not states.drain_kept()
+    last = table.block_ids[3]
+    manager.free(table)
+    assert states.drain_kept() == [last]
+    manager.check_invariants(())
+
+
+def test_a_state_that_could_not_be_written_is_no_snapshot() -> None:
+    manager, tokens = manager_of(), list(range(2 * B))
+    states = states_of(manager)
+    table = manager.open_table(tokens, ROOT)
+    states.wait(table)
+    manager.extend(table, 2 * B)
+    manager.commit(table, tokens, 2 * B)
+
+    def fail(slot: int) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        states.arrive(table, fail)
+    manager.free(table)
+    assert not states.slots.snapshots()
+    manager.check_invariants(())
+
+
+def test_what_comes_from_elsewhere_is_not_computed_again() -> None:
+    manager, tokens = manager_of(), list(range(3 * B + 1))
+    cold(manager, tokens)
+    states = states_of(manager)
+    for block_id in states.slots.snapshots():
+        states.slots.drop(block_id)
+    table = manager.open_table(tokens[: 3 * B], ROOT)
+    states.wait(table)
+    manager.extend(table, 3 * B)
+    assert states.num_replayed == 0
+    manager.free(table)

@@ -89,5 +89,8 @@ def test_what_a_pool_cannot_hold_goes_to_others_until_none_is_left() -> None:
         alike.run().result(timeout=60)
     assert alike.asked == ["a", "b"]
     many = Pools(set("abcdefgh"), list("abcdefgh"))
-    with pytest.raises(CapacityError, match="the pool of d is too small"):
+    with pytest.raises(CapacityError, match="the pool of h is too small"):
         many.run().result(timeout=60)
+    assert many.asked == list("abcdefgh")
+    last = Pools(set("abcdefg"), list("abcdefgh"))
+    assert last.run()._result == "by h"

@@ -103,6 +103,16 @@ def test_whatever_speaks_as_a_head_does_may_be_one() -> None:
     check_address("auto")
 
 
+def test_behind_tls_it_is_enough_that_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a head answers nothing that is not encrypted; where nobody listens there is none."""
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        check_address(address)
+    with pytest.raises(BackendUnavailable, match="no Ray cluster answers there"):
+        check_address(address)
+
+
 @pytest.mark.parametrize("address", ["here", "ray://127.0.0.1:1", ":1", "127.0.0.1:", "127.0.0.1:x"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="must be HOST:PORT"):

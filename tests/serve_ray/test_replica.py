@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from kvboost_edge.engine.intake import Terms
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes
-from kvboost_edge.serve_ray.messages import Asked, Sent, Told
+from kvboost_edge.serve_ray.messages import Asked, Computed, Sent, Told
 from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
@@ -135,3 +138,69 @@ def test_what_a_disk_holds_is_told_and_counts_as_read(open_replica: Any) -> None
     tell(second, router, 2.0)
     assert router.choose(chain, 2.0, among="b")[0].matched_tokens == 992
     router.check()
+
+
+def test_events_of_a_question_that_nobody_waits_for_are_told_at_the_next(open_replica: Any, monkeypatch: Any) -> None:
+    """An ingress gives up after two seconds; the engine tells what came to its cache once."""
+    replica = open_replica("a")
+    hashes, chain = chain_of(replica, PROMPT)
+    router = PrefixRouter()
+    router.set_members("a")
+    tell(replica, router, 0.0)
+    answer(replica, sent(PROMPT, hashes))
+    plain, taken, goes_on = replica._engine.take_cache_events, threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        events = plain()
+        taken.set()
+        goes_on.wait()
+        return events
+
+    monkeypatch.setattr(replica._engine, "take_cache_events", slow)
+
+    async def ask_twice() -> Told:
+        asked = Asked(("a",), "tell", (router.cursor("a"),))
+        first = asyncio.ensure_future(replica.ask(asked))
+        try:
+            assert await asyncio.to_thread(taken.wait, 60)
+            first.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await first
+            assert first.cancelled()
+        finally:
+            goes_on.set()
+        told: Told = await replica.ask(asked)
+        return told
+
+    assert router.take_events("a", asyncio.run(ask_twice()).batches, 1.0)
+    assert router.choose(chain, 1.0)[0].matched_tokens == 992
+
+
+async def computed_by(replica: EngineReplica) -> Computed:
+    found = [one async for one in replica.compute(sent([]), "embed", ([[1, 2, 3]],), {})]
+    assert found[0] is None
+    assert isinstance(found[-1], Computed)
+    return found[-1]
+
+
+def test_long_calls_hold_up_no_health_check(open_replica: Any, monkeypatch: Any) -> None:
+    replica = open_replica("a")
+    goes_on = threading.Event()
+    monkeypatch.setattr(replica._engine, "embed", lambda *_, **__: goes_on.wait() and 7)
+
+    async def run() -> list[Computed]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        calls = [asyncio.ensure_future(computed_by(replica)) for _ in range(3)]
+        try:
+            await asyncio.wait_for(replica.check_health(), 60)
+            assert not any(call.done() for call in calls)
+        finally:
+            goes_on.set()
+        return list(await asyncio.gather(*calls))
+
+    assert [one.value for one in asyncio.run(run())] == [7, 7, 7]
+    # One that is closed computes nothing more: another one may.
+    replica.close()
+    closed = asyncio.run(computed_by(replica))
+    assert closed.failure is not None
+    assert closed.failure.has_died

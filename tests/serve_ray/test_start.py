@@ -6,9 +6,11 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -17,6 +19,7 @@ import pytest
 
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.serve_ray import start
 from kvboost_edge.serve_ray.replica import own_options
 from kvboost_edge.serve_ray.start import _OWN, flags_of, loading_error
 from kvboost_edge.server.__main__ import main
@@ -45,6 +48,21 @@ def test_what_a_replica_raised_while_it_loaded_is_told(text: str, kind: type[Exc
     error = loading_error(text)
     assert type(error) is kind
     assert words in str(error)
+
+
+def test_rays_files_are_in_memory_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    disk.mkdir()
+    monkeypatch.setattr(start, "_MEMORY_DIRECTORY", str(memory))
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    assert Path(start._new_directory()).parent == disk  # there is none
+    memory.mkdir()
+    monkeypatch.setattr(start, "_MEMORY_BYTES", 0)
+    assert Path(start._new_directory()).parent == memory
+    monkeypatch.setattr(start, "_MEMORY_BYTES", shutil.disk_usage(memory).total + 1)
+    assert Path(start._new_directory()).parent == disk
+    longest = len("/dev/shm/kvboost-ray-") + 8
+    assert longest + start._SESSION_PATH <= start._MOST_SOCKET_PATH
 
 
 def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +137,12 @@ def test_the_command_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
             wait_until(address, "the server to listen", 180)
             children = psutil.Process(process.pid).children(recursive=True)
-            assert any("raylet" in child.name() for child in children)
+            [raylet] = [child for child in children if "raylet" in child.name()]
+            found = re.search(r"/[\w/]+/kvboost-ray-\w+", " ".join(raylet.cmdline()))
+            assert found
+            files = Path(found[0])
+            assert files.is_dir()
+            assert files.parent in (Path(start._MEMORY_DIRECTORY), Path("/tmp"))
             body = {"prompt": "Count", "max_tokens": 300, "temperature": 0, "stream": True, "ignore_eos": True}
             with (
                 httpx.Client(base_url=str(address()), timeout=60) as client,
@@ -136,5 +159,6 @@ def test_the_command_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
             process.kill()
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
+    assert not files.exists()
     assert not (tmp_path / ".ray").exists()
     log.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvboost_edge.serve_ray.stillness import Stillness
+from kvboost_edge.serve_ray.stillness import Stillness, major_faults
 
 
 def test_only_work_without_progress_and_without_processor_time_is_stillness() -> None:
@@ -20,3 +20,15 @@ def test_only_work_without_progress_and_without_processor_time_is_stillness() ->
     # Without work nothing need move.
     assert watch.look((2,), False, 32.0, 500.0) == 0.0
     assert watch.look((2,), True, 32.0, 501.0) == 1.0
+
+
+def test_a_process_that_was_frozen_begins_anew() -> None:
+    """Nobody looked meanwhile, so nothing says that its engine had its time."""
+    watch = Stillness()
+    assert [watch.look((1,), True, 0.0, now) for now in (10.0, 40.0, 100.0)] == [0.0, 30.0, 90.0]
+    assert [watch.look((1,), True, 0.0, now) for now in (700.0, 702.0, 760.0)] == [0.0, 2.0, 60.0]
+
+
+def test_pages_from_a_disk_are_counted() -> None:
+    first = major_faults()
+    assert 0 <= first <= major_faults()

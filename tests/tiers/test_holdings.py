@@ -57,7 +57,7 @@ def test_what_was_told_adds_up_to_what_is_there(held, steps, few):
     assert told == {hash_of(one) for one in held}
 
 
-def test_a_mover_tells_of_each_tier_that_works():
+def test_a_mover_tells_of_each_tier_that_works_and_once_of_one_that_failed():
     class Broken(DictTier):
         def write(self, blocks, payloads):
             raise RuntimeError("a fault")
@@ -74,8 +74,10 @@ def test_a_mover_tells_of_each_tier_that_works():
     mover.pump()
     held = mover.take_held()
     assert set(held["near"].came) == {hash_of(1), hash_of(2)}
-    assert set(held) == {"near", "closed"}
+    assert set(held) == {"near", "far", "closed"}
+    assert held["far"] == (True, (), ()), "of what failed nothing is believed any more"
     assert not held["closed"].came
+    assert set(mover.take_held()) == {"near", "closed"}
     near.blocks.clear()
     mover.load(1, addresses[1:])
     mover.pump()

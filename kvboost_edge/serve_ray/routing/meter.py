@@ -48,7 +48,11 @@ class Meter:
         self._serial = -1
 
     def begin(self, request: Hashable, missing_tokens: int, now: float, restored_tokens: int = 0) -> None:
-        """A request arrived that has so many prompt tokens to compute, and to read first (see `Choice`)."""
+        """A request arrived that has so many prompt tokens to compute, and to read first (see `Choice`). One
+        that had begun before begins anew."""
+        before = self._begun.pop(request, None)
+        self._queued_tokens -= 0 if before is None else before[1]
+        self._running.pop(request, None)
         self._begun[request] = (now, missing_tokens, not restored_tokens)
         self._queued_tokens += missing_tokens
 

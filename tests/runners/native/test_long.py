@@ -11,6 +11,7 @@ import torch
 
 from engine.native_bench import BLOCK, Bits, Floats, Machine, NativeBench
 from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.kvcache.table_states import StateSizes
 from kvboost_edge.models.config.families import FAMILIES as KNOWN
 from tiny_checkpoints import save_tiny_checkpoint
 from tiny_models import FAMILIES, NESTED, build_tiny_model, save_nested_model, save_tiny_model
@@ -55,7 +56,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("mixtral", "bf16", {}),
     "granitemoe": ("granitemoe", "int4", {}),
     "ernie4_5_moe": ("ernie4_5_moe", "int8", {}),
+    "gpt_oss": ("gpt_oss", "int8", {}),
+    "lfm2": ("lfm2", "int8", {}),
+    "lfm2_moe": ("lfm2_moe", "int4", {}),
+    "qwen3_5_text": ("qwen3_5_text", "int4", {}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", "int8", {}),
 }
+HYBRIDS = ("lfm2", "qwen3_5")
 
 
 class Case:
@@ -76,7 +83,7 @@ def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if family in NESTED and family not in FAMILIES:
         save = save_nested_model
     directory = save(family, tmp_path_factory.mktemp("long"), max_position_embeddings=CONTEXT, **fields)
-    machine = Machine(directory, weights)
+    machine = Machine(directory, weights, StateSizes(24) if family.startswith(HYBRIDS) else None)
     yield machine
     machine.close()
 
