@@ -228,8 +228,8 @@ class _Turn:
             if not is_keyword(key):
                 raise RequestError(
                     f"tool {tool.name!r} has a property {key!r}, which the model's way of calls, NAME(KEY=VALUE), "
-                    "cannot write: no = ( ) , ' \" [ ] { } or end of a line in it, no space at its ends, and at most 256 "
-                    "characters; rename it"
+                    "cannot write: no = ( ) , ' \" [ ] { } or end of a line in it, no space at its ends, and at most "
+                    "256 characters; rename it"
                 )
         first, more = lark.add(f"{name}_first_end", []), lark.add(f"{name}_more_end", [])
         for number, (key, schema) in reversed(list(enumerate(members.items()))):
