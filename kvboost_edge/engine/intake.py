@@ -210,22 +210,12 @@ class Intake:
         info, tokenizer = self._parts.runner.info, self._parts.tokenizer
         params.check_vocabulary(info.vocab_size)
         prefill_only = prefill_only or params.max_new_tokens == 0
-        if not prefill_only and logits_start is None and self._parts.pooling.source:
-            raise RequestError(
-                f"the model makes embeddings ({self._parts.pooling.source} says so) and generates no text; use "
-                "engine.embed or /v1/embeddings, or serve a model that chats"
-            )
-        if not info.stores_kv and not wants_states:
-            raise RequestError(
-                "the model attends both ways: it makes vectors of texts (engine.embed, /v1/embeddings), predicts no "
-                "token, and stores no keys and values that a prompt could find"
-            )
-        if terms.pin and not info.stores_kv:
-            raise RequestError("pin=True: the model attends both ways, and nothing of a text is kept")
-        repair = self._repair(terms, params, needs_exact=prefill_only or logits_start is not None)
+        needs_logits = prefill_only or logits_start is not None
+        self._check_kind(terms, generates=not needs_logits, wants_states=wants_states)
+        repair = self._repair(terms, params, needs_exact=needs_logits)
         root = self.root(terms)
         text, ids = encode_prompt(prompt, tokenizer, info.vocab_size, lambda answer: self._answers.find(root, answer))
-        if prefill_only or logits_start is not None:
+        if needs_logits:
             max_tokens = len(ids)
             if max_tokens > info.max_context:
                 raise RequestError(f"{max_tokens} tokens are more than the model's context of {info.max_context}")
@@ -268,11 +258,27 @@ class Intake:
             snapshot_hints=self._hints(terms, ids),
             repair=repair,
             gate="" if repair is None else _GATES[self._config.reuse_gate],
-            max_draft_tokens=0 if prefill_only or logits_start is not None else self._most_drafted(terms),
-            grammar=self._grammar(params, needs_logits=prefill_only or logits_start is not None),
+            max_draft_tokens=0 if needs_logits else self._most_drafted(terms),
+            grammar=self._grammar(params, needs_logits=needs_logits),
             always_drafts=(terms.speculation or self._config.speculation) == "on",
             prefix_hashes=self._known_hashes(entry.prefix_hashes, len(ids)),
         )
+
+    def _check_kind(self, terms: Terms, *, generates: bool, wants_states: bool) -> None:
+        """RequestError for what a model of this kind does not do."""
+        stores_kv = self._parts.runner.info.stores_kv
+        if generates and self._parts.pooling.source:
+            raise RequestError(
+                f"the model makes embeddings ({self._parts.pooling.source} says so) and generates no text; use "
+                "engine.embed or /v1/embeddings, or serve a model that chats"
+            )
+        if not stores_kv and not wants_states:
+            raise RequestError(
+                "the model attends both ways: it makes vectors of texts (engine.embed, /v1/embeddings), predicts no "
+                "token, and stores no keys and values that a prompt could find"
+            )
+        if terms.pin and not stores_kv:
+            raise RequestError("pin=True: the model attends both ways, and nothing of a text is kept")
 
     def _known_hashes(self, known: bytes, num_tokens: int) -> bytes:
         """Hashes of blocks that the prompt has; whether they are right nobody needs to know."""
