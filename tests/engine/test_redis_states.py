@@ -119,6 +119,15 @@ def test_the_next_turn_goes_on_elsewhere_from_the_end_of_the_answer(model, serve
         assert result.output_token_ids == expected.output_token_ids
 
 
+def test_what_is_used_gets_its_time_to_live_again_and_so_does_its_state(model, server, client):
+    keys = fill(model, server)
+    for key in keys.values():
+        client.expire(key, 1000)
+    with engine(model, server) as two:
+        two.generate(TOKENS, max_new_tokens=1)
+    assert {number for number, key in keys.items() if client.ttl(key) > 1000} == {*range(1, 10), -9}
+
+
 def flip(client: redis.Redis, key: str) -> None:
     client.setrange(key, 300, bytes([client.getrange(key, 300, 300)[0] ^ 1]))
 
