@@ -16,10 +16,10 @@ from kvboost_edge.kernels.program.attend import (
     continue_block,
     continuing_units,
 )
-from kvboost_edge.kernels.program.conv import store_tails, tail_units
 from kvboost_edge.kernels.program.experts import experts_down, experts_gated, experts_units, spread
 from kvboost_edge.kernels.program.route import dispatch
-from kvboost_edge.kernels.program.scan import scan, scan_units
+from kvboost_edge.kernels.program.states.conv import store_tails, tail_units
+from kvboost_edge.kernels.program.states.scan import scan, scan_units
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.program.tiles import (
     Matrix,

@@ -19,7 +19,7 @@ __all__ = ["COUNTERS_PER_OP", "JOB_TYPE", "NUM_FIELDS", "NUM_PARAMS", "RENORMS",
 # in a quantized pool before keys and values are written, and after it. OP_PER_LAYER: every layer's piece of a row is
 # normed, and another row added. OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN: experts, see
 # route.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a number is added to another. OP_CONV, OP_TAILS,
-# OP_STEPS, OP_SCAN, OP_GATE: layers with a state, see conv.py, scan.py and gate.py.
+# OP_STEPS, OP_SCAN, OP_GATE: layers with a state, see states/.
 (
     OP_EMBED, OP_NORM, OP_ADD_NORM, OP_QUANT, OP_ACT, OP_ROPE, OP_LINEAR, OP_GATED, OP_CAP, OP_CONTINUE, OP_CLOSE,
     OP_ATTEND, OP_PER_LAYER, OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN, OP_ADD_SHARED,
@@ -71,7 +71,8 @@ P_FACTOR, P_EPS, P_CAP, P_SUM_FACTOR, NUM_PARAMS = 0, 1, 2, 3, 4
 # Experts: B_ROUTED the router's logits; B_CHOSEN, B_SHARES each token's experts and shares; B_DISPATCH each expert's
 # tokens, see route.py; B_SPREAD and B_EXPERTS_INNER rows or panels of one expert behind another's; B_BESIDE what an MLP
 # beside them leaves.
-# B_STATES: which states the pass reads and writes, see sequences.py; B_SEQUENCES is no address, but their number.
+# B_STATES: which states the pass reads and writes, see states/sequences.py; B_SEQUENCES is no address, but their
+# number.
 (
     B_TOKENS, B_POSITIONS, B_HIDDEN, B_NORMED, B_PANEL, B_INNER, B_WIDE, B_QUERY, B_KEY, B_VALUE, B_ATTENDED, B_LOGITS,
     B_ROWS, B_PER_LAYER, B_TABLE_ROWS, B_ROUTED, B_CHOSEN, B_SHARES, B_DISPATCH, B_SPREAD, B_EXPERTS_INNER, B_BESIDE,

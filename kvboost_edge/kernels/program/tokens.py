@@ -32,11 +32,11 @@ from kvboost_edge.kernels.linear.tiles import (
 )
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attend import attention_row, store_token
-from kvboost_edge.kernels.program.conv import conv_gated
-from kvboost_edge.kernels.program.gate import gate
 from kvboost_edge.kernels.program.norms import activate_vectors, norm_row, quantize_groups
 from kvboost_edge.kernels.program.route import route, sigmoid_f32
-from kvboost_edge.kernels.program.scan import steps
+from kvboost_edge.kernels.program.states.conv import conv_gated
+from kvboost_edge.kernels.program.states.gate import gate
+from kvboost_edge.kernels.program.states.scan import steps
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.vectors import (
     KIND_F16,

@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.backends.state_pool import StatePool
-from kvboost_edge.kernels.program import sequences as ls
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.states import sequences as ls
 from kvboost_edge.models.config.mixers import Mixer
 from kvboost_edge.runners.native.emitter import Emitter, Rows
 from kvboost_edge.runners.native.plan import state_spec
@@ -67,7 +67,7 @@ class StateOperations:
 
 
 def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:
-    """B_STATES of a checked layout, see kernels/program/sequences.py; it holds addresses of itself and of the pool."""
+    """B_STATES of a checked layout, see program/states/sequences.py; it holds addresses of itself and of the pool."""
     assert layout.states is not None
     read, written, saves = layout.states
     num_seqs = len(read)

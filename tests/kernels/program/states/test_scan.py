@@ -14,7 +14,7 @@ from kvboost_edge.backends.base import LayerStateSpec
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.scan import softplus_f32
+from kvboost_edge.kernels.program.states.scan import softplus_f32
 from kvboost_edge.kernels.reference.conv import conv_rows, silu_rows
 from kvboost_edge.kernels.reference.floats import norm_rows_f32
 from kvboost_edge.kernels.reference.floats import softplus_f32 as reference_softplus

@@ -8,7 +8,7 @@ from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.norms import ACT_SILU, activate_vectors, norm_row
-from kvboost_edge.kernels.program.scan import value_at
+from kvboost_edge.kernels.program.states.scan import value_at
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.program.tiles import tile_scratch
 from kvboost_edge.kernels.vectors import LANES

@@ -21,11 +21,11 @@ from numba.core import cgutils, types
 from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.program import sequences as ls
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.conv import conv_silu, window_of
 from kvboost_edge.kernels.program.norms import norm_row
 from kvboost_edge.kernels.program.route import sigmoid_f32
+from kvboost_edge.kernels.program.states import sequences as ls
+from kvboost_edge.kernels.program.states.conv import conv_silu, window_of
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.program.tiles import tile_scratch
 from kvboost_edge.kernels.vectors import (
