@@ -49,7 +49,7 @@ def hybrid_logits(spec: ModelSpec, weights: Weights, token_ids: Sequence[int]) -
             mixed = _attention(spec, own, normed, layer.rope)
         else:
             assert spec.mixer is not None
-            mixed = _MIXERS[layer.kind](spec.mixer, own, normed, spec.eps)
+            mixed = {"conv": _short_conv, "delta": _delta}[layer.kind](spec.mixer, own, normed, spec.eps)
         hidden = hidden + spec.residual_factor * (mixed @ own["out"].T)
         normed = _norm(hidden, own["mlp_in"], spec.eps)
         hidden = hidden + spec.residual_factor * _mlp(spec, index, own, normed)
@@ -105,31 +105,6 @@ def _convolved(mixer: Mixer, taps: Doubles, rows: Doubles) -> Doubles:
     return np.array([(before[at : at + mixer.taps + 1] * taps).sum(axis=0) for at in range(len(rows))])
 
 
-def _ssd(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
-    """Mamba2: a state of each head, its rows those of B and C, its columns those of x."""
-    rows, width = normed @ own["mixer_in"].T, mixer.value_heads * mixer.value_dim
-    mixed, z = np.split(rows, [mixer.channels], axis=1)
-    mixed = _silu(_convolved(mixer, own["conv"], mixed) + own.get("conv_bias", 0.0))
-    x, b, c = np.split(mixed, [width, width + mixer.key_heads * mixer.key_dim], axis=1)
-    x = x.reshape(len(rows), mixer.value_heads, mixer.value_dim)
-    every = mixer.value_heads // mixer.key_heads
-    b, c = (np.repeat(part.reshape(len(rows), -1, mixer.key_dim), every, axis=1) for part in (b, c))
-    times = np.logaddexp(0, normed @ own["mixer_gates"].T + own["dt_bias"]).clip(*mixer.time_limit)
-    state = np.zeros((mixer.value_heads, mixer.key_dim, mixer.value_dim))
-    out = np.empty_like(x)
-    for at in range(len(rows)):
-        taken = np.einsum("hk,hv->hkv", b[at], times[at][:, None] * x[at])
-        state = state * np.exp(own["decay"] * times[at])[:, None, None] + taken
-        out[at] = np.einsum("hkv,hk->hv", state, c[at]) + own["skip"][:, None] * x[at]
-    flat = out.reshape(len(rows), width)
-    if mixer.norm == "none":
-        return flat * _silu(z)
-    gated = flat * _silu(z) if mixer.norm == "gated_before" else flat
-    groups = gated.reshape(len(rows), mixer.norm_groups, -1)
-    flat = _norm(groups, own["mixer_norm"].reshape(mixer.norm_groups, -1), eps).reshape(len(rows), width)
-    return flat if mixer.norm == "gated_before" else flat * _silu(z)
-
-
 def _short_conv(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
     before, after, rows = np.split(normed @ own["mixer_in"].T, 3, axis=1)
     return after * _convolved(mixer, own["conv"], before * rows)
@@ -159,9 +134,6 @@ def _delta(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
 
 def _unit(rows: Doubles) -> Doubles:
     return rows / np.sqrt(np.square(rows).sum(axis=-1, keepdims=True) + 1e-6)
-
-
-_MIXERS = {"conv": _short_conv, "delta": _delta, "ssd": _ssd}
 
 
 # -- what is behind it --
