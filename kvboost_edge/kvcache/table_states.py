@@ -58,7 +58,7 @@ class _State:
     saves       (position, slot, reason) of that pass; a slot at its end is for the pass after it
     tail        (block, serial of its entry) with the snapshot of the answer so far, None: none
     replayed    tokens whose keys and values are there, and which are computed again for their state
-    awaited     blocks come from elsewhere, without a state, until the last one's comes too
+    awaited     blocks come from elsewhere, without a state, until that behind the last one comes too
     """
 
     slot: int = -1
@@ -204,19 +204,28 @@ class TableStates:
             state.saves.append((position, slot, reason))
 
     def wait(self, table: BlockTable) -> None:
-        """The table computes nothing: its blocks come from elsewhere, and then the state behind the last one."""
+        """The table computes nothing: its blocks come from elsewhere, and then the state behind one of them."""
         state = self._states[table._serial]
         state.awaited, state.replayed = True, 0
 
-    def arrive(self, table: BlockTable, write: Callable[[int], None]) -> None:
-        """The awaited state came, once all the table's blocks are there: `write` puts it into a slot. Where that raises
-        the table waits on."""
-        state = self._states[table._serial]
-        if not state.awaited or not self._has_own(state) or state.position != len(table) * self._size:
-            raise CacheCorruption(f"a state arrived behind {state.position} tokens, and nobody waits for it there")
+    def arrive(self, table: BlockTable, num_blocks: int, write: Callable[[int], None]) -> None:
+        """The awaited state came, behind so many of the table's blocks, all of which are there: `write` puts it into a
+        slot. Where that raises, the table waits on. One behind the last block is the table's; another is a snapshot for
+        whoever opens a table next, and this one has none."""
+        state, position = self._states[table._serial], num_blocks * self._size
+        if not state.awaited or not self._has_own(state) or not 0 < position <= state.position:
+            raise CacheCorruption(f"a state arrived behind {position} tokens, and nobody waits for it there")
         write(state.following if state.following >= 0 else state.slot)
         self._move_on(state)
-        state.awaited = False
+        if position == state.position:
+            state.awaited = False
+            return
+        slot, state.slot = state.slot, -1
+        block_id = standing_for(table, num_blocks - 1, self._index)
+        if block_id is None:
+            self._release(slot)
+        else:
+            self._attach(table, slot, block_id, PROMPT)
 
     def _move_on(self, state: _State) -> None:
         """Into the slot that was taken, if one was."""
