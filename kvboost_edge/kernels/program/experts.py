@@ -22,7 +22,8 @@ from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes_kernel, 
 from kvboost_edge.kernels.linear.panel import SMALL_TOKENS, TILES_AT_ONCE, cell_bytes, panel_tokens, token_place
 from kvboost_edge.kernels.linear.tiles import GROUP, INT_KINDS, Target, Tile
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.norms import activate_vectors, quantize_groups
+from kvboost_edge.kernels.program.activations import activate_vectors
+from kvboost_edge.kernels.program.norms import quantize_groups
 from kvboost_edge.kernels.program.route import (
     active_expert,
     count_active,

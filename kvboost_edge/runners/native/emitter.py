@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.norms import ACT_CLAMPED_SWIGLU, ACT_GELU_TANH, ACT_SILU
+from kvboost_edge.kernels.program.activations import ACT_CLAMPED_SWIGLU, ACT_GELU_TANH, ACT_SILU
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights

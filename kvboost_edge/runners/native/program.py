@@ -10,8 +10,8 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import AttentionParams
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.activations import ACT_SIGMOID
 from kvboost_edge.kernels.program.entries import entries_of
-from kvboost_edge.kernels.program.norms import ACT_SIGMOID
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
 from kvboost_edge.models.packed.plan import PackEntry
