@@ -115,6 +115,13 @@ class Runner(Protocol):
         finite. State rows only where `info.hidden_size` says so."""
         ...
 
+    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], saves: npt.NDArray[np.int32]) -> None:
+        """Let states take in drafts of the last pass, whose layout this is, to the bit as if they had been certain rows
+        of it. accepted, [num_seqs]: how many of each sequence's drafts, some of all; the state behind the last of them
+        goes where the pass left that behind the certain rows. saves: as in `PassStates`, of rows among the accepted
+        ones. Only where `info.kv_spec` has states."""
+        ...
+
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:

@@ -7,7 +7,7 @@ B_VALUE is [value_heads, value_dim / 16, tokens, 16], then [value_heads, tokens,
 lies one behind another; in the rows that q, k and v come from it would lie 50 KB apart, which took six times as long.
 Such a unit is a tile of 16 value columns of one head of one sequence: 8 KB that stay in the first cache for the whole
 pass. Columns do not meet, and tokens follow one another in every lane, so the bits do not depend on where a text was
-cut.
+cut. Drafts turn a copy of the tile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.program import sequences as ls
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.conv import conv_silu, window_of
+from kvboost_edge.kernels.program.conv import conv_silu, keep_draft, window_of
 from kvboost_edge.kernels.program.norms import norm_row
 from kvboost_edge.kernels.program.route import sigmoid_f32
 from kvboost_edge.kernels.program.table import ProgramJob
@@ -35,6 +35,7 @@ from kvboost_edge.kernels.vectors import (
     V16,
     emit_fma,
     emit_load,
+    emit_scratch,
     emit_splat,
     emit_store,
     exp_f32,
@@ -43,11 +44,13 @@ from kvboost_edge.kernels.vectors import (
     store_f32,
 )
 
-__all__ = ["scan", "scan_units", "softplus_f32", "steps", "value_at"]
+__all__ = ["MOST_KEYS", "drafts_scratch", "scan", "scan_units", "softplus_f32", "steps", "value_at"]
 
 _LINE = 4 * LANES
 _CHAINS = 4  # of a sum over keys: key i goes to chain i mod 4
 _MAX_EXPONENT = np.float32(88.0)
+MOST_KEYS = 256
+"""Rows of a tile at most."""
 
 Value = Any
 Builder = Any
@@ -112,6 +115,7 @@ def steps(job: ProgramJob, op: Any, eps: float, token: int) -> None:
     tiles = op[lt.F_HEADS] * op[lt.F_DIM] // LANES
     conv_silu(window, 8 * heads * dim, tiles, value_at(job, 0, token), _LINE * job.tokens)
     _gates(job, op, token)
+    keep_draft(job, op, token, 2 * op[lt.F_HEADS])
 
 
 def _sums(b: Builder) -> list[Value]:
@@ -188,6 +192,16 @@ def _turn(
     return types.void(*[types.int64] * 8), codegen
 
 
+@intrinsic
+def drafts_scratch(typing: Any) -> Any:
+    """Address of a tile on the stack of the calling kernel."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return emit_scratch(b, _LINE * MOST_KEYS)
+
+    return types.int64(), codegen
+
+
 @kernel
 def scan_units(job: ProgramJob, op: Any) -> Any:
     """Units of an OP_SCAN: those of one sequence, then those of the next."""
@@ -219,9 +233,14 @@ def scan(job: ProgramJob, op: Any, unit: int) -> None:
     query, key = job.buffers[lt.B_QUERY] + start, job.buffers[lt.B_KEY] + start
     gates, values = _gates_at(job, op) + 8 * (head * job.tokens + first), value_at(job, head * tiles + tile, first)
     dots, saved, save = tile_scratch(), 0, ls.saved_rows(job, sequence, 0)
+    certain = ls.of_sequence(job, sequence, ls.S_CERTAIN)
     if rows > 0:
         _dots(state, dim, key, dots)
     for row in range(rows):
+        if row == certain:
+            drafted = drafts_scratch()
+            copy_floats(state, dim * LANES, drafted)
+            state = drafted
         after = key + 4 * dim if row + 1 < rows else key
         _turn(state, dim, query, key, after, values, gates, dots)
         query, key, gates, values = query + 4 * dim, after, gates + 8, values + _LINE

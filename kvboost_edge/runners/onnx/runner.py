@@ -85,6 +85,9 @@ class OnnxRunner:
     def copied_bytes(self) -> int:
         return 0 if self._backend is None else self._buffers.nbytes
 
+    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], saves: npt.NDArray[np.int32]) -> None:
+        raise BackendUnavailable("the ONNX runner runs no model that keeps states")
+
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
