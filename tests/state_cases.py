@@ -65,11 +65,19 @@ def add_states(program: Program, pieces: Sequence[Piece], pool: StatePool) -> No
 
 
 def accepting(
-    pieces: Sequence[Piece], pool: StatePool, accepted: Sequence[int], saves: Sequence[tuple[int, int, int]]
+    pieces: Sequence[Piece],
+    pool: StatePool,
+    accepted: Sequence[int],
+    saves: Sequence[tuple[int, int, int]],
+    written: Sequence[int] | None = None,
 ) -> Program:
-    """A program without operations over the rows of drafts that a pass over these pieces left."""
+    """A program without operations over the rows of drafts that a pass over these pieces left, into the slots that it
+    wrote, or into others."""
     layout = layout_of(pieces, pool.num_slots, pool.num_draft_rows)
-    rows = accepted_rows(layout, pool, np.array(accepted, np.int32), np.array(saves, np.int32).reshape(-1, 3))
+    slots = np.array([piece.write for piece in pieces], np.int32)
+    outs = slots if written is None else np.array(written, np.int32)
+    states = PassStates(slots, outs, np.array(saves, np.int32).reshape(-1, 3))
+    rows = accepted_rows(layout, pool, np.array(accepted, np.int32), states)
     program = Program(rows.num_rows)
     program.buffer(lt.B_STATES, rows.numbers)
     program.buffers[lt.B_SEQUENCES], program.buffers[lt.B_DRAFTS] = np.count_nonzero(accepted), rows.drafts

@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.backends.base import BatchLayout, PassStates
 from kvboost_edge.engine.sequence import Sequence
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -54,14 +54,17 @@ class AcceptedDrafts:
         waiting, self._waiting, states = self._waiting, {}, self._manager.states
         if states is None or not waiting:
             return []
-        accepted, saves = np.zeros(len(works), np.int32), []
         sequences = {i: work.sequence for i, work in enumerate(works) if work.sequence.index in waiting}
+        accepted, read, written = (np.zeros(len(works), np.int32) for _ in range(3))
+        saves = []
         for i, sequence in sequences.items():
             start, stop = works[i].certain_stop, sequence.num_computed_tokens
-            accepted[i] = stop - start
-            saves += [(i, rows, slot) for rows, slot in states.plan(sequence.blocks, start, stop).saves]
+            plan = states.plan(sequence.blocks, start, stop)
+            accepted[i], read[i], written[i] = stop - start, plan.read, plan.write
+            saves += [(i, rows, slot) for rows, slot in plan.saves]
+        slots = PassStates(read, written, np.array(saves, np.int32).reshape(-1, 3))
         try:
-            self._runner.accept_drafts(layout, accepted, np.array(saves, np.int32).reshape(-1, 3))
+            self._runner.accept_drafts(layout, accepted, slots)
         except Exception as error:
             return [End(sequence, error=error) for sequence in sequences.values()]
         for sequence in sequences.values():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec
+from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec, PassStates
 from kvboost_edge.host.memory import Region
 
 __all__ = ["ForwardBatch", "LoadOptions", "ModelTraits", "Runner", "RunnerInfo", "StoredKeys"]
@@ -115,11 +115,11 @@ class Runner(Protocol):
         finite. State rows only where `info.hidden_size` says so."""
         ...
 
-    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], saves: npt.NDArray[np.int32]) -> None:
+    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates) -> None:
         """Let states take in drafts of the last pass, whose layout this is, to the bit as if they had been certain rows
-        of it. accepted, [num_seqs]: how many of each sequence's drafts, some of all; the state behind the last of them
-        goes where the pass left that behind the certain rows. saves: as in `PassStates`, of rows among the accepted
-        ones. Only where `info.kv_spec` has states."""
+        of it. accepted, [num_seqs]: how many of each sequence's drafts, at least one of all. states: where it goes on,
+        which is what the pass left of it, and where to; of sequences without accepted drafts nothing is looked at.
+        Saves lie behind accepted drafts. Only where `info.kv_spec` has states."""
         ...
 
     def deviations(

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.fake_runner import CONTEXT, FakeBackend, FakeRunner, fake_parts, token_logits
-from kvboost_edge.backends.base import BatchLayout, LayerStateSpec
+from kvboost_edge.backends.base import BatchLayout, LayerStateSpec, PassStates
 from kvboost_edge.backends.layout import check_layout
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.engine.build import EngineParts
@@ -119,22 +119,24 @@ class HybridRunner(FakeRunner):
         self.computed += len(batch.token_ids)
         return np.stack([self._row(batch, int(row)) for row in batch.logit_rows])
 
-    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], saves: npt.NDArray[np.int32]) -> None:
+    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates) -> None:
         if self.on_accept is not None:
             self.on_accept()
-        assert layout.states is not None
         backend, first = self.backend, 0
-        wanted = {(sequence, rows): slot for sequence, rows, slot in saves.tolist()}
+        wanted = {(sequence, rows): slot for sequence, rows, slot in states.saves.tolist()}
+        read = [backend.read_state(int(slot)) for slot in states.state_in]
         for sequence, (end, stop) in enumerate(zip(_certain_ends(layout), layout.cu_seqlens_q[1:], strict=True)):
-            slot, count = int(layout.states.state_out[sequence]), int(accepted[sequence])
+            state, count = read[sequence], int(accepted[sequence])
             assert count <= stop - end
             for row in range(count):
-                backend.write_state(slot, next_state(backend.read_state(slot), int(backend.drafted(first + row)[0])))
+                state = next_state(state, int(backend.drafted(first + row)[0]))
                 if (sequence, row + 1) in wanted:
-                    backend.write_state(wanted.pop((sequence, row + 1)), backend.read_state(slot))
+                    backend.write_state(wanted.pop((sequence, row + 1)), state)
+            if count:
+                backend.write_state(int(states.state_out[sequence]), state)
             first += int(stop) - end
         assert not wanted
-        self.saved += len(saves)
+        self.saved += len(states.saves)
         self.taken_in += int(accepted.sum())
 
     def _row(self, batch: ForwardBatch, row: int) -> npt.NDArray[np.float32]:

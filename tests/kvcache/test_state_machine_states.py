@@ -163,6 +163,7 @@ class StatesMachine(RuleBasedStateMachine):
         for one, plan in plans.items():
             assert one.prefix(starts[one]) == (self.held[plan.read] if plan.read >= 0 else (one.root, ()))
             assert plan.read not in written or plan.read == plan.write
+            assert plan.write not in self.states.slots.snapshots().values()
             own = self.manager.slots(one.table, 0, starts[one])
             assert [self.memory[slot] for slot in own] == [one.prefix(n + 1) for n in range(starts[one])]
         for one, plan in plans.items():

@@ -145,7 +145,7 @@ def state_spec(mixer: Mixer) -> LayerStateSpec:
     """What a layer with this mixer keeps of a sequence."""
     if mixer.kind == "conv":
         return LayerStateSpec(mixer.taps, mixer.channels)
-    heads, gates = mixer.value_heads, 2 * mixer.value_heads
+    heads, gates = mixer.value_heads, (2 if mixer.kind == "delta" else 1) * mixer.value_heads
     return LayerStateSpec(mixer.taps, mixer.channels, heads, mixer.key_dim, mixer.value_dim, gates)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import Backend, BatchLayout
+from kvboost_edge.backends.base import Backend, BatchLayout, PassStates
 from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
@@ -38,7 +38,7 @@ from kvboost_edge.runners.native.layerwise import attend_layer
 from kvboost_edge.runners.native.numerics import describe_numerics
 from kvboost_edge.runners.native.pass_texts import PassTexts
 from kvboost_edge.runners.native.plan import LATE_NORM, RECURRENT, STORES_NOTHING, log_notices, native_kv_spec
-from kvboost_edge.runners.native.program import attention_params, build_program
+from kvboost_edge.runners.native.program import attention_params, build_program, possible_operations
 from kvboost_edge.runners.native.states import accepted_rows, pass_states
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
@@ -125,7 +125,8 @@ class NativeRunner:
         with checkpoint.open_source() as source:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source, row_tables(spec))
-            program, *entries = pass_entries(kinds_of(plan), quantized=kv_bits != (16, 16))
+            possible = possible_operations(spec)
+            program, *entries = pass_entries(kinds_of(plan), possible, quantized=kv_bits != (16, 16))
             compile_ahead([program, *packing_entries(plan, source, row_tables(spec)), *entries], default_num_threads())
         packed = load_packed(
             checkpoint,
@@ -179,12 +180,11 @@ class NativeRunner:
         self._whole, self._texts = None, None
         if self._spec.both_ways:
             self._texts = PassTexts(self._spec, access)
-            self._kernels = kernel_table(self.kinds, None if self._texts.whole is None else False)
-            return
-        attending = [layer for layer in self._spec.layers if layer.kv >= 0]
-        if all(self._spec.num_heads * layer.head_dim % GROUP == 0 for layer in attending):
+        elif all(self._spec.num_heads * layer.head_dim % GROUP == 0 for layer in self._spec.layers if layer.kv >= 0):
             self._whole = WholePass.of(backend, self._params, [layer.kv for layer in self._spec.layers])
-        self._kernels = kernel_table(self.kinds, None if self._whole is None else self._whole.is_quantized)
+        whole = self._whole if self._texts is None else self._texts.whole
+        quantized = None if whole is None else whole.is_quantized
+        self._kernels = kernel_table(self.kinds, self._program.operations, quantized)
 
     def forward(self, batch: ForwardBatch) -> Floats:
         """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]. Fills `batch.states`."""
@@ -215,11 +215,11 @@ class NativeRunner:
             addresses[lt.B_ATTENDED] = attended.ctypes.data
         return self._outputs(batch, addresses, attended, len(self._program.parts) - 1)
 
-    def accept_drafts(self, layout: BatchLayout, accepted: Ints, saves: Ints) -> None:
+    def accept_drafts(self, layout: BatchLayout, accepted: Ints, states: PassStates) -> None:
         """See `Runner.accept_drafts`: the operations that turn states, over the rows of drafts."""
         if self._backend is None or self._backend.states is None:
             raise ConfigError("accept_drafts: the model keeps no states")
-        rows = accepted_rows(layout, self._backend.states, accepted, saves)
+        rows = accepted_rows(layout, self._backend.states, accepted, states)
         addresses = self._buffers.addresses(rows.num_rows, 1)
         addresses[lt.B_STATES], addresses[lt.B_DRAFTS] = rows.numbers.ctypes.data, rows.drafts
         addresses[lt.B_SEQUENCES] = np.count_nonzero(accepted)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec, LayerKVSpec, PassStates
 from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.backends.torch_backend import TorchBackend, turn_keys
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
@@ -107,7 +107,7 @@ class TorchRunner:
     def copied_bytes(self) -> int:
         return 0
 
-    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], saves: npt.NDArray[np.int32]) -> None:
+    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates) -> None:
         raise BackendUnavailable("the torch runner runs no model that keeps states")
 
     def deviations(

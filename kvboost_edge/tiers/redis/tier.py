@@ -141,11 +141,16 @@ class RedisTier:
         )
         return True
 
-    def present(self, prefix_hashes: Sequence[bytes]) -> int:
-        """How many of these, from the first on, the server has values of, unverified. I/O."""
+    def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """Of each of these whether the server has a value of it, unverified. I/O."""
         commands: list[Command] = [("EXISTS", *keys_of(self._space, prefix_hash, 0)) for prefix_hash in prefix_hashes]
-        answers = self._ask(commands, _SMALL_COMMANDS) or []
-        return next((index for index, answer in enumerate(answers) if answer != 1), len(answers))
+        answers = self._ask(commands, _SMALL_COMMANDS)
+        if answers is None:
+            return [False] * len(prefix_hashes)
+        for prefix_hash, answer in zip(prefix_hashes, answers, strict=True):
+            if answer == 0:
+                self._lost(prefix_hash)
+        return [answer == 1 for answer in answers]
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
         """Blocks from the first on, in pipelines of about 8 MiB, up to the first that is missing or not to be believed.

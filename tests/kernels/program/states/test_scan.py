@@ -14,7 +14,7 @@ from kvboost_edge.backends.base import LayerStateSpec
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.scan import softplus_f32
+from kvboost_edge.kernels.program.states.gates import softplus_f32
 from kvboost_edge.kernels.reference.conv import conv_rows, silu_rows
 from kvboost_edge.kernels.reference.floats import norm_rows_f32
 from kvboost_edge.kernels.reference.floats import softplus_f32 as reference_softplus
@@ -105,7 +105,7 @@ class Delta:
         conv = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.step, lt.F_BY_FIRST: self.gates}
         conv |= {lt.F_DRAFT: pool.draft_offset(1), lt.F_DRAFT_STEP: pool.draft_row_bytes}
         conv = self.turn(program, pool, conv)
-        norm = {lt.F_WEIGHT: self.norm.ctypes.data, lt.F_SRC_FIRST: self.channels}
+        norm = {lt.F_WEIGHT: self.norm.ctypes.data, lt.F_SRC_FIRST: self.channels, lt.F_GROUPS: values}
         program.add(lt.OP_GATE, {**conv, **norm}, {lt.P_EPS: EPS})
         program.run(threads)
         np.testing.assert_array_equal(wide, rows)
@@ -118,9 +118,10 @@ class Delta:
         accepted: Sequence[int],
         saves: Sequence[tuple[int, int, int]] = (),
         threads: int = 1,
+        written: Sequence[int] | None = None,
     ) -> None:
         """Let the states of the pieces take in so many of the drafts run last. saves: (piece, drafts, slot)."""
-        program, first = accepting(pieces, pool, accepted, saves), pool.draft_offset(1) // 4
+        program, first = accepting(pieces, pool, accepted, saves, written), pool.draft_offset(1) // 4
         source = {lt.F_SRC: lt.B_DRAFTS, lt.F_SRC_STEP: pool.draft_row_bytes // 4, lt.F_SRC_FIRST: first}
         self.turn(program, pool, {**source, lt.F_BY_FIRST: first + self.channels})
         program.run(threads)
@@ -242,13 +243,16 @@ def test_drafts_see_the_state_and_no_slot_sees_a_draft_until_it_is_accepted(name
     whole, _ = delta.expected(rows, before)
     states = [delta.expected(rows[: 2 + count], before)[1] for count in range(num_drafts + 1)]
     for count in range(num_drafts + 1):
-        pool = poisoned_pool(delta.specs, 3, num_drafts)
+        pool = poisoned_pool(delta.specs, 4, num_drafts)
         delta.put(pool, 0, before)
         pieces = [Piece(len(rows), 0, 0, ((2, 1),), drafts=num_drafts)]
         np.testing.assert_array_equal(delta.run(rows, pieces, pool), whole)
         assert_same(delta.state(pool, 0), states[0])
         assert_same(delta.state(pool, 1), states[0])
         if count:
+            delta.accept(pieces, pool, [count], [(0, min(2, count), 2)], written=[3])
+            assert_same(delta.state(pool, 3), states[count])
+            assert_same(delta.state(pool, 0), states[0])
             delta.accept(pieces, pool, [count], [(0, min(2, count), 2)])
             assert_same(delta.state(pool, 2), states[min(2, count)])
         assert_same(delta.state(pool, 0), states[count])

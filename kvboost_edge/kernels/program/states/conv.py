@@ -17,9 +17,9 @@ from numba.core.types.containers import BaseTuple
 from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.program import sequences as ls
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.norms import emit_silu
+from kvboost_edge.kernels.program.states import sequences as ls
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.vectors import F32, I64, LANES, V16, emit_fma, emit_load, emit_splat, emit_store, store_f32
 
