@@ -16,8 +16,8 @@ from typing import NamedTuple
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
-from kvboost_edge.kvcache.publishing import standing_for
 from kvboost_edge.kvcache.state_slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
+from kvboost_edge.kvcache.twins import standing_for
 
 __all__ = ["PassSlots", "StateSizes", "TableStates"]
 
@@ -25,14 +25,16 @@ _BACKBONE_SHARE = 8  # a prompt whose backbone would take more than one in so ma
 
 
 class StateSizes(NamedTuple):
-    """num_slots     states that there is room for
-    interval      tokens between the snapshots of a prompt's backbone
-    every_block   a state is no larger than a few blocks: one is kept behind each
+    """num_slots       states that there is room for
+    interval        tokens between the snapshots of a prompt's backbone
+    every_block     a state is no larger than a few blocks: one is kept behind each
+    num_draft_rows  guessed tokens of a pass that there is room for what they bring to states
     """
 
     num_slots: int
     interval: int = 1024
     every_block: bool = False
+    num_draft_rows: int = 0
 
 
 class PassSlots(NamedTuple):
@@ -58,7 +60,7 @@ class _State:
     saves       (position, slot, reason) of that pass; a slot at its end is for the pass after it
     tail        (block, serial of its entry) with the snapshot of the answer so far, None: none
     replayed    tokens whose keys and values are there, and which are computed again for their state
-    awaited     blocks come from elsewhere, without a state, until the last one's comes too
+    awaited     blocks come from elsewhere, without a state, until that behind the last one comes too
     """
 
     slot: int = -1
@@ -91,6 +93,11 @@ class TableStates:
         self._kept: dict[int, None] = {}
         self.num_replayed = self.num_released = 0
         index.watch(self)
+
+    @property
+    def num_draft_rows(self) -> int:
+        """Most tokens that a pass may be given as guesses, all sequences together."""
+        return self._sizes.num_draft_rows
 
     # What the index tells.
 
@@ -204,19 +211,28 @@ class TableStates:
             state.saves.append((position, slot, reason))
 
     def wait(self, table: BlockTable) -> None:
-        """The table computes nothing: its blocks come from elsewhere, and then the state behind the last one."""
+        """The table computes nothing: its blocks come from elsewhere, and then the state behind one of them."""
         state = self._states[table._serial]
         state.awaited, state.replayed = True, 0
 
-    def arrive(self, table: BlockTable, write: Callable[[int], None]) -> None:
-        """The awaited state came, once all the table's blocks are there: `write` puts it into a slot. Where that raises
-        the table waits on."""
-        state = self._states[table._serial]
-        if not state.awaited or not self._has_own(state) or state.position != len(table) * self._size:
-            raise CacheCorruption(f"a state arrived behind {state.position} tokens, and nobody waits for it there")
+    def arrive(self, table: BlockTable, num_blocks: int, write: Callable[[int], None]) -> None:
+        """The awaited state came, behind so many of the table's blocks, all of which are there: `write` puts it into a
+        slot. Where that raises, the table waits on. One behind the last block is the table's; another is a snapshot for
+        whoever opens a table next, and this one has none."""
+        state, position = self._states[table._serial], num_blocks * self._size
+        if not state.awaited or not self._has_own(state) or not 0 < position <= state.position:
+            raise CacheCorruption(f"a state arrived behind {position} tokens, and nobody waits for it there")
         write(state.following if state.following >= 0 else state.slot)
         self._move_on(state)
-        state.awaited = False
+        if position == state.position:
+            state.awaited = False
+            return
+        slot, state.slot = state.slot, -1
+        block_id = standing_for(table, num_blocks - 1, self._index)
+        if block_id is None:
+            self._release(slot)
+        else:
+            self._attach(table, slot, block_id, PROMPT)
 
     def _move_on(self, state: _State) -> None:
         """Into the slot that was taken, if one was."""

@@ -340,7 +340,7 @@ def test_a_state_that_could_not_be_written_is_no_snapshot() -> None:
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        states.arrive(table, fail)
+        states.arrive(table, 2, fail)
     manager.free(table)
     assert not states.slots.snapshots()
     manager.check_invariants(())
