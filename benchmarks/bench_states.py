@@ -216,9 +216,12 @@ def _said(met: bool) -> str:
 
 
 def started(model: Path, options: argparse.Namespace) -> CPUPagedEngine:
-    num_blocks = options.capacity // _BLOCK
     return CPUPagedEngine.from_pretrained(
-        str(model), num_blocks=num_blocks, num_threads=options.threads, kv_cache_bits=options.kv
+        str(model),
+        num_blocks=options.capacity // _BLOCK,
+        num_threads=options.threads,
+        kv_cache_bits=options.kv,
+        speculation="off",  # a token costs a pass
     )
 
 
