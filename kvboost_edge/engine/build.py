@@ -15,7 +15,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.fit import plan_fit
 from kvboost_edge.engine.ledger import MemoryLedger, num_open_blocks, plan_num_blocks
 from kvboost_edge.engine.selection import Selection, available_on, select_path
-from kvboost_edge.engine.state_budget import check_options, plan_states, redis_refusal
+from kvboost_edge.engine.state_budget import check_options, plan_states
 from kvboost_edge.engine.tiering import check_tiers, open_tiers
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
@@ -202,9 +202,14 @@ def _assemble(
         num_open = num_open_blocks(config, num_blocks, config.block_size)
         check_options(config, info)
         state_sizes, max_num_seqs = plan_states(config, info, num_blocks, available)
-        num_slots = 0 if state_sizes is None else state_sizes.num_slots
         backend = make_backend(
-            choice, info.kv_spec, num_blocks, config.num_threads, num_open=num_open, num_state_slots=num_slots
+            choice,
+            info.kv_spec,
+            num_blocks,
+            config.num_threads,
+            num_open=num_open,
+            num_state_slots=0 if state_sizes is None else state_sizes.num_slots,
+            num_draft_rows=0 if state_sizes is None else state_sizes.num_draft_rows,
         )
         with _closed_on_error(backend):
             runner.bind(backend)
@@ -224,7 +229,7 @@ def _assemble(
     if config.rope_range != "short":
         kv_format += f"/rope {config.rope_range}"
     with _closed_on_error(runner), _closed_on_error(backend):
-        tiers = open_tiers(config, fingerprint, kv_format, info.architecture, redis_refusal(info))
+        tiers = open_tiers(config, fingerprint, kv_format, info.architecture)
     return EngineParts(
         runner=runner,
         backend=backend,
@@ -246,7 +251,7 @@ def _assemble(
             backend.pool_bytes,
             lambda: _regions(runner, backend),
             lambda: runner.copied_bytes,
-            num_slots * info.kv_spec.bytes_per_state,
+            0 if backend.states is None else backend.states.nbytes,
         ),
         backend_reason=choice.reason,
         max_num_seqs=max_num_seqs,

@@ -15,6 +15,7 @@ from hybrid_models import HYBRID_NESTED, HYBRIDS
 from hybrid_oracle import hybrid_logits, plan_floats
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.mixers import Mixer
 from kvboost_edge.models.packed.plan import pack_plan
 from tiny_models import build_nested_model, build_tiny_model, save_nested_model, save_tiny_model
 
@@ -102,7 +103,7 @@ def test_what_a_gated_delta_rule_packs(tmp_path: Path) -> None:
     files = {name: tensor.astype(np.float64) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     layer, mixer = "model.layers.1.linear_attn.", spec.mixer
     assert mixer is not None
-    assert mixer == ("delta", 3, 2 * 2 * 16 + 4 * 32, 2, 4, 16, 32, False)
+    assert mixer == Mixer("delta", 3, 2 * 2 * 16 + 4 * 32, 2, 4, 16, 32)
     for name, parts in (("mixer_in", ("qkv", "z")), ("mixer_gates", ("b", "a"))):
         stored = np.concatenate([files[f"{layer}in_proj_{part}.weight"] for part in parts])
         np.testing.assert_array_equal(weights[f"layer1.{name}"], stored)

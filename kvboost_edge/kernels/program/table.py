@@ -13,13 +13,24 @@ import numpy.typing as npt
 from numba.core import types
 from numba.core.types.containers import BaseTuple
 
-__all__ = ["COUNTERS_PER_OP", "JOB_TYPE", "NUM_FIELDS", "NUM_PARAMS", "RENORMS", "SCORES", "ProgramJob"]
+__all__ = [
+    "COUNTERS_PER_OP",
+    "ENTRY_OF",
+    "JOB_TYPE",
+    "NUM_FIELDS",
+    "NUM_PARAMS",
+    "OPERATIONS",
+    "RENORMS",
+    "RULES",
+    "SCORES",
+    "ProgramJob",
+]
 
 # Operations. OP_GATED: gate and up matrices, activation and quantization in one. OP_CONTINUE, OP_CLOSE: what is done
 # in a quantized pool before keys and values are written, and after it. OP_PER_LAYER: every layer's piece of a row is
 # normed, and another row added. OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN: experts, see
 # route.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a number is added to another. OP_CONV, OP_TAILS,
-# OP_STEPS, OP_SCAN, OP_GATE: layers with a state, see conv.py, scan.py and gate.py.
+# OP_STEPS, OP_SCAN, OP_GATE: layers with a state, see states/.
 (
     OP_EMBED, OP_NORM, OP_ADD_NORM, OP_QUANT, OP_ACT, OP_ROPE, OP_LINEAR, OP_GATED, OP_CAP, OP_CONTINUE, OP_CLOSE,
     OP_ATTEND, OP_PER_LAYER, OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN, OP_ADD_SHARED,
@@ -49,20 +60,27 @@ F_BY, F_BY_STEP, F_BY_FIRST = 32, 33, 34
 F_QUERY_SCALE, F_LATE_NORM = 35, 36
 # Experts: how many there are, and of each token; OP_ROUTE: their scores, and what shares are divided by.
 F_EXPERTS, F_USED, F_SCORE, F_RENORM = range(37, 41)
-# Operations on pieces of a row: the first float of the source's row.
+# Operations on pieces of a row, and those that read the inputs of a convolution: the first float of the source's row.
 F_SRC_FIRST = 41
 # Layers with a state: its first byte in a slot; inputs before a token that a convolution reads; heads of keys and their
 # dim (F_HEADS, F_DIM are those of values); whether value head h reads key head h mod F_KEY_HEADS; OP_TAILS: whether
-# inputs are products; addresses of what makes decays.
+# inputs are products; addresses of what makes decays; its first byte in a row of drafts, and the bytes of such a row.
 F_STATE, F_TAPS, F_KEY_HEADS, F_KEY_DIM, F_TILED, F_GATED, F_DECAY, F_DT_BIAS = range(42, 50)
-NUM_FIELDS = 56  # seven cache lines
+F_DRAFT, F_DRAFT_STEP = 50, 51
+# What tokens do to a state; the address of how much of a value is added to its result. OP_GATE: groups that are normed,
+# floats from the weights of one to those of the next, and whether the gates come first.
+F_RULE, F_SKIP, F_GROUPS, F_WEIGHT_STEP, F_GATE_FIRST = range(52, 57)
+NUM_FIELDS = 64  # eight cache lines
 SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}
 """Scores of a router -> F_SCORE; see `reference.experts.Routing`."""
 RENORMS = {"": 0, "add": 1, "least": 2}
 """What shares are divided by -> F_RENORM."""
+RULES = {"delta": 0, "ssd": 1}
+"""What tokens do to a state -> F_RULE; see states/scan.py."""
 # Float parameters: factor of the result, eps of a norm (OP_ROUTE: of the sum of shares), the cap; OP_ADD_NORM: factor
-# of the sum.
-P_FACTOR, P_EPS, P_CAP, P_SUM_FACTOR, NUM_PARAMS = 0, 1, 2, 3, 4
+# of the sum; OP_STEPS: limits of a step of time.
+P_FACTOR, P_EPS, P_CAP, P_SUM_FACTOR, P_LEAST, P_MOST = range(6)
+NUM_PARAMS = 8  # half a cache line
 
 # Buffers that have a fixed meaning; tables of rope follow as pairs (cos, sin), then the factors of
 # queries. B_PANEL and B_INNER hold quantized rows.
@@ -71,15 +89,33 @@ P_FACTOR, P_EPS, P_CAP, P_SUM_FACTOR, NUM_PARAMS = 0, 1, 2, 3, 4
 # Experts: B_ROUTED the router's logits; B_CHOSEN, B_SHARES each token's experts and shares; B_DISPATCH each expert's
 # tokens, see route.py; B_SPREAD and B_EXPERTS_INNER rows or panels of one expert behind another's; B_BESIDE what an MLP
 # beside them leaves.
-# B_STATES: which states the pass reads and writes, see sequences.py; B_SEQUENCES is no address, but their number.
+# B_STATES: which states the pass reads and writes, see states/sequences.py; B_SEQUENCES is no address, but their
+# number.
+# B_DRAFTS: what drafts brought to them.
 (
     B_TOKENS, B_POSITIONS, B_HIDDEN, B_NORMED, B_PANEL, B_INNER, B_WIDE, B_QUERY, B_KEY, B_VALUE, B_ATTENDED, B_LOGITS,
     B_ROWS, B_PER_LAYER, B_TABLE_ROWS, B_ROUTED, B_CHOSEN, B_SHARES, B_DISPATCH, B_SPREAD, B_EXPERTS_INNER, B_BESIDE,
-    B_STATES, B_SEQUENCES, B_TABLES,
-) = range(25)  # fmt: skip
+    B_STATES, B_SEQUENCES, B_DRAFTS, B_TABLES,
+) = range(26)  # fmt: skip
 
-# Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its number.
-K_ATTEND, K_CLOSE, NUM_KERNELS = 16, 17, 18
+# Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its number; those behind
+# K_CLOSE run operations that few models have, see run.py. K_PROGRAM is no address: what runs the program itself.
+K_PROGRAM = -1
+K_ATTEND, K_CLOSE, K_EXPERTS, K_CONV, K_TAILS, K_SCAN, NUM_KERNELS = range(16, 23)
+OPERATIONS = {
+    K_PROGRAM: (
+        OP_EMBED, OP_NORM, OP_ADD_NORM, OP_QUANT, OP_ACT, OP_ROPE, OP_LINEAR, OP_GATED, OP_CAP, OP_CONTINUE, OP_CLOSE,
+        OP_ATTEND, OP_PER_LAYER,
+    ),
+    K_EXPERTS: (OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN, OP_ADD_SHARED),
+    K_CONV: (OP_CONV,),
+    K_TAILS: (OP_TAILS,),
+    K_SCAN: (OP_STEPS, OP_SCAN, OP_GATE),
+}  # fmt: skip
+"""Entry -> the operations it knows. Each has one entry; a program with an operation that has none is refused."""
+_ENTRIES = {op: entry for entry, ops in OPERATIONS.items() for op in ops}
+ENTRY_OF = np.array([_ENTRIES[op] for op in range(len(_ENTRIES))])
+"""int64, of each operation its entry."""
 
 COUNTERS_PER_OP = 16  # two counters on cache lines of their own
 

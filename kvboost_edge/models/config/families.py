@@ -31,7 +31,7 @@ from kvboost_edge.models.config.family import Family
 from kvboost_edge.models.config.file import context_length, number_of, size_of
 from kvboost_edge.models.config.layer_ropes import layer_ropes, rope_settings
 from kvboost_edge.models.config.layers import LayerShape, LayerSpec, mixed_shapes, same_shapes
-from kvboost_edge.models.config.mixers import Mixer
+from kvboost_edge.models.config.mixers import Mixer, MixerNames
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale
@@ -44,7 +44,6 @@ from kvboost_edge.models.config.special.gemma4 import (
 )
 from kvboost_edge.models.config.special.hybrids import (
     Hybrid,
-    MixerNames,
     conv_layers,
     delta_layers,
     with_lfm2_defaults,

@@ -19,7 +19,7 @@ from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_n
 from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
 from kvboost_edge.models.weights.columns.mxfp4 import LEAST_WEIGHT
 from kvboost_edge.models.weights.experts import ExpertRows, expert_rows
-from kvboost_edge.models.weights.file_bytes import FileBytes
+from kvboost_edge.models.weights.file_bytes import open_stamped
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
 __all__ = ["LONG_FACTORS", "ROPE_FACTORS", "SHORT_FACTORS", "GgufSource", "architecture_of", "own_layers"]
@@ -77,16 +77,7 @@ class GgufSource:
                 start, stop = piece.bytes_in(tensor.start, tensor.stop, tensor.shape)
                 self._tensors[piece.name] = dataclasses.replace(tensor, shape=piece.shape, start=start, stop=stop)
         self._lock, self._lost = threading.Lock(), set[str]()
-        self._files: list[FileBytes] = []
-        for path, stamp in header.parts:
-            try:
-                self._files.append(FileBytes(path))
-            except ModelFormatError:
-                self._close()
-                raise
-            if self._files[-1].stamp != stamp:
-                self._close()
-                raise ModelFormatError(f"{path} changed since its header was read; load it when it is complete")
+        self._files = open_stamped(header.parts, "header")
 
     def __enter__(self) -> GgufSource:
         return self

@@ -24,7 +24,7 @@ from kvboost_edge.models.onnx.decoder import Decoder
 from kvboost_edge.models.onnx.file import OnnxModel, OnnxTensor
 from kvboost_edge.models.onnx.graph import Rows
 from kvboost_edge.models.onnx.tensors import Matrix, as_float32
-from kvboost_edge.models.weights.file_bytes import FileBytes
+from kvboost_edge.models.weights.file_bytes import open_stamped
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
 __all__ = ["OnnxSource", "tensors_of"]
@@ -83,18 +83,9 @@ class OnnxSource:
         self._zeros = zeros
         self._tensors = tensors
         self._norm_offset = np.float32(norm_offset)
-        self._files: dict[Path, FileBytes] = {}
         self._transposed = functools.lru_cache(maxsize=_KEPT)(self._read_transposed)
         self._has_middle_zeros = functools.cache(self._find_middle_zeros)
-        for path, stamp in model.files:
-            try:
-                self._files[path] = FileBytes(path)
-            except ModelFormatError:
-                self._close()
-                raise
-            if self._files[path].stamp != stamp:
-                self._close()
-                raise ModelFormatError(f"{path} changed since its graph was read; load it when it is complete")
+        self._files = {file.path: file for file in open_stamped(model.files, "graph")}
 
     def __enter__(self) -> OnnxSource:
         return self

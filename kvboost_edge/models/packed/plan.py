@@ -289,9 +289,11 @@ def _mixer_rest(spec: ModelSpec, source: str, to: str) -> list[PackEntry]:
     """What is small of a mixer: its gates, which are floats as routers are, the taps of its convolution from the oldest
     input on, [taps + 1, channels], and vectors."""
     mixer, names = spec.named_mixer
+    normed = mixer.value_dim * (mixer.value_heads if mixer.norm_groups else 1)
     vectors = {
-        "conv": (names.conv, (mixer.taps + 1) * mixer.channels), "decay": (names.decay, mixer.value_heads),
-        "dt_bias": (names.dt_bias, mixer.value_heads), "mixer_norm": (names.norm, mixer.value_dim),
+        "conv": (names.conv, (mixer.taps + 1) * mixer.channels), "conv_bias": (names.conv_bias, mixer.channels),
+        "decay": (names.decay, mixer.value_heads), "dt_bias": (names.dt_bias, mixer.value_heads),
+        "skip": (names.skip, mixer.value_heads), "mixer_norm": (names.norm, normed),
     }  # fmt: skip
     gates = tuple((name, mixer.value_heads) for name in names.gates)
     plan = [PackEntry(f"{to}mixer_gates", ROUTER_KIND, _named(source, gates, "weight"), spec.hidden_size)]

@@ -19,7 +19,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import FileStamp
 
-__all__ = ["FileBytes"]
+__all__ = ["FileBytes", "open_stamped"]
 
 
 class FileBytes:
@@ -65,3 +65,17 @@ class FileBytes:
 
     def close(self) -> None:
         self._file.close()
+
+
+def open_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> list[FileBytes]:
+    """All of these files, open, in their order; none stays open where one is missing, or is another file than when its
+    `what` was read (ModelFormatError)."""
+    with contextlib.ExitStack() as stack:
+        opened: list[FileBytes] = []
+        for path, stamp in files:
+            opened.append(FileBytes(path))
+            stack.callback(opened[-1].close)
+            if opened[-1].stamp != stamp:
+                raise ModelFormatError(f"{path} changed since its {what} was read; load it when it is complete")
+        stack.pop_all()
+    return opened

@@ -2,6 +2,7 @@
 
     conv.conv.weight, linear_attn.conv1d.weight   [channels, 1, taps + 1] or without the 1: a vector, tap by tap
     linear_attn.A_log                             linear_attn.decay = -exp(A_log); files that have that are read as well
+    mamba.in_proj                                 its rows as matrices of their own, see PieceSource
     self_attn.q_proj, each head [query | gate]    self_attn.q_proj and self_attn.output_gate
 
 Rows of queries and keys whose rope turns neighbours are in halved.py.
@@ -19,12 +20,13 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.families import FAMILIES, ModelSpec, describe_model
+from kvboost_edge.models.config.mixers import Mixer, MixerNames
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.special.hybrids import OUTPUT_GATE
 from kvboost_edge.models.weights.halved import HalvedSource
 from kvboost_edge.models.weights.source import QuantRows, StoredRows, WeightSource
 
-__all__ = ["MixerSource", "in_kernel_order"]
+__all__ = ["MixerSource", "PieceSource", "in_kernel_order", "mixer_pieces"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -41,7 +43,11 @@ def in_kernel_order(open_files: Callable[[], WeightSource], config: Mapping[str,
     spec = describe_model(config)
     if family.paired_rope:
         return HalvedSource(open_files(), spec.head_dim, spec.ropes[0].half)
-    return MixerSource(open_files(), spec)
+    source = open_files()
+    if spec.mixer is not None and spec.named_mixer[1].whole:
+        mixer, names = spec.named_mixer
+        source = PieceSource(source, names.whole, mixer_pieces(mixer, names))
+    return MixerSource(source, spec)
 
 
 class MixerSource:
@@ -151,3 +157,87 @@ class MixerSource:
         places = index // dim * 2 * dim + index % dim + dim * (_GATE in name)
         first = int(places[0])
         return (first, int(places[-1]) + 1), places - first
+
+
+def mixer_pieces(mixer: Mixer, names: MixerNames) -> dict[str, int]:
+    """Pieces of `names.whole` in the order of its rows, [z | x | B | C | dt], and the rows of each."""
+    (xbc, z), (dt,) = names.inputs, names.gates
+    return {z: mixer.value_heads * mixer.value_dim, xbc: mixer.channels, dt: mixer.value_heads}
+
+
+class PieceSource:
+    """`source` with the matrices called `whole` inside a layer read as pieces, all formats as they are stored."""
+
+    def __init__(self, source: WeightSource, whole: str, pieces: Mapping[str, int]) -> None:
+        """pieces: their names and rows, in the order in which they lie."""
+        self._source, self._whole, self._rows = source, f".{whole}.", sum(pieces.values())
+        self._pieces, first = {}, 0
+        for name, rows in pieces.items():
+            self._pieces[f".{name}."] = (first, rows)
+            first += rows
+
+    def __enter__(self) -> PieceSource:
+        self._source.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._source.__exit__(kind, error, trace)
+
+    def names(self) -> set[str]:
+        found = set()
+        for name in self._source.names():
+            found |= {name.replace(self._whole, piece) for piece in self._pieces} if self._whole in name else {name}
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored, _, rows = self._place(name)
+        shape = self._source.shape(stored)
+        if stored == name:
+            return shape
+        if shape[0] != self._rows:
+            raise ModelFormatError(
+                f"{self.file_of(name)}: tensor {stored!r} has {shape[0]} rows; by the config these are {self._rows}"
+            )
+        return rows, *shape[1:]
+
+    def kind(self, name: str) -> str | None:
+        return self._source.kind(self._place(name)[0])
+
+    def type_of(self, name: str) -> str:
+        return self._source.type_of(self._place(name)[0])
+
+    def file_of(self, name: str) -> Path:
+        return self._source.file_of(self._place(name)[0])
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
+        stored, first, rows = self._place(name)
+        if stored == name:
+            return self._source.rows(name, start, stop)
+        start, stop = self._range(name, start, rows if stop is None else stop)
+        return self._source.rows(stored, first + start, first + stop)
+
+    def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
+        stored, first, _ = self._place(name)
+        if stored != name:
+            start, stop = self._range(name, start, stop)
+        return self._source.quant_rows(stored, first + start, first + stop)
+
+    def stored_rows(self, name: str) -> StoredRows:
+        stored, first, _ = self._place(name)
+        found = self._source.stored_rows(stored)
+        return found._replace(start=found.start + first * found.row_bytes)
+
+    def _place(self, name: str) -> tuple[str, int, int]:
+        """What the source calls the tensor that a name is a piece of, and the piece's first row and rows there."""
+        for piece, (first, rows) in self._pieces.items():
+            if piece in name:
+                return name.replace(piece, self._whole), first, rows
+        return name, 0, 0
+
+    def _range(self, name: str, start: int, stop: int) -> tuple[int, int]:
+        rows = self.shape(name)[0]
+        if not 0 <= start <= stop <= rows:
+            raise ModelFormatError(f"tensor {name!r} has {rows} rows; asked for {start} to {stop}")
+        return start, stop

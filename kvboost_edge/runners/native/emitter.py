@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.norms import ACT_CLAMPED_SWIGLU, ACT_GELU_TANH, ACT_SILU
+from kvboost_edge.kernels.program.activations import ACT_CLAMPED_SWIGLU, ACT_GELU_TANH, ACT_SILU
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
@@ -41,6 +41,7 @@ class Emitter:
 
     def add(self, op: int, fields: dict[int, int], **params: float) -> None:
         names = {"factor": lt.P_FACTOR, "eps": lt.P_EPS, "cap": lt.P_CAP, "sum_factor": lt.P_SUM_FACTOR}
+        names |= {"least": lt.P_LEAST, "most": lt.P_MOST}
         self.rows.append({lt.F_OP: op, **fields})
         self.floats.append(
             {lt.P_FACTOR: 1.0, lt.P_SUM_FACTOR: 1.0, **{names[name]: value for name, value in params.items()}}

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import AttentionParams
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.norms import ACT_SIGMOID
+from kvboost_edge.kernels.program.activations import ACT_SIGMOID
+from kvboost_edge.kernels.program.entries import entries_of
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
 from kvboost_edge.models.packed.plan import PackEntry
@@ -19,7 +20,7 @@ from kvboost_edge.runners.native.mixture import emit_mixture, emit_mixture_besid
 from kvboost_edge.runners.native.sizes import padded
 from kvboost_edge.runners.native.states import StateOperations
 
-__all__ = ["LayerProgram", "attention_params", "build_program"]
+__all__ = ["LayerProgram", "attention_params", "build_program", "possible_operations"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class LayerProgram:
 
     From part `narrow` on no keys, values and states are computed: it and all behind it need the rows of logits only.
     border: the buffer that it reads beside the hidden state, what attention returned and B_PER_LAYER; None: no other
+    accept: (first, end) of what lets states take in rows of drafts; empty where there are no states
     held: weights of norms that have none, to which operations point
     """
 
@@ -42,7 +44,13 @@ class LayerProgram:
     narrow: int
     normed: int
     border: Rows | None
+    accept: tuple[int, int]
     held: list[npt.NDArray[np.float32]]
+
+    @property
+    def operations(self) -> set[int]:
+        """Which ones there are."""
+        return set(self.ops[:, lt.F_OP].tolist())
 
 
 class _Builder(Emitter):
@@ -118,6 +126,15 @@ class _Builder(Emitter):
             return self.states.before(f"layer{index}.", layer.state)
         self.before_attention(index)
         return lt.B_ATTENDED, self.sizes.attended[index]
+
+    def accept_drafts(self) -> tuple[int, int]:
+        """See `LayerProgram.accept`."""
+        first = len(self.rows)
+        for index, layer in enumerate(self.spec.layers):
+            if layer.state >= 0:
+                assert self.states is not None
+                self.states.accept(f"layer{index}.", layer.state)
+        return first, len(self.rows)
 
     def border(self, index: int) -> Rows | None:
         """See `LayerProgram.border`, of a part behind this layer."""
@@ -201,14 +218,26 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
         builder.after_mixing(index, rows)
     normed = builder.head()
     parts.append((first, len(builder.rows)))
+    accept = builder.accept_drafts()
     ops = np.zeros((len(builder.rows), lt.NUM_FIELDS), dtype=np.int64)
     params = np.zeros((len(builder.rows), lt.NUM_PARAMS), dtype=np.float32)
     for index, (fields, floats) in enumerate(zip(builder.rows, builder.floats, strict=True)):
         ops[index, list(fields)] = list(fields.values())
         params[index, list(floats)] = list(floats.values())
     border = builder.border(spec.first_shared - 1)
+    entries_of(ops[:, lt.F_OP].tolist())  # raises where one has none
     held = [builder.ones, *(() if builder.states is None else builder.states.held)]
-    return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, border, held)
+    return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, border, accept, held)
+
+
+def possible_operations(spec: ModelSpec) -> list[int]:
+    """All that a program of the model may have: before its weights are packed there is none to look at."""
+    found = [lt.K_PROGRAM]
+    if spec.experts is not None:
+        found.append(lt.K_EXPERTS)
+    if spec.mixer is not None:
+        found += [lt.K_TAILS, lt.K_CONV if spec.mixer.kind == "conv" else lt.K_SCAN]
+    return [operation for entry in found for operation in lt.OPERATIONS[entry]]
 
 
 def attention_params(spec: ModelSpec, packed: PackedWeights) -> list[AttentionParams]:

@@ -9,15 +9,16 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.panel import COARSE_BYTES, SEED_BYTES
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program.route import dispatch_numbers
+from kvboost_edge.kernels.program.states.scan import MOST_KEYS
 from kvboost_edge.kernels.program.tiles import SCRATCH_BYTES
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.experts import Experts
 from kvboost_edge.models.config.families import ModelSpec
-from kvboost_edge.models.config.mixers import Mixer
+from kvboost_edge.models.config.mixers import MIXER_NORMS, Mixer
 
 __all__ = ["MixerSizes", "MixtureSizes", "Sizes", "padded"]
 
-_MOST_TAPS, _MOST_DIM = 15, SCRATCH_BYTES // 4  # a head fits into the scratch of a thread
+_MOST_TAPS, _MOST_DIM = 15, SCRATCH_BYTES // 4  # a head of values fits into the scratch of a thread
 
 
 def padded(value: int, multiple: int) -> int:
@@ -70,16 +71,35 @@ class MixerSizes(NamedTuple):
         """ModelFormatError for sizes that the kernels do not take."""
         width = mixer.value_heads * mixer.value_dim or mixer.channels
         uneven = mixer.channels % LANES or mixer.key_dim % LANES or mixer.value_dim % LANES or width % GROUP
-        if uneven or not 1 <= mixer.taps <= _MOST_TAPS or max(mixer.key_dim, mixer.value_dim) > _MOST_DIM:
+        if uneven or not 1 <= mixer.taps <= _MOST_TAPS or mixer.key_dim > MOST_KEYS or mixer.value_dim > _MOST_DIM:
             raise ModelFormatError(
-                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, dims at most "
-                f"{_MOST_DIM}, values in all a multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
+                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, those of keys at "
+                f"most {MOST_KEYS} and of values {_MOST_DIM}, values in all a multiple of {GROUP}, and taps from 1 to "
+                f"{_MOST_TAPS}"
             )
         if mixer.kind == "conv":
             return cls(3 * mixer.channels, 0, width)
+        _check_heads(mixer, width)
         gates = mixer.channels + width
-        wide = gates + -(-2 * mixer.value_heads // LANES) * LANES
+        wide = gates + padded((2 if mixer.kind == "delta" else 1) * mixer.value_heads, LANES)
         return cls(wide, gates, width, mixer.key_heads * mixer.key_dim, width + 2 * mixer.value_heads)
+
+
+def _check_heads(mixer: Mixer, width: int) -> None:
+    """ModelFormatError for heads that do not go together; width: of all heads of values."""
+    if mixer.key_heads < 1 or mixer.value_heads % mixer.key_heads:
+        raise ModelFormatError(f"{mixer.value_heads} heads of values do not share {mixer.key_heads} heads of keys")
+    if mixer.channels != width + 2 * mixer.key_heads * mixer.key_dim:
+        raise ModelFormatError(f"a convolution of {mixer.channels} channels is not one of values, keys and queries")
+    if mixer.norm not in MIXER_NORMS:
+        raise ModelFormatError(f"a mixer's norm is one of {MIXER_NORMS}, not {mixer.norm!r}")
+    if mixer.norm_groups and width % (LANES * mixer.norm_groups):
+        raise ModelFormatError(
+            f"{width} values are normed in {mixer.norm_groups} groups, which are no multiples of {LANES}"
+        )
+    least, most = mixer.time_limit
+    if not 0 <= least <= most:
+        raise ModelFormatError(f"steps of time from {least} to {most} are none")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

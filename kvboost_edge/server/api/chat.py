@@ -11,17 +11,17 @@ from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
-from kvboost_edge.server.api.checks import check_logprobs, check_mode, check_priority, most_with_logprobs, room_for
+from kvboost_edge.server.api.checks import check_logprobs, most_with_logprobs, room_for
 from kvboost_edge.server.api.generation import AnswerWriter, Order
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
-from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spelling
+from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spelling, order_of
 from kvboost_edge.server.api.prompts import encode_plain, estimate_messages, size_of
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.turns import turn_of
 from kvboost_edge.server.doctor.asked import normal
 from kvboost_edge.server.doctor.records import Asked
 from kvboost_edge.server.state import ModelState
-from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
+from kvboost_edge.server.work.bridge import EncodedPrompt, Running
 from kvboost_edge.server.work.overflow import ranges_to_drop
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.reader import TurnReader
@@ -68,26 +68,10 @@ def chat_order(state: ModelState, body: ChatRequest, writer: AnswerWriter | None
 
     limit = min(body.token_limit or 0, state.engine.runner_info.max_context)
     own = OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage)
-    return Order(
-        estimate=estimate_messages(body.messages, body.tools) + body.num_choices * limit,
-        num_prompts=1,
-        job=Job(
-            encode=encode,
-            size=size_of(body.messages, body.tools),
-            params=params,
-            per_prompt=body.num_choices,
-            mode=check_mode(state, body.mode),
-            options=body.engine_options,
-            cache_salt=body.cache_salt,
-            priority=check_priority(state, body.priority),
-            cache_key=body.cache_key,
-            retention=body.retention,
-        ),
-        streams=bool(body.stream),
-        writer=writer or own,
-        explain=own.explain if body.explain else None,
-        tells_progress=bool(body.return_progress),
-    )
+    size = size_of(body.messages, body.tools)
+    estimate = estimate_messages(body.messages, body.tools) + body.num_choices * limit
+    shape = {"size": size, "estimate": estimate, "num_prompts": 1, "per_prompt": body.num_choices}
+    return order_of(state, body, own, writer, **shape, encode=encode, params=params)
 
 
 def _fitting(

@@ -9,16 +9,16 @@ from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
-from kvboost_edge.server.api.checks import check_logprobs, check_mode, check_priority, most_with_logprobs, room_for
+from kvboost_edge.server.api.checks import check_logprobs, most_with_logprobs, room_for
 from kvboost_edge.server.api.generation import AnswerWriter, Order
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, completion_logprobs
-from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spelling
+from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spelling, order_of
 from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.doctor.records import Asked, Field
 from kvboost_edge.server.state import ModelState
-from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
+from kvboost_edge.server.work.bridge import EncodedPrompt, Running
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["completion_order"]
@@ -64,26 +64,10 @@ def completion_order(
     limit = min(wanted or 0, state.engine.runner_info.max_context)
     sequences = len(body.prompt) * body.num_sequences
     own = OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage, chosen=chosen)
-    return Order(
-        estimate=sum(estimate_tokens(p) if isinstance(p, str) else len(p) for p in body.prompt) + sequences * limit,
-        num_prompts=len(body.prompt),
-        job=Job(
-            encode=encode,
-            size=sum(map(len, body.prompt)),
-            params=params,
-            per_prompt=body.num_sequences,
-            mode=check_mode(state, body.mode),
-            options=body.engine_options,
-            cache_salt=body.cache_salt,
-            priority=check_priority(state, body.priority),
-            cache_key=body.cache_key,
-            retention=body.retention,
-        ),
-        streams=bool(body.stream),
-        writer=writer or own,
-        explain=own.explain if body.explain else None,
-        tells_progress=bool(body.return_progress),
-    )
+    size, prompts = sum(map(len, body.prompt)), len(body.prompt)
+    estimate = sum(estimate_tokens(p) if isinstance(p, str) else len(p) for p in body.prompt) + sequences * limit
+    shape = {"size": size, "estimate": estimate, "num_prompts": prompts, "per_prompt": body.num_sequences}
+    return order_of(state, body, own, writer, **shape, encode=encode, params=params)
 
 
 def _encode(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRequest, vocab_size: int) -> EncodedPrompt:

@@ -12,16 +12,21 @@ from typing import Any, Protocol
 from starlette.types import Send
 
 import kvboost_edge
+from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.progress import Progress
+from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+from kvboost_edge.server.api.checks import check_mode, check_priority
+from kvboost_edge.server.api.generation import AnswerWriter, Order
+from kvboost_edge.server.api.schemas.shared import SamplingFields
 from kvboost_edge.server.api.usage import costs, progress_of, usage_of
 from kvboost_edge.server.doctor.records import Diagnosis
 from kvboost_edge.server.state import ModelState
-from kvboost_edge.server.work.bridge import Running, off_loop
+from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running, off_loop
 from kvboost_edge.server.work.streams import ChunkStream, EventStream, dumps, dumps_long
 
-__all__ = ["Choice", "OpenAIWriter", "PromptLogprobs", "Spelling"]
+__all__ = ["Choice", "OpenAIWriter", "PromptLogprobs", "Spelling", "order_of"]
 
 Json = dict[str, Any]
 PromptLogprobs = Sequence[TokenLogprobs | None] | None
@@ -171,3 +176,40 @@ class OpenAIWriter:
             "model": self._state.model_name,
             "system_fingerprint": "fp_" + hashlib.sha256(described.encode()).hexdigest()[:12],
         }
+
+
+def order_of(
+    state: ModelState,
+    body: SamplingFields,
+    own: OpenAIWriter,
+    writer: AnswerWriter | None,
+    *,
+    size: int,
+    estimate: int,
+    num_prompts: int,
+    per_prompt: int,
+    encode: Callable[[KeptAnswers], list[EncodedPrompt]],
+    params: Callable[[EncodedPrompt, int], SamplingParams],
+) -> Order:
+    """The order of a body, answered by `writer`, or by `own`; the rest as in `Order` and `Job`."""
+    job = Job(
+        encode=encode,
+        size=size,
+        params=params,
+        per_prompt=per_prompt,
+        mode=check_mode(state, body.mode),
+        options=body.engine_options,
+        cache_salt=body.cache_salt,
+        priority=check_priority(state, body.priority),
+        cache_key=body.cache_key,
+        retention=body.retention,
+    )
+    return Order(
+        estimate=estimate,
+        num_prompts=num_prompts,
+        job=job,
+        streams=bool(body.stream),
+        writer=writer or own,
+        explain=own.explain if body.explain else None,
+        tells_progress=bool(body.return_progress),
+    )

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.file import integer_of, number_of, size_of
-from kvboost_edge.models.config.mixers import Mixer
+from kvboost_edge.models.config.mixers import Mixer, MixerNames
 
 __all__ = [
     "OUTPUT_GATE",
     "TILED_HEADS",
     "Hybrid",
-    "MixerNames",
     "adjusted_width",
     "conv_layers",
     "delta_layers",
@@ -34,22 +33,6 @@ _ATTENTION, _FULL = "attention", "full_attention"
 _MOST_TAPS, _MOST_DIM = 16, 1 << 11  # length of a convolution; dim of a head
 _LANES = 16  # value channels that a kernel takes at once
 _GROUP = 32  # inputs of a matrix that a kernel takes at once
-
-
-class MixerNames(NamedTuple):
-    """What the checkpoint calls the tensors of a mixer inside a layer; all but the matrices with their whole name.
-
-    inputs  the matrices whose rows are the mixer's inputs, one below the other; gates: the same of its gates
-    decay   what a state is multiplied with is exp(decay * ...): -exp(A_log) of the checkpoint
-    """
-
-    inputs: tuple[str, ...]
-    out: str
-    conv: str
-    gates: tuple[str, ...] = ()
-    decay: str = ""
-    dt_bias: str = ""
-    norm: str = ""
 
 
 class Hybrid(NamedTuple):

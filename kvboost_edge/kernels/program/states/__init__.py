@@ -1,0 +1,1 @@
+"""Operations of layers that keep a state instead of keys and values."""

@@ -1,0 +1,186 @@
+"""States that tokens turn one after another: of each value head a matrix, [key_dim, value_dim].
+
+The gated delta rule, RULES["delta"]; the other rule is in ssd.py:
+
+    S = decay * S;  d = share * (v - S^T k);  S = S + k d^T;  out = S^T q
+
+OP_STEPS makes q, k, v and the gates of each token: B_QUERY and B_KEY are then [key_heads, tokens, key_dim], B_VALUE is
+[value_heads, value_dim / 16, tokens, 16], then [value_heads, tokens, 2]. So a unit of OP_SCAN reads what lies one
+behind another; in the rows that q, k and v come from it would lie 50 KB apart, which took six times as long. Such a
+unit is a tile of 16 value columns of one head of one sequence: 8 KB that stay in the first cache for the whole pass.
+Columns do not meet, and tokens follow one another in every lane, so the bits do not depend on where a text was cut.
+Drafts turn a copy of the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba.core import types
+
+from kvboost_edge.kernels.attention.rope import copy_floats
+from kvboost_edge.kernels.integers import int_constant
+from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.norms import norm_row
+from kvboost_edge.kernels.program.states import sequences as ls
+from kvboost_edge.kernels.program.states.conv import conv_silu, keep_draft, window_of
+from kvboost_edge.kernels.program.states.gates import gates as store_gates
+from kvboost_edge.kernels.program.states.gates import gates_at
+from kvboost_edge.kernels.program.states.ssd import advance
+from kvboost_edge.kernels.program.states.sums import CHAINS, LINE, emit_number, emit_quads, emit_sums, emit_total
+from kvboost_edge.kernels.program.table import ProgramJob
+from kvboost_edge.kernels.program.tiles import tile_scratch
+from kvboost_edge.kernels.vectors import LANES, V16, emit_fma, emit_load, emit_scratch, emit_store, store_f32
+
+__all__ = ["MOST_KEYS", "scan", "scan_units", "steps", "value_at"]
+
+_SSD = lt.RULES["ssd"]
+MOST_KEYS = 256
+"""Rows of a tile at most."""
+
+Value = Any
+Builder = Any
+
+
+@kernel
+def value_at(job: ProgramJob, tile: int, token: int) -> Any:
+    """Address of 16 values of a token, or of what became of them; tiles of one head behind those of another."""
+    return job.buffers[lt.B_VALUE] + LINE * (tile * job.tokens + token)
+
+
+@kernel
+def steps(job: ProgramJob, op: Any, params: Any, token: int) -> None:
+    """What a token does to the states: queries and keys, normed where the rule says so, values, and the gates.
+
+    The convolution's channels are [q | k | v]; of RULES["ssd"] [v | k | q].
+    """
+    heads, dim, values = op[lt.F_KEY_HEADS], op[lt.F_KEY_DIM], op[lt.F_HEADS] * op[lt.F_DIM]
+    is_ssd = op[lt.F_RULE] == _SSD
+    window, first = window_of(job, op, token), 4 * values if is_ssd else 0
+    for head in range(2 * heads):
+        is_query = (head < heads) != is_ssd
+        out = job.buffers[lt.B_QUERY if is_query else lt.B_KEY] + 4 * (head % heads * job.tokens + token) * dim
+        conv_silu(window, first + 4 * head * dim, dim // LANES, out, LINE)
+        weight = op[lt.F_Q_NORM] if is_query else op[lt.F_K_NORM]
+        if weight != 0:
+            norm_row(out, weight, dim, params[lt.P_EPS], out)
+    conv_silu(window, 0 if is_ssd else 8 * heads * dim, values // LANES, value_at(job, 0, token), LINE * job.tokens)
+    store_gates(job, op, params, token)
+    keep_draft(job, op, token, op[lt.F_HEADS] if is_ssd else 2 * op[lt.F_HEADS])
+
+
+@intrinsic
+def _dots(typing: Any, tile: Any, dim: Any, key: Any, out: Any) -> Any:
+    """out = the sum over keys of key * row of the tile, 16 columns."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        tile, dim, key, out = arguments
+        chains = emit_sums(b)
+        with emit_quads(b, dim) as loop:
+            first = b.mul(loop.index, int_constant(CHAINS))
+            for index, chain in enumerate(chains):
+                i = b.add(first, int_constant(index))
+                row = emit_load(b, V16, b.add(tile, b.mul(i, int_constant(LINE))))
+                b.store(emit_fma(b, emit_number(b, key, i), row, b.load(chain)), chain)
+        emit_store(b, emit_total(b, chains), out)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def _turn(
+    typing: Any, tile: Any, dim: Any, query: Any, key: Any, after: Any, values: Any, gates: Any, dots: Any
+) -> Any:
+    """One token: the tile becomes decay * tile + key d, d = share * (values - decay * dots), and the values what the
+    query finds in it.
+
+    gates  address of (share, decay)
+    dots   address of what `_dots` has of `key`; becomes that of `after`, the key of the next token: the tile is read
+           for both at once
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        tile, dim, query, key, after, values, gates, dots = arguments
+        share, decay = (emit_number(b, gates, int_constant(index)) for index in range(2))
+        found = emit_fma(b, b.fneg(decay), emit_load(b, V16, dots), emit_load(b, V16, values))
+        delta = b.fmul(found, share)
+        outs, nexts = emit_sums(b), emit_sums(b)
+        with emit_quads(b, dim) as loop:
+            first = b.mul(loop.index, int_constant(CHAINS))
+            for index, (out, following) in enumerate(zip(outs, nexts, strict=True)):
+                i = b.add(first, int_constant(index))
+                place = b.add(tile, b.mul(i, int_constant(LINE)))
+                row = emit_fma(b, emit_number(b, key, i), delta, b.fmul(emit_load(b, V16, place), decay))
+                b.store(emit_fma(b, emit_number(b, query, i), row, b.load(out)), out)
+                b.store(emit_fma(b, emit_number(b, after, i), row, b.load(following)), following)
+                emit_store(b, row, place)
+        emit_store(b, emit_total(b, outs), values)
+        emit_store(b, emit_total(b, nexts), dots)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen
+
+
+@intrinsic
+def _drafts_scratch(typing: Any) -> Any:
+    """Address of a tile on the stack of the calling kernel."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return emit_scratch(b, LINE * MOST_KEYS)
+
+    return types.int64(), codegen
+
+
+@kernel
+def scan_units(job: ProgramJob, op: Any) -> Any:
+    """Units of an OP_SCAN: those of one sequence, then those of the next."""
+    return job.buffers[lt.B_SEQUENCES] * op[lt.F_HEADS] * (op[lt.F_DIM] // LANES)
+
+
+@kernel
+def _begin(state: int, before: int, floats: int) -> None:
+    """A tile of the state as it was, or zeros."""
+    if before == 0:
+        for index in range(floats):
+            store_f32(state + 4 * index, np.float32(0.0))
+    elif before != state:
+        copy_floats(before, floats, state)
+
+
+@kernel
+def scan(job: ProgramJob, op: Any, unit: int) -> None:
+    """A tile of one head of one sequence: all rows of the pass. Values become results, in place."""
+    heads, tiles, dim = op[lt.F_HEADS], op[lt.F_DIM] // LANES, op[lt.F_KEY_DIM]
+    sequence, head, tile = unit // (heads * tiles), unit // tiles % heads, unit % tiles
+    shared = op[lt.F_KEY_HEADS]
+    key_head = head % shared if op[lt.F_TILED] != 0 else head // (heads // shared)
+    first, rows = ls.of_sequence(job, sequence, ls.S_FIRST), ls.of_sequence(job, sequence, ls.S_ROWS)
+    offset = op[lt.F_STATE] + (head * tiles + tile) * dim * LINE
+    before, state = ls.of_sequence(job, sequence, ls.S_IN), ls.of_sequence(job, sequence, ls.S_OUT) + offset
+    _begin(state, before + offset if before != 0 else 0, dim * LANES)
+    start = 4 * (key_head * job.tokens + first) * dim
+    query, key = job.buffers[lt.B_QUERY] + start, job.buffers[lt.B_KEY] + start
+    gates, values = gates_at(job, op) + 8 * (head * job.tokens + first), value_at(job, head * tiles + tile, first)
+    dots, saved, save = tile_scratch(), 0, ls.saved_rows(job, sequence, 0)
+    is_ssd, certain = op[lt.F_RULE] == _SSD, ls.of_sequence(job, sequence, ls.S_CERTAIN)
+    if rows > 0 and not is_ssd:
+        _dots(state, dim, key, dots)
+    for row in range(rows):
+        if row == certain:
+            drafted = _drafts_scratch()
+            copy_floats(state, dim * LANES, drafted)
+            state = drafted
+        after = key + 4 * dim if row + 1 < rows else key
+        if is_ssd:
+            advance(state, dim, query, key, values, gates, op[lt.F_SKIP] + 4 * head)
+        else:
+            _turn(state, dim, query, key, after, values, gates, dots)
+        query, key, gates, values = query + 4 * dim, after, gates + 8, values + LINE
+        if row + 1 == save:
+            copy_floats(state, dim * LANES, ls.saved_at(job, sequence, saved) + offset)
+            saved += 1
+            save = ls.saved_rows(job, sequence, saved)

@@ -1,0 +1,83 @@
+"""Sizes of Mamba2's mixers: what is taken, what the kernels need, and what is refused by its key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.special.ssd import MAMBA_KEYS, ssd_mixer, ssd_names, time_limit_of
+from kvboost_edge.runners.native.plan import state_spec
+from kvboost_edge.runners.native.sizes import MixerSizes
+
+TINY = {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4}
+
+
+def test_granites_mixer_is_as_large_as_its_paper_says() -> None:
+    mixer = ssd_mixer(TINY, MAMBA_KEYS, "gated_before")
+    assert (mixer.kind, mixer.taps, mixer.channels) == ("ssd", 3, 3328)
+    assert (mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim) == (1, 48, 128, 64)
+    assert (mixer.norm, mixer.norm_groups, mixer.time_limit) == ("gated_before", 1, (0.0, math.inf))
+    spec = state_spec(mixer)
+    assert (spec.tail_bytes, spec.nbytes - spec.tail_bytes) == (39 << 10, 1536 << 10)
+    sizes = MixerSizes.of(mixer)
+    assert (sizes.wide, sizes.gates, sizes.mixed, sizes.key) == (3328 + 3072 + 48, 3328 + 3072, 3072, 128)
+
+
+def test_groups_are_those_of_the_norm() -> None:
+    config = {**TINY, "mamba_n_groups": 8}
+    assert ssd_mixer(config, MAMBA_KEYS, "gated_after").norm_groups == 8
+    assert ssd_mixer(config, MAMBA_KEYS, "none").norm_groups == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mamba_n_groups": 5}, "mamba_n_heads=48 is not a multiple of mamba_n_groups=5"),
+        ({"mamba_d_head": 24}, "mamba_d_head=24 is no multiple of 16"),
+        ({"mamba_d_state": 40}, "mamba_d_state=40 is no multiple of 16"),
+        ({"mamba_d_state": 4096}, "mamba_d_state=4096 is above 256"),
+        ({"mamba_d_conv": 17}, "mamba_d_conv=17 is above 16"),
+        ({"mamba_d_conv": 1}, "mamba_d_conv"),
+        ({"mamba_n_heads": 0}, "mamba_n_heads"),
+        ({"mamba_n_heads": 3, "mamba_d_head": 16}, "are 48 values, no multiple of 32"),
+    ],
+)
+def test_sizes_that_kernels_do_not_take_are_refused_by_their_keys(change: dict[str, int], message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        ssd_mixer({**TINY, **change}, MAMBA_KEYS, "gated_before")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"channels": 3344}, "3344 channels"),
+        ({"key_heads": 5, "channels": 3072 + 1280}, "do not share 5"),
+        ({"norm": "before"}, "not 'before'"),
+        ({"norm_groups": 5}, "in 5 groups"),
+        ({"time_limit": (1.0, 0.5)}, r"from 1\.0 to 0\.5"),
+    ],
+)
+def test_mixers_that_do_not_fit_together_are_refused(change: dict[str, Any], message: str) -> None:
+    mixer = ssd_mixer(TINY, MAMBA_KEYS, "gated_before")._replace(**change)
+    with pytest.raises(ModelFormatError, match=message):
+        MixerSizes.of(mixer)
+
+
+def test_limits_of_time() -> None:
+    assert time_limit_of({}) == time_limit_of({"time_step_limit": None}) == (0.0, math.inf)
+    assert time_limit_of({"time_step_limit": [0.001, 0.5]}) == (0.001, 0.5)
+    assert time_limit_of({"dt": (0, math.inf)}, "dt") == (0.0, math.inf)
+    for bad in ([0.5, 0.1], [-1, 1], [1], "0,1", [0, None], [math.inf, math.inf], [0, math.nan], [True, 2]):
+        with pytest.raises(ModelFormatError, match="time_step_limit"):
+            time_limit_of({"time_step_limit": bad})
+
+
+def test_names_leave_out_what_the_mixer_has_not() -> None:
+    normed = ssd_mixer(TINY, MAMBA_KEYS, "gated_before")
+    assert ssd_names("mamba", normed, conv_bias=True).norm == "mamba.norm.weight"
+    assert ssd_names("mixer", normed, conv_bias=True).conv_bias == "mixer.conv1d.bias"
+    names = ssd_names("mixer", ssd_mixer(TINY, MAMBA_KEYS, "none"), conv_bias=False)
+    assert (names.norm, names.conv_bias) == ("", "")
