@@ -18,7 +18,7 @@ ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction bench-router \
-	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-onnx bench-peers bench-embeddings bench-tiers bench-agents real-model quality clean test-arm64 redis-server
+	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-states bench-onnx bench-peers bench-embeddings bench-tiers bench-agents real-model quality clean test-arm64 redis-server
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -136,6 +136,11 @@ bench-packing: setup  ## processor time, bytes and memory of the first load, by 
 
 bench-bundled: setup  ## the bundled model on this machine, in a minute
 	$(BIN)/python benchmarks/bench_peers.py --bundled
+
+bench-states: setup  ## models with states: second turns, shared prefixes, what snapshots and state traffic cost; two shapes
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/bench_states.py --out benchmarks/results/states-lfm2-1.2b.json
+	$(BIN)/python benchmarks/bench_states.py --shape qwen3.5-0.8b --out benchmarks/results/states-qwen3.5-0.8b.json
 
 quality: setup real-model  ## perplexity, KL and same top token of the real model, by KV bits and weight format, and with reuse; about 40 minutes
 	$(BIN)/python benchmarks/quality.py --out benchmarks/results/quality.json

@@ -4,7 +4,8 @@ A random model of a real one's shape is written once as GGUF. Each engine lives 
 round all of them answer the same request in turn, and the figures are medians over the rounds (least to most in
 brackets). One clock around the whole call for everyone. Beside decode at 0 stands what it reads of our weights a
 second, keys and values not counted, and a plain read of the same bytes by as many threads in the same process right
-after; the share is taken in each round. Engines that are not installed are skipped by name; `make bench-peers` installs
+after; the share is taken in each round; of a mixture of experts, which reads some of its weights only, neither is
+shown. Engines that are not installed are skipped by name; `make bench-peers` installs
 them into `.venv-peers`.
 
     python benchmarks/bench_peers.py                         # 0.5B shape, Q4_0
@@ -12,6 +13,9 @@ them into `.venv-peers`.
     python benchmarks/bench_peers.py --shape 4b --quant Q4_K_M --rounds 2 --depths 0 2048
     python benchmarks/bench_peers.py --shape gemma-4-e2b --rounds 3 --depths 0 1024
     python benchmarks/bench_peers.py --shape olmo-3-7b --short --prompt 512 --rounds 2 --depths 0
+    python benchmarks/bench_peers.py --shape qwen3.5-0.8b --short --prompt 1056 --rounds 3 --depths 0 1024
+    python benchmarks/bench_peers.py --shape qwen3-30b-a3b --layers 8 --short --prompt 1056 --rounds 2 --depths 1024
+    python benchmarks/bench_peers.py --shape gpt-oss-20b --quant MXFP4 --layers 6 --short --prompt 1056 --depths 1024
     python benchmarks/bench_peers.py --only kvboost_edge     # without peers
     python benchmarks/bench_peers.py --bundled               # the bundled model on this machine, in a minute
 """
@@ -26,7 +30,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,12 +38,13 @@ import harness
 from peers.charts import draw_charts
 from peers.float64_qwen import last_logits
 from peers.hybrid_shapes import HYBRID_SHAPES
+from peers.mixture_shapes import MIXTURE_SHAPES
 from peers.random_model import QUANTS, write_gguf
 from peers.shapes import SHAPES, Shape
 
 _HERE = Path(__file__).parent
 _PREFIX, _SUFFIX, _OWN, _SHARING = 2048, 64, 16, 8
-_SHAPES = {**SHAPES, **HYBRID_SHAPES}
+ALL_SHAPES = {**SHAPES, **HYBRID_SHAPES, **MIXTURE_SHAPES}
 _FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
 _OURS, _PEER = "kvboost_edge", "llama.cpp f16"
 _MORE_IS_BETTER = ("_tok_s", "_gb_s", "_share_of_read")
@@ -97,6 +102,8 @@ def start(options: argparse.Namespace, model: Path) -> list[Worker]:
             continue
         command = [str(python), str(_HERE / "peers" / "worker.py"), engine, str(model), "--kv", str(bits)]
         command += ["--threads", str(options.threads), "--capacity", str(options.capacity)]
+        if options.short:  # nothing is shared: a recurrent model has a state for what is held, and one that goes on
+            command += ["--sequences", "2"]
         env = dict(os.environ)
         if engine == "kvboost_edge" and options.cpu_features:
             env |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": options.cpu_features}
@@ -261,8 +268,38 @@ def parser_for_models(description: str | None, shapes: Mapping[str, Shape] = SHA
     return parser
 
 
+def parser_for_layers(description: str | None, shapes: Mapping[str, Shape]) -> argparse.ArgumentParser:
+    """The same for shapes that may be too large as a whole."""
+    parser = parser_for_models(description, shapes)
+    parser.add_argument("--layers", type=int, help="the first so many layers of the shape, where all take too much")
+    return parser
+
+
+class RandomModel(NamedTuple):
+    """A random model's file, its shape, and what it is called in results."""
+
+    path: Path
+    shape: Shape
+    name: str
+
+    @classmethod
+    def written(cls, options: argparse.Namespace, shapes: Mapping[str, Shape]) -> RandomModel:
+        """What the options of `parser_for_layers` name, written where it is not found."""
+        whole, layers = shapes[options.shape], options.layers
+        if layers is not None and not 1 <= layers <= whole.layers:
+            raise SystemExit(f"--layers {layers}: {options.shape} has {whole.layers}")
+        shape, what = (whole, "") if layers is None else (whole.cut(layers), f"-{layers}l")
+        name = options.shape if layers is None else f"{options.shape}, {layers} of {whole.layers} layers,"
+        path = options.models / f"{options.shape}{what}-{options.quant}.gguf"
+        if not path.exists():
+            options.models.mkdir(parents=True, exist_ok=True)
+            print(f"writing {path} ...", file=sys.stderr)
+            write_gguf(path, shape, options.quant)
+        return cls(path, shape, f"{name} {options.quant}")
+
+
 def options_from() -> argparse.Namespace:
-    parser = parser_for_models(__doc__, _SHAPES)
+    parser = parser_for_layers(__doc__, ALL_SHAPES)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 2048, 8192])
     parser.add_argument("--capacity", type=int, default=16384, help="tokens of KV every engine holds")
@@ -282,16 +319,13 @@ def main() -> None:
         options.shape, options.rounds, options.depths, options.capacity = "tiny", 1, [0, 512], 8192
     if options.bundled:
         options.only = ["kvboost_edge"]
-        model = Path("kvboost-edge/demo")
+        model, what = Path("kvboost-edge/demo"), "bundled"
         options.shape = options.quant = None
         options.depths, options.capacity = [0, 512], 4096
     else:
-        shape = _SHAPES[options.shape]
-        model = options.models / f"{options.shape}-{options.quant}.gguf"
-        if not model.exists():
-            options.models.mkdir(parents=True, exist_ok=True)
-            print(f"writing {model} ...", file=sys.stderr)
-            write_gguf(model, shape, options.quant)
+        model, shape, what = RandomModel.written(options, ALL_SHAPES)
+    if any(engine == _OURS for _, engine, _, _ in contenders(options)):
+        harness.pack_beforehand(model)
     workers = start(options, model)
     if not workers:
         raise SystemExit("no engine could be started")
@@ -302,8 +336,9 @@ def main() -> None:
     if not options.bundled and not options.short:
         bench.warm()
     for depth in options.depths:
-        # The bundled model's weights lie in caches: no read of memory to compare with.
-        bench.decode(depth, 64 if depth < _PREFIX else 32, with_read=depth == 0 and not options.bundled)
+        # The bundled model's weights lie in caches: no read of memory to compare with. Of experts few are read.
+        with_read = depth == 0 and not options.bundled and not shape.is_mixture
+        bench.decode(depth, 64 if depth < _PREFIX else 32, with_read=with_read)
     bench.slope(options.depths)
     if not options.bundled and not options.short:
         bench.share(32)
@@ -313,7 +348,6 @@ def main() -> None:
     for worker in workers:
         worker.close()
     rows = bench.rows()
-    what = "bundled" if options.bundled else f"{options.shape} {options.quant}"
     if options.charts:
         draw_charts(rows, options.charts, f"{what}, {options.threads} threads")
     about = {worker.label: worker.about for worker in workers}

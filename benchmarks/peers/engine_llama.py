@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from typing import Any
 
 import llama_cpp as ll
@@ -11,15 +12,28 @@ import numpy as np
 _BATCH = 2048
 
 
+_HELD, _ONWARD = 0, 1
+
+
 class Engine:
-    """One context with a unified KV cache, flash attention, f16 or q8_0 keys and values."""
+    """One context with a unified KV cache, flash attention, f16 or q8_0 keys and values.
+
+    Sequence 0 is what is held; requests take its end off and put their own there. The memory of a recurrent model
+    cannot be rolled back: there sequence 0 stays where it is, a copy of it goes on, and where it is too far it is
+    computed again from its start. None of that is on the clock.
+    """
 
     def __init__(self, options: Any) -> None:
         ll.llama_backend_init()
         ll.llama_log_set(_SILENT, ctypes.c_void_p(0))
         self.model = ll.llama_model_load_from_file(str(options.model).encode(), ll.llama_model_default_params())
         params = ll.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = options.capacity, _BATCH, 512, 9
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = (
+            options.capacity,
+            _BATCH,
+            512,
+            options.sequences,
+        )
         params.n_threads = params.n_threads_batch = options.threads
         params.flash_attn_type = 1
         params.kv_unified = True
@@ -28,6 +42,8 @@ class Engine:
         self.memory = ll.llama_get_memory(self.context)
         self.vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(self.model))
         self.batch = ll.llama_batch_init(_BATCH, 0, 1)
+        self.is_recurrent = ll.llama_model_is_recurrent(self.model) or ll.llama_model_is_hybrid(self.model)
+        self.position = -1  # tokens of sequence 0, where it is recurrent and one that is held
         self.about = {"system_info": ll.llama_print_system_info().decode()}
 
     def _run(self, rows: list[tuple[int, int, int, bool]]) -> None:
@@ -53,13 +69,37 @@ class Engine:
             self._run([(tokens[i], i, sequence, i == last) for i in range(first, stop)])
         return self._next(-1)
 
-    def hold(self, tokens: list[int]) -> None:
+    def _clear(self) -> None:
         ll.llama_memory_clear(self.memory, True)
-        self._prefill(tokens, 0, 0)
+        self.position = -1
+
+    def _take_up(self, tokens: list[int], count: int) -> int:
+        """The sequence that has the first `count` tokens, which are held, and may go on."""
+        if not self.is_recurrent:
+            ll.llama_memory_seq_rm(self.memory, _HELD, count, -1)
+            return _HELD
+        ll.llama_memory_seq_rm(self.memory, _ONWARD, -1, -1)
+        if not count:
+            self._clear()
+            return _ONWARD
+        if not 0 <= self.position <= count:
+            self._clear()
+        if self.position < count:
+            self._prefill(tokens[:count], max(self.position, 0), _HELD)
+            self.position = count
+        ll.llama_memory_seq_cp(self.memory, _HELD, _ONWARD, -1, -1)
+        return _ONWARD
+
+    def hold(self, tokens: list[int]) -> None:
+        self._clear()
+        self._prefill(tokens, 0, _HELD)
+        self.position = len(tokens)
 
     def first_token(self, tokens: list[int], cached: int) -> dict[str, Any]:
-        ll.llama_memory_seq_rm(self.memory, 0, cached, -1)
-        return {"tokens": [self._prefill(tokens, cached, 0)]}
+        sequence = self._take_up(tokens, cached)
+        started = time.perf_counter()
+        made = self._prefill(tokens, cached, sequence)
+        return {"tokens": [made], "seconds": time.perf_counter() - started}
 
     def save(self, tokens: list[int], path: str) -> dict[str, Any]:
         """Write the keys and values of these tokens, which are held, to a file."""
@@ -71,7 +111,7 @@ class Engine:
 
     def restore(self, tokens: list[int], path: str) -> dict[str, Any]:
         """The first token of a prompt whose keys and values are in a file: reading it, and one pass of one token."""
-        ll.llama_memory_clear(self.memory, True)
+        self._clear()
         array, count = (ll.llama_token * len(tokens))(), ctypes.c_size_t()
         if not ll.llama_state_seq_load_file(self.context, path.encode(), 0, array, len(tokens), ctypes.byref(count)):
             raise RuntimeError(f"nothing was restored from {path}")
@@ -79,19 +119,21 @@ class Engine:
         return self.first_token(tokens, len(tokens) - 1)
 
     def decode(self, tokens: list[int], count: int) -> dict[str, Any]:
-        ll.llama_memory_seq_rm(self.memory, 0, len(tokens) - 1, -1)
-        made = [self._prefill(tokens, len(tokens) - 1, 0)]
+        last = len(tokens) - 1
+        sequence = self._take_up(tokens, last)
+        started = time.perf_counter()
+        made = [self._prefill(tokens, last, sequence)]
         while len(made) < count:
-            self._run([(made[-1], len(tokens) + len(made) - 1, 0, True)])
+            self._run([(made[-1], last + len(made), sequence, True)])
             made.append(self._next(-1))
-        return {"tokens": made}
+        return {"tokens": made, "seconds": time.perf_counter() - started}
 
     def share(self, prefix: list[int], suffixes: list[list[int]], count: int) -> dict[str, Any]:
         start = len(prefix)
-        ll.llama_memory_seq_rm(self.memory, 0, start, -1)
+        self._take_up(prefix, start)
         for sequence in range(1, len(suffixes) + 1):
             ll.llama_memory_seq_rm(self.memory, sequence, -1, -1)
-            ll.llama_memory_seq_cp(self.memory, 0, sequence, 0, start)
+            ll.llama_memory_seq_cp(self.memory, _HELD, sequence, -1, -1)
         rows: list[tuple[int, int, int, bool]] = []
         ends = []
         for sequence, suffix in enumerate(suffixes, 1):
@@ -109,15 +151,15 @@ class Engine:
 
     def all_logits(self, tokens: list[int], path: str) -> None:
         """Of every token, float32 [len(tokens), vocab], into a .npy file; `tokens` fit one batch."""
-        ll.llama_memory_clear(self.memory, True)
+        self._clear()
         self._run([(token, i, 0, True) for i, token in enumerate(tokens)])
         rows = [ll.llama_get_logits_ith(self.context, i) for i in range(len(tokens))]
         np.save(path, np.stack([np.ctypeslib.as_array(row, shape=(self.vocab,)) for row in rows]))
 
     def logits(self, tokens: list[int]) -> list[float]:
         """Of the last token."""
-        ll.llama_memory_clear(self.memory, True)
-        self._prefill(tokens, 0, 0)
+        self._clear()
+        self._prefill(tokens, 0, _HELD)
         return np.ctypeslib.as_array(ll.llama_get_logits_ith(self.context, -1), shape=(self.vocab,)).tolist()
 
     def close(self) -> None:

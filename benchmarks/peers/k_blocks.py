@@ -1,5 +1,5 @@
-"""Random matrices in GGUF's formats, as bytes: of the K formats the Python package reads, and of Q4_0 and Q8_0 where
-quantizing numbers would take minutes.
+"""Random matrices in GGUF's formats, as bytes: of the K formats the Python package reads, and of Q4_0, Q8_0 and MXFP4
+where quantizing numbers would take minutes.
 
 Codes are uniform and scales lie in the upper half of their range, so that a row's weights have the wanted spread.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK", "more_bits", "random_q4_0", "random_q4_k", "random_q6_k", "random_q8_0"]
+__all__ = ["BLOCK", "more_bits", "random_mxfp4", "random_q4_0", "random_q4_k", "random_q6_k", "random_q8_0"]
 
 BLOCK = 256
 _Bytes = npt.NDArray[np.uint8]
@@ -62,6 +62,21 @@ def random_q8_0(rng: np.random.Generator, rows: int, width: int, spread: float) 
     """uint8 [rows, width // 32 * 34]: half d, 32 int8 codes. A weight is d * code, codes -127..127."""
     codes = rng.integers(-127, 128, (rows * width // 32, 32), dtype=np.int8).view(np.uint8)
     return _with_scale(codes, spread / np.sqrt((255**2 - 1) / 12)).reshape(rows, -1)
+
+
+def random_mxfp4(rng: np.random.Generator, rows: int, width: int, spread: float) -> _Bytes:
+    """uint8 [rows, width // 32 * 17]: an exponent e, 16 bytes of codes.
+
+    A weight is 2**(e - 127) times one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 or their opposites; blocks have one of two
+    exponents, as often as the wanted spread takes.
+    """
+    count = rows * width // 32
+    ratio = spread / np.sqrt(np.mean(np.square([0, 0.5, 1, 1.5, 2, 3, 4, 6])))
+    low = int(np.floor(np.log2(ratio)))
+    share = ((ratio / 2.0**low) ** 2 - 1) / 3  # of blocks with the upper exponent: their squares are 4 times as large
+    blocks = rng.integers(0, 256, (count, 17), dtype=np.uint8)
+    blocks[:, 0] = 127 + low + (rng.random(count) < share)
+    return blocks.reshape(rows, -1)
 
 
 def _with_scale(codes: _Bytes, scale: float) -> _Bytes:

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from peers.k_blocks import BLOCK, more_bits, random_q4_0, random_q4_k, random_q6_k, random_q8_0
+from peers.k_blocks import BLOCK, more_bits, random_mxfp4, random_q4_0, random_q4_k, random_q6_k, random_q8_0
 from peers.shapes import Shape
 
 __all__ = ["QUANTS", "add_tokenizer", "write_gguf"]
@@ -23,6 +23,7 @@ QUANTS = {
     "Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
     "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
     "Q4_K_M": gguf.LlamaFileType.MOSTLY_Q4_K_M,
+    "MXFP4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE,
 }
 
 
@@ -36,7 +37,8 @@ def write_gguf(
 ) -> None:
     """Write the model; matrices in `quant` of `QUANTS`, head and embedding too, norms and biases in float32.
 
-    Q4_K_M is the usual mixture: Q6_K for the embedding and for `more_bits`, else Q4_K.
+    Q4_K_M is the usual mixture: Q6_K for the embedding and for `more_bits`, else Q4_K. MXFP4 is for experts alone, all
+    else is Q8_0.
     tokenizer: adds another one than `add_tokenizer`, of so many tokens. taught: changes a matrix, by its name, before
     it is quantized.
     """
@@ -67,8 +69,10 @@ def write_gguf(
 def _type_of(name: str, quant: str, shape: Shape) -> _Type:
     """The storage type of a matrix in a file of this kind."""
     own = shape.storage(name)
-    if own or quant != "Q4_K_M":
+    if own or quant not in ("Q4_K_M", "MXFP4"):
         return _Type[own or quant]
+    if quant == "MXFP4":
+        return _Type.MXFP4 if "_exps." in name else _Type.Q8_0
     if name.startswith("token_embd"):
         return _Type.Q6_K
     layer, wide = int(name.split(".")[1]), name.endswith(("attn_v.weight", "ffn_down.weight"))
@@ -113,7 +117,7 @@ def _matrix(
 
 
 _RANDOM_BLOCKS = {_Type.Q4_K: random_q4_k, _Type.Q6_K: random_q6_k}
-_PLAIN_BLOCKS = {_Type.Q4_0: random_q4_0, _Type.Q8_0: random_q8_0}
+_PLAIN_BLOCKS = {_Type.Q4_0: random_q4_0, _Type.Q8_0: random_q8_0, _Type.MXFP4: random_mxfp4}
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:

@@ -7,12 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple, Self
 
 import gguf
 
-__all__ = ["SHAPES", "EmbeddingGemmaShape", "EmbeddingShape", "Gemma4Shape", "Ministral3Shape", "Olmo3Shape", "Shape"]
+__all__ = [
+    "SHAPES", "WIDE_ENDS", "EmbeddingGemmaShape", "EmbeddingShape", "Gemma4Shape", "Heads", "Ministral3Shape",
+    "Olmo3Shape", "Shape", "Tensor",
+]  # fmt: skip
 
 Tensor = tuple[str, tuple[int, ...]]
+# As public files have them: 8 bits where every token's logits are made.
+WIDE_ENDS = {"token_embd.weight": "Q8_0", "output.weight": "Q8_0"}
+
+
+class Heads(NamedTuple):
+    """Query heads, key heads, the size of a head, and how many times as many rows queries have."""
+
+    count: int
+    kv_count: int
+    dim: int
+    each: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +57,20 @@ class Shape:
     def in_float64(self) -> bool:
         """Whether float64_qwen.py computes it."""
         return True
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether a token reads some of the weights only."""
+        return any("_exps." in name for name, _ in self.tensors())
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep a state instead of keys and values."""
+        return any(".shortconv." in name or ".ssm_" in name for name, _ in self.tensors())
+
+    def cut(self, layers: int) -> Self:
+        """The same with its first layers only."""
+        return dataclasses.replace(self, layers=layers)
 
     def storage(self, name: str) -> str:
         """The type of a matrix that has its own in every file, "" for those of the file."""
@@ -73,16 +102,40 @@ class Shape:
             yield from ((f"blk.{index}.{name}", dims) for name, dims in self.layer(index))
 
     def layer(self, index: int) -> Iterator[Tensor]:
-        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield "attn_norm.weight", (self.hidden,)
-        for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
-            yield f"attn_{name}.weight", (rows, self.hidden)
-            if self.architecture == "qwen2":
-                yield f"attn_{name}.bias", (rows,)
-            elif self.architecture == "qwen3" and name != "v":
-                yield f"attn_{name}_norm.weight", (self.head_dim,)
-        yield "attn_output.weight", (self.hidden, q_rows)
+        if self.architecture == "qwen2":
+            yield from self.attention(biases="qkv")
+        else:
+            normed = self.head_dim if self.architecture.startswith("qwen3") else 0
+            yield from self.attention(norms=(normed, normed))
         yield "ffn_norm.weight", (self.hidden,)
+        yield from self.behind(index)
+
+    def attention(
+        self, *, norms: tuple[int, int] = (0, 0), biases: str = "", made: str = "qkv", heads: Heads | None = None
+    ) -> Iterator[Tensor]:
+        """The matrices of a layer that attends.
+
+        norms   sizes of the norms of queries and of keys, 0 for none
+        biases  which of "qkvo" have one
+        made    which of "qkv" the layer makes itself
+        heads   other ones than the shape's
+        """
+        count, kv_count, dim, each = heads or Heads(self.heads, self.kv_heads, self.head_dim)
+        rows = {"q": each * count * dim, "k": kv_count * dim, "v": kv_count * dim}
+        sizes = {"q": norms[0], "k": norms[1]}
+        for name in made:
+            yield f"attn_{name}.weight", (rows[name], self.hidden)
+            if name in biases:
+                yield f"attn_{name}.bias", (rows[name],)
+            if sizes.get(name):
+                yield f"attn_{name}_norm.weight", (sizes[name],)
+        yield "attn_output.weight", (self.hidden, count * dim)
+        if "o" in biases:
+            yield "attn_output.bias", (self.hidden,)
+
+    def behind(self, index: int) -> Iterator[Tensor]:
+        """What stands behind the mixer of a layer and its norm."""
         yield from self.mlp(self.wide)
 
     def mlp(self, wide: int) -> Iterator[Tensor]:
@@ -142,12 +195,7 @@ class Olmo3Shape(Shape):
         yield "output.weight", (self.vocab, self.hidden)
 
     def layer(self, index: int) -> Iterator[Tensor]:
-        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
-            yield f"attn_{name}.weight", (rows, self.hidden)
-            if name != "v":
-                yield f"attn_{name}_norm.weight", (rows,)
-        yield "attn_output.weight", (self.hidden, q_rows)
+        yield from self.attention(norms=(self.heads * self.head_dim, self.kv_heads * self.head_dim))
         yield "post_attention_norm.weight", (self.hidden,)
         yield from self.mlp(self.wide)
         yield "post_ffw_norm.weight", (self.hidden,)
@@ -155,8 +203,9 @@ class Olmo3Shape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4Shape(Shape):
-    """Gemma 4 with per-layer embeddings: two kinds of layers, the last ones without keys and values of their own, and
-    these with MLPs twice as wide. `head_dim` is that of the full layers."""
+    """Gemma 4: two kinds of layers, the last ones without keys and values of their own, and these with MLPs twice as
+    wide; a second embedding of `per_layer` numbers for each layer, 0 for none. `head_dim` is that of the full
+    layers."""
 
     local_head_dim: int = 256
     window: int = 512
@@ -173,8 +222,8 @@ class Gemma4Shape(Shape):
         return False
 
     def storage(self, name: str) -> str:
-        # Sizes that public files have: 8 bits where every token's logits are made, the projection left as it was.
-        return {"token_embd.weight": "Q8_0", "per_layer_model_proj.weight": "BF16"}.get(name, "")
+        # The projection is left as it was.
+        return {**WIDE_ENDS, "per_layer_model_proj.weight": "BF16"}.get(name, "")
 
     def norm(self, name: str, size: int) -> float:
         # Scores are not divided by sqrt(head_dim) here: weights do it, as trained ones do.
@@ -186,6 +235,19 @@ class Gemma4Shape(Shape):
     def is_shared(self, index: int) -> bool:
         return index >= self.layers - self.shared
 
+    def heads_of(self, index: int) -> Heads:
+        return Heads(self.heads, self.kv_heads, self.head_dim if self.is_full(index) else self.local_head_dim)
+
+    def made(self, index: int) -> str:
+        return "q" if self.is_shared(index) else "qkv"
+
+    def cut(self, layers: int) -> Self:
+        if layers % self.every:
+            raise ValueError(f"the last layer is a full one: layers={layers} must be a multiple of {self.every}")
+        # What is shared must be some other layer's of the same kind.
+        shared = min(self.shared * layers // self.layers, layers - self.every)
+        return dataclasses.replace(self, layers=layers, shared=shared)
+
     def wide_of(self, index: int) -> int:
         return self.wide * (1 + self.is_shared(index))
 
@@ -195,7 +257,7 @@ class Gemma4Shape(Shape):
         writer.add_block_count(self.layers)
         writer.add_feed_forward_length([self.wide_of(index) for index in range(self.layers)])
         writer.add_head_count(self.heads)
-        writer.add_head_count_kv([self.kv_heads] * self.layers)
+        writer.add_head_count_kv([self.heads_of(index).kv_count for index in range(self.layers)])
         writer.add_rope_freq_base(self.theta)
         writer.add_rope_freq_base_swa(1e4)
         writer.add_layer_norm_rms_eps(1e-6)
@@ -214,28 +276,28 @@ class Gemma4Shape(Shape):
     def tensors(self) -> Iterator[Tensor]:
         yield from super().tensors()
         yield "rope_freqs.weight", (self.head_dim // 2,)
+        if not self.per_layer:
+            return
         yield "per_layer_token_embd.weight", (self.vocab, self.layers * self.per_layer)
         yield "per_layer_model_proj.weight", (self.layers * self.per_layer, self.hidden)
         yield "per_layer_proj_norm.weight", (self.per_layer,)
 
     def layer(self, index: int) -> Iterator[Tensor]:
-        dim = self.head_dim if self.is_full(index) else self.local_head_dim
+        heads = self.heads_of(index)
         yield "attn_norm.weight", (self.hidden,)
-        yield "attn_q.weight", (self.heads * dim, self.hidden)
-        yield "attn_q_norm.weight", (dim,)
-        if not self.is_shared(index):
-            yield "attn_k.weight", (self.kv_heads * dim, self.hidden)
-            yield "attn_k_norm.weight", (dim,)
-            yield "attn_v.weight", (self.kv_heads * dim, self.hidden)
-        yield "attn_output.weight", (self.hidden, self.heads * dim)
+        yield from self.attention(norms=(heads.dim, heads.dim), made=self.made(index), heads=heads)
         yield "post_attention_norm.weight", (self.hidden,)
         yield "ffn_norm.weight", (self.hidden,)
-        yield from self.mlp(self.wide_of(index))
+        yield from self.behind(index)
         yield "post_ffw_norm.weight", (self.hidden,)
-        yield "inp_gate.weight", (self.per_layer, self.hidden)
-        yield "proj.weight", (self.hidden, self.per_layer)
-        yield "post_norm.weight", (self.hidden,)
+        if self.per_layer:
+            yield "inp_gate.weight", (self.per_layer, self.hidden)
+            yield "proj.weight", (self.hidden, self.per_layer)
+            yield "post_norm.weight", (self.hidden,)
         yield "layer_output_scale.weight", (1,)
+
+    def behind(self, index: int) -> Iterator[Tensor]:
+        yield from self.mlp(self.wide_of(index))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,13 +341,8 @@ class EmbeddingGemmaShape(EmbeddingShape):
         yield "dense_3.weight", (self.hidden, self.behind)
 
     def layer(self, index: int) -> Iterator[Tensor]:
-        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield "attn_norm.weight", (self.hidden,)
-        for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
-            yield f"attn_{name}.weight", (rows, self.hidden)
-            if name != "v":
-                yield f"attn_{name}_norm.weight", (self.head_dim,)
-        yield "attn_output.weight", (self.hidden, q_rows)
+        yield from self.attention(norms=(self.head_dim, self.head_dim))
         yield "post_attention_norm.weight", (self.hidden,)
         yield "ffn_norm.weight", (self.hidden,)
         yield from self.mlp(self.wide)

@@ -10,7 +10,8 @@ Requests: {"do": "ttft", "tokens": [...], "cached": n} (n > 0: the first n token
 what came from where), {"do": "stats"} (ours only), {"do": "save", "tokens": [...], "path": ...}, {"do": "restore", ...}
 (llama.cpp only: what is held to a file, and from there to the first token), {"do": "embed", "inputs": [[...], ...]}
 (ours and "llama.cpp embed": vectors of length 1; the answer has those of the first two). One clock around the whole
-call for every engine. Runs in any environment: the engine is imported here and nothing of the project but it.
+call for every engine; llama.cpp's stands still while it goes back to what is held, which a recurrent model has to
+compute again. Runs in any environment: the engine is imported here and nothing of the project but it.
 """
 
 from __future__ import annotations
@@ -84,6 +85,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--capacity", type=int, default=16384, help="tokens the KV cache holds")
     parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits of a KV number")
+    parser.add_argument(
+        "--sequences", type=int, default=9, help="llama.cpp only: sequences at a time, each with a state"
+    )
     parser.add_argument("--batch", type=int, default=512, help="llama.cpp embed only: tokens of a pass")
     parser.add_argument("--disk", help="ours only: directory of the disk tier")
     parser.add_argument("--disk-bytes", type=float, help="ours only: its cap")

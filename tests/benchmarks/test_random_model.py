@@ -8,7 +8,9 @@ import pytest
 
 from kvboost_edge import CPUPagedEngine
 from peers.float64_qwen import last_logits
-from peers.k_blocks import more_bits, random_q4_0, random_q4_k, random_q6_k, random_q8_0
+from peers.hybrid_shapes import HYBRID_SHAPES
+from peers.k_blocks import more_bits, random_mxfp4, random_q4_0, random_q4_k, random_q6_k, random_q8_0
+from peers.mixture_shapes import MIXTURE_SHAPES
 from peers.random_model import write_gguf
 from peers.shapes import SHAPES, Shape
 
@@ -23,6 +25,7 @@ QWEN3 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096, own_head_dim=128)
         (random_q6_k, gguf.GGMLQuantizationType.Q6_K),
         (random_q4_0, gguf.GGMLQuantizationType.Q4_0),
         (random_q8_0, gguf.GGMLQuantizationType.Q8_0),
+        (random_mxfp4, gguf.GGMLQuantizationType.MXFP4),
     ],
 )
 def test_random_blocks_have_the_wanted_spread(make, kind):
@@ -54,6 +57,34 @@ def test_the_engine_is_close_to_float64_on_the_file(tmp_path, shape, quant):
     with CPUPagedEngine.from_pretrained(str(path), num_blocks=16) as engine:
         got = engine.logits(tokens, start=23)[0]
     assert np.linalg.norm(got - exact) / np.linalg.norm(exact) < 0.02
+
+
+LAYERED = {**HYBRID_SHAPES, **MIXTURE_SHAPES}
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERED if name.endswith("-tiny")])
+def test_files_of_states_and_experts_are_read_and_computed(tmp_path, name):
+    path, shape = tmp_path / "model.gguf", LAYERED[name]
+    write_gguf(path, shape, "MXFP4" if name.startswith("gpt-oss") else "Q4_0")
+    tokens = np.random.default_rng(1).integers(300, shape.vocab, 40).tolist()
+    with CPUPagedEngine.from_pretrained(str(path), num_blocks=16) as engine:
+        assert engine.paged_stats()["runner"] == "native"
+        logits = engine.logits(tokens, start=39)[0]
+    assert 0.05 < logits.std() < 50
+
+
+@pytest.mark.parametrize(("name", "layers"), [("lfm2-tiny", 2), ("gemma-4-moe-tiny", 3), ("gemma-4-tiny", 5)])
+def test_a_shape_is_cut_to_its_first_layers(tmp_path, name, layers):
+    path, shape = tmp_path / "model.gguf", {**SHAPES, **LAYERED}[name]
+    write_gguf(path, shape.cut(layers), "Q8_0")
+    reader = gguf.GGUFReader(path)
+    kept = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors if tensor.name.startswith("blk.")}
+    assert {int(found.split(".")[1]) for found in kept} == set(range(layers))
+    with CPUPagedEngine.from_pretrained(str(path), num_blocks=16) as engine:
+        assert np.isfinite(engine.logits([300, 301])).all()
+    if name.startswith("gemma"):
+        with pytest.raises(ValueError, match="multiple of"):
+            shape.cut(layers - 1)
 
 
 @pytest.mark.parametrize("name", ["embedding-tiny", "embeddinggemma-tiny"])

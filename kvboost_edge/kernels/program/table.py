@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numba.core import types
 from numba.core.types.containers import BaseTuple
 
-__all__ = ["COUNTERS_PER_OP", "JOB_TYPE", "NUM_FIELDS", "NUM_PARAMS", "RENORMS", "SCORES", "ProgramJob"]
+__all__ = ["COUNTERS_PER_OP", "JOB_TYPE", "NUM_FIELDS", "NUM_PARAMS", "RENORMS", "RULES", "SCORES", "ProgramJob"]
 
 # Operations. OP_GATED: gate and up matrices, activation and quantization in one. OP_CONTINUE, OP_CLOSE: what is done
 # in a quantized pool before keys and values are written, and after it. OP_PER_LAYER: every layer's piece of a row is
@@ -55,14 +55,20 @@ F_SRC_FIRST = 41
 # dim (F_HEADS, F_DIM are those of values); whether value head h reads key head h mod F_KEY_HEADS; OP_TAILS: whether
 # inputs are products; addresses of what makes decays.
 F_STATE, F_TAPS, F_KEY_HEADS, F_KEY_DIM, F_TILED, F_GATED, F_DECAY, F_DT_BIAS = range(42, 50)
-NUM_FIELDS = 56  # seven cache lines
+# What tokens do to a state; the address of how much of a value is added to its result. OP_GATE: groups that are normed,
+# floats from the weights of one to those of the next, and whether the gates come first.
+F_RULE, F_SKIP, F_GROUPS, F_WEIGHT_STEP, F_GATE_FIRST = range(52, 57)
+NUM_FIELDS = 64  # eight cache lines
 SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}
 """Scores of a router -> F_SCORE; see `reference.experts.Routing`."""
 RENORMS = {"": 0, "add": 1, "least": 2}
 """What shares are divided by -> F_RENORM."""
+RULES = {"delta": 0, "ssd": 1}
+"""What tokens do to a state -> F_RULE; see states/scan.py."""
 # Float parameters: factor of the result, eps of a norm (OP_ROUTE: of the sum of shares), the cap; OP_ADD_NORM: factor
-# of the sum.
-P_FACTOR, P_EPS, P_CAP, P_SUM_FACTOR, NUM_PARAMS = 0, 1, 2, 3, 4
+# of the sum; OP_STEPS: limits of a step of time.
+P_FACTOR, P_EPS, P_CAP, P_SUM_FACTOR, P_LEAST, P_MOST = range(6)
+NUM_PARAMS = 8  # half a cache line
 
 # Buffers that have a fixed meaning; tables of rope follow as pairs (cos, sin), then the factors of
 # queries. B_PANEL and B_INNER hold quantized rows.

@@ -322,7 +322,7 @@ def _on_token(job: ProgramJob, op: Any, params: Any, token: int, piece: int) -> 
     elif code == lt.OP_ADD_SHARED:
         _add_shared(job, op, params[lt.P_FACTOR], token)
     elif code == lt.OP_STEPS:
-        steps(job, op, params[lt.P_EPS], token)
+        steps(job, op, params, token)
     elif code == lt.OP_GATE:
         gate(job, op, params[lt.P_EPS], token)
     elif code == lt.OP_CONV:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvboost_edge.kernels.reference.floats import exp_f32, fma_f32, norm_rows_f32, sigmoid_f32, softplus_f32
 
-__all__ = ["DeltaSteps", "delta_rows", "delta_steps", "key_head_of"]
+__all__ = ["DeltaSteps", "delta_rows", "delta_steps", "key_head_of", "multiply_add", "sum_over_keys"]
 
 Floats = npt.NDArray[np.floating[Any]]
 _CHAINS = 4  # of a sum over keys
@@ -61,21 +61,22 @@ def delta_rows(steps: DeltaSteps, values: Floats, state: Floats, *, tiled: bool 
     out, state = np.empty_like(values), state.astype(values.dtype)
     heads, key_heads = values.shape[1], steps.keys.shape[1]
     which = [key_head_of(head, key_heads, heads, tiled=tiled) for head in range(heads)]
-    fma = _multiply_add if values.dtype == np.float64 else fma_f32
+    fma = multiply_add if values.dtype == np.float64 else fma_f32
     for token in range(len(values)):
         q, k = steps.queries[token, which, :, None], steps.keys[token, which, :, None]
         share, decay = steps.shares[token, :, None], steps.decays[token, :, None]
-        delta = fma(-decay, _sum_over_keys(fma, k, state), values[token]) * share
+        delta = fma(-decay, sum_over_keys(fma, k, state), values[token]) * share
         state = fma(k, delta[:, None, :], state * decay[:, None])
-        out[token] = _sum_over_keys(fma, q, state)
+        out[token] = sum_over_keys(fma, q, state)
     return out, state
 
 
-def _multiply_add(x: Any, y: Any, z: Any) -> Any:
+def multiply_add(x: Any, y: Any, z: Any) -> Any:
+    """x * y + z in float64."""
     return x * y + z
 
 
-def _sum_over_keys(fma: Any, x: Floats, state: Floats) -> Floats:
+def sum_over_keys(fma: Any, x: Floats, state: Floats) -> Floats:
     """The sum of x [heads, key_dim, 1] * state [heads, key_dim, value_dim], key i in chain i mod 4."""
     chains = np.zeros((_CHAINS, state.shape[0], state.shape[2]), state.dtype)
     for key in range(state.shape[1]):

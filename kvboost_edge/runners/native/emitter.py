@@ -41,6 +41,7 @@ class Emitter:
 
     def add(self, op: int, fields: dict[int, int], **params: float) -> None:
         names = {"factor": lt.P_FACTOR, "eps": lt.P_EPS, "cap": lt.P_CAP, "sum_factor": lt.P_SUM_FACTOR}
+        names |= {"least": lt.P_LEAST, "most": lt.P_MOST}
         self.rows.append({lt.F_OP: op, **fields})
         self.floats.append(
             {lt.P_FACTOR: 1.0, lt.P_SUM_FACTOR: 1.0, **{names[name]: value for name, value in params.items()}}

@@ -54,16 +54,29 @@ class StateOperations:
             builder.add(lt.OP_TAILS, conv)
             return mixed
         heads = {lt.F_KEY_HEADS: mixer.key_heads, lt.F_KEY_DIM: mixer.key_dim, lt.F_HEADS: mixer.value_heads}
-        heads |= {lt.F_DIM: mixer.value_dim, lt.F_TILED: int(mixer.tiled_heads)}
-        norms = {field: held.ctypes.data for field, held in zip((lt.F_Q_NORM, lt.F_K_NORM), self.held, strict=True)}
-        gates = {field: builder.packed.address(layer + name) for field, name in _GATES.items()}
-        gates[lt.F_BY_FIRST] = self._sizes.gates
-        builder.add(lt.OP_STEPS, {**conv, **heads, **norms, **gates}, eps=_L2_EPS / mixer.key_dim)
+        heads |= {lt.F_DIM: mixer.value_dim, lt.F_TILED: int(mixer.tiled_heads), lt.F_RULE: lt.RULES[mixer.kind]}
+        norms = zip((lt.F_Q_NORM, lt.F_K_NORM), self.held, strict=True) if mixer.kind == "delta" else ()
+        steps = {field: held.ctypes.data for field, held in norms}
+        steps |= {field: builder.packed.address(layer + name) for field, name in _GATES.items()}
+        steps[lt.F_BY_FIRST] = self._sizes.gates
+        least, most = mixer.time_limit
+        builder.add(lt.OP_STEPS, {**conv, **heads, **steps}, eps=_L2_EPS / mixer.key_dim, least=least, most=most)
         builder.add(lt.OP_TAILS, conv)
-        builder.add(lt.OP_SCAN, {**heads, lt.F_STATE: offset + state_spec(mixer).tail_bytes})
-        norm = {lt.F_WEIGHT: builder.packed.address(f"{layer}mixer_norm"), lt.F_SRC_FIRST: mixer.channels}
-        builder.add(lt.OP_GATE, {**conv, **heads, **norm}, eps=builder.spec.eps)
+        place = {lt.F_STATE: offset + state_spec(mixer).tail_bytes, lt.F_SKIP: builder.packed.address(f"{layer}skip")}
+        builder.add(lt.OP_SCAN, {**heads, **place})
+        builder.add(lt.OP_GATE, {**conv, **heads, **self._norm(layer)}, eps=builder.spec.eps)
         return mixed
+
+    def _norm(self, layer: str) -> dict[int, int]:
+        """Fields of what the heads result in: where its gates are in a row, and how it is normed."""
+        mixer = self._mixer
+        fields = {lt.F_SRC_FIRST: mixer.channels, lt.F_GATE_FIRST: int(mixer.norm == "gated_before")}
+        if mixer.norm == "none":
+            return fields
+        fields |= {lt.F_WEIGHT: self._builder.packed.address(f"{layer}mixer_norm")}
+        if mixer.norm_groups == 0:
+            return fields | {lt.F_GROUPS: mixer.value_heads}
+        return fields | {lt.F_GROUPS: mixer.norm_groups, lt.F_WEIGHT_STEP: self._sizes.mixed // mixer.norm_groups}
 
 
 def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:

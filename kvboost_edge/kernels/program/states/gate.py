@@ -1,4 +1,4 @@
-"""What follows the states' results: a norm of each head, times silu of its gate."""
+"""What follows the states' results: times silu of their gates, and a norm of a row's groups before or behind that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.norms import ACT_SILU, activate_vectors, norm_row
 from kvboost_edge.kernels.program.states.scan import value_at
 from kvboost_edge.kernels.program.table import ProgramJob
-from kvboost_edge.kernels.program.tiles import tile_scratch
 from kvboost_edge.kernels.vectors import LANES
 
 __all__ = ["gate"]
@@ -19,13 +18,16 @@ __all__ = ["gate"]
 @kernel
 def gate(job: ProgramJob, op: Any, eps: float, token: int) -> None:
     """A token's row of results, from where OP_SCAN left them and the gates in its source row."""
-    heads, dim, scratch = op[lt.F_HEADS], op[lt.F_DIM], tile_scratch()
+    width, groups = op[lt.F_HEADS] * op[lt.F_DIM], op[lt.F_GROUPS]
     gates = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + op[lt.F_SRC_FIRST])
     out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
-    vectors = dim // LANES
-    for head in range(heads):
-        for index in range(vectors):
-            copy_floats(value_at(job, head * vectors + index, token), LANES, scratch + 4 * LANES * index)
-        norm_row(scratch, op[lt.F_WEIGHT], dim, eps, scratch)
-        place = 4 * head * dim
-        activate_vectors(gates + place, scratch, ACT_SILU, dim, vectors, out + place)
+    for tile in range(width // LANES):
+        copy_floats(value_at(job, tile, token), LANES, out + 4 * LANES * tile)
+    for stage in range(2):
+        if stage != op[lt.F_GATE_FIRST]:
+            activate_vectors(gates, out, ACT_SILU, width, width // LANES, out)
+            continue
+        for group in range(groups):
+            count = width // groups
+            at = out + 4 * group * count
+            norm_row(at, op[lt.F_WEIGHT] + 4 * group * op[lt.F_WEIGHT_STEP], count, eps, at)

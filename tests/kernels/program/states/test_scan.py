@@ -14,7 +14,7 @@ from kvboost_edge.backends.base import LayerStateSpec
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.states.scan import softplus_f32
+from kvboost_edge.kernels.program.states.gates import softplus_f32
 from kvboost_edge.kernels.reference.conv import conv_rows, silu_rows
 from kvboost_edge.kernels.reference.floats import norm_rows_f32
 from kvboost_edge.kernels.reference.floats import softplus_f32 as reference_softplus
@@ -114,7 +114,7 @@ class Delta:
         program.add(lt.OP_STEPS, {**conv, **heads, **norms, **gates}, {lt.P_EPS: EPS / dim})
         program.add(lt.OP_TAILS, conv)
         program.add(lt.OP_SCAN, {**heads, lt.F_STATE: pool.offset(1) + self.specs[1].tail_bytes})
-        norm = {lt.F_WEIGHT: self.norm.ctypes.data, lt.F_SRC_FIRST: self.channels}
+        norm = {lt.F_WEIGHT: self.norm.ctypes.data, lt.F_SRC_FIRST: self.channels, lt.F_GROUPS: values}
         program.add(lt.OP_GATE, {**conv, **heads, **norm}, {lt.P_EPS: EPS})
         program.run(threads)
         np.testing.assert_array_equal(wide, rows)

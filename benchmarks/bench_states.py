@@ -1,0 +1,272 @@
+"""Models with states on this engine: what going on in a chat costs, what shared prefixes find, what snapshots cost.
+
+A random hybrid of a real one's shape, in this process; the figures are medians over rounds that ask for the contenders
+in turn (least to most in the JSON). Every row has its bar:
+
+  second turn      2,000 tokens of history, the last 16 of them an answer, and 64 new ones, to the first token, of the
+                   time that a prompt takes that is as long as what was computed: 1.15
+  shared prefix    tokens found of a prefix of 300 tokens that other prompts begin with: by the second prompt where the
+                   first one named the border (as chats do), by the third where nobody did: all full blocks
+  snapshots        a cold prompt of 2,000 tokens, and 64 tokens behind one that is held, of the time without any
+                   snapshot: 1.01 and 1.05. Without: every slot but the one that the request writes is held meanwhile
+  decode           GB/s of weights and of states, read and written, of a plain read right after; of what a dense model
+                   of the same sizes reaches: 0.95. Not of mixtures of experts, which read some of their weights only
+  memory           peak RSS beside the file, the pool and the states, MB: 300
+
+    python benchmarks/bench_states.py                                    # LFM2-1.2B
+    python benchmarks/bench_states.py --shape qwen3.5-0.8b
+    python benchmarks/bench_states.py --shape qwen3.6-35b-a3b --layers 4 --rounds 3
+    python benchmarks/bench_states.py --shape lfm2-tiny --quick          # seconds; its figures mean little
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import harness
+from bench_peers import RandomModel, parser_for_layers
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.host.memory import process_peak
+from peers.hybrid_shapes import HYBRID_SHAPES, DenseTwin
+from peers.mixture_shapes import MIXTURE_SHAPES
+from peers.random_model import write_gguf
+from peers.shapes import Shape
+from plain_read import idle_read_gb_s, token_weights
+
+_HISTORY, _ANSWER, _NEW = 2000, 16, 64
+_PREFIX, _OWN = 300, 100
+_FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
+_BLOCK = 16
+STATE_SHAPES = {name: shape for name, shape in {**HYBRID_SHAPES, **MIXTURE_SHAPES}.items() if shape.keeps_states}
+_BARS = {"second turn": 1.15, "snapshots, prefill": 1.01, "snapshots, turn": 1.05, "memory": 300.0}
+_LEAST = {"decode": 0.95}
+
+
+class States:
+    """The measurements on one engine; `seconds` and other figures of all rounds by what they are of."""
+
+    def __init__(self, engine: CPUPagedEngine, vocab: int, rounds: int) -> None:
+        self.engine, self.vocab, self.rounds = engine, vocab, rounds
+        self.figures: dict[str, list[float]] = {}
+        self._seed = 0
+
+    def tokens(self, count: int) -> list[int]:
+        """New tokens at every call."""
+        self._seed += 1
+        return np.random.default_rng(self._seed).integers(_FIRST_TEXT_TOKEN, self.vocab, count).tolist()
+
+    def note(self, what: str, value: float) -> None:
+        self.figures.setdefault(what, []).append(value)
+
+    def ask(self, tokens: list[int], count: int = 1, **options: Any) -> Any:
+        return self.engine.generate(tokens, max_new_tokens=count, temperature=0.0, ignore_eos=True, **options)
+
+    def timed(self, tokens: list[int]) -> tuple[float, int]:
+        """Seconds to the first token, and how many tokens of the prompt were found."""
+        started = time.perf_counter()
+        found = self.ask(tokens).cached_tokens
+        return time.perf_counter() - started, found
+
+    def turns(self) -> None:
+        """Second turns of chats, each beside a cold prompt of as many tokens as it computed."""
+        for number in range(self.rounds + 1):
+            self.engine.reset_cache()
+            first = self.tokens(_HISTORY - _ANSWER)
+            history = first + list(self.ask(first, _ANSWER).output_token_ids)
+            seconds, found = self.timed(history + self.tokens(_NEW))
+            computed = _HISTORY + _NEW - found
+            alone, _ = self.timed(self.tokens(computed))
+            if number:  # round 0 warms up
+                self.note("second turn", seconds)
+                self.note("as many tokens alone", alone)
+                self.note("second turn, computed", computed)
+
+    def shared(self) -> None:
+        """What prompts that begin alike find, and how long the last of them takes."""
+        for number in range(self.rounds + 1):
+            self.engine.reset_cache()
+            prefix = self.tokens(_PREFIX)
+            for place in ("first", "second", "third"):
+                seconds, found = self.timed(prefix + self.tokens(_OWN))
+                if number:
+                    self.note(f"{place} of a prefix, found", found)
+                    self.note(f"{place} of a prefix", seconds)
+            prefix = self.tokens(_PREFIX)
+            self.ask(prefix + self.tokens(_OWN), snapshot_hints=(_PREFIX,))
+            _, found = self.timed(prefix + self.tokens(_OWN))
+            if number:
+                self.note("second of a named prefix, found", found)
+
+    def snapshots(self) -> None:
+        """Cold prompts and turns, with snapshots and without."""
+        for number in range(self.rounds + 1):
+            # Who goes first changes: what one leaves in caches is there for the next.
+            ways = [("with", contextlib.nullcontext), ("without", lambda: without_snapshots(self.engine))]
+            for name, context in ways[:: 1 if number % 2 else -1]:
+                self.engine.reset_cache()
+                with context():
+                    seconds, _ = self.timed(self.tokens(_HISTORY))
+                if number:
+                    self.note(f"prefill {name}", seconds)
+        self.engine.reset_cache()
+        held = self.tokens(_HISTORY)
+        self.ask(held)
+        for number in range(4 * self.rounds + 1):  # they are short
+            for name, context in ways[:: 1 if number % 2 else -1]:
+                with context():
+                    seconds, found = self.timed(held + self.tokens(_NEW))
+                if found != _HISTORY // _BLOCK * _BLOCK:
+                    raise RuntimeError(f"{found} tokens of {_HISTORY} that are held were found")
+                if number:
+                    self.note(f"turn {name}", seconds)
+
+    def decode(self, count: int) -> float:
+        """Seconds of a token behind a short prompt."""
+        times = self.ask(self.tokens(_BLOCK), count + 1).token_times_ms
+        return float(np.median(np.diff(times))) / 1000
+
+    def share_of_read(self, count: int, num_threads: int) -> float:
+        """What a step reads and writes of weights and states a second, of a plain read of the weights."""
+        seconds = self.decode(count)
+        address, nbytes = token_weights(self.engine._parts.runner._packed)
+        moved = nbytes + 2 * self.engine.runner_info.kv_spec.bytes_per_state
+        return moved / seconds / 1e9 / idle_read_gb_s(address, nbytes, num_threads)
+
+    def median(self, what: str) -> float:
+        return statistics.median(self.figures[what])
+
+    def ratio(self, what: str, other: str) -> float:
+        """The median of what each round found: a slow minute is in both."""
+        return statistics.median(a / b for a, b in zip(self.figures[what], self.figures[other], strict=True))
+
+
+@contextlib.contextmanager
+def without_snapshots(engine: CPUPagedEngine) -> Iterator[None]:
+    """All slots of states but one are held, those with a snapshot too: a request has where to write, and keeps
+    nothing."""
+    assert engine._parts.manager.states is not None
+    slots = engine._parts.manager.states.slots
+    with engine._core.reading():
+        own = slots.take()
+        assert own is not None
+        held = list(slots.snapshots().values())
+        for slot in held:
+            slots.share(slot)
+        held += [slot for _ in slots.free_ids() if (slot := slots.take()) is not None]
+        slots.release(own)
+    yield
+    with engine._core.reading():
+        for slot in held:
+            slots.release(slot)
+
+
+def compare_decode(states: States, dense: States, count: int, num_threads: int) -> None:
+    """The hybrid and a dense model of its sizes in turn; noted as "decode" and "decode, dense"."""
+    for number in range(states.rounds + 1):
+        for one, name in ((states, "decode"), (dense, "decode, dense")):
+            share = one.share_of_read(count, num_threads)
+            if number:
+                states.note(name, share)
+
+
+def row(measure: str, value: float, beside: float | None, reached: float, what: str) -> dict[str, Any]:
+    """One line of the table: a figure, what it is compared with, the ratio or number that its bar is about."""
+    least = _LEAST.get(what)
+    bar = _BARS[what] if least is None else least
+    met = reached <= bar if least is None else reached >= bar
+    return {"measure": measure, "ours": value, "beside": beside, "reached": reached, "bar": bar, "met": _said(met)}
+
+
+def rows_of(states: States, beside_mb: float) -> list[dict[str, Any]]:
+    """All that was measured against the bars; times in ms."""
+    of = states.median
+    computed = f"second turn, {of('second turn, computed'):.0f} tokens computed, ms"
+    ratio = states.ratio("second turn", "as many tokens alone")
+    found = [row(computed, 1e3 * of("second turn"), 1e3 * of("as many tokens alone"), ratio, "second turn")]
+    every = _PREFIX // _BLOCK * _BLOCK
+    for what in ("second of a named prefix, found", "third of a prefix, found"):
+        least = min(states.figures[what])
+        found.append(
+            {"measure": f"shared prefix, {what}", "ours": of(what), "beside": float(every), "reached": least,
+             "bar": float(every), "met": _said(least >= every)}
+        )  # fmt: skip
+    for what, name in (("prefill", f"{_HISTORY} tokens cold"), ("turn", f"{_NEW} tokens behind {_HISTORY}")):
+        pair = (f"{what} with", f"{what} without")
+        measure = f"snapshots, {name}, ms"
+        found.append(row(measure, 1e3 * of(pair[0]), 1e3 * of(pair[1]), states.ratio(*pair), f"snapshots, {what}"))
+    if "decode" in states.figures:
+        reached = states.ratio("decode", "decode, dense")
+        found.append(row("decode, share of a plain read", of("decode"), of("decode, dense"), reached, "decode"))
+    found.append(row("memory beside file, pool and states, MB", beside_mb, None, beside_mb, "memory"))
+    return found
+
+
+def _said(met: bool) -> str:
+    return "met" if met else "missed"
+
+
+def started(model: Path, options: argparse.Namespace) -> CPUPagedEngine:
+    num_blocks = options.capacity // _BLOCK
+    return CPUPagedEngine.from_pretrained(
+        str(model), num_blocks=num_blocks, num_threads=options.threads, kv_cache_bits=options.kv
+    )
+
+
+def run(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
+    """(the name of the run, its rows, what else the JSON has)."""
+    model, shape, what = RandomModel.written(options, STATE_SHAPES)
+    harness.pack_beforehand(model)
+    with started(model, options) as engine:
+        states = States(engine, shape.vocab, options.rounds)
+        parts: list[Callable[[], None]] = [states.turns, states.shared, states.snapshots]
+        for part in parts:
+            part()
+        stats = engine.paged_stats()
+        known = model.stat().st_size + stats["pool_bytes"] + stats["state_bytes"]
+        beside_mb, peak_mb = (process_peak() - known) / 1e6, process_peak() / 1e6
+        if not shape.is_mixture:
+            with started(_twin(model, shape, options.quant), options) as other:
+                compare_decode(states, States(other, shape.vocab, 0), options.tokens, options.threads)
+    keys = ("isa", "kernel_path", "attention_path", "pool_bytes", "state_bytes", "state_slots", "state_snapshots")
+    about = {**{key: stats[key] for key in keys}, "peak_rss_mb": peak_mb, "file_mb": model.stat().st_size / 1e6}
+    return f"bench_states {what}", rows_of(states, beside_mb), {"rounds": states.figures, "engine": about}
+
+
+def _twin(model: Path, shape: Shape, quant: str) -> Path:
+    """The file of a dense model of the same sizes, written where it is not found."""
+    path = model.with_name(f"dense-{model.name}")
+    if not path.exists():
+        write_gguf(path, DenseTwin.of(shape), quant)
+    harness.pack_beforehand(path)
+    return path
+
+
+def options_from(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = parser_for_layers(__doc__, STATE_SHAPES)
+    parser.set_defaults(shape="lfm2-1.2b")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--capacity", type=int, default=16384, help="tokens of keys and values that the pool holds")
+    parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits of a KV number")
+    parser.add_argument("--tokens", type=int, default=48, help="decoded for each figure of decoding")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds, options.tokens, options.capacity = 1, 8, 4096
+    return options
+
+
+def main() -> None:
+    options = options_from()
+    name, rows, more = run(options)
+    harness.report(name, rows, options=options, **more)
+
+
+if __name__ == "__main__":
+    main()
