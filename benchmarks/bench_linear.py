@@ -134,7 +134,7 @@ class LinearOps:
 
     def __init__(self, runner: NativeRunner, tokens: int, team: KernelTeam) -> None:
         self._program = (runner._program.ops, runner._program.params)
-        self._kernels = kernel_table(runner.kinds)
+        self._kernels = kernel_table(runner.kinds, runner._program.operations)
         self._last: Sequence[int] = ()
         self._team = team
         self._buffers = runner._buffers.addresses(tokens, 1)

@@ -90,32 +90,29 @@ class States:
                 self.note("second turn, computed", computed)
 
     def shared(self) -> None:
-        """What prompts that begin alike find, and how long the last of them takes."""
-        for number in range(self.rounds + 1):
+        """What prompts that begin alike find, and how long they take."""
+        for _ in range(self.rounds):
             self.engine.reset_cache()
             prefix = self.tokens(_PREFIX)
             for place in ("first", "second", "third"):
                 seconds, found = self.timed(prefix + self.tokens(_OWN))
-                if number:
-                    self.note(f"{place} of a prefix, found", found)
-                    self.note(f"{place} of a prefix", seconds)
+                self.note(f"{place} of a prefix, found", found)
+                self.note(f"{place} of a prefix", seconds)
             prefix = self.tokens(_PREFIX)
             self.ask(prefix + self.tokens(_OWN), snapshot_hints=(_PREFIX,))
             _, found = self.timed(prefix + self.tokens(_OWN))
-            if number:
-                self.note("second of a named prefix, found", found)
+            self.note("second of a named prefix, found", found)
 
     def snapshots(self) -> None:
         """Cold prompts and turns, with snapshots and without."""
-        for number in range(self.rounds + 1):
+        ways = [("with", contextlib.nullcontext), ("without", lambda: without_snapshots(self.engine))]
+        for number in range(self.rounds):
             # Who goes first changes: what one leaves in caches is there for the next.
-            ways = [("with", contextlib.nullcontext), ("without", lambda: without_snapshots(self.engine))]
             for name, context in ways[:: 1 if number % 2 else -1]:
                 self.engine.reset_cache()
                 with context():
                     seconds, _ = self.timed(self.tokens(_HISTORY))
-                if number:
-                    self.note(f"prefill {name}", seconds)
+                self.note(f"prefill {name}", seconds)
         self.engine.reset_cache()
         held = self.tokens(_HISTORY)
         self.ask(held)

@@ -67,7 +67,7 @@ class Matrices:
         for row, fields in zip(self._ops, table, strict=True):
             row[list(fields)] = list(fields.values())
         self._tokens, self._copies = tokens, copies
-        self._kernels = kernel_table([NUMBERS[kind]])
+        self._kernels = kernel_table([NUMBERS[kind]], [lt.OP_LINEAR])
 
     def run(self, team: KernelTeam) -> None:
         count = len(self._ops)

@@ -48,7 +48,8 @@ class Program:
     def kernels(self) -> npt.NDArray[np.int64]:
         """Of the kinds that the operations read."""
         of = (lt.OP_LINEAR, lt.OP_GATED, lt.OP_EXPERTS_GATED, lt.OP_EXPERTS_DOWN)
-        return kernel_table(int(op[lt.F_KIND]) for op in self.ops if op[lt.F_OP] in of)
+        kinds = [int(op[lt.F_KIND]) for op in self.ops if op[lt.F_OP] in of]
+        return kernel_table(kinds, [int(op[lt.F_OP]) for op in self.ops])
 
     def run(self, threads: int = 1) -> None:
         count = len(self.ops)

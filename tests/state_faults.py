@@ -7,6 +7,8 @@ _BATCH, _BUDGET, _BORDERS = "engine/batch.py", "engine/state_budget.py", "text/b
 _OF_SLOTS, _OF_TABLES = "tests/kvcache/test_state_slots.py", "tests/kvcache/test_table_states.py"
 _OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_state_schedules.py", "tests/engine/test_state_budget.py"
 _OF_BORDERS = "tests/text/test_borders.py"
+_KERNELS = "kernels/program/states/"
+_OF_SSD, _OF_PIECES = "tests/kernels/program/states/test_ssd.py", "tests/models/weights/test_pieces.py"
 
 STATE_FAULTS = (
     ("state: one block ahead of its snapshot", _TABLES,
@@ -33,8 +35,13 @@ STATE_FAULTS = (
     ("state: who waits does not ask", "kvcache/manager.py", "self.states.ask(holder,", "(lambda *_: None)(holder,",
      _OF_TABLES),
     ("state: the backbone drives out ends", _SLOTS, "return REASONS[reason] * self.num_slots", "return 0", _OF_SLOTS),
-    ("state: an answer keeps every block", _TABLES, "            self._drop_tail(state)\n            entry",
-     "            entry", _OF_TABLES),
+    ("state: an answer keeps every block", _TABLES, "            self._drop_tail(state)\n        slot",
+     "            pass\n        slot", _OF_TABLES),
+    ("state: what a pass wrote is kept and written on", _TABLES, "            self.slots.hold(slot)\n",
+     "            self.slots.hold(slot)\n            state.slot, state.following = state.following, state.slot\n",
+     _OF_TABLES),
+    ("state: an empty slot is kept for the pass's own", _TABLES, "state.following, slot = slot, state.slot",
+     "state.following, slot = state.slot, slot", _OF_TABLES),
     ("state: blocks behind the state are shared", _LOOKUP, "return found if not beyond else",
      "return found if beyond else", _OF_TABLES),
     ("state: slots of two sequences swapped", _BATCH, "state_out=np.array([plan.write for plan in plans]",
@@ -43,4 +50,17 @@ STATE_FAULTS = (
      _OF_BUDGET),
     ("borders: one token late", _BORDERS, "np.flatnonzero(found).tolist()", "(np.flatnonzero(found) + 1).tolist()",
      _OF_BORDERS),
+    ("state space: steps of time without a limit", f"{_KERNELS}gates.py", "if is_ssd and first < least:",
+     "if is_ssd and first < -least:", _OF_SSD),
+    ("state space: values do not skip it", f"{_KERNELS}ssd.py", "emit_fma(b, own, given, emit_total(b, outs))",
+     "emit_total(b, outs)", _OF_SSD),
+    ("state space: B is read for C", f"{_KERNELS}scan.py", "(head < heads) != is_ssd", "head < heads", _OF_SSD),
+    ("state space: groups take turns", f"{_KERNELS}scan.py", "head // (heads // shared)", "head % shared", _OF_SSD),
+    ("state space: gates behind the norm", f"{_KERNELS}gate.py", "if stage != op[lt.F_GATE_FIRST]:",
+     "if stage == op[lt.F_GATE_FIRST]:", _OF_SSD),
+    ("state space: all groups have the first one's weights", f"{_KERNELS}gate.py",
+     "4 * group * op[lt.F_WEIGHT_STEP]", "0 * group * op[lt.F_WEIGHT_STEP]", _OF_SSD),
+    ("state space: pieces of a matrix in another order", "models/weights/ordered.py",
+     "return {z: mixer.value_heads * mixer.value_dim, xbc: mixer.channels, dt: mixer.value_heads}",
+     "return {xbc: mixer.channels, z: mixer.value_heads * mixer.value_dim, dt: mixer.value_heads}", _OF_PIECES),
 )  # fmt: skip

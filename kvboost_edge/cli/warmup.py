@@ -41,7 +41,7 @@ def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None 
             _compile({name: value for name, value in options.items() if name not in _OF_ONE_MODEL} | form)
             bar.advance(task)
     if forms:
-        _compile_packing()
+        _compile_rest()
     tests = mode is GenerationMode.CHUNK_KV_REUSE
     if model != BUNDLED_MODEL or not forms or tests:
         small = {} if tests or any(name in options for name in _SIZES) else {"num_blocks": 64}
@@ -78,12 +78,17 @@ def _compile(options: dict[str, Any]) -> None:
         _answer(engine)
 
 
-def _compile_packing() -> None:
-    """What packs the block formats of GGUF files, which no run through the bundled model needs."""
+def _compile_rest() -> None:
+    """What no run through the bundled model needs: the packing of GGUF files' block formats, layers with experts or
+    states."""
     import numpy as np
 
+    from kvboost_edge.host.cpu import default_num_threads
+    from kvboost_edge.kernels.ahead import compile_ahead
     from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, pack_blocks
+    from kvboost_edge.kernels.program.run import apart_entries
 
+    compile_ahead(list(apart_entries.values()), default_num_threads())
     for kind, nbytes in BLOCK_BYTES.items():
         pack_blocks(np.zeros((1, nbytes), dtype=np.uint8), kind)
 

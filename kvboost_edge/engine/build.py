@@ -15,7 +15,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.fit import plan_fit
 from kvboost_edge.engine.ledger import MemoryLedger, num_open_blocks, plan_num_blocks
 from kvboost_edge.engine.selection import Selection, available_on, select_path
-from kvboost_edge.engine.state_budget import check_options, plan_states, redis_refusal
+from kvboost_edge.engine.state_budget import check_options, plan_states
 from kvboost_edge.engine.tiering import check_tiers, open_tiers
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
@@ -224,7 +224,7 @@ def _assemble(
     if config.rope_range != "short":
         kv_format += f"/rope {config.rope_range}"
     with _closed_on_error(runner), _closed_on_error(backend):
-        tiers = open_tiers(config, fingerprint, kv_format, info.architecture, redis_refusal(info))
+        tiers = open_tiers(config, fingerprint, kv_format, info.architecture)
     return EngineParts(
         runner=runner,
         backend=backend,

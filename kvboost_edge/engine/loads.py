@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvboost_edge.engine.results import Missed
@@ -42,8 +42,9 @@ class Shelf(Protocol):
         """Names of the places that had the block and dropped it."""
         ...
 
-    def fetch(self, ticket: int, keys: Sequence[ContentKey], state: ContentKey | None) -> None:
-        """Bring consecutive blocks of a chain, and then the state behind them."""
+    def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey]) -> None:
+        """Bring consecutive blocks of a chain. Of a model with states: up to the deepest of these that is there, by the
+        number of blocks each is behind, and that one."""
         ...
 
     def cancel(self, ticket: int) -> None:
@@ -64,7 +65,7 @@ class NoShelf:
     def dropped_from(self, prefix_hash: bytes) -> list[str]:
         return []
 
-    def fetch(self, ticket: int, keys: Sequence[ContentKey], state: ContentKey | None) -> None:
+    def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey]) -> None:
         raise AssertionError("nothing is there to be fetched")
 
     def cancel(self, ticket: int) -> None:
@@ -80,8 +81,10 @@ class Load:
     table       holds the blocks that were in the pool, and those that arrived
     token_ids   the tokens of all blocks it may come to hold
     is_prefix   whether they are the sequence's own first ones
+    num_found   blocks that were in the pool when it began
     arrived     tokens by tier
-    state_hash  of the state that comes behind the last block, where the model keeps states
+    states      hashes of the states of which one may come behind the blocks, where the model keeps states
+    waiting     sequences that wait for one of these too
     is_done     nothing more comes
     """
 
@@ -93,10 +96,12 @@ class Load:
         token_ids: list[int],
         *,
         is_prefix: bool,
-        state_hash: bytes | None,
+        states: frozenset[bytes],
     ) -> None:
         self.ticket, self.sequence, self.table, self.token_ids = ticket, sequence, table, token_ids
-        self.is_prefix, self.state_hash = is_prefix, state_hash
+        self.is_prefix, self.states = is_prefix, states
+        self.num_found = len(table)
+        self.waiting: set[int] = set()
         self.arrived: Counter[str] = Counter()
         self.is_done = False
         self._began_at = self._news_at = time.perf_counter()
@@ -167,6 +172,9 @@ class Loads:
     def begin(self, sequence: Request, spare_blocks: int) -> Load | None:
         """Begin to bring what tiers may have behind the sequence's longest prefix in the pool; None where that is
         nothing, or where the whole sequence would find no room. Another sequence's load where that brings it."""
+        others = (load for load in self if not load.is_done and sequence.index in load.waiting)
+        if (other := next(others, None)) is not None:
+            return other
         request = sequence.request
         known = request.prefix_hashes
         return self._begin(sequence, sequence.cacheable_ids, request.root, spare_blocks, known, is_prefix=True)
@@ -184,14 +192,18 @@ class Loads:
         manager, size = self._manager, self._manager.block_size
         first, after = manager.content.keys_after(ids, root, known)
         keys = list(itertools.takewhile(lambda key: self._shelf.may_hold(key.prefix_hash), after))
+        states: dict[int, ContentKey] = {}
         if manager.states is not None:
             # Blocks behind the deepest state are of no use; its own come again where only the state was dropped.
-            held = [number for number, key in enumerate(keys, 1) if self._shelf.may_hold(key.state.prefix_hash)]
-            keys = keys[: held[-1]] if held else []
-            # Blocks are published as they come and nobody waits for them any more; their state is still on its way.
-            coming = {key.state.prefix_hash for key in keys}
-            if other := next((load for load in self if not load.is_done and load.state_hash in coming), None):
-                return other
+            kept = ((number, key.state) for number, key in enumerate(keys, 1))
+            states = {number: state for number, state in kept if self._shelf.may_hold(state.prefix_hash)}
+            keys = keys[: max(states, default=0)]
+        coming = frozenset(state.prefix_hash for state in states.values())
+        # Blocks are published as they come and nobody waits for them any more; their state is still on its way.
+        others = (load for load in self if not load.is_done and not load.states.isdisjoint(coming))
+        if (other := next(others, None)) is not None:
+            other.waiting.add(sequence.index)
+            return other
         if not keys:
             return None
         token_ids = list(ids[: (first + len(keys)) * size])
@@ -205,11 +217,9 @@ class Loads:
             manager.states.wait(table)
         if (before := self._by_sequence.get(sequence.index)) is not None:
             self.finish(before)
-        state = None if manager.states is None else keys[-1].state
-        awaited = None if state is None else state.prefix_hash
-        load = Load(next(self._tickets), sequence, table, token_ids, is_prefix=is_prefix, state_hash=awaited)
+        load = Load(next(self._tickets), sequence, table, token_ids, is_prefix=is_prefix, states=coming)
         self._by_ticket[load.ticket] = self._by_sequence[sequence.index] = load
-        self._shelf.fetch(load.ticket, keys, state)
+        self._shelf.fetch(load.ticket, keys, states)
         return load
 
     def used(self, table: BlockTable) -> None:

@@ -12,7 +12,6 @@ __all__ = [
     "check_options",
     "plan_states",
     "planned_state_bytes",
-    "redis_refusal",
     "speculation_refusal",
     "states_refusal",
 ]
@@ -107,13 +106,6 @@ def _check_has_states(config: EngineConfig, info: RunnerInfo) -> None:
             f"max_state_bytes={config.max_state_bytes} has no effect: the model has no layer with a state beside its "
             "keys and values; leave it out"
         )
-
-
-def redis_refusal(info: RunnerInfo) -> str | None:
-    """Why blocks of a model are not shared through a server; None: they may be."""
-    if not info.kv_spec.states:
-        return None
-    return "the model keeps states beside keys and values, and only a tier that knows what it holds can keep those"
 
 
 def _mib(num_bytes: int) -> str:

@@ -27,12 +27,12 @@ class SavedStates:
         self._unsaved: dict[int, None] = {}  # blocks whose snapshots were not copied out, the oldest first
         self._credit = 0  # bytes that steps left over: a state may take more than one step may copy
 
-    def put(self, table: BlockTable, data: Bytes) -> None:
-        """A state arrived, uint8 [1, bytes_per_state], behind the last block of a table that waits for it."""
+    def put(self, table: BlockTable, num_blocks: int, data: Bytes) -> None:
+        """A state arrived, uint8 [1, bytes_per_state], behind so many blocks of a table that waits for one."""
         assert self._manager.states is not None
         assert self._backend.states is not None
         write_slots = self._backend.states.write_slots
-        self._manager.states.arrive(table, lambda slot: write_slots([slot], data))
+        self._manager.states.arrive(table, num_blocks, lambda slot: write_slots([slot], data))
 
     def save_next(self, most_bytes: int | None) -> bool:
         """Copy out the oldest one that no tier has, if so many bytes more make up for it (None: at once); whether some

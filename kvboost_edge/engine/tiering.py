@@ -37,20 +37,12 @@ _IDLE_BYTES = 4 << 20  # at a time while nothing runs: a request that comes mean
 _CLOSING_SECONDS = 10.0  # for what is left when an engine is closed
 
 
-def open_tiers(
-    config: EngineConfig, fingerprint: str, kv_format: str, architecture: str, redis_refusal: str | None = None
-) -> tuple[Tier, ...]:
+def open_tiers(config: EngineConfig, fingerprint: str, kv_format: str, architecture: str) -> tuple[Tier, ...]:
     """The tiers that a config asks for, the nearest first. One that cannot be used says so in the log and in its
-    statistics, and the engine does without; redis_refusal: why that holds for Redis. Raises ConfigError and
-    BackendUnavailable as `check_tiers`."""
+    statistics, and the engine does without. Raises ConfigError and BackendUnavailable as `check_tiers`."""
     # One space for all tenants: their chains have roots of their own.
     space = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
-    shared: tuple[Tier, ...] = ()
-    if config.redis_url is not None:
-        if redis_refusal is not None:
-            _LOG.warning("no blocks are shared through Redis: %s", redis_refusal)
-        # first: it may raise
-        shared = (_redis_tier(config, space) if redis_refusal is None else ClosedTier("redis", redis_refusal),)
+    shared = () if config.redis_url is None else (_redis_tier(config, space),)  # first: it may raise
     if config.disk_cache_dir is None:
         return shared
     from kvboost_edge.tiers.disk.tier import DiskTier
@@ -99,10 +91,10 @@ class MoverShelf:
         self.may_hold, self.cancel, self.touch = mover.may_hold, mover.cancel, mover.touch
         self.dropped_from = mover.dropped_from
 
-    def fetch(self, ticket: int, keys: Sequence[ContentKey], state: ContentKey | None) -> None:
-        """Bring consecutive blocks of a chain, and then the state behind them."""
-        behind = None if state is None else BlockAddress(*state)
-        self._mover.load(ticket, [BlockAddress(*key) for key in keys], behind)
+    def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey]) -> None:
+        """Bring consecutive blocks of a chain, and of these states the deepest that is there."""
+        addresses = [BlockAddress(*key) for key in keys]
+        self._mover.load(ticket, addresses, {end: BlockAddress(*state) for end, state in states.items()})
 
 
 def make_tiering(manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]) -> tuple[Loads, Untiered]:
@@ -187,10 +179,8 @@ class Tiering(Untiered):
             self._mover.release(piece)
 
     def _take(self, load: Load, piece: Piece) -> None:
-        if piece.is_state:
-            if len(piece.data):
-                self._states.put(load.table, piece.data)
-            load.end()
+        if piece.behind is not None:
+            self._take_state(load, piece.behind, piece)
             return
         count = len(piece.data) * self._manager.block_size
         stop = load.table.num_computed_tokens + count
@@ -206,6 +196,14 @@ class Tiering(Untiered):
             load.end()
             if stop < len(load.token_ids):
                 self._loads.finish(load)  # nobody has the rest, which others may be waiting for
+
+    def _take_state(self, load: Load, behind: int, piece: Piece) -> None:
+        """The last piece where the model keeps states: the deepest one there is, or none."""
+        if behind:
+            self._states.put(load.table, load.num_found + behind, piece.data)
+        load.end()
+        if (load.num_found + behind) * self._manager.block_size < len(load.token_ids):
+            self._loads.finish(load)  # nobody has the rest, which others may be waiting for
 
     def _put(self, table: BlockTable, token_ids: list[int], stop: int, piece: Piece) -> None:
         """What arrived becomes the next blocks of a table."""

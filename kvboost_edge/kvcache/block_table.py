@@ -109,7 +109,8 @@ class BlockTable:
     num_cached_tokens 32, num_computed_tokens 32. `extend(table, 40)` appends a block, [7, 2, 9]; slots 9*16 .. 9*16+7
     take tokens 32..39; `commit` with 40 computed tokens publishes nothing new, with 48 it publishes block 9.
 
-    block_ids            ids of the blocks; grows at the end, an entry changes only by copy-on-write
+    block_ids            ids of the blocks; grows at the end, an entry changes by copy-on-write, and when the table goes
+                         over to an equal block, see `Twins`
     parts                which positions they hold; `[WHOLE]` unless a part begins inside a block
     num_cached_tokens    tokens served by the cache when the table was opened
     num_matched_tokens   tokens whose keys and values were there then: more than those where a state was missing
@@ -131,6 +132,7 @@ class BlockTable:
         "_num_chained",
         "_publishes",
         "_serial",
+        "_shares",
         "_twins",
         "_uncounted_misses",
         "_withdrawn",
@@ -147,7 +149,9 @@ class BlockTable:
         "spans",
     )
 
-    def __init__(self, serial: int, root: bytes, owner: bytes = b"", again: bool = False) -> None:
+    def __init__(
+        self, serial: int, root: bytes, owner: bytes = b"", *, again: bool = False, shares: bool = True
+    ) -> None:
         self.block_ids: list[int] = []
         self.parts: list[TablePart] = [WHOLE]
         self.spans: tuple[Span, ...] = ()
@@ -164,6 +168,8 @@ class BlockTable:
         self._chain_hash = root
         self._chain_serial = 0
         self._publishes = True
+        # whether it uses the cache: else it reads nothing but what it computed
+        self._shares = shares
         # whether its blocks count as used again: it found a published chain to its end, see `Uses`, or is told so
         self._goes_on = again
         # tokens the lookup left to compute, until the first extend counts the lookup (at least one is always left)
@@ -172,8 +178,8 @@ class BlockTable:
         self._counts_spans = False
         # block index -> prefix hash this table promised to compute (single flight)
         self._claims: dict[int, bytes] = {}
-        # block index -> (block id, entry serial) of the published equal of a block this table holds privately
-        self._twins: dict[int, tuple[int, int]] = {}
+        # block index -> the published equal of a block this table holds privately, and its entry, see `Twins`
+        self._twins: dict[int, tuple[int, PrefixEntry]] = {}
         # block index -> entry taken out of the index while this table, its only holder, rewrites the block
         self._withdrawn: dict[int, PrefixEntry] = {}
 

@@ -30,6 +30,7 @@ from kvboost_edge.kvcache.prefix_index import PrefixIndex
 from kvboost_edge.kvcache.publishing import Claims, Publisher
 from kvboost_edge.kvcache.spans import Spans
 from kvboost_edge.kvcache.table_states import StateSizes, TableStates
+from kvboost_edge.kvcache.twins import Twins
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
 
@@ -81,10 +82,11 @@ class KVCacheManager(BlockCounts):
         self.pins = Pins(self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks)
         self.content = Content(self._index, self._lookup)
         self.events = EventLog(self._index, num_blocks)
-        self._publisher = Publisher(self._index, self._claims, self.content, hash_fn, block_size)
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}
+        self._twins = Twins(self._index, self._pool, self.content, self._released)
+        self._publisher = Publisher(self._index, self._claims, self.content, self._twins, hash_fn, block_size)
         self.spans = Spans(self._pool, self._index, self._claims, self._take, self._released, block_size)
         self.block_size = block_size
         self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self._progress = 0
@@ -114,7 +116,7 @@ class KVCacheManager(BlockCounts):
         Raises RequestError for ids outside [0, 2^32).
         """
         data = encode_tokens(token_ids)
-        table = BlockTable(self._next_table, root, owner, again)
+        table = BlockTable(self._next_table, root, owner, again=again, shares=use_cache)
         match = self._lookup.match(data, root, known) if use_cache else None
         if match is not None:
             for block_id in match.block_ids:
@@ -230,7 +232,7 @@ class KVCacheManager(BlockCounts):
         table.block_ids[block_index] = new
         self._pool.release(block_id, matchable=True)
         if entry is not None:
-            table._twins[block_index] = (block_id, entry.serial)
+            self._twins.note(table, block_index, block_id, entry)
         self.cow_copies += 1
         return CopyOp(block_id, new)
 
@@ -264,7 +266,7 @@ class KVCacheManager(BlockCounts):
         """Record that the KV of token_ids[:num_computed] is in the pool, and publish each block this made full.
 
         `token_ids` is the running list, prompt and generated; only blocks not published before are read. Where an
-        equal block is published already the table keeps its own, unpublished. `publish=False`: content that its
+        equal block is published already the table goes over to that, see `Twins`. `publish=False`: content that its
         tokens alone do not determine; the table publishes nothing from here on. Raises CacheCorruption for a count
         below the last one, beyond the tokens or beyond the blocks, and for tokens that changed under a rewrite.
         """
@@ -277,7 +279,7 @@ class KVCacheManager(BlockCounts):
         table._publishes = table._publishes and publish
         if table._publishes:
             num_full = table.num_full_blocks(num_computed, self.block_size)
-            if num_full > table._num_chained or table._withdrawn:
+            if num_full > table._num_chained or table._withdrawn or table._twins:
                 first = max(0, table._num_chained - 1)
                 self._progress += self._publisher.publish(table, token_ids, num_full)
                 self._uses.follow(table.block_ids[first : max(0, num_full - 1)])
@@ -313,7 +315,7 @@ class KVCacheManager(BlockCounts):
         Fork between `commit` and `extend`: a block made writable before the fork is shared after it.
         """
         self._check_live(table)
-        child = BlockTable(self._next_table, table.root, table.owner)
+        child = BlockTable(self._next_table, table.root, table.owner, shares=table._shares)
         self._next_table += 1
         for block_id in table.block_ids:
             self._pool.touch(block_id)
@@ -341,11 +343,7 @@ class KVCacheManager(BlockCounts):
             self._uses.mark(table.block_ids)
         rank = self._uses.rank
         for index in range(len(table.block_ids) - 1, -1, -1):
-            if index in table._twins:
-                twin, serial = table._twins[index]
-                entry = self._index.entry(twin)
-                if entry is not None and entry.serial == serial:
-                    self._pool.refresh(twin)  # the blocks after it were matched through it: it must outlive them
+            self._twins.keep(table, index)
             block_id = table.block_ids[index]
             matchable = self._index.entry(block_id) is not None
             self._pool.release(block_id, matchable=matchable, owner=table.owner, again=rank(block_id))

@@ -11,19 +11,9 @@ from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.content import Content
 from kvboost_edge.kvcache.hashing import HashFn, LoneRoot, encode_tokens
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
+from kvboost_edge.kvcache.twins import Twins
 
-__all__ = ["Claims", "Publisher", "standing_for"]
-
-
-def standing_for(table: BlockTable, index: int, published: PrefixIndex) -> int | None:
-    """The published block with the content of a table's block: itself, or its equal; None where there is none."""
-    if index >= table._num_chained:
-        return None
-    if published.entry(table.block_ids[index]) is not None:
-        return table.block_ids[index]
-    twin, serial = table._twins.get(index, (0, -1))
-    entry = published.entry(twin)
-    return twin if entry is not None and entry.serial == serial else None
+__all__ = ["Claims", "Publisher"]
 
 
 class Claims:
@@ -66,16 +56,19 @@ class Claims:
 
 
 class Publisher:
-    """Publishes blocks of tables. Where an equal block is published already, the table keeps its own, unpublished."""
+    """Publishes blocks of tables. Where an equal one is published already, the table goes over to that, see `Twins`."""
 
-    __slots__ = ("_block_size", "_claims", "_content", "_hash_fn", "_index")
+    __slots__ = ("_block_size", "_claims", "_content", "_hash_fn", "_index", "_twins")
 
-    def __init__(self, index: PrefixIndex, claims: Claims, content: Content, hash_fn: HashFn, block_size: int) -> None:
-        self._index, self._claims, self._content = index, claims, content
+    def __init__(
+        self, index: PrefixIndex, claims: Claims, content: Content, twins: Twins, hash_fn: HashFn, block_size: int
+    ) -> None:
+        self._index, self._claims, self._content, self._twins = index, claims, content, twins
         self._hash_fn, self._block_size = hash_fn, block_size
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_full: int) -> int:
-        """Publish what the first `num_full` blocks of the table make new, and return how many blocks that is.
+        """Publish what the first `num_full` blocks of the table make new; how many blocks that is, and how many it gave
+        up for equal ones.
 
         token_ids   the running list; only blocks that are not published are read
         """
@@ -84,7 +77,7 @@ class Publisher:
             count += self._republish(table, index, self._encode_block(token_ids, index))
         for index in range(table._num_chained, num_full):
             count += self._append(table, index, self._encode_block(token_ids, index))
-        return count
+        return count + self._twins.adopt(table, num_full)
 
     def _encode_block(self, token_ids: Sequence[int], index: int) -> bytes:
         return encode_tokens(token_ids[index * self._block_size : (index + 1) * self._block_size])
@@ -101,7 +94,7 @@ class Publisher:
             serial = self._index.publish(table.block_ids[index], prefix_hash, keyed, parent_serial, *place)
             self._content.note_published(table.block_ids[index])
         else:
-            serial = self._note_twin(table, index, known)
+            serial = self._note(table, index, known)
         table._num_chained, table._chain_hash, table._chain_serial = index + 1, prefix_hash, serial
         self._claims.drop(table, index)
         return known is None
@@ -118,16 +111,15 @@ class Publisher:
             self._index.restore(table.block_ids[index], entry)
             self._content.note_published(table.block_ids[index])
         else:
-            serial = self._note_twin(table, index, known)
+            serial = self._note(table, index, known)
             if index == table._num_chained - 1:
                 table._chain_serial = serial
         self._claims.drop(table, index)
         return known is None
 
-    def _note_twin(self, table: BlockTable, index: int, known: int) -> int:
-        """Remember that block `known` stands in the index for the table's own block; return its serial."""
+    def _note(self, table: BlockTable, index: int, known: int) -> int:
+        """Block `known` stands in the index for the table's own block: its serial."""
         entry = self._index.entry(known)
         assert entry is not None  # it was just found there
-        if known != table.block_ids[index]:
-            table._twins[index] = (known, entry.serial)
+        self._twins.note(table, index, known, entry)
         return entry.serial

@@ -126,9 +126,14 @@ class StateSlots:
         if not self._refs[slot]:
             raise CacheCorruption(f"slot {slot} of states is shared and holds nothing")
         if slot in self._snapshots:
-            self._num_idle -= self._refs[slot] == 1
             self._read.add(slot)
             self._use(slot)
+        self.hold(slot)
+
+    def hold(self, slot: int) -> None:
+        """The same of who goes on from what it has just kept itself, which is no use of a snapshot."""
+        if slot in self._snapshots:
+            self._num_idle -= self._refs[slot] == 1
         self._refs[slot] += 1
 
     def release(self, slot: int) -> None:

@@ -2,7 +2,9 @@
 
 Keys and values can be taken up behind any token; a state only where it was kept. A table whose model has layers with
 states shares the blocks up to the deepest snapshot. Its first pass reads that snapshot and writes a slot of the table's
-own, every later one reads and writes that slot: nothing is copied, and a snapshot never changes.
+own, every later one reads and writes that slot. Where a pass ends at a place to be kept, the slot it wrote becomes the
+snapshot, and the next pass reads that and writes another one. A snapshot never changes, and only those inside a pass
+are written beside the table's own state.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from typing import NamedTuple
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
-from kvboost_edge.kvcache.publishing import standing_for
 from kvboost_edge.kvcache.state_slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
+from kvboost_edge.kvcache.twins import standing_for
 
 __all__ = ["PassSlots", "StateSizes", "TableStates"]
 
@@ -35,11 +37,13 @@ class StateSizes(NamedTuple):
 
 class PassSlots(NamedTuple):
     """What a pass does with one table's state: the slot it reads (-1: zeros), the one it writes, and (rows, slot) for
-    each state that is kept behind so many rows of the pass."""
+    each state inside the pass that is kept, behind so many rows. keeps: so is the one behind its last row, in the slot
+    that it writes."""
 
     read: int
     write: int
     saves: tuple[tuple[int, int], ...]
+    keeps: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,14 +51,14 @@ class _State:
     """Of one table. Each slot named here is one reference.
 
     slot        holds the state behind `position` tokens; -1: the zeros before the first
-    following   where the next pass writes, if not into `slot`; -1: none was taken
+    following   where the next pass writes, if not into `slot`, which is a snapshot then; -1: none was taken
     wanted      position -> why a snapshot is to be kept there
     known       tokens known when the table was opened: what comes behind is the answer
     planned     the position behind the pass that runs, None: none runs
-    saves       (position, slot, reason) of that pass
+    saves       (position, slot, reason) of that pass; a slot at its end is for the pass after it
     tail        (block, serial of its entry) with the snapshot of the answer so far, None: none
     replayed    tokens whose keys and values are there, and which are computed again for their state
-    awaited     blocks come from elsewhere, without a state, until the last one's comes too
+    awaited     blocks come from elsewhere, without a state, until that behind the last one comes too
     """
 
     slot: int = -1
@@ -179,7 +183,8 @@ class TableStates:
             for _, position in sorted(points, reverse=True):
                 self._save(table, state, position)
             state.saves.sort()
-        return PassSlots(state.slot, write, tuple((position - start, slot) for position, slot, _ in state.saves))
+        inside = tuple((position - start, slot) for position, slot, _ in state.saves if position < stop)
+        return PassSlots(state.slot, write, inside, keeps=len(inside) < len(state.saves))
 
     def _save_points(self, state: _State, start: int, stop: int) -> set[int]:
         found = {position for position in state.wanted if start < position <= stop}
@@ -192,27 +197,35 @@ class TableStates:
     def _save(self, table: BlockTable, state: _State, position: int) -> None:
         """Keep the state there if a slot can be had; nobody waits for one."""
         reason = state.wanted.pop(position, ANSWER)
-        slot = self.slots.take(reason, table.owner)
-        if slot is None and reason == ANSWER:  # the answer's snapshot moves
+        if reason == ANSWER and not self._sizes.every_block:  # the answer's snapshot moves
             self._drop_tail(state)
-            slot = self.slots.take(reason, table.owner)
+        slot = self.slots.take(reason, table.owner)
         if slot is not None:
             state.saves.append((position, slot, reason))
 
     def wait(self, table: BlockTable) -> None:
-        """The table computes nothing: its blocks come from elsewhere, and then the state behind the last one."""
+        """The table computes nothing: its blocks come from elsewhere, and then the state behind one of them."""
         state = self._states[table._serial]
         state.awaited, state.replayed = True, 0
 
-    def arrive(self, table: BlockTable, write: Callable[[int], None]) -> None:
-        """The awaited state came, once all the table's blocks are there: `write` puts it into a slot. Where that raises
-        the table waits on."""
-        state = self._states[table._serial]
-        if not state.awaited or not self._has_own(state) or state.position != len(table) * self._size:
-            raise CacheCorruption(f"a state arrived behind {state.position} tokens, and nobody waits for it there")
+    def arrive(self, table: BlockTable, num_blocks: int, write: Callable[[int], None]) -> None:
+        """The awaited state came, behind so many of the table's blocks, all of which are there: `write` puts it into a
+        slot. Where that raises, the table waits on. One behind the last block is the table's; another is a snapshot for
+        whoever opens a table next, and this one has none."""
+        state, position = self._states[table._serial], num_blocks * self._size
+        if not state.awaited or not self._has_own(state) or not 0 < position <= state.position:
+            raise CacheCorruption(f"a state arrived behind {position} tokens, and nobody waits for it there")
         write(state.following if state.following >= 0 else state.slot)
         self._move_on(state)
-        state.awaited = False
+        if position == state.position:
+            state.awaited = False
+            return
+        slot, state.slot = state.slot, -1
+        block_id = standing_for(table, num_blocks - 1, self._index)
+        if block_id is None:
+            self._release(slot)
+        else:
+            self._attach(table, slot, block_id, PROMPT)
 
     def _move_on(self, state: _State) -> None:
         """Into the slot that was taken, if one was."""
@@ -250,9 +263,13 @@ class TableStates:
             self._release(slot)
             return
         moves = reason == ANSWER and not self._sizes.every_block
+        is_own = position == state.position and self.slots.of_block(block_id) is None
+        if is_own:  # the slot that was taken is where the table goes on
+            state.following, slot = slot, state.slot
         is_new = self._attach(table, slot, block_id, reason, moves=moves)
+        if is_own:
+            self.slots.hold(slot)
         if moves:
-            self._drop_tail(state)
             entry = self._index.entry(block_id)
             state.tail = (block_id, entry.serial) if entry is not None and is_new else None
 

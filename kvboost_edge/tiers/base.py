@@ -73,6 +73,10 @@ class Tier(Protocol):
         """Whether the block is there, as far as is known without I/O; None: only `read` can tell."""
         ...
 
+    def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """Of each of these blocks whether it is there, unverified: as `holds`, which cannot always tell. I/O."""
+        ...
+
     def known(self) -> list[bytes]:
         """The blocks of which `holds` is True; may be called from any thread, and does no I/O."""
         ...
@@ -123,6 +127,9 @@ class ClosedTier:
 
     def holds(self, prefix_hash: bytes) -> bool:
         return False
+
+    def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        return [False] * len(prefix_hashes)
 
     def known(self) -> list[bytes]:
         return []

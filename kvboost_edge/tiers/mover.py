@@ -7,11 +7,12 @@ what finds no room to be written is not taken.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ Bytes = npt.NDArray[np.uint8]
 _PIECE_BYTES = 8 << 20  # of a read: a step of 20 ms copies that in 1-2 ms
 _STAGING_BYTES = 64 << 20
 _QUEUE_BYTES = 64 << 20
+_ASKED_AT_ONCE = 1000  # states of a load that tiers are asked for: one round trip for 16,000 tokens
 _TEND_SECONDS = 10.0  # at rest, between looks after the tiers
 _LAST_SECONDS = 10.0  # for the operation under way when the mover is closed
 
@@ -39,20 +41,21 @@ class Piece(NamedTuple):
     data     uint8 [count, bytes_per_block], verified, in the order they were asked for; to be given back by `release`
     tier     where they were
     is_last  nothing more comes
-    is_state  it is the state behind the blocks that came before, uint8 [1, its bytes]
+    behind   it is the state behind so many of the load's blocks, uint8 [1, its bytes]; none at all where that is 0.
+             Blocks behind it may have come before it. None: these are blocks
     """
 
     ticket: int
     data: Bytes
     tier: str
     is_last: bool
-    is_state: bool = False
+    behind: int | None = None
 
 
 class _Load(NamedTuple):
     ticket: int
     addresses: Sequence[BlockAddress]
-    state: BlockAddress | None
+    states: Mapping[int, BlockAddress]
 
 
 class _Store(NamedTuple):
@@ -108,11 +111,14 @@ class Mover:
         for tier in self._working():
             tier.touch(prefix_hashes)
 
-    def load(self, ticket: int, addresses: Sequence[BlockAddress], state: BlockAddress | None = None) -> None:
-        """Read consecutive blocks of a chain, as far as a tier has them, and behind all of them the state that a tier
-        has under that address; pieces come until one is the last."""
+    def load(
+        self, ticket: int, addresses: Sequence[BlockAddress], states: Mapping[int, BlockAddress] | None = None
+    ) -> None:
+        """Read consecutive blocks of a chain, as far as a tier has them; pieces come until one is the last. `states`:
+        those that may be kept, by how many of the blocks they are behind. Then blocks are read up to the deepest one
+        that a tier has, and that one behind them; where it is lost, or a block before it, the next one before."""
         with self._changed:
-            self._loads.append(_Load(ticket, addresses, state))
+            self._loads.append(_Load(ticket, addresses, states or {}))
             self._changed.notify_all()
 
     def cancel(self, ticket: int) -> None:
@@ -229,45 +235,83 @@ class Mover:
                 self._failed(tier, error)
 
     def _read(self, load: _Load) -> None:
-        """Pieces of a load, until nobody has its next block."""
+        """All pieces of a load."""
+        if not load.states:
+            self._read_blocks(load.ticket, load.addresses, is_all=True)
+            return
+        ends = self._ends(load)
+        deepest = next(ends, 0)
+        count = self._read_blocks(load.ticket, load.addresses[:deepest], is_all=False)
+        for end in itertools.chain([deepest], ends):
+            if 0 < end <= count and self._read_state(load, end):
+                return
+            if self._is_unwanted(load.ticket):
+                break
+        self._deliver(Piece(load.ticket, self._allocated(0, self._state_bytes), "", is_last=True, behind=0))
+
+    def _ends(self, load: _Load) -> Iterator[int]:
+        """Behind how many blocks of a load there are states, as far as tiers say without reading them; the deepest
+        first, and one of them perhaps twice. They are asked no further than somebody looks."""
+        ends = sorted(load.states, reverse=True)
+        if any(tier.holds(load.states[ends[0]].prefix_hash) is True for tier in self._working()):
+            yield ends[0]
+        for start in range(0, len(ends), _ASKED_AT_ONCE):
+            if self._is_unwanted(load.ticket):
+                return
+            asked = ends[start : start + _ASKED_AT_ONCE]
+            first, *there = self._ask([load.addresses[0].prefix_hash, *(load.states[end].prefix_hash for end in asked)])
+            if not first:
+                return  # states are of no use without their blocks
+            yield from itertools.compress(asked, there)
+
+    def _ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """Of each of these blocks and states, whether a tier says that it has it."""
+        found = [False] * len(prefix_hashes)
+        for tier in self._working():
+            try:
+                found = [one or other for one, other in zip(found, tier.ask(prefix_hashes), strict=True)]
+            except Exception as error:
+                self._failed(tier, error)
+        return found
+
+    def _read_blocks(self, ticket: int, addresses: Sequence[BlockAddress], *, is_all: bool) -> int:
+        """Pieces until nobody has the next block; how many came. `is_all`: nothing else comes behind them."""
         at, per_piece = 0, max(1, _PIECE_BYTES // self._block_bytes)
-        while True:
-            addresses = load.addresses[at : at + per_piece]
-            data = self._stage(load.ticket, len(addresses), self._block_bytes)
-            tier, count = self._read_some(addresses, data)
+        while at < len(addresses):
+            wanted = addresses[at : at + per_piece]
+            data = self._stage(ticket, len(wanted), self._block_bytes)
+            tier, count = self._read_some(wanted, data)
             at += count
-            is_whole = at == len(load.addresses)
-            is_last = count == 0 or (is_whole and load.state is None)
             with self._changed:
                 self._staged -= data[count:].nbytes
-                is_last = is_last or load.ticket in self._cancelled or self._closing
-            self._deliver(Piece(load.ticket, data[:count], tier, is_last))
-            if is_last:
-                return
-            if is_whole and load.state is not None:
-                self._read_state(load.ticket, load.state)
-                return
+            is_end = count == 0 or at == len(addresses) or self._is_unwanted(ticket)
+            self._deliver(Piece(ticket, data[:count], tier, is_last=is_all and is_end))
+            if is_end:
+                break
+        return at
 
-    def _read_state(self, ticket: int, address: BlockAddress) -> None:
-        """The last piece of a load: a state, or nothing."""
-        data = self._stage(ticket, 1, self._state_bytes)
-        tier, count = self._read_some([address], data)
+    def _read_state(self, load: _Load, end: int) -> bool:
+        """The state behind so many blocks, if a tier has it indeed: the last piece then."""
+        data = self._stage(load.ticket, 1, self._state_bytes)
+        tier, count = self._read_some([load.states[end]], data)
         with self._changed:
             self._staged -= data[count:].nbytes
-        self._deliver(Piece(ticket, data[:count], tier, is_last=True, is_state=True))
+        if count:
+            self._deliver(Piece(load.ticket, data[:count], tier, is_last=True, behind=end))
+        return count == 1
+
+    def _is_unwanted(self, ticket: int) -> bool:
+        """Whether nobody waits for a load any more."""
+        return self._closing or ticket in self._cancelled
 
     def _stage(self, ticket: int, count: int, row_bytes: int) -> Bytes:
         """Room for so many blocks or states, waited for; none where nobody wants them any more, or where memory is
         refused."""
         nbytes = count * row_bytes
-
-        def is_unwanted() -> bool:
-            return self._closing or ticket in self._cancelled
-
         with self._changed:
-            while self._staged and self._staged + nbytes > _STAGING_BYTES and not is_unwanted():
+            while self._staged and self._staged + nbytes > _STAGING_BYTES and not self._is_unwanted(ticket):
                 self._changed.wait()
-            data = self._allocated(0 if is_unwanted() else count, row_bytes)
+            data = self._allocated(0 if self._is_unwanted(ticket) else count, row_bytes)
             self._staged += data.nbytes
         return data
 

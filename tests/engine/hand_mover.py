@@ -18,7 +18,7 @@ class DictTier:
         self.writable, self.closed = True, False
         self.touched: list[bytes] = []
         self.lost: set[bytes] = set()
-        self.num_read = self.num_written = 0
+        self.num_read = self.num_written = self.num_asked = 0
         self._knows, self._losses, self._rng = knows, losses, random.Random(seed)
 
     def begin(self) -> None:
@@ -26,6 +26,10 @@ class DictTier:
 
     def holds(self, prefix_hash: bytes) -> bool | None:
         return prefix_hash in self.blocks if self._knows else None
+
+    def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        self.num_asked += 1
+        return [prefix_hash in self.blocks for prefix_hash in prefix_hashes]
 
     def known(self) -> list[bytes]:
         return list(self.blocks) if self._knows else []
@@ -42,6 +46,7 @@ class DictTier:
                 self.drop([address.prefix_hash])
             known, data = self.blocks.get(address.prefix_hash, (None, b""))
             if known != address:
+                self.drop([address.prefix_hash])
                 buffer[:] = b"\xff" * len(buffer)  # what is not verified may be anything
                 return count
             buffer[:] = data

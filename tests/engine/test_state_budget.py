@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 import pytest
 
@@ -12,8 +11,7 @@ from engine.fake_states import hybrid_parts
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.engine import CPUPagedEngine
-from kvboost_edge.engine.state_budget import check_options, plan_states, planned_state_bytes, redis_refusal
-from kvboost_edge.engine.tiering import open_tiers
+from kvboost_edge.engine.state_budget import check_options, plan_states, planned_state_bytes
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 from kvboost_edge.runners.base import RunnerInfo
 
@@ -123,17 +121,6 @@ def test_speculation_is_refused_by_name_where_it_is_asked_for() -> None:
         check_options(EngineConfig(speculation="on"), info_of((LARGE,)))
     with pytest.raises(ConfigError, match="max_state_bytes=5 has no effect"):
         check_options(EngineConfig(max_state_bytes=5), info_of(()))
-
-
-def test_redis_says_that_it_keeps_no_states(caplog: pytest.LogCaptureFixture) -> None:
-    config = EngineConfig(redis_url="redis://nowhere.invalid:1/0", redis_trust=True)
-    refusal = redis_refusal(info_of((LARGE,)))
-    assert refusal is not None
-    with caplog.at_level(logging.WARNING):
-        (tier,) = open_tiers(config, "f" * 64, "kv", "toy", refusal)
-    assert f"no blocks are shared through Redis: {refusal}" in caplog.text
-    assert (tier.name, tier.stat().state) == ("redis", refusal)
-    assert redis_refusal(info_of(())) is None
 
 
 def test_an_engine_with_states_refuses_what_needs_none_and_counts_them() -> None:

@@ -28,7 +28,8 @@ picks = st.integers(0, 1000)
 
 @dataclasses.dataclass(eq=False)
 class Live:
-    """What the model knows of one live table. `node` is the identity of the prefix its chain has reached."""
+    """What the model knows of one live table. `node` is the identity of the prefix its chain has reached; `withdrawn`
+    are blocks that it writes again in place, `copied` those of which it got copies to write into, by their index."""
 
     table: BlockTable
     tokens: list[int]
@@ -39,3 +40,5 @@ class Live:
     node: Any = None
     uncounted: tuple[int, int] = (0, 0)
     withdrawn: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
+    uses_cache: bool = True
+    copied: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)

@@ -119,45 +119,6 @@ def test_a_rewritten_block_keeps_what_is_cached_behind_it() -> None:
     assert manager.peek(list(range(17)), ROOT) == 16
 
 
-@pytest.mark.parametrize("forked", [False, True])
-def test_a_copied_block_keeps_what_is_cached_behind_it(forked: bool) -> None:
-    """The published equal of a private copy must be evicted after the blocks that are matched through it."""
-    manager = KVCacheManager(8, B)
-    tokens = list(range(8))
-    first = prefill(manager, tokens)
-    second = prefill(manager, tokens)  # shares block 0, has a copy of block 1
-    if forked:
-        child = manager.fork(second)
-        manager.free(second)
-        second = child
-    manager.free(first)
-    assert manager.cached_block_count == 1  # block 1, idle from now on
-    running = [*tokens, 1, 2, 3, 4]
-    manager.extend(second, 12)
-    manager.commit(second, running, 12)
-    manager.free(second)
-    assert manager.peek([*running, 0], ROOT) == 12
-    filler = manager.open_table([], ROOT, use_cache=False)
-    manager.extend(filler, B * (manager.free_block_count - 2))
-    assert manager.peek([*running, 0], ROOT) == 8  # the end of the chain went first
-
-
-def test_an_evicted_equal_is_not_mistaken_for_what_took_its_block() -> None:
-    manager = KVCacheManager(3, B)
-    tokens = list(range(4))
-    first = prefill(manager, tokens)
-    second = prefill(manager, tokens)  # a copy, whose published equal is the first table's block
-    manager.free(first)
-    third = prefill(manager, [7] * 4)
-    fourth = prefill(manager, [8] * 4)  # takes the block of the evicted equal
-    assert fourth.block_ids == [0]
-    manager.free(fourth)
-    manager.free(third)
-    manager.free(second)  # must not refresh block 0
-    manager.free(prefill(manager, [5] * 8))  # takes the copy and the oldest cached one
-    assert [manager.peek([token] * 4 + [0], ROOT) for token in (7, 8)] == [4, 0]
-
-
 def test_a_block_republished_meanwhile_is_followed_under_its_new_identity() -> None:
     manager = KVCacheManager(8, B)
     tokens = list(range(4))

@@ -118,6 +118,9 @@ class PoolMachine(RuleBasedStateMachine):
             assert (seq.table.block_ids[index] != before[index]) == shared
             if shared:
                 self.cow_copies += 1
+                key = next((key for key, (block_id, _) in self.cached.items() if block_id == before[index]), None)
+                if key is not None:
+                    seq.copied[index] = (key, self.cached[key][1])
             else:
                 self.withdraw_if_published(seq, index)
 
@@ -138,7 +141,7 @@ class PoolMachine(RuleBasedStateMachine):
             waiting = len(block_ids) < self.servable_blocks(tokens) and following in self.claims
             assert (self.manager.awaited_hash(tokens, root) is not None) == waiting
         table = self.manager.open_table(tokens, root, use_cache=use_cache)
-        seq = Live(table, list(tokens), root, node=root)
+        seq = Live(table, list(tokens), root, node=root, uses_cache=use_cache)
         self.live.append(seq)
         if not use_cache:
             assert (table.block_ids, table.num_cached_tokens) == ([], 0)
@@ -203,23 +206,41 @@ class PoolMachine(RuleBasedStateMachine):
             assert refs[slot // self.size] == 1, "a block with more than one reference would be written"
             assert all(block_id != slot // self.size for block_id, _ in self.cached.values()), "a published one too"
             self.memory[slot] = (seq.root, tuple(seq.tokens[: position + 1]))
+        before = seq.table.block_ids.copy()
         self.manager.commit(seq.table, seq.tokens, seq.extended)
         seq.computed = seq.extended
         num_full = seq.computed // self.size
         for index in [index for index in seq.withdrawn if index < num_full]:
             key, node = seq.withdrawn.pop(index)
-            _, node = self.cached.setdefault(key, (seq.table.block_ids[index], node))
+            _, node = self.cached.setdefault(key, (before[index], node))
             if index == seq.chained - 1:
                 seq.node = node
             self.claims = {p: o for p, o in self.claims.items() if (o, len(p[1])) != (seq, (index + 1) * self.size)}
         for index in range(seq.chained, num_full):
             key = (seq.node, self.full_block(seq.tokens, index))
             if key not in self.cached:
-                self.cached[key] = (seq.table.block_ids[index], self.next_node)
+                self.cached[key] = (before[index], self.next_node)
                 self.next_node += 1
             seq.node = self.cached[key][1]
             self.claims = {p: o for p, o in self.claims.items() if (o, len(p[1])) != (seq, (index + 1) * self.size)}
         seq.chained = max(seq.chained, num_full)
+        if seq.uses_cache:
+            self.adopt(seq, before, num_full)
+        else:
+            assert seq.table.block_ids == before, "it reads nothing but what it computed"
+
+    def adopt(self, seq: Live, before: list[int], num_full: int) -> None:
+        """What a table that uses the cache holds of full blocks is what others find, in its own blocks or theirs; a
+        block that it had copied is published again by the copy if it was evicted meanwhile."""
+        for index in sorted(index for index in seq.copied if index < num_full):
+            key, node = seq.copied.pop(index)
+            _, node = self.cached.setdefault(key, (before[index], node))
+            if index == seq.chained - 1:
+                seq.node = node
+        published = {block_id: tokens for (_, tokens), (block_id, _) in self.cached.items()}
+        held = [published.get(block_id) for block_id in seq.table.block_ids[:num_full]]
+        assert held == [self.full_block(seq.tokens, index) for index in range(num_full)]
+        assert seq.table.block_ids[num_full:] == before[num_full:]
 
     @precondition(lambda self: self.live)
     @rule(number=picks, count=st.integers(1, 9))
@@ -248,6 +269,7 @@ class PoolMachine(RuleBasedStateMachine):
         if len(self.live) == 6 or seq.extended > seq.computed:
             return
         child = dataclasses.replace(seq, table=self.manager.fork(seq.table), tokens=seq.tokens.copy(), withdrawn={})
+        child.copied = seq.copied.copy()
         child.uncounted = (0, 0)
         assert child.table.block_ids == seq.table.block_ids
         self.live.append(child)

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, chain_hash, encode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.table_states import PassSlots, StateSizes, TableStates
 from kvcache.pool_model import POISON, ROOTS, Prefix, picks, tokens_lists
@@ -38,6 +39,7 @@ class Open:
     table: BlockTable
     tokens: list[int]
     root: bytes
+    uses_cache: bool = True
 
     def prefix(self, num_tokens: int) -> Prefix:
         return self.root, tuple(self.tokens[:num_tokens])
@@ -126,7 +128,7 @@ class StatesMachine(RuleBasedStateMachine):
         table = self.manager.open_table(tokens, root, use_cache=use_cache, hints=hints)
         assert (table.num_cached_tokens, table.num_matched_tokens) == (served if use_cache else (0, 0))
         assert (table.miss_reason == "state") == (use_cache and served[0] < served[1])
-        self.live.append(Open(table, list(tokens), root))
+        self.live.append(Open(table, list(tokens), root, use_cache))
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), answer=st.lists(st.integers(0, 1), max_size=9))
     def prefill_and_answer(self, tokens: list[int], root: bytes, answer: list[int]) -> None:
@@ -163,6 +165,7 @@ class StatesMachine(RuleBasedStateMachine):
         for one, plan in plans.items():
             assert one.prefix(starts[one]) == (self.held[plan.read] if plan.read >= 0 else (one.root, ()))
             assert plan.read not in written or plan.read == plan.write
+            assert plan.write not in self.states.slots.snapshots().values()
             own = self.manager.slots(one.table, 0, starts[one])
             assert [self.memory[slot] for slot in own] == [one.prefix(n + 1) for n in range(starts[one])]
         for one, plan in plans.items():
@@ -219,6 +222,17 @@ class StatesMachine(RuleBasedStateMachine):
         if hasattr(self, "manager"):
             for block_id, slot in self.states.slots.snapshots().items():
                 assert self.held[slot] == self.memory[(block_id + 1) * self.size - 1] != POISON
+
+    @invariant()
+    def what_a_live_table_holds_is_found(self) -> None:
+        """In its own blocks: whatever was evicted, a prompt that goes on as it did finds all its full blocks."""
+        for one in getattr(self, "live", []):
+            if one.uses_cache:
+                full = one.table.num_computed_tokens // self.size
+                match = self.manager._index.match(
+                    encode_tokens(one.tokens[: full * self.size]), one.root, self.size * TOKEN_BYTES, chain_hash
+                )
+                assert match.block_ids == one.table.block_ids[:full]
 
     def teardown(self) -> None:
         for one in getattr(self, "live", []):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
 from kvboost_edge.errors import CacheCorruption, CapacityError
@@ -22,16 +24,31 @@ def states_of(manager: KVCacheManager) -> TableStates:
     return manager.states
 
 
-def run_pass(manager: KVCacheManager, table: BlockTable, tokens: list[int], stop: int | None = None) -> PassSlots:
+class Kept(NamedTuple):
+    """What a pass did, and between which positions."""
+
+    plan: PassSlots
+    start: int
+    stop: int
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """Of each state that is kept, by how many rows it is behind."""
+        inside = dict(self.plan.saves)
+        return {**inside, self.stop - self.start: self.plan.write} if self.plan.keeps else inside
+
+
+def run_pass(manager: KVCacheManager, table: BlockTable, tokens: list[int], stop: int | None = None) -> Kept:
     """One pass up to `stop`, all there are without one."""
     stop = len(tokens) if stop is None else stop
     manager.extend(table, stop)
-    plan = states_of(manager).plan(table, table.num_computed_tokens, stop)
+    start = table.num_computed_tokens
+    plan = states_of(manager).plan(table, start, stop)
     manager.commit(table, tokens, stop)
-    return plan
+    return Kept(plan, start, stop)
 
 
-def cold(manager: KVCacheManager, tokens: list[int], *others: BlockTable, hints: tuple[int, ...] = ()) -> PassSlots:
+def cold(manager: KVCacheManager, tokens: list[int], *others: BlockTable, hints: tuple[int, ...] = ()) -> Kept:
     """A whole prompt in one pass, and its table freed; `others` are live."""
     table = manager.open_table(tokens, ROOT, hints=hints)
     plan = run_pass(manager, table, tokens)
@@ -40,28 +57,28 @@ def cold(manager: KVCacheManager, tokens: list[int], *others: BlockTable, hints:
     return plan
 
 
-def rows(plan: PassSlots) -> list[int]:
-    return [count for count, _ in plan.saves]
+def rows(kept: Kept) -> list[int]:
+    return list(kept.slots)
 
 
 def test_a_first_pass_reads_zeros_and_later_ones_their_own_slot() -> None:
     manager, tokens = manager_of(), list(range(3 * B))
     table = manager.open_table(tokens, ROOT)
-    first = run_pass(manager, table, tokens, 5)
-    second = run_pass(manager, table, tokens, 9)
+    first = run_pass(manager, table, tokens, 5).plan
+    second = run_pass(manager, table, tokens, 9).plan
     assert first.read == -1
     assert first.write == second.read == second.write
 
 
 def test_a_hit_reads_the_snapshot_and_writes_another_slot() -> None:
     manager, tokens = manager_of(), list(range(2 * B + 1))
-    plan = cold(manager, tokens)
-    assert rows(plan) == [2 * B]
+    kept = cold(manager, tokens)
+    assert rows(kept) == [2 * B]
     table = manager.open_table(tokens, ROOT)
     assert (table.num_cached_tokens, table.num_matched_tokens, table.miss_reason) == (2 * B, 2 * B, "")
     manager.extend(table, len(tokens))
     again = states_of(manager).plan(table, 2 * B, len(tokens))
-    assert again.read == plan.saves[0][1]
+    assert again.read == kept.slots[2 * B]
     assert again.write != again.read
 
 
@@ -135,17 +152,52 @@ def test_who_waits_asks_for_the_state_behind_what_it_waits_for() -> None:
     assert manager.open_table(branch, ROOT).num_cached_tokens == 3 * B
 
 
+def test_where_a_pass_ends_its_own_slot_is_kept_and_the_next_writes_another() -> None:
+    manager, tokens = manager_of(), list(range(3 * B))
+    table = manager.open_table(tokens, ROOT)
+    first = run_pass(manager, table, tokens)
+    assert (first.plan.saves, first.plan.keeps) == (((2 * B, first.slots[2 * B]),), True)
+    assert states_of(manager).slots.of_block(table.block_ids[2]) == first.plan.write
+    tokens.append(1)
+    second = run_pass(manager, table, tokens).plan
+    assert second.read == first.plan.write
+    assert second.write not in first.slots.values()
+    assert not second.keeps
+    tokens.append(2)
+    third = run_pass(manager, table, tokens).plan
+    assert third.read == third.write == second.write
+    manager.free(table)
+    manager.check_invariants([])
+
+
+def test_a_state_that_another_kept_meanwhile_is_not_kept_twice() -> None:
+    manager, tokens = manager_of(), list(range(2 * B))
+    first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
+    for one in (first, second):
+        run_pass(manager, one, tokens)
+        manager.check_invariants([first, second])
+    assert states_of(manager).slots.of_block(first.block_ids[1]) is not None
+    tokens.append(1)
+    plans = [run_pass(manager, one, tokens).plan for one in (first, second)]
+    assert (plans[0].read == plans[0].write, plans[1].read == plans[1].write) == (False, True)
+    for one in (first, second):
+        manager.free(one)
+    manager.check_invariants([])
+
+
 def test_an_answer_leaves_one_snapshot_that_moves() -> None:
     manager, tokens = manager_of(), list(range(6))
     table = manager.open_table(tokens, ROOT)
     run_pass(manager, table, tokens)
-    kept = []
+    kept, used = [], 0
     for token in range(30):
         tokens.append(token)
-        kept += [len(tokens) for _ in run_pass(manager, table, tokens).saves]
+        kept += [len(tokens) for _ in run_pass(manager, table, tokens).slots]
+        used = max(used, states_of(manager).slots.num_used)
         manager.check_invariants([table])
     assert kept == [*range(8, 37, B)]
     assert states_of(manager).slots.counts()["answer"] == 1
+    assert used == 3, "the prompt's, the answer's, and the one that is written"
     manager.free(table)
     assert manager.peek([*tokens, 1], ROOT) == 36
 
@@ -173,14 +225,14 @@ def test_an_answer_keeps_its_snapshot_moving_where_no_slot_is_free() -> None:
 
 def test_nobody_evicts_a_snapshot_between_lookup_and_pass() -> None:
     manager, tokens = manager_of(num_slots=3), list(range(2 * B + 1))
-    plan = cold(manager, tokens)
+    slot = cold(manager, tokens).slots[2 * B]
     reader = manager.open_table(tokens, ROOT)
     manager.reset()
     for number in range(3):
         cold(manager, [100 + number] * (2 * B + 1), reader)
     manager.extend(reader, len(tokens))
-    assert states_of(manager).plan(reader, 2 * B, len(tokens)).read == plan.saves[0][1]
-    assert plan.saves[0][1] not in states_of(manager).unwritten()
+    assert states_of(manager).plan(reader, 2 * B, len(tokens)).read == slot
+    assert slot not in states_of(manager).unwritten()
 
 
 def test_a_snapshot_goes_with_its_block() -> None:
@@ -210,7 +262,7 @@ def test_a_table_without_a_slot_fails_and_changes_nothing() -> None:
 def test_a_fork_reads_what_its_parent_had_and_neither_writes_it() -> None:
     manager, tokens = manager_of(), list(range(B + 2))
     table = manager.open_table(tokens, ROOT)
-    before = run_pass(manager, table, tokens)
+    before = run_pass(manager, table, tokens).plan
     child = manager.fork(table)
     manager.check_invariants([table, child])
     tokens.append(1)
@@ -257,8 +309,8 @@ def test_check_finds_a_snapshot_of_a_block_that_is_gone() -> None:
 
 def test_where_slots_lack_the_best_reason_gets_one() -> None:
     manager, tokens = manager_of(num_slots=2), list(range(3 * B + 1))
-    plan = cold(manager, tokens, hints=(B,))
-    assert rows(plan) == [3 * B], "one slot is the sequence's own; the other one is for the prompt's end"
+    kept = cold(manager, tokens, hints=(B,))
+    assert rows(kept) == [3 * B], "one slot is the sequence's own; the other one is for the prompt's end"
 
 
 def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more() -> None:
@@ -288,7 +340,7 @@ def test_a_state_that_could_not_be_written_is_no_snapshot() -> None:
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        states.arrive(table, fail)
+        states.arrive(table, 2, fail)
     manager.free(table)
     assert not states.slots.snapshots()
     manager.check_invariants(())

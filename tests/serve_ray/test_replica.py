@@ -21,6 +21,8 @@ from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 from live_servers import wait_until
+from redis_servers import running_redis
+from tiny_models import save_tiny_model
 
 PROMPT = [10 + number % 200 for number in range(1003)]  # 62 full blocks, of which a router is told about 16
 OPTIONS = {"num_blocks": 128, "max_num_seqs": 4, "num_threads": 1, "reuse_gate": "off"}
@@ -137,6 +139,35 @@ def test_what_a_disk_holds_is_told_and_counts_as_read(open_replica: Any) -> None
     assert second._meter.report(0.0, free_blocks=1).disk_token_seconds != guessed
     tell(second, router, 2.0)
     assert router.choose(chain, 2.0, among="b")[0].matched_tokens == 992
+    router.check()
+
+
+def test_a_prompt_of_a_model_with_states_is_read_from_the_server_that_others_filled(
+    isolated_cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a replica that never saw it, on a machine of its own: as many tokens as a router expects, or some more."""
+    monkeypatch.setenv("KVBOOST_EDGE_REDIS_SECRET", "a secret of the test suite")
+    prompt, name = [10 + number % 200 for number in range(500)], str(save_tiny_model("lfm2", tmp_path / "model"))
+    router = PrefixRouter()
+    router.set_members("ab")
+    with contextlib.ExitStack() as opened:
+        redis_url = opened.enter_context(running_redis()).url
+        replicas: dict[str, EngineReplica] = {}
+        for who in "ab":
+            replicas[who] = EngineReplica(ReplicaOptions(name, {**OPTIONS, "redis_url": redis_url}), who)
+            opened.callback(replicas[who].close)
+            tell(replicas[who], router, 0.0)
+        hashes, chain = chain_of(replicas["a"], prompt)
+        expected = answer(replicas["a"], sent(prompt, hashes)).output_token_ids
+        written = lambda: replicas["a"]._engine.paged_stats()["tiers"]["redis"]["written_blocks"]  # noqa: E731
+        wait_until(lambda: written() >= 31 + 1, "the prompt's blocks and its state to be on the server")
+        tell(replicas["a"], router, 1.0)
+        told = 16 * chain.shared.ends[-1]
+        choice = router.choose(chain, 1.0, among="b")[0]
+        assert (choice.matched_tokens, choice.restored_tokens) == (0, told)
+        result = answer(replicas["b"], sent(prompt, hashes, restored_tokens=told))
+        assert (result.output_token_ids, result.hit_tokens) == (expected, {"pool": 0, "redis": 496})
+        assert 496 - 16 * 16 < told <= 496
     router.check()
 
 

@@ -261,23 +261,15 @@ def open_stores(config: LMCacheEngineConfig, space: bytes) -> list[ChunkStore]:
                 stores.append(MemoryStore(int(config.max_memory_bytes)))
             elif kind == "disk":
                 cap = None if config.max_disk_bytes is None else int(config.max_disk_bytes)
-                stores.append(_on_disk(DiskTier.open(place, space, max_bytes=cap)))
+                stores.append(TierStore(DiskTier.open(place, space, max_bytes=cap)))
             else:
                 options = {"secret": config.redis_secret, "trust": config.redis_trust, "ttl_s": config.redis_ttl_s}
-                tier = RedisTier(place, space, **options)  # type: ignore[arg-type]
-                stores.append(TierStore(tier, tier.present))
+                stores.append(TierStore(RedisTier(place, space, **options)))  # type: ignore[arg-type]
     except BaseException:
         for store in stores:
             store.close()
         raise
     return stores
-
-
-def _on_disk(tier: DiskTier) -> TierStore:
-    def num_present(prefix_hashes: Sequence[bytes]) -> int:
-        return next((i for i, key in enumerate(prefix_hashes) if not tier.holds(key)), len(prefix_hashes))
-
-    return TierStore(tier, num_present)
 
 
 def _kind(shape: Shape) -> Shape:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -185,19 +185,19 @@ class MemoryStore:
 
 
 class TierStore:
-    """Chunks in a tier of whole blocks. `num_present`: how many of these hashes, from the first on, the tier has."""
+    """Chunks in a tier of whole blocks."""
 
-    def __init__(self, tier: Tier, num_present: Callable[[Sequence[bytes]], int]) -> None:
+    def __init__(self, tier: Tier) -> None:
         self.name = tier.name
         self._tier = tier
-        self._num_present = num_present
         self._lock = threading.Lock()  # a tier is read and written by one thread at a time
 
     def holds(self, addresses: Sequence[BlockAddress]) -> int:
         """See ChunkStore."""
         with self._lock:
             shapes = self._shapes(addresses)
-            return self._num_present([_data_address(a, s).prefix_hash for a, s in zip(addresses, shapes, strict=False)])
+            there = self._tier.ask([_data_address(a, s).prefix_hash for a, s in zip(addresses, shapes, strict=False)])
+            return (*there, False).index(False)
 
     def get(self, addresses: Sequence[BlockAddress]) -> list[Chunk]:
         """See ChunkStore."""

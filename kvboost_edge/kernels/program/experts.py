@@ -23,7 +23,14 @@ from kvboost_edge.kernels.linear.panel import SMALL_TOKENS, TILES_AT_ONCE, cell_
 from kvboost_edge.kernels.linear.tiles import GROUP, INT_KINDS, Target, Tile
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.norms import activate_vectors, quantize_groups
-from kvboost_edge.kernels.program.route import active_expert, count_active, first_slot, most_active, place_at
+from kvboost_edge.kernels.program.route import (
+    active_expert,
+    count_active,
+    first_slot,
+    most_active,
+    place_at,
+    sigmoid_f32,
+)
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.program.tiles import (
     SCRATCH_BYTES,
@@ -45,11 +52,12 @@ from kvboost_edge.kernels.vectors import (
     emit_load,
     emit_splat,
     emit_store,
+    fma_f32,
     load_f32,
     store_f32,
 )
 
-__all__ = ["experts_down", "experts_gated", "experts_units", "spread"]
+__all__ = ["add_shared", "experts_down", "experts_gated", "experts_units", "spread"]
 
 _LINE = 4 * LANES
 _DOWN_TILES = 16  # of a unit at least, where there are many tokens: each reads the rows of all experts
@@ -236,3 +244,14 @@ def experts_down(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
                 float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))
                 _add_shares(job, op, factor, scratch, first + token, n, tile, 1)
                 token += n
+
+
+@kernel
+def add_shared(job: ProgramJob, op: Any, factor: float, token: int) -> None:
+    """destination += factor * sigmoid of another row's number * source: the expert that all tokens share."""
+    gate = load_f32(job.buffers[op[lt.F_BY]] + 4 * (token * op[lt.F_BY_STEP] + op[lt.F_BY_FIRST]))
+    share = sigmoid_f32(gate) * factor
+    source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
+    out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
+    for index in range(op[lt.F_COUNT]):
+        store_f32(out + 4 * index, fma_f32(load_f32(source + 4 * index), share, load_f32(out + 4 * index)))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from numba.core import types
+
+from kvboost_edge.kernels.entry import caller
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.ladders import float_rows
 from kvboost_edge.kernels.linear.panel import SMALL_TOKENS, TILES_AT_ONCE, panel_tokens
@@ -16,11 +19,10 @@ from kvboost_edge.kernels.program.attend import (
     continue_block,
     continuing_units,
 )
-from kvboost_edge.kernels.program.experts import experts_down, experts_gated, experts_units, spread
-from kvboost_edge.kernels.program.route import dispatch
-from kvboost_edge.kernels.program.states.conv import store_tails, tail_units
-from kvboost_edge.kernels.program.states.scan import scan, scan_units
-from kvboost_edge.kernels.program.table import ProgramJob
+from kvboost_edge.kernels.program.experts import experts_units
+from kvboost_edge.kernels.program.states.conv import tail_units
+from kvboost_edge.kernels.program.states.scan import scan_units
+from kvboost_edge.kernels.program.table import JOB_TYPE, ProgramJob
 from kvboost_edge.kernels.program.tiles import (
     Matrix,
     few_tiles,
@@ -35,7 +37,11 @@ from kvboost_edge.kernels.program.tiles import (
 from kvboost_edge.kernels.program.tokens import run_tokens, token_units
 from kvboost_edge.kernels.vectors import LANES
 
-__all__ = ["run_unit", "units_of"]
+__all__ = ["APART", "run_unit", "units_of"]
+
+APART = (JOB_TYPE, types.int64, types.int64)
+"""Arguments of an entry that runs operations of its own: (job, index of the operation, unit)."""
+_run_apart = caller(*APART)
 
 
 @kernel
@@ -113,9 +119,13 @@ def _gated(job: ProgramJob, op: Any, unit: int) -> None:
 
 
 @kernel
-def run_unit(job: ProgramJob, op: Any, params: Any, unit: int) -> None:
+def run_unit(job: ProgramJob, index: int, unit: int) -> None:
+    op, params = job.ops[index], job.params[index]
     code = op[lt.F_OP]
-    if code == lt.OP_LINEAR:
+    apart = lt.ENTRY_OF[code]
+    if apart != lt.K_PROGRAM:
+        _run_apart(job.kernels[apart], (job, index, unit))
+    elif code == lt.OP_LINEAR:
         _linear(job, op, params[lt.P_FACTOR], unit)
     elif code == lt.OP_GATED:
         _gated(job, op, unit)
@@ -123,17 +133,5 @@ def run_unit(job: ProgramJob, op: Any, params: Any, unit: int) -> None:
         continue_block(attention_row(job, op), unit)
     elif code == lt.OP_CLOSE:
         close_blocks(job.kernels[lt.K_CLOSE], (attention_row(job, op), unit))
-    elif code == lt.OP_DISPATCH:
-        dispatch(job, op)
-    elif code == lt.OP_SPREAD:
-        spread(job, op, unit)
-    elif code == lt.OP_EXPERTS_GATED:
-        experts_gated(job, op, unit)
-    elif code == lt.OP_EXPERTS_DOWN:
-        experts_down(job, op, params[lt.P_FACTOR], unit)
-    elif code == lt.OP_TAILS:
-        store_tails(job, op, unit)
-    elif code == lt.OP_SCAN:
-        scan(job, op, unit)
     else:
         run_tokens(job, op, params, unit)

@@ -3,6 +3,9 @@
 Every operation is cut into units (some tokens, or a run of weight tiles) that threads take from a counter; a thread
 that finds no unit left waits until all units of the operation are done, then goes on to the next. A thread that joins
 late passes through what is done. Reductions over inputs are never cut, so results do not depend on the threads.
+
+Operations that few models have are entries of their own, called by address once a unit: a program compiles those that
+it has.
 """
 
 from __future__ import annotations
@@ -13,12 +16,19 @@ from numba.core import types
 
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attend import attend_row, attention_row, is_attended
-from kvboost_edge.kernels.program.matrices import run_unit, units_of
-from kvboost_edge.kernels.program.table import COUNTERS_PER_OP, F_OP, JOB_TYPE, K_ATTEND, OP_ATTEND, ProgramJob
+from kvboost_edge.kernels.program.experts import add_shared, experts_down, experts_gated, spread
+from kvboost_edge.kernels.program.matrices import APART, run_unit, units_of
+from kvboost_edge.kernels.program.route import dispatch, route
+from kvboost_edge.kernels.program.states.conv import conv_gated, store_tails
+from kvboost_edge.kernels.program.states.gate import gate
+from kvboost_edge.kernels.program.states.scan import scan, steps
+from kvboost_edge.kernels.program.table import COUNTERS_PER_OP, JOB_TYPE, ProgramJob
+from kvboost_edge.kernels.program.tokens import tokens_of
 from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, relax
 
-__all__ = ["program_entry", "run_program"]
+__all__ = ["apart_entries", "program_entry", "run_program"]
 
 _NEXT, _DONE = 0, 8
 _WHOLE = 1 << 20
@@ -31,12 +41,12 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
     """Run operations [first, last); False if another thread held up an operation for `spins` looks at its counter."""
     counters = address_of(job.counters)
     for index in range(job.first, job.last):
-        op, params = job.ops[index], job.params[index]
+        op = job.ops[index]
         at = counters + 8 * COUNTERS_PER_OP * (index - job.first)
         left = spins
-        if op[F_OP] == OP_ATTEND:
+        if op[lt.F_OP] == lt.OP_ATTEND:
             row = attention_row(job, op)
-            attend_row(job.kernels[K_ATTEND], (row,))
+            attend_row(job.kernels[lt.K_ATTEND], (row,))
             while not is_attended(row):
                 relax()
                 left -= 1
@@ -48,7 +58,7 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
             unit = fetch_add(at + 8 * _NEXT, 1)
             if unit >= units:
                 break
-            run_unit(job, op, params, unit)
+            run_unit(job, index, unit)
             fetch_add(at + 8 * _DONE, 1)
         while load_acquire(at + 8 * _DONE) < units:
             relax()
@@ -59,6 +69,62 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
     fetch_add(counters + 8 * COUNTERS_PER_OP * (job.last - job.first), _WHOLE)
     return True
 
+
+@kernel
+def _run_experts(job: ProgramJob, index: int, unit: int) -> None:
+    op, params = job.ops[index], job.params[index]
+    code = op[lt.F_OP]
+    if code == lt.OP_DISPATCH:
+        dispatch(job, op)
+    elif code == lt.OP_SPREAD:
+        spread(job, op, unit)
+    elif code == lt.OP_EXPERTS_GATED:
+        experts_gated(job, op, unit)
+    elif code == lt.OP_EXPERTS_DOWN:
+        experts_down(job, op, params[lt.P_FACTOR], unit)
+    else:
+        first, end = tokens_of(job, unit)
+        for token in range(first, end):
+            if code == lt.OP_ROUTE:
+                route(job, op, params, token)
+            else:
+                add_shared(job, op, params[lt.P_FACTOR], token)
+
+
+@kernel
+def _run_conv(job: ProgramJob, index: int, unit: int) -> None:
+    first, end = tokens_of(job, unit)
+    for token in range(first, end):
+        conv_gated(job, job.ops[index], token)
+
+
+@kernel
+def _run_tails(job: ProgramJob, index: int, unit: int) -> None:
+    store_tails(job, job.ops[index], unit)
+
+
+@kernel
+def _run_scan(job: ProgramJob, index: int, unit: int) -> None:
+    op, params = job.ops[index], job.params[index]
+    code = op[lt.F_OP]
+    if code == lt.OP_SCAN:
+        scan(job, op, unit)
+        return
+    first, end = tokens_of(job, unit)
+    for token in range(first, end):
+        if code == lt.OP_STEPS:
+            steps(job, op, params, token)
+        else:
+            gate(job, op, params[lt.P_EPS], token)
+
+
+apart_entries = {
+    lt.K_EXPERTS: Entry(_run_experts, *APART),
+    lt.K_CONV: Entry(_run_conv, *APART),
+    lt.K_TAILS: Entry(_run_tails, *APART),
+    lt.K_SCAN: Entry(_run_scan, *APART),
+}
+"""Index in a job's `kernels` -> the entry that runs `OPERATIONS` of it."""
 
 program_entry = Entry(_take_units, JOB_TYPE, types.int64)
 

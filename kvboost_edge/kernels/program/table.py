@@ -13,7 +13,18 @@ import numpy.typing as npt
 from numba.core import types
 from numba.core.types.containers import BaseTuple
 
-__all__ = ["COUNTERS_PER_OP", "JOB_TYPE", "NUM_FIELDS", "NUM_PARAMS", "RENORMS", "RULES", "SCORES", "ProgramJob"]
+__all__ = [
+    "COUNTERS_PER_OP",
+    "ENTRY_OF",
+    "JOB_TYPE",
+    "NUM_FIELDS",
+    "NUM_PARAMS",
+    "OPERATIONS",
+    "RENORMS",
+    "RULES",
+    "SCORES",
+    "ProgramJob",
+]
 
 # Operations. OP_GATED: gate and up matrices, activation and quantization in one. OP_CONTINUE, OP_CLOSE: what is done
 # in a quantized pool before keys and values are written, and after it. OP_PER_LAYER: every layer's piece of a row is
@@ -85,8 +96,24 @@ NUM_PARAMS = 8  # half a cache line
     B_STATES, B_SEQUENCES, B_TABLES,
 ) = range(25)  # fmt: skip
 
-# Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its number.
-K_ATTEND, K_CLOSE, NUM_KERNELS = 16, 17, 18
+# Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its number; those behind
+# K_CLOSE run operations that few models have, see run.py. K_PROGRAM is no address: what runs the program itself.
+K_PROGRAM = -1
+K_ATTEND, K_CLOSE, K_EXPERTS, K_CONV, K_TAILS, K_SCAN, NUM_KERNELS = range(16, 23)
+OPERATIONS = {
+    K_PROGRAM: (
+        OP_EMBED, OP_NORM, OP_ADD_NORM, OP_QUANT, OP_ACT, OP_ROPE, OP_LINEAR, OP_GATED, OP_CAP, OP_CONTINUE, OP_CLOSE,
+        OP_ATTEND, OP_PER_LAYER,
+    ),
+    K_EXPERTS: (OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN, OP_ADD_SHARED),
+    K_CONV: (OP_CONV,),
+    K_TAILS: (OP_TAILS,),
+    K_SCAN: (OP_STEPS, OP_SCAN, OP_GATE),
+}  # fmt: skip
+"""Entry -> the operations it knows. Each has one entry; a program with an operation that has none is refused."""
+_ENTRIES = {op: entry for entry, ops in OPERATIONS.items() for op in ops}
+ENTRY_OF = np.array([_ENTRIES[op] for op in range(len(_ENTRIES))])
+"""int64, of each operation its entry."""
 
 COUNTERS_PER_OP = 16  # two counters on cache lines of their own
 

@@ -33,10 +33,6 @@ from kvboost_edge.kernels.linear.tiles import (
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attend import attention_row, store_token
 from kvboost_edge.kernels.program.norms import activate_vectors, norm_row, quantize_groups
-from kvboost_edge.kernels.program.route import route, sigmoid_f32
-from kvboost_edge.kernels.program.states.conv import conv_gated
-from kvboost_edge.kernels.program.states.gate import gate
-from kvboost_edge.kernels.program.states.scan import steps
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.vectors import (
     KIND_F16,
@@ -50,7 +46,7 @@ from kvboost_edge.kernels.vectors import (
     store_f32,
 )
 
-__all__ = ["run_tokens", "token_units"]
+__all__ = ["run_tokens", "token_units", "tokens_of"]
 
 _OFFSET_INT8, _OFFSET_INT4, _OFFSET_Q6K = OFFSET[KIND_INT8], OFFSET[KIND_INT4], OFFSET[KIND_Q6K]
 _LINE = 4 * LANES
@@ -73,6 +69,13 @@ def _load_byte(typing: Any, address: Any) -> Any:
 def _tokens_in_unit(tokens: int) -> Any:
     """Of a few tokens every thread still finds some."""
     return min(_UNIT, (tokens + 3) // 4)
+
+
+@kernel
+def tokens_of(job: ProgramJob, unit: int) -> Any:
+    """The first token of a unit of whole rows, and the end of them."""
+    size = _tokens_in_unit(job.tokens)
+    return unit * size, min(job.tokens, unit * size + size)
 
 
 @kernel
@@ -208,17 +211,6 @@ def _per_layer(job: ProgramJob, op: Any, params: Any, token: int) -> None:
 
 
 @kernel
-def _add_shared(job: ProgramJob, op: Any, factor: float, token: int) -> None:
-    """destination += factor * sigmoid of another row's number * source: the expert that all tokens share."""
-    gate = load_f32(job.buffers[op[lt.F_BY]] + 4 * (token * op[lt.F_BY_STEP] + op[lt.F_BY_FIRST]))
-    share = sigmoid_f32(gate) * factor
-    source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
-    out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
-    for index in range(op[lt.F_COUNT]):
-        store_f32(out + 4 * index, fma_f32(load_f32(source + 4 * index), share, load_f32(out + 4 * index)))
-
-
-@kernel
 def _elementwise(job: ProgramJob, op: Any, token: int, first: int) -> None:
     """One piece of 1024 elements of one token: the activation if the operation has one, then quantization."""
     count = op[lt.F_COUNT]
@@ -317,16 +309,6 @@ def _on_token(job: ProgramJob, op: Any, params: Any, token: int, piece: int) -> 
         _add_norm(job, op, params, token)
     elif code == lt.OP_PER_LAYER:
         _per_layer(job, op, params, token)
-    elif code == lt.OP_ROUTE:
-        route(job, op, params, token)
-    elif code == lt.OP_ADD_SHARED:
-        _add_shared(job, op, params[lt.P_FACTOR], token)
-    elif code == lt.OP_STEPS:
-        steps(job, op, params, token)
-    elif code == lt.OP_GATE:
-        gate(job, op, params[lt.P_EPS], token)
-    elif code == lt.OP_CONV:
-        conv_gated(job, op, token)
     elif code == lt.OP_EMBED:
         token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
         _embed(op, params[lt.P_FACTOR], token_id, job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP])
@@ -338,7 +320,7 @@ def _on_token(job: ProgramJob, op: Any, params: Any, token: int, piece: int) -> 
 
 @kernel
 def run_tokens(job: ProgramJob, op: Any, params: Any, unit: int) -> None:
-    size, pieces = _tokens_in_unit(job.tokens), _pieces(op)
-    first = unit // pieces * size
-    for token in range(first, min(job.tokens, first + size)):
+    pieces = _pieces(op)
+    first, end = tokens_of(job, unit // pieces)
+    for token in range(first, end):
         _on_token(job, op, params, token, unit % pieces)

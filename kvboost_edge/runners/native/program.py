@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import AttentionParams
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.entries import entries_of
 from kvboost_edge.kernels.program.norms import ACT_SIGMOID
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
@@ -19,7 +20,7 @@ from kvboost_edge.runners.native.mixture import emit_mixture, emit_mixture_besid
 from kvboost_edge.runners.native.sizes import padded
 from kvboost_edge.runners.native.states import StateOperations
 
-__all__ = ["LayerProgram", "attention_params", "build_program"]
+__all__ = ["LayerProgram", "attention_params", "build_program", "possible_operations"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +44,11 @@ class LayerProgram:
     normed: int
     border: Rows | None
     held: list[npt.NDArray[np.float32]]
+
+    @property
+    def operations(self) -> set[int]:
+        """Which ones there are."""
+        return set(self.ops[:, lt.F_OP].tolist())
 
 
 class _Builder(Emitter):
@@ -207,8 +213,19 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
         ops[index, list(fields)] = list(fields.values())
         params[index, list(floats)] = list(floats.values())
     border = builder.border(spec.first_shared - 1)
+    entries_of(ops[:, lt.F_OP].tolist())  # raises where one has none
     held = [builder.ones, *(() if builder.states is None else builder.states.held)]
     return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, border, held)
+
+
+def possible_operations(spec: ModelSpec) -> list[int]:
+    """All that a program of the model may have: before its weights are packed there is none to look at."""
+    found = [lt.K_PROGRAM]
+    if spec.experts is not None:
+        found.append(lt.K_EXPERTS)
+    if spec.mixer is not None:
+        found += [lt.K_TAILS, lt.K_CONV if spec.mixer.kind == "conv" else lt.K_SCAN]
+    return [operation for entry in found for operation in lt.OPERATIONS[entry]]
 
 
 def attention_params(spec: ModelSpec, packed: PackedWeights) -> list[AttentionParams]:

@@ -40,7 +40,7 @@ from kvboost_edge.runners.native.layerwise import attend_layer
 from kvboost_edge.runners.native.numerics import describe_numerics
 from kvboost_edge.runners.native.pass_texts import PassTexts
 from kvboost_edge.runners.native.plan import LATE_NORM, RECURRENT, STORES_NOTHING, native_kv_spec
-from kvboost_edge.runners.native.program import attention_params, build_program
+from kvboost_edge.runners.native.program import attention_params, build_program, possible_operations
 from kvboost_edge.runners.native.states import pass_states
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
@@ -136,7 +136,8 @@ class NativeRunner:
         with checkpoint.open_source() as source:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source, row_tables(spec))
-            program, *entries = pass_entries(kinds_of(plan), quantized=kv_bits != (16, 16))
+            possible = possible_operations(spec)
+            program, *entries = pass_entries(kinds_of(plan), possible, quantized=kv_bits != (16, 16))
             compile_ahead([program, *packing_entries(plan, source, row_tables(spec)), *entries], default_num_threads())
         packed = load_packed(
             checkpoint,
@@ -190,12 +191,11 @@ class NativeRunner:
         self._whole, self._texts = None, None
         if self._spec.both_ways:
             self._texts = PassTexts(self._spec, access)
-            self._kernels = kernel_table(self.kinds, None if self._texts.whole is None else False)
-            return
-        attending = [layer for layer in self._spec.layers if layer.kv >= 0]
-        if all(self._spec.num_heads * layer.head_dim % GROUP == 0 for layer in attending):
+        elif all(self._spec.num_heads * layer.head_dim % GROUP == 0 for layer in self._spec.layers if layer.kv >= 0):
             self._whole = WholePass.of(backend, self._params, [layer.kv for layer in self._spec.layers])
-        self._kernels = kernel_table(self.kinds, None if self._whole is None else self._whole.is_quantized)
+        whole = self._whole if self._texts is None else self._texts.whole
+        quantized = None if whole is None else whole.is_quantized
+        self._kernels = kernel_table(self.kinds, self._program.operations, quantized)
 
     def forward(self, batch: ForwardBatch) -> Floats:
         """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]. Fills `batch.states`."""

@@ -33,8 +33,8 @@ PASSWORD_VARIABLE = "KVBOOST_EDGE_REDIS_PASSWORD"
 _SHORTEST_SECRET = 16
 _PIPELINE_BYTES = 8 << 20
 _SMALL_COMMANDS = 1024  # in a pipeline, of those that carry no payload
-_HEAD_BLOCKS = 64  # of a chain: what many prompts share is at its head
-_MOST_TOUCHED = 4096
+_MOST_TOUCHED = 4096  # between two refreshes
+_STALE_SHARE = 8  # a block that is used gets its time to live again when so much of it, one in so many, is over
 _MOST_SEEN = 1 << 16
 _SEEN_S = 600.0
 _NO_WRITES_S = 30.0
@@ -81,6 +81,7 @@ class RedisTier:
         self._lock = threading.Lock()
         self._counts: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
         self._touched: dict[bytes, None] = {}
+        self._refreshed: dict[bytes, float] = {}  # when touched blocks last got their time to live again
         # When blocks were last known to be on the server, so that they are not copied and sent again: it may drop any
         # of them, which a read would tell.
         self._seen: dict[bytes, float] = {}
@@ -122,12 +123,14 @@ class RedisTier:
             return prefix_hash in self._dropped and prefix_hash not in self._seen
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """The first blocks of the chain get their full time to live again, with the next read or write."""
+        """These get their full time to live again, with the next read or write; each now and then, however often."""
+        since = self._clock() - self._ttl_s / _STALE_SHARE
         with self._lock:
-            for prefix_hash in prefix_hashes[:_HEAD_BLOCKS]:
+            for prefix_hash in prefix_hashes:
                 if len(self._touched) == _MOST_TOUCHED:
                     break
-                self._touched[prefix_hash] = None
+                if self._refreshed.get(prefix_hash, since) <= since:
+                    self._touched[prefix_hash] = None
 
     def ping(self) -> bool:
         """Whether the server answers; learns of a memory policy that will refuse writes. I/O, up to seconds."""
@@ -141,11 +144,16 @@ class RedisTier:
         )
         return True
 
-    def present(self, prefix_hashes: Sequence[bytes]) -> int:
-        """How many of these, from the first on, the server has values of, unverified. I/O."""
+    def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """Of each of these whether the server has a value of it, unverified. I/O."""
         commands: list[Command] = [("EXISTS", *keys_of(self._space, prefix_hash, 0)) for prefix_hash in prefix_hashes]
-        answers = self._ask(commands, _SMALL_COMMANDS) or []
-        return next((index for index, answer in enumerate(answers) if answer != 1), len(answers))
+        answers = self._ask(commands, _SMALL_COMMANDS)
+        if answers is None:
+            return [False] * len(prefix_hashes)
+        for prefix_hash, answer in zip(prefix_hashes, answers, strict=True):
+            if answer == 0:
+                self._lost(prefix_hash)
+        return [answer == 1 for answer in answers]
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
         """Blocks from the first on, in pipelines of about 8 MiB, up to the first that is missing or not to be believed.
@@ -278,7 +286,10 @@ class RedisTier:
             touched, self._touched = list(self._touched), {}
         if touched:
             names = self._names_of(touched)
-            self._ask([("EXPIRE", key, self._ttl_s) for keys in names for key in keys], _SMALL_COMMANDS)
+            answers = self._ask([("EXPIRE", key, self._ttl_s) for keys in names for key in keys], _SMALL_COMMANDS)
+            if answers is not None:
+                with self._lock:
+                    _remember(self._refreshed, touched, self._clock())
 
     def _names_of(self, prefix_hashes: Sequence[bytes]) -> list[list[str]]:
         """Keys of all pieces of the blocks that the server has; how many there are the first one says."""
@@ -303,10 +314,7 @@ class RedisTier:
     def _saw(self, prefix_hash: bytes) -> None:
         """The block is on the server, now."""
         with self._lock:
-            self._seen.pop(prefix_hash, None)
-            self._seen[prefix_hash] = self._clock()
-            if len(self._seen) > _MOST_SEEN:
-                del self._seen[next(iter(self._seen))]
+            _remember(self._seen, [prefix_hash], self._clock())
 
     def _lost(self, *prefix_hashes: bytes) -> None:
         """The first one is gone, and where it is the others hardly are there."""
@@ -322,6 +330,15 @@ class RedisTier:
 
 
 _COUNTERS = [field.name for field in dataclasses.fields(TierStats) if field.type == "int"]
+
+
+def _remember(times: dict[bytes, float], prefix_hashes: Sequence[bytes], now: float) -> None:
+    """Of the blocks remembered so the last `_MOST_SEEN`."""
+    for prefix_hash in prefix_hashes:
+        times.pop(prefix_hash, None)
+        times[prefix_hash] = now
+        if len(times) > _MOST_SEEN:
+            del times[next(iter(times))]
 
 
 def _secret(secret: str | None, environment: Mapping[str, str], trust: bool) -> str | None:

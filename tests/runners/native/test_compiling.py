@@ -1,4 +1,4 @@
-"""What a model compiles: the kernels of its own weights and cache, none of them in the process that uses it."""
+"""What a model compiles: the kernels of its own weights, layers and cache, none of them in the process that uses it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,23 @@ from pathlib import Path
 
 import pytest
 
+from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.storage import copy_entry
 from kvboost_edge.kernels.linear.weights import NUMBERS, fit_entry, floats_entry
-from kvboost_edge.kernels.program.entries import pass_entries
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.entries import entries_of, pass_entries
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.runners.native.program import possible_operations
+from kvboost_edge.runners.native.runner import NativeRunner
+from tiny_checkpoints import save_tiny_checkpoint
+from tiny_models import save_tiny_model
 
+PLAIN = lt.OPERATIONS[lt.K_PROGRAM]
+APART = {
+    "qwen3_moe": {lt.K_EXPERTS},
+    "lfm2": {lt.K_CONV, lt.K_TAILS},
+    "qwen3_5_moe_text": {lt.K_SCAN, lt.K_TAILS, lt.K_EXPERTS},
+}
 RUN = """
 import json, sys
 from numba.core import event
@@ -43,16 +56,45 @@ def test_a_run_compiles_nothing_and_uses_what_was_compiled_ahead(weights: str, b
     own, used = json.loads(done.stdout)
     assert own == []
     kinds = {NUMBERS[weights], NUMBERS["int8"]} if weights == "int4-asym" else {NUMBERS[weights]}
-    wanted = {entry.name for entry in pass_entries(kinds, quantized=bits != 16)}
+    wanted = {entry.name for entry in pass_entries(kinds, PLAIN, quantized=bits != 16)}
     packing = {(floats_entry if weights == "f32" else fit_entry).name}
     assert set(used) == wanted - {copy_entry.name} | packing  # copied are the blocks of sequences that fork
 
 
 def test_each_kind_of_weights_and_of_cache_has_code_of_its_own() -> None:
-    plain = {entry.name for entry in pass_entries([], quantized=False)}
-    coded = {entry.name for entry in pass_entries([], quantized=True)}
+    plain = {entry.name for entry in pass_entries([], PLAIN, quantized=False)}
+    coded = {entry.name for entry in pass_entries([], PLAIN, quantized=True)}
     assert len(plain - coded) == 1
     assert len(coded - plain) == 2
     for kind in NUMBERS.values():
-        more = {entry.name for entry in pass_entries([kind, kind], quantized=False)} - plain
+        more = {entry.name for entry in pass_entries([kind, kind], PLAIN, quantized=False)} - plain
         assert len(more) == 1
+
+
+@pytest.mark.parametrize("name", APART)
+def test_operations_of_few_models_have_entries_of_their_own(name: str, tmp_path: Path) -> None:
+    """What is foreseen before weights are packed is what the program then has."""
+    runner = NativeRunner.from_dir(save_tiny_model(name, tmp_path), weights="int8")
+    possible = possible_operations(runner._spec)
+    assert set(entries_of(possible)) == set(entries_of(runner._program.operations)) == {lt.K_PROGRAM, *APART[name]}
+    assert runner._program.operations <= set(possible)
+    plain, own = (pass_entries([], operations, quantized=False) for operations in (PLAIN, possible))
+    assert len(set(own) - set(plain)) == len(APART[name])
+    runner.close()
+
+
+def test_each_operation_has_one_entry() -> None:
+    numbers = sorted(value for name, value in vars(lt).items() if name.startswith("OP_"))
+    assert sorted(operation for known in lt.OPERATIONS.values() for operation in known) == numbers
+    assert [entries_of([number]) for number in numbers] == [[entry] for entry in lt.ENTRY_OF.tolist()]
+
+
+def test_a_program_with_an_operation_that_no_entry_knows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_tiny_checkpoint("llama", tmp_path)
+    known = [operation for operation in PLAIN if operation != lt.OP_GATED]
+    monkeypatch.setitem(lt.OPERATIONS, lt.K_PROGRAM, known)
+    assert lt.OP_GATED not in possible_operations(describe_model(json.loads((model / "config.json").read_text())))
+    with pytest.raises(ConfigError, match=f"operation {lt.OP_GATED} of a program: no entry runs it"):
+        NativeRunner.from_dir(model, weights="int8")

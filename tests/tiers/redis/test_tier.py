@@ -48,10 +48,9 @@ def test_a_read_ends_at_the_first_block_that_is_missing(server, client):
     blocks, payloads = chain(8, 2 * MIB)  # several pipelines
     tier = opened(server.url)
     tier.write(blocks[:3] + blocks[4:], payloads[:3] + payloads[4:])
-    assert tier.present([block.prefix_hash for block in blocks]) == 3
+    assert tier.ask([block.prefix_hash for block in blocks]) == [True] * 3 + [False] + [True] * 4
     assert reads(tier, blocks, payloads) == 3
     assert reads(tier, blocks[4:], payloads[4:]) == 4
-    assert tier.present([block.prefix_hash for block in blocks[4:]]) == 4
     tier.close()
 
 
@@ -196,22 +195,43 @@ def test_with_trust_in_place_of_a_secret_damage_is_found_all_the_same(server, cl
 # ---- time to live ----------------------------------------------------------------------------------------------------
 
 
-def test_touched_heads_get_their_time_again_with_the_next_read(server, client):
+def test_touched_blocks_get_their_time_again_with_the_next_read_and_each_now_and_then(server, client):
     blocks, payloads = chain(80)
     long, long_payloads = chain(1, 3 * MIB, seed=1)
-    tier = opened(server.url, ttl_s=1000)
+    clock = Clock()
+    tier = opened(server.url, ttl_s=1000, clock=clock)
     tier.write(blocks + long, payloads + long_payloads)
     keys = client.keys("*")
-    for key in keys:
-        client.expire(key, 10)
-    commands = client.info("stats")["total_commands_processed"]
-    tier.touch([block.prefix_hash for block in blocks])
-    tier.touch([block.prefix_hash for block in long])
-    assert client.info("stats")["total_commands_processed"] == commands + 1, "touch itself asks nothing"
-    assert reads(tier, blocks[:1], payloads[:1]) == 1
-    fresh = {key.decode().split(":")[2] for key in keys if client.ttl(key) > 10}
-    assert fresh == {block.prefix_hash.hex() for block in blocks[:64] + long}
-    assert sum(client.ttl(key) > 10 for key in keys) == 64 + 4
+
+    def refreshed() -> int:
+        """Keys that a read gives their time again once all of them are touched."""
+        for key in keys:
+            client.expire(key, 10)
+        commands = client.info("stats")["total_commands_processed"]
+        tier.touch([block.prefix_hash for block in blocks])
+        tier.touch([block.prefix_hash for block in long])
+        assert client.info("stats")["total_commands_processed"] == commands + 1, "touch itself asks nothing"
+        assert reads(tier, blocks[:1], payloads[:1]) == 1
+        return sum(client.ttl(key) > 10 for key in keys)
+
+    assert refreshed() == len(keys) == 80 + 4
+    assert refreshed() == 0, "not with every prompt"
+    clock.now += 125
+    assert refreshed() == 80 + 4
+    tier.close()
+
+
+def test_of_very_many_touched_blocks_the_rest_comes_with_the_next_prompt(server, client, monkeypatch):
+    monkeypatch.setattr(tier_module, "_MOST_TOUCHED", 5)
+    blocks, payloads = chain(8)
+    tier = opened(server.url, clock=Clock())
+    tier.write(blocks, payloads)
+    for expected in (5, 3):
+        for key in client.keys("*"):
+            client.expire(key, 10)
+        tier.touch([block.prefix_hash for block in blocks])
+        tier.read(blocks[:1], [memoryview(bytearray(1000))])
+        assert sum(client.ttl(key) > 10 for key in client.keys("*")) == expected
     tier.close()
 
 

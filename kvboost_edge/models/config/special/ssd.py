@@ -15,7 +15,7 @@ __all__ = ["MAMBA_KEYS", "SsdKeys", "ssd_mixer", "ssd_names", "time_limit_of"]
 Config = Mapping[str, Any]
 
 # What the kernels of states take. The native runner checks the same, but only after the weights were packed.
-_MOST_TAPS, _MOST_DIM = 16, 1 << 11  # length of a convolution; dim of a head
+_MOST_TAPS, _MOST_DIM, _MOST_STATE = 16, 1 << 11, 1 << 8  # length of a convolution; dims of heads and of B and C
 _LANES = 16  # value channels that a kernel takes at once
 _GROUP = 32  # inputs of a matrix that a kernel takes at once
 _NO_LIMIT = (0.0, math.inf)
@@ -46,7 +46,7 @@ def ssd_mixer(config: Config, keys: SsdKeys, norm: str, time_limit: tuple[float,
     if heads % groups:
         raise ModelFormatError(f"{keys.heads}={heads} is not a multiple of {keys.groups}={groups}")
     for key, value, most in ((keys.length, length, _MOST_TAPS), (keys.head_dim, dim, _MOST_DIM),
-                             (keys.state, state, _MOST_DIM)):  # fmt: skip
+                             (keys.state, state, _MOST_STATE)):  # fmt: skip
         if value > most:
             raise ModelFormatError(f"{key}={value} is above {most}, the most that kernels of states take")
     for key, value in ((keys.head_dim, dim), (keys.state, state)):

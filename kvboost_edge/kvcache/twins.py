@@ -1,0 +1,76 @@
+"""Twins: published blocks with the content of blocks that tables hold for themselves.
+
+A table's own block may have an equal that is published already: the one it was copied from, or one that was there while
+the table computed its own, because its state was missing or somebody else computed the same. What the table publishes
+behind it hangs on that equal. So a table that uses the cache goes over to it once its own block is full: all it holds
+can be found as long as it lives. One that does not use the cache reads nothing but what it computed, and keeps its own.
+"""
+
+from __future__ import annotations
+
+from kvboost_edge.kvcache.block_pool import BlockPool
+from kvboost_edge.kvcache.block_table import BlockTable, PrefixEntry
+from kvboost_edge.kvcache.content import Content
+from kvboost_edge.kvcache.prefix_index import PrefixIndex
+
+__all__ = ["Twins", "standing_for"]
+
+
+def standing_for(table: BlockTable, index: int, published: PrefixIndex) -> int | None:
+    """The published block with the content of a table's block: itself, or its twin; None where there is none."""
+    if index >= table._num_chained:
+        return None
+    if published.entry(table.block_ids[index]) is not None:
+        return table.block_ids[index]
+    twin, entry = table._twins.get(index, (-1, None))
+    return twin if entry is not None and published.entry(twin) == entry else None
+
+
+class Twins:
+    """Those of one manager's tables. `released`: where ids of blocks go that are freed with nothing to match."""
+
+    __slots__ = ("_content", "_index", "_pool", "_released")
+
+    def __init__(self, index: PrefixIndex, pool: BlockPool, content: Content, released: dict[int, None]) -> None:
+        self._index, self._pool, self._content, self._released = index, pool, content, released
+
+    def note(self, table: BlockTable, index: int, block_id: int, entry: PrefixEntry) -> None:
+        """Published block `block_id` has the content of the table's own block."""
+        if block_id != table.block_ids[index]:
+            table._twins[index] = (block_id, entry)
+
+    def adopt(self, table: BlockTable, num_full: int) -> int:
+        """Let a table that uses the cache share the twins of its first `num_full` blocks, all computed, and give its
+        own back; where a twin was evicted meanwhile, its own block takes that one's place. How many blocks changed."""
+        if not table._twins or not table._shares or table.spans:
+            return 0
+        indices = sorted(index for index in table._twins if index < num_full)
+        for index in indices:
+            block_id, entry = table._twins.pop(index)
+            if self._index.entry(block_id) != entry:
+                found = self._index.find(entry.prefix_hash, entry.tokens, entry.parent_serial)
+                if found is None:
+                    self._index.restore(table.block_ids[index], entry)
+                    self._content.note_published(table.block_ids[index])
+                    continue
+                block_id = found
+            self._replace(table, index, block_id)
+        return len(indices)
+
+    def _replace(self, table: BlockTable, index: int, block_id: int) -> None:
+        entry, own = self._index.entry(block_id), table.block_ids[index]
+        assert entry is not None  # it is published
+        self._pool.touch(block_id)
+        table.block_ids[index] = block_id
+        if index == table._num_chained - 1:
+            table._chain_serial = entry.serial
+        self._pool.release(own, matchable=False, owner=table.owner)
+        if not self._pool.ref_count(own):
+            self._released[own] = None
+
+    def keep(self, table: BlockTable, index: int) -> None:
+        """The table gives its own block back. The blocks after it were matched through its twin, which is to outlive
+        them."""
+        twin, entry = table._twins.get(index, (-1, None))
+        if entry is not None and self._index.entry(twin) == entry:
+            self._pool.refresh(twin)

@@ -1,0 +1,179 @@
+"""States outside the pool: a prompt is taken up at the deepest state that is there, behind blocks that are there.
+
+A tier that cannot say what it has is asked; what it lost, or has damaged, costs time alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.fake_states import expected_hybrid
+from engine.hand_mover import DictTier
+from engine.test_state_schedules import bench_of, computed_by, keys_of
+from kvboost_edge.tiers import mover as mover_module
+from kvboost_edge.tiers.disk.sealing import InlineSealer
+from kvboost_edge.tiers.disk.tier import DiskTier
+
+PROMPT = list(range(100))  # six full blocks and four tokens
+HINTS = {"snapshot_hints": (35, 70)}  # states behind two and four blocks; and behind six, the prompt's end
+
+
+def block(number: int) -> bytes:
+    """What the prompt's n-th block is known by."""
+    return keys_of(PROMPT)[number - 1].prefix_hash
+
+
+def state(number: int) -> bytes:
+    """And the state behind it."""
+    return keys_of(PROMPT)[number - 1].state.prefix_hash
+
+
+def filled(*, knows: bool) -> DictTier:
+    """A tier that has the prompt's blocks and the three states."""
+    tier = DictTier(knows=knows)
+    computed_by(bench_of(tiers=[tier]), PROMPT, terms=HINTS)
+    assert set(tier.blocks) == {*map(block, range(1, 7)), *map(state, (2, 4, 6))}
+    tier.num_read = tier.num_asked = 0
+    return tier
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize(("length", "blocks"), [(100, 6), (96, 6), (95, 4), (64, 4), (63, 2), (32, 2), (31, 0)])
+def test_blocks_come_up_to_the_deepest_state_and_no_further(knows: bool, length: int, blocks: int) -> None:
+    tier = filled(knows=knows)
+    prompt = [*PROMPT[:length], 7, 7, 7]
+    computed, handle = computed_by(bench_of(tiers=[tier]), prompt)
+    assert handle.result(0).hit_tokens == ({"pool": 0, "shelf": 16 * blocks} if blocks else {"pool": 0})
+    assert computed == len(prompt) - 16 * blocks
+    assert tier.num_read == (blocks + 1 if blocks else 0), "the blocks and one state"
+    assert tier.num_asked == (not knows), "once, where it cannot say without"
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("how", ["lost", "damaged"])
+@pytest.mark.parametrize(
+    ("gone", "cached"),
+    [
+        ([state(6)], 64),
+        ([state(6), state(4)], 32),
+        ([state(2), state(4), state(6)], 0),
+        ([block(6)], 64),
+        ([block(4), state(6)], 32),
+        ([block(3)], 32),
+        ([block(1)], 0),
+    ],
+)
+def test_what_a_tier_lost_or_got_wrong_costs_time_alone(knows: bool, how: str, gone: list[bytes], cached: int) -> None:
+    tier = filled(knows=knows)
+    if how == "lost":
+        tier.drop(gone)
+    for name in gone if how == "damaged" else ():
+        address, data = tier.blocks[name]
+        tier.blocks[name] = (address._replace(tokens=b""), data)
+    bench = bench_of(tiers=[tier])
+    computed, handle = computed_by(bench, PROMPT, terms=HINTS)
+    assert (computed, handle.result(0).cached_tokens) == (100 - cached, cached)
+    if how == "damaged" and gone[0] == state(6):  # all blocks had come before that was known
+        assert (handle.result(0).matched_tokens, handle.result(0).miss_reason) == (96, "state")
+    assert computed_by(bench, PROMPT)[0] == 4
+    computed_by(bench_of(tiers=[tier]), PROMPT)  # finds damage behind what was lost
+    assert computed_by(bench_of(tiers=[tier]), PROMPT)[0] == 4, "it was kept again"
+
+
+def test_a_prompt_of_which_nothing_is_there_is_asked_for_once_and_nothing_is_read() -> None:
+    tier = filled(knows=False)
+    computed, _ = computed_by(bench_of(tiers=[tier]), list(range(200, 250)))
+    assert (computed, tier.num_asked, tier.num_read) == (50, 1, 0)
+
+
+def test_a_tier_is_asked_for_the_deepest_states_first_and_no_further_than_one_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mover_module, "_ASKED_AT_ONCE", 2)
+    tier = filled(knows=False)
+    prompt = [*PROMPT[:70], *range(100, 250)]  # 13 blocks that could be served: 13 and 12, 11 and 10, ..., 5 and 4
+    computed, _ = computed_by(bench_of(tiers=[tier]), prompt)
+    assert (computed, tier.num_asked) == (220 - 64, 5)
+
+
+def test_what_a_near_tier_has_to_the_end_no_far_one_is_asked_for() -> None:
+    near, far = filled(knows=True), filled(knows=False)
+    far.name = "far"
+    _, handle = computed_by(bench_of(tiers=[near, far]), PROMPT)
+    assert (handle.result(0).hit_tokens, far.num_asked) == ({"pool": 0, "shelf": 96}, 0)
+
+
+def test_blocks_of_one_tier_and_the_state_of_another_go_together() -> None:
+    near, far = filled(knows=True), filled(knows=False)
+    far.name = "far"
+    near.drop(map(state, (2, 4, 6)))
+    far.drop(map(block, range(1, 4)))
+    computed, handle = computed_by(bench_of(tiers=[near, far]), PROMPT)
+    assert (computed, handle.result(0).hit_tokens) == (4, {"pool": 0, "shelf": 96})
+    assert far.num_read == 1
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_those_who_share_a_prefix_wait_for_one_load_of_it(knows: bool) -> None:
+    tier = filled(knows=knows)
+    bench = bench_of(tiers=[tier])
+    prompts = [[*PROMPT, number] for number in range(3)]
+    handles = [bench.submit(prompt, 1) for prompt in prompts]
+    bench.run()
+    assert [list(handle.result(0).output_token_ids) for handle in handles] == [
+        expected_hybrid(one, 1) for one in prompts
+    ]
+    assert [handle.result(0).cached_tokens for handle in handles] == [96] * 3
+    assert tier.num_read == 7
+
+
+def test_who_waits_for_a_load_that_brings_another_state_gets_one_of_its_own() -> None:
+    """The first one's prompt goes on to a state that the second one has no use for."""
+    tier = filled(knows=False)
+    bench = bench_of(tiers=[tier])
+    prompts = [PROMPT, [*PROMPT[:40], *range(200, 230)]]
+    handles = [bench.submit(prompt, 1) for prompt in prompts]
+    bench.run()
+    assert [list(handle.result(0).output_token_ids) for handle in handles] == [
+        expected_hybrid(one, 1) for one in prompts
+    ]
+    assert [handle.result(0).cached_tokens for handle in handles] == [96, 32]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_cancelled_load_gives_everything_back(knows: bool) -> None:
+    tier = filled(knows=knows)
+    bench = bench_of(tiers=[tier])
+    handle = bench.submit(PROMPT, 1)
+    bench.step()
+    handle.cancel()
+    bench.step()
+    bench.run()
+    assert handle.result(0).finish_reason == "cancelled"
+    assert tier.num_read == tier.num_asked == 0
+    assert (bench.manager.used_block_count, bench.mover.staging_bytes) == (0, 0)
+
+
+def test_behind_a_damaged_state_on_disk_the_one_before_is_taken(tmp_path: Path) -> None:
+    def opened() -> DiskTier:
+        return DiskTier.open(tmp_path, bytes(32), max_bytes=1 << 20, sealer=InlineSealer())
+
+    tier = opened()
+    computed_by(bench_of(tiers=[tier]), PROMPT, terms=HINTS)
+    assert tier._store is not None
+    entry = tier._store.index.get(state(6))
+    assert entry is not None
+    tier.close()
+    (segment,) = tmp_path.glob("*/*.kvs")
+    data = bytearray(segment.read_bytes())
+    data[entry.offset + entry.header_bytes] ^= 1
+    segment.write_bytes(data)
+    tier = opened()
+    computed, handle = computed_by(bench_of(tiers=[tier]), PROMPT)
+    assert handle.result(0).hit_tokens == {"pool": 0, "disk": 64}
+    assert (computed, tier.stat().refused) == (36, 1)
+    computed, handle = computed_by(bench_of(tiers=[tier]), PROMPT)
+    assert (computed, handle.result(0).hit_tokens) == (4, {"pool": 0, "disk": 96})
+    tier.close()

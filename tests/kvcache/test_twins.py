@@ -1,0 +1,134 @@
+"""Blocks that a table computed although equal ones were published: it goes over to those, and all it holds is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.kvcache.table_states import StateSizes
+from kvcache_cases import ROOT, B, prefill
+
+
+def compute(manager: KVCacheManager, table: BlockTable, tokens: list[int]) -> None:
+    """A pass over the tokens that a table has not computed yet, of a model with states."""
+    assert manager.states is not None
+    manager.extend(table, len(tokens))
+    manager.states.plan(table, table.num_computed_tokens, len(tokens))
+    manager.commit(table, tokens, len(tokens))
+
+
+def take_all(manager: KVCacheManager) -> None:
+    """Somebody else takes every free block, and goes."""
+    filler = manager.open_table([], b"f" * 32, use_cache=False)
+    manager.extend(filler, B * manager.free_block_count)
+    manager.free(filler)
+
+
+def test_who_computes_what_is_published_meanwhile_gives_its_own_blocks_back() -> None:
+    manager, tokens = KVCacheManager(8, B), list(range(12))
+    first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
+    for table in (first, second):
+        manager.extend(table, 10)
+    own = second.block_ids[:2]
+    manager.drain_released()
+    manager.commit(first, tokens, 10)
+    progress = manager.progress
+    manager.commit(second, tokens, 10)
+    assert second.block_ids[:2] == first.block_ids[:2]
+    assert second.block_ids[2] != first.block_ids[2], "which is not full"
+    assert (manager.drain_released(), manager.used_block_count) == (own, 4)
+    assert manager.progress > progress, "there is room now"
+    manager.free(first)
+    take_all(manager)
+    assert manager.peek([*tokens[:8], 99], ROOT) == 8
+    manager.check_invariants([second])
+
+
+def test_what_is_replayed_for_its_state_stays_found_while_the_table_lives() -> None:
+    """Its keys and values are there twice; those that are published go over to the table before they are evicted."""
+    manager, tokens = KVCacheManager(16, B, state_sizes=StateSizes(8)), list(range(7 * B))
+    assert manager.states is not None
+    table = manager.open_table(tokens[:25], ROOT)
+    compute(manager, table, tokens[:25])
+    manager.free(table)
+    for block_id in manager.states.slots.snapshots():
+        manager.states.slots.drop(block_id)
+    again = manager.open_table(tokens, ROOT)
+    assert (again.num_cached_tokens, again.num_matched_tokens) == (0, 6 * B)
+    for stop in (6, 12, 18, 24, 28):
+        compute(manager, again, tokens[:stop])
+        assert manager.used_block_count == len(again) == -(-stop // B)
+    take_all(manager)
+    following = manager.open_table([*tokens, 1], ROOT)
+    assert following.block_ids == again.block_ids, "the last one, which is new, hangs on the six before"
+    manager.check_invariants([again, following])
+
+
+def test_a_copy_takes_the_place_of_what_it_was_copied_from_if_that_is_evicted_meanwhile() -> None:
+    manager, tokens = KVCacheManager(4, B), list(range(8))
+    first = prefill(manager, [*tokens, 1, 2, 3, 4])
+    second = manager.open_table(tokens, ROOT)
+    (copy,) = manager.extend(second, 8)
+    assert copy == CopyOp(first.block_ids[1], second.block_ids[1])
+    manager.free(first)
+    take_all(manager)
+    assert manager.peek([*tokens, 0], ROOT) == 4
+    manager.content.track()
+    manager.commit(second, tokens, 8)
+    assert manager.peek([*tokens, 0], ROOT) == 8
+    assert manager.content.drain_published() == [second.block_ids[1]]
+    manager.check_invariants([second])
+
+
+def test_a_copy_goes_over_to_what_took_the_place_of_the_evicted_one() -> None:
+    manager, tokens = KVCacheManager(6, B), list(range(8))
+    first = prefill(manager, tokens)
+    second = manager.open_table(tokens, ROOT)
+    manager.extend(second, 8)
+    manager.free(first)
+    take_all(manager)
+    third = prefill(manager, tokens)
+    manager.commit(second, tokens, 8)
+    assert second.block_ids == third.block_ids
+    running = [*tokens, *range(4)]
+    manager.extend(second, 12)
+    manager.commit(second, running, 12)
+    assert manager.peek([*running, 0], ROOT) == 12
+    manager.check_invariants([second, third])
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_table_without_the_cache_keeps_its_own_and_its_equals_outlive_what_hangs_on_them(forked: bool) -> None:
+    manager, tokens = KVCacheManager(8, B), list(range(8))
+    first = prefill(manager, tokens)
+    second = prefill(manager, tokens, use_cache=False)
+    assert set(first.block_ids).isdisjoint(second.block_ids)
+    if forked:
+        child = manager.fork(second)
+        manager.free(second)
+        second = child
+    manager.free(first)
+    running = [*tokens, 1, 2, 3, 4]
+    manager.extend(second, 12)
+    manager.commit(second, running, 12)
+    manager.free(second)
+    assert manager.peek([*running, 0], ROOT) == 12
+    filler = manager.open_table([], ROOT, use_cache=False)
+    manager.extend(filler, B * (manager.free_block_count - 2))
+    assert manager.peek([*running, 0], ROOT) == 8  # the end of the chain went first
+
+
+def test_an_evicted_equal_is_not_mistaken_for_what_took_its_block() -> None:
+    manager, tokens = KVCacheManager(3, B), list(range(4))
+    first = prefill(manager, tokens)
+    second = prefill(manager, tokens, use_cache=False)  # its published equal is the first table's block
+    manager.free(first)
+    third = prefill(manager, [7] * 4)
+    fourth = prefill(manager, [8] * 4)  # takes the block of the evicted equal
+    assert fourth.block_ids == [0]
+    manager.free(fourth)
+    manager.free(third)
+    manager.free(second)  # must not refresh block 0
+    manager.free(prefill(manager, [5] * 8))  # takes the second one's and the oldest cached one
+    assert [manager.peek([token] * 4 + [0], ROOT) for token in (7, 8)] == [4, 0]
