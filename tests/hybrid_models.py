@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["HYBRIDS", "HYBRID_NESTED"]
 
-_CONV, _DELTA, _FULL = "conv", "linear_attention", "full_attention"
+_CONV, _DELTA, _SPACE, _FULL = "conv", "linear_attention", "mamba", "full_attention"
 
 _LFM2 = {
     "num_hidden_layers": 5,
@@ -41,6 +41,22 @@ _QWEN35_MOE = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 96,
 }
+_GRANITE = {
+    # Older words, which makers' configs have.
+    "layer_types": [_SPACE, "attention", _SPACE],
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 96,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.4,
+    "tie_word_embeddings": True,
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
     # Two thirds of 96, times 1.4, up to the next multiple of 32: 96 again.
     "lfm2": {**_LFM2, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.4},
@@ -63,6 +79,27 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3_5_moe_text": _QWEN35_MOE,
+    "granitemoehybrid-h": _GRANITE,
+    # Heads of values share keys and queries in groups; the first and the last layer attend.
+    "granitemoehybrid-groups": {
+        **_GRANITE,
+        "num_hidden_layers": 4,
+        "layer_types": ["attention", _SPACE, _SPACE, "attention"],
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 32,
+        "mamba_conv_bias": False,
+        "tie_word_embeddings": False,
+    },
+    "granitemoehybrid-experts": {
+        **_GRANITE,
+        "intermediate_size": 64,
+        "num_local_experts": 12,
+        "num_experts_per_tok": 3,
+        "mamba_n_groups": 2,
+    },
 }
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 HYBRID_NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -49,7 +49,8 @@ def hybrid_logits(spec: ModelSpec, weights: Weights, token_ids: Sequence[int]) -
             mixed = _attention(spec, own, normed, layer.rope)
         else:
             assert spec.mixer is not None
-            mixed = {"conv": _short_conv, "delta": _delta}[layer.kind](spec.mixer, own, normed, spec.eps)
+            mix = {"conv": _short_conv, "delta": _delta, "ssd": _space}[layer.kind]
+            mixed = mix(spec.mixer, own, normed, spec.eps)
         hidden = hidden + spec.residual_factor * (mixed @ own["out"].T)
         normed = _norm(hidden, own["mlp_in"], spec.eps)
         hidden = hidden + spec.residual_factor * _mlp(spec, index, own, normed)
@@ -77,7 +78,7 @@ def _attention(spec: ModelSpec, own: Weights, normed: Doubles, rope: int) -> Dou
     rows = normed @ own["qkv"].T
     query, key, value, gate = np.split(rows, np.cumsum([heads * dim, kv_heads * dim, kv_heads * dim]), axis=1)
     query, key, value = (part.reshape(len(rows), -1, dim) for part in (query, key, value))
-    frequencies = np.array(spec.ropes[rope].frequencies, dtype=np.float64)
+    frequencies = np.array(spec.ropes[rope].frequencies if rope >= 0 else [], dtype=np.float64)
     if "q_norm" in own:
         query, key = _norm(query, own["q_norm"], spec.eps), _norm(key, own["k_norm"], spec.eps)
     query, key = (_turned(part, frequencies) for part in (query, key))
@@ -130,6 +131,26 @@ def _delta(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
         out.append(np.einsum("hkv,hk->hv", state, query[at]) / np.sqrt(mixer.key_dim))
     gated = _norm(np.array(out), own["mixer_norm"], eps) * _silu(z.reshape(len(rows), -1, mixer.value_dim))
     return gated.reshape(len(rows), -1)
+
+
+def _space(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
+    rows, steps = normed @ own["mixer_in"].T, normed @ own["mixer_gates"].T
+    mixed, z = np.split(rows, [mixer.channels], axis=1)
+    values, keys = mixer.value_heads * mixer.value_dim, mixer.key_heads * mixer.key_dim
+    mixed = _silu(_convolved(mixer, own["conv"], mixed) + own.get("conv_bias", np.zeros(mixer.channels)))
+    value, key, query = np.split(mixed, [values, values + keys], axis=1)
+    value = value.reshape(len(rows), mixer.value_heads, mixer.value_dim)
+    each = mixer.value_heads // mixer.key_heads  # heads of a group
+    key, query = (np.repeat(part.reshape(len(rows), -1, mixer.key_dim), each, axis=1) for part in (key, query))
+    steps = np.clip(np.log1p(np.exp(steps + own["dt_bias"])), *mixer.time_limit)
+    state = np.zeros((mixer.value_heads, mixer.key_dim, mixer.value_dim))
+    out = []
+    for at in range(len(rows)):
+        state = state * np.exp(own["decay"] * steps[at])[:, None, None]
+        state = state + np.einsum("hk,hv->hkv", key[at], steps[at][:, None] * value[at])
+        out.append(np.einsum("hkv,hk->hv", state, query[at]) + own["skip"][:, None] * value[at])
+    gated = (np.array(out).reshape(len(rows), -1) * _silu(z)).reshape(len(rows), mixer.norm_groups, -1)
+    return _norm(gated, own["mixer_norm"].reshape(mixer.norm_groups, -1), eps).reshape(len(rows), -1)
 
 
 def _unit(rows: Doubles) -> Doubles:

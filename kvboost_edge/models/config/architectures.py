@@ -17,8 +17,8 @@ from kvboost_edge.models.config.quant_config import packed_layout
 
 __all__ = [
     "LONG_RANGE", "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
-    "attends_both_ways", "check_model_compatibility", "granite_hybrid_objections", "has_two_ranges",
-    "is_static_dynamic", "pin_notice", "pinned_context",
+    "attends_both_ways", "check_model_compatibility", "has_two_ranges", "is_static_dynamic", "pin_notice",
+    "pinned_context",
 ]  # fmt: skip
 
 LONG_RANGE = "kvboost-edge: rope_range=long"
@@ -85,7 +85,7 @@ _TESTED = {
     "ernie4_5": "the dense models of ERNIE 4.5",
     "glm4": "GLM-4, partial rotary, norms before and behind the blocks",
     "granite": "Granite, scaled attention, residual and logits",
-    "granitemoehybrid": "Granite 4 where all layers have attention and none has experts",
+    "granitemoehybrid": "Granite 4, Mamba2 beside attention, on torch without, mixture of experts beside a shared one",
     "smollm3": "SmolLM3, layers without rope",
     "hunyuan_v1_dense": "Hunyuan, dense; queries and keys normalized behind rope",
     "ministral3": "Ministral 3, queries scaled by position",
@@ -157,7 +157,7 @@ SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
      for name, note in group.items()}
 )  # fmt: skip
 
-_STATE_SPACE = "its layers keep a recurrent state of a kind that is not built (LFM2's and Qwen3.5's are)"
+_STATE_SPACE = "its layers keep a recurrent state of a kind that is not built (LFM2's, Qwen3.5's and Granite 4's are)"
 _LATENT = "its latent attention stores keys and values of different widths"
 _OWN_ATTENTION = "it computes attention inside its own modules (alibi or older code) and cannot be given another one"
 _BIDIRECTIONAL = (
@@ -165,7 +165,6 @@ _BIDIRECTIONAL = (
     "a causal model such as Qwen3-Embedding"
 )
 _BOTH_WAYS = ("gemma3_text",)
-_ATTENTION_LAYERS = ("attention", "full_attention")  # the first: its older name
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
         "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 falcon_h1 nemotron_h recurrent_gemma "
@@ -301,8 +300,6 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
         yield "it is an encoder-decoder; only decoder-only models run"
     if model_type in _REFUSED:
         yield _REFUSED[model_type]
-    if inner.get("model_type", model_type) == "granitemoehybrid":
-        yield from granite_hybrid_objections(inner)
     if model_type not in SUPPORTED_ARCHITECTURES:
         code = _remote_code(config)
         if code:
@@ -322,16 +319,6 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
 def attends_both_ways(config: Mapping[str, Any]) -> bool:
     """Whether tokens see those behind them, so that texts make vectors and predict nothing."""
     return text_config(config).get("use_bidirectional_attention") in (True, "all")
-
-
-def granite_hybrid_objections(config: Mapping[str, Any]) -> Iterator[str]:
-    """Why a model of type granitemoehybrid is more than a dense one with attention in every layer."""
-    types = config.get("layer_types") or config.get("layers_block_type")
-    if not isinstance(types, (list, tuple)) or any(kind not in _ATTENTION_LAYERS for kind in types):
-        yield _STATE_SPACE
-    experts = config.get("num_local_experts", 8)
-    if experts not in (None, 0):
-        yield f"it has num_local_experts={experts!r}; of this family only models without experts run"
 
 
 def _remote_code(config: Mapping[str, Any]) -> str:

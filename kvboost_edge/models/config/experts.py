@@ -10,12 +10,14 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.file import integer_of, number_of
 
 __all__ = [
+    "GRANITE_SHARED",
     "ExpertNames",
     "Experts",
     "ernie_experts",
     "gemma4_experts",
     "gpt_oss_experts",
     "granite_experts",
+    "granite_hybrid_experts",
     "lfm2_experts",
     "mixtral_experts",
     "olmoe_experts",
@@ -25,6 +27,9 @@ __all__ = [
 ]
 
 Config = Mapping[str, Any]
+
+GRANITE_SHARED = ("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.output_linear")
+"""Gate, up and down of Granite 4's only MLPs, and of what its experts share."""
 
 _GROUP, _TILE = 32, 16  # inputs quantized together, rows of a tile: see kernels/linear/tiles.py
 _ALSO = {"num_experts": "num_local_experts", "moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
@@ -190,6 +195,15 @@ def granite_experts(config: Config, layers: int) -> Experts:
     """The softmax of the chosen logits."""
     names = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts.")
     return _experts(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names)
+
+
+def granite_hybrid_experts(config: Config, layers: int) -> Experts | None:
+    """The same beside an expert that all tokens share. None where the config says that there are none."""
+    if integer_of(config, "num_local_experts", 0) == 0:
+        return None
+    found = granite_experts(config, layers)
+    width = integer_of(config, "shared_intermediate_size", 1)
+    return dataclasses.replace(found, shared=width, names=found.names._replace(shared=GRANITE_SHARED))
 
 
 def gpt_oss_experts(config: Config, layers: int) -> Experts:

@@ -15,11 +15,13 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
 from kvboost_edge.models.config.experts import (
+    GRANITE_SHARED,
     Experts,
     ernie_experts,
     gemma4_experts,
     gpt_oss_experts,
     granite_experts,
+    granite_hybrid_experts,
     lfm2_experts,
     mixtral_experts,
     olmoe_experts,
@@ -35,13 +37,14 @@ from kvboost_edge.models.config.mixers import Mixer, MixerNames
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale
-from kvboost_edge.models.config.special.completed import gpt_oss, granite_hybrid, hunyuan, minicpm, ministral3
+from kvboost_edge.models.config.special.completed import gpt_oss, hunyuan, minicpm, ministral3
 from kvboost_edge.models.config.special.gemma4 import (
     PerLayerInput,
     gemma4_shapes,
     per_layer_input,
     with_gemma4_defaults,
 )
+from kvboost_edge.models.config.special.granite import granite_layers, with_granite_words
 from kvboost_edge.models.config.special.hybrids import (
     Hybrid,
     conv_layers,
@@ -201,8 +204,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "granite_swa": Family(multipliers=True, tied=True, eps=1e-5, sinks=True, layer_thetas=True,
                               windows=all_but_first_of(4, 128)),
         "granitemoehybrid": Family(
-            multipliers=True, no_rope="typed", mlp=("shared_mlp.input_linear", "shared_mlp.output_linear"),
-            inner="shared_intermediate_size", complete=granite_hybrid,
+            multipliers=True, no_rope="typed", inner="shared_intermediate_size", complete=with_granite_words,
+            mlp=GRANITE_SHARED, mlp_whole="shared_mlp.input_linear", hybrid=granite_layers,
+            experts=granite_hybrid_experts,
         ),
         "lfm2": _LFM2,
         "lfm2_moe": dataclasses.replace(_LFM2, experts=lfm2_experts),
@@ -310,9 +314,17 @@ def describe_model(config: Config) -> ModelSpec:
 
 
 def may_keep_states(config: Config) -> bool:
-    """Whether the model is of a family whose layers may keep a state instead of keys and values."""
-    family = FAMILIES.get(str(text_config(config).get("model_type")))
-    return family is not None and family.hybrid is not None
+    """Whether layers of the model keep a state instead of keys and values, as its family's may; True where the config
+    makes no sense."""
+    config = text_config(config)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or family.hybrid is None:
+        return False
+    try:
+        completed = family.complete(config) if family.complete is not None else config
+        return family.hybrid(completed, _size(completed, "num_hidden_layers")) is not None
+    except ModelFormatError:
+        return True
 
 
 def heads_by_layer(config: Config) -> list[tuple[int, int]]:

@@ -28,6 +28,7 @@ class Family:
     output_bias  False: the output projection never has a bias
     fused        queries, keys, values are one tensor, and so are gate and up
     mlp          names of gate and up, which are one tensor, and of down; or of all three, which are (): the usual ones
+    mlp_whole    a stored matrix of which gate and up are pieces; files may have them apart all the same
     inner        the config's key of the MLP's width
     norm_names   norms before attention, behind it, before the MLP, behind it, those it has, where they are not called
                  as usual;  last_norm: the one behind all layers;  out: the projection behind attention
@@ -50,7 +51,8 @@ class Family:
     experts      the mixture of experts, from the config and the number of layers; None, or where it returns None:
                  MLPs alone
     in_columns   safetensors have the matrices of all experts as columns, see weights/columns/experts.py
-    hybrid       which layers keep a state instead of keys and values, from the same; None: none does
+    hybrid       which layers keep a state instead of keys and values, from the same; None, or where it returns None:
+                 none does
     output_gate  rows of queries are twice as many, in each head its query and behind it a gate, whose sigmoid
                  multiplies what attention returns
     unless       config keys that must have one of the given values, else the family is another model
@@ -65,6 +67,7 @@ class Family:
     output_bias: bool = True
     fused: bool = False
     mlp: tuple[str, ...] = ()
+    mlp_whole: str = ""
     inner: str = "intermediate_size"
     norm_names: tuple[str, ...] = ()
     last_norm: str = "model.norm"
@@ -95,7 +98,7 @@ class Family:
     sinks: bool = False
     layer_thetas: bool = False
     experts: Callable[[Config, int], Experts | None] | None = None
-    hybrid: Callable[[Config, int], Hybrid] | None = None
+    hybrid: Callable[[Config, int], Hybrid | None] | None = None
     output_gate: bool = False
     in_columns: bool = False
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()

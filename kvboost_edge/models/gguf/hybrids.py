@@ -10,7 +10,7 @@ from kvboost_edge.models.config.special.hybrids import TILED_HEADS
 from kvboost_edge.models.gguf.experts import experts
 from kvboost_edge.models.gguf.keys import Keys
 
-__all__ = ["lfm2", "lfm2_moe", "qwen35", "qwen35_moe"]
+__all__ = ["granite_hybrid", "lfm2", "lfm2_moe", "qwen35", "qwen35_moe"]
 
 _SIGMOID = 2  # of expert_gating_func
 
@@ -65,6 +65,30 @@ def qwen35_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         **experts(keys),
         "moe_intermediate_size": keys.size("expert_feed_forward_length"),
         "shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length"),
+    }
+
+
+def granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers without key heads keep a state. The width of the MLPs is that of the shared expert, where a file says it;
+    a file of a model without experts may say that there are none."""
+    heads, inner, hidden = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size"), config["hidden_size"]
+    if inner % heads or inner % hidden:
+        wanted = f"must be a multiple of {heads} heads and of {hidden}, the hidden size"
+        raise keys.error("ssm.inner_size", inner, wanted)
+    attends = keys.sizes("attention.head_count_kv", 0)
+    shared = keys.optional_size("expert_shared_feed_forward_length", 0)
+    mixed = keys.optional_size("expert_count", 0)
+    return {
+        **(experts(keys, "num_local_experts") if mixed else {"num_local_experts": 0}),
+        "shared_intermediate_size": shared or config["intermediate_size"],
+        "layer_types": ["full_attention" if count else "linear_attention" for count in attends],
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // hidden,
+        "mamba_n_groups": keys.size("ssm.group_count"),
+        "mamba_d_state": keys.size("ssm.state_size"),
+        "mamba_d_conv": keys.size("ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in keys.header.tensors),
     }
 
 

@@ -74,6 +74,10 @@ _DELTA = {
     "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d", "ssm_dt": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.decay", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
 }  # fmt: skip
+_STATE_SPACE = {
+    "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_dt": "mamba.dt_bias", "ssm_a": "mamba.decay",
+    "ssm_d": "mamba.D", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj",
+}  # fmt: skip
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.gate_proj",
@@ -84,6 +88,9 @@ _IN_BLOCK = {  # of Granite's; Mixtral's have the names of its first code
     **{name: to.replace("mlp.", "block_sparse_moe.") for name, to in _EXPERTS.items()},
     "ffn_gate_inp": "block_sparse_moe.router.layer",
 }
+# Of Granite 4: its only MLPs, or what its experts share.
+_ONE_MLP = {"gate": "shared_mlp.gate_proj", "up": "shared_mlp.up_proj", "down": "shared_mlp.output_linear"}
+_SHARED_MLP = {f"ffn_{part}{ending}": to for ending in ("", "_shexp") for part, to in _ONE_MLP.items()}
 _MIXTRAL = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.w1",
@@ -104,9 +111,11 @@ _GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_sinks": "self_attn.sinks",
 }
-# Without ".weight" in transformers; the last one has no ending in files either, and stands for -exp(A_log) there.
+# Without an ending in files either; decays are -exp(A_log) there.
+_ENDLESS = ("linear_attn.decay", "mamba.decay", "mamba.D")
+# Without ".weight" in transformers.
 _BARE = ("layer_scalar", "mlp.moe_statics.e_score_correction_bias", "self_attn.sinks", "feed_forward.expert_bias",
-         "linear_attn.dt_bias", "linear_attn.decay")  # fmt: skip
+         "linear_attn.dt_bias", "mamba.dt_bias", *_ENDLESS)  # fmt: skip
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LFM2_OUTER = {"token_embd_norm": "model.embedding_norm"}  # it stands behind the layers, whatever it is called
 _GEMMA4_OUTER = {
@@ -230,6 +239,12 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             "granitemoe", {**_MATRICES, **_PRE_NORMS, **_IN_BLOCK}, permuted=True, experts=True,
             keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
         ),
+        "granitehybrid": GgufArchitecture(
+            "granitemoehybrid", {**_MATRICES, **_PRE_NORMS, **_STATE_SPACE, **_IN_BLOCK, **_SHARED_MLP},
+            permuted=True, experts=True, no_keys=True,
+            keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale", *_SSM_SIZES,
+                            "expert_shared_feed_forward_length"}),
+        ),
         "gpt-oss": GgufArchitecture(
             "gpt_oss", {**_MATRICES, **_GPT_OSS}, keys=_EXPERT_KEYS | _WINDOW, experts=True
         ),
@@ -290,7 +305,7 @@ def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
         is_scale = found[3] == "scale"
         inner = architecture.layer.get(f"{found[2]}.scale" if is_scale else found[2])
         # A name without an ending, and an ending that is none of its name's.
-        if inner is None or (found[3] is None) != (inner == "linear_attn.decay"):
+        if inner is None or (found[3] is None) != (inner in _ENDLESS):
             return None
         if is_scale:
             return f"model.layers.{found[1]}.{inner}"

@@ -258,19 +258,14 @@ def test_hunyuans_dynamic_rope_is_static_with_an_alpha() -> None:
         _spec("hunyuan_v1_dense", head_dim=2, rope_scaling=rope)
 
 
-def test_granite_4_with_more_than_attention_is_refused() -> None:
+def test_granite_4_has_rope_where_it_asks_for_it() -> None:
     dense = {"layer_types": ["attention"] * 8, "num_local_experts": 0, "shared_intermediate_size": 96}
     assert {layer.rope for layer in _spec("granitemoehybrid", **dense).layers} == {-1}
     rope = _spec("granitemoehybrid", **dense, position_embedding_type="rope")
     assert {layer.rope for layer in rope.layers} == {0}
-    for change, message in (
-        ({"layer_types": ["mamba"] + ["attention"] * 7}, "recurrent state"),
-        ({"layer_types": None}, "recurrent state"),
-        ({"num_local_experts": 4}, "num_local_experts=4; of this family only models without experts"),
-        ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi' is not known"),
-    ):
-        with pytest.raises(ModelFormatError, match=message):
-            _spec("granitemoehybrid", **{**dense, **change})
+    assert rope.hybrid is None
+    with pytest.raises(ModelFormatError, match="position_embedding_type='alibi' is not known"):
+        _spec("granitemoehybrid", **dense, position_embedding_type="alibi")
 
 
 def test_bases_of_rope_by_layer() -> None:
