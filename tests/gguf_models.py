@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from gguf_experts import merged_experts, write_expert_sizes
 from gguf_gemma4 import gemma4_scale, rope_freqs, write_gemma4_sizes
 from gguf_granite import permuted_rows, write_granite_factors
-from gguf_hybrids import HYBRID_ARCHS, HYBRID_FAMILIES, hybrid_tensors, is_hybrid, write_hybrid_sizes
+from gguf_hybrids import HYBRID_FAMILIES, arch_of, hybrid_tensors, is_hybrid, write_hybrid_sizes
 from gpt_oss_files import ROPE as GPT_OSS_ROPE
 from hybrid_models import HYBRID_NESTED
 from tiny_checkpoints import save_tiny_checkpoint
@@ -228,8 +228,8 @@ def write_gguf(
     """
     config = _config(model_dir)
     both_ways = bool(config.get("use_bidirectional_attention"))
-    known = HYBRID_ARCHS if is_hybrid(config) else ARCHS
-    arch = MODEL_ARCH.GEMMA_EMBEDDING if both_ways else known[config["model_type"]]
+    known = arch_of(config) if is_hybrid(config) else ARCHS[config["model_type"]]
+    arch = MODEL_ARCH.GEMMA_EMBEDDING if both_ways else known
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
     (write_hybrid_sizes if is_hybrid(config) else _write_sizes)(writer, config)
     for key, value in (keys or {}).items():

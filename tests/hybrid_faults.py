@@ -31,7 +31,7 @@ HYBRID_FAULTS = (
     (
         "sigmoids are not divided by their sum",
         _EXPERTS,
-        'renorm="add" if _flag(config, "norm_topk_prob", True) else ""',
+        'renorm="add" if flag_of(config, "norm_topk_prob", True) else ""',
         'renorm=""',
         f"{_PACKED}[lfm2_moe]",
     ),
@@ -134,6 +134,34 @@ HYBRID_FAULTS = (
         '{"position_embedding_type": "rope", **_granite(keys, config), **',
         '{**_granite(keys, config), "position_embedding_type": "rope", **',
         f"{_GGUF}::test_a_granite_file_says_whether_there_is_rope",
+    ),
+    (
+        "layers that mix tokens have an MLP as well",
+        "models/config/layers.py",
+        "if alone and kind != NO_MIXER",
+        "if alone and kind == NO_MIXER",
+        f"{_PACKED}[nemotron_h]",
+    ),
+    (
+        "what the gate is multiplied with is not taken back",
+        "models/config/special/falcon.py",
+        "mlp_out=down / gate",
+        "mlp_out=down",
+        f"{_PACKED}[falcon_h1]",
+    ),
+    (
+        "what a mixer leaves waits where queries go",
+        "runners/native/states.py",
+        "lt.B_MIXED if builder.sizes.mixed else lt.B_QUERY",
+        "lt.B_QUERY",
+        "tests/runners/native/test_hybrids.py::test_a_hybrid_equals_transformers[falcon_h1]",
+    ),
+    (
+        "what is below 0 is squared",
+        "kernels/program/activations.py",
+        'b.fcmp_ordered("<", raw, _splat(0.0))',
+        'b.fcmp_ordered("<", raw, _splat(-1e30))',
+        "tests/kernels/program/test_matrices.py::test_the_activation_without_a_gate",
     ),
     (
         "any quote ends a string of a call",

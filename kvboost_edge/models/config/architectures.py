@@ -106,6 +106,8 @@ _TESTED = {
     "lfm2_moe": "the same, mixture of experts by sigmoids",
     "qwen3_5_text": "Qwen3.5 and kin, gated delta rule beside gated attention",
     "qwen3_5_moe_text": "the same, mixture of experts with a shared one behind a gate",
+    "falcon_h1": "Falcon-H1, Mamba2 and attention beside each other in each layer",
+    "nemotron_h": "Nemotron-H and Nemotron 3 Nano, each layer Mamba2, attention, an MLP or experts; without gates",
     "lfm2_vl": "the language part of a vision model; text only",
     "qwen3_5": "the language part of a vision model; text only",
     "qwen3_5_moe": "the language part of a vision model; text only",
@@ -132,13 +134,13 @@ _UNTESTED = {
 _TORCH_ALONE = frozenset("stablelm starcoder2 gpt_neox".split())
 _NATIVE_ALONE = frozenset(
     "qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text minicpm "
-    "lfm2 lfm2_moe lfm2_vl qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split()
+    "lfm2 lfm2_moe lfm2_vl qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text nemotron_h falcon_h1".split()
 )
 _GGUF = frozenset(
     "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe gpt_oss qwen3_vl "
     "qwen3_vl_text gemma gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
     "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3 minicpm "
-    "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split()
+    "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text nemotron_h falcon_h1".split()
 )
 _OTHER_ORACLES = {"minicpm": "a NumPy model"}  # of which transformers has no class
 _ONNX = frozenset("llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite".split())
@@ -157,7 +159,9 @@ SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
      for name, note in group.items()}
 )  # fmt: skip
 
-_STATE_SPACE = "its layers keep a recurrent state of a kind that is not built (LFM2's, Qwen3.5's and Granite 4's are)"
+_STATE_SPACE = (
+    "its layers keep a recurrent state of a kind that is not built (convolutions, delta rules and Mamba2 are)"
+)
 _LATENT = "its latent attention stores keys and values of different widths"
 _OWN_ATTENTION = "it computes attention inside its own modules (alibi or older code) and cannot be given another one"
 _BIDIRECTIONAL = (
@@ -167,7 +171,7 @@ _BIDIRECTIONAL = (
 _BOTH_WAYS = ("gemma3_text",)
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 falcon_h1 nemotron_h recurrent_gemma "
+        "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 recurrent_gemma "
         "qwen3_next olmo_hybrid minimax bailing_hybrid".split(),
         _STATE_SPACE,
     ),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.models.config.experts import Experts
-from kvboost_edge.models.config.layers import LayerShape
+from kvboost_edge.models.config.layers import LayerFactors, LayerShape
 from kvboost_edge.models.config.special.hybrids import Hybrid
 
 __all__ = ["Family"]
@@ -27,6 +27,7 @@ class Family:
     biased       attention_bias where the config does not say
     output_bias  False: the output projection never has a bias
     fused        queries, keys, values are one tensor, and so are gate and up
+    gated        False: MLPs and experts have no gate: act(up)
     mlp          names of gate and up, which are one tensor, and of down; or of all three, which are (): the usual ones
     mlp_whole    a stored matrix of which gate and up are pieces; files may have them apart all the same
     inner        the config's key of the MLP's width
@@ -55,6 +56,7 @@ class Family:
                  none does
     output_gate  rows of queries are twice as many, in each head its query and behind it a gate, whose sigmoid
                  multiplies what attention returns
+    factors      what results of layers' matrices are multiplied with, from the config; None: nothing
     unless       config keys that must have one of the given values, else the family is another model
     """
 
@@ -66,6 +68,7 @@ class Family:
     biased: bool = False
     output_bias: bool = True
     fused: bool = False
+    gated: bool = True
     mlp: tuple[str, ...] = ()
     mlp_whole: str = ""
     inner: str = "intermediate_size"
@@ -101,4 +104,10 @@ class Family:
     hybrid: Callable[[Config, int], Hybrid | None] | None = None
     output_gate: bool = False
     in_columns: bool = False
+    factors: Callable[[Config], LayerFactors] | None = None
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+    @property
+    def way_in(self) -> str:
+        """What is packed of the ways into an MLP: "gate_up", or "up"."""
+        return "gate_up" if self.gated else "up"

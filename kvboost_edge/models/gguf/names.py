@@ -104,6 +104,18 @@ _ERNIE_MOE = {
     **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
     "exp_probs_b": "mlp.moe_statics.e_score_correction_bias",
 }
+_FALCON = {
+    **{name: to.replace("mlp.", "feed_forward.") for name, to in _MATRICES.items()},
+    **_STATE_SPACE, "attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm.weight",
+}  # fmt: skip
+_FALCON_OUTER = {"output_norm": "model.final_layernorm"}
+# Of a layer the only norm, whatever the layer is.
+_NEMOTRON = {**_MATRICES, **_STATE_SPACE, "attn_norm": "norm"}
+_NEMOTRON_MOE = {
+    **_EXPERTS,
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("up", "down")},
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+}
 _GPT_OSS = {
     **_EXPERTS,
     "ffn_gate_inp": "mlp.router",
@@ -112,10 +124,10 @@ _GPT_OSS = {
     "attn_sinks": "self_attn.sinks",
 }
 # Without an ending in files either; decays are -exp(A_log) there.
-_ENDLESS = ("linear_attn.decay", "mamba.decay", "mamba.D")
+_ENDLESS = ("linear_attn.decay", "mamba.decay", "mamba.D", "pre_ff_layernorm.weight")
 # Without ".weight" in transformers.
-_BARE = ("layer_scalar", "mlp.moe_statics.e_score_correction_bias", "self_attn.sinks", "feed_forward.expert_bias",
-         "linear_attn.dt_bias", "mamba.dt_bias", *_ENDLESS)  # fmt: skip
+_BARE = ("layer_scalar", "mlp.moe_statics.e_score_correction_bias", "mlp.gate.e_score_correction_bias",
+         "self_attn.sinks", "feed_forward.expert_bias", "linear_attn.dt_bias", "mamba.dt_bias", *_ENDLESS)  # fmt: skip
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LFM2_OUTER = {"token_embd_norm": "model.embedding_norm"}  # it stands behind the layers, whatever it is called
 _GEMMA4_OUTER = {
@@ -138,7 +150,8 @@ class GgufArchitecture:
     dense        tensors behind the pooling, which are no part of the decoder
     both_ways    its attention is bidirectional
     experts      it is a mixture of experts
-    no_keys      0 key heads of a layer mean that it keeps a state instead of keys and values
+    no_keys      0 key heads of a layer mean that it does not attend
+    alone        an MLP of no width means that a layer has none
     """
 
     model_type: str
@@ -151,6 +164,7 @@ class GgufArchitecture:
     both_ways: bool = False
     experts: bool = False
     no_keys: bool = False
+    alone: bool = False
 
 
 _SOFTCAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
@@ -159,6 +173,7 @@ _SSM_SIZES = {"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner
 _DELTA_KEYS = frozenset(_SSM_SIZES | {
     "rope.dimension_sections", "full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers",
 })  # fmt: skip
+_NEMOTRON_KEYS = frozenset({"attention.layer_norm_epsilon", *_SSM_SIZES})
 _EXPERT_KEYS = frozenset({"expert_feed_forward_length"})
 _WINDOW = {"attention.sliding_window", "attention.sliding_window_pattern"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
@@ -248,6 +263,18 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "gpt-oss": GgufArchitecture(
             "gpt_oss", {**_MATRICES, **_GPT_OSS}, keys=_EXPERT_KEYS | _WINDOW, experts=True
         ),
+        "falcon-h1": GgufArchitecture("falcon_h1", _FALCON, outer=_FALCON_OUTER, keys=frozenset(_SSM_SIZES)),
+        "nemotron_h": GgufArchitecture(
+            "nemotron_h", _NEMOTRON, permuted=True, no_keys=True, alone=True, keys=_NEMOTRON_KEYS
+        ),
+        "nemotron_h_moe": GgufArchitecture(
+            "nemotron_h", {**_NEMOTRON, **_NEMOTRON_MOE}, permuted=True, no_keys=True, alone=True, experts=True,
+            keys=_NEMOTRON_KEYS | _EXPERT_KEYS | {
+                "expert_shared_feed_forward_length", "expert_shared_count", "expert_weights_norm",
+                "expert_weights_scale", "expert_group_count", "expert_group_used_count", "expert_gating_func",
+                "moe_latent_size", "nextn_predict_layers",
+            },
+        ),
         "lfm2": GgufArchitecture(
             "lfm2", _LFM2, outer=_LFM2_OUTER, keys=frozenset({"shortconv.l_cache"}), no_keys=True
         ),
@@ -311,5 +338,5 @@ def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
             return f"model.layers.{found[1]}.{inner}"
         return f"model.layers.{found[1]}.{inner}" + ("" if inner in _BARE else f".{found[3]}")
     found = _WHOLE.fullmatch(name)
-    outer = None if found is None else _OUTER.get(found[1]) or architecture.outer.get(found[1])
+    outer = None if found is None else architecture.outer.get(found[1]) or _OUTER.get(found[1])
     return None if found is None or outer is None else f"{outer}.{found[2]}"

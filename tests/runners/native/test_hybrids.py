@@ -22,7 +22,8 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 GRANITES = tuple(name for name in HYBRIDS if name.startswith("granitemoehybrid"))
-EVEN = ("lfm2", "lfm2_moe", "qwen3_5_text-even", *GRANITES)  # whose sums have one order in either kind of file
+# Whose sums have one order in either kind of file.
+EVEN = ("lfm2", "lfm2_moe", "qwen3_5_text-even", *GRANITES, "nemotron_h", "nemotron_h-moe")
 
 
 def _logits(path: Path, weights: str, chunk: int = 23, threads: int = 1) -> np.ndarray:
@@ -61,7 +62,9 @@ def test_gguf_is_the_same_model(name: str, tmp_path: Path) -> None:
     assert _distance(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", *GRANITES])
+@pytest.mark.parametrize(
+    "name", ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", *GRANITES, "nemotron_h", "falcon_h1"]
+)
 def test_integer_weights_are_those_that_are_packed(name: str, tmp_path: Path) -> None:
     """Far from float32 as 4 bits are, and near a float64 model of the weights that they stand for."""
     model = save_tiny_model(name, tmp_path)
@@ -86,6 +89,7 @@ WIDE = {
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "qwen3_5_text": {"intermediate_size": 256, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
     "granitemoehybrid-h": {"shared_intermediate_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64},
+    "nemotron_h": {"intermediate_size": 256, "mamba_head_dim": 64, "head_dim": 64},
 }
 
 

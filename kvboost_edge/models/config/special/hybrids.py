@@ -38,11 +38,13 @@ _GROUP = 32  # inputs of a matrix that a kernel takes at once
 
 
 class Hybrid(NamedTuple):
-    """kinds: of each layer, as in LayerSpec; mixer: of those that are no attention, None where there is no such one."""
+    """kinds: of each layer, see `mixed_shapes`; mixer: of those that keep a state, None where there is no such one;
+    alone: layers that mix tokens have no MLP."""
 
     kinds: tuple[str, ...]
     mixer: Mixer | None
     names: MixerNames
+    alone: bool = False
 
 
 _CONV = MixerNames(("conv.in_proj",), "conv.out_proj", "conv.conv.weight")
