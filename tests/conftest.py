@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import ipaddress
 import os
 import signal
 import socket
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -88,6 +90,27 @@ def one_thread_if_asked() -> Iterator[None]:
         if ONE_THREAD:
             patch.setattr("kvboost_edge.host.cpu._affinity", lambda: 1)
         yield
+
+
+@functools.cache
+def takes_all_threads(path: Path) -> bool:
+    """Whether tests of a file in a room that computes may leave it to the machine how many threads there are: those
+    `make test-one-thread` runs a second time, with one."""
+    room = path.relative_to(Path(__file__).parent).parts[0]
+    return room not in ("kernels", "runners") or "from_pretrained" in path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def threads_are_said(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not run again with one thread says how many it computes with, so that one run shows all there is."""
+
+    def refuse() -> int:
+        raise AssertionError(f"say num_threads: {request.path.name} is not run again with one thread")
+
+    if not takes_all_threads(request.path):
+        for name in ("kvboost_edge.backends.cpu", "kvboost_edge.engine.build"):
+            if name in sys.modules:
+                monkeypatch.setattr(sys.modules[name], "default_num_threads", refuse)
 
 
 class NetworkBlocked(OSError):

@@ -16,7 +16,7 @@ _BITS = ("tests/runners/native/test_gemma4.py",)
 _ROUTE, _EXPERTS, _OF_CONFIG = "kernels/program/route.py", "kernels/program/experts.py", "models/config/experts.py"
 _ROUTED, _MIXED = ("tests/kernels/program/test_experts.py",), ("tests/runners/native/test_mixtures.py",)
 _COLUMNS, _OF_COLUMNS = "models/weights/columns/experts.py", "tests/models/weights/columns/test_experts.py"
-_NORMS, _CHANNELS = "kernels/program/norms.py", "text/turns/channels/"
+_ACTIVATIONS, _CHANNELS = "kernels/program/activations.py", "text/turns/channels/"
 _OF_GPT_OSS = "tests/runners/native/test_gpt_oss.py"
 _GPT_OSS = (f"{_OF_GPT_OSS}::test_all_logits_of_prompts_around_window_and_block",)
 _BIASED = ("tests/kernels/program/test_experts.py::test_biased_experts_equal_plain_numpy",)
@@ -93,7 +93,7 @@ LAYER_FAULTS = (
     ("softmax stands before the choice of the shares", _OF_CONFIG, 'score="chosen", ', "", *_SPARSE),
     (
         "the shared expert's gate is forgotten",
-        _TOKENS,
+        _EXPERTS,
         "share = sigmoid_f32(gate) * factor",
         "share = factor",
         *_SPARSE,
@@ -235,14 +235,14 @@ LAYER_FAULTS = (
     ),
     (
         "gates have no limit",
-        _NORMS,
+        _ACTIVATIONS,
         "x = b.select(is_clamped, _emit_limit(b, x, _SWIGLU_LIMIT), x)",
         "x = b.select(is_clamped, x, x)",
         *_BIASED,
     ),
     (
         "the way up has a limit on one side",
-        _NORMS,
+        _ACTIVATIONS,
         "both = _emit_limit(b, _emit_limit(b, up, _SWIGLU_LIMIT), -_SWIGLU_LIMIT)",
         "both = _emit_limit(b, up, _SWIGLU_LIMIT)",
         *_BIASED,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from draft_faults import DRAFT_FAULTS
+
 _SLOTS, _TABLES, _LOOKUP = "kvcache/state_slots.py", "kvcache/table_states.py", "kvcache/lookup.py"
 _BATCH, _BUDGET, _BORDERS = "engine/batch.py", "engine/state_budget.py", "text/borders.py"
 _OF_SLOTS, _OF_TABLES = "tests/kvcache/test_state_slots.py", "tests/kvcache/test_table_states.py"
 _OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_state_schedules.py", "tests/engine/test_state_budget.py"
 _OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/test_state_tiers.py"
 _MOVER, _TWINS, _OF_TWINS = "tiers/mover.py", "kvcache/twins.py", "tests/kvcache/test_twins.py"
+_KERNELS = "kernels/program/states/"
+_OF_SSD, _OF_PIECES = "tests/kernels/program/states/test_ssd.py", "tests/models/weights/test_pieces.py"
 
 STATE_FAULTS = (
+    *DRAFT_FAULTS,
     ("state: one block ahead of its snapshot", _TABLES,
      "standing_for(table, position // self._size - 1, self._index) if",
      "standing_for(table, position // self._size - 2, self._index) if", _OF_TABLES),
@@ -57,4 +62,17 @@ STATE_FAULTS = (
      _OF_BUDGET),
     ("borders: one token late", _BORDERS, "np.flatnonzero(found).tolist()", "(np.flatnonzero(found) + 1).tolist()",
      _OF_BORDERS),
+    ("state space: steps of time without a limit", f"{_KERNELS}gates.py", "if is_ssd and first < least:",
+     "if is_ssd and first < -least:", _OF_SSD),
+    ("state space: values do not skip it", f"{_KERNELS}ssd.py", "emit_fma(b, own, given, emit_total(b, outs))",
+     "emit_total(b, outs)", _OF_SSD),
+    ("state space: B is read for C", f"{_KERNELS}scan.py", "(head < heads) != is_ssd", "head < heads", _OF_SSD),
+    ("state space: groups take turns", f"{_KERNELS}scan.py", "head // (heads // shared)", "head % shared", _OF_SSD),
+    ("state space: gates behind the norm", f"{_KERNELS}gate.py", "if stage != op[lt.F_GATE_FIRST]:",
+     "if stage == op[lt.F_GATE_FIRST]:", _OF_SSD),
+    ("state space: all groups have the first one's weights", f"{_KERNELS}gate.py",
+     "4 * group * op[lt.F_WEIGHT_STEP]", "0 * group * op[lt.F_WEIGHT_STEP]", _OF_SSD),
+    ("state space: pieces of a matrix in another order", "models/weights/ordered.py",
+     "return {z: mixer.value_heads * mixer.value_dim, xbc: mixer.channels, dt: mixer.value_heads}",
+     "return {xbc: mixer.channels, z: mixer.value_heads * mixer.value_dim, dt: mixer.value_heads}", _OF_PIECES),
 )  # fmt: skip

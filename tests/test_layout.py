@@ -12,6 +12,8 @@ import grimp
 import pytest
 from _pytest.mark.expression import Expression
 
+from conftest import takes_all_threads
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvboost_edge"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -86,31 +88,57 @@ def test_a_circle_is_found_wherever_an_import_stands(back, tmp_path, monkeypatch
     assert circle(name) == []
 
 
-def selections(*goals: str) -> dict[tuple[str, ...], list[str]]:
-    """Of the pytest calls that make would do: thread setting and paths -> the expressions that choose by marker."""
+def calls_of(*goals: str) -> dict[str, list[tuple[str, set[str]]]]:
+    """The pytest calls that make would do, by how many threads: what chooses by marker, and the paths, none for all."""
     command = ["make", "--dry-run", "--always-make", "--no-print-directory", *goals]
     plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
-    found: dict[tuple[str, ...], list[str]] = {}
+    found: dict[str, list[tuple[str, set[str]]]] = {}
     for line in plan.splitlines():
         before, called, arguments = line.partition("-m pytest ")
         if called:
-            paths = re.findall(r"(?<= )tests/\S+", arguments)
-            chosen = re.findall(r'-m (?:"([^"]*)"|(\w+))', arguments)
-            key = ("one thread" if "KVBOOST_EDGE_TEST_ONE_THREAD=1" in before else "all threads", *paths)
-            found.setdefault(key, []).extend(quoted or word for quoted, word in chosen or [("", "")])
+            [(quoted, word)] = re.findall(r'-m (?:"([^"]*)"|(\w+))', arguments) or [("", "")]
+            threads = "one thread" if "KVBOOST_EDGE_TEST_ONE_THREAD=1" in before else "all threads"
+            found.setdefault(threads, []).append((quoted or word, set(re.findall(r"(?<= )tests/\S+", arguments))))
             assert not re.search(r"(^| )(-k|--ignore|--deselect)", arguments), line
     return found
 
 
+def files_of_tests() -> set[str]:
+    return {path.relative_to(ROOT).as_posix() for path in TESTS if path.name.startswith("test_")}
+
+
+def below(files: set[str], paths: set[str]) -> set[str]:
+    """Files that pytest reads when it is given these paths."""
+    return {file for file in files if not paths or any(Path(file).is_relative_to(path) for path in paths)}
+
+
+def marked(name: str) -> set[str]:
+    """Files of tests that use the marker."""
+    return {file for file in files_of_tests() if re.search(rf"\.{name}\b", (ROOT / file).read_text(encoding="utf-8"))}
+
+
 def test_make_test_runs_every_test_once():
-    """With all threads the whole suite, with one the rooms that compute; of both each test in exactly one call."""
-    found = selections("test")
-    assert [key[0] for key in found] == ["all threads", "one thread"]
-    assert [len(key) > 1 for key in found] == [False, True]
-    for expressions in found.values():
-        for marks in ({"alone"}, set()):
-            takes = [Expression.compile(text).evaluate(marks.__contains__) for text in expressions]
-            assert sum(takes) == 1, expressions
+    """With all threads the whole suite, with one what takes as many as there are; of both each test in one call."""
+    found = calls_of("test")
+    assert sorted(found) == ["all threads", "one thread"]
+    for calls in found.values():
+        taking = {
+            mark: [paths for text, paths in calls if Expression.compile(text).evaluate({mark}.__contains__)]
+            for mark in ("", "alone", "cluster")
+        }
+        [whole] = taking.pop("")
+        for mark, paths in taking.items():
+            assert len(paths) <= 1, f"several calls run what is marked {mark}"
+            taken = below(marked(mark), paths[0]) if paths else set()
+            assert taken == below(marked(mark), whole), f"not all that is marked {mark} is run"
+        assert taking["alone"]
+    everything, once_more = (
+        next(paths for text, paths in found[threads] if "not" in text) for threads in ("all threads", "one thread")
+    )
+    assert not everything
+    rooms = ("backends", "kernels", "runners")
+    computing = below(files_of_tests(), {f"tests/{room}" for room in rooms})
+    assert {file for file in computing if takes_all_threads(ROOT / file)} == below(computing, once_more)
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
     assert settings["testpaths"] == ["tests"]
     assert not [option for option in settings["addopts"] if option.startswith(("-k", "-m", "--ignore", "--deselect"))]

@@ -19,7 +19,7 @@ from typing import IO
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["alone_in", "finish_file", "open_unfinished", "synced_meanwhile"]
+__all__ = ["alone_in", "finish_file", "is_abandoned", "open_unfinished", "synced_meanwhile"]
 
 _PREFIX = ".new-"
 _SYNC_S = 0.1
@@ -36,6 +36,14 @@ def open_unfinished(directory: Path) -> IO[bytes]:
         file: IO[bytes] = tempfile.NamedTemporaryFile(dir=directory, prefix=_PREFIX, delete=False)  # noqa: SIM115
         _lock(file.fileno(), wait=True)
     return file
+
+
+def is_abandoned(directory: Path) -> bool:
+    """Whether files were begun in the directory and the writer of none is alive. False where files cannot be locked.
+    Raises OSError."""
+    with alone_in(directory):
+        paths = list(directory.glob(f"{_PREFIX}*"))
+        return bool(paths) and all(_try_lock(path) is True for path in paths)
 
 
 def finish_file(file: IO[bytes], path: Path) -> None:
@@ -89,9 +97,13 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def _is_leftover(path: Path) -> bool:
-    with open(path, "rb") as file:
-        locked = _lock(file.fileno(), wait=False)
+    locked = _try_lock(path)
     return time.time() - path.stat().st_mtime > _LEFTOVER_S if locked is None else locked
+
+
+def _try_lock(path: Path) -> bool | None:
+    with open(path, "rb") as file:
+        return _lock(file.fileno(), wait=False)
 
 
 def _lock(handle: int, *, wait: bool) -> bool | None:

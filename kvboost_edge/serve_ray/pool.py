@@ -7,7 +7,7 @@ import functools
 import itertools
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -36,7 +36,8 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["ReplicaPool", "ReplicaView"]
 
-_ASKING_SECONDS = 10.0  # a replica that does not say how it is by then is left out
+_ASKING_SECONDS = 10.0  # a replica that has not done what it is asked to by then is left out
+_SAYING_SECONDS = 5.0  # and one that has not said how it is
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -215,9 +216,13 @@ class ReplicaPool:
     # What there is to know.
 
     def replicas(self) -> dict[str, ReplicaView]:
-        """Each replica by its name, in the order of these; those that do not answer are left out."""
-        found: list[Figures] = self._ask("figures")
-        return {one.replica: ReplicaView(self, one) for one in sorted(found, key=lambda one: one.replica)}
+        """Each replica by its name, in the order of these; those that do not answer are left out, and are not waited
+        for once that is known."""
+        asked = self._replicas.talking
+        found: list[Figures] = self._replicas.ask("figures", seconds=_SAYING_SECONDS, among=asked)
+        if not found:
+            raise NoReplica
+        return {one.replica: ReplicaView(self, one) for one in found}
 
     def cache_stats(self) -> dict[str, float]:
         return summed_cache([view.cache_stats() for view in self.replicas().values()])
@@ -227,17 +232,19 @@ class ReplicaPool:
 
     def block_map(self) -> list[int]:
         """Of all replicas in a row, in the order of `replicas`."""
-        return [state for name in sorted(self._replicas.usable) for state in self.blocks_of(name, 0)[0]]
+        return [state for states, _ in self._blocks(0, self._replicas.talking) for state in states]
 
     def block_details(self, limit: int = 4096) -> list[BlockDetail]:
-        details = [one for name in sorted(self._replicas.usable) for one in self.blocks_of(name, limit)[1]]
+        details = [one for _, found in self._blocks(limit, self._replicas.talking) for one in found]
         return details[: max(0, limit)]
 
     def blocks_of(self, replica: str, limit: int) -> tuple[list[int], list[BlockDetail]]:
         """`block_map` and `block_details` of one replica; empty where it is gone."""
-        found = self._replicas.ask("block_states", limit, seconds=_ASKING_SECONDS, among=(replica,))
-        states, details = found[0] if found else ([], [])
-        return states, [BlockDetail(*one) for one in details]
+        return next(iter(self._blocks(limit, (replica,))), ([], []))
+
+    def _blocks(self, limit: int, among: Iterable[str]) -> list[tuple[list[int], list[BlockDetail]]]:
+        found = self._replicas.ask("block_states", limit, seconds=_SAYING_SECONDS, among=among)
+        return [(states, [BlockDetail(*one) for one in details]) for states, details in found]
 
     def num_running(self) -> int:
         return sum(view.num_running() for view in self.replicas().values())

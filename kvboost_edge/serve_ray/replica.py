@@ -24,7 +24,7 @@ from kvboost_edge.serve_ray.model import model_digest
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter
 from kvboost_edge.serve_ray.routing.records import Cursor, Place
-from kvboost_edge.serve_ray.stillness import Stillness, major_faults
+from kvboost_edge.serve_ray.watch.stillness import Stillness, major_faults
 
 __all__ = ["EngineReplica", "EngineStuck", "ReplicaOptions", "own_options"]
 

@@ -21,8 +21,9 @@ from kvboost_edge.serve_ray.messages import Asked, Computed, Description, Failur
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.records import Choice
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
+from kvboost_edge.serve_ray.watch.looks import Looks
 from kvboost_edge.server.errors import NoReplica
-from kvboost_edge.server.logs import failure_place, log_facts
+from kvboost_edge.server.logs import log_facts
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -56,6 +57,7 @@ class Replicas:
         self._root: str | None = None
         self._refused: dict[str, str] = {}
         self._silent: set[str] = set()
+        self._looks = Looks(self._look_at)
         self._busy_until = 0.0
         self._changed = asyncio.Event()  # other replicas than before: they are looked at soon
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -105,6 +107,11 @@ class Replicas:
         self.call_soon(self._set_members)
         return self.usable
 
+    @property
+    def talking(self) -> frozenset[str]:
+        """Those that may be used and answer; all that may be used while none does."""
+        return self.usable - self._silent or self.usable
+
     def _refusal(self, name: str, about: Mapping[str, Any]) -> str | None:
         """Why a replica cannot stand beside the others, or None. The first one that can says what is right."""
         model, root = str(about.get("model")), str(about.get("root"))
@@ -131,8 +138,7 @@ class Replicas:
     def choices(self, chain: PromptChain, count: int) -> list[Choice]:
         """Where a request may go, the best first; not to who is silent, unless all are. What is known of those is kept:
         they may be busy and nothing more."""
-        talking = self.usable - self._silent
-        return self.router.choose(chain, time.monotonic(), among=talking or None, count=count)
+        return self.router.choose(chain, time.monotonic(), among=self.talking or None, count=count)
 
     # Calls.
 
@@ -191,12 +197,12 @@ class Replicas:
         return None
 
     def ask(self, method: str, *arguments: Any, seconds: float, among: Iterable[str] | None = None) -> list[Any]:
-        """What each usable replica answers, those left out that do not within `seconds`. Waits: not for the event
-        loop. KVBoostError and its kinds are raised as a replica raised them."""
+        """What each usable replica answers, in the order of their names, those left out that do not within `seconds`.
+        Waits: not for the event loop. KVBoostError and its kinds are raised as a replica raised them."""
         if not self.is_open:
             raise KVBoostError("the pool of replicas is closed")
         names = self.usable if among is None else self.usable & frozenset(among)
-        found = self.start(self._gather(method, arguments, names, seconds)).result()
+        found = self.start(self._gather(method, arguments, sorted(names), seconds)).result()
         for one in found:
             if isinstance(one, Failure) and not one.has_died:
                 raise one.as_error()
@@ -223,35 +229,23 @@ class Replicas:
 
     async def _look_after(self) -> None:
         """Learn again and again how busy each replica is and what it holds."""
-        while True:
-            try:
-                await self._learn_about()
-                await self._look_at_all()
-            except Exception as error:  # without these looks no other replica would ever be known of
-                place = failure_place(error)
-                log_facts(logging.WARNING, "replicas not looked at", error=type(error).__name__, place=place)
-            busy = time.monotonic() < self._busy_until or len(self._tasks) > 1
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _BUSY_SECONDS if busy else _IDLE_SECONDS)
-            self._changed.clear()
-
-    async def _learn_about(self) -> None:
-        """What replicas are is what one of them said. Once that one is gone others say it: they may be of a newer
-        version, with other settings."""
-        if self.about.replica in self.usable:
-            return
-        for name in sorted(self.usable):
-            found = await self._ask_quietly(name, "describe")
-            if isinstance(found, Description) and found.root.hex() == self._root:
-                self.about = found
-                return
+        try:
+            while True:
+                self._looks.begin(self._looked_at())
+                busy = time.monotonic() < self._busy_until or len(self._tasks) > 1
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), _BUSY_SECONDS if busy else _IDLE_SECONDS)
+                self._changed.clear()
+        finally:
+            await self._looks.end()
 
     async def _look_at_all(self) -> None:
-        names = self.usable & frozenset(self.router.members())
-        found = await asyncio.gather(*(self._look_at(name) for name in names), return_exceptions=True)
-        for one in found:  # once all are looked at
-            if one is not None:
-                raise one
+        """Once; until all have answered, or had their time to."""
+        self._looks.begin(self._looked_at())
+        await self._looks.settle()
+
+    def _looked_at(self) -> frozenset[str]:
+        return self.usable & frozenset(self.router.members())
 
     async def _look_at(self, name: str) -> None:
         if name not in self.router.members():  # it went before this began
@@ -264,6 +258,18 @@ class Replicas:
         now = time.monotonic()
         self.router.take_events(name, told.batches, now)
         self.router.take_report(name, told.report, now)
+        if self._is_about_gone():
+            await self._learn_from(name)
+
+    def _is_about_gone(self) -> bool:
+        """Whether the one that said what replicas are is. Then others say it: they may be of a newer version, with
+        other settings."""
+        return self.about.replica not in self.usable
+
+    async def _learn_from(self, name: str) -> None:
+        found = await self._ask_quietly(name, "describe")
+        if isinstance(found, Description) and found.root.hex() == self._root and self._is_about_gone():
+            self.about = found
 
     async def _ask_quietly(self, name: str, method: str, *arguments: Any) -> Any:
         """What a replica answers in time, else None: one replica's trouble is no reason to look after none."""

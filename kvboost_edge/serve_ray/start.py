@@ -9,9 +9,7 @@ import os
 import re
 import secrets
 import shlex
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +19,11 @@ from kvboost_edge import errors
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
 from kvboost_edge.host.cpu import default_num_threads
-from kvboost_edge.serve_ray.members import watch_members
+from kvboost_edge.serve_ray.directory import STORE_BYTES, ray_directory
 from kvboost_edge.serve_ray.model import open_tokenizer
 from kvboost_edge.serve_ray.places import check_address, cpus_of_each
 from kvboost_edge.serve_ray.replica import ReplicaOptions
+from kvboost_edge.serve_ray.watch.members import watch_members
 from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.settings import tenant_of_key
 
@@ -41,14 +40,9 @@ __all__ = [
 FLAGS_VARIABLE = "KVBOOST_EDGE_SERVE_FLAGS"
 _REFUSED = ("ray_address", "port")  # of a serve.yaml: the cluster is the one it runs on, and Ray's proxy listens
 
-_STORE_BYTES = 80 << 20  # answers are small: what Ray needs at least
 _OPENING_SECONDS = 60.0  # from "the deployment is ready" to the first replica's answer
 _WAITING_SECONDS = 0.1  # between two looks at why replicas are not there
 _MOST_REASON = 500  # characters of it, the last ones
-_MOST_SOCKET_PATH = 107  # of a Unix socket; Ray's lie below its directory
-_SESSION_PATH = 70  # what Ray puts behind it
-_MEMORY_DIRECTORY = "/dev/shm"
-_MEMORY_BYTES = 4 * _STORE_BYTES  # free there: for Ray's store, what does not fit into that, and logs
 # Of this process: Ray remembers the first it sees.
 _TOKEN = secrets.token_hex(32)
 _LOOPBACK = "127.0.0.1"
@@ -158,49 +152,31 @@ def cluster(address: str | None, workers: int, num_threads: int | None) -> Itera
 def own_cluster(num_cpus: int) -> Iterator[None]:
     """Ray on this machine alone: on loopback, behind a token of its own, without dashboard and usage reports, its files
     in a directory that is removed in the end. BackendUnavailable where it does not start."""
-    directory = _new_directory()
-    try:
-        if len(directory) + _SESSION_PATH > _MOST_SOCKET_PATH:
-            raise ConfigError(
-                f"the directory for temporary files, {tempfile.gettempdir()!r}, has too long a path for Ray's sockets: "
-                f"at most {_MOST_SOCKET_PATH - _SESSION_PATH - 22} characters; set TMPDIR"
-            )
-        with _environment(_OWN):
-            import ray
+    with ray_directory() as directory, _environment(_OWN):
+        import ray
 
-            try:
-                # Quiet: what it would say is that tokens are asked for.
-                with _kept_signals(), _on_loopback(), _quiet("ray._private.authentication"):
-                    ray.init(
-                        address="local",
-                        num_cpus=num_cpus,
-                        num_gpus=0,
-                        include_dashboard=False,
-                        object_store_memory=_STORE_BYTES,
-                        log_to_driver=False,
-                        logging_level=logging.WARNING,
-                        _temp_dir=directory,
-                        _node_ip_address=_LOOPBACK,
-                    )
-            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-                raise BackendUnavailable(f"Ray does not start on this machine: {_first_line(error)}") from error
-            try:
-                if ray.util.get_node_ip_address() != _LOOPBACK:
-                    raise BackendUnavailable("Ray started on another address than loopback, which was not asked for")
-                yield
-            finally:
-                ray.shutdown()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _new_directory() -> str:
-    """For Ray's files: prompts that its store cannot hold are among them, so it is in memory where the system has a
-    place for that with room, else where temporary files are."""
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(_MEMORY_DIRECTORY).free >= _MEMORY_BYTES:
-            return tempfile.mkdtemp(prefix="kvboost-ray-", dir=_MEMORY_DIRECTORY)
-    return tempfile.mkdtemp(prefix="kvboost-ray-")
+        try:
+            # Quiet: what it would say is that tokens are asked for.
+            with _kept_signals(), _on_loopback(), _quiet("ray._private.authentication"):
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    num_gpus=0,
+                    include_dashboard=False,
+                    object_store_memory=STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                    _temp_dir=directory,
+                    _node_ip_address=_LOOPBACK,
+                )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise BackendUnavailable(f"Ray does not start on this machine: {_first_line(error)}") from error
+        try:
+            if ray.util.get_node_ip_address() != _LOOPBACK:
+                raise BackendUnavailable("Ray started on another address than loopback, which was not asked for")
+            yield
+        finally:
+            ray.shutdown()
 
 
 @contextlib.contextmanager
@@ -229,6 +205,7 @@ def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
         _wait_for(name)
         yield handle
     finally:
+        log_facts(logging.INFO, "replicas end")
         serve.delete(name)  # waits until the replicas have closed their engines
 
 

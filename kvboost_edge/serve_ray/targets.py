@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from kvboost_edge.serve_ray.members import tell_members, usable_members
 from kvboost_edge.serve_ray.messages import Asked
+from kvboost_edge.serve_ray.watch.members import tell_members, usable_members
 
 __all__ = ["TargetRouter"]
 

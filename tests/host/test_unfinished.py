@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvboost_edge.host import unfinished
-from kvboost_edge.host.unfinished import finish_file, open_unfinished, synced_meanwhile
+from kvboost_edge.host.unfinished import finish_file, is_abandoned, open_unfinished, synced_meanwhile
 
 _WRITER = """
 import sys
@@ -57,6 +57,18 @@ def test_only_what_nobody_writes_is_removed(tmp_path: Path) -> None:
     assert _names(tmp_path) == sorted(Path(file.name).name for file in (mine, other))
     mine.close()
     other.close()
+
+
+def test_a_directory_is_abandoned_once_no_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_abandoned(tmp_path)  # nothing was begun there
+    first, second = open_unfinished(tmp_path), open_unfinished(tmp_path)
+    assert not is_abandoned(tmp_path)
+    first.close()
+    assert not is_abandoned(tmp_path)
+    second.close()
+    assert is_abandoned(tmp_path)
+    monkeypatch.setattr(unfinished, "_lock", lambda handle, wait: None)
+    assert not is_abandoned(tmp_path)  # nothing tells whether they live
 
 
 def test_without_locks_age_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

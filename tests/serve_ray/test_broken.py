@@ -22,7 +22,7 @@ from kvboost_edge.models.locate import locate_model
 from live_servers import wait_until
 from ray_cases import Running, options_of, replica_processes, running_replicas
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 NAME = "broken"
 SMALL_BLOCKS = 32
@@ -36,7 +36,7 @@ def breakable(folder: Path) -> type:
     from kvboost_edge.serve_ray.deployment import RayReplica
 
     class Breakable(RayReplica):
-        still_seconds = 1.0
+        still_seconds = 2.0
 
         def __init__(self, options: Any) -> None:
             if (folder / "dies").exists():
@@ -188,9 +188,9 @@ def test_replicas_of_another_kind_are_refused_and_the_others_answer(
 ) -> None:
     """One with other settings, one with other files, one that cannot read them: the log or Ray says why. With the right
     ones there are two again."""
-    from kvboost_edge.serve_ray.members import _members
     from kvboost_edge.serve_ray.model import model_digest
     from kvboost_edge.serve_ray.replicas import Replicas
+    from kvboost_edge.serve_ray.watch.members import _members
 
     config = model / "config.json"
     right = config.read_bytes()

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from kvboost_edge.models.locate import locate_model
 from live_servers import wait_until
 from ray_cases import replica_processes
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 NAME = "kvboost-edge"
 FILE = Path(__file__).parents[2] / "docs" / "deploy" / "serve.yaml"
@@ -70,17 +71,28 @@ class Cluster:
             return client.get("/ready").status_code == 200
         return False
 
-    def replicas(self) -> set[str]:
-        """Those the server's figures tell of."""
+    def scale(self, count: int) -> None:
+        """Have Ray run so many replicas. Without waiting for them."""
+        self.deploy(deployments=[{"name": "engine", "num_replicas": count}])
+
+    def states(self) -> dict[str, int]:
+        """How many replicas are in which of Ray's states."""
+        from ray import serve
+
+        return dict(serve.status().applications[NAME].deployments["engine"].replica_states)
+
+    def running(self) -> dict[str, int]:
+        """Requests that each replica computes, as the server's figures tell."""
         with self.client() as client:
             lines = client.get("/metrics").text.splitlines()
-        return {line.split('replica="')[1].split('"')[0] for line in lines if line.startswith("kvboost:blocks{")}
+        told = [line for line in lines if line.startswith("vllm:num_requests_running{")]
+        return {line.split('replica="')[1].split('"')[0]: int(float(line.split()[-1])) for line in told}
+
+    def replicas(self) -> set[str]:
+        return set(self.running())
 
     def num_running(self) -> int:
-        """Requests that the replicas compute."""
-        with self.client() as client:
-            lines = client.get("/metrics").text.splitlines()
-        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:num_requests_running{"))
+        return sum(self.running().values())
 
     def ask(self, prompt: Any, **fields: Any) -> dict[str, Any]:
         with self.client() as client:
@@ -102,6 +114,12 @@ class Cluster:
         return found
 
 
+def text_of(events: list[str]) -> str:
+    """Of a stream that came to its end."""
+    assert events[-1] == "[DONE]"
+    return "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"])
+
+
 @pytest.fixture(scope="module")
 def cluster(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     from ray import serve
@@ -118,9 +136,7 @@ def test_the_file_of_the_docs_serves(cluster: Cluster, alone: Any) -> None:
     wait_until(lambda: len(cluster.replicas()) == 2, "two replicas to tell their figures", 60)
     expected = alone.generate("Hello", max_new_tokens=12, temperature=0.0, ignore_eos=True).output_text
     assert cluster.ask("Hello", max_tokens=12)["choices"][0]["text"] == expected
-    events = cluster.events("Hello", max_tokens=12)
-    assert events[-1] == "[DONE]"
-    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == expected
+    assert text_of(cluster.events("Hello", max_tokens=12)) == expected
 
 
 def test_a_server_that_is_restarted_under_load_knows_what_replicas_hold(cluster: Cluster) -> None:
@@ -144,27 +160,39 @@ def test_a_server_that_is_restarted_under_load_knows_what_replicas_hold(cluster:
     wait_until(lambda: not cluster.num_running(), "what nobody waits for to end", 60)
 
 
-def test_scaling_keeps_replicas_and_what_runs_on_them(cluster: Cluster) -> None:
-    """2 -> 3 -> 1 by the file's `deployments`: streams go on to their end, the replicas that stay are the same ones."""
+def test_one_replica_becomes_three_and_one_again_under_streams(cluster: Cluster, alone: Any) -> None:
+    """By the file's `deployments`. The replica that there was stays, those that go end what they have first, and every
+    answer is that of one engine."""
+    prompts = [[number, 7] for number in range(40, 56)]
+    whole = alone.generate_batch(prompts, max_new_tokens=200, temperature=0.0, ignore_eos=True)
+    is_enough = threading.Event()
+
+    def stream_on(prompt: list[int]) -> list[str]:
+        """One stream after the other, whatever happens to the replicas; their texts."""
+        texts = []
+        while not is_enough.is_set():
+            texts.append(text_of(cluster.events(prompt, max_tokens=200)))
+        return texts
 
     def scaled(count: int) -> set[str]:
-        cluster.deploy(deployments=[{"name": "engine", "num_replicas": count}])
+        cluster.scale(count)
         wait_until(lambda: len(cluster.replicas()) == count, f"{count} replicas to tell their figures", 120)
         return cluster.replicas()
 
-    two = cluster.replicas()
-    with concurrent.futures.ThreadPoolExecutor(6) as threads:
-        streams = [threads.submit(cluster.events, [number, 7], max_tokens=1000) for number in range(40, 46)]
-        wait_until(lambda: cluster.num_running() == 6, "the streams to run", 60)
-        three = scaled(3)
-        assert two < three
-        streams += [threads.submit(cluster.events, [number, 7], max_tokens=1000) for number in range(46, 52)]
-        assert scaled(1) < three
-        for stream in streams:
-            events = stream.result(timeout=180)
-            assert events[-1] == "[DONE]"
-            assert sum(len(json.loads(event)["choices"]) for event in events[:-1]) > 900
-    assert cluster.ask("Hello")["usage"]["completion_tokens"] == 4
+    one = scaled(1)
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as threads:
+        streams = [threads.submit(stream_on, prompt) for prompt in prompts]
+        try:
+            wait_until(cluster.num_running, "streams to run on one replica", 60)
+            three = scaled(3)
+            assert one < three
+            wait_until(lambda: all(cluster.running().values()), "each of three to have some", 60)
+            assert scaled(1) < three
+            wait_until(lambda: cluster.states() == {"RUNNING": 1}, "the two others to have ended what they had", 60)
+        finally:
+            is_enough.set()
+        texts = [set(stream.result(timeout=120)) for stream in streams]
+    assert texts == [{result.output_text} for result in whole]
 
 
 def test_another_model_waits_for_its_own_replicas(cluster: Cluster, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from kvboost_edge.errors import CapacityError, RequestError
 from kvboost_edge.serve_ray.flight import ReplicaLost
 from live_servers import wait_until
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 PROMPTS = ["Hello", "The cache keeps what", "One two three four five six seven eight nine ten " * 8, [5, 6, 7, 8] * 20]
 CHAT = [{"role": "user", "content": "What is a block?"}]
@@ -136,6 +138,22 @@ def test_who_leaves_the_server_frees_the_replica(two: Any, server: Any) -> None:
     sock.close()
     wait_until(lambda: server.state.admission.sequences == 0, "the request to end")
     wait_until(two.idle, "the replica to end it")
+
+
+def test_a_frozen_replica_keeps_nobody_waiting(two: Any) -> None:
+    """Once it is known not to answer, figures and answers are those of the other; then it is back as it was."""
+    pids = two.pids()
+    frozen, other = sorted(pids)
+    os.kill(pids[frozen], signal.SIGSTOP)
+    try:
+        wait_until(lambda: two.pool._replicas.talking == {other}, "its silence to be known", 60)
+        assert [*two.pool.replicas()] == [other]
+        handles = [two.pool.submit([number, 7], max_new_tokens=4, temperature=0.0) for number in range(20, 26)]
+        assert [handle.result(timeout=60).generated_tokens for handle in handles] == [4] * 6
+    finally:
+        os.kill(pids[frozen], signal.SIGCONT)
+    two.wait_for(2)
+    assert two.pids() == pids
 
 
 def test_a_killed_replica_loses_started_answers_alone(two: Any) -> None:

@@ -6,11 +6,9 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import httpx
@@ -19,7 +17,7 @@ import pytest
 
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
-from kvboost_edge.serve_ray import start
+from kvboost_edge.serve_ray.directory import MEMORY_PLACE
 from kvboost_edge.serve_ray.replica import own_options
 from kvboost_edge.serve_ray.start import _OWN, flags_of, loading_error
 from kvboost_edge.server.__main__ import main
@@ -48,21 +46,6 @@ def test_what_a_replica_raised_while_it_loaded_is_told(text: str, kind: type[Exc
     error = loading_error(text)
     assert type(error) is kind
     assert words in str(error)
-
-
-def test_rays_files_are_in_memory_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, disk = tmp_path / "memory", tmp_path / "disk"
-    disk.mkdir()
-    monkeypatch.setattr(start, "_MEMORY_DIRECTORY", str(memory))
-    monkeypatch.setattr(tempfile, "tempdir", str(disk))
-    assert Path(start._new_directory()).parent == disk  # there is none
-    memory.mkdir()
-    monkeypatch.setattr(start, "_MEMORY_BYTES", 0)
-    assert Path(start._new_directory()).parent == memory
-    monkeypatch.setattr(start, "_MEMORY_BYTES", shutil.disk_usage(memory).total + 1)
-    assert Path(start._new_directory()).parent == disk
-    longest = len("/dev/shm/kvboost-ray-") + 8
-    assert longest + start._SESSION_PATH <= start._MOST_SOCKET_PATH
 
 
 def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +82,7 @@ def _command(*flags: str) -> list[str]:
         (["--ray-address", "127.0.0.1:1"], "ray_address='127.0.0.1:1': no Ray cluster answers there"),
     ],
 )
-@pytest.mark.alone
+@pytest.mark.cluster
 @pytest.mark.slow
 def test_what_is_wrong_is_told_before_anything_runs(flags: list[str], words: str) -> None:
     done = subprocess.run(_command(*flags), capture_output=True, text=True, timeout=120, check=False)
@@ -107,7 +90,7 @@ def test_what_is_wrong_is_told_before_anything_runs(flags: list[str], words: str
     assert words in done.stderr
 
 
-@pytest.mark.alone
+@pytest.mark.cluster
 @pytest.mark.slow
 def test_a_cluster_without_room_is_told(ray_cluster: str) -> None:
     own = {name: value for name, value in _OWN.items() if value is not None}
@@ -119,7 +102,7 @@ def test_a_cluster_without_room_is_told(ray_cluster: str) -> None:
     assert "workers=5 with 1 threads each need 5 CPUs, 4 may be used here" in done.stderr
 
 
-@pytest.mark.alone
+@pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.skipif(default_num_threads() < 2, reason="two replicas need two CPUs")
 def test_the_command_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -142,7 +125,8 @@ def test_the_command_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
             assert found
             files = Path(found[0])
             assert files.is_dir()
-            assert files.parent in (Path(start._MEMORY_DIRECTORY), Path("/tmp"))
+            assert files.stat().st_mode & 0o77 == 0, "others may look at them"
+            assert files.parent in (Path(MEMORY_PLACE), Path("/tmp"))
             body = {"prompt": "Count", "max_tokens": 300, "temperature": 0, "stream": True, "ignore_eos": True}
             with (
                 httpx.Client(base_url=str(address()), timeout=60) as client,

@@ -13,7 +13,7 @@ from live_servers import wait_until
 from ray_cases import Running, options_of, running_replicas
 from redis_servers import RedisServer, running_redis
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 LONG = {"max_new_tokens": 600, "temperature": 0.0, "ignore_eos": True}
 PREFIX = [number % 200 + 20 for number in range(7 * 48)]

@@ -1,4 +1,4 @@
-"""Row kernels in a fixed 16-lane order: sum of squares, scaling by a norm, activation, int8 quantization of a row.
+"""Row kernels in a fixed 16-lane order: sum of squares, scaling by a norm, int8 quantization of a row.
 
 Addresses are int64, in bytes. Counts that are not multiples of 16 are handled lane by lane; where a row is padded to
 groups of 32 its padding is written as zeros and never read.
@@ -26,13 +26,12 @@ from kvboost_edge.kernels.linear.dot import (
     OFFSET,
 )
 from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BASE, FINE_BYTES, SEED_BYTES
+from kvboost_edge.kernels.program.activations import ACT_GELU_TANH, ACT_SILU, emit_activate
 from kvboost_edge.kernels.vectors import (
     I64,
     LANES,
     V16,
-    emit_exp,
     emit_fma,
-    emit_lanes_in,
     emit_load,
     emit_reduce_rows,
     emit_shuffle,
@@ -44,24 +43,15 @@ from kvboost_edge.kernels.vectors import (
 )
 
 __all__ = [
-    "ACT_CLAMPED_SWIGLU",
-    "ACT_GELU_TANH",
-    "ACT_SIGMOID",
-    "ACT_SILU",
     "activate_group",
-    "activate_vectors",
-    "emit_silu",
     "norm_row",
     "quantize_groups",
     "sqrt_f32",
     "sum_squares",
 ]
 
-ACT_SILU, ACT_GELU_TANH, ACT_CLAMPED_SWIGLU, ACT_SIGMOID = 0, 1, 2, 3
 _VECTOR = 4 * LANES
 _TINY = 1e-30  # a group whose largest magnitude is below is all zeros: its scale would not be a normal number
-_GELU_INNER, _GELU_CUBIC, _SWIGLU_ALPHA, _SWIGLU_LIMIT = 0.7978845608028654, 0.044715, 1.702, 7.0
-_MAX_EXPONENT = 88.0
 _ROUNDER = 12582912.0  # 1.5 * 2^23
 _ROUNDER_BITS = 0x4B400000
 _AT_ONCE = 4  # groups of a row
@@ -310,38 +300,14 @@ def quantize_groups(typing: Any, x: Any, groups: Any, cell: Any, size: Any, plac
     return types.void(*[types.int64] * 7), codegen
 
 
-def _emit_limit(b: Builder, x: Value, limit: float) -> Value:
-    """No further from 0 than that on its side; NaN stays."""
-    return b.select(b.fcmp_ordered(">" if limit > 0 else "<", x, _splat(limit)), _splat(limit), x)
-
-
-def _emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
-    """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner)). ACT_CLAMPED_SWIGLU:
-    x / (1 + exp(-alpha * x)) * (up + 1), x at most the limit, up within it on both sides. ACT_SIGMOID: silu without
-    its factor."""
-    kinds = (ACT_SILU, ACT_CLAMPED_SWIGLU, ACT_SIGMOID)
-    is_silu, is_clamped, is_sigmoid = (b.icmp_signed("==", act, int_constant(kind)) for kind in kinds)
-    is_silu = b.or_(is_silu, is_sigmoid)
-    x = b.select(is_clamped, _emit_limit(b, x, _SWIGLU_LIMIT), x)
-    both = _emit_limit(b, _emit_limit(b, up, _SWIGLU_LIMIT), -_SWIGLU_LIMIT)
-    up = b.select(is_clamped, b.fadd(both, _splat(1.0)), up)
-    cubed = b.fmul(b.fmul(x, x), b.fmul(x, _splat(_GELU_CUBIC)))
-    inner = b.fmul(b.fadd(x, cubed), _splat(2.0 * _GELU_INNER))
-    inner = b.select(is_clamped, b.fmul(x, _splat(_SWIGLU_ALPHA)), inner)
-    one_and_power = _emit_one_and_power(b, b.select(is_silu, x, inner))
-    return b.fmul(b.fdiv(b.select(is_sigmoid, _splat(1.0), x), one_and_power), up)
-
-
-def _emit_one_and_power(b: Builder, x: Value) -> Value:
-    """1 + exp(-x)."""
-    exponent = b.fsub(_splat(0.0), x)
-    exponent = b.select(b.fcmp_ordered(">", exponent, _splat(_MAX_EXPONENT)), _splat(_MAX_EXPONENT), exponent)
-    return b.fadd(_splat(1.0), emit_exp(b, exponent))
-
-
-def emit_silu(b: Builder, x: Value) -> Value:
-    """x / (1 + exp(-x)) of 16 lanes, as in activations."""
-    return b.fdiv(x, _emit_one_and_power(b, x))
+def _emit_activated(b: Builder, rows: Value, step: Value, size: Value, act: Value) -> None:
+    """act(gate) * up of one group of 32 channels of `size` tokens in the place of the gate, see `activate_group`."""
+    half = b.lshr(step, int_constant(1))
+    with cgutils.for_range(b, size, intp=I64) as loop:
+        at = b.add(rows, b.mul(loop.index, step))
+        for gate in (at, b.add(at, int_constant(_VECTOR))):
+            x, up = emit_load(b, V16, gate), emit_load(b, V16, b.add(gate, half))
+            emit_store(b, emit_activate(b, x, up, act), gate)
 
 
 @intrinsic
@@ -349,19 +315,22 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell:
     """act(gate) * up of one group of 32 channels of `size` tokens, quantized into their cell of a coarse panel.
 
     rows, step  address of the first token's 32 float32 of the gate, bytes from one token to the next; the 32 of the way
-                up follow half a step behind
+                up follow half a step behind, where there is a gate
     kind        as in `quantize_groups`
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         rows, step, size, act, cell, kind = arguments
-        half = b.lshr(step, int_constant(1))
+        is_other = ir.Constant(ir.IntType(1), 1)
+        # The usual ones alone: where all are computed and one is chosen a prompt takes 2% longer.
+        for usual in (ACT_SILU, ACT_GELU_TANH):
+            is_usual = b.icmp_signed("==", act, int_constant(usual))
+            with b.if_then(is_usual):
+                _emit_activated(b, rows, step, size, int_constant(usual))
+            is_other = b.and_(is_other, b.not_(is_usual))
+        with b.if_then(is_other):
+            _emit_activated(b, rows, step, size, act)
         # Two short loops: a processor that looks some 400 instructions ahead has several tokens of one in hand.
-        with cgutils.for_range(b, size, intp=I64) as loop:
-            at = b.add(rows, b.mul(loop.index, step))
-            for gate in (at, b.add(at, int_constant(_VECTOR))):
-                x, up = emit_load(b, V16, gate), emit_load(b, V16, b.add(gate, half))
-                emit_store(b, _emit_activate(b, x, up, act), gate)
         even = b.and_(size, int_constant(-2))
         for first, end, count in ((int_constant(0), even, 2), (even, size, 1)):
             with cgutils.for_range_slice(b, first, end, int_constant(count), I64) as (token, _):
@@ -373,28 +342,3 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell:
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), codegen
-
-
-@intrinsic
-def activate_vectors(typing: Any, gate: Any, up: Any, kind: Any, count: Any, vectors: Any, out: Any) -> Any:
-    """out = act(gate) * up, `vectors` vectors; outputs from `count` on are 0 (their inputs are read). ACT_SIGMOID is
-    silu without its factor."""
-
-    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        gate, up, kind, count, vectors, out = arguments
-        with cgutils.for_range(b, vectors, intp=I64) as loop:
-            at = b.mul(loop.index, int_constant(_VECTOR))
-            x, y = emit_load(b, V16, b.add(gate, at)), emit_load(b, V16, b.add(up, at))
-            value = _emit_activate(b, x, y, kind)
-            left = b.sub(count, b.mul(loop.index, int_constant(LANES)))
-            inside = emit_lanes_in(b, 0, int_constant(0), _clamp(b, left))
-            emit_store(b, b.select(inside, value, _splat(0.0)), b.add(out, at))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen
-
-
-def _clamp(b: Builder, left: Value) -> Value:
-    """At least 0 and at most 16, so that it fits the lane index type."""
-    left = b.select(b.icmp_signed("<", left, int_constant(0)), int_constant(0), left)
-    return b.select(b.icmp_signed(">", left, int_constant(LANES)), int_constant(LANES), left)

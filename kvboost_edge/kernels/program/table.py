@@ -26,11 +26,11 @@ __all__ = [
     "ProgramJob",
 ]
 
-# Operations. OP_GATED: gate and up matrices, activation and quantization in one. OP_CONTINUE, OP_CLOSE: what is done
-# in a quantized pool before keys and values are written, and after it. OP_PER_LAYER: every layer's piece of a row is
-# normed, and another row added. OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN: experts, see
-# route.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a number is added to another. OP_CONV, OP_TAILS,
-# OP_STEPS, OP_SCAN, OP_GATE: layers with a state, see states/.
+# Operations. OP_GATED: gate and up matrices (or up alone, as the activation says), activation and quantization in one.
+# OP_CONTINUE, OP_CLOSE: what is done in a quantized pool before keys and values are written, and after it.
+# OP_PER_LAYER: every layer's piece of a row is normed, and another row added. OP_ROUTE, OP_DISPATCH, OP_SPREAD,
+# OP_EXPERTS_GATED, OP_EXPERTS_DOWN: experts, see route.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a
+# number is added to another. OP_CONV, OP_TAILS, OP_STEPS, OP_SCAN, OP_GATE: layers with a state, see states/.
 (
     OP_EMBED, OP_NORM, OP_ADD_NORM, OP_QUANT, OP_ACT, OP_ROPE, OP_LINEAR, OP_GATED, OP_CAP, OP_CONTINUE, OP_CLOSE,
     OP_ATTEND, OP_PER_LAYER, OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN, OP_ADD_SHARED,
@@ -60,12 +60,13 @@ F_BY, F_BY_STEP, F_BY_FIRST = 32, 33, 34
 F_QUERY_SCALE, F_LATE_NORM = 35, 36
 # Experts: how many there are, and of each token; OP_ROUTE: their scores, and what shares are divided by.
 F_EXPERTS, F_USED, F_SCORE, F_RENORM = range(37, 41)
-# Operations on pieces of a row: the first float of the source's row.
+# Operations on pieces of a row, and those that read the inputs of a convolution: the first float of the source's row.
 F_SRC_FIRST = 41
 # Layers with a state: its first byte in a slot; inputs before a token that a convolution reads; heads of keys and their
 # dim (F_HEADS, F_DIM are those of values); whether value head h reads key head h mod F_KEY_HEADS; OP_TAILS: whether
-# inputs are products; addresses of what makes decays.
+# inputs are products; addresses of what makes decays; its first byte in a row of drafts, and the bytes of such a row.
 F_STATE, F_TAPS, F_KEY_HEADS, F_KEY_DIM, F_TILED, F_GATED, F_DECAY, F_DT_BIAS = range(42, 50)
+F_DRAFT, F_DRAFT_STEP = 50, 51
 # What tokens do to a state; the address of how much of a value is added to its result. OP_GATE: groups that are normed,
 # floats from the weights of one to those of the next, and whether the gates come first.
 F_RULE, F_SKIP, F_GROUPS, F_WEIGHT_STEP, F_GATE_FIRST = range(52, 57)
@@ -88,13 +89,15 @@ NUM_PARAMS = 8  # half a cache line
 # Experts: B_ROUTED the router's logits; B_CHOSEN, B_SHARES each token's experts and shares; B_DISPATCH each expert's
 # tokens, see route.py; B_SPREAD and B_EXPERTS_INNER rows or panels of one expert behind another's; B_BESIDE what an MLP
 # beside them leaves.
+# B_MIXED: what a mixer with a state leaves where its layer attends as well; else that is in B_QUERY.
 # B_STATES: which states the pass reads and writes, see states/sequences.py; B_SEQUENCES is no address, but their
 # number.
+# B_DRAFTS: what drafts brought to them.
 (
     B_TOKENS, B_POSITIONS, B_HIDDEN, B_NORMED, B_PANEL, B_INNER, B_WIDE, B_QUERY, B_KEY, B_VALUE, B_ATTENDED, B_LOGITS,
     B_ROWS, B_PER_LAYER, B_TABLE_ROWS, B_ROUTED, B_CHOSEN, B_SHARES, B_DISPATCH, B_SPREAD, B_EXPERTS_INNER, B_BESIDE,
-    B_STATES, B_SEQUENCES, B_TABLES,
-) = range(25)  # fmt: skip
+    B_MIXED, B_STATES, B_SEQUENCES, B_DRAFTS, B_TABLES,
+) = range(27)  # fmt: skip
 
 # Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its number; those behind
 # K_CLOSE run operations that few models have, see run.py. K_PROGRAM is no address: what runs the program itself.

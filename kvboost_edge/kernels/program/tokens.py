@@ -31,8 +31,9 @@ from kvboost_edge.kernels.linear.tiles import (
     KIND_Q6K,
 )
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.activations import activate_vectors
 from kvboost_edge.kernels.program.attend import attention_row, store_token
-from kvboost_edge.kernels.program.norms import activate_vectors, norm_row, quantize_groups
+from kvboost_edge.kernels.program.norms import norm_row, quantize_groups
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.vectors import (
     KIND_F16,

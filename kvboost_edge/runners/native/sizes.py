@@ -9,6 +9,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.panel import COARSE_BYTES, SEED_BYTES
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program.route import dispatch_numbers
+from kvboost_edge.kernels.program.states.scan import MOST_KEYS
 from kvboost_edge.kernels.program.tiles import SCRATCH_BYTES
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.experts import Experts
@@ -17,7 +18,7 @@ from kvboost_edge.models.config.mixers import MIXER_NORMS, Mixer
 
 __all__ = ["MixerSizes", "MixtureSizes", "Sizes", "padded"]
 
-_MOST_TAPS, _MOST_DIM = 15, SCRATCH_BYTES // 4  # a head fits into the scratch of a thread
+_MOST_TAPS, _MOST_DIM = 15, SCRATCH_BYTES // 4  # a head of values fits into the scratch of a thread
 
 
 def padded(value: int, multiple: int) -> int:
@@ -70,10 +71,11 @@ class MixerSizes(NamedTuple):
         """ModelFormatError for sizes that the kernels do not take."""
         width = mixer.value_heads * mixer.value_dim or mixer.channels
         uneven = mixer.channels % LANES or mixer.key_dim % LANES or mixer.value_dim % LANES or width % GROUP
-        if uneven or not 1 <= mixer.taps <= _MOST_TAPS or max(mixer.key_dim, mixer.value_dim) > _MOST_DIM:
+        if uneven or not 1 <= mixer.taps <= _MOST_TAPS or mixer.key_dim > MOST_KEYS or mixer.value_dim > _MOST_DIM:
             raise ModelFormatError(
-                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, dims at most "
-                f"{_MOST_DIM}, values in all a multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
+                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, those of keys at "
+                f"most {MOST_KEYS} and of values {_MOST_DIM}, values in all a multiple of {GROUP}, and taps from 1 to "
+                f"{_MOST_TAPS}"
             )
         if mixer.kind == "conv":
             return cls(3 * mixer.channels, 0, width)
@@ -103,7 +105,8 @@ def _check_heads(mixer: Mixer, width: int) -> None:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
     """Floats in a row of each buffer, those of the widest layer, padded so that vectors and groups may run over the end
-    of what counts. What attention takes and leaves is as wide as the layer's heads, and `attended` that, padded."""
+    of what counts. What attention takes and leaves is as wide as the layer's heads, and `attended` that, padded. mixed:
+    of what a mixer with a state leaves where its layer attends as well, 0 where no layer does both."""
 
     hidden: int
     normed: int
@@ -112,6 +115,7 @@ class Sizes:
     key: int
     value: int
     attended: tuple[int, ...]
+    mixed: int
     per_layer: int
     logits: int
     groups: int
@@ -128,11 +132,12 @@ class Sizes:
         inner = max(layer.intermediate_size for layer in spec.layers)
         width = 0 if spec.per_layer is None else spec.per_layer.width
         hidden, normed = padded(spec.hidden_size, GROUP), padded(max(spec.hidden_size, inner, width), GROUP)
-        wide = padded(max(qkv, 2 * inner, spec.hidden_size, width, mixer.wide), GROUP) + 2 * GROUP
+        wide = padded(max(qkv, (1 + spec.family.gated) * inner, spec.hidden_size, width, mixer.wide), GROUP) + 2 * GROUP
         query, value, key = max(query, mixer.key, mixer.mixed), max(key, mixer.value), max(key, mixer.key)
         attended = tuple(padded(spec.num_heads * layer.head_dim, GROUP) for layer in spec.layers)
+        mixed = mixer.mixed if any(layer.attends and layer.keeps_state for layer in spec.layers) else 0
         groups = max(normed, mixer.mixed, *attended) // GROUP
         per_layer = padded(len(spec.layers) * width, LANES) + GROUP * (width % GROUP > 0)
         mixture = None if spec.experts is None else MixtureSizes.of(spec.experts, hidden, floats=floats)
         logits = padded(spec.vocab_size, LANES)
-        return cls(hidden, normed, wide, query, key, value, attended, per_layer, logits, groups, mixture)
+        return cls(hidden, normed, wide, query, key, value, attended, mixed, per_layer, logits, groups, mixture)

@@ -7,7 +7,8 @@ from typing import Any
 from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.norms import ACT_SILU, activate_vectors, norm_row
+from kvboost_edge.kernels.program.activations import ACT_SILU, activate_vectors
+from kvboost_edge.kernels.program.norms import norm_row
 from kvboost_edge.kernels.program.states.scan import value_at
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.vectors import LANES

@@ -45,7 +45,8 @@ def advance(typing: Any, tile: Any, dim: Any, query: Any, key: Any, values: Any,
                 row = emit_fma(b, emit_number(b, key, i), taken, b.fmul(emit_load(b, V16, place), decay))
                 b.store(emit_fma(b, emit_number(b, query, i), row, b.load(out)), out)
                 emit_store(b, row, place)
-        emit_store(b, emit_fma(b, emit_number(b, skip, int_constant(0)), given, emit_total(b, outs)), values)
+        own = emit_number(b, skip, int_constant(0))
+        emit_store(b, emit_fma(b, own, given, emit_total(b, outs)), values)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), codegen

@@ -15,10 +15,11 @@ __all__ = ["MAMBA_KEYS", "SsdKeys", "ssd_mixer", "ssd_names", "time_limit_of"]
 Config = Mapping[str, Any]
 
 # What the kernels of states take. The native runner checks the same, but only after the weights were packed.
-_MOST_TAPS, _MOST_DIM = 16, 1 << 11  # length of a convolution; dim of a head
+_MOST_TAPS, _MOST_DIM, _MOST_STATE = 16, 1 << 11, 1 << 8  # length of a convolution; dims of heads and of B and C
 _LANES = 16  # value channels that a kernel takes at once
 _GROUP = 32  # inputs of a matrix that a kernel takes at once
 _NO_LIMIT = (0.0, math.inf)
+_INFINITY = {"__float__": "Infinity"}
 
 
 class SsdKeys(NamedTuple):
@@ -45,7 +46,7 @@ def ssd_mixer(config: Config, keys: SsdKeys, norm: str, time_limit: tuple[float,
     if heads % groups:
         raise ModelFormatError(f"{keys.heads}={heads} is not a multiple of {keys.groups}={groups}")
     for key, value, most in ((keys.length, length, _MOST_TAPS), (keys.head_dim, dim, _MOST_DIM),
-                             (keys.state, state, _MOST_DIM)):  # fmt: skip
+                             (keys.state, state, _MOST_STATE)):  # fmt: skip
         if value > most:
             raise ModelFormatError(f"{key}={value} is above {most}, the most that kernels of states take")
     for key, value in ((keys.head_dim, dim), (keys.state, state)):
@@ -89,7 +90,8 @@ def time_limit_of(config: Config, key: str = "time_step_limit") -> tuple[float, 
     given = config.get(key)
     if given is None:
         return _NO_LIMIT
-    pair = list(given) if isinstance(given, (list, tuple)) else []
+    # transformers writes what JSON has no word for as an object.
+    pair = [math.inf if one == _INFINITY else one for one in given] if isinstance(given, (list, tuple)) else []
     numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in pair)
     if len(pair) != 2 or not numbers or not 0.0 <= pair[0] <= pair[1] or math.isinf(pair[0]):
         raise ModelFormatError(f"config: {key}={given!r:.60} must be two numbers, 0 <= least <= most")

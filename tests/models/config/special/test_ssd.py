@@ -38,7 +38,7 @@ def test_groups_are_those_of_the_norm() -> None:
         ({"mamba_n_groups": 5}, "mamba_n_heads=48 is not a multiple of mamba_n_groups=5"),
         ({"mamba_d_head": 24}, "mamba_d_head=24 is no multiple of 16"),
         ({"mamba_d_state": 40}, "mamba_d_state=40 is no multiple of 16"),
-        ({"mamba_d_state": 4096}, "mamba_d_state=4096 is above 2048"),
+        ({"mamba_d_state": 4096}, "mamba_d_state=4096 is above 256"),
         ({"mamba_d_conv": 17}, "mamba_d_conv=17 is above 16"),
         ({"mamba_d_conv": 1}, "mamba_d_conv"),
         ({"mamba_n_heads": 0}, "mamba_n_heads"),
@@ -70,7 +70,8 @@ def test_limits_of_time() -> None:
     assert time_limit_of({}) == time_limit_of({"time_step_limit": None}) == (0.0, math.inf)
     assert time_limit_of({"time_step_limit": [0.001, 0.5]}) == (0.001, 0.5)
     assert time_limit_of({"dt": (0, math.inf)}, "dt") == (0.0, math.inf)
-    for bad in ([0.5, 0.1], [-1, 1], [1], "0,1", [0, None], [math.inf, math.inf], [0, math.nan], [True, 2]):
+    assert time_limit_of({"time_step_limit": [0.0, {"__float__": "Infinity"}]}) == (0.0, math.inf)
+    for bad in ([0.5, 0.1], [-1, 1], [1], "0,1", [0, None], [math.inf, math.inf], [0, math.nan], [True, 2], [0, {}]):
         with pytest.raises(ModelFormatError, match="time_step_limit"):
             time_limit_of({"time_step_limit": bad})
 

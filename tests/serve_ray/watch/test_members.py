@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
-from kvboost_edge.serve_ray.members import tell_members, usable_members, watch_members
 from kvboost_edge.serve_ray.replicas import Replicas
+from kvboost_edge.serve_ray.watch.members import tell_members, usable_members, watch_members
 
 OLD, NEW, OTHER = {"model": "m", "root": "old"}, {"model": "m", "root": "new"}, {"model": "x", "root": "new"}
 
@@ -65,26 +63,6 @@ def test_who_was_there_before_anybody_watched_is_refused_all_the_same(replicas: 
     assert usable_members("late") == replicas.usable == {"a", "b"}
     watch_members("late", None)
     assert usable_members("late") == frozenset()
-
-
-def test_a_look_that_fails_is_not_the_last(
-    replicas: Replicas, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    looks: list[None] = []
-    looked_again = threading.Event()
-
-    async def look() -> None:
-        looks.append(None)
-        if len(looks) == 1:
-            raise RuntimeError("a fault")
-        looked_again.set()
-
-    monkeypatch.setattr(replicas, "_look_at_all", look)
-    replicas.about = cast(Any, SimpleNamespace(replica="a"))
-    with caplog.at_level(logging.WARNING):
-        replicas.start(replicas._look_after())
-        assert looked_again.wait(60)
-    assert [record.message for record in caplog.records] == ["replicas not looked at"]
 
 
 def test_one_that_went_is_not_asked(replicas: Replicas) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvboost_edge.serve_ray.stillness import Stillness, major_faults
+from kvboost_edge.serve_ray.watch.stillness import Stillness, major_faults
 
 
 def test_only_work_without_progress_and_without_processor_time_is_stillness() -> None:

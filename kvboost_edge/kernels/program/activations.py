@@ -1,0 +1,105 @@
+"""Activations of 16 lanes: what an MLP makes of its gate and of the way up, or of the way up alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from kvboost_edge.kernels.integers import int_constant
+from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_exp, emit_lanes_in, emit_load, emit_store
+
+__all__ = [
+    "ACT_CLAMPED_SWIGLU",
+    "ACT_GELU_TANH",
+    "ACT_RELU2",
+    "ACT_SIGMOID",
+    "ACT_SILU",
+    "activate_vectors",
+    "emit_activate",
+    "emit_silu",
+    "matrices_in",
+]
+
+ACT_SILU, ACT_GELU_TANH, ACT_CLAMPED_SWIGLU, ACT_SIGMOID, ACT_RELU2 = range(5)
+_VECTOR = 4 * LANES
+_GELU_INNER, _GELU_CUBIC, _SWIGLU_ALPHA, _SWIGLU_LIMIT = 0.7978845608028654, 0.044715, 1.702, 7.0
+_MAX_EXPONENT = 88.0
+
+Value = Any
+Builder = Any
+
+
+def _splat(value: float) -> ir.Constant:
+    return ir.Constant(V16, [value] * LANES)
+
+
+@kernel
+def matrices_in(act: int) -> Any:
+    """How many matrices an MLP with this activation has on its way in: gate and up, or up alone."""
+    return 1 if act == ACT_RELU2 else 2
+
+
+def _emit_limit(b: Builder, x: Value, limit: float) -> Value:
+    """No further from 0 than that on its side; NaN stays."""
+    return b.select(b.fcmp_ordered(">" if limit > 0 else "<", x, _splat(limit)), _splat(limit), x)
+
+
+def emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
+    """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner)). ACT_CLAMPED_SWIGLU:
+    x / (1 + exp(-alpha * x)) * (up + 1), x at most the limit, up within it on both sides. ACT_SIGMOID: silu without
+    its factor. ACT_RELU2: the square of x, of what is below 0 of 0; up has no meaning."""
+    is_squared, raw = b.icmp_signed("==", act, int_constant(ACT_RELU2)), x
+    kinds = (ACT_SILU, ACT_CLAMPED_SWIGLU, ACT_SIGMOID)
+    is_silu, is_clamped, is_sigmoid = (b.icmp_signed("==", act, int_constant(kind)) for kind in kinds)
+    is_silu = b.or_(is_silu, is_sigmoid)
+    x = b.select(is_clamped, _emit_limit(b, x, _SWIGLU_LIMIT), x)
+    both = _emit_limit(b, _emit_limit(b, up, _SWIGLU_LIMIT), -_SWIGLU_LIMIT)
+    up = b.select(is_clamped, b.fadd(both, _splat(1.0)), up)
+    cubed = b.fmul(b.fmul(x, x), b.fmul(x, _splat(_GELU_CUBIC)))
+    inner = b.fmul(b.fadd(x, cubed), _splat(2.0 * _GELU_INNER))
+    inner = b.select(is_clamped, b.fmul(x, _splat(_SWIGLU_ALPHA)), inner)
+    one_and_power = _emit_one_and_power(b, b.select(is_silu, x, inner))
+    gated = b.fmul(b.fdiv(b.select(is_sigmoid, _splat(1.0), x), one_and_power), up)
+    above = b.select(b.fcmp_ordered("<", raw, _splat(0.0)), _splat(0.0), raw)
+    return b.select(is_squared, b.fmul(above, above), gated)
+
+
+def _emit_one_and_power(b: Builder, x: Value) -> Value:
+    """1 + exp(-x)."""
+    exponent = b.fsub(_splat(0.0), x)
+    exponent = b.select(b.fcmp_ordered(">", exponent, _splat(_MAX_EXPONENT)), _splat(_MAX_EXPONENT), exponent)
+    return b.fadd(_splat(1.0), emit_exp(b, exponent))
+
+
+def emit_silu(b: Builder, x: Value) -> Value:
+    """x / (1 + exp(-x)) of 16 lanes, as in activations."""
+    return b.fdiv(x, _emit_one_and_power(b, x))
+
+
+@intrinsic
+def activate_vectors(typing: Any, gate: Any, up: Any, kind: Any, count: Any, vectors: Any, out: Any) -> Any:
+    """out = act(gate) * up, `vectors` vectors; outputs from `count` on are 0 (their inputs are read). ACT_SIGMOID is
+    silu without its factor."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        gate, up, kind, count, vectors, out = arguments
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            at = b.mul(loop.index, int_constant(_VECTOR))
+            x, y = emit_load(b, V16, b.add(gate, at)), emit_load(b, V16, b.add(up, at))
+            value = emit_activate(b, x, y, kind)
+            left = b.sub(count, b.mul(loop.index, int_constant(LANES)))
+            inside = emit_lanes_in(b, 0, int_constant(0), _clamp(b, left))
+            emit_store(b, b.select(inside, value, _splat(0.0)), b.add(out, at))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
+
+
+def _clamp(b: Builder, left: Value) -> Value:
+    """At least 0 and at most 16, so that it fits the lane index type."""
+    left = b.select(b.icmp_signed("<", left, int_constant(0)), int_constant(0), left)
+    return b.select(b.icmp_signed(">", left, int_constant(LANES)), int_constant(LANES), left)

@@ -1,0 +1,97 @@
+"""Where the files of a server's own Ray are, who may see them, and what becomes of those that a killed server left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.serve_ray import directory
+from kvboost_edge.serve_ray.directory import ray_directory
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place in memory, which is not there yet; "disk" beside it is that for temporary files. Their paths are longer
+    than sockets allow."""
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(directory, "MEMORY_PLACE", str(tmp_path / "memory"))
+    monkeypatch.setattr(directory, "_MEMORY_BYTES", 0)
+    monkeypatch.setattr(directory, "_MOST_SOCKET_PATH", 500)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "disk"))
+    return tmp_path / "memory"
+
+
+def test_it_is_in_memory_where_there_is_room(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = memory.parent / "disk"
+    with ray_directory() as found:
+        assert Path(found).parents[1] == disk  # there is no such place
+    memory.mkdir()
+    with ray_directory() as found:
+        assert Path(found).parents[1] == memory
+    monkeypatch.setattr(directory, "_MEMORY_BYTES", shutil.disk_usage(memory).total + 1)
+    with ray_directory() as found:
+        assert Path(found).parents[1] == disk
+    assert not [*memory.iterdir(), *disk.iterdir()]
+
+
+def test_nobody_else_may_look_into_it_whatever_ray_allows_below(memory: Path) -> None:
+    memory.mkdir()
+    with ray_directory() as found:
+        os.chmod(found, 0o777)
+        assert Path(found).parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_path_that_is_too_long_for_sockets_is_refused(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says how long it may be."""
+    disk = memory.parent / "disk"
+    monkeypatch.setattr(directory, "_MOST_SOCKET_PATH", len(str(disk)) + 200)
+    longest = directory._MOST_SOCKET_PATH - directory._SESSION_PATH - len("/kvboost-ray-/r") - directory._RANDOM
+    fits, too_long = (disk / ("x" * (longest - len(str(disk)) - 1 + more)) for more in (0, 1))
+    for path in (fits, too_long):
+        path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(fits))
+    with ray_directory() as found:
+        assert len(found) + directory._SESSION_PATH == directory._MOST_SOCKET_PATH
+    monkeypatch.setattr(tempfile, "tempdir", str(too_long))
+    with pytest.raises(ConfigError, match=f"at most {longest} characters; set TMPDIR"), ray_directory():
+        pass
+    assert not [*too_long.iterdir()]
+
+
+def test_in_memory_no_path_is_too_long() -> None:
+    assert len(f"/dev/shm/{directory._PREFIX}/r") + directory._RANDOM + directory._SESSION_PATH <= 107
+
+
+def test_what_a_server_that_was_killed_has_left_is_removed_by_the_next(memory: Path) -> None:
+    """And nothing of one that lives, and nothing that is no server's."""
+    memory.mkdir()
+    other = memory / "kvboost-ray-somebody"
+    other.mkdir()
+    program = (
+        "import sys, tempfile\n"
+        "from kvboost_edge.serve_ray import directory\n"
+        "directory.MEMORY_PLACE, directory._MEMORY_BYTES, directory._MOST_SOCKET_PATH = sys.argv[1], 0, 500\n"
+        "with directory.ray_directory() as found:\n"
+        "    open(found + '/prompt', 'w').close()\n"
+        "    print(found, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program, str(memory)], **pipes) as process:
+        left = Path(process.stdout.readline().strip())
+        with ray_directory() as found:
+            assert (left / "prompt").exists()  # it lives
+        process.kill()
+        process.wait(timeout=60)
+    assert (left / "prompt").exists()
+    with ray_directory() as found:
+        assert {other, Path(found).parent} == set(memory.iterdir())
