@@ -88,8 +88,9 @@ class EngineConfig:
     pool, at most one of them; none given: min(25% of the memory available, context x max_num_seqs, 16 if not given).
     `max_num_seqs` None: as many sequences run together as the pool has 512 tokens for, at least 1 and at most 64.
     `max_state_bytes` (bytes, floats too): room for the states of models that have layers with a state instead of keys
-    and values (LFM2, Qwen3.5); None: a quarter of the pool's bytes, and 4 + 2 x max_num_seqs states at least. Where
-    `max_num_seqs` is not given there run no more sequences together than have room for theirs.
+    and values (LFM2, Qwen3.5), and for what drafts bring to them; None: a quarter of the pool's bytes, and 4 + 2 x
+    max_num_seqs states at least, with the drafts beside. Where `max_num_seqs` is not given there run no more sequences
+    together than have room for theirs.
     `max_pinned_blocks` None: half of the pool, which is also the most that can be given; 0: nothing can be pinned.
     `kv_cache_bits` 16 or None means "not quantized": float32 KV where the compute is float32, bfloat16 for bfloat16
     models, else float16. 8, 4 or a pair (bits of keys, bits of values) such as (8, 4) quantizes; the native runner does
@@ -119,7 +120,8 @@ class EngineConfig:
     `speculation`: what followed a text's last tokens where they stood before, in the request or in what its tenant was
     answered lately, is computed along with the next token, and kept as far as it is what would have been sampled: the
     same answers, sooner. "auto": with the native runner, where it is expected to pay; "on": whenever something is
-    proposed; "off". `max_draft_tokens`: most in a step; with a quantized cache to the end of a block at most.
+    proposed; "off". `max_draft_tokens`: most in a step, of a model with states those of all sequences together; with a
+    quantized cache to the end of a block at most.
     `chunk_strategy` None: by the others, semantic with a window, fixed with a chunk_size, overlap_k or sink_tokens,
     else document. `chunk_size` None: 128.
     """

@@ -16,7 +16,7 @@ from kvboost_edge.kernels.reference.conv import conv_rows, silu_rows
 from kvboost_edge.kernels.reference.gate import gated_rows
 from kvboost_edge.kernels.reference.ssd import SsdSteps, ssd_rows, ssd_steps
 from linear_driver import Program
-from state_cases import Piece, add_states
+from state_cases import Piece, accepting, add_states
 
 __all__ = ["EPS", "Shape", "Ssd", "State", "assert_same"]
 
@@ -58,7 +58,7 @@ class Ssd:
         self.norm = None if shape.norm == "none" else rng.standard_normal(self.width).astype(np.float32)
         self.specs = (
             LayerStateSpec(3, 16),
-            LayerStateSpec(self.taps, self.channels, shape.heads, shape.key_dim, shape.value_dim),
+            LayerStateSpec(self.taps, self.channels, shape.heads, shape.key_dim, shape.value_dim, shape.heads),
         )
 
     def rows(self, count: int, seed: int = 0) -> Floats:
@@ -89,29 +89,45 @@ class Ssd:
         shape, wide, count = self.shape, rows.copy(), len(rows)
         out = np.full((count, self.width), np.nan, np.float32)
         program = Program(count)
-        sizes = {lt.B_QUERY: self.shared, lt.B_KEY: self.shared, lt.B_VALUE: self.width + 2 * shape.heads}
-        arrays = {number: np.full(count * size, np.nan, np.float32) for number, size in sizes.items()}
-        for number, array in {**arrays, lt.B_WIDE: wide, lt.B_NORMED: out}.items():
+        for number, array in {lt.B_WIDE: wide, lt.B_NORMED: out}.items():
             program.buffer(number, array)
         add_states(program, pieces, pool)
-        conv = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.step, lt.F_COUNT: self.channels, lt.F_TAPS: self.taps}
-        conv |= {lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: self.width, lt.F_STATE: pool.offset(1)}
+        source = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.step, lt.F_BY_FIRST: self.gates}
+        source |= {lt.F_DRAFT: pool.draft_offset(1), lt.F_DRAFT_STEP: pool.draft_row_bytes}
+        fields = self.turn(program, pool, source)
+        norm = {lt.F_WEIGHT: _address(self.norm), lt.F_SRC_FIRST: self.channels}
+        norm |= {lt.F_GATE_FIRST: int(shape.norm == "gated_before"), lt.F_WEIGHT_STEP: self.width // shape.groups}
+        norm |= {lt.F_GROUPS: 0 if shape.norm == "none" else shape.groups}
+        program.add(lt.OP_GATE, {**fields, **norm}, {lt.P_EPS: EPS})
+        program.run(threads)
+        np.testing.assert_array_equal(wide, rows)
+        return out
+
+    def accept(self, pieces: Sequence[Piece], pool: StatePool, accepted: Sequence[int]) -> None:
+        """Let the states of the pieces take in so many of the drafts run last."""
+        program, first = accepting(pieces, pool, accepted, ()), pool.draft_offset(1) // 4
+        source = {lt.F_SRC: lt.B_DRAFTS, lt.F_SRC_STEP: pool.draft_row_bytes // 4, lt.F_SRC_FIRST: first}
+        self.turn(program, pool, {**source, lt.F_BY_FIRST: first + self.channels})
+        program.run()
+
+    def turn(self, program: Program, pool: StatePool, source: dict[int, int]) -> dict[int, int]:
+        """Add what goes through the matrices; the fields of all operations."""
+        shape = self.shape
+        sizes = {lt.B_QUERY: self.shared, lt.B_KEY: self.shared, lt.B_VALUE: self.width + 2 * shape.heads}
+        for number, size in sizes.items():
+            program.buffer(number, np.full(program.tokens * size, np.nan, np.float32))
+        conv = {**source, lt.F_COUNT: self.channels, lt.F_TAPS: self.taps, lt.F_STATE: pool.offset(1)}
+        conv |= {lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: self.width}
         conv |= {lt.F_WEIGHT: self.weights.ctypes.data, lt.F_BIAS: _address(self.bias)}
         heads = {lt.F_KEY_HEADS: shape.groups, lt.F_KEY_DIM: shape.key_dim, lt.F_HEADS: shape.heads}
         heads |= {lt.F_DIM: shape.value_dim, lt.F_RULE: lt.RULES["ssd"]}
-        gates = {lt.F_DECAY: self.decay.ctypes.data, lt.F_DT_BIAS: self.dt_bias.ctypes.data, lt.F_BY_FIRST: self.gates}
+        gates = {lt.F_DECAY: self.decay.ctypes.data, lt.F_DT_BIAS: self.dt_bias.ctypes.data}
         limit = dict(zip((lt.P_LEAST, lt.P_MOST), shape.limit, strict=True))
         program.add(lt.OP_STEPS, {**conv, **heads, **gates}, limit)
         program.add(lt.OP_TAILS, conv)
         place = {lt.F_STATE: pool.offset(1) + self.specs[1].tail_bytes, lt.F_SKIP: self.skip.ctypes.data}
         program.add(lt.OP_SCAN, {**heads, **place})
-        norm = {lt.F_WEIGHT: _address(self.norm), lt.F_SRC_FIRST: self.channels}
-        norm |= {lt.F_GATE_FIRST: int(shape.norm == "gated_before"), lt.F_WEIGHT_STEP: self.width // shape.groups}
-        norm |= {lt.F_GROUPS: 0 if shape.norm == "none" else shape.groups}
-        program.add(lt.OP_GATE, {**conv, **heads, **norm}, {lt.P_EPS: EPS})
-        program.run(threads)
-        np.testing.assert_array_equal(wide, rows)
-        return out
+        return {**conv, **heads}
 
     def state(self, pool: StatePool, slot: int) -> State:
         """What a slot holds, the matrices as [heads, key_dim, value_dim]."""

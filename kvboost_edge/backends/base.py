@@ -75,6 +75,11 @@ class KVSpec:
         return sum(state.nbytes for state in self.states)
 
     @property
+    def bytes_per_draft(self) -> int:
+        """Bytes of what a token that is only guessed brings to the states of all layers; 0 where none keeps one."""
+        return sum(state.draft_bytes for state in self.states)
+
+    @property
     def is_quantized(self) -> bool:
         return self.bits != (16, 16)
 
@@ -102,9 +107,11 @@ class PassStates(NamedTuple):
     """Which slots of the states a pass reads and writes.
 
     state_in   int32 [num_seqs]  the state before each sequence's first row; -1: zeros, at the start of a text
-    state_out  int32 [num_seqs]  where that behind its last row goes; may be the slot that it reads
+    state_out  int32 [num_seqs]  where that behind its last certain row goes; may be the slot that it reads
     saves      int32 [n, 3]      (sequence, rows, slot): the state behind so many of the sequence's rows of this pass
-                                 goes to the slot as well; ascending by sequence, then rows, from 1 to all of them
+                                 goes to the slot as well; ascending by sequence, then rows, from 1 to the certain ones
+    certain    int32 [num_seqs]  how many of its rows, the first ones, are certain. Those behind are drafts: they see
+                                 all before them, no slot does them; see `Runner.accept_drafts`. None: all are certain
 
     No slot is written twice, and none that another sequence reads.
     """
@@ -112,6 +119,7 @@ class PassStates(NamedTuple):
     state_in: npt.NDArray[np.int32]
     state_out: npt.NDArray[np.int32]
     saves: npt.NDArray[np.int32]
+    certain: npt.NDArray[np.int32] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -94,8 +94,11 @@ class CPUBackend(NumpyBlocks):
         num_threads: int | None = None,
         num_open: int = DEFAULT_NUM_OPEN,
         num_state_slots: int = 0,
+        num_draft_rows: int = 0,
     ) -> None:
-        super().__init__(spec, num_blocks, num_open=num_open, num_state_slots=num_state_slots)
+        super().__init__(
+            spec, num_blocks, num_open=num_open, num_state_slots=num_state_slots, num_draft_rows=num_draft_rows
+        )
         if num_threads is None:
             num_threads = min(default_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
         self._workspace = AttentionWorkspace(num_threads)
@@ -118,7 +121,7 @@ class CPUBackend(NumpyBlocks):
 
     def prepare(self, layout: BatchLayout) -> PreparedBatch:
         """Check the layout; ConfigError says what is wrong."""
-        check_layout(layout, self.spec.block_size, self.num_blocks, self._num_state_slots)
+        check_layout(layout, self.spec.block_size, self.num_blocks, *self._state_rows)
         batch = PreparedBatch(layout, self.num_threads)
         if self._quant is not None:
             batch.coded = self._quant.prepare(layout)
@@ -174,6 +177,14 @@ def make(
     num_threads: int | None = None,
     num_open: int = DEFAULT_NUM_OPEN,
     num_state_slots: int = 0,
+    num_draft_rows: int = 0,
 ) -> CPUBackend:
     """See `select.BackendModule`."""
-    return CPUBackend(spec, num_blocks, num_threads=num_threads, num_open=num_open, num_state_slots=num_state_slots)
+    return CPUBackend(
+        spec,
+        num_blocks,
+        num_threads=num_threads,
+        num_open=num_open,
+        num_state_slots=num_state_slots,
+        num_draft_rows=num_draft_rows,
+    )

@@ -90,6 +90,7 @@ def make(
     num_threads: int | None = None,
     num_open: int = DEFAULT_NUM_OPEN,
     num_state_slots: int = 0,
+    num_draft_rows: int = 0,
 ) -> CUDABackend:
     """See `select.BackendModule`; no block of these pools is open."""
     reason = unsupported_reason(device, spec)

@@ -15,9 +15,11 @@ from kvboost_edge.kernels.attention.parts import Longs, Part, entry_positions, h
 __all__ = ["check_block", "check_layout", "refuse_deltas"]
 
 
-def check_layout(layout: BatchLayout, block_size: int, num_blocks: int, num_state_slots: int = 0) -> None:
+def check_layout(
+    layout: BatchLayout, block_size: int, num_blocks: int, num_state_slots: int = 0, num_draft_rows: int = 0
+) -> None:
     """ConfigError, naming what is wrong, unless the layout's shapes agree and every id and slot lies in the pool, and
-    it names slots of states where there are some."""
+    it names slots of states where there are some, with no more drafts than there are rows for."""
     num_seqs = len(layout.seq_lens)
     cu_seqlens, tables, slots = layout.cu_seqlens_q, layout.block_tables, layout.slot_mapping
     if cu_seqlens.shape != (num_seqs + 1,) or tables.ndim != 2 or len(tables) != num_seqs:
@@ -43,12 +45,13 @@ def check_layout(layout: BatchLayout, block_size: int, num_blocks: int, num_stat
         )
     if layout.states is not None:
         _check_states(layout.states, lengths, num_state_slots)
+        _check_drafts(layout.states, lengths, num_draft_rows)
 
 
 def _check_states(states: PassStates, lengths: npt.NDArray[np.int32], num_slots: int) -> None:
     """lengths: rows of each sequence in the pass."""
-    read, written, saves = states
-    num_seqs = len(lengths)
+    read, written, saves, certain = states
+    num_seqs, certain = len(lengths), lengths if certain is None else certain
     if read.shape != (num_seqs,) or written.shape != (num_seqs,) or saves.ndim != 2 or saves.shape[1] != 3:
         raise ConfigError(
             f"states of {num_seqs} sequences need state_in and state_out of shape ({num_seqs},) and saves of shape "
@@ -57,9 +60,13 @@ def _check_states(states: PassStates, lengths: npt.NDArray[np.int32], num_slots:
     whose, rows, slots = saves.T.astype(np.int64)
     if len(saves) and not (whose.min() >= 0 and whose.max() < num_seqs):
         raise ConfigError(f"saves {saves.tolist()} name sequences outside 0..{num_seqs - 1}")
-    if (rows < 1).any() or (rows > lengths[whose]).any():
+    if certain.shape != (num_seqs,) or (certain > lengths).any() or (certain < np.minimum(lengths, 1)).any():
         raise ConfigError(
-            f"saves {saves.tolist()} must lie behind 1 to all of the {lengths.tolist()} rows of their sequences"
+            f"certain {certain.tolist()} must be 1 to all of the {lengths.tolist()} rows of each sequence"
+        )
+    if (rows < 1).any() or (rows > certain[whose]).any():
+        raise ConfigError(
+            f"saves {saves.tolist()} must lie behind 1 to all of the {certain.tolist()} certain rows of their sequences"
         )
     if (np.diff(whose) < 0).any() or ((np.diff(whose) == 0) & (np.diff(rows) <= 0)).any():
         raise ConfigError(f"saves {saves.tolist()} must ascend by sequence, then rows")
@@ -78,6 +85,12 @@ def _check_states(states: PassStates, lengths: npt.NDArray[np.int32], num_slots:
             f"slots {every[foreign.any(axis=1)].tolist()} of states are written while others read them: state_in "
             f"{read.tolist()}, state_out {written.tolist()}, saves {saves.tolist()}"
         )
+
+
+def _check_drafts(states: PassStates, lengths: npt.NDArray[np.int32], num_rows: int) -> None:
+    drafted = 0 if states.certain is None else int((lengths - states.certain).sum())
+    if drafted > num_rows:
+        raise ConfigError(f"a pass has {drafted} drafts, and there is room for what {num_rows} bring to states")
 
 
 def refuse_deltas(layout: BatchLayout, who: str) -> None:

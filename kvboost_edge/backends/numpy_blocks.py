@@ -49,7 +49,13 @@ class NumpyBlocks:
     quant_kernels: QuantKernels
 
     def __init__(
-        self, spec: KVSpec, num_blocks: int, *, num_open: int = DEFAULT_NUM_OPEN, num_state_slots: int = 0
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        *,
+        num_open: int = DEFAULT_NUM_OPEN,
+        num_state_slots: int = 0,
+        num_draft_rows: int = 0,
     ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks} must be at least 1")
@@ -62,7 +68,7 @@ class NumpyBlocks:
             raise ConfigError(
                 f"num_state_slots={num_state_slots} does not fit a model of {len(spec.states)} layers with states"
             )
-        self.states = StatePool(spec.states, num_state_slots) if spec.states else None
+        self.states = StatePool(spec.states, num_state_slots, num_draft_rows) if spec.states else None
         self._pools: list[KVPool] = []
         self._quant: QuantBlocks | None = None
         try:
@@ -86,8 +92,9 @@ class NumpyBlocks:
         return sum(array.nbytes for pool in self._pools for array in pool)
 
     @property
-    def _num_state_slots(self) -> int:
-        return 0 if self.states is None else self.states.num_slots
+    def _state_rows(self) -> tuple[int, int]:
+        """Slots of states, and rows of drafts."""
+        return (0, 0) if self.states is None else (self.states.num_slots, self.states.num_draft_rows)
 
     def _regions(self) -> tuple[Region, ...]:
         """Where the arrays of `pool_bytes` lie."""

@@ -39,7 +39,7 @@ class ReferenceBackend(NumpyBlocks):
 
     def prepare(self, layout: BatchLayout) -> BatchLayout | QuantPass:
         """Check the layout; ConfigError says what is wrong."""
-        check_layout(layout, self.spec.block_size, self.num_blocks, self._num_state_slots)
+        check_layout(layout, self.spec.block_size, self.num_blocks, *self._state_rows)
         refuse_deltas(layout, f"backend {self.name!r}")
         return layout if self._quant is None else self._quant.prepare(layout)
 
@@ -79,6 +79,9 @@ def make(
     num_threads: int | None = None,
     num_open: int = DEFAULT_NUM_OPEN,
     num_state_slots: int = 0,
+    num_draft_rows: int = 0,
 ) -> ReferenceBackend:
     """See `select.BackendModule`; one thread does it all."""
-    return ReferenceBackend(spec, num_blocks, num_open=num_open, num_state_slots=num_state_slots)
+    return ReferenceBackend(
+        spec, num_blocks, num_open=num_open, num_state_slots=num_state_slots, num_draft_rows=num_draft_rows
+    )

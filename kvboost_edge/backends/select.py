@@ -63,6 +63,7 @@ class BackendModule(Protocol):
         num_threads: int | None = None,
         num_open: int = ...,
         num_state_slots: int = ...,
+        num_draft_rows: int = ...,
     ) -> Backend:
         """Allocate the backend; what does not concern it is passed over. Raises ConfigError or BackendUnavailable
         for what `unsupported_reason` names, CapacityError where memory is refused."""
@@ -177,10 +178,11 @@ def make_backend(
     *,
     num_open: int = DEFAULT_NUM_OPEN,
     num_state_slots: int = 0,
+    num_draft_rows: int = 0,
 ) -> Backend:
     """Allocate the backend of a choice: a pool of `num_blocks` blocks, and one of `num_state_slots` slots where there
-    are states. `num_threads` concerns the CPU kernels, `num_open` quantized pools: how many blocks may be partly
-    written at a time."""
+    are states, with room for what `num_draft_rows` guessed tokens bring to them. `num_threads` concerns the CPU
+    kernels, `num_open` quantized pools: how many blocks may be partly written at a time."""
     make = load_module(choice.name).make
     return make(
         spec,
@@ -189,4 +191,5 @@ def make_backend(
         num_threads=num_threads,
         num_open=num_open,
         num_state_slots=num_state_slots,
+        num_draft_rows=num_draft_rows,
     )

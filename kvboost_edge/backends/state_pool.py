@@ -30,6 +30,7 @@ class LayerStateSpec:
 
     taps      inputs before a token that its convolution reads
     channels  of an input
+    gates     numbers beside its input that a token brings to the matrices
     """
 
     taps: int
@@ -37,6 +38,7 @@ class LayerStateSpec:
     heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    gates: int = 0
 
     @property
     def tail_bytes(self) -> int:
@@ -49,6 +51,11 @@ class LayerStateSpec:
         tiles = -(-self.value_dim // _TILE_VALUES)
         return self.tail_bytes + _in_lines(4 * self.heads * tiles * self.key_dim * _TILE_VALUES)
 
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of what a token that is only guessed brings to the state: its input, then its gates."""
+        return _in_lines(4 * (self.channels + self.gates))
+
 
 def _in_lines(num_bytes: int) -> int:
     return -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
@@ -57,34 +64,43 @@ def _in_lines(num_bytes: int) -> int:
 class StatePool:
     """`num_slots` slots, uint8 [num_slots, slot_bytes]. A slot is layer after layer what LayerStateSpec says.
 
-    What a slot holds is undefined until a pass writes it. CapacityError when memory is refused.
+    Behind the slots are rows of drafts, uint8 [num_draft_rows, draft_row_bytes]: what the tokens that the last pass was
+    given as guesses brought to the state of each layer, which takes in those that turn out right.
+
+    What a slot or a row holds is undefined until a pass writes it. CapacityError when memory is refused.
     """
 
-    def __init__(self, specs: Sequence[LayerStateSpec], num_slots: int) -> None:
+    def __init__(self, specs: Sequence[LayerStateSpec], num_slots: int, num_draft_rows: int = 0) -> None:
         if not specs or num_slots < 1:
             raise ConfigError(f"num_state_slots={num_slots} of {len(specs)} layers: both must be at least 1")
-        self.specs, self.num_slots = tuple(specs), num_slots
-        sizes = [spec.nbytes for spec in self.specs]
-        self.slot_bytes = sum(sizes)
+        self.specs, self.num_slots, self.num_draft_rows = tuple(specs), num_slots, num_draft_rows
+        sizes, rows = [spec.nbytes for spec in self.specs], [spec.draft_bytes for spec in self.specs]
+        self.slot_bytes, self.draft_row_bytes = sum(sizes), sum(rows)
         self._offsets = [sum(sizes[:layer]) for layer in range(len(sizes))]
+        self._draft_offsets = [sum(rows[:layer]) for layer in range(len(rows))]
+        slots_end = num_slots * self.slot_bytes
+        num_bytes = slots_end + num_draft_rows * self.draft_row_bytes
         try:
-            raw = np.empty(num_slots * self.slot_bytes + _CACHE_LINE, dtype=np.uint8)
+            raw = np.empty(num_bytes + _CACHE_LINE, dtype=np.uint8)
         except MemoryError as error:
             raise CapacityError(
-                f"the states do not fit into memory: num_state_slots={num_slots} x {self.slot_bytes} bytes = "
-                f"{num_slots * self.slot_bytes} bytes; lower max_state_bytes or max_num_seqs"
+                f"the states do not fit into memory: num_state_slots={num_slots} x {self.slot_bytes} bytes and "
+                f"{num_draft_rows} drafts x {self.draft_row_bytes} bytes = {num_bytes} bytes; lower max_state_bytes, "
+                "max_num_seqs or max_draft_tokens"
             ) from error
         start = -raw.ctypes.data % _CACHE_LINE
-        self._slots: Bytes = raw[start : start + num_slots * self.slot_bytes].reshape(num_slots, self.slot_bytes)
+        memory = raw[start : start + num_bytes]
+        self._slots: Bytes = memory[:slots_end].reshape(num_slots, self.slot_bytes)
+        self._drafts: Bytes = memory[slots_end:].reshape(num_draft_rows, self.draft_row_bytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return self._slots.nbytes
+        """Bytes of all slots and of the drafts behind them."""
+        return self._slots.nbytes + self._drafts.nbytes
 
     @property
     def region(self) -> Region:
-        """Where the slots lie in this process's memory."""
+        """Where all of it lies in this process's memory."""
         return Region(self._slots.ctypes.data, self.nbytes)
 
     def address(self, slot: int) -> int:
@@ -112,6 +128,21 @@ class StatePool:
         shape = (spec.heads, -(-spec.value_dim // 16), spec.key_dim, 16)
         return floats[: int(np.prod(shape))].reshape(shape)
 
+    @property
+    def drafts_address(self) -> int:
+        """Address of the first row of drafts."""
+        return int(self._slots.ctypes.data) + self._slots.nbytes
+
+    def draft_offset(self, layer: int) -> int:
+        """First byte in a row of drafts of what it brings to a layer, counted as in `offset`."""
+        return self._draft_offsets[layer]
+
+    def draft(self, row: int, layer: int) -> npt.NDArray[np.float32]:
+        """What a draft brings to a layer, a view, float32 [channels + gates]."""
+        spec, start = self.specs[layer], self._draft_offsets[layer]
+        floats: npt.NDArray[np.float32] = self._drafts[row, start : start + spec.draft_bytes].view(np.float32)
+        return floats[: spec.channels + spec.gates]
+
     def read_slots(self, slots: Sequence[int]) -> Bytes:
         """The bytes of slots, uint8 [len(slots), slot_bytes], a copy."""
         self._check(slots)
@@ -135,6 +166,10 @@ class StatePool:
         self._check(slots)
         self._slots.view(np.float32)[list(slots)] = np.nan
 
+    def poison_drafts(self) -> None:
+        """Debug: fill the rows of drafts with NaN, so that a read of another pass's shows."""
+        self._drafts.view(np.float32)[:] = np.nan
+
     def checksums(self, slots: Sequence[int]) -> list[int]:
         """Debug: CRC-32 of each slot's bytes."""
         self._check(slots)
@@ -143,6 +178,7 @@ class StatePool:
     def close(self) -> None:
         """Release the memory; no slot is left."""
         self._slots, self.num_slots = np.empty((0, self.slot_bytes), dtype=np.uint8), 0
+        self._drafts, self.num_draft_rows = np.empty((0, self.draft_row_bytes), dtype=np.uint8), 0
 
     def _row(self, slot: int) -> Bytes:
         self._check([slot])

@@ -71,6 +71,7 @@ def make(
     num_threads: int | None = None,
     num_open: int = DEFAULT_NUM_OPEN,
     num_state_slots: int = 0,
+    num_draft_rows: int = 0,
 ) -> TorchBackend:
     """See `select.BackendModule`; torch has its own number of threads."""
     return TorchBackend(spec, num_blocks, device=device, num_open=num_open)

@@ -72,12 +72,13 @@ def _states_of(
     """The slots of the tables' states; None where the model keeps none."""
     if manager.states is None:
         return None
-    plans = [manager.states.plan(table, one.start, one.stop) for one, table in zip(work, tables, strict=True)]
+    plans = [manager.states.plan(table, one.start, one.certain_stop) for one, table in zip(work, tables, strict=True)]
     saves = [(i, rows, slot) for i, plan in enumerate(plans) for rows, slot in plan.saves]
     return PassStates(
         state_in=np.array([plan.read for plan in plans], np.int32),
         state_out=np.array([plan.write for plan in plans], np.int32),
         saves=np.array(saves, np.int32).reshape(-1, 3),
+        certain=np.array([one.certain_stop - one.start for one in work], np.int32),
     )
 
 

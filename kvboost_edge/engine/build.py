@@ -202,9 +202,14 @@ def _assemble(
         num_open = num_open_blocks(config, num_blocks, config.block_size)
         check_options(config, info)
         state_sizes, max_num_seqs = plan_states(config, info, num_blocks, available)
-        num_slots = 0 if state_sizes is None else state_sizes.num_slots
         backend = make_backend(
-            choice, info.kv_spec, num_blocks, config.num_threads, num_open=num_open, num_state_slots=num_slots
+            choice,
+            info.kv_spec,
+            num_blocks,
+            config.num_threads,
+            num_open=num_open,
+            num_state_slots=0 if state_sizes is None else state_sizes.num_slots,
+            num_draft_rows=0 if state_sizes is None else state_sizes.num_draft_rows,
         )
         with _closed_on_error(backend):
             runner.bind(backend)
@@ -246,7 +251,7 @@ def _assemble(
             backend.pool_bytes,
             lambda: _regions(runner, backend),
             lambda: runner.copied_bytes,
-            num_slots * info.kv_spec.bytes_per_state,
+            0 if backend.states is None else backend.states.nbytes,
         ),
         backend_reason=choice.reason,
         max_num_seqs=max_num_seqs,

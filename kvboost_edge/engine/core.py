@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvboost_edge.backends.base import Backend
+from kvboost_edge.engine.accepted import AcceptedDrafts
 from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.engine.batch import build_batch, split_rows
 from kvboost_edge.engine.deadlines import Deadlines
@@ -37,7 +38,7 @@ from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.host.memory import Slack
-from kvboost_edge.runners.base import Runner
+from kvboost_edge.runners.base import ForwardBatch, Runner
 
 if TYPE_CHECKING:
     from kvboost_edge.tiers.mover import Piece
@@ -80,6 +81,7 @@ class EngineCore:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._live: dict[int, Sequence] = {}  # from submit to the end
         self._pace = Pace(self._live, scheduler)
+        self._accepted = AcceptedDrafts(runner, scheduler.manager)
         self._deadlines = Deadlines()
         self._slack = Slack()
         self._kept: list[int] = []  # freed blocks the backend was not told of yet
@@ -259,7 +261,7 @@ class EngineCore:
             return True
         self._pace.observe(plan, time.perf_counter() - began)
         with self.lock:
-            self._take(plan.work, found)
+            self._take(plan.work, found, batch)
             self._watch.after()
             self.tiering.save_some(time.perf_counter() - began)
         return True
@@ -329,7 +331,7 @@ class EngineCore:
             if index in self._live:
                 self._end(self._live[index], reason="timeout")
 
-    def _take(self, work: list[ScheduledTokens[Sequence]], found: list[Floats]) -> None:
+    def _take(self, work: list[ScheduledTokens[Sequence]], found: list[Floats], batch: ForwardBatch | None) -> None:
         """Give each sequence the logits of its tokens, publish its new full blocks, end those that are done."""
         for one, rows in zip(work, found, strict=True):
             if one.sequence.status is not SequenceStatus.RUNNING:
@@ -343,6 +345,8 @@ class EngineCore:
                 continue
             if reason is not None:
                 self._end(one.sequence, reason=reason)
+        for end in [] if batch is None else self._accepted.take_in(work, batch.layout):
+            self._end(end.sequence, reason=end.reason, error=end.error)
 
     def _advance(self, work: ScheduledTokens[Sequence], rows: Floats) -> str | None:
         """Take one sequence's outcome; the finish reason, or None. Nothing is published unless all of it worked."""
@@ -359,11 +363,7 @@ class EngineCore:
         self.scheduler.num_generated_tokens += sequence.num_tokens - known
         if sequence.drafter is not None and work.stop >= known:
             self.scheduler.settle(work, sequence.num_computed_tokens - work.certain_stop)
-        publish = sequence.request.publishes
-        self.scheduler.manager.commit(
-            sequence.blocks, sequence.token_ids, sequence.num_computed_tokens, publish=publish
-        )
-        return reason
+        return self._accepted.commit(work, reason)
 
     def _end(self, sequence: Sequence, *, reason: str = "", error: BaseException | None = None) -> None:
         """Give the blocks back, then tell the caller."""

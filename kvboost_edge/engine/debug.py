@@ -27,7 +27,8 @@ class Unwatched:
 class BlockWatch(Unwatched):
     """New blocks are filled with NaN, so that reading what was never written shows; those that nobody may write (shared
     and idle cached ones) are compared before and after a pass; an idle engine's bookkeeping is recomputed. The same of
-    slots of states, where there are some: snapshots may not be written."""
+    slots of states, where there are some: snapshots may not be written. What drafts bring to states is forgotten before
+    each pass."""
 
     def __init__(self, manager: KVCacheManager, backend: Backend) -> None:
         self._manager, self._backend = manager, backend
@@ -46,6 +47,7 @@ class BlockWatch(Unwatched):
         self._checksums = dict(zip(blocks, self._backend.checksum_blocks(blocks), strict=True))
         if self._manager.states is not None and self._backend.states is not None:
             self._backend.states.poison(self._manager.states.unwritten())
+            self._backend.states.poison_drafts()
             self._snapshots = self._states_now()
 
     def _states_now(self) -> dict[tuple[int, int], int]:

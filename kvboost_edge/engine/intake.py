@@ -307,7 +307,7 @@ class Intake:
         """Most tokens guessed ahead in a step; 0: none. Torch's results depend on the batch: there only who asks for it
         has drafts."""
         chosen = terms.speculation or self._config.speculation
-        refusal = speculation_refusal(self._parts.runner.info)
+        refusal = speculation_refusal(self._config, self._parts.runner.info)
         if refusal is not None:
             if chosen == "on":
                 raise RequestError(f"speculation='on' is refused: {refusal}")

@@ -327,8 +327,10 @@ class Scheduler:
         is preempted for a guess."""
         decoding = [s for s in self.running if wanted.get(s.index) == 1 and s.num_pending == 1]
         num_rows = sum(wanted.values())
-        manager = self.manager
-        self.speculation.draft(decoding, num_rows, self.max_batch_tokens - num_rows, manager.block_size)
+        manager, room = self.manager, self.max_batch_tokens - num_rows
+        if manager.states is not None:
+            room = min(room, manager.states.num_draft_rows)
+        self.speculation.draft(decoding, num_rows, room, manager.block_size)
         for sequence in decoding:
             if not sequence.drafted:
                 continue

@@ -13,6 +13,7 @@ __all__ = [
     "plan_states",
     "planned_state_bytes",
     "speculation_refusal",
+    "state_bytes",
     "states_refusal",
 ]
 
@@ -29,39 +30,43 @@ def plan_states(
     """(slots of states beside a pool of `num_blocks` blocks, None where the model keeps none; sequences that run
     together). `available` is the memory that pool and states share.
 
-    Given by max_state_bytes, else a quarter of the pool's bytes, and 4 + 2 x max_num_seqs slots at least. Raises
+    Given by max_state_bytes, in which what drafts bring to states has its room too; else a quarter of the pool's bytes,
+    and 4 + 2 x max_num_seqs slots at least, with that room beside them. Raises
     ConfigError for max_state_bytes where there are no states, CapacityError where the slots do not suffice for the
     sequences, or do not fit.
     """
     spec, most = info.kv_spec, most_sequences(config, num_blocks, info.kv_spec.block_size)
     given = config.max_state_bytes
-    _check_has_states(config, info)
+    check_options(config, info)
     if not spec.states:
         return None, most
-    size = spec.bytes_per_state
+    size, num_draft_rows = spec.bytes_per_state, 0 if config.speculation == "off" else config.max_draft_tokens
+    draft_bytes = num_draft_rows * spec.bytes_per_draft
     num_open = num_open_blocks(config, num_blocks, spec.block_size)
     pool_bytes = num_blocks * spec.bytes_per_block + num_open * spec.bytes_per_open_block
     if given is not None:
-        num_slots = given // size
+        num_slots = max(0, given - draft_bytes) // size
         num_seqs = config.max_num_seqs or max(1, min(most, num_slots // _PER_SEQUENCE))
         if num_slots < num_seqs + 1:
             raise CapacityError(
                 f"max_state_bytes={given} holds {num_slots} states of {_mib(size)}: {num_seqs} sequences need "
-                f"{num_seqs} x {_mib(size)} and one more to begin from, {(num_seqs + 1) * size} bytes; enlarge "
-                "max_state_bytes or lower max_num_seqs"
+                f"{num_seqs} x {_mib(size)} and one more to begin from, and {num_draft_rows} drafts "
+                f"{_mib(draft_bytes)}: {(num_seqs + 1) * size + draft_bytes} bytes; enlarge max_state_bytes or lower "
+                "max_num_seqs or max_draft_tokens"
             )
     else:
-        share, fitting = pool_bytes // _POOL_SHARE // size, (available - pool_bytes) // size
+        share, fitting = pool_bytes // _POOL_SHARE // size, (available - pool_bytes - draft_bytes) // size
         wanted = max(_WANTED_SEQUENCES, (share - _SPARE) // _PER_SEQUENCE)
         num_seqs = config.max_num_seqs or max(1, min(most, wanted, (fitting - _SPARE) // _PER_SEQUENCE))
         num_slots = max(min(share, num_blocks, max(0, fitting)), _SPARE + _PER_SEQUENCE * num_seqs)
-    if pool_bytes + num_slots * size > available:
+    if pool_bytes + num_slots * size + draft_bytes > available:
         raise CapacityError(
-            f"{num_slots} states of {_mib(size)} ({num_seqs} sequences need {num_seqs} x {_mib(size)}) and a pool of "
-            f"{_mib(pool_bytes)} exceed memory: {_mib(available)} are available beside the weights; lower "
-            "max_num_seqs, max_state_bytes, max_cache_bytes or num_blocks"
+            f"{num_slots} states of {_mib(size)} ({num_seqs} sequences need {num_seqs} x {_mib(size)}), drafts of "
+            f"{_mib(draft_bytes)} and a pool of {_mib(pool_bytes)} exceed memory: {_mib(available)} are available "
+            "beside the weights; lower max_num_seqs, max_state_bytes, max_draft_tokens, max_cache_bytes or num_blocks"
         )
-    return StateSizes(num_slots, every_block=size <= _SMALL * spec.bytes_per_block), num_seqs
+    every_block = size <= _SMALL * spec.bytes_per_block
+    return StateSizes(num_slots, every_block=every_block, num_draft_rows=num_draft_rows), num_seqs
 
 
 def planned_state_bytes(config: EngineConfig, info: RunnerInfo, available: int) -> int:
@@ -72,7 +77,12 @@ def planned_state_bytes(config: EngineConfig, info: RunnerInfo, available: int) 
         sizes, _ = plan_states(config, info, num_blocks, available)
     except CapacityError:
         sizes, _ = plan_states(config, info, num_blocks, _ANY)
-    return 0 if sizes is None else sizes.num_slots * info.kv_spec.bytes_per_state
+    return 0 if sizes is None else state_bytes(info, sizes)
+
+
+def state_bytes(info: RunnerInfo, sizes: StateSizes) -> int:
+    """Bytes of slots, and of what drafts bring to them."""
+    return sizes.num_slots * info.kv_spec.bytes_per_state + sizes.num_draft_rows * info.kv_spec.bytes_per_draft
 
 
 def states_refusal(info: RunnerInfo) -> str | None:
@@ -85,22 +95,18 @@ def states_refusal(info: RunnerInfo) -> str | None:
     )
 
 
-def speculation_refusal(info: RunnerInfo) -> str | None:
-    """Why nothing is guessed ahead; None: it may be."""
-    if not info.kv_spec.states:
+def speculation_refusal(config: EngineConfig, info: RunnerInfo) -> str | None:
+    """Why nothing can be guessed ahead by a request; None: it can."""
+    if not info.kv_spec.states or config.speculation != "off":
         return None
-    return "the model is recurrent: a state that took in a wrong guess cannot be taken back; leave speculation='auto'"
+    return (
+        "the model keeps states, and the engine was started with speculation='off', so without room for what drafts "
+        "bring to them; start it with 'auto'"
+    )
 
 
 def check_options(config: EngineConfig, info: RunnerInfo) -> None:
-    """ConfigError for options that do not go with states, or are about states where there are none."""
-    _check_has_states(config, info)
-    refusal = speculation_refusal(info)
-    if refusal is not None and config.speculation == "on":
-        raise ConfigError(f"speculation='on' is refused: {refusal}")
-
-
-def _check_has_states(config: EngineConfig, info: RunnerInfo) -> None:
+    """ConfigError for options that are about states where there are none."""
     if config.max_state_bytes is not None and not info.kv_spec.states:
         raise ConfigError(
             f"max_state_bytes={config.max_state_bytes} has no effect: the model has no layer with a state beside its "

@@ -88,7 +88,8 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
     torch's do).
     state_slots are those of a model that keeps states beside keys and values (0: of any other), state_slots_used of
     them hold one, state_snapshots says how many are snapshots that prompts go on from, by the reason they were kept
-    for; replayed_tokens were computed again for their state alone, and state_bytes is the size of all slots.
+    for; replayed_tokens were computed again for their state alone, and state_bytes is the size of all slots,
+    with the room for what drafts bring to them.
     tiers: of each tier outside the pool the fields of `TierStats`; staging_bytes are of blocks on their way between it
     and the pool, lost_blocks were evicted before any tier could take them."""
     manager, backend = parts.manager, parts.backend.describe()

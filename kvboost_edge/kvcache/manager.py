@@ -48,6 +48,7 @@ class KVCacheManager(BlockCounts):
     spans          blocks at other positions than those they were computed at, see `Spans`
     content        what blocks hold, for whoever keeps copies of them elsewhere
     events         which prefixes came and left, for whoever sends requests where they are
+    twins          blocks that tables hold beside published ones of equal content, see `Twins`
     pins           prompts that stay, see `Pins`; `max_pinned_blocks` bounds them
     states         of a model with states, which `state_sizes` says, their slots, see `TableStates`; None otherwise
     """
@@ -85,8 +86,8 @@ class KVCacheManager(BlockCounts):
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}
-        self._twins = Twins(self._index, self._pool, self.content, self._released)
-        self._publisher = Publisher(self._index, self._claims, self.content, self._twins, hash_fn, block_size)
+        self.twins = Twins(self._index, self._pool, self.content, self._released)
+        self._publisher = Publisher(self._index, self._claims, self.content, self.twins, hash_fn, block_size)
         self.spans = Spans(self._pool, self._index, self._claims, self._take, self._released, block_size)
         self.block_size = block_size
         self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self._progress = 0
@@ -232,7 +233,7 @@ class KVCacheManager(BlockCounts):
         table.block_ids[block_index] = new
         self._pool.release(block_id, matchable=True)
         if entry is not None:
-            self._twins.note(table, block_index, block_id, entry)
+            self.twins.note(table, block_index, block_id, entry)
         self.cow_copies += 1
         return CopyOp(block_id, new)
 
@@ -343,7 +344,7 @@ class KVCacheManager(BlockCounts):
             self._uses.mark(table.block_ids)
         rank = self._uses.rank
         for index in range(len(table.block_ids) - 1, -1, -1):
-            self._twins.keep(table, index)
+            self.twins.keep(table, index)
             block_id = table.block_ids[index]
             matchable = self._index.entry(block_id) is not None
             self._pool.release(block_id, matchable=matchable, owner=table.owner, again=rank(block_id))

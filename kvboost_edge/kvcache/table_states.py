@@ -25,14 +25,16 @@ _BACKBONE_SHARE = 8  # a prompt whose backbone would take more than one in so ma
 
 
 class StateSizes(NamedTuple):
-    """num_slots     states that there is room for
-    interval      tokens between the snapshots of a prompt's backbone
-    every_block   a state is no larger than a few blocks: one is kept behind each
+    """num_slots       states that there is room for
+    interval        tokens between the snapshots of a prompt's backbone
+    every_block     a state is no larger than a few blocks: one is kept behind each
+    num_draft_rows  guessed tokens of a pass that there is room for what they bring to states
     """
 
     num_slots: int
     interval: int = 1024
     every_block: bool = False
+    num_draft_rows: int = 0
 
 
 class PassSlots(NamedTuple):
@@ -91,6 +93,11 @@ class TableStates:
         self._kept: dict[int, None] = {}
         self.num_replayed = self.num_released = 0
         index.watch(self)
+
+    @property
+    def num_draft_rows(self) -> int:
+        """Most tokens that a pass may be given as guesses, all sequences together."""
+        return self._sizes.num_draft_rows
 
     # What the index tells.
 

@@ -29,10 +29,15 @@ def standing_for(table: BlockTable, index: int, published: PrefixIndex) -> int |
 class Twins:
     """Those of one manager's tables. `released`: where ids of blocks go that are freed with nothing to match."""
 
-    __slots__ = ("_content", "_index", "_pool", "_released")
+    __slots__ = ("_are_apart", "_content", "_index", "_pool", "_released")
 
     def __init__(self, index: PrefixIndex, pool: BlockPool, content: Content, released: dict[int, None]) -> None:
         self._index, self._pool, self._content, self._released = index, pool, content, released
+        self._are_apart = False
+
+    def keep_apart(self) -> None:
+        """From here on no table goes over to a twin: equal tokens do not mean equal content."""
+        self._are_apart = True
 
     def note(self, table: BlockTable, index: int, block_id: int, entry: PrefixEntry) -> None:
         """Published block `block_id` has the content of the table's own block."""
@@ -42,7 +47,7 @@ class Twins:
     def adopt(self, table: BlockTable, num_full: int) -> int:
         """Let a table that uses the cache share the twins of its first `num_full` blocks, all computed, and give its
         own back; where a twin was evicted meanwhile, its own block takes that one's place. How many blocks changed."""
-        if not table._twins or not table._shares or table.spans:
+        if not table._twins or not table._shares or table.spans or self._are_apart:
             return 0
         indices = sorted(index for index in table._twins if index < num_full)
         for index in indices:

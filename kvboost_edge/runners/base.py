@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec
+from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec, PassStates
 from kvboost_edge.host.memory import Region
 
 __all__ = ["ForwardBatch", "LoadOptions", "ModelTraits", "Runner", "RunnerInfo", "StoredKeys"]
@@ -113,6 +113,13 @@ class Runner(Protocol):
         """Run the tokens, store their KV; return float32 logits [num_logits, vocab_size] that stay valid until the next
         call, and fill `batch.states`. Logits and states of a sequence are NaN if any key or value it stored is not
         finite. State rows only where `info.hidden_size` says so."""
+        ...
+
+    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates) -> None:
+        """Let states take in drafts of the last pass, whose layout this is, to the bit as if they had been certain rows
+        of it. accepted, [num_seqs]: how many of each sequence's drafts, at least one of all. states: where it goes on,
+        which is what the pass left of it, and where to; of sequences without accepted drafts nothing is looked at.
+        Saves lie behind accepted drafts. Only where `info.kv_spec` has states."""
         ...
 
     def deviations(

@@ -13,7 +13,7 @@ from kvboost_edge.backends.select import choose_backend, load_module, make_backe
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 
-CONV, DELTA = LayerStateSpec(2, 24), LayerStateSpec(3, 80, 4, 32, 48)
+CONV, DELTA = LayerStateSpec(2, 24), LayerStateSpec(3, 80, 4, 32, 48, 8)
 SPEC = KVSpec((LayerKVSpec(1, 16),), 16, "float32", states=(CONV, DELTA))
 
 
@@ -24,6 +24,27 @@ def test_bytes_of_a_state_are_those_of_its_parts_in_whole_cache_lines() -> None:
     assert LayerStateSpec(3, 8192, 32, 128, 128).nbytes == (2 << 20) + (96 << 10), "a layer of Qwen3.5-4B"
     assert SPEC.bytes_per_state == CONV.nbytes + DELTA.nbytes
     assert dataclasses.replace(SPEC, states=()).bytes_per_state == 0
+    assert (CONV.draft_bytes, DELTA.draft_bytes, SPEC.bytes_per_draft) == (128, 384, 512)
+
+
+def test_rows_of_drafts_lie_behind_the_slots() -> None:
+    pool = StatePool(SPEC.states, 3, 2)
+    assert pool.nbytes == 3 * SPEC.bytes_per_state + 2 * SPEC.bytes_per_draft == pool.region.nbytes
+    assert pool.drafts_address == pool.address(0) + 3 * pool.slot_bytes
+    assert (pool.draft_row_bytes, pool.draft_offset(0), pool.draft_offset(1)) == (512, 0, 128)
+    pool.write_slots(range(3), np.zeros((3, pool.slot_bytes), np.uint8))
+    parts = [pool.draft(row, layer) for row in range(2) for layer in range(2)]
+    assert [part.size for part in parts] == [24, 88] * 2
+    for number, part in enumerate(parts):
+        part[:] = number + 1
+    assert [float(part.min()) for part in parts] == [float(part.max()) for part in parts] == [1, 2, 3, 4]
+    assert pool.draft(1, 1).ctypes.data == pool.drafts_address + 512 + 128
+    assert not pool.read_slots(range(3)).any()
+    pool.poison_drafts()
+    assert all(np.isnan(part).all() for part in parts)
+    assert not pool.read_slots(range(3)).any()
+    pool.close()
+    assert (pool.nbytes, pool.num_draft_rows) == (0, 0)
 
 
 def test_parts_of_slots_lie_apart() -> None:
@@ -79,11 +100,14 @@ def test_slots_that_are_not_there_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_a_backend_has_slots_where_the_model_has_states(name: str) -> None:
-    backend = make_backend(choose_backend(name), SPEC, 4, 1, num_state_slots=3)
+    backend = make_backend(choose_backend(name), SPEC, 4, 1, num_state_slots=3, num_draft_rows=2)
     assert backend.states is not None
-    assert backend.states.num_slots == 3
+    assert (backend.states.num_slots, backend.states.num_draft_rows) == (3, 2)
     layout = _layout([2, 1], [-1, -1], [0, 1])
     backend.prepare(layout)
+    backend.prepare(_layout([3, 1], [-1, -1], [0, 1], certain=[1, 1]))
+    with pytest.raises(ConfigError, match="a pass has 3 drafts, and there is room for what 2 bring to states"):
+        backend.prepare(_layout([3, 2], [-1, -1], [0, 1], certain=[1, 1]))
     with pytest.raises(ConfigError, match="a pass without slots of states does not fit a backend that has 3"):
         backend.prepare(dataclasses.replace(layout, states=None))
     backend.close()
@@ -104,10 +128,19 @@ def test_torch_refuses_states_by_name() -> None:
         make_backend(choose_backend("torch"), SPEC, 4, num_state_slots=3)
 
 
-def _layout(rows: list[int], read: list[int], written: list[int], saves: list[list[int]] | None = None) -> BatchLayout:
+def _layout(
+    rows: list[int],
+    read: list[int],
+    written: list[int],
+    saves: list[list[int]] | None = None,
+    certain: list[int] | None = None,
+) -> BatchLayout:
     starts = np.cumsum([0, *rows]).astype(np.int32)
     states = PassStates(
-        np.array(read, np.int32), np.array(written, np.int32), np.array(saves or [], np.int32).reshape(-1, 3)
+        np.array(read, np.int32),
+        np.array(written, np.int32),
+        np.array(saves or [], np.int32).reshape(-1, 3),
+        None if certain is None else np.array(certain, np.int32),
     )
     lengths = np.array(rows, np.int32)
     tables = np.zeros((len(rows), 1), np.int32)
@@ -145,3 +178,20 @@ def test_passes_whose_slots_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_layout(_layout([2, 3], read, written, saves), 16, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("certain", "saves", "reason"),
+    [
+        ([2, 4], [], "must be 1 to all of the"),
+        ([0, 3], [], "must be 1 to all of the"),
+        ([2, 3, 1], [], "must be 1 to all of the"),
+        ([2, 1], [[1, 2, 4]], r"must lie behind 1 to all of the \[2, 1\] certain rows"),
+    ],
+)
+def test_what_is_certain_is_at_least_a_row_and_saves_lie_behind_nothing_else(
+    certain: list[int], saves: list[list[int]], reason: str
+) -> None:
+    check_layout(_layout([2, 3, 0], [-1, -1, 5], [0, 1, 2], [[1, 1, 4]], [2, 1, 0]), 16, 1, 8, 2)
+    with pytest.raises(ConfigError, match=reason):
+        check_layout(_layout([2, 3], [-1, -1], [0, 1], saves, certain), 16, 1, 8, 31)

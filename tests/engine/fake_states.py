@@ -3,19 +3,21 @@
 The state of a sequence is a hash over its tokens, one after another, and their number. It lies in the slots of a real
 `StatePool`; the logits hash it together with all tokens read from the pool of blocks. A state of another sequence, one
 token ahead or behind, of a pass that failed, or a slot that was handed out too early gives other tokens than
-`expected_hybrid` computes from the prompt alone. Passes are checked as the compiled backend checks them.
+`expected_hybrid` computes from the prompt alone. Passes are checked as the compiled backend checks them. Of a draft its
+token is kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.fake_runner import CONTEXT, FakeBackend, FakeRunner, fake_parts, token_logits
-from kvboost_edge.backends.base import LayerStateSpec
+from kvboost_edge.backends.base import BatchLayout, LayerStateSpec, PassStates
 from kvboost_edge.backends.layout import check_layout
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.engine.build import EngineParts
@@ -61,10 +63,10 @@ class HybridBackend(FakeBackend):
 
     states: StatePool
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_slots: int, num_draft_rows: int) -> None:
         super().__init__(num_blocks, block_size)
         self.spec = dataclasses.replace(self.spec, states=(SPEC,))
-        self.states = StatePool(self.spec.states, num_slots)
+        self.states = StatePool(self.spec.states, num_slots, num_draft_rows)
         self.states.poison(range(num_slots))
 
     def read_state(self, slot: int) -> State:
@@ -76,15 +78,21 @@ class HybridBackend(FakeBackend):
         """Put a state into a slot."""
         self.states.tail(slot, 0).view(np.int64).reshape(-1)[:2] = state
 
+    def drafted(self, row: int) -> npt.NDArray[np.int64]:
+        """The token of a row of drafts, a view [1]."""
+        return self.states.draft(row, 0).view(np.int64)[:1]
+
 
 class HybridRunner(FakeRunner):
-    """`saved` counts states that were kept beside those of running sequences."""
+    """`saved` counts states that were kept beside those of running sequences, `taken_in` drafts that were right;
+    `on_accept` runs before those are."""
 
     backend: HybridBackend
 
     def __init__(self, backend: HybridBackend, max_context: int = CONTEXT) -> None:
         super().__init__(backend, max_context)
-        self.saved = 0
+        self.saved = self.taken_in = 0
+        self.on_accept: Callable[[], None] | None = None
         self._states: dict[int, State] = {}  # row of the pass -> the state behind it
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
@@ -93,19 +101,43 @@ class HybridRunner(FakeRunner):
             self.on_forward(batch)
         layout, backend = batch.layout, self.backend
         assert layout.states is not None
-        check_layout(layout, backend.spec.block_size, backend.num_blocks, backend.states.num_slots)
+        pool = backend.states
+        check_layout(layout, backend.spec.block_size, backend.num_blocks, pool.num_slots, pool.num_draft_rows)
         states = [ZEROS if slot < 0 else backend.read_state(slot) for slot in layout.states.state_in.tolist()]
-        starts = layout.cu_seqlens_q.tolist()
+        starts, ends = layout.cu_seqlens_q.tolist(), _certain_ends(layout)
+        drafts = itertools.count()
         for sequence, state in enumerate(states):
             for row in range(starts[sequence], starts[sequence + 1]):
                 state = self._states[row] = next_state(state, int(batch.token_ids[row]))
-            backend.write_state(int(layout.states.state_out[sequence]), state)
+                if row >= ends[sequence]:
+                    backend.drafted(next(drafts))[:] = batch.token_ids[row]
+            backend.write_state(int(layout.states.state_out[sequence]), self._states[ends[sequence] - 1])
         for sequence, rows, slot in layout.states.saves.tolist():
             backend.write_state(slot, self._states[starts[sequence] + rows - 1])
         self.saved += len(layout.states.saves)
         backend.write_kv(0, batch.token_ids, batch.positions, layout)
         self.computed += len(batch.token_ids)
         return np.stack([self._row(batch, int(row)) for row in batch.logit_rows])
+
+    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates) -> None:
+        if self.on_accept is not None:
+            self.on_accept()
+        backend, first = self.backend, 0
+        wanted = {(sequence, rows): slot for sequence, rows, slot in states.saves.tolist()}
+        read = [backend.read_state(int(slot)) for slot in states.state_in]
+        for sequence, (end, stop) in enumerate(zip(_certain_ends(layout), layout.cu_seqlens_q[1:], strict=True)):
+            state, count = read[sequence], int(accepted[sequence])
+            assert count <= stop - end
+            for row in range(count):
+                state = next_state(state, int(backend.drafted(first + row)[0]))
+                if (sequence, row + 1) in wanted:
+                    backend.write_state(wanted.pop((sequence, row + 1)), state)
+            if count:
+                backend.write_state(int(states.state_out[sequence]), state)
+            first += int(stop) - end
+        assert not wanted
+        self.saved += len(states.saves)
+        self.taken_in += int(accepted.sum())
 
     def _row(self, batch: ForwardBatch, row: int) -> npt.NDArray[np.float32]:
         seen = super()._row(batch, row)
@@ -117,12 +149,23 @@ class HybridRunner(FakeRunner):
         return state_logits(self._states[row], tokens)
 
 
+def _certain_ends(layout: BatchLayout) -> list[int]:
+    """The row behind the last certain one of each sequence."""
+    assert layout.states is not None
+    assert layout.states.certain is not None
+    return (layout.cu_seqlens_q[:-1] + layout.states.certain).tolist()
+
+
 def hybrid_parts(
-    num_blocks: int = 64, num_slots: int = 40, *, interval: int = 1024, every_block: bool = False
+    num_blocks: int = 64,
+    num_slots: int = 40,
+    *,
+    interval: int = 1024,
+    every_block: bool = False,
+    num_draft_rows: int = 31,
 ) -> EngineParts:
     """All parts of an engine around a `HybridRunner`."""
-    backend = HybridBackend(num_blocks, 16, num_slots)
-    manager = KVCacheManager(
-        num_blocks, 16, policy=TenantFloors, state_sizes=StateSizes(num_slots, interval, every_block)
-    )
+    backend = HybridBackend(num_blocks, 16, num_slots, num_draft_rows)
+    sizes = StateSizes(num_slots, interval, every_block, num_draft_rows)
+    manager = KVCacheManager(num_blocks, 16, policy=TenantFloors, state_sizes=sizes)
     return dataclasses.replace(fake_parts(num_blocks), backend=backend, runner=HybridRunner(backend), manager=manager)

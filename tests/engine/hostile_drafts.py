@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from kvboost_edge.engine.drafting import Draft, Drafter, Memory
 from kvboost_edge.engine.request import Request
 
-__all__ = ["KINDS", "HostileDrafter", "hostile"]
+__all__ = ["KINDS", "CutDrafter", "HostileDrafter", "hostile"]
 
 KINDS = ("right", "wrong", "random", "one off", "repeating")
 
@@ -35,6 +35,27 @@ class HostileDrafter(Drafter):
             "repeating": [token_ids[-1]] * count,
         }[self._kind]
         return Draft(drafted, self._random.random())
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        self.outcomes.append((num_drafted, num_accepted))
+
+
+class CutDrafter(Drafter):
+    """Proposes so many tokens as come, and then wrong ones up to `num_drafts`."""
+
+    def __init__(self, truth: Sequence[int], num_right: int, num_drafts: int, vocab_size: int) -> None:
+        super().__init__(b"", Memory())
+        self._truth, self._num_right, self._num_drafts = list(truth), num_right, num_drafts
+        self._vocab_size = vocab_size
+        self.outcomes: list[tuple[int, int]] = []
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Draft | None:
+        following = self._truth[len(token_ids) :][: min(most, self._num_drafts)]
+        drafted = [
+            token_id if index < self._num_right else (token_id + 1) % self._vocab_size
+            for index, token_id in enumerate(following)
+        ]
+        return Draft(drafted, 1.0) if drafted else None
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         self.outcomes.append((num_drafted, num_accepted))

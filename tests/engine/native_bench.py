@@ -40,21 +40,26 @@ class Machine:
     def __init__(self, directory: Path, weights: str = "int8", states: StateSizes | None = None) -> None:
         self._directory, self._weights, self.states = directory, weights, states
         self._runners: dict[tuple[Bits, int], NativeRunner] = {}
-        self._backends: dict[tuple[Bits, int, int, int, int], CPUBackend] = {}
+        self._backends: dict[tuple[Bits, int, int, int, int, int], CPUBackend] = {}
 
     def parts(
-        self, bits: Bits, threads: int, num_blocks: int, num_open: int, num_slots: int = 0
+        self, bits: Bits, threads: int, num_blocks: int, num_open: int, states: StateSizes | None
     ) -> tuple[NativeRunner, CPUBackend]:
         if (bits, threads) not in self._runners:
             self._runners[bits, threads] = NativeRunner.from_dir(
                 self._directory, weights=self._weights, num_threads=threads, kv_bits=bits
             )
         runner = self._runners[bits, threads]
-        key = (bits, threads, num_blocks, num_open, num_slots)
+        rooms = (0, 0) if states is None else (states.num_slots, states.num_draft_rows)
+        key = (bits, threads, num_blocks, num_open, *rooms)
         if key not in self._backends:
-            spec = runner.info.kv_spec
             self._backends[key] = CPUBackend(
-                spec, num_blocks, num_threads=threads, num_open=num_open, num_state_slots=num_slots
+                runner.info.kv_spec,
+                num_blocks,
+                num_threads=threads,
+                num_open=num_open,
+                num_state_slots=rooms[0],
+                num_draft_rows=rooms[1],
             )
         runner.bind(self._backends[key])
         return runner, self._backends[key]
@@ -80,8 +85,7 @@ class NativeBench:
         states: StateSizes | None = None,
     ) -> None:
         states = machine.states if states is None else states
-        num_slots = 0 if states is None else states.num_slots
-        runner, self.backend = machine.parts(bits, threads, num_blocks, max_num_seqs + 1, num_slots)
+        runner, self.backend = machine.parts(bits, threads, num_blocks, max_num_seqs + 1, states)
         self.manager = KVCacheManager(num_blocks, BLOCK, whole_blocks=bits != (16, 16), state_sizes=states)
         self.mover = HandMover(tiers, self.backend.spec.bytes_per_block, self.backend.spec.bytes_per_state)
         loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())

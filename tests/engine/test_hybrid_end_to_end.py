@@ -64,8 +64,30 @@ def test_cold_hit_and_branch_are_equal_to_the_bit(model: Path, bits: Any) -> Non
         branches = [engine.generate([*OTHER[:50], *tail], **ANSWER) for tail in (OTHER[50:], OTHER[50:])]
         assert all(same(branch, cold[1]) for branch in branches)
         stats = engine.paged_stats()
-        assert stats["state_bytes"] == stats["state_slots"] * engine.runner_info.kv_spec.bytes_per_state > 0
+        spec = engine.runner_info.kv_spec
+        assert stats["state_bytes"] == stats["state_slots"] * spec.bytes_per_state + 31 * spec.bytes_per_draft > 0
         assert stats["other_bytes"] >= 0
+
+
+@pytest.mark.parametrize("bits", [16, 8, (8, 4), 4], ids=str)
+def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model: Path, bits: Any, tmp_path: Path) -> None:
+    """The second time the tenant asks, its answer is known; and after a restart the states of that are on disk."""
+    options = {"kv_cache_bits": bits, "debug_checks": True, "disk_cache_dir": tmp_path, "max_disk_bytes": 64 << 20}
+    sampled = {**ANSWER, "max_new_tokens": 40, "temperature": 0.8, "seed": 3}
+    for answer in ({**ANSWER, "max_new_tokens": 40}, sampled):
+        with engine_of(model, speculation="on", **options) as engine:
+            alone = engine.generate(PROMPT, mode="baseline", speculation="off", **answer)
+            engine.generate(PROMPT, speculation="auto", **answer)
+            drafted = engine.generate(PROMPT, **answer)
+            assert drafted.accepted_tokens > 5
+            assert same(drafted, alone)
+            turn = [*PROMPT, *alone.output_token_ids, 5, 6, 7]
+            following = engine.generate(turn, mode="baseline", speculation="off", **ANSWER)
+            assert same(engine.generate(turn, **ANSWER), following)
+        with engine_of(model, speculation="on", **options) as engine:
+            restored = engine.generate(turn, **ANSWER)
+            assert restored.hit_tokens["disk"] >= 128
+            assert same(restored, following)
 
 
 def test_states_survive_the_engine_on_disk(model: Path, tmp_path: Path) -> None:
@@ -101,8 +123,6 @@ def test_states_survive_the_death_of_the_process(model: Path, tmp_path: Path) ->
 
 
 def test_what_does_not_go_with_states_is_refused_by_name(model: Path) -> None:
-    with pytest.raises(ConfigError, match="speculation='on' is refused: the model is recurrent"):
-        engine_of(model, speculation="on")
     with pytest.raises(CapacityError, match=r"max_state_bytes=1000 holds 0 states of .* sequences need"):
         engine_of(model, max_state_bytes=1000)
     with pytest.raises((BackendUnavailable, ConfigError, ModelFormatError), match="state"):

@@ -14,11 +14,12 @@ import numpy.typing as npt
 import pytest
 
 from engine.hand_mover import DictTier
+from engine.hostile_drafts import KINDS, CutDrafter, hostile
 from engine.native_bench import Bits, Machine, NativeBench
 from engine.test_native_schedules import check
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.request import Request, SamplingParams
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.kvcache.table_states import StateSizes
@@ -27,7 +28,8 @@ from tiny_models import save_tiny_model
 ALL_BITS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4), (4, 4))
 FAMILIES = ("lfm2", "qwen3_5_text")
 LONG = np.random.default_rng(11).integers(3, 250, 90).tolist()
-STATES = StateSizes(24)
+STATES = StateSizes(24, num_draft_rows=31)
+VOCABULARY = 256
 NEW = 24
 
 
@@ -60,7 +62,7 @@ def test_snapshots_at_every_cut(machine: Machine, bits: Bits) -> None:
     params = SamplingParams(max_new_tokens=0)
     for cut in (0, 1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 79, 80, 81, 89, 90):
         for every_block in (False, True):
-            sizes = StateSizes(24, every_block=every_block)
+            sizes = StateSizes(24, every_block=every_block, num_draft_rows=31)
             bench = NativeBench(machine, bits=bits, max_batch_tokens=64, states=sizes)
             bench.generate([*LONG[:cut], 251, 252], params)
             for start in (0, 40, 80, 89):
@@ -83,6 +85,50 @@ def test_the_next_turn_goes_on_from_what_decoding_left(machine: Machine, bits: B
     bench.run()
     assert handle.result(0).cached_tokens == 64
     np.testing.assert_array_equal(np.concatenate(rows), expected[69:])
+
+
+NUM_DRAFTS = 6
+
+
+@pytest.mark.parametrize("every_block", [False, True])
+@pytest.mark.parametrize("bits", ALL_BITS, ids=str)
+def test_drafts_that_are_right_up_to_any_cut(machine: Machine, bits: Bits, every_block: bool) -> None:
+    """Tokens and log probabilities of two answers at once, one of them sampled, and what is kept of them."""
+    prompts = [LONG[:25], LONG[40:70]]
+    answers = [
+        SamplingParams(max_new_tokens=NEW, temperature=0.0, logprobs=2),
+        SamplingParams(max_new_tokens=NEW, temperature=1.1, top_p=0.95, seed=5, logprobs=2),
+    ]
+    sizes = StateSizes(24, every_block=every_block, num_draft_rows=2 * NUM_DRAFTS)
+    bench = NativeBench(machine, bits=bits, states=sizes)
+    alone = [bench.generate(*each, mode=GenerationMode.BASELINE) for each in zip(prompts, answers, strict=True)]
+    wholes = [[*prompt, *one.output_token_ids] for prompt, one in zip(prompts, alone, strict=True)]
+    expected = [cold_logits(machine, bits, [*whole, 7, 8]) for whole in wholes]
+    for cut in range(NUM_DRAFTS + 1):
+        bench = NativeBench(machine, bits=bits, states=sizes)
+        drafters: list[CutDrafter] = []
+
+        def drafter(request: Request, cut: int = cut, drafters: list[CutDrafter] = drafters) -> CutDrafter:
+            right = cut if request.index == 1 else NUM_DRAFTS - cut
+            drafters.append(CutDrafter(wholes[request.index - 1], right, NUM_DRAFTS, VOCABULARY))
+            return drafters[-1]
+
+        bench.scheduler.speculation.drafter = drafter  # type: ignore[method-assign]
+        drafts = {"max_draft_tokens": NUM_DRAFTS, "always_drafts": True}
+        handles = [bench.submit(*each, **drafts) for each in zip(prompts, answers, strict=True)]
+        bench.run()
+        for handle, one in zip(handles, alone, strict=True):
+            check(handle.result(0), one, f"cut {cut}")
+        for right, one in zip((cut, NUM_DRAFTS - cut), drafters, strict=True):
+            assert all(accepted == min(right, drafted) for drafted, accepted in one.outcomes)
+            assert max(accepted for _, accepted in one.outcomes) == right
+        bench.scheduler.speculation.drafter = lambda request: None  # type: ignore[method-assign]
+        for whole, logits in zip(wholes, expected, strict=True):
+            handle, rows = bench.submit_logits([*whole, 7, 8], len(whole) - 1)
+            bench.run()
+            assert handle.result(0).cached_tokens == (len(whole) - 1) // 16 * 16
+            np.testing.assert_array_equal(np.concatenate(rows), logits[len(whole) - 1 :])
+        bench.assert_clean()
 
 
 class Truth:
@@ -131,7 +177,12 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
         max_num_seqs=max_num_seqs,
         max_batch_tokens=rng.choice((1, 7, 16, 33, 128, 128)),
         tiers=[tiers[bits]] if rng.random() < 0.4 else [],
-        states=StateSizes(rng.choice((9, 12, 40)), rng.choice((16, 1024)), rng.random() < 0.3),
+        states=StateSizes(rng.choice((9, 12, 40)), rng.choice((16, 1024)), rng.random() < 0.3, rng.choice((5, 31))),
+    )
+    bench.scheduler.speculation.drafter = hostile(  # type: ignore[method-assign]
+        lambda request: [*request.prompt_ids, *truth(bits, list(request.prompt_ids)).output_token_ids],
+        lambda request: KINDS[request.index % len(KINDS)],
+        VOCABULARY,
     )
     wanted: list[tuple[RequestHandle, list[int]]] = []
     doomed: list[RequestHandle] = []
@@ -143,7 +194,8 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
             params = dataclasses.replace(params_of(prompt), max_new_tokens=rng.choice((0, 1, 17, NEW, NEW)))
             mode = GenerationMode.BASELINE if rng.random() < 0.1 else GenerationMode.PREFIX_CACHE
             hints = (rng.randrange(len(prompt)),)
-            handle = bench.submit(prompt, params, mode, snapshot_hints=hints)
+            drafts = {"max_draft_tokens": rng.choice((0, 3, 31)), "always_drafts": True}
+            handle = bench.submit(prompt, params, mode, snapshot_hints=hints, **drafts)
             wanted.append((handle, prompt))
             if rng.random() < 0.2:
                 doomed.append(handle)
@@ -160,6 +212,9 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
     bench.assert_clean()
     found = sum((Counter(handle.result(0).hit_tokens) for handle, _ in wanted), Counter())
     found["preemptions"] = bench.scheduler.num_preemptions
+    found["drafted"], found["accepted"] = (
+        sum(getattr(handle.result(0), name) for handle, _ in wanted) for name in ("drafted_tokens", "accepted_tokens")
+    )
     return found
 
 
@@ -169,6 +224,7 @@ def test_random_schedules_equal_uncached_single_runs(machine: Machine, scale: Ca
     assert found["preemptions"] >= 2
     assert found["pool"] > 500
     assert found["shelf"] > 30
+    assert found["drafted"] > found["accepted"] > 100
 
 
 def test_random_schedules_of_a_mixture_of_experts(tmp_path: Path, scale: Callable[[int, int], int]) -> None:
@@ -177,6 +233,7 @@ def test_random_schedules_of_a_mixture_of_experts(tmp_path: Path, scale: Callabl
     found = sum((run_schedule(machine, truth, seed, tiers) for seed in range(scale(15, 200))), Counter())
     machine.close()
     assert found["pool"] > 200
+    assert found["drafted"] > found["accepted"] > 40
 
 
 def test_an_overflowing_state_ends_its_request_alone(machine: Machine) -> None:

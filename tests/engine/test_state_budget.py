@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,8 @@ from kvboost_edge.runners.base import RunnerInfo
 MIB = 1 << 20
 # 8 heads of 128: 64 KiB to a block of 16 tokens in float16.
 LAYER = LayerKVSpec(8, 128)
-LARGE, SMALL = LayerStateSpec(3, 8192, 32, 128, 128), LayerStateSpec(2, 2048)  # 2 MiB + 96 KiB; 16 KiB
+LARGE, SMALL = LayerStateSpec(3, 8192, 32, 128, 128, 64), LayerStateSpec(2, 2048)  # 2 MiB + 96 KiB; 16 KiB
+DRAFTS = 31 * LARGE.draft_bytes
 
 
 def info_of(states: tuple[LayerStateSpec, ...]) -> RunnerInfo:
@@ -29,6 +31,8 @@ def info_of(states: tuple[LayerStateSpec, ...]) -> RunnerInfo:
 def test_the_sizes_of_the_models_that_the_defaults_were_made_for() -> None:
     assert 24 * LARGE.nbytes == int(50.25 * MIB)
     assert 10 * SMALL.nbytes == 160 * 1024
+    assert 24 * LARGE.draft_bytes == 24 * 4 * (8192 + 64)
+    assert 10 * SMALL.draft_bytes == 80 * 1024
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,7 @@ def test_the_default_takes_no_more_than_there_is() -> None:
     pool = 4096 * 64 * 1024
     for room, expected in ((100, 30), (20, 20), (12, 12)):
         config = EngineConfig(num_blocks=4096, max_num_seqs=4)
-        sizes, _ = plan_states(config, info_of((LARGE,)), 4096, pool + room * LARGE.nbytes)
+        sizes, _ = plan_states(config, info_of((LARGE,)), 4096, pool + room * LARGE.nbytes + DRAFTS)
         assert sizes is not None
         assert sizes.num_slots == expected
 
@@ -70,7 +74,7 @@ def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(
     config, info = EngineConfig(num_blocks=4096, max_num_seqs=4), info_of((LARGE,))
     sizes, _ = plan_states(config, info, 4096, 1 << 34)
     assert sizes is not None
-    assert planned_state_bytes(config, info, available) == sizes.num_slots * info.kv_spec.bytes_per_state
+    assert planned_state_bytes(config, info, available) == sizes.num_slots * LARGE.nbytes + DRAFTS
     assert planned_state_bytes(config, info_of(()), available) == 0
     with pytest.raises(CapacityError, match="max_state_bytes"):
         planned_state_bytes(dataclasses.replace(config, max_state_bytes=LARGE.nbytes), info, available)
@@ -80,26 +84,41 @@ def test_where_memory_is_short_fewer_sequences_run_together() -> None:
     config = EngineConfig(num_blocks=256)
     pool = 256 * 64 * 1024
     for room, expected in ((12, 4), (10, 3), (6, 1)):
-        _, num_seqs = plan_states(config, info_of((LARGE,)), 256, pool + room * LARGE.nbytes)
+        _, num_seqs = plan_states(config, info_of((LARGE,)), 256, pool + room * LARGE.nbytes + DRAFTS)
         assert num_seqs == expected
-    with pytest.raises(CapacityError, match=r"6 states of 2\.09 MiB \(1 sequences need 1 x 2\.09 MiB\) and a pool"):
-        plan_states(config, info_of((LARGE,)), 256, pool + 5 * LARGE.nbytes)
+    with pytest.raises(
+        CapacityError, match=r"6 states of 2\.09 MiB \(1 sequences need 1 x 2\.09 MiB\), drafts of 0\.98 M"
+    ):
+        plan_states(config, info_of((LARGE,)), 256, pool + 5 * LARGE.nbytes + DRAFTS)
 
 
 def test_a_given_size_holds_what_it_holds() -> None:
-    config = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes + 1, max_num_seqs=4)
+    config = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS + 1, max_num_seqs=4)
     sizes, num_seqs = plan_states(config, info_of((LARGE,)), 256, 1 << 34)
     assert sizes is not None
-    assert (sizes.num_slots, num_seqs) == (5, 4)
-    free = EngineConfig(num_blocks=256, max_state_bytes=5e6)  # type: ignore[arg-type]
+    assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (5, 31, 4)
+    free = EngineConfig(num_blocks=256, max_state_bytes=6e6)  # type: ignore[arg-type]
     assert plan_states(free, info_of((LARGE,)), 256, 1 << 34)[1] == 1
-    small = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes - 1, max_num_seqs=4)
+    small = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS - 1, max_num_seqs=4)
     with pytest.raises(
-        CapacityError, match=r"holds 4 states of 2\.09 MiB: 4 sequences need 4 x 2\.09 MiB and one more"
+        CapacityError,
+        match=r"holds 4 states of 2\.09 MiB: 4 sequences need 4 x 2\.09 MiB and one more to begin from, and 31 drafts",
     ):
         plan_states(small, info_of((LARGE,)), 256, 1 << 34)
-    with pytest.raises(CapacityError, match="holds 1 states"):
-        plan_states(dataclasses.replace(free, max_state_bytes=LARGE.nbytes), info_of((LARGE,)), 256, 1 << 34)
+    for given, held in ((LARGE.nbytes + DRAFTS, 1), (DRAFTS, 0), (DRAFTS - 1, 0)):
+        with pytest.raises(CapacityError, match=f"holds {held} states"):
+            plan_states(dataclasses.replace(free, max_state_bytes=given), info_of((LARGE,)), 256, 1 << 34)
+
+
+@pytest.mark.parametrize(("options", "expected"), [({"speculation": "off"}, 0), ({"max_draft_tokens": 7}, 7)])
+def test_drafts_take_the_room_that_their_number_needs(options: dict[str, Any], expected: int) -> None:
+    config = EngineConfig(num_blocks=256, max_state_bytes=6 * LARGE.nbytes, max_num_seqs=1, **options)
+    info = info_of((LARGE,))
+    sizes, _ = plan_states(config, info, 256, 1 << 34)
+    assert sizes is not None
+    assert sizes.num_draft_rows == expected
+    assert sizes.num_slots == (6 if expected == 0 else 5)
+    assert planned_state_bytes(config, info, 1 << 34) == sizes.num_slots * LARGE.nbytes + expected * LARGE.draft_bytes
 
 
 def test_a_model_without_states_has_no_room_for_them() -> None:
@@ -114,11 +133,9 @@ def test_a_size_is_a_number_of_bytes(wrong: object) -> None:
         EngineConfig(max_state_bytes=wrong)  # type: ignore[arg-type]
 
 
-def test_speculation_is_refused_by_name_where_it_is_asked_for() -> None:
-    check_options(EngineConfig(), info_of((LARGE,)))
-    check_options(EngineConfig(speculation="on"), info_of(()))
-    with pytest.raises(ConfigError, match="speculation='on' is refused: the model is recurrent"):
-        check_options(EngineConfig(speculation="on"), info_of((LARGE,)))
+def test_options_are_for_models_that_they_concern() -> None:
+    for states in ((LARGE,), ()):
+        check_options(EngineConfig(speculation="on"), info_of(states))
     with pytest.raises(ConfigError, match="max_state_bytes=5 has no effect"):
         check_options(EngineConfig(max_state_bytes=5), info_of(()))
 
@@ -136,8 +153,6 @@ def test_an_engine_with_states_refuses_what_needs_none_and_counts_them() -> None
         assert engine.paged_stats()["replayed_tokens"] == 16
         with pytest.raises(RequestError, match="recurrent: 1 of its layers keep a state"):
             engine.generate([1, 2, 3], mode="chunk_kv_reuse")
-        with pytest.raises(RequestError, match="speculation='on' is refused: the model is recurrent"):
-            engine.generate([1, 2, 3], speculation="on")
         assert engine.reuse_refusal is not None
         with pytest.raises(RequestError, match="snapshot_hints"):
             engine.generate([1, 2, 3], snapshot_hints=(-1,))

@@ -1,4 +1,5 @@
-"""Sequences with states: cold, from a snapshot, chunked, batched, preempted and failed passes give the same tokens."""
+"""Sequences with states: cold, from a snapshot, chunked, batched, preempted, guessed ahead and behind failed passes the
+tokens are the same."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from engine.fake_runner import EOS_ID, ROOT, Bench
+from engine.fake_runner import EOS_ID, ROOT, VOCAB_SIZE, Bench
 from engine.fake_states import HybridRunner, expected_hybrid, hybrid_parts
 from engine.hand_mover import DictTier
+from engine.hostile_drafts import KINDS, hostile
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import KVBoostError
@@ -65,6 +67,10 @@ def run_schedule(seed: int) -> Counter[str]:
     runner = bench.runner
     assert isinstance(runner, HybridRunner)
 
+    def fail_accepting() -> None:
+        if rng.random() < 0.05:
+            raise PassFailed
+
     def fail_sometimes(batch: ForwardBatch) -> None:
         if rng.random() < 0.02:
             runner.on_forward = None
@@ -77,7 +83,14 @@ def run_schedule(seed: int) -> Counter[str]:
     cancelled: list[RequestHandle] = []
     known: list[list[int]] = []
     pending, idle = rng.randrange(3, 12), 0
-    runner.on_forward = fail_sometimes if seed % 4 == 0 else None
+    if seed % 4 == 0:
+        runner.on_forward, runner.on_accept = fail_sometimes, fail_accepting
+    bench.scheduler.speculation._closes_blocks = rng.random() < 0.3
+    bench.scheduler.speculation.drafter = hostile(  # type: ignore[method-assign]
+        lambda request: [*request.prompt_ids, *expected_hybrid(request.prompt_ids, 50)],
+        lambda request: KINDS[request.index % len(KINDS)],
+        VOCAB_SIZE,
+    )
     while pending or bench.scheduler.has_work or idle < 1:
         if pending and rng.random() < 0.4:
             pending -= 1
@@ -86,7 +99,8 @@ def run_schedule(seed: int) -> Counter[str]:
                 continue
             hints = tuple(rng.choices(range(len(prompt) + 5), k=2))
             mode = rng.choice((*[GenerationMode.PREFIX_CACHE] * 4, GenerationMode.BASELINE))
-            handle = bench.submit(prompt, count, mode, EOS, terms={"snapshot_hints": hints})
+            drafts = {"max_draft_tokens": rng.choice((0, 3, 31)), "always_drafts": rng.random() < 0.7}
+            handle = bench.submit(prompt, count, mode, EOS, terms={"snapshot_hints": hints, **drafts})
             wanted.append((handle, expected_hybrid(prompt, count, EOS)))
             known.append(prompt + wanted[-1][1])
             if rng.random() < 0.15:
@@ -117,7 +131,10 @@ def run_schedule(seed: int) -> Counter[str]:
     assert bench.manager.used_block_count == 0
     bench.manager.check_invariants([])
     assert states.slots.num_used == sum(states.slots.counts().values())
+    speculation = bench.scheduler.speculation
+    assert runner.taken_in == speculation.num_accepted or seed % 4 == 0
     found.update(preemptions=bench.scheduler.num_preemptions, replayed=states.num_replayed, saved=runner.saved)
+    found.update(taken_in=runner.taken_in, wrong=speculation.num_drafted - speculation.num_accepted)
     return found
 
 
@@ -132,6 +149,8 @@ def test_random_schedules_equal_single_runs(scale: Callable[[int, int], int]) ->
     assert found["replayed"] > 400
     assert found["saved"] > 400
     assert found["failed"] > 5
+    assert found["taken_in"] > 400
+    assert found["wrong"] > 400
 
 
 def computed_by(

@@ -29,7 +29,8 @@ picks = st.integers(0, 1000)
 @dataclasses.dataclass(eq=False)
 class Live:
     """What the model knows of one live table. `node` is the identity of the prefix its chain has reached; `withdrawn`
-    are blocks that it writes again in place, `copied` those of which it got copies to write into, by their index."""
+    are blocks that it writes again in place, `copied` those of which it got copies to write into, by their index;
+    `lacks_some`: it was forked while the other one wrote such a block, which may never be published again."""
 
     table: BlockTable
     tokens: list[int]
@@ -42,3 +43,4 @@ class Live:
     withdrawn: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
     uses_cache: bool = True
     copied: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
+    lacks_some: bool = False

@@ -239,7 +239,7 @@ class PoolMachine(RuleBasedStateMachine):
                 seq.node = node
         published = {block_id: tokens for (_, tokens), (block_id, _) in self.cached.items()}
         held = [published.get(block_id) for block_id in seq.table.block_ids[:num_full]]
-        assert held == [self.full_block(seq.tokens, index) for index in range(num_full)]
+        assert seq.lacks_some or held == [self.full_block(seq.tokens, index) for index in range(num_full)]
         assert seq.table.block_ids[num_full:] == before[num_full:]
 
     @precondition(lambda self: self.live)
@@ -270,6 +270,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         child = dataclasses.replace(seq, table=self.manager.fork(seq.table), tokens=seq.tokens.copy(), withdrawn={})
         child.copied = seq.copied.copy()
+        child.lacks_some = seq.lacks_some or bool(seq.withdrawn)
         child.uncounted = (0, 0)
         assert child.table.block_ids == seq.table.block_ids
         self.live.append(child)

@@ -177,6 +177,42 @@ class StatesMachine(RuleBasedStateMachine):
                 self.manager.commit(one.table, one.tokens, stops[one])
 
     @precondition(lambda self: self.live)
+    @rule(
+        number=picks,
+        guesses=st.lists(st.integers(0, 1), min_size=1, max_size=6),
+        right=st.integers(0, 6),
+        fails=st.sampled_from([False] * 5 + [True]),
+    )
+    def compute_with_drafts(self, number: int, guesses: list[int], right: int, fails: bool) -> None:
+        """One certain token, then guesses, of which the first ones are right: the state takes those in afterwards."""
+        one = self.pick(number)
+        start, right = one.table.num_computed_tokens, min(right, len(guesses))
+        if start + 1 != len(one.tokens) or not self.extend(one, start + 1 + len(guesses)):
+            return
+        for slot in self.states.unwritten():
+            self.held[slot] = POISON
+        plan = self.states.plan(one.table, start, start + 1)
+        assert one.prefix(start) == (self.held[plan.read] if plan.read >= 0 else (one.root, ()))
+        self.write(one, start, plan, start + 1)
+        one.tokens += guesses
+        for position, slot in enumerate(self.manager.slots(one.table, start + 1, len(one.tokens)), start + 1):
+            self.memory[slot] = one.prefix(position + 1)
+        one.tokens[start + 1 + right :] = [right % 2]  # what was sampled behind them
+        self.manager.shrink(one.table, len(one.tokens))
+        self.manager.commit(one.table, one.tokens, start + 1)
+        if not right:
+            return
+        plan = self.states.plan(one.table, start + 1, start + 1 + right)
+        assert plan.read == plan.write
+        assert self.held[plan.read] == one.prefix(start + 1)
+        if fails:
+            self.held[plan.write] = POISON
+            self.free(self.live.index(one))
+            return
+        self.write(one, start + 1, plan, start + 1 + right)
+        self.manager.commit(one.table, one.tokens, start + 1 + right)
+
+    @precondition(lambda self: self.live)
     @rule(number=picks)
     def fork(self, number: int) -> None:
         one = self.pick(number)

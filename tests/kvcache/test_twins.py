@@ -119,6 +119,17 @@ def test_a_table_without_the_cache_keeps_its_own_and_its_equals_outlive_what_han
     assert manager.peek([*running, 0], ROOT) == 8  # the end of the chain went first
 
 
+def test_kept_apart_a_table_keeps_its_own() -> None:
+    manager, tokens = KVCacheManager(8, B), list(range(8))
+    manager.twins.keep_apart()
+    first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
+    for table in (first, second):
+        manager.extend(table, 8)
+        manager.commit(table, tokens, 8)
+    assert set(first.block_ids).isdisjoint(second.block_ids)
+    manager.check_invariants([first, second])
+
+
 def test_an_evicted_equal_is_not_mistaken_for_what_took_its_block() -> None:
     manager, tokens = KVCacheManager(3, B), list(range(4))
     first = prefill(manager, tokens)

@@ -60,12 +60,13 @@ F_BY, F_BY_STEP, F_BY_FIRST = 32, 33, 34
 F_QUERY_SCALE, F_LATE_NORM = 35, 36
 # Experts: how many there are, and of each token; OP_ROUTE: their scores, and what shares are divided by.
 F_EXPERTS, F_USED, F_SCORE, F_RENORM = range(37, 41)
-# Operations on pieces of a row: the first float of the source's row.
+# Operations on pieces of a row, and those that read the inputs of a convolution: the first float of the source's row.
 F_SRC_FIRST = 41
 # Layers with a state: its first byte in a slot; inputs before a token that a convolution reads; heads of keys and their
 # dim (F_HEADS, F_DIM are those of values); whether value head h reads key head h mod F_KEY_HEADS; OP_TAILS: whether
-# inputs are products; addresses of what makes decays.
+# inputs are products; addresses of what makes decays; its first byte in a row of drafts, and the bytes of such a row.
 F_STATE, F_TAPS, F_KEY_HEADS, F_KEY_DIM, F_TILED, F_GATED, F_DECAY, F_DT_BIAS = range(42, 50)
+F_DRAFT, F_DRAFT_STEP = 50, 51
 # What tokens do to a state; the address of how much of a value is added to its result. OP_GATE: groups that are normed,
 # floats from the weights of one to those of the next, and whether the gates come first.
 F_RULE, F_SKIP, F_GROUPS, F_WEIGHT_STEP, F_GATE_FIRST = range(52, 57)
@@ -90,11 +91,12 @@ NUM_PARAMS = 8  # half a cache line
 # beside them leaves.
 # B_STATES: which states the pass reads and writes, see states/sequences.py; B_SEQUENCES is no address, but their
 # number.
+# B_DRAFTS: what drafts brought to them.
 (
     B_TOKENS, B_POSITIONS, B_HIDDEN, B_NORMED, B_PANEL, B_INNER, B_WIDE, B_QUERY, B_KEY, B_VALUE, B_ATTENDED, B_LOGITS,
     B_ROWS, B_PER_LAYER, B_TABLE_ROWS, B_ROUTED, B_CHOSEN, B_SHARES, B_DISPATCH, B_SPREAD, B_EXPERTS_INNER, B_BESIDE,
-    B_STATES, B_SEQUENCES, B_TABLES,
-) = range(25)  # fmt: skip
+    B_STATES, B_SEQUENCES, B_DRAFTS, B_TABLES,
+) = range(26)  # fmt: skip
 
 # Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its number; those behind
 # K_CLOSE run operations that few models have, see run.py. K_PROGRAM is no address: what runs the program itself.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.config.mixers import Mixer
 from kvboost_edge.runners.base import ModelTraits
@@ -20,6 +23,7 @@ __all__ = [
     "STORES_NOTHING",
     "WORKS_WITH",
     "choose_weights",
+    "log_notices",
     "missing_package",
     "moved_keys_refusal",
     "native_kv_spec",
@@ -27,6 +31,8 @@ __all__ = [
     "unsupported_reason",
     "wish",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 WORKS_WITH = "backend='cpu'"
 AUTO_BACKEND = "cpu"
@@ -139,7 +145,18 @@ def state_spec(mixer: Mixer) -> LayerStateSpec:
     """What a layer with this mixer keeps of a sequence."""
     if mixer.kind == "conv":
         return LayerStateSpec(mixer.taps, mixer.channels)
-    return LayerStateSpec(mixer.taps, mixer.channels, mixer.value_heads, mixer.key_dim, mixer.value_dim)
+    heads, gates = mixer.value_heads, (2 if mixer.kind == "delta" else 1) * mixer.value_heads
+    return LayerStateSpec(mixer.taps, mixer.channels, heads, mixer.key_dim, mixer.value_dim, gates)
+
+
+def log_notices(checkpoint: Checkpoint) -> None:
+    """What a model that is loaded does not do."""
+    notice, parts = pin_notice(checkpoint.config), checkpoint.other_parts
+    if notice:
+        _LOG.warning("%s: %s", checkpoint.path, notice)
+    if parts:
+        named = ", ".join(f"{part} ({count})" for part, count in sorted(parts.items()))
+        _LOG.info("%s: text only; not used are the tensors of %s", checkpoint.path, named)
 
 
 def _mb(num_bytes: int) -> str:

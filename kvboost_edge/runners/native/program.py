@@ -34,6 +34,7 @@ class LayerProgram:
 
     From part `narrow` on no keys, values and states are computed: it and all behind it need the rows of logits only.
     border: the buffer that it reads beside the hidden state, what attention returned and B_PER_LAYER; None: no other
+    accept: (first, end) of what lets states take in rows of drafts; empty where there are no states
     held: weights of norms that have none, to which operations point
     """
 
@@ -43,6 +44,7 @@ class LayerProgram:
     narrow: int
     normed: int
     border: Rows | None
+    accept: tuple[int, int]
     held: list[npt.NDArray[np.float32]]
 
     @property
@@ -124,6 +126,15 @@ class _Builder(Emitter):
             return self.states.before(f"layer{index}.", layer.state)
         self.before_attention(index)
         return lt.B_ATTENDED, self.sizes.attended[index]
+
+    def accept_drafts(self) -> tuple[int, int]:
+        """See `LayerProgram.accept`."""
+        first = len(self.rows)
+        for index, layer in enumerate(self.spec.layers):
+            if layer.state >= 0:
+                assert self.states is not None
+                self.states.accept(f"layer{index}.", layer.state)
+        return first, len(self.rows)
 
     def border(self, index: int) -> Rows | None:
         """See `LayerProgram.border`, of a part behind this layer."""
@@ -207,6 +218,7 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
         builder.after_mixing(index, rows)
     normed = builder.head()
     parts.append((first, len(builder.rows)))
+    accept = builder.accept_drafts()
     ops = np.zeros((len(builder.rows), lt.NUM_FIELDS), dtype=np.int64)
     params = np.zeros((len(builder.rows), lt.NUM_PARAMS), dtype=np.float32)
     for index, (fields, floats) in enumerate(zip(builder.rows, builder.floats, strict=True)):
@@ -215,7 +227,7 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
     border = builder.border(spec.first_shared - 1)
     entries_of(ops[:, lt.F_OP].tolist())  # raises where one has none
     held = [builder.ones, *(() if builder.states is None else builder.states.held)]
-    return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, border, held)
+    return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, border, accept, held)
 
 
 def possible_operations(spec: ModelSpec) -> list[int]:

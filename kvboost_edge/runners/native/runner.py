@@ -6,7 +6,6 @@ was cut, whether its keys and values came from the pool, or the number of thread
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import Backend
+from kvboost_edge.backends.base import Backend, BatchLayout, PassStates
 from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
@@ -27,7 +26,6 @@ from kvboost_edge.kernels.program.entries import kernel_table, pass_entries
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
@@ -39,17 +37,16 @@ from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.layerwise import attend_layer
 from kvboost_edge.runners.native.numerics import describe_numerics
 from kvboost_edge.runners.native.pass_texts import PassTexts
-from kvboost_edge.runners.native.plan import LATE_NORM, RECURRENT, STORES_NOTHING, native_kv_spec
+from kvboost_edge.runners.native.plan import LATE_NORM, RECURRENT, STORES_NOTHING, log_notices, native_kv_spec
 from kvboost_edge.runners.native.program import attention_params, build_program, possible_operations
-from kvboost_edge.runners.native.states import pass_states
+from kvboost_edge.runners.native.states import accepted_rows, pass_states
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
 __all__ = ["NativeRunner", "load"]
 
-_LOG = logging.getLogger(__name__)
-
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int32]
 
 
 class _Rest(NamedTuple):
@@ -123,16 +120,8 @@ class NativeRunner:
         Raises ModelFormatError with the reason where the model is not known to this runner.
         """
         checkpoint = Checkpoint.open(model)
-        spec, notice = describe_model(checkpoint.config), pin_notice(checkpoint.config)
-        if notice:
-            _LOG.warning("%s: %s", checkpoint.path, notice)
-        parts = checkpoint.other_parts
-        if parts:
-            _LOG.info(
-                "%s: text only; not used are the tensors of %s",
-                checkpoint.path,
-                ", ".join(f"{part} ({count})" for part, count in sorted(parts.items())),
-            )
+        spec = describe_model(checkpoint.config)
+        log_notices(checkpoint)
         with checkpoint.open_source() as source:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source, row_tables(spec))
@@ -225,6 +214,16 @@ class NativeRunner:
             addresses = addresses.copy()  # a helper of the last call may still look at the old ones
             addresses[lt.B_ATTENDED] = attended.ctypes.data
         return self._outputs(batch, addresses, attended, len(self._program.parts) - 1)
+
+    def accept_drafts(self, layout: BatchLayout, accepted: Ints, states: PassStates) -> None:
+        """See `Runner.accept_drafts`: the operations that turn states, over the rows of drafts."""
+        if self._backend is None or self._backend.states is None:
+            raise ConfigError("accept_drafts: the model keeps no states")
+        rows = accepted_rows(layout, self._backend.states, accepted, states)
+        addresses = self._buffers.addresses(rows.num_rows, 1)
+        addresses[lt.B_STATES], addresses[lt.B_DRAFTS] = rows.numbers.ctypes.data, rows.drafts
+        addresses[lt.B_SEQUENCES] = np.count_nonzero(accepted)
+        self._run(self._program.accept, addresses, rows.num_rows)
 
     def deviations(self, batch: ForwardBatch, rows: Longs, slots: Longs) -> Floats:
         """See `Runner.deviations`: values are read where the rope of the second layer that has some left them, in its

@@ -9,6 +9,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.panel import COARSE_BYTES, SEED_BYTES
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program.route import dispatch_numbers
+from kvboost_edge.kernels.program.states.sums import MOST_KEYS
 from kvboost_edge.kernels.program.tiles import SCRATCH_BYTES
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.experts import Experts
@@ -17,7 +18,7 @@ from kvboost_edge.models.config.mixers import MIXER_NORMS, Mixer
 
 __all__ = ["MixerSizes", "MixtureSizes", "Sizes", "padded"]
 
-_MOST_TAPS, _MOST_DIM = 15, SCRATCH_BYTES // 4  # a head fits into the scratch of a thread
+_MOST_TAPS, _MOST_DIM = 15, SCRATCH_BYTES // 4  # a head of values fits into the scratch of a thread
 
 
 def padded(value: int, multiple: int) -> int:
@@ -70,10 +71,11 @@ class MixerSizes(NamedTuple):
         """ModelFormatError for sizes that the kernels do not take."""
         width = mixer.value_heads * mixer.value_dim or mixer.channels
         uneven = mixer.channels % LANES or mixer.key_dim % LANES or mixer.value_dim % LANES or width % GROUP
-        if uneven or not 1 <= mixer.taps <= _MOST_TAPS or max(mixer.key_dim, mixer.value_dim) > _MOST_DIM:
+        if uneven or not 1 <= mixer.taps <= _MOST_TAPS or mixer.key_dim > MOST_KEYS or mixer.value_dim > _MOST_DIM:
             raise ModelFormatError(
-                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, dims at most "
-                f"{_MOST_DIM}, values in all a multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
+                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, those of keys at "
+                f"most {MOST_KEYS} and of values {_MOST_DIM}, values in all a multiple of {GROUP}, and taps from 1 to "
+                f"{_MOST_TAPS}"
             )
         if mixer.kind == "conv":
             return cls(3 * mixer.channels, 0, width)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.backends.base import BatchLayout, PassStates
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.states import sequences as ls
@@ -14,7 +16,9 @@ from kvboost_edge.runners.native.emitter import Emitter, Rows
 from kvboost_edge.runners.native.plan import state_spec
 from kvboost_edge.runners.native.sizes import MixerSizes
 
-__all__ = ["StateOperations", "pass_states"]
+__all__ = ["AcceptedRows", "StateOperations", "accepted_rows", "pass_states"]
+
+Ints = npt.NDArray[np.int32]
 
 _L2_EPS = 1e-6  # of the length of queries and keys
 _CONV = {lt.F_WEIGHT: "conv", lt.F_BIAS: "conv_bias"}
@@ -30,7 +34,8 @@ class StateOperations:
 
     def __init__(self, builder: Emitter, mixer: Mixer) -> None:
         self._builder, self._mixer, self._sizes = builder, mixer, MixerSizes.of(mixer)
-        self._state_bytes = state_spec(mixer).nbytes
+        self._spec = state_spec(mixer)
+        self._num_states = sum(layer.state >= 0 for layer in builder.spec.layers)
         # Nobody has queries there: not of attention in this layer, and not of OP_SCAN any more.
         self.mixed = (lt.B_QUERY, self._sizes.mixed)
         dim = max(mixer.key_dim, 1)
@@ -40,32 +45,52 @@ class StateOperations:
         """From the hidden state to the rows that the output projection reads; `state`: its number in the pool."""
         builder, mixer, sizes = self._builder, self._mixer, self._builder.sizes
         normed, wide = (lt.B_NORMED, sizes.hidden), (lt.B_WIDE, sizes.wide)
-        mixed, offset = self.mixed, state * self._state_bytes
-        is_conv = mixer.kind == "conv"
+        is_conv, draft_bytes = mixer.kind == "conv", self._spec.draft_bytes
         builder.norm(f"{layer}attn_in", f"{layer}mixer_in")
         builder.linear(f"{layer}mixer_in", normed, wide)
         if not is_conv:
             builder.linear(f"{layer}mixer_gates", normed, wide, first=self._sizes.gates)
-        conv = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_DST: mixed[0], lt.F_DST_STEP: mixed[1]}
-        conv |= {lt.F_COUNT: mixer.channels, lt.F_TAPS: mixer.taps, lt.F_STATE: offset, lt.F_GATED: int(is_conv)}
-        conv |= {field: builder.packed.address(layer + name) for field, name in _CONV.items()}
+        conv = {**self._conv(layer, state), lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_GATED: int(is_conv)}
+        conv |= {lt.F_DRAFT: state * draft_bytes, lt.F_DRAFT_STEP: self._num_states * draft_bytes}
         if is_conv:
             builder.add(lt.OP_CONV, conv)
             builder.add(lt.OP_TAILS, conv)
-            return mixed
+            return self.mixed
+        self._turn(layer, state, {**conv, lt.F_BY_FIRST: self._sizes.gates})
+        builder.add(lt.OP_GATE, {**conv, **self._heads(), **self._norm(layer)}, eps=builder.spec.eps)
+        return self.mixed
+
+    def accept(self, layer: str, state: int) -> None:
+        """What turns the state by tokens whose inputs and gates are rows of drafts."""
+        first, step = (each * self._spec.draft_bytes // 4 for each in (state, self._num_states))
+        conv = {**self._conv(layer, state), lt.F_SRC: lt.B_DRAFTS, lt.F_SRC_STEP: step, lt.F_SRC_FIRST: first}
+        if self._mixer.kind == "conv":
+            self._builder.add(lt.OP_TAILS, conv)
+        else:
+            self._turn(layer, state, {**conv, lt.F_BY_FIRST: first + self._mixer.channels})
+
+    def _conv(self, layer: str, state: int) -> dict[int, int]:
+        """Fields of the convolution, without those of where its inputs are."""
+        mixer, fields = self._mixer, {lt.F_DST: self.mixed[0], lt.F_DST_STEP: self.mixed[1]}
+        fields |= {lt.F_COUNT: mixer.channels, lt.F_TAPS: mixer.taps, lt.F_STATE: state * self._spec.nbytes}
+        return fields | {field: self._builder.packed.address(layer + name) for field, name in _CONV.items()}
+
+    def _heads(self) -> dict[int, int]:
+        mixer = self._mixer
         heads = {lt.F_KEY_HEADS: mixer.key_heads, lt.F_KEY_DIM: mixer.key_dim, lt.F_HEADS: mixer.value_heads}
-        heads |= {lt.F_DIM: mixer.value_dim, lt.F_TILED: int(mixer.tiled_heads), lt.F_RULE: lt.RULES[mixer.kind]}
+        return heads | {lt.F_DIM: mixer.value_dim, lt.F_TILED: int(mixer.tiled_heads), lt.F_RULE: lt.RULES[mixer.kind]}
+
+    def _turn(self, layer: str, state: int, source: dict[int, int]) -> None:
+        """What goes through the matrices; source: the convolution, with its inputs and the gates."""
+        builder, mixer, heads = self._builder, self._mixer, self._heads()
         norms = zip((lt.F_Q_NORM, lt.F_K_NORM), self.held, strict=True) if mixer.kind == "delta" else ()
         steps = {field: held.ctypes.data for field, held in norms}
         steps |= {field: builder.packed.address(layer + name) for field, name in _GATES.items()}
-        steps[lt.F_BY_FIRST] = self._sizes.gates
         least, most = mixer.time_limit
-        builder.add(lt.OP_STEPS, {**conv, **heads, **steps}, eps=_L2_EPS / mixer.key_dim, least=least, most=most)
-        builder.add(lt.OP_TAILS, conv)
-        place = {lt.F_STATE: offset + state_spec(mixer).tail_bytes, lt.F_SKIP: builder.packed.address(f"{layer}skip")}
-        builder.add(lt.OP_SCAN, {**heads, **place})
-        builder.add(lt.OP_GATE, {**conv, **heads, **self._norm(layer)}, eps=builder.spec.eps)
-        return mixed
+        builder.add(lt.OP_STEPS, {**source, **heads, **steps}, eps=_L2_EPS / mixer.key_dim, least=least, most=most)
+        builder.add(lt.OP_TAILS, source)
+        offset, skip = state * self._spec.nbytes + self._spec.tail_bytes, builder.packed.address(f"{layer}skip")
+        builder.add(lt.OP_SCAN, {**heads, lt.F_STATE: offset, lt.F_SKIP: skip})
 
     def _norm(self, layer: str) -> dict[int, int]:
         """Fields of what the heads result in: where its gates are in a row, and how it is normed."""
@@ -82,16 +107,58 @@ class StateOperations:
 def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:
     """B_STATES of a checked layout, see program/states/sequences.py; it holds addresses of itself and of the pool."""
     assert layout.states is not None
-    read, written, saves = layout.states
-    num_seqs = len(read)
-    lengths = np.diff(layout.cu_seqlens_q)
+    states, lengths = layout.states, np.diff(layout.cu_seqlens_q)
+    certain = lengths if states.certain is None else states.certain
+    drafted = lengths - certain
+    found = _numbers(lengths, states, pool)
+    rows = _rows_of(found, len(lengths))
+    rows[:, ls.S_CERTAIN] = certain
+    places = pool.drafts_address + pool.draft_row_bytes * (np.cumsum(drafted, dtype=np.int64) - drafted)
+    rows[:, ls.S_DRAFTS] = np.where(drafted > 0, places, 0)
+    return found
+
+
+class AcceptedRows(NamedTuple):
+    """A pass over rows of drafts: their B_STATES, the address of the first one, and how many rows it has."""
+
+    numbers: npt.NDArray[np.int64]
+    drafts: int
+    num_rows: int
+
+
+def accepted_rows(layout: BatchLayout, pool: StatePool, accepted: Ints, states: PassStates) -> AcceptedRows:
+    """Of the sequences of a layout with drafts those of which some are accepted, at least one: the first ones of their
+    rows of drafts. Rows in between, which were not, are nobody's."""
+    assert layout.states is not None
+    assert layout.states.certain is not None
+    drafted = np.diff(layout.cu_seqlens_q) - layout.states.certain
+    which = np.flatnonzero(accepted)
+    own, firsts = accepted[which], (np.cumsum(drafted) - drafted)[which]
+    saves = states.saves.copy()
+    saves[:, 0] = np.searchsorted(which, saves[:, 0])
+    # Each row up to the next sequence's first has a sequence that begins before it: all read memory that is there.
+    lengths = np.diff(firsts, append=firsts[-1] + own[-1])
+    found = _numbers(lengths, PassStates(states.state_in[which], states.state_out[which], saves), pool)
+    rows = _rows_of(found, len(which))
+    rows[:, ls.S_ROWS] = rows[:, ls.S_CERTAIN] = own
+    return AcceptedRows(found, pool.drafts_address + int(firsts[0]) * pool.draft_row_bytes, int(lengths.sum()))
+
+
+def _rows_of(numbers: npt.NDArray[np.int64], num_seqs: int) -> npt.NDArray[np.int64]:
+    return numbers[: num_seqs * ls.SEQUENCE_NUMBERS].reshape(num_seqs, ls.SEQUENCE_NUMBERS)
+
+
+def _numbers(lengths: Ints, states: PassStates, pool: StatePool) -> npt.NDArray[np.int64]:
+    """B_STATES of sequences with so many rows each; which of them are certain is not said yet."""
+    read, written, saves, _ = states
+    num_seqs, starts = len(read), np.cumsum(lengths) - lengths
     tokens = np.repeat(np.arange(num_seqs), lengths)
     found = np.zeros(num_seqs * ls.SEQUENCE_NUMBERS + len(tokens) + 2 * len(saves), dtype=np.int64)
-    rows = found[: num_seqs * ls.SEQUENCE_NUMBERS].reshape(num_seqs, ls.SEQUENCE_NUMBERS)
+    rows = _rows_of(found, num_seqs)
     found[rows.size : rows.size + len(tokens)] = tokens
     pairs = found[rows.size + len(tokens) :].reshape(-1, 2)
     first, size = pool.address(0), pool.slot_bytes
-    rows[:, ls.S_FIRST], rows[:, ls.S_ROWS] = layout.cu_seqlens_q[:-1], lengths
+    rows[:, ls.S_FIRST], rows[:, ls.S_ROWS] = starts, lengths
     rows[:, ls.S_IN] = np.where(read < 0, 0, first + size * read.astype(np.int64))
     rows[:, ls.S_OUT] = first + size * written.astype(np.int64)
     pairs[:, 0], pairs[:, 1] = saves[:, 1], first + size * saves[:, 2].astype(np.int64)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from kvboost_edge.backends.base import Backend, BatchLayout
+from kvboost_edge.backends.base import Backend, BatchLayout, PassStates
 from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.backends.numpy_blocks import NumpyBlocks
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
@@ -84,6 +84,9 @@ class OnnxRunner:
     @property
     def copied_bytes(self) -> int:
         return 0 if self._backend is None else self._buffers.nbytes
+
+    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates) -> None:
+        raise BackendUnavailable("the ONNX runner runs no model that keeps states")
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec, LayerKVSpec, PassStates
 from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.backends.torch_backend import TorchBackend, turn_keys
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
@@ -106,6 +106,9 @@ class TorchRunner:
     @property
     def copied_bytes(self) -> int:
         return 0
+
+    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates) -> None:
+        raise BackendUnavailable("the torch runner runs no model that keeps states")
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]

@@ -75,9 +75,11 @@ class DiskMachine(RuleBasedStateMachine):
         known = self.tier.known()
         assert len(known) == len(set(known)) == self.tier.stat().blocks
         assert all(map(self.tier.holds, known))
+        assert self.tier.ask([*known, bytes(32)]) == [True] * len(known) + [False]
         assert {block.prefix_hash for block in held} <= set(known)
         self.tier.close()
         assert self.tier.known() == []
+        assert self.tier.ask(known) == [False] * len(known)
         self.open()
         assert all(self.tier.holds(block.prefix_hash) for block in held)
 

@@ -326,6 +326,28 @@ def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(serv
     reader.close()
 
 
+def test_it_says_what_the_server_has_when_it_is_asked_and_believes_that(server, client):
+    blocks, payloads = chain(3, 2 * MIB)
+    hashes = [block.prefix_hash for block in blocks]
+    tier, reader = opened(server.url), opened(server.url)
+    assert reader.ask(hashes) == [False] * 3
+    tier.write(blocks[::2], payloads[::2])
+    commands = client.info("commandstats")["cmdstat_exists"]["calls"]
+    assert reader.ask(hashes) == tier.ask(hashes) == [True, False, True]
+    assert client.info("commandstats")["cmdstat_exists"]["calls"] == commands + 6, "nothing is fetched"
+    assert [tier.holds(prefix_hash) for prefix_hash in hashes] == [True, None, True]
+    client.delete(*(key for key in stored_keys(client) if hashes[2].hex() in key))
+    assert tier.ask(hashes) == [True, False, False]
+    assert [tier.holds(prefix_hash) for prefix_hash in hashes] == [True, None, None], "it is written again"
+    assert tier.dropped(hashes[2])
+    assert tier.stat().missing == tier.stat().errors == 0
+    with server.stopped():
+        assert tier.ask(hashes) == [False] * 3
+    tier.close()
+    assert tier.ask(hashes) == [False] * 3
+    reader.close()
+
+
 @pytest.mark.parametrize("pieces", ["one pipeline", "several"])
 def test_a_server_that_lost_or_got_wrong_values_is_given_all_of_them_again_at_once(server, client, pieces):
     """What is behind the first block that is not there is hardly there either: it is looked for, not assumed."""

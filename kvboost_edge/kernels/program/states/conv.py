@@ -1,7 +1,8 @@
 """Short convolutions along a sequence: a token's last inputs, channel by channel, and those kept for the next pass.
 
 Inputs are rows of the pass, and before its first row those that the state holds. Nothing is written in their place, so
-that tokens may be computed in any order; the state is written when all are done, by OP_TAILS.
+that tokens may be computed in any order; the state is written when all are done, by OP_TAILS. The inputs of drafts are
+kept apart, see sequences.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvboost_edge.kernels.program.states import sequences as ls
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.vectors import F32, I64, LANES, V16, emit_fma, emit_load, emit_splat, emit_store, store_f32
 
-__all__ = ["conv_gated", "conv_silu", "store_tails", "tail_units", "window_of"]
+__all__ = ["conv_gated", "conv_silu", "keep_draft", "store_tails", "tail_units", "window_of"]
 
 _RUN = 512  # channels of a unit of OP_TAILS
 _LINE = 4 * LANES
@@ -62,7 +63,7 @@ def window_of(job: ProgramJob, op: Any, token: int) -> Window:
     row = token - ls.of_sequence(job, sequence, ls.S_FIRST)
     before, missing = ls.of_sequence(job, sequence, ls.S_IN), max(taps - row, 0)
     tail, num_rows = before + op[lt.F_STATE] + row * width, taps + 1 - missing
-    rows = job.buffers[op[lt.F_SRC]] + (token + 1 - num_rows) * step
+    rows = job.buffers[op[lt.F_SRC]] + (token + 1 - num_rows) * step + 4 * op[lt.F_SRC_FIRST]
     num_tail = missing if before != 0 else 0
     weights = op[lt.F_WEIGHT]
     return Window(tail, num_tail, rows, num_rows, weights, weights + missing * width, op[lt.F_BIAS], step, width)
@@ -154,9 +155,27 @@ def _multiply(typing: Any, x: Any, y: Any, vectors: Any, out: Any) -> Any:
 
 @kernel
 def conv_gated(job: ProgramJob, op: Any, token: int) -> None:
-    """A token's result, from a row [B | C | x]."""
+    """A token's result, from a row [B | C | x]; if it is a draft its input is kept."""
     out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
     _conv_gated(window_of(job, op, token), op[lt.F_COUNT] // LANES, out)
+    keep_draft(job, op, token, 0)
+
+
+@kernel
+def keep_draft(job: ProgramJob, op: Any, token: int, gates: int) -> None:
+    """If a token is a draft: its input, and so many floats from F_BY_FIRST on, to its sequence's rows of drafts."""
+    sequence = ls.sequence_of(job, token)
+    ahead = token - ls.of_sequence(job, sequence, ls.S_FIRST) - ls.of_sequence(job, sequence, ls.S_CERTAIN)
+    drafts, channels = ls.of_sequence(job, sequence, ls.S_DRAFTS), op[lt.F_COUNT]
+    if drafts == 0 or ahead < 0:
+        return
+    row = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
+    out = drafts + ahead * op[lt.F_DRAFT_STEP] + op[lt.F_DRAFT]
+    if op[lt.F_GATED] != 0:
+        _multiply(row, row + 8 * channels, channels // LANES, out)
+    else:
+        copy_floats(row, channels, out)
+    copy_floats(row + 4 * op[lt.F_BY_FIRST], gates, out + 4 * channels)
 
 
 @kernel
@@ -170,7 +189,8 @@ def _store_tail(job: ProgramJob, op: Any, sequence: int, rows: int, first: int, 
     """The last inputs behind so many rows of a sequence to a slot, oldest first: it may be the one that they are in."""
     taps, channels, step = op[lt.F_TAPS], op[lt.F_COUNT], 4 * op[lt.F_SRC_STEP]
     width, place = min(_RUN, channels - first), op[lt.F_STATE] + 4 * first
-    start = job.buffers[op[lt.F_SRC]] + ls.of_sequence(job, sequence, ls.S_FIRST) * step + 4 * first
+    start = job.buffers[op[lt.F_SRC]] + ls.of_sequence(job, sequence, ls.S_FIRST) * step
+    start += 4 * (op[lt.F_SRC_FIRST] + first)
     before = ls.of_sequence(job, sequence, ls.S_IN)
     for tap in range(taps):
         row, out = rows - taps + tap, slot + place + 4 * tap * channels
@@ -187,12 +207,12 @@ def _store_tail(job: ProgramJob, op: Any, sequence: int, rows: int, first: int, 
 
 @kernel
 def store_tails(job: ProgramJob, op: Any, unit: int) -> None:
-    """A run of channels of one sequence: the inputs that the next pass reads. What is saved comes first, because the
-    state that the pass began with may be written over at last."""
+    """A run of channels of one sequence: the inputs that the next pass reads, none of a draft. What is saved comes
+    first, because the state that the pass began with may be written over at last."""
     runs = (op[lt.F_COUNT] + _RUN - 1) // _RUN
     sequence, first = unit // runs, unit % runs * _RUN
     for index in range(ls.of_sequence(job, sequence, ls.S_NUM_SAVES)):
         rows = ls.saved_rows(job, sequence, index)
         _store_tail(job, op, sequence, rows, first, ls.saved_at(job, sequence, index))
-    rows, out = ls.of_sequence(job, sequence, ls.S_ROWS), ls.of_sequence(job, sequence, ls.S_OUT)
+    rows, out = ls.of_sequence(job, sequence, ls.S_CERTAIN), ls.of_sequence(job, sequence, ls.S_OUT)
     _store_tail(job, op, sequence, rows, first, out)

@@ -9,6 +9,7 @@ OP_STEPS makes q, k, v and the gates of each token: B_QUERY and B_KEY are then [
 behind another; in the rows that q, k and v come from it would lie 50 KB apart, which took six times as long. Such a
 unit is a tile of 16 value columns of one head of one sequence: 8 KB that stay in the first cache for the whole pass.
 Columns do not meet, and tokens follow one another in every lane, so the bits do not depend on where a text was cut.
+Drafts turn a copy of the tile.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.norms import norm_row
 from kvboost_edge.kernels.program.states import sequences as ls
-from kvboost_edge.kernels.program.states.conv import conv_silu, window_of
+from kvboost_edge.kernels.program.states.conv import conv_silu, keep_draft, window_of
 from kvboost_edge.kernels.program.states.gates import gates as store_gates
 from kvboost_edge.kernels.program.states.gates import gates_at
 from kvboost_edge.kernels.program.states.ssd import advance, advance_two
 from kvboost_edge.kernels.program.states.sums import (
     CHAINS,
     LINE,
+    MOST_KEYS,
     emit_number,
     emit_quads,
     emit_sums,
@@ -41,7 +43,7 @@ from kvboost_edge.kernels.program.states.sums import (
 )
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.program.tiles import tile_scratch
-from kvboost_edge.kernels.vectors import LANES, V16, emit_fma, emit_load, emit_store, store_f32
+from kvboost_edge.kernels.vectors import LANES, V16, emit_fma, emit_load, emit_scratch, emit_store, store_f32
 
 __all__ = ["scan", "scan_units", "steps", "value_at"]
 
@@ -75,6 +77,7 @@ def steps(job: ProgramJob, op: Any, params: Any, token: int) -> None:
             norm_row(out, weight, dim, params[lt.P_EPS], out)
     conv_silu(window, 0 if is_ssd else 8 * heads * dim, values // LANES, value_at(job, 0, token), LINE * job.tokens)
     store_gates(job, op, params, token)
+    keep_draft(job, op, token, op[lt.F_HEADS] if is_ssd else 2 * op[lt.F_HEADS])
 
 
 @intrinsic
@@ -163,6 +166,16 @@ def _units_of_head(op: Any) -> Any:
     return (op[lt.F_DIM] // LANES + size - 1) // size
 
 
+@intrinsic
+def _drafts_scratch(typing: Any) -> Any:
+    """Address of the tiles of a unit on the stack of the calling kernel."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return emit_scratch(b, LINE * MOST_KEYS)
+
+    return types.int64(), codegen
+
+
 @kernel
 def scan_units(job: ProgramJob, op: Any) -> Any:
     """Units of an OP_SCAN: those of one sequence, then those of the next."""
@@ -197,11 +210,15 @@ def scan(job: ProgramJob, op: Any, unit: int) -> None:
     gates, values = gates_at(job, op) + 8 * (head * job.tokens + first), value_at(job, head * tiles + tile, first)
     apart = LINE * job.tokens
     dots, saved, save = tile_scratch(), 0, ls.saved_rows(job, sequence, 0)
-    is_ssd = op[lt.F_RULE] == _SSD
+    is_ssd, certain = op[lt.F_RULE] == _SSD, ls.of_sequence(job, sequence, ls.S_CERTAIN)
     if rows > 0 and not is_ssd:
         for index in range(count):
             _dots(state + index * dim * LINE, dim, key, dots + index * LINE)
     for row in range(rows):
+        if row == certain:
+            drafted = _drafts_scratch()
+            copy_floats(state, floats, drafted)
+            state = drafted
         after = key if row + 1 == rows else key + 4 * dim
         if is_ssd and count == 2 and row > 0:
             advance_two(state, dim, query, key, values, apart, gates, op[lt.F_SKIP] + 4 * head)

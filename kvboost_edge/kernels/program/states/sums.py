@@ -15,15 +15,26 @@ from kvboost_edge.kernels.integers import has_wide_registers, int_constant
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.vectors import F32, I64, LANES, V16, emit_load, emit_splat
 
-__all__ = ["CHAINS", "LINE", "emit_number", "emit_quads", "emit_sums", "emit_total", "neighbours", "tiles_at_once"]
+__all__ = [
+    "CHAINS",
+    "LINE",
+    "MOST_KEYS",
+    "emit_number",
+    "emit_quads",
+    "emit_sums",
+    "emit_total",
+    "neighbours",
+    "tiles_at_once",
+]
 
 LINE = 4 * LANES
 """Bytes of a row of a tile: 16 value columns."""
 CHAINS = 4
 """Of a sum over keys: key i goes to chain i mod 4."""
+MOST_KEYS = 256
+"""Rows of a tile at most, and of two that are taken at once: 16 KB, which stay in the first cache."""
 
 _MOST = 2 if has_wide_registers() else 1
-_MOST_ROWS = 128  # of each of two tiles, which are 16 KB then and stay in the first cache
 
 Value = Any
 Builder = Any
@@ -32,7 +43,7 @@ Builder = Any
 @kernel
 def tiles_at_once(dim: int) -> Any:
     """How many tiles of so many rows a unit takes; the last one of a head may have fewer."""
-    return _MOST if dim <= _MOST_ROWS else 1
+    return _MOST if 2 * dim <= MOST_KEYS else 1
 
 
 def neighbours(b: Builder, address: Value, step: Value, count: int) -> list[Value]:

@@ -15,9 +15,10 @@ from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference.conv import conv_rows
 from linear_driver import Program
-from state_cases import Piece, add_states, poisoned_pool
+from state_cases import Piece, accepting, add_states, poisoned_pool
 
 Floats = npt.NDArray[np.float32]
+Saves = Sequence[tuple[int, int, int]]
 LENGTHS = (1, 2, 15, 16, 17, 64, 300)
 OFFSET_SPEC = LayerStateSpec(2, 16)  # a state before the one that is looked at
 
@@ -57,12 +58,21 @@ class Conv:
         fields |= {lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: width, lt.F_GATED: 1}
         fields |= {lt.F_WEIGHT: self.weights.ctypes.data, lt.F_STATE: pool.offset(1)}
         fields[lt.F_BIAS] = 0 if self.bias is None else self.bias.ctypes.data
+        fields |= {lt.F_DRAFT: pool.draft_offset(1), lt.F_DRAFT_STEP: pool.draft_row_bytes}
         program.add(lt.OP_CONV, fields)
         program.add(lt.OP_TAILS, fields)
         program.run(threads)
         assert np.isnan(out[:, self.channels :]).all()
         np.testing.assert_array_equal(wide[:, : rows.shape[1]], rows)
         return out[:, : self.channels].copy()
+
+    def accept(self, pieces: Sequence[Piece], pool: StatePool, accepted: Sequence[int], saves: Saves = ()) -> None:
+        """Let the tails of the pieces take in so many of the drafts that were run last."""
+        program, first = accepting(pieces, pool, accepted, saves), pool.draft_offset(1) // 4
+        fields = {lt.F_SRC: lt.B_DRAFTS, lt.F_SRC_STEP: pool.draft_row_bytes // 4, lt.F_SRC_FIRST: first}
+        fields |= {lt.F_COUNT: self.channels, lt.F_TAPS: self.taps, lt.F_STATE: pool.offset(1)}
+        program.add(lt.OP_TAILS, fields)
+        program.run()
 
 
 CONVS = {
@@ -133,6 +143,28 @@ def test_many_sequences_with_saves_do_not_see_each_other(threads: int) -> None:
             np.testing.assert_array_equal(pool.tail(slot, 1), conv.expected(own[:count], tails[piece.read])[1])
         first += piece.rows
     np.testing.assert_array_equal(pool.tail(0, 1), old)
+
+
+@pytest.mark.parametrize("name", ["of more than a unit", "longer"])
+def test_tails_take_in_the_drafts_that_were_right_and_no_others(name: str) -> None:
+    conv, num_drafts = CONVS[name], 9
+    old = conv.rows(9)[: conv.taps, : conv.channels]
+    rows = conv.rows(2 * (1 + num_drafts))
+    halves = np.split(rows, 2)
+    for count in range(num_drafts + 1):
+        pool = poisoned_pool(conv.specs, 4, 2 * num_drafts)
+        pool.tail(0, 1)[:] = old
+        pieces = [Piece(1 + num_drafts, 0, 0, drafts=num_drafts), Piece(1 + num_drafts, -1, 1, drafts=num_drafts)]
+        wholes = [conv.expected(half, tail)[0] for half, tail in zip(halves, (old, None), strict=True)]
+        np.testing.assert_array_equal(conv.run(rows, pieces, pool), np.concatenate(wholes))
+        counts = (count, num_drafts - count)
+        conv.accept(pieces, pool, counts, [(i, n, 2 + i) for i, n in enumerate(counts) if n])
+        for slot, (half, tail, right) in enumerate(zip(halves, (old, None), counts, strict=True)):
+            _, expected = conv.expected(half[: 1 + right], tail)
+            np.testing.assert_array_equal(pool.tail(slot, 1), expected)
+            if right:
+                np.testing.assert_array_equal(pool.tail(2 + slot, 1), expected)
+        assert np.isnan(pool.tail(0, 0)).all()
 
 
 def test_a_number_that_is_none_stays_in_its_sequence_and_channel() -> None:

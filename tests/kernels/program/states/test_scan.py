@@ -20,7 +20,7 @@ from kvboost_edge.kernels.reference.floats import norm_rows_f32
 from kvboost_edge.kernels.reference.floats import softplus_f32 as reference_softplus
 from kvboost_edge.kernels.reference.scan import DeltaSteps, delta_rows, delta_steps
 from linear_driver import Program
-from state_cases import Piece, add_states, poisoned_pool
+from state_cases import Piece, accepting, add_states, poisoned_pool
 
 Floats = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.floating[Any]]
@@ -65,7 +65,7 @@ class Delta:
         self.bias = rng.standard_normal(self.channels).astype(np.float32) if bias else None
         self.norm = rng.standard_normal(width).astype(np.float32)
         self.norms = [np.full(dim, factor, np.float32) for factor in (1 / dim, dim**-0.5)]
-        self.specs = (LayerStateSpec(3, 16), LayerStateSpec(taps, self.channels, values, dim, width))
+        self.specs = (LayerStateSpec(3, 16), LayerStateSpec(taps, self.channels, values, dim, width, 2 * values))
 
     def rows(self, count: int, seed: int = 0) -> Floats:
         return np.random.default_rng([count, seed]).standard_normal((count, self.step)).astype(np.float32)
@@ -95,30 +95,53 @@ class Delta:
 
     def run(self, rows: Floats, pieces: Sequence[Piece], pool: StatePool, threads: int = 1) -> Floats:
         """Results of the pieces of `rows`, one behind another."""
-        keys, values, dim, width, tiled = self.shape
+        _, values, _, width, _ = self.shape
         wide, count = rows.copy(), len(rows)
         out = np.full((count, values * width), np.nan, np.float32)
         program = Program(count)
-        sizes = {lt.B_QUERY: keys * dim, lt.B_KEY: keys * dim, lt.B_VALUE: values * (width + 2)}
-        arrays = {number: np.full(count * size, np.nan, np.float32) for number, size in sizes.items()}
-        for number, array in {**arrays, lt.B_WIDE: wide, lt.B_NORMED: out}.items():
+        for number, array in {lt.B_WIDE: wide, lt.B_NORMED: out}.items():
             program.buffer(number, array)
         add_states(program, pieces, pool)
-        conv = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.step, lt.F_COUNT: self.channels, lt.F_TAPS: self.taps}
-        conv |= {lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: values * width, lt.F_STATE: pool.offset(1)}
-        conv |= {lt.F_WEIGHT: self.weights.ctypes.data}
-        conv[lt.F_BIAS] = 0 if self.bias is None else self.bias.ctypes.data
-        heads = {lt.F_KEY_HEADS: keys, lt.F_KEY_DIM: dim, lt.F_HEADS: values, lt.F_DIM: width, lt.F_TILED: int(tiled)}
-        norms = {lt.F_Q_NORM: self.norms[0].ctypes.data, lt.F_K_NORM: self.norms[1].ctypes.data}
-        gates = {lt.F_DECAY: self.decay.ctypes.data, lt.F_DT_BIAS: self.dt_bias.ctypes.data, lt.F_BY_FIRST: self.gates}
-        program.add(lt.OP_STEPS, {**conv, **heads, **norms, **gates}, {lt.P_EPS: EPS / dim})
-        program.add(lt.OP_TAILS, conv)
-        program.add(lt.OP_SCAN, {**heads, lt.F_STATE: pool.offset(1) + self.specs[1].tail_bytes})
+        conv = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.step, lt.F_BY_FIRST: self.gates}
+        conv |= {lt.F_DRAFT: pool.draft_offset(1), lt.F_DRAFT_STEP: pool.draft_row_bytes}
+        conv = self.turn(program, pool, conv)
         norm = {lt.F_WEIGHT: self.norm.ctypes.data, lt.F_SRC_FIRST: self.channels, lt.F_GROUPS: values}
-        program.add(lt.OP_GATE, {**conv, **heads, **norm}, {lt.P_EPS: EPS})
+        program.add(lt.OP_GATE, {**conv, **norm}, {lt.P_EPS: EPS})
         program.run(threads)
         np.testing.assert_array_equal(wide, rows)
         return out
+
+    def accept(
+        self,
+        pieces: Sequence[Piece],
+        pool: StatePool,
+        accepted: Sequence[int],
+        saves: Sequence[tuple[int, int, int]] = (),
+        threads: int = 1,
+        written: Sequence[int] | None = None,
+    ) -> None:
+        """Let the states of the pieces take in so many of the drafts run last. saves: (piece, drafts, slot)."""
+        program, first = accepting(pieces, pool, accepted, saves, written), pool.draft_offset(1) // 4
+        source = {lt.F_SRC: lt.B_DRAFTS, lt.F_SRC_STEP: pool.draft_row_bytes // 4, lt.F_SRC_FIRST: first}
+        self.turn(program, pool, {**source, lt.F_BY_FIRST: first + self.channels})
+        program.run(threads)
+
+    def turn(self, program: Program, pool: StatePool, source: dict[int, int]) -> dict[int, int]:
+        """Add what goes through the matrices; the fields of all operations."""
+        keys, values, dim, width, tiled = self.shape
+        sizes = {lt.B_QUERY: keys * dim, lt.B_KEY: keys * dim, lt.B_VALUE: values * (width + 2)}
+        for number, size in sizes.items():
+            program.buffer(number, np.full(program.tokens * size, np.nan, np.float32))
+        conv = {**source, lt.F_COUNT: self.channels, lt.F_TAPS: self.taps, lt.F_WEIGHT: self.weights.ctypes.data}
+        conv |= {lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: values * width, lt.F_STATE: pool.offset(1)}
+        conv[lt.F_BIAS] = 0 if self.bias is None else self.bias.ctypes.data
+        heads = {lt.F_KEY_HEADS: keys, lt.F_KEY_DIM: dim, lt.F_HEADS: values, lt.F_DIM: width, lt.F_TILED: int(tiled)}
+        norms = {lt.F_Q_NORM: self.norms[0].ctypes.data, lt.F_K_NORM: self.norms[1].ctypes.data}
+        gates = {lt.F_DECAY: self.decay.ctypes.data, lt.F_DT_BIAS: self.dt_bias.ctypes.data}
+        program.add(lt.OP_STEPS, {**conv, **heads, **norms, **gates}, {lt.P_EPS: EPS / dim})
+        program.add(lt.OP_TAILS, conv)
+        program.add(lt.OP_SCAN, {**heads, lt.F_STATE: pool.offset(1) + self.specs[1].tail_bytes})
+        return {**conv, **heads}
 
     def state(self, pool: StatePool, slot: int) -> State:
         """What a slot holds, the matrices as [value_heads, key_dim, value_dim]."""
@@ -210,6 +233,60 @@ def test_many_sequences_with_saves_do_not_see_each_other(threads: int) -> None:
             assert_same(delta.state(pool, slot), saved)
         first += piece.rows
     assert_same(delta.state(pool, 0), old)
+
+
+@pytest.mark.parametrize("name", ["shared keys, tiled", "as in models", "with bias"])
+def test_drafts_see_the_state_and_no_slot_sees_a_draft_until_it_is_accepted(name: str) -> None:
+    delta, num_drafts = DELTAS[name], 5
+    _, before = delta.expected(delta.rows(9))
+    rows = delta.rows(2 + num_drafts)
+    whole, _ = delta.expected(rows, before)
+    states = [delta.expected(rows[: 2 + count], before)[1] for count in range(num_drafts + 1)]
+    for count in range(num_drafts + 1):
+        pool = poisoned_pool(delta.specs, 4, num_drafts)
+        delta.put(pool, 0, before)
+        pieces = [Piece(len(rows), 0, 0, ((2, 1),), drafts=num_drafts)]
+        np.testing.assert_array_equal(delta.run(rows, pieces, pool), whole)
+        assert_same(delta.state(pool, 0), states[0])
+        assert_same(delta.state(pool, 1), states[0])
+        if count:
+            delta.accept(pieces, pool, [count], [(0, min(2, count), 2)], written=[3])
+            assert_same(delta.state(pool, 3), states[count])
+            assert_same(delta.state(pool, 0), states[0])
+            delta.accept(pieces, pool, [count], [(0, min(2, count), 2)])
+            assert_same(delta.state(pool, 2), states[min(2, count)])
+        assert_same(delta.state(pool, 0), states[count])
+        assert_same(delta.state(pool, 1), states[0])
+        assert np.isnan(pool.tail(1, 0)).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("accepted", [(0, 3, 0, 2), (2, 0, 1, 0), (3, 3, 0, 4), (0, 0, 0, 1)], ids=str)
+def test_each_sequence_takes_in_its_own_drafts(accepted: tuple[int, ...], threads: int) -> None:
+    """The slot of one whose drafts were all wrong may be somebody else's by now."""
+    delta = DELTAS["shared keys"]
+    pieces = [Piece(4, -1, 0, drafts=3), Piece(6, 1, 1, drafts=3), Piece(3, -1, 2), Piece(5, 3, 3, drafts=4)]
+    pieces = [piece._replace(drafts=max(piece.drafts, count)) for piece, count in zip(pieces, accepted, strict=True)]
+    pool = poisoned_pool(delta.specs, 12, sum(piece.drafts for piece in pieces))
+    _, old = delta.expected(delta.rows(9))
+    for slot in (1, 3):
+        delta.put(pool, slot, old)
+    rows = delta.rows(sum(piece.rows for piece in pieces))
+    delta.run(rows, pieces, pool, threads)
+    taken = [index for index, count in enumerate(accepted) if not count]
+    pool.poison(taken)
+    delta.accept(pieces, pool, accepted, [(i, n, 4 + i) for i, n in enumerate(accepted) if n], threads)
+    first = 0
+    for index, (piece, count) in enumerate(zip(pieces, accepted, strict=True)):
+        own = rows[first : first + piece.rows - piece.drafts + count]
+        first += piece.rows
+        if count:
+            _, state = delta.expected(own, old if piece.read >= 0 else None)
+            assert_same(delta.state(pool, index), state)
+            assert_same(delta.state(pool, 4 + index), state)
+        else:
+            assert np.isnan(pool.matrices(index, 1)).all()
+            assert np.isnan(pool.tail(index, 1)).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
