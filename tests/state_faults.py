@@ -56,8 +56,6 @@ STATE_FAULTS = (
      "emit_total(b, outs)", _OF_SSD),
     ("state space: B is read for C", f"{_KERNELS}scan.py", "(head < heads) != is_ssd", "head < heads", _OF_SSD),
     ("state space: groups take turns", f"{_KERNELS}scan.py", "head // (heads // shared)", "head % shared", _OF_SSD),
-    ("state space: drafts have the first of two tiles alone", f"{_KERNELS}scan.py",
-     "copy_floats(state, floats, drafted)", "copy_floats(state, dim * LANES, drafted)", _OF_SSD),
     ("state space: gates behind the norm", f"{_KERNELS}gate.py", "if stage != op[lt.F_GATE_FIRST]:",
      "if stage == op[lt.F_GATE_FIRST]:", _OF_SSD),
     ("state space: all groups have the first one's weights", f"{_KERNELS}gate.py",
