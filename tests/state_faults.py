@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from draft_faults import DRAFT_FAULTS
+
 _SLOTS, _TABLES, _LOOKUP = "kvcache/state_slots.py", "kvcache/table_states.py", "kvcache/lookup.py"
 _BATCH, _BUDGET, _BORDERS = "engine/batch.py", "engine/state_budget.py", "text/borders.py"
 _OF_SLOTS, _OF_TABLES = "tests/kvcache/test_state_slots.py", "tests/kvcache/test_table_states.py"
@@ -11,6 +13,7 @@ _KERNELS = "kernels/program/states/"
 _OF_SSD, _OF_PIECES = "tests/kernels/program/states/test_ssd.py", "tests/models/weights/test_pieces.py"
 
 STATE_FAULTS = (
+    *DRAFT_FAULTS,
     ("state: one block ahead of its snapshot", _TABLES,
      "standing_for(table, position // self._size - 1, self._index) if",
      "standing_for(table, position // self._size - 2, self._index) if", _OF_TABLES),
