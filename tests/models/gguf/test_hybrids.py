@@ -105,6 +105,36 @@ def test_every_nth_layer_attends_where_a_gguf_file_lists_none(tmp_path: Path) ->
     assert [layer.attends for layer in describe_model(Checkpoint.open(path).config).layers] == [False, True] * 2
 
 
+def test_a_granite_file_says_whether_there_is_rope(tmp_path: Path) -> None:
+    """Files of the makers' models say that there is none; one that says nothing has it, as llama.cpp computes it."""
+    model = save_model("granitemoehybrid-h", tmp_path / "model")
+    for said, rope in ((False, -1), (True, 0), (None, 0)):
+        path = write_gguf(model, tmp_path / f"{said}.gguf", keys={"rope.scaling.finetuned": said})
+        found = {layer.rope for layer in describe_model(Checkpoint.open(path).config).layers if layer.kv >= 0}
+        assert found == {rope}
+
+
+def test_vectors_of_a_state_space_are_matrices_in_a_gguf_file(tmp_path: Path) -> None:
+    model = save_model("granitemoehybrid-experts", tmp_path / "model")
+    tensors = gguf_tensors(model)
+    shapes = {name: tensors[f"blk.0.{name}"].shape for name in ("ssm_a", "ssm_d", "ssm_norm.weight")}
+    assert shapes == {"ssm_a": (4, 1), "ssm_d": (4, 1), "ssm_norm.weight": (2, 64)}
+    _, weights = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
+    np.testing.assert_array_equal(weights["layer0.mixer_norm"], tensors["blk.0.ssm_norm.weight"].reshape(-1))
+    np.testing.assert_array_equal(weights["layer0.skip"], tensors["blk.0.ssm_d"][:, 0])
+    wrong = {"blk.0.ssm_d": np.ones((4, 2), np.float32)}
+    with pytest.raises(ModelFormatError, match=r"mamba\.D' has shape \(4, 2\), expected \(4,\)"):
+        plan_floats(write_gguf(model, tmp_path / "wrong.gguf", more=wrong))
+
+
+def test_a_matrix_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    model = save_model("granitemoehybrid-h", tmp_path / "model")
+    twice = {"blk.0.ffn_up_shexp.weight": gguf_tensors(model)["blk.0.ffn_up.weight"]}
+    path = write_gguf(model, tmp_path / "m.gguf", more=twice)
+    with pytest.raises(ModelFormatError, match=r"is there a second time, as 'model\.layers\.0\.shared_mlp\.up_proj"):
+        plan_floats(path)
+
+
 KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads of two sizes": ("lfm2", {"attention.head_count_kv": [0, 2, 0, 1, 0]}, "must be one number for all layers"),
     "no layer attends": ("lfm2", {"attention.head_count_kv": [0] * 5}, "must be one number for all layers that attend"),
@@ -122,6 +152,21 @@ KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
     "groups of experts": ("nemotron_h-moe", {"expert_group_count": 4}, "n_group=4 is not known"),
     "a narrower projection": ("nemotron_h-moe", {"moe_latent_size": 32}, "moe_latent_size=32 is not known"),
     "no layers of its own": ("qwen3_5_text", {"nextn_predict_layers": 5}, "leaves none of block_count=5 layers"),
+    "states without heads": (
+        "granitemoehybrid-h", {"ssm.time_step_rank": None}, r"lacks the key 'granitehybrid\.ssm\.time_step_rank'",
+    ),
+    "heads that do not fit": ("granitemoehybrid-h", {"ssm.time_step_rank": 3}, "must be a multiple of 3 heads"),
+    "a width that is no multiple": ("granitemoehybrid-h", {"ssm.inner_size": 96}, "heads and of 64, the hidden size"),
+    "an uneven state": ("granitemoehybrid-h", {"ssm.state_size": 24}, "mamba_d_state=24 is no multiple of 16"),
+    "all layers keep a state": (
+        "granitemoehybrid-h", {"attention.head_count_kv": [0, 0, 0]}, "must be one number for all layers that attend",
+    ),
+    "experts without a choice": (
+        "granitemoehybrid-experts", {"expert_used_count": None}, r"lacks the key 'granitehybrid\.expert_used_count'",
+    ),
+    "a width of experts": (
+        "granitemoehybrid-experts", {"expert_feed_forward_length": 64}, "expert_feed_forward_length' is not underst",
+    ),
     "a short list of kinds": (
         "qwen3_5_text", {"attention.recurrent_layers": [True, False]}, "must be true or false for each of 5 blocks",
     ),
