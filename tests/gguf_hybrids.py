@@ -49,11 +49,15 @@ HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid-groups": {"mamba_conv_bias": True},
     "granitemoehybrid-experts": {},
     "falcon_h1": {},
-    # There is a norm behind the gate, or none, and the head is never the embedding.
-    "falcon_h1-after": {},
+    # There is a norm behind the gate, or none, and the head is never the embedding. Convolutions have biases: llama.cpp
+    # ends with a signal where they have none.
+    "falcon_h1-after": {"mamba_conv_bias": True},
     "nemotron_h": {},
     # With experts they have no MLPs.
-    "nemotron_h-moe": {"layers_block_type": ["full_attention", "moe", "linear_attention", "linear_attention"]},
+    "nemotron_h-moe": {
+        "layers_block_type": ["full_attention", "moe", "linear_attention", "linear_attention"],
+        "use_conv_bias": True,
+    },
 }
 _OWN_TENSORS = {"granitemoehybrid": granite_tensors, "nemotron_h": nemotron_tensors, "falcon_h1": falcon_tensors}
 _OWN_SIZES = {
