@@ -64,7 +64,7 @@ STATE_FAULTS = (
      _OF_BORDERS),
     ("state space: steps of time without a limit", f"{_KERNELS}gates.py", "if is_ssd and first < least:",
      "if is_ssd and first < -least:", _OF_SSD),
-    ("state space: values do not skip it", f"{_KERNELS}ssd.py", "emit_fma(b, own, given, emit_total(b, outs))",
+    ("state space: values do not skip it", f"{_KERNELS}ssd.py", "emit_fma(b, own, one, emit_total(b, outs))",
      "emit_total(b, outs)", _OF_SSD),
     ("state space: B is read for C", f"{_KERNELS}scan.py", "(head < heads) != is_ssd", "head < heads", _OF_SSD),
     ("state space: groups take turns", f"{_KERNELS}scan.py", "head // (heads // shared)", "head % shared", _OF_SSD),

@@ -99,7 +99,7 @@ R_CLOSED, R_NUM_CLOSED = _at("closed"), _at("num_closed")
 def row_of(call: AttentionCall) -> npt.NDArray[np.int64]:
     """int64 [ROW_NUMBERS], the call alone. It holds addresses of the call's arrays, which must outlive it."""
     row = np.zeros(ROW_NUMBERS, dtype=np.int64)
-    for first, kind in ((_PLAIN, Job), (_TURN, Turn)):
+    for first, kind in ((_PLAIN, Job), (_TURN, Turn)) if call.half else ((_PLAIN, Job),):
         numbers = numbers_of(kind, call)
         row[first : first + numbers.size] = numbers
     return row

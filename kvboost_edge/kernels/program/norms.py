@@ -26,7 +26,7 @@ from kvboost_edge.kernels.linear.dot import (
     OFFSET,
 )
 from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BASE, FINE_BYTES, SEED_BYTES
-from kvboost_edge.kernels.program.activations import ACT_GELU_TANH, ACT_SILU, emit_activate
+from kvboost_edge.kernels.program.activations import emit_activate
 from kvboost_edge.kernels.vectors import (
     I64,
     LANES,
@@ -300,16 +300,6 @@ def quantize_groups(typing: Any, x: Any, groups: Any, cell: Any, size: Any, plac
     return types.void(*[types.int64] * 7), codegen
 
 
-def _emit_activated(b: Builder, rows: Value, step: Value, size: Value, act: Value) -> None:
-    """act(gate) * up of one group of 32 channels of `size` tokens in the place of the gate, see `activate_group`."""
-    half = b.lshr(step, int_constant(1))
-    with cgutils.for_range(b, size, intp=I64) as loop:
-        at = b.add(rows, b.mul(loop.index, step))
-        for gate in (at, b.add(at, int_constant(_VECTOR))):
-            x, up = emit_load(b, V16, gate), emit_load(b, V16, b.add(gate, half))
-            emit_store(b, emit_activate(b, x, up, act), gate)
-
-
 @intrinsic
 def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell: Any, kind: Any) -> Any:
     """act(gate) * up of one group of 32 channels of `size` tokens, quantized into their cell of a coarse panel.
@@ -321,16 +311,13 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell:
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         rows, step, size, act, cell, kind = arguments
-        is_other = ir.Constant(ir.IntType(1), 1)
-        # The usual ones alone: where all are computed and one is chosen a prompt takes 2% longer.
-        for usual in (ACT_SILU, ACT_GELU_TANH):
-            is_usual = b.icmp_signed("==", act, int_constant(usual))
-            with b.if_then(is_usual):
-                _emit_activated(b, rows, step, size, int_constant(usual))
-            is_other = b.and_(is_other, b.not_(is_usual))
-        with b.if_then(is_other):
-            _emit_activated(b, rows, step, size, act)
+        half = b.lshr(step, int_constant(1))
         # Two short loops: a processor that looks some 400 instructions ahead has several tokens of one in hand.
+        with cgutils.for_range(b, size, intp=I64) as loop:
+            at = b.add(rows, b.mul(loop.index, step))
+            for gate in (at, b.add(at, int_constant(_VECTOR))):
+                x, up = emit_load(b, V16, gate), emit_load(b, V16, b.add(gate, half))
+                emit_store(b, emit_activate(b, x, up, act), gate)
         even = b.and_(size, int_constant(-2))
         for first, end, count in ((int_constant(0), even, 2), (even, size, 1)):
             with cgutils.for_range_slice(b, first, end, int_constant(count), I64) as (token, _):

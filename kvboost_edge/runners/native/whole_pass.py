@@ -46,6 +46,7 @@ class PassMemory(NamedTuple):
 
 
 _Which = Longs | slice
+_NONE = np.empty(0, dtype=np.int64)
 
 
 class _Storage(NamedTuple):
@@ -53,13 +54,15 @@ class _Storage(NamedTuple):
 
     pool     what attention reads as floats
     batch    the pass, with the block tables of the shape's first layer in that pool
-    columns  index of a row -> its number, or one for each layer
+    columns  index of a row -> its number, the same in all layers
+    layered  index of a row -> its number in each of the layers
     held     arrays that the columns point to
     """
 
     pool: KVPool
     batch: PagedBatch
-    columns: dict[int, Any]
+    columns: dict[int, int]
+    layered: dict[int, Longs]
     held: list[Any]
 
 
@@ -109,9 +112,11 @@ class WholePass:
                 fixed[la.R_LAYOUT + index] = numbers
         self._sinks = [one.sinks for one in params]  # to be kept: the rows have their addresses
         fixed[la.R_SINKS] = np.array([0 if sinks is None else sinks.ctypes.data for sinks in self._sinks])
-        # One column beside the other: passes of decoding write them again and again.
-        self._columns, self._fixed = list(fixed), np.stack(list(fixed.values()), axis=1)
+        self._elsewhere: dict[str, Any] = {} if self._coded is not None else {"keys": 0, "values": 0}
+        self._fixed = np.zeros((len(kv), la.ROW_NUMBERS), dtype=np.int64)
+        self._fixed[:, list(fixed)] = np.stack(list(fixed.values()), axis=1)
         self._ranges: dict[range, list[_Members]] = {}
+        self._begun: dict[range, tuple[int, Longs]] = {}
 
     @classmethod
     def of(cls, backend: Backend, params: Sequence[AttentionParams], kv: Sequence[int]) -> WholePass | None:
@@ -169,7 +174,7 @@ class WholePass:
         more = None if self._coded is None else coded_scratch_floats
         num_layers, num_tokens = len(layers), len(prepared.slot_mapping)
         calls: list[AttentionCall] = []
-        owners: list[_Which] = []
+        owners: list[tuple[_Which, _Storage]] = []
         storages: list[tuple[_Members, _Storage]] = []
         for members in self._members(layers):
             shape, storage = members.shape, self._storage(members, layers, prepared)
@@ -177,25 +182,40 @@ class WholePass:
             for options, own in members.kinds.items():
                 plan = prepared.plan(num_heads // shape.num_kv_heads, shape.num_kv_heads, options.window, options.ahead)
                 calls.append(make_call(queries, storage.pool, storage.batch, options, self._space, plan, more))
-                owners.append(own)
+                owners.append((own, storage))
             storages.append((members, storage))
         out, lse = np.empty(num_tokens * attended_floats, dtype=np.float32), calls[0].lse
-        calls = [call._replace(out=out[: call.out.size].reshape(call.out.shape), lse=lse) for call in calls]
         each = -(-max(call.counters.size for call in calls) // 8) * 8
         memory = np.zeros(num_counters + num_layers * (la.ROW_NUMBERS + each), dtype=np.int64)
         rows = memory[num_counters : num_counters + num_layers * la.ROW_NUMBERS].reshape(num_layers, la.ROW_NUMBERS)
-        for call, own in zip(calls, owners, strict=True):
-            rows[own] = la.row_of(call)
-        rows[:, self._columns] = self._fixed[layers.start : layers.stop]
+        first, begun = rows.ctypes.data + 8 * rows.size, self._beginnings(layers, each)
+        for call, (own, storage) in zip(calls, owners, strict=True):
+            # What differs between layers is in their beginnings: where layers are alike a sum makes all rows.
+            row = la.row_of(call._replace(out=out, lse=lse, counters=_NONE, **self._elsewhere))
+            row[la.R_COUNTERS] = first
+            for index, number in storage.columns.items():
+                row[index] = number
+            if isinstance(own, slice):
+                np.add(begun, row, out=rows)
+            else:
+                rows[own] = begun[own] + row
         for members, storage in storages:
-            for index, numbers in storage.columns.items():
+            for index, numbers in storage.layered.items():
                 rows[members.layers, index] = numbers
         for index, numbers in turning.items():
             rows[:, index] = numbers[layers.start : layers.stop] if isinstance(numbers, list) else numbers
-        first = rows.ctypes.data + 8 * num_layers * la.ROW_NUMBERS
-        rows[:, la.R_COUNTERS] = first + 8 * each * np.arange(num_layers)
         held = [*calls, *(storage.held for _, storage in storages)]
         return PassMemory(memory, rows.ctypes.data - 8 * la.ROW_NUMBERS * layers.start, out, lse, held)
+
+    def _beginnings(self, layers: range, each: int) -> Longs:
+        """What the rows of a range of layers have, each its own, the rest zeros: places of keys and values, and how far
+        from the first counters theirs are, of which each has so many."""
+        found = self._begun.get(layers)
+        if found is None or found[0] != each:
+            rows = self._fixed[layers.start : layers.stop].copy()
+            rows[:, la.R_COUNTERS] = 8 * each * np.arange(len(layers))
+            found = self._begun[layers] = each, rows
+        return found[1]
 
     def _members(self, layers: range) -> list[_Members]:
         """The layers of a range by the shapes of their pools, worked out once."""
@@ -219,7 +239,7 @@ class WholePass:
             return self._open(self._coded, members, prepared)
         slots = np.ascontiguousarray(prepared.slot_mapping, dtype=np.int64)
         pool = self._pools[self._kv[layers.start + members.first]]
-        return _Storage(pool, prepared.paged, {la.R_SLOTS: slots.ctypes.data}, [slots])
+        return _Storage(pool, prepared.paged, {la.R_SLOTS: slots.ctypes.data}, {}, [slots])
 
     def _open(self, coded: CodedBlocks, members: _Members, prepared: PreparedBatch) -> _Storage:
         """Attention reads the open blocks as floats, and what is written goes there."""
@@ -240,10 +260,9 @@ class WholePass:
             la.R_CONTINUED: places.continued,
             la.R_CLOSED: places.closed,
         }
-        for index, array in of_layer.items():
-            columns[index] = array.ctypes.data + array.strides[0] * members.places
+        layered = {index: array.ctypes.data + array.strides[0] * members.places for index, array in of_layer.items()}
         batch = prepared.paged._replace(block_tables=own.tables)
-        return _Storage(own.pool, batch, columns, [tables, first, places])
+        return _Storage(own.pool, batch, columns, layered, [tables, first, places])
 
 
 def _which(layers: Sequence[int], count: int) -> _Which:
