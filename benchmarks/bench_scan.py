@@ -64,7 +64,7 @@ class Scans:
     def run(self, team: KernelTeam) -> None:
         count = len(self._ops)
         counters = np.zeros((count + 1) * lt.COUNTERS_PER_OP, np.int64)
-        table = self._ops, self._params, self._buffers, counters, kernel_table([])
+        table = self._ops, self._params, self._buffers, counters, kernel_table([], [lt.OP_SCAN])
         job = lt.ProgramJob(*table, 0, count, self._tokens, 0)
         team.run(run_program, job, counters, count * lt.COUNTERS_PER_OP, team.num_threads)
 

@@ -34,7 +34,8 @@ HYBRID_ARCHS = {
     "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID, "nemotron_h": MODEL_ARCH.NEMOTRON_H,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
 }  # fmt: skip
-# Heads of keys and values have one size there, and shares of LFM2's experts have no scale.
+# Heads of keys and values have one size there, shares of LFM2's experts have no scale, and llama.cpp takes a state
+# space's convolution to have biases.
 HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "lfm2-plain": {},
@@ -45,14 +46,18 @@ HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"linear_key_head_dim": 32},
     "qwen3_5_moe": {"linear_key_head_dim": 32},
     "granitemoehybrid-h": {},
-    "granitemoehybrid-groups": {},
+    "granitemoehybrid-groups": {"mamba_conv_bias": True},
     "granitemoehybrid-experts": {},
     "falcon_h1": {},
-    # There is a norm behind the gate, or none, and the head is never the embedding.
-    "falcon_h1-after": {},
+    # There is a norm behind the gate, or none, and the head is never the embedding. Convolutions have biases: llama.cpp
+    # ends with a signal where they have none.
+    "falcon_h1-after": {"mamba_conv_bias": True},
     "nemotron_h": {},
     # With experts they have no MLPs.
-    "nemotron_h-moe": {"layers_block_type": ["full_attention", "moe", "linear_attention", "linear_attention"]},
+    "nemotron_h-moe": {
+        "layers_block_type": ["full_attention", "moe", "linear_attention", "linear_attention"],
+        "use_conv_bias": True,
+    },
 }
 _OWN_TENSORS = {"granitemoehybrid": granite_tensors, "nemotron_h": nemotron_tensors, "falcon_h1": falcon_tensors}
 _OWN_SIZES = {

@@ -92,19 +92,19 @@ class Ssd:
         for number, array in {lt.B_WIDE: wide, lt.B_NORMED: out}.items():
             program.buffer(number, array)
         add_states(program, pieces, pool)
-        conv = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.step, lt.F_BY_FIRST: self.gates}
-        conv |= {lt.F_DRAFT: pool.draft_offset(1), lt.F_DRAFT_STEP: pool.draft_row_bytes}
-        conv = self.turn(program, pool, conv)
+        source = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.step, lt.F_BY_FIRST: self.gates}
+        source |= {lt.F_DRAFT: pool.draft_offset(1), lt.F_DRAFT_STEP: pool.draft_row_bytes}
+        fields = self.turn(program, pool, source)
         norm = {lt.F_WEIGHT: _address(self.norm), lt.F_SRC_FIRST: self.channels}
         norm |= {lt.F_GATE_FIRST: int(shape.norm == "gated_before"), lt.F_WEIGHT_STEP: self.width // shape.groups}
         norm |= {lt.F_GROUPS: 0 if shape.norm == "none" else shape.groups}
-        program.add(lt.OP_GATE, {**conv, **norm}, {lt.P_EPS: EPS})
+        program.add(lt.OP_GATE, {**fields, **norm}, {lt.P_EPS: EPS})
         program.run(threads)
         np.testing.assert_array_equal(wide, rows)
         return out
 
     def accept(self, pieces: Sequence[Piece], pool: StatePool, accepted: Sequence[int]) -> None:
-        """Let the states of the pieces take in so many of the drafts that were run last."""
+        """Let the states of the pieces take in so many of the drafts run last."""
         program, first = accepting(pieces, pool, accepted, ()), pool.draft_offset(1) // 4
         source = {lt.F_SRC: lt.B_DRAFTS, lt.F_SRC_STEP: pool.draft_row_bytes // 4, lt.F_SRC_FIRST: first}
         self.turn(program, pool, {**source, lt.F_BY_FIRST: first + self.channels})

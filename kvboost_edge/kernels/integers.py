@@ -27,6 +27,7 @@ __all__ = [
     "has_byte_permute",
     "has_byte_shuffle",
     "has_tile_registers",
+    "has_wide_registers",
     "int_constant",
 ]
 
@@ -64,6 +65,12 @@ def dot_form() -> str:
     if platform.machine().lower() in ("aarch64", "arm64") and _has_sdot():
         return "neon"
     return "plain"
+
+
+@functools.cache
+def has_wide_registers() -> bool:
+    """Whether kernels of this process are compiled with registers of 512 bits, of which there are 32."""
+    return "avx512f" in _features()
 
 
 @functools.cache

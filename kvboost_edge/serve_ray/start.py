@@ -41,6 +41,7 @@ FLAGS_VARIABLE = "KVBOOST_EDGE_SERVE_FLAGS"
 _REFUSED = ("ray_address", "port")  # of a serve.yaml: the cluster is the one it runs on, and Ray's proxy listens
 
 _OPENING_SECONDS = 60.0  # from "the deployment is ready" to the first replica's answer
+_ENDING_SECONDS = 10.0  # for processes that are killed
 _WAITING_SECONDS = 0.1  # between two looks at why replicas are not there
 _MOST_REASON = 500  # characters of it, the last ones
 # Of this process: Ray remembers the first it sees.
@@ -169,7 +170,8 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
                     _temp_dir=directory,
                     _node_ip_address=_LOOPBACK,
                 )
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        except Exception as error:  # where a part of it is too slow, of no kind of its own
+            _end_processes(directory)
             raise BackendUnavailable(f"Ray does not start on this machine: {_first_line(error)}") from error
         try:
             if ray.util.get_node_ip_address() != _LOOPBACK:
@@ -177,6 +179,19 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def _end_processes(directory: str) -> None:
+    """Of a Ray with its files there, that did not start whole: what did start would run as long as this process."""
+    import psutil
+
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if directory in " ".join(child.cmdline()):
+                child.kill()
+                found.append(child)
+    psutil.wait_procs(found, timeout=_ENDING_SECONDS)
 
 
 @contextlib.contextmanager

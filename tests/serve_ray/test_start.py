@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
+from typing import Any
 
 import httpx
 import psutil
@@ -19,7 +21,7 @@ from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, 
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.serve_ray.directory import MEMORY_PLACE
 from kvboost_edge.serve_ray.replica import own_options
-from kvboost_edge.serve_ray.start import _OWN, flags_of, loading_error
+from kvboost_edge.serve_ray.start import _OWN, flags_of, loading_error, own_cluster
 from kvboost_edge.server.__main__ import main
 from kvboost_edge.server.flags import parse_flags
 from live_servers import wait_until
@@ -57,6 +59,26 @@ def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch: pytest.Mo
     for name in ("port", "ray_address", "ray-address"):
         with pytest.raises(ConfigError, match=f"{name}=1 has no place"):
             flags_of({name: 1})
+
+
+@pytest.mark.cluster
+def test_of_a_ray_that_does_not_start_whole_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Ray raises then. Another one of this process, and what is no part of any, goes on."""
+    ray = pytest.importorskip("ray")
+    started: list[subprocess.Popen[bytes]] = []
+
+    def init(_temp_dir: str, **_: Any) -> None:
+        for words in ([_temp_dir], []):
+            started.append(subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", *words], stdin=PIPE))
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(BackendUnavailable, match="does not start on this machine: The current node"), own_cluster(1):
+        pass
+    is_running = [process.poll() is None for process in started]  # by themselves they end once they may read
+    for process in started:
+        process.communicate(timeout=60)
+    assert is_running == [False, True]
 
 
 def test_without_ray_the_flag_says_what_to_install(

@@ -9,7 +9,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.panel import COARSE_BYTES, SEED_BYTES
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program.route import dispatch_numbers
-from kvboost_edge.kernels.program.states.scan import MOST_KEYS
+from kvboost_edge.kernels.program.states.sums import MOST_KEYS
 from kvboost_edge.kernels.program.tiles import SCRATCH_BYTES
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.experts import Experts

@@ -266,7 +266,7 @@ def test_experts_equal_the_specification(kind: str, tokens: int, how: str) -> No
     def mlp(expert: int, rows: Floats) -> Floats:
         biases = [Extra(bias=layer.bias(which, expert)) for which in range(2)]
         if how == "relu2":
-            inner = squared_rows(run_linear(kind, rows, layer.gate_up[expert], layer.inner)[0])
+            inner = squared_rows(run_linear(kind, rows, layer.gate_up[expert], layer.inner, PLAIN)[0])
         else:
             wide = run_linear(kind, rows, layer.gate_up[expert], 2 * layer.inner, biases[0])[0]
             inner = activate_rows(wide[:, : layer.inner], wide[:, layer.inner :], clamped=how == "swiglu")

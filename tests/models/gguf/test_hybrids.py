@@ -127,6 +127,13 @@ def test_vectors_of_a_state_space_are_matrices_in_a_gguf_file(tmp_path: Path) ->
         plan_floats(write_gguf(model, tmp_path / "wrong.gguf", more=wrong))
 
 
+def test_convolutions_without_biases(tmp_path: Path) -> None:
+    model = save_tiny_model("granitemoehybrid-groups", tmp_path / "model")
+    spec, weights = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
+    assert "layer1.conv_bias" not in weights
+    assert _distance(hybrid_logits(spec, weights, TOKENS), hybrid_logits(*plan_floats(model), TOKENS)) < 1e-6
+
+
 def test_a_matrix_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     model = save_model("granitemoehybrid-h", tmp_path / "model")
     twice = {"blk.0.ffn_up_shexp.weight": gguf_tensors(model)["blk.0.ffn_up.weight"]}

@@ -101,4 +101,5 @@ def test_matrices_of_several_block_formats(name: str, tmp_path: Path) -> None:
     whole = _logits(path, "auto", 61)
     for chunk, threads in ((61, 2), (7, 1), (1, 2)):
         np.testing.assert_array_equal(_logits(path, "auto", chunk, threads), whole)
-    assert _distance(whole, _logits(path, "f32")) < 0.2
+    # What is squared has twice the relative error.
+    assert _distance(whole, _logits(path, "f32")) < (0.4 if name == "nemotron_h" else 0.2)

@@ -29,17 +29,25 @@ from kvboost_edge.kernels.program.states import sequences as ls
 from kvboost_edge.kernels.program.states.conv import conv_silu, keep_draft, window_of
 from kvboost_edge.kernels.program.states.gates import gates as store_gates
 from kvboost_edge.kernels.program.states.gates import gates_at
-from kvboost_edge.kernels.program.states.ssd import advance
-from kvboost_edge.kernels.program.states.sums import CHAINS, LINE, emit_number, emit_quads, emit_sums, emit_total
+from kvboost_edge.kernels.program.states.ssd import advance, advance_two
+from kvboost_edge.kernels.program.states.sums import (
+    CHAINS,
+    LINE,
+    MOST_KEYS,
+    emit_number,
+    emit_quads,
+    emit_sums,
+    emit_total,
+    neighbours,
+    tiles_at_once,
+)
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.program.tiles import tile_scratch
 from kvboost_edge.kernels.vectors import LANES, V16, emit_fma, emit_load, emit_scratch, emit_store, store_f32
 
-__all__ = ["MOST_KEYS", "scan", "scan_units", "steps", "value_at"]
+__all__ = ["scan", "scan_units", "steps", "value_at"]
 
 _SSD = lt.RULES["ssd"]
-MOST_KEYS = 256
-"""Rows of a tile at most."""
 
 Value = Any
 Builder = Any
@@ -91,43 +99,76 @@ def _dots(typing: Any, tile: Any, dim: Any, key: Any, out: Any) -> Any:
     return types.void(*[types.int64] * 4), codegen
 
 
+def _emit_turn(b: Builder, arguments: Sequence[Value], count: int) -> None:
+    tile, dim, query, key, after, values, apart, gates, dots = arguments
+    share, decay = (emit_number(b, gates, int_constant(index)) for index in range(2))
+    tiles = neighbours(b, tile, b.mul(dim, int_constant(LINE)), count)
+    columns, known = neighbours(b, values, apart, count), neighbours(b, dots, int_constant(LINE), count)
+    taken = []
+    for place, dot in zip(columns, known, strict=True):
+        found = emit_fma(b, b.fneg(decay), emit_load(b, V16, dot), emit_load(b, V16, place))
+        taken.append(b.fmul(found, share))
+    sums = [(emit_sums(b), emit_sums(b)) for _ in tiles]
+    with emit_quads(b, dim) as loop:
+        first = b.mul(loop.index, int_constant(CHAINS))
+        for chain in range(CHAINS):
+            i = b.add(first, int_constant(chain))
+            at, of_key = b.mul(i, int_constant(LINE)), emit_number(b, key, i)
+            of_query, of_after = emit_number(b, query, i), emit_number(b, after, i)
+            places = [b.add(tile, at) for tile in tiles]
+            rows = [emit_load(b, V16, place) for place in places]
+            rows = [emit_fma(b, of_key, delta, b.fmul(row, decay)) for delta, row in zip(taken, rows, strict=True)]
+            for place, row, (outs, nexts) in zip(places, rows, sums, strict=True):
+                b.store(emit_fma(b, of_query, row, b.load(outs[chain])), outs[chain])
+                b.store(emit_fma(b, of_after, row, b.load(nexts[chain])), nexts[chain])
+                emit_store(b, row, place)
+    for place, dot, (outs, nexts) in zip(columns, known, sums, strict=True):
+        emit_store(b, emit_total(b, outs), place)
+        emit_store(b, emit_total(b, nexts), dot)
+
+
 @intrinsic
 def _turn(
-    typing: Any, tile: Any, dim: Any, query: Any, key: Any, after: Any, values: Any, gates: Any, dots: Any
+    typing: Any, tile: Any, dim: Any, query: Any, key: Any, after: Any, values: Any, apart: Any, gates: Any, dots: Any
 ) -> Any:
     """One token: the tile becomes decay * tile + key d, d = share * (values - decay * dots), and the values what the
     query finds in it.
 
+    apart  bytes from a tile's values to the next one's
     gates  address of (share, decay)
     dots   address of what `_dots` has of `key`; becomes that of `after`, the key of the next token: the tile is read
            for both at once
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        tile, dim, query, key, after, values, gates, dots = arguments
-        share, decay = (emit_number(b, gates, int_constant(index)) for index in range(2))
-        found = emit_fma(b, b.fneg(decay), emit_load(b, V16, dots), emit_load(b, V16, values))
-        delta = b.fmul(found, share)
-        outs, nexts = emit_sums(b), emit_sums(b)
-        with emit_quads(b, dim) as loop:
-            first = b.mul(loop.index, int_constant(CHAINS))
-            for index, (out, following) in enumerate(zip(outs, nexts, strict=True)):
-                i = b.add(first, int_constant(index))
-                place = b.add(tile, b.mul(i, int_constant(LINE)))
-                row = emit_fma(b, emit_number(b, key, i), delta, b.fmul(emit_load(b, V16, place), decay))
-                b.store(emit_fma(b, emit_number(b, query, i), row, b.load(out)), out)
-                b.store(emit_fma(b, emit_number(b, after, i), row, b.load(following)), following)
-                emit_store(b, row, place)
-        emit_store(b, emit_total(b, outs), values)
-        emit_store(b, emit_total(b, nexts), dots)
+        _emit_turn(b, arguments, 1)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), codegen
+    return types.void(*[types.int64] * 9), codegen
+
+
+@intrinsic
+def _turn_two(
+    typing: Any, tile: Any, dim: Any, query: Any, key: Any, after: Any, values: Any, apart: Any, gates: Any, dots: Any
+) -> Any:
+    """The same of two tiles, one behind the other."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        _emit_turn(b, arguments, 2)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), codegen
+
+
+@kernel
+def _units_of_head(op: Any) -> Any:
+    size = tiles_at_once(op[lt.F_KEY_DIM])
+    return (op[lt.F_DIM] // LANES + size - 1) // size
 
 
 @intrinsic
 def _drafts_scratch(typing: Any) -> Any:
-    """Address of a tile on the stack of the calling kernel."""
+    """Address of the tiles of a unit on the stack of the calling kernel."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return emit_scratch(b, LINE * MOST_KEYS)
@@ -138,12 +179,12 @@ def _drafts_scratch(typing: Any) -> Any:
 @kernel
 def scan_units(job: ProgramJob, op: Any) -> Any:
     """Units of an OP_SCAN: those of one sequence, then those of the next."""
-    return job.buffers[lt.B_SEQUENCES] * op[lt.F_HEADS] * (op[lt.F_DIM] // LANES)
+    return job.buffers[lt.B_SEQUENCES] * op[lt.F_HEADS] * _units_of_head(op)
 
 
 @kernel
 def _begin(state: int, before: int, floats: int) -> None:
-    """A tile of the state as it was, or zeros."""
+    """Tiles of the state as they were, or zeros."""
     if before == 0:
         for index in range(floats):
             store_f32(state + 4 * index, np.float32(0.0))
@@ -153,34 +194,44 @@ def _begin(state: int, before: int, floats: int) -> None:
 
 @kernel
 def scan(job: ProgramJob, op: Any, unit: int) -> None:
-    """A tile of one head of one sequence: all rows of the pass. Values become results, in place."""
+    """A tile, or two, of one head of one sequence: all rows of the pass. Values become results, in place."""
     heads, tiles, dim = op[lt.F_HEADS], op[lt.F_DIM] // LANES, op[lt.F_KEY_DIM]
-    sequence, head, tile = unit // (heads * tiles), unit // tiles % heads, unit % tiles
+    size, units = tiles_at_once(dim), _units_of_head(op)
+    sequence, head, tile = unit // (heads * units), unit // units % heads, unit % units * size
+    count = min(size, tiles - tile)
     shared = op[lt.F_KEY_HEADS]
     key_head = head % shared if op[lt.F_TILED] != 0 else head // (heads // shared)
     first, rows = ls.of_sequence(job, sequence, ls.S_FIRST), ls.of_sequence(job, sequence, ls.S_ROWS)
-    offset = op[lt.F_STATE] + (head * tiles + tile) * dim * LINE
+    offset, floats = op[lt.F_STATE] + (head * tiles + tile) * dim * LINE, count * dim * LANES
     before, state = ls.of_sequence(job, sequence, ls.S_IN), ls.of_sequence(job, sequence, ls.S_OUT) + offset
-    _begin(state, before + offset if before != 0 else 0, dim * LANES)
+    _begin(state, before + offset if before != 0 else 0, floats)
     start = 4 * (key_head * job.tokens + first) * dim
     query, key = job.buffers[lt.B_QUERY] + start, job.buffers[lt.B_KEY] + start
     gates, values = gates_at(job, op) + 8 * (head * job.tokens + first), value_at(job, head * tiles + tile, first)
+    apart = LINE * job.tokens
     dots, saved, save = tile_scratch(), 0, ls.saved_rows(job, sequence, 0)
     is_ssd, certain = op[lt.F_RULE] == _SSD, ls.of_sequence(job, sequence, ls.S_CERTAIN)
     if rows > 0 and not is_ssd:
-        _dots(state, dim, key, dots)
+        for index in range(count):
+            _dots(state + index * dim * LINE, dim, key, dots + index * LINE)
     for row in range(rows):
         if row == certain:
             drafted = _drafts_scratch()
-            copy_floats(state, dim * LANES, drafted)
+            copy_floats(state, floats, drafted)
             state = drafted
-        after = key + 4 * dim if row + 1 < rows else key
-        if is_ssd:
-            advance(state, dim, query, key, values, gates, op[lt.F_SKIP] + 4 * head)
+        after = key if row + 1 == rows else key + 4 * dim
+        if is_ssd and count == 2 and row > 0:
+            advance_two(state, dim, query, key, values, apart, gates, op[lt.F_SKIP] + 4 * head)
+        elif is_ssd:  # from memory tiles come faster one after another
+            for index in range(count):
+                place = state + index * dim * LINE
+                advance(place, dim, query, key, values + index * apart, apart, gates, op[lt.F_SKIP] + 4 * head)
+        elif count == 2:
+            _turn_two(state, dim, query, key, after, values, apart, gates, dots)
         else:
-            _turn(state, dim, query, key, after, values, gates, dots)
+            _turn(state, dim, query, key, after, values, apart, gates, dots)
         query, key, gates, values = query + 4 * dim, after, gates + 8, values + LINE
         if row + 1 == save:
-            copy_floats(state, dim * LANES, ls.saved_at(job, sequence, saved) + offset)
+            copy_floats(state, floats, ls.saved_at(job, sequence, saved) + offset)
             saved += 1
             save = ls.saved_rows(job, sequence, saved)

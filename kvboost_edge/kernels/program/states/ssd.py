@@ -14,39 +14,73 @@ from numba.core import types
 
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic
-from kvboost_edge.kernels.program.states.sums import CHAINS, LINE, emit_number, emit_quads, emit_sums, emit_total
+from kvboost_edge.kernels.program.states.sums import (
+    CHAINS,
+    LINE,
+    emit_number,
+    emit_quads,
+    emit_sums,
+    emit_total,
+    neighbours,
+)
 from kvboost_edge.kernels.vectors import V16, emit_fma, emit_load, emit_store
 
-__all__ = ["advance"]
+__all__ = ["advance", "advance_two"]
 
 Value = Any
 Builder = Any
 
 
+def _emit_advance(b: Builder, arguments: Sequence[Value], count: int) -> None:
+    tile, dim, query, key, values, apart, gates, skip = arguments
+    time, decay = (emit_number(b, gates, int_constant(index)) for index in range(2))
+    tiles = neighbours(b, tile, b.mul(dim, int_constant(LINE)), count)
+    columns = neighbours(b, values, apart, count)
+    given = [emit_load(b, V16, place) for place in columns]
+    taken = [b.fmul(one, time) for one in given]
+    sums = [emit_sums(b) for _ in tiles]
+    with emit_quads(b, dim) as loop:
+        first = b.mul(loop.index, int_constant(CHAINS))
+        for chain in range(CHAINS):
+            i = b.add(first, int_constant(chain))
+            at, of_key, of_query = b.mul(i, int_constant(LINE)), emit_number(b, key, i), emit_number(b, query, i)
+            places = [b.add(tile, at) for tile in tiles]
+            rows = [emit_load(b, V16, place) for place in places]
+            rows = [emit_fma(b, of_key, one, b.fmul(row, decay)) for one, row in zip(taken, rows, strict=True)]
+            for place, row, outs in zip(places, rows, sums, strict=True):
+                b.store(emit_fma(b, of_query, row, b.load(outs[chain])), outs[chain])
+                emit_store(b, row, place)
+    own = emit_number(b, skip, int_constant(0))
+    for place, one, outs in zip(columns, given, sums, strict=True):
+        emit_store(b, emit_fma(b, own, one, emit_total(b, outs)), place)
+
+
 @intrinsic
-def advance(typing: Any, tile: Any, dim: Any, query: Any, key: Any, values: Any, gates: Any, skip: Any) -> Any:
+def advance(
+    typing: Any, tile: Any, dim: Any, query: Any, key: Any, values: Any, apart: Any, gates: Any, skip: Any
+) -> Any:
     """One token: the tile becomes decay * tile + key (time * values), and the values what the query finds in it and
     skip times themselves.
 
+    apart  bytes from a tile's values to the next one's
     gates  address of (time, decay);  skip: of a float32
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        tile, dim, query, key, values, gates, skip = arguments
-        time, decay = (emit_number(b, gates, int_constant(index)) for index in range(2))
-        given = emit_load(b, V16, values)
-        taken = b.fmul(given, time)
-        outs = emit_sums(b)
-        with emit_quads(b, dim) as loop:
-            first = b.mul(loop.index, int_constant(CHAINS))
-            for index, out in enumerate(outs):
-                i = b.add(first, int_constant(index))
-                place = b.add(tile, b.mul(i, int_constant(LINE)))
-                row = emit_fma(b, emit_number(b, key, i), taken, b.fmul(emit_load(b, V16, place), decay))
-                b.store(emit_fma(b, emit_number(b, query, i), row, b.load(out)), out)
-                emit_store(b, row, place)
-        own = emit_number(b, skip, int_constant(0))
-        emit_store(b, emit_fma(b, own, given, emit_total(b, outs)), values)
+        _emit_advance(b, arguments, 1)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7), codegen
+    return types.void(*[types.int64] * 8), codegen
+
+
+@intrinsic
+def advance_two(
+    typing: Any, tile: Any, dim: Any, query: Any, key: Any, values: Any, apart: Any, gates: Any, skip: Any
+) -> Any:
+    """The same of two tiles, one behind the other."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        _emit_advance(b, arguments, 2)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen

@@ -1,4 +1,8 @@
-"""What the loops over a tile's rows have in common: numbers of keys as vectors, and sums in four chains."""
+"""What the loops over the rows of tiles have in common: numbers of keys as vectors, sums in four chains.
+
+A loop takes one tile or two neighbours at once: what it loads of keys and queries then serves both. Registers for that
+are there where vectors have 512 bits; elsewhere the chains alone would take all of them.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,44 @@ from typing import Any
 
 from numba.core import cgutils
 
-from kvboost_edge.kernels.integers import int_constant
+from kvboost_edge.kernels.integers import has_wide_registers, int_constant
+from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.vectors import F32, I64, LANES, V16, emit_load, emit_splat
 
-__all__ = ["CHAINS", "LINE", "emit_number", "emit_quads", "emit_sums", "emit_total"]
+__all__ = [
+    "CHAINS",
+    "LINE",
+    "MOST_KEYS",
+    "emit_number",
+    "emit_quads",
+    "emit_sums",
+    "emit_total",
+    "neighbours",
+    "tiles_at_once",
+]
 
 LINE = 4 * LANES
 """Bytes of a row of a tile: 16 value columns."""
 CHAINS = 4
 """Of a sum over keys: key i goes to chain i mod 4."""
+MOST_KEYS = 256
+"""Rows of a tile at most, and of two that are taken at once: 16 KB, which stay in the first cache."""
+
+_MOST = 2 if has_wide_registers() else 1
 
 Value = Any
 Builder = Any
+
+
+@kernel
+def tiles_at_once(dim: int) -> Any:
+    """How many tiles of so many rows a unit takes; the last one of a head may have fewer."""
+    return _MOST if 2 * dim <= MOST_KEYS else 1
+
+
+def neighbours(b: Builder, address: Value, step: Value, count: int) -> list[Value]:
+    """Addresses of what several tiles have, so many bytes apart."""
+    return [b.add(address, b.mul(step, int_constant(tile))) for tile in range(count)]
 
 
 def emit_sums(b: Builder) -> list[Value]:

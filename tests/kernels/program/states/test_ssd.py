@@ -112,6 +112,22 @@ def test_states_take_in_the_drafts_that_were_right_and_no_others(name: str) -> N
             assert_same(ssd.state(pool, slot), ssd.expected(half[: 1 + right], state)[1])
 
 
+@pytest.mark.parametrize("name", ["groups", "as in models", "a wide state"])
+@pytest.mark.parametrize("accepted", [0, 1, 5])
+def test_drafts_see_the_state_and_no_slot_sees_a_draft_until_it_is_accepted(name: str, accepted: int) -> None:
+    ssd = MIXERS[name]
+    _, before = ssd.expected(ssd.rows(9))
+    rows = ssd.rows(7)
+    pool = poisoned_pool(ssd.specs, 1, 5)
+    ssd.put(pool, 0, before)
+    pieces = [Piece(7, 0, 0, drafts=5)]
+    np.testing.assert_array_equal(ssd.run(rows, pieces, pool), ssd.expected(rows, before)[0])
+    assert_same(ssd.state(pool, 0), ssd.expected(rows[:2], before)[1])
+    if accepted:
+        ssd.accept(pieces, pool, [accepted])
+        assert_same(ssd.state(pool, 0), ssd.expected(rows[: 2 + accepted], before)[1])
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_state_that_is_no_number_breaks_its_own_sequence_alone(bad: float) -> None:
     """And of that only the head: there is no norm that others share with it."""
