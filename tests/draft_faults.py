@@ -14,8 +14,6 @@ DRAFT_FAULTS = (
      _OF_CONV),
     ("drafts: rows of another sequence are taken in", _STATES, "np.where(drafted > 0, places, 0)",
      "np.where(drafted > 0, places[::-1], 0)", _OF_CONV),
-    ("drafts: slots of sequences without any are written", _STATES, "which = np.flatnonzero(accepted)",
-     "which = np.arange(len(accepted))", _OF_SCAN),
     ("drafts: tails take in guesses", _CONV, "rows, out = ls.of_sequence(job, sequence, ls.S_CERTAIN)",
      "rows, out = ls.of_sequence(job, sequence, ls.S_ROWS)", _OF_CONV),
     ("drafts: matrices take in a guess", _SCAN, "if row == certain:", "if row == certain + 1:", _OF_SCAN),

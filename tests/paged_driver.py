@@ -33,7 +33,10 @@ class Sequence_:
 
 
 class PagedDriver:
-    """Opens sequences and computes them; free memory is poisoned, so a read of unwritten slots shows as NaN."""
+    """Opens sequences and computes them; free memory is poisoned, so a read of unwritten slots shows as NaN. `layout`:
+    of the last pass."""
+
+    layout: BatchLayout
 
     def __init__(self, runner: Runner, backend: Backend) -> None:
         self.runner, self.backend = runner, backend
@@ -91,7 +94,7 @@ class PagedDriver:
         rows, of_states = (np.array(list(each), dtype=np.int64) for each in (logit_rows, state_rows))
         tokens = np.array(token_ids, np.int64), np.array(positions, np.int64)
         batch = ForwardBatch(*tokens, layout, rows, of_states, states)
-        logits = self.runner.forward(batch).copy()
+        self.layout, logits = layout, self.runner.forward(batch).copy()
         for sequence, count in work:
             done = sequence.table.num_computed_tokens + count
             self.manager.commit(sequence.table, sequence.token_ids, done)

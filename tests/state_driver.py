@@ -16,7 +16,8 @@ __all__ = ["StateDriver"]
 class StateDriver(PagedDriver):
     """A sequence has a slot that it reads and writes; slots are poisoned before, so that what was never written shows.
 
-    `wanted`: positions behind which states of sequences, by id, are to be saved, with their slots.
+    `wanted`: positions behind which states of sequences, by id, are to be saved, with their slots. `drafts`: how many
+    of a sequence's tokens, the last ones, are drafts in its next pass.
     """
 
     def __init__(self, runner: Runner, backend: Backend) -> None:
@@ -27,6 +28,7 @@ class StateDriver(PagedDriver):
         self.free = list(range(self.pool.num_slots))
         self.slots: dict[int, tuple[int, int]] = {}
         self.wanted: dict[int, dict[int, int]] = {}
+        self.drafts: dict[int, int] = {}
 
     def open(self, token_ids: Sequence[int], read: int = -1) -> Sequence_:
         """A sequence whose first pass reads a slot; -1: from its first token on."""
@@ -52,4 +54,5 @@ class StateDriver(PagedDriver):
             own = self.slots[id(sequence)][1]
             self.slots[id(sequence)] = (own, own)
         read, written = (np.array(each, np.int32) for each in zip(*both, strict=True))
-        return PassStates(read, written, np.array(saves, np.int32).reshape(-1, 3))
+        certain = np.array([count - self.drafts.pop(id(sequence), 0) for sequence, count in work], np.int32)
+        return PassStates(read, written, np.array(saves, np.int32).reshape(-1, 3), certain)

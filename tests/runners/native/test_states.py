@@ -14,7 +14,7 @@ import torch
 
 from exact_granite import ExactGranite
 from exact_hybrid import ExactHybrid
-from kvboost_edge.backends.base import Backend
+from kvboost_edge.backends.base import Backend, PassStates
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.runners.native.plan import RECURRENT, moved_keys_refusal
@@ -70,7 +70,7 @@ def runners(directories: Callable[[str], Path]) -> Iterator[Callable[..., Native
 
 
 def drive(runner: NativeRunner, backend: str = "cpu", threads: int = 1) -> StateDriver:
-    made = make_backend(choose_backend(backend), runner.info.kv_spec, 40, threads, num_state_slots=8)
+    made = make_backend(choose_backend(backend), runner.info.kv_spec, 40, threads, num_state_slots=8, num_draft_rows=12)
     return StateDriver(runner, made)
 
 
@@ -160,6 +160,34 @@ def test_pieces_whose_logits_nobody_wants_turn_the_states_as_others(
     again = drive(runner, backend)
     _, all_states = again.step_for([(again.open(PROMPT), len(PROMPT))], [], state_rows=range(len(PROMPT)))
     np.testing.assert_array_equal(states, all_states[[51, 76]])
+
+
+@pytest.mark.parametrize(
+    "family", ["lfm2", "qwen3_5_text-even", "granitemoehybrid-groups", "nemotron_h-moe", "falcon_h1"]
+)
+@pytest.mark.parametrize(("weights", "bits", "backend"), OPTIONS, ids=str)
+def test_texts_go_on_behind_drafts_that_were_right_with_the_same_bits(
+    family: str, weights: str, bits: tuple[int, int], backend: str, runners: Callable[..., NativeRunner]
+) -> None:
+    runner = runners(family, weights, bits)
+    expected = [whole(runner, text, backend) for text in (PROMPT, OTHER)]
+    driver = drive(runner, backend)
+    texts = [driver.open(text) for text in (PROMPT, OTHER)]
+    driver.step([(texts[0], 20), (texts[1], 3)])
+    driver.drafts = {id(texts[0]): 5, id(texts[1]): 7}
+    slots = np.array([driver.slots[id(text)][1] for text in texts], np.int32)
+    before = driver.pool.checksums(slots.tolist())
+    for rows, logits, start in zip(driver.step([(texts[0], 6), (texts[1], 9)]), expected, (20, 3), strict=True):
+        np.testing.assert_array_equal(rows, logits[start : start + len(rows)])
+    assert driver.pool.checksums(slots.tolist()) != before, "their certain rows are in there"
+    saves = np.array([[1, 4, driver.free.pop()]], np.int32)
+    runner.accept_drafts(driver.layout, np.array([5, 7], np.int32), PassStates(slots, slots, saves))
+    for text, logits, start in zip(texts, expected, (26, 12), strict=True):
+        np.testing.assert_array_equal(driver.prefill(text), logits[start:])
+    again = driver.open(OTHER[:9])
+    driver.prefill(again)
+    saved, computed = driver.pool.read_slots([int(saves[0, 2]), driver.slots[id(again)][1]])
+    np.testing.assert_array_equal(saved, computed)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid-groups", "nemotron_h-moe", "falcon_h1"])
