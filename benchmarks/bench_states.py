@@ -3,14 +3,15 @@
 A random hybrid of a real one's shape, in this process; the figures are medians over rounds that ask for the contenders
 in turn (least to most in the JSON). Every row has its bar:
 
-  second turn      2,000 tokens of history, the last 16 of them an answer, and 64 new ones, to the first token, of the
-                   time that a prompt takes that is as long as what was computed: 1.15
+  second turn      2,000 tokens of history, the last 48 of them an answer, and 64 new ones, to the first token: of the
+                   time that as many tokens as were computed take behind a prompt that is held up to there, and of the
+                   time that they take alone, where they attend to nothing before them: 1.15
   shared prefix    tokens found of a prefix of 300 tokens that other prompts begin with: by the second prompt where the
                    first one named the border (as chats do), by the third where nobody did: all full blocks
   snapshots        a cold prompt of 2,000 tokens, and 64 tokens behind one that is held, of the time without any
                    snapshot: 1.01 and 1.05. Without: every slot but the one that the request writes is held meanwhile
-  decode           GB/s of weights and of states, read and written, of a plain read right after; of what a dense model
-                   of the same sizes reaches: 0.95. Not of mixtures of experts, which read some of their weights only
+  decode           GB/s of weights and of states, read and written, of what a dense model of the same sizes reaches in
+                   turn with it: 0.95. Not of mixtures of experts, which read some of their weights only
   memory           peak RSS beside the file, the pool and the states, MB: 300
 
     python benchmarks/bench_states.py                                    # LFM2-1.2B
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,9 +41,9 @@ from peers.hybrid_shapes import HYBRID_SHAPES, DenseTwin
 from peers.mixture_shapes import MIXTURE_SHAPES
 from peers.random_model import write_gguf
 from peers.shapes import Shape
-from plain_read import idle_read_gb_s, token_weights
+from plain_read import token_weights
 
-_HISTORY, _ANSWER, _NEW = 2000, 16, 64
+_HISTORY, _ANSWER, _NEW = 2000, 48, 64
 _PREFIX, _OWN = 300, 100
 _FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
 _BLOCK = 16
@@ -76,16 +78,18 @@ class States:
         return time.perf_counter() - started, found
 
     def turns(self) -> None:
-        """Second turns of chats, each beside a cold prompt of as many tokens as it computed."""
+        """Second turns of chats, each beside as many tokens as it computed behind a held prompt, and alone."""
         for number in range(self.rounds + 1):
             self.engine.reset_cache()
             first = self.tokens(_HISTORY - _ANSWER)
             history = first + list(self.ask(first, _ANSWER).output_token_ids)
             seconds, found = self.timed(history + self.tokens(_NEW))
             computed = _HISTORY + _NEW - found
+            behind, _ = self.timed(first + self.tokens(computed))
             alone, _ = self.timed(self.tokens(computed))
             if number:  # round 0 warms up
                 self.note("second turn", seconds)
+                self.note("as many tokens behind a prompt", behind)
                 self.note("as many tokens alone", alone)
                 self.note("second turn, computed", computed)
 
@@ -130,12 +134,10 @@ class States:
         times = self.ask(self.tokens(_BLOCK), count + 1).token_times_ms
         return float(np.median(np.diff(times))) / 1000
 
-    def share_of_read(self, count: int, num_threads: int) -> float:
-        """What a step reads and writes of weights and states a second, of a plain read of the weights."""
-        seconds = self.decode(count)
-        address, nbytes = token_weights(self.engine._parts.runner._packed)
-        moved = nbytes + 2 * self.engine.runner_info.kv_spec.bytes_per_state
-        return moved / seconds / 1e9 / idle_read_gb_s(address, nbytes, num_threads)
+    def moved_gb(self) -> float:
+        """What a step reads and writes of weights and states."""
+        _, nbytes = token_weights(self.engine._parts.runner._packed)
+        return (nbytes + 2 * self.engine.runner_info.kv_spec.bytes_per_state) / 1e9
 
     def median(self, what: str) -> float:
         return statistics.median(self.figures[what])
@@ -165,13 +167,14 @@ def without_snapshots(engine: CPUPagedEngine) -> Iterator[None]:
             slots.release(slot)
 
 
-def compare_decode(states: States, dense: States, count: int, num_threads: int) -> None:
-    """The hybrid and a dense model of its sizes in turn; noted as "decode" and "decode, dense"."""
-    for number in range(states.rounds + 1):
+def compare_decode(states: States, dense: States, count: int) -> None:
+    """The hybrid and a dense model of its sizes in turn; GB/s are noted as "decode" and "decode, dense"."""
+    for number in range(2 * states.rounds + 1):
         for one, name in ((states, "decode"), (dense, "decode, dense")):
-            share = one.share_of_read(count, num_threads)
+            seconds = one.decode(count)
             if number:
-                states.note(name, share)
+                states.note(name, one.moved_gb() / seconds)
+                states.note(f"{name}, a token", seconds)
 
 
 def row(measure: str, value: float, beside: float | None, reached: float, what: str) -> dict[str, Any]:
@@ -185,9 +188,11 @@ def row(measure: str, value: float, beside: float | None, reached: float, what: 
 def rows_of(states: States, beside_mb: float) -> list[dict[str, Any]]:
     """All that was measured against the bars; times in ms."""
     of = states.median
-    computed = f"second turn, {of('second turn, computed'):.0f} tokens computed, ms"
-    ratio = states.ratio("second turn", "as many tokens alone")
-    found = [row(computed, 1e3 * of("second turn"), 1e3 * of("as many tokens alone"), ratio, "second turn")]
+    found = []
+    for what in ("as many tokens behind a prompt", "as many tokens alone"):
+        measure = f"second turn, {of('second turn, computed'):.0f} tokens; {what}, ms"
+        ratio = states.ratio("second turn", what)
+        found.append(row(measure, 1e3 * of("second turn"), 1e3 * of(what), ratio, "second turn"))
     every = _PREFIX // _BLOCK * _BLOCK
     for what in ("second of a named prefix, found", "third of a prefix, found"):
         least = min(states.figures[what])
@@ -201,7 +206,7 @@ def rows_of(states: States, beside_mb: float) -> list[dict[str, Any]]:
         found.append(row(measure, 1e3 * of(pair[0]), 1e3 * of(pair[1]), states.ratio(*pair), f"snapshots, {what}"))
     if "decode" in states.figures:
         reached = states.ratio("decode", "decode, dense")
-        found.append(row("decode, share of a plain read", of("decode"), of("decode, dense"), reached, "decode"))
+        found.append(row("decode, GB/s of weights and states", of("decode"), of("decode, dense"), reached, "decode"))
     found.append(row("memory beside file, pool and states, MB", beside_mb, None, beside_mb, "memory"))
     return found
 
@@ -225,16 +230,25 @@ def run(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]], dict[st
         states = States(engine, shape.vocab, options.rounds)
         parts: list[Callable[[], None]] = [states.turns, states.shared, states.snapshots]
         for part in parts:
+            began = time.perf_counter()
             part()
+            _say(f"{part.__name__}, {time.perf_counter() - began:.0f} s", states)
         stats = engine.paged_stats()
         known = model.stat().st_size + stats["pool_bytes"] + stats["state_bytes"]
         beside_mb, peak_mb = (process_peak() - known) / 1e6, process_peak() / 1e6
         if not shape.is_mixture:
             with started(_twin(model, shape, options.quant), options) as other:
-                compare_decode(states, States(other, shape.vocab, 0), options.tokens, options.threads)
+                compare_decode(states, States(other, shape.vocab, 0), options.tokens)
+                _say("decode", states)
     keys = ("isa", "kernel_path", "attention_path", "pool_bytes", "state_bytes", "state_slots", "state_snapshots")
     about = {**{key: stats[key] for key in keys}, "peak_rss_mb": peak_mb, "file_mb": model.stat().st_size / 1e6}
     return f"bench_states {what}", rows_of(states, beside_mb), {"rounds": states.figures, "engine": about}
+
+
+def _say(part: str, states: States) -> None:
+    """What is known by now: a whole run takes minutes."""
+    known = ", ".join(f"{what} {states.median(what):.4g}" for what in states.figures)
+    print(f"{part}: {known}", file=sys.stderr, flush=True)
 
 
 def _twin(model: Path, shape: Shape, quant: str) -> Path:
@@ -248,7 +262,7 @@ def _twin(model: Path, shape: Shape, quant: str) -> Path:
 
 def options_from(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_for_layers(__doc__, STATE_SHAPES)
-    parser.set_defaults(shape="lfm2-1.2b")
+    parser.set_defaults(shape="lfm2-1.2b", rounds=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--capacity", type=int, default=16384, help="tokens of keys and values that the pool holds")
     parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits of a KV number")

@@ -27,12 +27,11 @@ class ExactHybrid:
     def __init__(self, directory: Path, weights: str) -> None:
         self.config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         self.is_delta = self.config["model_type"] == "qwen3_5_text"
-        self.eps = self.config["rms_norm_eps" if self.is_delta else "norm_eps"]
+        self.eps = self.config["norm_eps" if "norm_eps" in self.config else "rms_norm_eps"]
         tensors = load_file(directory / "model.safetensors")
         self.tensors = {name: self._stored(name, value, weights) for name, value in tensors.items()}
 
-    @staticmethod
-    def _stored(name: str, value: npt.NDArray[np.float32], weights: str) -> Doubles:
+    def _stored(self, name: str, value: npt.NDArray[np.float32], weights: str) -> Doubles:
         if value.ndim == 2 and not name.endswith(_FLOATS):
             outer = name.startswith(("model.embed", "lm_head"))
             kind = "int8" if outer and weights.startswith("int4") else weights

@@ -13,11 +13,26 @@ import gguf
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
-__all__ = ["HYBRID_ARCHS", "HYBRID_FAMILIES", "draft_layer", "hybrid_tensors", "tiled_heads", "write_hybrid_sizes"]
+from gguf_falcon import falcon_tensors, write_falcon_sizes
+from gguf_granite import granite_tensors, has_states, write_granite_sizes
+from gguf_nemotron import nemotron_arch, nemotron_tensors, write_nemotron_sizes
+
+__all__ = [
+    "HYBRID_ARCHS",
+    "HYBRID_FAMILIES",
+    "arch_of",
+    "draft_layer",
+    "hybrid_tensors",
+    "is_hybrid",
+    "tiled_heads",
+    "write_hybrid_sizes",
+]
 
 HYBRID_ARCHS = {
     "lfm2": MODEL_ARCH.LFM2, "lfm2_moe": MODEL_ARCH.LFM2MOE, "qwen3_5_text": MODEL_ARCH.QWEN35,
     "qwen3_5": MODEL_ARCH.QWEN35, "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE, "qwen3_5_moe": MODEL_ARCH.QWEN35MOE,
+    "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID, "nemotron_h": MODEL_ARCH.NEMOTRON_H,
+    "falcon_h1": MODEL_ARCH.FALCON_H1,
 }  # fmt: skip
 # Heads of keys and values have one size there, and shares of LFM2's experts have no scale.
 HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
@@ -29,8 +44,34 @@ HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"linear_key_head_dim": 32},
     "qwen3_5": {"linear_key_head_dim": 32},
     "qwen3_5_moe": {"linear_key_head_dim": 32},
+    "granitemoehybrid-h": {},
+    "granitemoehybrid-groups": {},
+    "granitemoehybrid-experts": {},
+    "falcon_h1": {},
+    # There is a norm behind the gate, or none, and the head is never the embedding.
+    "falcon_h1-after": {},
+    "nemotron_h": {},
+    # With experts they have no MLPs.
+    "nemotron_h-moe": {"layers_block_type": ["full_attention", "moe", "linear_attention", "linear_attention"]},
+}
+_OWN_TENSORS = {"granitemoehybrid": granite_tensors, "nemotron_h": nemotron_tensors, "falcon_h1": falcon_tensors}
+_OWN_SIZES = {
+    "granitemoehybrid": write_granite_sizes,
+    "nemotron_h": write_nemotron_sizes,
+    "falcon_h1": write_falcon_sizes,
 }
 _PLAIN_NORM = "linear_attn.norm.weight"
+
+
+def is_hybrid(config: Mapping[str, Any]) -> bool:
+    """Whether a model is one of these architectures."""
+    model_type = config["model_type"]
+    return model_type in HYBRID_ARCHS and (model_type != "granitemoehybrid" or has_states(config))
+
+
+def arch_of(config: Mapping[str, Any]) -> MODEL_ARCH:
+    """The architecture of a model that is one of these."""
+    return nemotron_arch(config) if config["model_type"] == "nemotron_h" else HYBRID_ARCHS[config["model_type"]]
 
 
 def tiled_heads(values: np.ndarray, axis: int, config: Mapping[str, Any], dim: int) -> np.ndarray:
@@ -43,6 +84,8 @@ def tiled_heads(values: np.ndarray, axis: int, config: Mapping[str, Any], dim: i
 
 def hybrid_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """float32 tensors under GGUF's names, of transformers' without the prefix of a language model inside another."""
+    if config["model_type"] in _OWN_TENSORS:
+        return _OWN_TENSORS[config["model_type"]](tensors, config)
     names = gguf.get_tensor_name_map(HYBRID_ARCHS[config["model_type"]], config["num_hidden_layers"])
     found = {}
     for name, values in sorted(tensors.items()):
@@ -97,6 +140,9 @@ def _split_experts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
 
 def write_hybrid_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     """The keys of `TextModel.set_gguf_parameters`, and those of the single converters."""
+    if config["model_type"] in _OWN_SIZES:
+        _OWN_SIZES[config["model_type"]](writer, config)
+        return
     rope, attends = config["rope_parameters"], [kind == "full_attention" for kind in config["layer_types"]]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])

@@ -19,7 +19,8 @@ from safetensors.numpy import load_file
 
 from gguf_experts import merged_experts, write_expert_sizes
 from gguf_gemma4 import gemma4_scale, rope_freqs, write_gemma4_sizes
-from gguf_hybrids import HYBRID_ARCHS, HYBRID_FAMILIES, hybrid_tensors, write_hybrid_sizes
+from gguf_granite import permuted_rows, write_granite_factors
+from gguf_hybrids import HYBRID_FAMILIES, arch_of, hybrid_tensors, is_hybrid, write_hybrid_sizes
 from gpt_oss_files import ROPE as GPT_OSS_ROPE
 from hybrid_models import HYBRID_NESTED
 from tiny_checkpoints import save_tiny_checkpoint
@@ -97,6 +98,8 @@ PERMUTED = (
     "granitemoe",
 )
 PLUS_ONE = ("gemma", "gemma2", "gemma3_text")  # norms that multiply by 1 + weight
+# Matrices that are F32 whatever the others are.
+IN_FLOATS = ("conv.weight", "conv1d.weight", "ssm_norm.weight", "ssm_a", "ssm_d")
 OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
 # Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest weight is in them.
@@ -115,11 +118,6 @@ def save_model(name: str, directory: Path) -> Path:
     return (save_nested_model if nested else save_tiny_model)(name, directory, **{**FAMILIES, **HYBRID_FAMILIES}[name])
 
 
-def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
-    shape = (heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
-    return weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape)
-
-
 def _config(model_dir: Path) -> dict[str, Any]:
     """As the converters' `load_hparams`: what text_config says goes before what stands around it."""
     config = json.loads((model_dir / "config.json").read_text())
@@ -130,7 +128,7 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
     """float32 tensors of a tiny model under GGUF names, in GGUF order of rows and with GGUF norms."""
     config = _config(model_dir)
     model_type = config["model_type"]
-    if model_type in HYBRID_ARCHS:
+    if is_hybrid(config):
         tensors = merged_experts(load_file(model_dir / "model.safetensors"))
         own = {name.replace("language_model.", ""): values for name, values in tensors.items()}
         return hybrid_tensors({n: v for n, v in own.items() if not n.startswith((*OTHER_PARTS, "mtp."))}, config)
@@ -144,9 +142,9 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
             continue
         if model_type in PERMUTED:
             if ".q_proj." in name:
-                values = _permute(values, heads)
+                values = permuted_rows(values, heads)
             elif ".k_proj." in name:
-                values = _permute(values, kv_heads)
+                values = permuted_rows(values, kv_heads)
         if model_type in PLUS_ONE and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
@@ -230,9 +228,10 @@ def write_gguf(
     """
     config = _config(model_dir)
     both_ways = bool(config.get("use_bidirectional_attention"))
-    arch = MODEL_ARCH.GEMMA_EMBEDDING if both_ways else {**ARCHS, **HYBRID_ARCHS}[config["model_type"]]
+    known = arch_of(config) if is_hybrid(config) else ARCHS[config["model_type"]]
+    arch = MODEL_ARCH.GEMMA_EMBEDDING if both_ways else known
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
-    (write_hybrid_sizes if config["model_type"] in HYBRID_ARCHS else _write_sizes)(writer, config)
+    (write_hybrid_sizes if is_hybrid(config) else _write_sizes)(writer, config)
     for key, value in (keys or {}).items():
         writer.kv_data[0].pop(f"{writer.arch}.{key}", None)
         kinds = {float: writer.add_float32, bool: writer.add_bool, list: writer.add_array, type(None): lambda *_: None}
@@ -254,7 +253,7 @@ def write_gguf(
             continue
         chosen = kind if isinstance(kind, str) else kind(name)
         chosen = "F32" if values.ndim == 1 or name.endswith(".bias") else chosen
-        in_floats = "ffn_gate_inp" in name or name.endswith(("conv.weight", "conv1d.weight"))
+        in_floats = "ffn_gate_inp" in name or name.endswith(IN_FLOATS)
         number = GGMLQuantizationType["F32" if in_floats else chosen]
         if values.ndim > 1 and values.shape[1] % gguf.GGML_QUANT_SIZES[number][0]:
             number = GGMLQuantizationType.F32
@@ -343,26 +342,14 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
 
 
 def _write_factors(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
-    """What MiniCPM and Granite multiply by, and the sizes of Granite's layers of another kind, of which it has none."""
+    """What MiniCPM and Granite multiply by."""
     model_type = config["model_type"]
     if model_type == "minicpm":
         writer.add_embedding_scale(config["scale_emb"])
         writer.add_residual_scale(config["scale_depth"] / config["num_hidden_layers"] ** 0.5)
         writer.add_logit_scale(config["hidden_size"] / config["dim_model_base"])
-    if model_type == "granitemoehybrid":
-        writer.add_expert_count(0)
-        writer.add_expert_used_count(0)
-        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-        writer.add_ssm_state_size(config["mamba_d_state"])
-        writer.add_ssm_group_count(config["mamba_n_groups"])
-        writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
-        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
-        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
     if model_type in ("granite", "granitemoe", "granitemoehybrid"):
-        writer.add_attention_scale(config["attention_multiplier"])
-        writer.add_embedding_scale(config["embedding_multiplier"])
-        writer.add_residual_scale(config["residual_multiplier"])
-        writer.add_logit_scale(config["logits_scaling"])
+        write_granite_factors(writer, config)
 
 
 def _write_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int, *, ends: bool = False) -> None:

@@ -8,6 +8,7 @@ _ORDERED, _PLAN, _EXPERTS = "models/weights/ordered.py", "packed/plan.py", "mode
 _HYBRIDS, _NAMES = "models/config/special/hybrids.py", "models/gguf/names.py"
 _PACKED = "tests/models/test_hybrids.py::test_the_packed_tensors_are_the_model_of_transformers"
 _GGUF = "tests/models/gguf/test_hybrids.py"
+_RUN = "tests/runners/native/test_hybrids.py"
 _SAME = f"{_GGUF}::test_a_gguf_file_is_the_same_model"
 
 HYBRID_FAULTS = (
@@ -30,7 +31,7 @@ HYBRID_FAULTS = (
     (
         "sigmoids are not divided by their sum",
         _EXPERTS,
-        'renorm="add" if _flag(config, "norm_topk_prob", True) else ""',
+        'renorm="add" if flag_of(config, "norm_topk_prob", True) else ""',
         'renorm=""',
         f"{_PACKED}[lfm2_moe]",
     ),
@@ -76,6 +77,91 @@ HYBRID_FAULTS = (
         '"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3"',
         '"ffn_gate": "feed_forward.w3", "ffn_up": "feed_forward.w1"',
         f"{_SAME}[lfm2]",
+    ),
+    ("states of Granite 4 grow", _ORDERED, "(-np.exp(values", "(np.exp(values", f"{_PACKED}[granitemoehybrid-h]"),
+    (
+        "steps of time have no bias",
+        "kernels/program/states/gates.py",
+        "softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op[lt.F_DT_BIAS] + 4 * head))",
+        "softplus_f32(load_f32(wide_at + 4 * head))",
+        f"{_RUN}::test_a_hybrid_equals_transformers[granitemoehybrid-h]",
+    ),
+    (
+        "results are gated behind their norm",
+        "models/config/special/granite.py",
+        '"gated_before"',
+        '"gated_after"',
+        f"{_RUN}::test_a_hybrid_equals_transformers[granitemoehybrid-h]",
+    ),
+    (
+        "a convolution has no bias",
+        "models/config/special/granite.py",
+        'conv_bias=given["mamba_conv_bias"]',
+        "conv_bias=False",
+        f"{_PACKED}[granitemoehybrid-h]",
+    ),
+    (
+        "gate and up of the shared MLP change places",
+        _ORDERED,
+        "dict.fromkeys(family.mlp[:-1], spec.intermediate_size)",
+        "dict.fromkeys(family.mlp[1::-1], spec.intermediate_size)",
+        f"{_PACKED}[granitemoehybrid-h]",
+    ),
+    (
+        "Granite 4 has rope unasked",
+        "models/config/special/granite.py",
+        '"position_embedding_type": None}',
+        '"position_embedding_type": "rope"}',
+        "tests/models/config/test_families.py::test_granite_4_has_rope_where_it_asks_for_it",
+    ),
+    (
+        "the expert that all share is dropped",
+        _EXPERTS,
+        "shared=width, names=",
+        "shared=0, names=",
+        f"{_PACKED}[granitemoehybrid-experts]",
+    ),
+    (
+        "layers without key heads attend",
+        "models/gguf/hybrids.py",
+        '["full_attention" if count else "linear_attention" for count in attends]',
+        '["linear_attention" if count else "full_attention" for count in attends]',
+        f"{_SAME}[granitemoehybrid-groups]",
+    ),
+    (
+        "a file's own word on rope is not heard",
+        "models/gguf/special.py",
+        '{"position_embedding_type": "rope", **_granite(keys, config), **',
+        '{**_granite(keys, config), "position_embedding_type": "rope", **',
+        f"{_GGUF}::test_a_granite_file_says_whether_there_is_rope",
+    ),
+    (
+        "layers that mix tokens have an MLP as well",
+        "models/config/layers.py",
+        "if alone and kind != NO_MIXER",
+        "if alone and kind == NO_MIXER",
+        f"{_PACKED}[nemotron_h]",
+    ),
+    (
+        "what the gate is multiplied with is not taken back",
+        "models/config/special/falcon.py",
+        "mlp_out=down / gate",
+        "mlp_out=down",
+        f"{_PACKED}[falcon_h1]",
+    ),
+    (
+        "what a mixer leaves waits where queries go",
+        "runners/native/states.py",
+        "lt.B_MIXED if builder.sizes.mixed else lt.B_QUERY",
+        "lt.B_QUERY",
+        "tests/runners/native/test_hybrids.py::test_a_hybrid_equals_transformers[falcon_h1]",
+    ),
+    (
+        "what is below 0 is squared",
+        "kernels/program/activations.py",
+        'b.fcmp_ordered("<", raw, _splat(0.0))',
+        'b.fcmp_ordered("<", raw, _splat(-1e30))',
+        "tests/kernels/program/test_matrices.py::test_the_activation_without_a_gate",
     ),
     (
         "any quote ends a string of a call",

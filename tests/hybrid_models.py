@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["HYBRIDS", "HYBRID_NESTED"]
 
-_CONV, _DELTA, _FULL = "conv", "linear_attention", "full_attention"
+_CONV, _DELTA, _SPACE, _FULL, _MLP, _MOE = "conv", "linear_attention", "mamba", "full_attention", "mlp", "moe"
 
 _LFM2 = {
     "num_hidden_layers": 5,
@@ -41,6 +41,51 @@ _QWEN35_MOE = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 96,
 }
+_FALCON = {
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.5,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.7, 1.3, 0.9, 1.1, 0.8],
+    "mlp_multipliers": [0.8, 1.3],
+}
+_NEMOTRON = {
+    # Two layers that mix tokens follow each other, and the last one does not.
+    "layers_block_type": [_DELTA, _MLP, _FULL, _DELTA, _MLP],
+    "head_dim": 16,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    # What transformers alone limits steps of time by.
+    "time_step_min": 1e-30,
+}
+_GRANITE = {
+    # Older words, which makers' configs have.
+    "layer_types": [_SPACE, "attention", _SPACE],
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 96,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.4,
+    "tie_word_embeddings": True,
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
     # Two thirds of 96, times 1.4, up to the next multiple of 32: 96 again.
     "lfm2": {**_LFM2, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.4},
@@ -63,6 +108,50 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3_5_moe_text": _QWEN35_MOE,
+    "falcon_h1": _FALCON,
+    # A norm on either side of the gate, of groups.
+    "falcon_h1-before": {**_FALCON, "mamba_rms_norm": True, "mamba_n_groups": 1, "tie_word_embeddings": True},
+    "falcon_h1-after": {
+        **_FALCON,
+        "num_hidden_layers": 2,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "mamba_conv_bias": False,
+    },
+    "nemotron_h": _NEMOTRON,
+    # A layer that keeps a state is the last one.
+    "nemotron_h-moe": {
+        **_NEMOTRON,
+        "layers_block_type": [_FULL, _MOE, _DELTA, _MLP, _FULL, _MOE, _DELTA],
+        "n_groups": 1,
+        "use_conv_bias": False,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 96,
+        "routed_scaling_factor": 2.5,
+    },
+    "granitemoehybrid-h": _GRANITE,
+    # Heads of values share keys and queries in groups; the first and the last layer attend.
+    "granitemoehybrid-groups": {
+        **_GRANITE,
+        "num_hidden_layers": 4,
+        "layer_types": ["attention", _SPACE, _SPACE, "attention"],
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 32,
+        "mamba_conv_bias": False,
+        "tie_word_embeddings": False,
+    },
+    "granitemoehybrid-experts": {
+        **_GRANITE,
+        "intermediate_size": 64,
+        "num_local_experts": 12,
+        "num_experts_per_tok": 3,
+        "mamba_n_groups": 2,
+    },
 }
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 HYBRID_NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

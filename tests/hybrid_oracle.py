@@ -44,17 +44,36 @@ def hybrid_logits(spec: ModelSpec, weights: Weights, token_ids: Sequence[int]) -
     hidden = weights["embed"][np.asarray(token_ids)].astype(np.float64) * spec.embedding_factor
     for index, layer in enumerate(spec.layers):
         own = {name.partition(".")[2]: value for name, value in weights.items() if name.startswith(f"layer{index}.")}
-        normed = _norm(hidden, own["attn_in"], spec.eps)
-        if layer.kind == "attention":
-            mixed = _attention(spec, own, normed, layer.rope)
-        else:
+        if layer.attends or layer.keeps_state:
+            normed = _norm(hidden, own["attn_in"], spec.eps)
+        if layer.attends:
+            attended = _attention(spec, own, normed, layer.rope) @ own["out"].T
+            hidden = hidden + spec.residual_factor * spec.factors.attention_out * attended
+        if layer.keeps_state:
             assert spec.mixer is not None
-            mixed = {"conv": _short_conv, "delta": _delta}[layer.kind](spec.mixer, own, normed, spec.eps)
-        hidden = hidden + spec.residual_factor * (mixed @ own["out"].T)
-        normed = _norm(hidden, own["mlp_in"], spec.eps)
-        hidden = hidden + spec.residual_factor * _mlp(spec, index, own, normed)
+            mixed = _MIXERS[spec.mixer.kind](spec.mixer, _multiplied(spec, own), normed, spec.eps) @ own["mixer_out"].T
+            hidden = hidden + spec.residual_factor * spec.factors.mixer_out * mixed
+        if "mlp_in" in own:
+            normed = spec.factors.mlp * _norm(hidden, own["mlp_in"], spec.eps)
+            hidden = hidden + spec.residual_factor * spec.factors.mlp_out * _mlp(spec, index, own, normed)
     head = weights["embed" if spec.tied else "head"]
     return _norm(hidden, weights["norm"], spec.eps) @ head.T * spec.logit_factor
+
+
+def _multiplied(spec: ModelSpec, own: Weights) -> Weights:
+    """A mixer's weights with what their results are multiplied with."""
+    factors, mixer = spec.factors, spec.mixer
+    assert mixer is not None
+    if mixer.kind != "ssd":
+        return own
+    keys = mixer.key_heads * mixer.key_dim
+    taps = np.repeat(factors.mixer_conv, (mixer.channels - 2 * keys, keys, keys))
+    return {
+        **own,
+        "mixer_in": factors.mixer * own["mixer_in"],
+        "mixer_gates": factors.mixer_gates * own["mixer_gates"],
+        "conv": (own["conv"].reshape(mixer.taps + 1, -1) * taps).reshape(-1),
+    }
 
 
 def _norm(rows: Doubles, weight: Doubles, eps: float) -> Doubles:
@@ -74,10 +93,10 @@ def _silu(values: Doubles) -> Doubles:
 
 def _attention(spec: ModelSpec, own: Weights, normed: Doubles, rope: int) -> Doubles:
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    rows = normed @ own["qkv"].T
+    rows = spec.factors.attention * normed @ own["qkv"].T
     query, key, value, gate = np.split(rows, np.cumsum([heads * dim, kv_heads * dim, kv_heads * dim]), axis=1)
     query, key, value = (part.reshape(len(rows), -1, dim) for part in (query, key, value))
-    frequencies = np.array(spec.ropes[rope].frequencies, dtype=np.float64)
+    frequencies = np.array(spec.ropes[rope].frequencies if rope >= 0 else [], dtype=np.float64)
     if "q_norm" in own:
         query, key = _norm(query, own["q_norm"], spec.eps), _norm(key, own["k_norm"], spec.eps)
     query, key = (_turned(part, frequencies) for part in (query, key))
@@ -103,6 +122,31 @@ def _convolved(mixer: Mixer, taps: Doubles, rows: Doubles) -> Doubles:
     taps = taps.reshape(mixer.taps + 1, mixer.channels)
     before = np.concatenate([np.zeros((mixer.taps, mixer.channels)), rows])
     return np.array([(before[at : at + mixer.taps + 1] * taps).sum(axis=0) for at in range(len(rows))])
+
+
+def _ssd(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
+    """Mamba2: a state of each head, its rows those of B and C, its columns those of x."""
+    rows, width = normed @ own["mixer_in"].T, mixer.value_heads * mixer.value_dim
+    mixed, z = np.split(rows, [mixer.channels], axis=1)
+    mixed = _silu(_convolved(mixer, own["conv"], mixed) + own.get("conv_bias", 0.0))
+    x, b, c = np.split(mixed, [width, width + mixer.key_heads * mixer.key_dim], axis=1)
+    x = x.reshape(len(rows), mixer.value_heads, mixer.value_dim)
+    every = mixer.value_heads // mixer.key_heads
+    b, c = (np.repeat(part.reshape(len(rows), -1, mixer.key_dim), every, axis=1) for part in (b, c))
+    times = np.logaddexp(0, normed @ own["mixer_gates"].T + own["dt_bias"]).clip(*mixer.time_limit)
+    state = np.zeros((mixer.value_heads, mixer.key_dim, mixer.value_dim))
+    out = np.empty_like(x)
+    for at in range(len(rows)):
+        taken = np.einsum("hk,hv->hkv", b[at], times[at][:, None] * x[at])
+        state = state * np.exp(own["decay"] * times[at])[:, None, None] + taken
+        out[at] = np.einsum("hkv,hk->hv", state, c[at]) + own["skip"][:, None] * x[at]
+    flat = out.reshape(len(rows), width)
+    if mixer.norm == "none":
+        return flat * _silu(z)
+    gated = flat * _silu(z) if mixer.norm == "gated_before" else flat
+    groups = gated.reshape(len(rows), mixer.norm_groups, -1)
+    flat = _norm(groups, own["mixer_norm"].reshape(mixer.norm_groups, -1), eps).reshape(len(rows), width)
+    return flat if mixer.norm == "gated_before" else flat * _silu(z)
 
 
 def _short_conv(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
@@ -136,28 +180,36 @@ def _unit(rows: Doubles) -> Doubles:
     return rows / np.sqrt(np.square(rows).sum(axis=-1, keepdims=True) + 1e-6)
 
 
+_MIXERS = {"conv": _short_conv, "delta": _delta, "ssd": _ssd}
+
+
 # -- what is behind it --
 
 
 def _mlp(spec: ModelSpec, index: int, own: Weights, rows: Doubles) -> Doubles:
-    experts = spec.experts
+    experts, way_in = spec.experts, spec.family.way_in
+    activate = _gated if spec.family.gated else _squared
     if experts is None or not experts.sparse[index]:
-        return _gated(rows, own["gate_up"], own["down"])
+        return activate(rows @ own[way_in].T) @ own["down"].T
     routed = rows @ own["router"].T
     routing = Routing(experts.used, experts.score, experts.renorm, experts.eps, experts.scale)
     chosen, shares = route_rows(routed[:, : experts.count], routing, own.get("choice"))
-    gate_up = own["experts_gate_up"].reshape(experts.count, 2 * experts.width, -1)
+    ways_in = own[f"experts_{way_in}"].reshape(experts.count, -1, rows.shape[1])
     down = own["experts_down"].reshape(experts.count, -1, experts.width)
     out = np.zeros_like(rows)
     for at, row in enumerate(rows):
         for expert, share in zip(chosen[at], shares[at], strict=True):
-            out[at] += share * _gated(row, gate_up[expert], down[expert])
+            out[at] += share * (activate(row @ ways_in[expert].T) @ down[expert].T)
     if experts.shared:
         share = _sigmoid(routed[:, experts.count :]) if experts.names.shared_gate else 1.0
-        out += share * _gated(rows, own["gate_up"], own["down"])
+        out += share * (activate(rows @ own[way_in].T) @ own["down"].T)
     return out
 
 
-def _gated(rows: Doubles, gate_up: Doubles, down: Doubles) -> Doubles:
-    gate, up = np.split(rows @ gate_up.T, 2, axis=-1)
-    return _silu(gate) * up @ down.T
+def _gated(rows: Doubles) -> Doubles:
+    gate, up = np.split(rows, 2, axis=-1)
+    return _silu(gate) * up
+
+
+def _squared(rows: Doubles) -> Doubles:
+    return np.square(np.maximum(rows, 0))

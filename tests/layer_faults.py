@@ -93,7 +93,7 @@ LAYER_FAULTS = (
     ("softmax stands before the choice of the shares", _OF_CONFIG, 'score="chosen", ', "", *_SPARSE),
     (
         "the shared expert's gate is forgotten",
-        _TOKENS,
+        _EXPERTS,
         "share = sigmoid_f32(gate) * factor",
         "share = factor",
         *_SPARSE,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from draft_faults import DRAFT_FAULTS
+
 _SLOTS, _TABLES, _LOOKUP = "kvcache/state_slots.py", "kvcache/table_states.py", "kvcache/lookup.py"
 _BATCH, _BUDGET, _BORDERS = "engine/batch.py", "engine/state_budget.py", "text/borders.py"
 _OF_SLOTS, _OF_TABLES = "tests/kvcache/test_state_slots.py", "tests/kvcache/test_table_states.py"
 _OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_state_schedules.py", "tests/engine/test_state_budget.py"
-_OF_BORDERS = "tests/text/test_borders.py"
+_OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/test_state_tiers.py"
+_MOVER, _TWINS, _OF_TWINS = "tiers/mover.py", "kvcache/twins.py", "tests/kvcache/test_twins.py"
 _KERNELS = "kernels/program/states/"
 _OF_SSD, _OF_PIECES = "tests/kernels/program/states/test_ssd.py", "tests/models/weights/test_pieces.py"
 
 STATE_FAULTS = (
+    *DRAFT_FAULTS,
     ("state: one block ahead of its snapshot", _TABLES,
      "standing_for(table, position // self._size - 1, self._index) if",
      "standing_for(table, position // self._size - 2, self._index) if", _OF_TABLES),
@@ -42,6 +46,14 @@ STATE_FAULTS = (
      _OF_TABLES),
     ("state: an empty slot is kept for the pass's own", _TABLES, "state.following, slot = slot, state.slot",
      "state.following, slot = state.slot, slot", _OF_TABLES),
+    ("state: none but the deepest is tried", _MOVER, "in itertools.chain([deepest], ends):", "in [deepest]:",
+     _OF_TIERS),
+    ("state: taken without its blocks", _MOVER, "if 0 < end <= count and", "if 0 < end and", _OF_TIERS),
+    ("state: put behind another block", _TABLES, "standing_for(table, num_blocks - 1,",
+     "standing_for(table, num_blocks,", _OF_TIERS),
+    ("twins: an evicted one is not put back", _TWINS, "self._index.restore(table.block_ids[index], entry)", "pass",
+     _OF_TWINS),
+    ("twins: who does without the cache shares", _TWINS, "or not table._shares", "", _OF_TWINS),
     ("state: blocks behind the state are shared", _LOOKUP, "return found if not beyond else",
      "return found if beyond else", _OF_TABLES),
     ("state: slots of two sequences swapped", _BATCH, "state_out=np.array([plan.write for plan in plans]",

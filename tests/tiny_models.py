@@ -367,7 +367,7 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
     for name, number in model.named_buffers():
         if name.endswith("layer_scalar"):
             number.copy_(0.7 + 0.6 * torch.rand(1, generator=generator))
-        if name.endswith("expert_bias"):
+        if name.endswith(("expert_bias", "correction_bias")):
             number.copy_(0.3 * torch.randn(number.shape, generator=generator))
 
 

@@ -92,8 +92,9 @@ class Engine:
 
     def hold(self, tokens: list[int]) -> None:
         self._clear()
-        self._prefill(tokens, 0, _HELD)
-        self.position = len(tokens)
+        # Who decodes behind all of them computes the last one again; a recurrent model's memory does not go back to it.
+        self.position = len(tokens) - 1 if self.is_recurrent else len(tokens)
+        self._prefill(tokens[: self.position], 0, _HELD)
 
     def first_token(self, tokens: list[int], cached: int) -> dict[str, Any]:
         sequence = self._take_up(tokens, cached)

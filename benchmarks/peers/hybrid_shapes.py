@@ -1,4 +1,4 @@
-"""Shapes of models with layers that keep a state: LFM2, Qwen3.5. Those with experts are in mixture_shapes.py."""
+"""Shapes of models with layers that keep a state: LFM2, Qwen3.5, Granite 4. Those with experts: mixture_shapes.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gguf
 
 from peers.shapes import WIDE_ENDS, Heads, Shape, Tensor
 
-__all__ = ["HYBRID_SHAPES", "DenseTwin", "LFM2Shape", "Qwen35Shape"]
+__all__ = ["HYBRID_SHAPES", "DenseTwin", "GraniteShape", "LFM2Shape", "Qwen35Shape"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +117,71 @@ class Qwen35Shape(Shape):
 
 
 @dataclasses.dataclass(frozen=True)
+class GraniteShape(Shape):
+    """Granite 4: state spaces (Mamba2), attention without rope in the layers of `attends`. `wide` is the width of the
+    MLPs that all tokens go through."""
+
+    attends: tuple[int, ...] = (5, 15, 25, 35)
+    value_heads: int = 48
+    value_dim: int = 64
+    groups: int = 1
+    state_dim: int = 128
+    taps: int = 4
+    logit_scale: float = 6.0
+
+    @property
+    def architecture(self) -> str:
+        return "granitehybrid"
+
+    @property
+    def in_float64(self) -> bool:
+        return False
+
+    def storage(self, name: str) -> str:
+        return "F32" if name.endswith("ssm_conv1d.weight") else WIDE_ENDS.get(name, "")
+
+    def describe(self, writer: gguf.GGUFWriter) -> None:
+        writer.add_context_length(2**20)  # as its converter writes it where there is no rope
+        writer.add_embedding_length(self.hidden)
+        writer.add_block_count(self.layers)
+        writer.add_feed_forward_length(self.wide)
+        writer.add_expert_shared_feed_forward_length(self.wide)
+        writer.add_head_count(self.heads)
+        writer.add_head_count_kv([self.kv_heads * (index in self.attends) for index in range(self.layers)])
+        writer.add_rope_dimension_count(self.head_dim)
+        writer.add_rope_scaling_finetuned(False)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_vocab_size(self.vocab)
+        writer.add_attention_scale(1 / self.head_dim)
+        writer.add_embedding_scale(12.0)
+        writer.add_residual_scale(0.22)
+        writer.add_logit_scale(self.logit_scale)
+        writer.add_ssm_conv_kernel(self.taps)
+        writer.add_ssm_state_size(self.state_dim)
+        writer.add_ssm_group_count(self.groups)
+        writer.add_ssm_inner_size(self.value_heads * self.value_dim)
+        writer.add_ssm_time_step_rank(self.value_heads)
+
+    def layer(self, index: int) -> Iterator[Tensor]:
+        yield "attn_norm.weight", (self.hidden,)
+        if index in self.attends:
+            yield from self.attention()
+        else:
+            values = self.value_heads * self.value_dim
+            channels = values + 2 * self.groups * self.state_dim
+            yield "ssm_in.weight", (values + channels + self.value_heads, self.hidden)
+            yield "ssm_conv1d.weight", (channels, self.taps)
+            yield "ssm_conv1d.bias", (channels,)
+            yield "ssm_dt.bias", (self.value_heads,)
+            yield "ssm_a", (self.value_heads, 1)
+            yield "ssm_d", (self.value_heads, 1)
+            yield "ssm_norm.weight", (self.groups, values // self.groups)
+            yield "ssm_out.weight", (self.hidden, values)
+        yield "ffn_norm.weight", (self.hidden,)
+        yield from self.behind(index)
+
+
+@dataclasses.dataclass(frozen=True)
 class DenseTwin(Shape):
     """A dense model of a hybrid's sizes: every layer attends."""
 
@@ -144,5 +209,12 @@ HYBRID_SHAPES = {
     ),
     "qwen3.5-tiny": Qwen35Shape(
         256, 4, 4, 2, 512, vocab=1024, context=4096, own_head_dim=64, key_heads=2, value_heads=4, state_dim=32
+    ),
+    "granite-4-h-1b": GraniteShape(1536, 40, 12, 4, 4096, vocab=100352, context=131072),
+    "granite-4-h-micro": GraniteShape(
+        2048, 40, 32, 8, 8192, vocab=100352, context=131072, value_heads=64, logit_scale=8.0
+    ),
+    "granite-4-tiny": GraniteShape(
+        256, 4, 4, 2, 512, vocab=1024, context=4096, attends=(1,), value_heads=8, state_dim=32, groups=2
     ),
 }  # fmt: skip

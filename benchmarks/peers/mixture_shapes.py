@@ -1,4 +1,5 @@
-"""Shapes of mixtures of experts: Qwen3, gpt-oss, Gemma 4, and with layers that keep a state LFM2 and Qwen3.5.
+"""Shapes of mixtures of experts: Qwen3, gpt-oss, Gemma 4, and with layers that keep a state LFM2, Qwen3.5 and
+Granite 4.
 
 The large ones are measured with as many of their layers as fit (`Shape.cut`).
 """
@@ -10,11 +11,12 @@ from collections.abc import Iterator
 
 import gguf
 
-from peers.hybrid_shapes import LFM2Shape, Qwen35Shape
+from peers.hybrid_shapes import GraniteShape, LFM2Shape, Qwen35Shape
 from peers.shapes import WIDE_ENDS, Gemma4Shape, Heads, Shape, Tensor
 
 __all__ = [
-    "MIXTURE_SHAPES", "Experts", "Gemma4MoeShape", "GptOssShape", "LFM2MoeShape", "Qwen3MoeShape", "Qwen35MoeShape",
+    "MIXTURE_SHAPES", "Experts", "Gemma4MoeShape", "GptOssShape", "GraniteMoeShape", "LFM2MoeShape",
+    "Qwen3MoeShape", "Qwen35MoeShape",
 ]  # fmt: skip
 
 
@@ -198,6 +200,27 @@ class Qwen35MoeShape(Qwen35Shape):
         yield from ((name.replace(".weight", "_shexp.weight"), dims) for name, dims in self.mlp(self.wide))
 
 
+@dataclasses.dataclass(frozen=True)
+class GraniteMoeShape(GraniteShape):
+    """Granite 4 with experts, and one of width `wide` that all tokens share. Its makers call the first one h-tiny."""
+
+    experts: Experts = Experts(64, 6, 512)
+
+    def storage(self, name: str) -> str:
+        return _in_floats(name) or super().storage(name)
+
+    def describe(self, writer: gguf.GGUFWriter) -> None:
+        super().describe(writer)
+        writer.add_expert_count(self.experts.count)
+        writer.add_expert_used_count(self.experts.used)
+        writer.kv_data[0].pop(f"{writer.arch}.feed_forward_length")
+        writer.add_feed_forward_length(self.experts.wide)
+
+    def behind(self, index: int) -> Iterator[Tensor]:
+        yield from self.experts.tensors(self.hidden)
+        yield from ((name.replace(".weight", "_shexp.weight"), dims) for name, dims in self.mlp(self.wide))
+
+
 def _in_floats(name: str) -> str:
     """Routers are in float32 in every file, and so are biases of experts, which have two dimensions."""
     return "F32" if name.endswith(("ffn_gate_inp.weight", "_exps.bias")) else ""
@@ -212,6 +235,7 @@ MIXTURE_SHAPES: dict[str, Shape] = {
     "qwen3.6-35b-a3b": Qwen35MoeShape(
         2048, 40, 16, 2, 512, vocab=248320, context=262144, own_head_dim=256, theta=1e7, value_heads=32
     ),
+    "granite-4-h-7b-a1b": GraniteMoeShape(1536, 40, 12, 4, 1024, vocab=100352, context=131072),
     "gpt-oss-20b": GptOssShape(
         2880, 24, 64, 8, 2880, vocab=201088, context=131072, own_head_dim=64, theta=1.5e5
     ),
@@ -227,6 +251,10 @@ MIXTURE_SHAPES: dict[str, Shape] = {
     ),
     "qwen3.5-moe-tiny": Qwen35MoeShape(
         256, 4, 4, 2, 128, vocab=1024, context=4096, own_head_dim=64, key_heads=2, value_heads=4, state_dim=32,
+        experts=Experts(8, 2, 128),
+    ),
+    "granite-4-moe-tiny": GraniteMoeShape(
+        256, 4, 4, 2, 128, vocab=1024, context=4096, attends=(1,), value_heads=8, state_dim=32,
         experts=Experts(8, 2, 128),
     ),
     "gpt-oss-tiny": GptOssShape(

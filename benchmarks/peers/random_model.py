@@ -6,6 +6,7 @@ Weights are normal numbers, never zeros. Needs numpy and gguf only, so that it r
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,10 @@ QUANTS = {
     "Q4_K_M": gguf.LlamaFileType.MOSTLY_Q4_K_M,
     "MXFP4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE,
 }
+
+
+# Vectors that files may have as matrices.
+_VECTORS = ("ssm_a", "ssm_d", "ssm_norm.weight")
 
 
 def write_gguf(
@@ -50,8 +55,8 @@ def write_gguf(
     (tokenizer or add_tokenizer)(writer, shape.vocab)
     rng = np.random.default_rng(0)
     for name, dims in shape.tensors():
-        if len(dims) == 1:
-            writer.add_tensor(name, _vector(rng, name, dims[0], shape))
+        if len(dims) == 1 or name.endswith(_VECTORS):
+            writer.add_tensor(name, _vector(rng, name, math.prod(dims), shape).reshape(dims))
         else:
             kind = _type_of(name, quant, shape)
             teach = functools.partial(taught, name) if taught is not None else None

@@ -205,6 +205,7 @@ def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
         _wait_for(name)
         yield handle
     finally:
+        log_facts(logging.INFO, "replicas end")
         serve.delete(name)  # waits until the replicas have closed their engines
 
 

@@ -88,6 +88,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
             if leaves and not engine.paged_stats()["tiers"]:
                 log_facts(logging.WARNING, "what is cached of a model is lost when it is unloaded: --disk-cache-dir")
             run_server(app, options.settings, listener)
+            ended.set()
     if app.state.kv.models.loader.left is not None:
         # The interpreter would wait for the threads of a download, however long that takes. All else is closed.
         sys.stdout.flush()
@@ -116,6 +117,7 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
             log_replicas(pool)
             if not ended.is_set():
                 run_server(create_app(pool, options.settings), options.settings, listener)
+                ended.set()
 
 
 def _budget(options: ServeOptions) -> int | None:
@@ -191,6 +193,7 @@ def _log_packing(stopped: threading.Event | None = None) -> Callable[[int, int],
 def _ended_by_signal() -> Iterator[threading.Event]:
     """While the model loads, SIGTERM ends the process with 0 by SystemExit, a second one at once. As process 1 of a
     container nothing else would end it. The event is set too: code that swallows exceptions must not lose the signal.
+    Who has served sets it: what is closed then is cut short at once too.
     """
     ended = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -199,6 +202,8 @@ def _ended_by_signal() -> Iterator[threading.Event]:
 
     def end(number: int, frame: FrameType | None) -> None:
         if ended.is_set():
+            log_facts(logging.WARNING, "exiting at once", signal=signal.Signals(number).name)
+            sys.stderr.flush()
             os._exit(128 + number)
         ended.set()
         log_facts(logging.INFO, "ended while loading", signal=signal.Signals(number).name)

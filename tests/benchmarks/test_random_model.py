@@ -73,7 +73,9 @@ def test_files_of_states_and_experts_are_read_and_computed(tmp_path, name):
     assert 0.05 < logits.std() < 50
 
 
-@pytest.mark.parametrize(("name", "layers"), [("lfm2-tiny", 2), ("gemma-4-moe-tiny", 3), ("gemma-4-tiny", 5)])
+@pytest.mark.parametrize(
+    ("name", "layers"), [("lfm2-tiny", 2), ("granite-4-tiny", 3), ("gemma-4-moe-tiny", 3), ("gemma-4-tiny", 5)]
+)
 def test_a_shape_is_cut_to_its_first_layers(tmp_path, name, layers):
     path, shape = tmp_path / "model.gguf", {**SHAPES, **LAYERED}[name]
     write_gguf(path, shape.cut(layers), "Q8_0")

@@ -39,7 +39,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text"])
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text", "granitemoehybrid-h", "nemotron_h-moe", "falcon_h1"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
 

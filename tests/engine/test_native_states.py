@@ -26,7 +26,7 @@ from kvboost_edge.kvcache.table_states import StateSizes
 from tiny_models import save_tiny_model
 
 ALL_BITS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4), (4, 4))
-FAMILIES = ("lfm2", "qwen3_5_text")
+FAMILIES = ("lfm2", "qwen3_5_text", "granitemoehybrid-experts", "nemotron_h-moe", "falcon_h1")
 LONG = np.random.default_rng(11).integers(3, 250, 90).tolist()
 STATES = StateSizes(24, num_draft_rows=31)
 VOCABULARY = 256

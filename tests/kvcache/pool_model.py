@@ -8,8 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.hashing import chain_hash
 
-__all__ = ["POISON", "ROOTS", "Live", "Prefix", "picks", "tokens_lists"]
+__all__ = ["POISON", "ROOTS", "Live", "Prefix", "cut_hash", "go_over", "picks", "tokens_lists"]
 
 Prefix = tuple[bytes, tuple[int, ...]]
 POISON: Prefix = (b"poison", ())
@@ -44,3 +45,29 @@ class Live:
     uses_cache: bool = True
     copied: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
     lacks_some: bool = False
+
+
+def go_over(
+    seq: Live, cached: dict[tuple[Any, tuple[int, ...]], tuple[int, int]], before: list[int], num_full: int, size: int
+) -> None:
+    """What a table that uses the cache holds of full blocks after a commit is what others find, in its own blocks or
+    theirs; a block that it had copied is published again by the copy if it was evicted meanwhile."""
+    for index in sorted(index for index in seq.copied if index < num_full):
+        key, node = seq.copied.pop(index)
+        _, node = cached.setdefault(key, (before[index], node))
+        if index == seq.chained - 1:
+            seq.node = node
+    published = {block_id: tokens for (_, tokens), (block_id, _) in cached.items()}
+    held = [published.get(block_id) for block_id in seq.table.block_ids[:num_full]]
+    full = [tuple(seq.tokens[index * size : (index + 1) * size]) for index in range(num_full)]
+    assert seq.lacks_some or held == full
+    assert seq.table.block_ids[num_full:] == before[num_full:]
+
+
+def cut_hash(bits: int) -> Any:
+    """A hash of so few bits that every other one collides."""
+
+    def cut(parent: bytes, tokens: bytes) -> bytes:
+        return bytes([chain_hash(parent, tokens)[0] & ((1 << bits) - 1)])
+
+    return cut

@@ -29,7 +29,7 @@ from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
-from kvcache.pool_model import POISON, ROOTS, Live, Prefix, picks, tokens_lists
+from kvcache.pool_model import POISON, ROOTS, Live, Prefix, cut_hash, go_over, picks, tokens_lists
 
 LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
 NUM_EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCALE", "10000" if LONG else "100" if QUICK else "1000"))
@@ -46,7 +46,7 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, num_blocks: int, block_size: int, bits: int, whole: bool, policy: Any) -> None:
         self.size, self.whole = block_size, whole
         self.weak = bits < 256
-        hash_fn = _cut_hash(bits) if self.weak else chain_hash
+        hash_fn = cut_hash(bits) if self.weak else chain_hash
         self.manager = KVCacheManager(num_blocks, block_size, hash_fn=hash_fn, whole_blocks=whole, policy=policy)
         self.memory: list[Prefix] = [POISON] * (num_blocks * block_size)
         self.live: list[Live] = []
@@ -225,22 +225,9 @@ class PoolMachine(RuleBasedStateMachine):
             self.claims = {p: o for p, o in self.claims.items() if (o, len(p[1])) != (seq, (index + 1) * self.size)}
         seq.chained = max(seq.chained, num_full)
         if seq.uses_cache:
-            self.adopt(seq, before, num_full)
+            go_over(seq, self.cached, before, num_full, self.size)
         else:
             assert seq.table.block_ids == before, "it reads nothing but what it computed"
-
-    def adopt(self, seq: Live, before: list[int], num_full: int) -> None:
-        """What a table that uses the cache holds of full blocks is what others find, in its own blocks or theirs; a
-        block that it had copied is published again by the copy if it was evicted meanwhile."""
-        for index in sorted(index for index in seq.copied if index < num_full):
-            key, node = seq.copied.pop(index)
-            _, node = self.cached.setdefault(key, (before[index], node))
-            if index == seq.chained - 1:
-                seq.node = node
-        published = {block_id: tokens for (_, tokens), (block_id, _) in self.cached.items()}
-        held = [published.get(block_id) for block_id in seq.table.block_ids[:num_full]]
-        assert seq.lacks_some or held == [self.full_block(seq.tokens, index) for index in range(num_full)]
-        assert seq.table.block_ids[num_full:] == before[num_full:]
 
     @precondition(lambda self: self.live)
     @rule(number=picks, count=st.integers(1, 9))
@@ -399,13 +386,6 @@ class PoolMachine(RuleBasedStateMachine):
             for block_id in list(self.manager._pool.held()):
                 self.manager._pool.let_go(block_id, matchable=True)
             assert self.manager.free_block_count == self.manager.num_blocks
-
-
-def _cut_hash(bits: int) -> Any:
-    def cut(parent: bytes, tokens: bytes) -> bytes:
-        return bytes([chain_hash(parent, tokens)[0] & ((1 << bits) - 1)])
-
-    return cut
 
 
 def test_random_operations_agree_with_the_model() -> None:

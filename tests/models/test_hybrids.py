@@ -76,14 +76,42 @@ def test_the_oracle_sees_what_is_wrong(name: str, wrong: str, tmp_path: Path) ->
     assert _distance(hybrid_logits(spec, weights, TOKENS), expected) > 1e-2
 
 
+def test_steps_of_time_are_limited_as_the_config_says(tmp_path: Path) -> None:
+    """In one pass, as transformers does; token by token it does not."""
+    limited = {"time_step_limit": (0.3, 0.6)}
+    spec, weights = plan_floats(save_tiny_model("granitemoehybrid-groups", tmp_path, **limited))
+    expected = _of_transformers(build_tiny_model("granitemoehybrid-groups", **limited))
+    assert _distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
+    assert _distance(expected, _of_transformers(build_tiny_model("granitemoehybrid-groups"))) > 1e-2
+
+
 # -- tensors --
+
+
+def test_what_a_state_space_packs(tmp_path: Path) -> None:
+    """The file's [z | x | B | C | dt] as [x | B | C | z], and dt as floats beside it; gate and up from one matrix."""
+    save_tiny_model("granitemoehybrid-h", tmp_path)
+    spec, weights = plan_floats(tmp_path)
+    files = {name: tensor.astype(np.float64) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    layer, stored = "model.layers.2.mamba.", files["model.layers.2.mamba.in_proj.weight"]
+    assert stored.shape == (128 + 128 + 2 * 16 + 4, 64)
+    np.testing.assert_array_equal(weights["layer2.mixer_in"], np.concatenate([stored[128:288], stored[:128]]))
+    np.testing.assert_array_equal(weights["layer2.mixer_gates"], stored[288:])
+    np.testing.assert_array_equal(weights["layer2.conv"], files[f"{layer}conv1d.weight"][:, 0].T.reshape(-1))
+    np.testing.assert_allclose(weights["layer2.decay"], -np.exp(files[f"{layer}A_log"]), rtol=1e-7)
+    for name, own in (("conv_bias", "conv1d.bias"), ("dt_bias", "dt_bias"), ("skip", "D"),
+                      ("mixer_norm", "norm.weight"), ("out", "out_proj.weight")):  # fmt: skip
+        np.testing.assert_array_equal(weights[f"layer2.{name}"], files[layer + own])
+    shared = files["model.layers.2.shared_mlp.input_linear.weight"]
+    np.testing.assert_array_equal(weights["layer2.gate_up"], shared)
+    kinds = {entry.name: entry.kind for entry in pack_plan(spec, "int4") if entry.name.startswith("layer2.")}
+    assert (kinds["layer2.mixer_gates"], kinds["layer2.mixer_in"]) == ("f32", "int4")
 
 
 def test_what_a_convolution_packs(tmp_path: Path) -> None:
     save_tiny_model("lfm2", tmp_path)
     spec, weights = plan_floats(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
-    assert [layer.kind for layer in spec.layers] == ["conv", "attention", "conv", "attention", "conv"]
     assert [layer.kv for layer in spec.layers] == [-1, 0, -1, 1, -1]
     assert [layer.state for layer in spec.layers] == [0, -1, 1, -1, 2]
     assert spec.mixer is not None
@@ -91,7 +119,7 @@ def test_what_a_convolution_packs(tmp_path: Path) -> None:
     kernel = files["model.layers.2.conv.conv.weight"]
     assert kernel.shape == (64, 1, 3)
     np.testing.assert_array_equal(weights["layer2.conv"], kernel[:, 0].T.reshape(-1))
-    for name, stored in (("mixer_in", "conv.in_proj"), ("out", "conv.out_proj"), ("attn_in", "operator_norm")):
+    for name, stored in (("mixer_in", "conv.in_proj"), ("mixer_out", "conv.out_proj"), ("attn_in", "operator_norm")):
         np.testing.assert_array_equal(weights[f"layer2.{name}"], files[f"model.layers.2.{stored}.weight"])
     assert "layer2.qkv" not in weights
     assert "layer1.conv" not in weights
@@ -177,6 +205,23 @@ TENSORS: dict[str, tuple[str, dict[str, np.ndarray | None], str]] = {
     "a convolution where the config says attention": (
         "lfm2", {"model.layers.1.conv.in_proj.weight": np.ones((192, 64), np.float32)},
         "model.layers.1.conv.in_proj.weight' is not known to the native runner",
+    ),
+    "steps of time that are missing": (
+        "granitemoehybrid-h", {"model.layers.0.mamba.in_proj.weight": np.ones((288, 64), np.float32)},
+        r"mamba.in_proj.weight' has 288 rows; by the config these are 292",
+    ),
+    "no skip": ("granitemoehybrid-h", {"model.layers.0.mamba.D": None}, "lack tensor 'model.layers.0.mamba.D'"),
+    "a bias that the config has not": (
+        "granitemoehybrid-groups", {"model.layers.1.mamba.conv1d.bias": np.ones(256, np.float32)},
+        "mamba.conv1d.bias' is not known to the native runner",
+    ),
+    "a norm of one head": (
+        "granitemoehybrid-h", {"model.layers.0.mamba.norm.weight": np.ones(32, np.float32)},
+        r"mamba.norm.weight' has shape \(32,\), expected \(128,\)",
+    ),
+    "a shared MLP of another width": (
+        "granitemoehybrid-experts", {"model.layers.0.shared_mlp.input_linear.weight": np.ones((190, 64), np.float32)},
+        r"shared_mlp.input_linear.weight' has 190 rows; by the config these are 192",
     ),
     "an expert too many": (
         "lfm2_moe",

@@ -122,6 +122,14 @@ def test_states_are_refused_by_name_elsewhere_than_in_the_native_runner(
         runner(model, runner="onnx")
 
 
+def test_granite_4_goes_elsewhere_where_all_its_layers_attend() -> None:
+    model = {**LLAMA, "model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["attention"] * 3}
+    assert runner(model, runner="torch").name == "torch"
+    for types in (["attention", "mamba", "attention"], None):  # a state in every layer without the key
+        with pytest.raises(ModelFormatError, match=r"keep a state .* native runner alone computes"):
+            runner({**model, "layer_types": types}, runner="torch")
+
+
 @pytest.mark.parametrize(
     ("available", "pool", "options", "expected"),
     [

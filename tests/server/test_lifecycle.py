@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvboost_edge.server.__main__ import _ended_by_signal
 from live_servers import wait_until
 
 pytestmark = pytest.mark.alone
@@ -120,6 +121,23 @@ def test_a_second_signal_exits_at_once():
             server.process.send_signal(signal.SIGTERM)
             assert server.end() == 128 + signal.SIGTERM
             assert time.monotonic() - started < 5
+
+
+def test_a_signal_while_it_closes_exits_at_once(monkeypatch, caplog):
+    """It does not say that the model was loading."""
+
+    class Exited(BaseException):
+        pass
+
+    def exit_with(code):
+        raise Exited(code)
+
+    monkeypatch.setattr(os, "_exit", exit_with)
+    with _ended_by_signal() as ended:
+        ended.set()
+        with pytest.raises(Exited, match=str(128 + signal.SIGTERM)):
+            signal.raise_signal(signal.SIGTERM)
+    assert [record.message for record in caplog.records] == ["exiting at once"]
 
 
 def test_a_port_in_use_is_one_line_and_1(live_server):

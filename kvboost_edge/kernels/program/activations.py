@@ -1,4 +1,4 @@
-"""Activations of 16 lanes: what an MLP makes of its gate and of the way up."""
+"""Activations of 16 lanes: what an MLP makes of its gate and of the way up, or of the way up alone."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import int_constant
-from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_exp, emit_lanes_in, emit_load, emit_store
 
 __all__ = [
     "ACT_CLAMPED_SWIGLU",
     "ACT_GELU_TANH",
+    "ACT_RELU2",
     "ACT_SIGMOID",
     "ACT_SILU",
     "activate_vectors",
     "emit_activate",
     "emit_silu",
+    "matrices_in",
 ]
 
-ACT_SILU, ACT_GELU_TANH, ACT_CLAMPED_SWIGLU, ACT_SIGMOID = range(4)
+ACT_SILU, ACT_GELU_TANH, ACT_CLAMPED_SWIGLU, ACT_SIGMOID, ACT_RELU2 = range(5)
 _VECTOR = 4 * LANES
 _GELU_INNER, _GELU_CUBIC, _SWIGLU_ALPHA, _SWIGLU_LIMIT = 0.7978845608028654, 0.044715, 1.702, 7.0
 _MAX_EXPONENT = 88.0
@@ -35,6 +37,12 @@ def _splat(value: float) -> ir.Constant:
     return ir.Constant(V16, [value] * LANES)
 
 
+@kernel
+def matrices_in(act: int) -> Any:
+    """How many matrices an MLP with this activation has on its way in: gate and up, or up alone."""
+    return 1 if act == ACT_RELU2 else 2
+
+
 def _emit_limit(b: Builder, x: Value, limit: float) -> Value:
     """No further from 0 than that on its side; NaN stays."""
     return b.select(b.fcmp_ordered(">" if limit > 0 else "<", x, _splat(limit)), _splat(limit), x)
@@ -43,7 +51,8 @@ def _emit_limit(b: Builder, x: Value, limit: float) -> Value:
 def emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
     """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner)). ACT_CLAMPED_SWIGLU:
     x / (1 + exp(-alpha * x)) * (up + 1), x at most the limit, up within it on both sides. ACT_SIGMOID: silu without
-    its factor."""
+    its factor. ACT_RELU2: the square of x, of what is below 0 of 0; up has no meaning."""
+    is_squared, raw = b.icmp_signed("==", act, int_constant(ACT_RELU2)), x
     kinds = (ACT_SILU, ACT_CLAMPED_SWIGLU, ACT_SIGMOID)
     is_silu, is_clamped, is_sigmoid = (b.icmp_signed("==", act, int_constant(kind)) for kind in kinds)
     is_silu = b.or_(is_silu, is_sigmoid)
@@ -54,7 +63,9 @@ def emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
     inner = b.fmul(b.fadd(x, cubed), _splat(2.0 * _GELU_INNER))
     inner = b.select(is_clamped, b.fmul(x, _splat(_SWIGLU_ALPHA)), inner)
     one_and_power = _emit_one_and_power(b, b.select(is_silu, x, inner))
-    return b.fmul(b.fdiv(b.select(is_sigmoid, _splat(1.0), x), one_and_power), up)
+    gated = b.fmul(b.fdiv(b.select(is_sigmoid, _splat(1.0), x), one_and_power), up)
+    above = b.select(b.fcmp_ordered("<", raw, _splat(0.0)), _splat(0.0), raw)
+    return b.select(is_squared, b.fmul(above, above), gated)
 
 
 def _emit_one_and_power(b: Builder, x: Value) -> Value:

@@ -22,7 +22,7 @@ from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes_kernel, 
 from kvboost_edge.kernels.linear.panel import SMALL_TOKENS, TILES_AT_ONCE, cell_bytes, panel_tokens, token_place
 from kvboost_edge.kernels.linear.tiles import GROUP, INT_KINDS, Target, Tile
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.activations import activate_vectors
+from kvboost_edge.kernels.program.activations import activate_vectors, matrices_in
 from kvboost_edge.kernels.program.norms import quantize_groups
 from kvboost_edge.kernels.program.route import (
     active_expert,
@@ -147,7 +147,7 @@ def _bias_of(op: Any, first: int) -> Any:
 
 @kernel
 def experts_gated(job: ProgramJob, op: Any, unit: int) -> None:
-    """A run of groups of inner channels of one expert: gate, up and activation of its tokens."""
+    """A run of groups of inner channels of one expert: gate and up, or up alone, and activation of its tokens."""
     runs, size = _runs(job, op), tiles_in_unit(op, job.tokens)
     index, run = unit // runs, unit % runs
     if index >= count_active(job):
@@ -157,21 +157,22 @@ def experts_gated(job: ProgramJob, op: Any, unit: int) -> None:
     tokens = first_slot(job, experts, index + 1) - first
     group, end = run * size, min(inner // GROUP, run * size + size)
     scratch, source, out = tile_scratch(), job.buffers[lt.B_SPREAD], job.buffers[lt.B_EXPERTS_INNER]
+    parts = matrices_in(op[lt.F_ACT])
     if op[lt.F_KIND] in INT_KINDS:
-        of = _matrix_of(op, expert, 2 * inner, source, first)
+        of = _matrix_of(op, expert, parts * inner, source, first)
         out += first * (inner // GROUP) * cell_bytes(0, op[lt.F_QUANT])
-        gated_groups(job, op, of, _bias_of(op, 2 * expert * inner), tokens, group, end, out, scratch)
+        gated_groups(job, op, of, _bias_of(op, parts * expert * inner), tokens, group, end, out, scratch)
         return
     kind, inputs = op[lt.F_KIND], op[lt.F_INPUTS]
     each, tiles = float_tile_bytes(kind, inputs), inner // LANES
-    weights = op[lt.F_WEIGHT] + 2 * expert * tiles * each
+    weights = op[lt.F_WEIGHT] + parts * expert * tiles * each
     slot = first
     while slot < first + tokens:
         n = rows_at_once(first + tokens - slot)
         x = source + 4 * slot * op[lt.F_SRC_STEP]
         for tile in range(group * (GROUP // LANES), end * (GROUP // LANES)):
-            for part in range(2):
-                bias = _bias_of(op, (2 * expert + part) * inner + tile * LANES)
+            for part in range(parts):
+                bias = _bias_of(op, (parts * expert + part) * inner + tile * LANES)
                 target = Target(scratch + part * _LINE, 2 * _LINE, 0, bias, 0, np.float32(1.0))
                 where = Tile(weights + (part * tiles + tile) * each, 0, 0, 0, 0, 0, inputs, 1, 0)
                 float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))

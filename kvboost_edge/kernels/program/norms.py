@@ -315,7 +315,7 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell:
     """act(gate) * up of one group of 32 channels of `size` tokens, quantized into their cell of a coarse panel.
 
     rows, step  address of the first token's 32 float32 of the gate, bytes from one token to the next; the 32 of the way
-                up follow half a step behind
+                up follow half a step behind, where there is a gate
     kind        as in `quantize_groups`
     """
 

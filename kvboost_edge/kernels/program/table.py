@@ -26,11 +26,11 @@ __all__ = [
     "ProgramJob",
 ]
 
-# Operations. OP_GATED: gate and up matrices, activation and quantization in one. OP_CONTINUE, OP_CLOSE: what is done
-# in a quantized pool before keys and values are written, and after it. OP_PER_LAYER: every layer's piece of a row is
-# normed, and another row added. OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN: experts, see
-# route.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a number is added to another. OP_CONV, OP_TAILS,
-# OP_STEPS, OP_SCAN, OP_GATE: layers with a state, see states/.
+# Operations. OP_GATED: gate and up matrices (or up alone, as the activation says), activation and quantization in one.
+# OP_CONTINUE, OP_CLOSE: what is done in a quantized pool before keys and values are written, and after it.
+# OP_PER_LAYER: every layer's piece of a row is normed, and another row added. OP_ROUTE, OP_DISPATCH, OP_SPREAD,
+# OP_EXPERTS_GATED, OP_EXPERTS_DOWN: experts, see route.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a
+# number is added to another. OP_CONV, OP_TAILS, OP_STEPS, OP_SCAN, OP_GATE: layers with a state, see states/.
 (
     OP_EMBED, OP_NORM, OP_ADD_NORM, OP_QUANT, OP_ACT, OP_ROPE, OP_LINEAR, OP_GATED, OP_CAP, OP_CONTINUE, OP_CLOSE,
     OP_ATTEND, OP_PER_LAYER, OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN, OP_ADD_SHARED,
@@ -89,14 +89,15 @@ NUM_PARAMS = 8  # half a cache line
 # Experts: B_ROUTED the router's logits; B_CHOSEN, B_SHARES each token's experts and shares; B_DISPATCH each expert's
 # tokens, see route.py; B_SPREAD and B_EXPERTS_INNER rows or panels of one expert behind another's; B_BESIDE what an MLP
 # beside them leaves.
+# B_MIXED: what a mixer with a state leaves where its layer attends as well; else that is in B_QUERY.
 # B_STATES: which states the pass reads and writes, see states/sequences.py; B_SEQUENCES is no address, but their
 # number.
 # B_DRAFTS: what drafts brought to them.
 (
     B_TOKENS, B_POSITIONS, B_HIDDEN, B_NORMED, B_PANEL, B_INNER, B_WIDE, B_QUERY, B_KEY, B_VALUE, B_ATTENDED, B_LOGITS,
     B_ROWS, B_PER_LAYER, B_TABLE_ROWS, B_ROUTED, B_CHOSEN, B_SHARES, B_DISPATCH, B_SPREAD, B_EXPERTS_INNER, B_BESIDE,
-    B_STATES, B_SEQUENCES, B_DRAFTS, B_TABLES,
-) = range(26)  # fmt: skip
+    B_MIXED, B_STATES, B_SEQUENCES, B_DRAFTS, B_TABLES,
+) = range(27)  # fmt: skip
 
 # Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its number; those behind
 # K_CLOSE run operations that few models have, see run.py. K_PROGRAM is no address: what runs the program itself.

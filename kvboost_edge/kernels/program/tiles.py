@@ -21,6 +21,7 @@ from kvboost_edge.kernels.linear.panel import (
 )
 from kvboost_edge.kernels.linear.tiles import GROUP, Target, Tile
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.activations import matrices_in
 from kvboost_edge.kernels.program.norms import activate_group
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.vectors import KIND_F32, LANES, emit_scratch
@@ -151,8 +152,8 @@ def few_tiles(tokens: int, fine: int, matrix: int) -> bool:
 def gated_groups(
     job: ProgramJob, op: Any, of: Matrix, bias: int, tokens: int, group: int, end: int, out: int, scratch: int
 ) -> None:
-    """Groups [group, end) of 32 inner channels: gate and up rows, activation, quantization into the panel at `out`;
-    nothing wide is ever stored. scratch: `tile_scratch`."""
+    """Groups [group, end) of 32 inner channels: gate and up rows, or up alone, activation, quantization into the panel
+    at `out`; nothing wide is ever stored. scratch: `tile_scratch`."""
     groups = op[lt.F_COUNT] // GROUP
     tiles = GROUP // LANES
     # Where all tokens are one panel the weights of several groups stream in one run; otherwise several panels use
@@ -166,7 +167,7 @@ def gated_groups(
         while token < tokens:
             n = panel_tokens(tokens - token, tokens, 0, job.matrix)
             panels = panels_at_once(tokens, token, n, min(_GATED_PANELS, _GATED_TOKENS // n))
-            for part in range(2):
+            for part in range(matrices_in(op[lt.F_ACT])):
                 each = TILES_AT_ONCE if panels > 1 else tiles * count
                 for begin in range(0, tiles * count, each):
                     tile = tiles * (group + part * groups) + begin

@@ -221,6 +221,11 @@ def activate_rows(gate: Floats, up: Floats, *, gelu: bool = False, clamped: bool
     return (x / (1.0 + np.exp(np.minimum(-inner, 700.0))) * up).astype(np.float32)
 
 
+def squared_rows(x: Floats) -> Floats:
+    """The square of what is above 0, and 0: the activation of MLPs without a gate."""
+    return np.square(np.maximum(x, 0))
+
+
 def rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
     """Rotate the pairs (i, i + half) of rows [tokens, dim] by tables [tokens, half]; channels behind stay."""
     half = cos.shape[1]

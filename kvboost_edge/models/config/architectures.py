@@ -17,8 +17,8 @@ from kvboost_edge.models.config.quant_config import packed_layout
 
 __all__ = [
     "LONG_RANGE", "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
-    "attends_both_ways", "check_model_compatibility", "granite_hybrid_objections", "has_two_ranges",
-    "is_static_dynamic", "pin_notice", "pinned_context",
+    "attends_both_ways", "check_model_compatibility", "has_two_ranges", "is_static_dynamic", "pin_notice",
+    "pinned_context",
 ]  # fmt: skip
 
 LONG_RANGE = "kvboost-edge: rope_range=long"
@@ -85,7 +85,7 @@ _TESTED = {
     "ernie4_5": "the dense models of ERNIE 4.5",
     "glm4": "GLM-4, partial rotary, norms before and behind the blocks",
     "granite": "Granite, scaled attention, residual and logits",
-    "granitemoehybrid": "Granite 4 where all layers have attention and none has experts",
+    "granitemoehybrid": "Granite 4, Mamba2 beside attention, on torch without, mixture of experts beside a shared one",
     "smollm3": "SmolLM3, layers without rope",
     "hunyuan_v1_dense": "Hunyuan, dense; queries and keys normalized behind rope",
     "ministral3": "Ministral 3, queries scaled by position",
@@ -106,6 +106,8 @@ _TESTED = {
     "lfm2_moe": "the same, mixture of experts by sigmoids",
     "qwen3_5_text": "Qwen3.5 and kin, gated delta rule beside gated attention",
     "qwen3_5_moe_text": "the same, mixture of experts with a shared one behind a gate",
+    "falcon_h1": "Falcon-H1, Mamba2 and attention beside each other in each layer",
+    "nemotron_h": "Nemotron-H and Nemotron 3 Nano, each layer Mamba2, attention, an MLP or experts; without gates",
     "lfm2_vl": "the language part of a vision model; text only",
     "qwen3_5": "the language part of a vision model; text only",
     "qwen3_5_moe": "the language part of a vision model; text only",
@@ -132,13 +134,13 @@ _UNTESTED = {
 _TORCH_ALONE = frozenset("stablelm starcoder2 gpt_neox".split())
 _NATIVE_ALONE = frozenset(
     "qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text minicpm "
-    "lfm2 lfm2_moe lfm2_vl qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split()
+    "lfm2 lfm2_moe lfm2_vl qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text nemotron_h falcon_h1".split()
 )
 _GGUF = frozenset(
     "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe gpt_oss qwen3_vl "
     "qwen3_vl_text gemma gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
     "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3 minicpm "
-    "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split()
+    "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text nemotron_h falcon_h1".split()
 )
 _OTHER_ORACLES = {"minicpm": "a NumPy model"}  # of which transformers has no class
 _ONNX = frozenset("llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite".split())
@@ -157,7 +159,9 @@ SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
      for name, note in group.items()}
 )  # fmt: skip
 
-_STATE_SPACE = "its layers keep a recurrent state of a kind that is not built (LFM2's and Qwen3.5's are)"
+_STATE_SPACE = (
+    "its layers keep a recurrent state of a kind that is not built (convolutions, delta rules and Mamba2 are)"
+)
 _LATENT = "its latent attention stores keys and values of different widths"
 _OWN_ATTENTION = "it computes attention inside its own modules (alibi or older code) and cannot be given another one"
 _BIDIRECTIONAL = (
@@ -165,10 +169,9 @@ _BIDIRECTIONAL = (
     "a causal model such as Qwen3-Embedding"
 )
 _BOTH_WAYS = ("gemma3_text",)
-_ATTENTION_LAYERS = ("attention", "full_attention")  # the first: its older name
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 falcon_h1 nemotron_h recurrent_gemma "
+        "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 recurrent_gemma "
         "qwen3_next olmo_hybrid minimax bailing_hybrid".split(),
         _STATE_SPACE,
     ),
@@ -301,8 +304,6 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
         yield "it is an encoder-decoder; only decoder-only models run"
     if model_type in _REFUSED:
         yield _REFUSED[model_type]
-    if inner.get("model_type", model_type) == "granitemoehybrid":
-        yield from granite_hybrid_objections(inner)
     if model_type not in SUPPORTED_ARCHITECTURES:
         code = _remote_code(config)
         if code:
@@ -322,16 +323,6 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
 def attends_both_ways(config: Mapping[str, Any]) -> bool:
     """Whether tokens see those behind them, so that texts make vectors and predict nothing."""
     return text_config(config).get("use_bidirectional_attention") in (True, "all")
-
-
-def granite_hybrid_objections(config: Mapping[str, Any]) -> Iterator[str]:
-    """Why a model of type granitemoehybrid is more than a dense one with attention in every layer."""
-    types = config.get("layer_types") or config.get("layers_block_type")
-    if not isinstance(types, (list, tuple)) or any(kind not in _ATTENTION_LAYERS for kind in types):
-        yield _STATE_SPACE
-    experts = config.get("num_local_experts", 8)
-    if experts not in (None, 0):
-        yield f"it has num_local_experts={experts!r}; of this family only models without experts run"
 
 
 def _remote_code(config: Mapping[str, Any]) -> str:

@@ -10,12 +10,16 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.file import integer_of, number_of
 
 __all__ = [
+    "GRANITE_SHARED",
     "ExpertNames",
     "Experts",
     "ernie_experts",
+    "experts_of",
+    "flag_of",
     "gemma4_experts",
     "gpt_oss_experts",
     "granite_experts",
+    "granite_hybrid_experts",
     "lfm2_experts",
     "mixtral_experts",
     "olmoe_experts",
@@ -26,6 +30,9 @@ __all__ = [
 
 Config = Mapping[str, Any]
 
+GRANITE_SHARED = ("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.output_linear")
+"""Gate, up and down of Granite 4's only MLPs, and of what its experts share."""
+
 _GROUP, _TILE = 32, 16  # inputs quantized together, rows of a tile: see kernels/linear/tiles.py
 _ALSO = {"num_experts": "num_local_experts", "moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
 _MOST = 1 << 12  # experts, beyond any model
@@ -34,9 +41,9 @@ _MOST = 1 << 12  # experts, beyond any model
 class ExpertNames(NamedTuple):
     """What the checkpoint calls them inside a layer, without ".weight".
 
-    experts       the prefix of an expert's number; parts: gate, up and down behind it
+    experts       the prefix of an expert's number; parts: gate, if it has one, up and down behind it
     bias          of the choice, all of the name; "" where there is none
-    shared        gate, up and down of the expert that all tokens share; () where there is none
+    shared        the same of the expert that all tokens share; () where there is none
     shared_gate   the row whose sigmoid is the shared expert's share; "": its share is 1
     scales        vectors: what the router's inputs are multiplied with, and what each expert's share is; all of the
                   names; () where there are none
@@ -45,7 +52,7 @@ class ExpertNames(NamedTuple):
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts."
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     bias: str = ""
     shared: tuple[str, ...] = ()
     shared_gate: str = ""
@@ -82,11 +89,11 @@ class Experts:
     activation: str = ""
 
 
-def _experts(
+def experts_of(
     config: Config, keys: Sequence[str], usual: Sequence[int | None], sparse: Sequence[bool], **rest: Any
 ) -> Experts:
-    """keys: of the number of experts, of those a token goes to, and of the width of one; usual: what they are where the
-    config does not say."""
+    """The mixture of a config. keys: of the number of experts, of those a token goes to, and of the width of one;
+    usual: what they are where the config does not say."""
     # One name became another in later versions of transformers.
     keys = [_ALSO[key] if key not in config and _ALSO.get(key) in config else key for key in keys]
     config = {**dict(zip(keys, usual, strict=True)), **config}
@@ -108,7 +115,8 @@ def _experts(
     return Experts(count, used, width, tuple(sparse), rest.pop("names", ExpertNames()), **rest)
 
 
-def _flag(config: Config, key: str, default: bool) -> bool:
+def flag_of(config: Config, key: str, default: bool) -> bool:
+    """The truth value under a key, `default` where the config does not say. ModelFormatError if it is none."""
     value = config.get(key, default)
     if not isinstance(value, bool):
         raise ModelFormatError(f"config: {key}={value!r} must be true or false")
@@ -145,11 +153,11 @@ def qwen2_experts(config: Config, layers: int) -> Experts:
 
 
 def _qwen(config: Config, layers: int, usual: tuple[int, int, int]) -> Experts:
-    return _experts(config, _QWEN_KEYS, usual, _by_step(config, layers), renorm=_renorm(config))
+    return experts_of(config, _QWEN_KEYS, usual, _by_step(config, layers), renorm=_renorm(config))
 
 
 def _renorm(config: Config) -> str:
-    return "add" if _flag(config, "norm_topk_prob", False) else ""
+    return "add" if flag_of(config, "norm_topk_prob", False) else ""
 
 
 def qwen3_5_experts(config: Config, layers: int) -> Experts:
@@ -165,11 +173,11 @@ def lfm2_experts(config: Config, layers: int) -> Experts:
     first num_dense_layers layers have none."""
     full = {"num_dense_layers": 2, "routed_scaling_factor": 1.0, **config}
     dense = integer_of(full, "num_dense_layers", 0)
-    bias = "feed_forward.expert_bias" if _flag(config, "use_expert_bias", True) else ""
+    bias = "feed_forward.expert_bias" if flag_of(config, "use_expert_bias", True) else ""
     names = ExpertNames("feed_forward.gate", "feed_forward.experts.", ("w1", "w3", "w2"), bias)
-    return _experts(
+    return experts_of(
         full, _QWEN_KEYS, (32, 4, 1792), [index >= dense for index in range(layers)], names=names, score="sigmoid",
-        renorm="add" if _flag(config, "norm_topk_prob", True) else "", eps=1e-6,
+        renorm="add" if flag_of(config, "norm_topk_prob", True) else "", eps=1e-6,
         scale=number_of(full, "routed_scaling_factor", 1e-6, 1e6),
     )  # fmt: skip
 
@@ -177,25 +185,34 @@ def lfm2_experts(config: Config, layers: int) -> Experts:
 def olmoe_experts(config: Config, layers: int) -> Experts:
     """As Qwen3's, in all layers."""
     keys = ("num_experts", "num_experts_per_tok", "intermediate_size")
-    return _experts(config, keys, (64, 8, None), [True] * layers, renorm=_renorm(config))
+    return experts_of(config, keys, (64, 8, None), [True] * layers, renorm=_renorm(config))
 
 
 def mixtral_experts(config: Config, layers: int) -> Experts:
     """The softmax of all logits, divided by the sum of the chosen."""
     names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.", ("w1", "w3", "w2"))
-    return _experts(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, renorm="add", names=names)
+    return experts_of(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, renorm="add", names=names)
 
 
 def granite_experts(config: Config, layers: int) -> Experts:
     """The softmax of the chosen logits."""
     names = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts.")
-    return _experts(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names)
+    return experts_of(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names)
+
+
+def granite_hybrid_experts(config: Config, layers: int) -> Experts | None:
+    """The same beside an expert that all tokens share. None where the config says that there are none."""
+    if integer_of(config, "num_local_experts", 0) == 0:
+        return None
+    found = granite_experts(config, layers)
+    width = integer_of(config, "shared_intermediate_size", 1)
+    return dataclasses.replace(found, shared=width, names=found.names._replace(shared=GRANITE_SHARED))
 
 
 def gpt_oss_experts(config: Config, layers: int) -> Experts:
     """The softmax of the chosen logits, biases everywhere, and an activation of clamped gates."""
     names, usual = ExpertNames("mlp.router"), (128, 4, 2880)
-    found = _experts(config, _LOCAL_KEYS, usual, [True] * layers, names=names, score="chosen")
+    found = experts_of(config, _LOCAL_KEYS, usual, [True] * layers, names=names, score="chosen")
     return dataclasses.replace(found, biased=True, activation="clamped_swiglu")
 
 
@@ -213,7 +230,7 @@ def ernie_experts(config: Config, layers: int) -> Experts:
     sparse = [(index + 1) % step == 0 and start <= index <= end for index in range(layers)]
     parts = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj")
     names = ExpertNames(bias="mlp.moe_statics.e_score_correction_bias", shared=parts if shared else ())
-    found = _experts(
+    found = experts_of(
         full, ("moe_num_experts", "moe_k", "moe_intermediate_size"), (64, 6, 1536), sparse, names=names,
         renorm="least", eps=number_of(full, "moe_norm_min", 0.0, 1.0),
     )  # fmt: skip
@@ -223,7 +240,7 @@ def ernie_experts(config: Config, layers: int) -> Experts:
 def gemma4_experts(config: Config, layers: int) -> Experts | None:
     """Beside the MLP: shares are the softmax of all logits, divided by the sum of the chosen, times a number of each
     expert. The router has a norm of its own. None without enable_moe_block."""
-    if not _flag(config, "enable_moe_block", False):
+    if not flag_of(config, "enable_moe_block", False):
         return None
     after = "post_feedforward_layernorm"
     names = ExpertNames(
@@ -233,4 +250,4 @@ def gemma4_experts(config: Config, layers: int) -> Experts | None:
         norms=(f"{after}_1", "pre_feedforward_layernorm_2", f"{after}_2"),
     )
     keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
-    return _experts(config, keys, (None, None, None), [True] * layers, renorm="add", names=names, beside=True)
+    return experts_of(config, keys, (None, None, None), [True] * layers, renorm="add", names=names, beside=True)

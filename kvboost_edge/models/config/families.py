@@ -15,11 +15,13 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
 from kvboost_edge.models.config.experts import (
+    GRANITE_SHARED,
     Experts,
     ernie_experts,
     gemma4_experts,
     gpt_oss_experts,
     granite_experts,
+    granite_hybrid_experts,
     lfm2_experts,
     mixtral_experts,
     olmoe_experts,
@@ -30,18 +32,20 @@ from kvboost_edge.models.config.experts import (
 from kvboost_edge.models.config.family import Family
 from kvboost_edge.models.config.file import context_length, number_of, size_of
 from kvboost_edge.models.config.layer_ropes import layer_ropes, rope_settings
-from kvboost_edge.models.config.layers import LayerShape, LayerSpec, mixed_shapes, same_shapes
+from kvboost_edge.models.config.layers import NO_FACTORS, LayerFactors, LayerShape, LayerSpec, mixed_shapes, same_shapes
 from kvboost_edge.models.config.mixers import Mixer, MixerNames
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale
-from kvboost_edge.models.config.special.completed import gpt_oss, granite_hybrid, hunyuan, minicpm, ministral3
+from kvboost_edge.models.config.special.completed import gpt_oss, hunyuan, minicpm, ministral3
+from kvboost_edge.models.config.special.falcon import falcon_factors, falcon_layers, with_falcon_words
 from kvboost_edge.models.config.special.gemma4 import (
     PerLayerInput,
     gemma4_shapes,
     per_layer_input,
     with_gemma4_defaults,
 )
+from kvboost_edge.models.config.special.granite import granite_layers, with_granite_words
 from kvboost_edge.models.config.special.hybrids import (
     Hybrid,
     conv_layers,
@@ -49,6 +53,7 @@ from kvboost_edge.models.config.special.hybrids import (
     with_lfm2_defaults,
     with_shared_width,
 )
+from kvboost_edge.models.config.special.nemotron import nemotron_experts, nemotron_layers, with_nemotron_words
 from kvboost_edge.models.config.windows import (
     all_but_every,
     all_but_first_of,
@@ -81,7 +86,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     eps: float
-    activation: str  # "silu" | "gelu_tanh"
+    activation: str  # "silu" | "gelu_tanh" | "relu2", which has no gate
     softmax_scale: float
     softcap: float
     logit_cap: float
@@ -100,6 +105,7 @@ class ModelSpec:
     experts: Experts | None
     both_ways: bool
     hybrid: Hybrid | None = None
+    factors: LayerFactors = NO_FACTORS
 
     @property
     def mixer(self) -> Mixer | None:
@@ -201,14 +207,30 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "granite_swa": Family(multipliers=True, tied=True, eps=1e-5, sinks=True, layer_thetas=True,
                               windows=all_but_first_of(4, 128)),
         "granitemoehybrid": Family(
-            multipliers=True, no_rope="typed", mlp=("shared_mlp.input_linear", "shared_mlp.output_linear"),
-            inner="shared_intermediate_size", complete=granite_hybrid,
+            multipliers=True, no_rope="typed", inner="shared_intermediate_size", complete=with_granite_words,
+            mlp=GRANITE_SHARED, mlp_whole="shared_mlp.input_linear", hybrid=granite_layers,
+            experts=granite_hybrid_experts,
         ),
         "lfm2": _LFM2,
         "lfm2_moe": dataclasses.replace(_LFM2, experts=lfm2_experts),
         "qwen3_5_text": _QWEN35,
         "qwen3_5_moe_text": dataclasses.replace(
             _QWEN35, inner="shared_expert_intermediate_size", experts=qwen3_5_experts, complete=with_shared_width
+        ),
+        "falcon_h1": Family(
+            qkv_bias=False, eps=1e-5, norm_names=("input_layernorm", "pre_ff_layernorm"), multipliers=True,
+            last_norm="model.final_layernorm", complete=with_falcon_words, hybrid=falcon_layers, factors=falcon_factors,
+            mlp=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+            unless=(("attention_bias", (None, False)), ("mlp_bias", (None, False)), ("mamba_proj_bias", (None, False)),
+                    ("projectors_bias", (None, False)), ("hidden_act", (None, "silu", "swish"))),
+        ),
+        "nemotron_h": Family(
+            qkv_bias=False, gated=False, no_rope="typed", norm_names=("norm", "norm"),
+            mlp=("mlp.up_proj", "mlp.down_proj"), complete=with_nemotron_words, hybrid=nemotron_layers,
+            experts=nemotron_experts,
+            unless=(("attention_bias", (None, False)), ("use_bias", (None, False)), ("mamba_proj_bias", (None, False)),
+                    ("mamba_hidden_act", (None, "silu")), ("moe_latent_size", (None,)), ("n_group", (None, 1)),
+                    ("n_shared_experts", (None, 1)), ("sliding_window", (None,))),
         ),
         "gpt_oss": Family(
             biased=True, head_dim=64, eps=1e-5, theta=150000.0, sinks=True, windows=every_second,
@@ -228,6 +250,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 """Families of the native runner by model_type."""
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_WITHOUT_GATE = {"relu2": "relu2"}
 
 
 def describe_model(config: Config) -> ModelSpec:
@@ -256,7 +279,7 @@ def describe_model(config: Config) -> ModelSpec:
     shapes = family.shapes(config, windows) if family.shapes else same_shapes(layers, head_dim, kv_heads, inner)
     hybrid = family.hybrid(config, layers) if family.hybrid else None
     if hybrid is not None:
-        shapes = mixed_shapes(shapes, hybrid.kinds)
+        shapes = mixed_shapes(shapes, hybrid.kinds, alone=hybrid.alone)
     experts = family.experts(config, layers) if family.experts else None
     if experts is not None and not experts.beside:
         # What stands beside experts is an MLP of the width of the shared one.
@@ -297,7 +320,7 @@ def describe_model(config: Config) -> ModelSpec:
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         max_context=longest,
         layers=tuple(
-            LayerSpec.of(w, rope_of(i, w) if shape.kind == "attention" else -1, shape, longest * both_ways)
+            LayerSpec.of(w, rope_of(i, w) if shape.kv >= 0 else -1, shape, longest * both_ways)
             for i, (w, shape) in enumerate(zip(windows, shapes, strict=True))
         ),
         ropes=ropes,
@@ -306,13 +329,23 @@ def describe_model(config: Config) -> ModelSpec:
         query_scale=query_scale(rope_settings(config, family)) if family.query_scaled else None,
         experts=experts,
         hybrid=hybrid,
+        factors=family.factors(config) if family.factors else NO_FACTORS,
     )
 
 
 def may_keep_states(config: Config) -> bool:
-    """Whether the model is of a family whose layers may keep a state instead of keys and values."""
-    family = FAMILIES.get(str(text_config(config).get("model_type")))
-    return family is not None and family.hybrid is not None
+    """Whether layers of the model keep a state instead of keys and values, as its family's may; True where the config
+    makes no sense."""
+    config = text_config(config)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or family.hybrid is None:
+        return False
+    try:
+        completed = family.complete(config) if family.complete is not None else config
+        hybrid = family.hybrid(completed, _size(completed, "num_hidden_layers"))
+    except ModelFormatError:
+        return True
+    return hybrid is not None and hybrid.mixer is not None
 
 
 def heads_by_layer(config: Config) -> list[tuple[int, int]]:
@@ -333,9 +366,10 @@ def _size(config: Config, name: str) -> int:
 
 def _activation(config: Config, family: Family) -> str:
     name = config.get("hidden_activation") or config.get("hidden_act") or family.activation
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise ModelFormatError(f"activation {name!r} is not known to the native runner ({sorted(_ACTIVATIONS)})")
-    return _ACTIVATIONS[name]
+    known = _ACTIVATIONS if family.gated else _WITHOUT_GATE
+    if not isinstance(name, str) or name not in known:
+        raise ModelFormatError(f"activation {name!r} is not known to the native runner ({sorted(known)})")
+    return known[name]
 
 
 def _multipliers(config: Config, family: Family) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.models.config.experts import Experts
-from kvboost_edge.models.config.layers import LayerShape
+from kvboost_edge.models.config.layers import LayerFactors, LayerShape
 from kvboost_edge.models.config.special.hybrids import Hybrid
 
 __all__ = ["Family"]
@@ -27,7 +27,9 @@ class Family:
     biased       attention_bias where the config does not say
     output_bias  False: the output projection never has a bias
     fused        queries, keys, values are one tensor, and so are gate and up
+    gated        False: MLPs and experts have no gate: act(up)
     mlp          names of gate and up, which are one tensor, and of down; or of all three, which are (): the usual ones
+    mlp_whole    a stored matrix of which gate and up are pieces; files may have them apart all the same
     inner        the config's key of the MLP's width
     norm_names   norms before attention, behind it, before the MLP, behind it, those it has, where they are not called
                  as usual;  last_norm: the one behind all layers;  out: the projection behind attention
@@ -50,9 +52,11 @@ class Family:
     experts      the mixture of experts, from the config and the number of layers; None, or where it returns None:
                  MLPs alone
     in_columns   safetensors have the matrices of all experts as columns, see weights/columns/experts.py
-    hybrid       which layers keep a state instead of keys and values, from the same; None: none does
+    hybrid       which layers keep a state instead of keys and values, from the same; None, or where it returns None:
+                 none does
     output_gate  rows of queries are twice as many, in each head its query and behind it a gate, whose sigmoid
                  multiplies what attention returns
+    factors      what results of layers' matrices are multiplied with, from the config; None: nothing
     unless       config keys that must have one of the given values, else the family is another model
     """
 
@@ -64,7 +68,9 @@ class Family:
     biased: bool = False
     output_bias: bool = True
     fused: bool = False
+    gated: bool = True
     mlp: tuple[str, ...] = ()
+    mlp_whole: str = ""
     inner: str = "intermediate_size"
     norm_names: tuple[str, ...] = ()
     last_norm: str = "model.norm"
@@ -95,7 +101,13 @@ class Family:
     sinks: bool = False
     layer_thetas: bool = False
     experts: Callable[[Config, int], Experts | None] | None = None
-    hybrid: Callable[[Config, int], Hybrid] | None = None
+    hybrid: Callable[[Config, int], Hybrid | None] | None = None
     output_gate: bool = False
     in_columns: bool = False
+    factors: Callable[[Config], LayerFactors] | None = None
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+    @property
+    def way_in(self) -> str:
+        """What is packed of the ways into an MLP: "gate_up", or "up"."""
+        return "gate_up" if self.gated else "up"

@@ -70,6 +70,8 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
         raise ModelFormatError(f"{path}: quantization_config must be an object, got {type(settings).__name__}")
     if config["model_type"] not in SUPPORTED_ARCHITECTURES or config.get("is_encoder_decoder"):
         return config
+    if isinstance(config.get("layers_block_type"), list):  # which says of Nemotron-H's layers how many there are
+        config.setdefault("num_hidden_layers", len(config["layers_block_type"]))
     try:
         inner = text_config(config)
     except ModelFormatError as error:

@@ -6,20 +6,57 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["STATE_KINDS", "LayerShape", "LayerSpec", "mixed_shapes", "same_shapes"]
+__all__ = [
+    "ATTENTION",
+    "NO_FACTORS",
+    "NO_MIXER",
+    "PARALLEL",
+    "STATE_KINDS",
+    "LayerFactors",
+    "LayerShape",
+    "LayerSpec",
+    "mixed_shapes",
+    "same_shapes",
+]
 
 STATE_KINDS = ("conv", "delta", "ssd")
-"""A short convolution; the gated delta rule; a state space with a scalar decay."""
+"""What keeps a state: a short convolution; the gated delta rule; a state space with a scalar decay."""
+ATTENTION, PARALLEL, NO_MIXER = "attention", "parallel", "none"
+"""Other kinds of layers: one that attends; one that attends and keeps a state, each of the same inputs; one that mixes
+no tokens."""
+
+
+class LayerFactors(NamedTuple):
+    """What results of a layer's matrices are multiplied with.
+
+    attention    queries, keys and values;  attention_out: what attention adds to the hidden state
+    mixer        the inputs of a mixer with a state;  mixer_conv: taps of its convolution beside that, of x, B and C;
+                 mixer_gates: what its steps of time are made of;  mixer_out: what it adds
+    mlp          gate and up;  mlp_out: what the MLP adds
+    """
+
+    attention: float = 1.0
+    attention_out: float = 1.0
+    mixer: float = 1.0
+    mixer_conv: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    mixer_gates: float = 1.0
+    mixer_out: float = 1.0
+    mlp: float = 1.0
+    mlp_out: float = 1.0
+
+
+NO_FACTORS = LayerFactors()
+"""Those of a model that multiplies nothing."""
 
 
 class LayerShape(NamedTuple):
     """Sizes of one layer, in elements, and its place in the pool of keys and values.
 
-    kv          which of the pool's layers holds the keys and values it attends to; -1 where `kind` has none
+    intermediate_size   of its MLP, or of what stands beside its experts; 0 where there is none
+    kv          which of the pool's layers holds the keys and values it attends to; -1 where it does not attend
     owns_kv     False: these are an earlier layer's, and this one computes none
     has_values  False: its values are its keys before their norm and rope
-    kind        what mixes tokens: "attention", or one of STATE_KINDS, which keep a state instead of keys and values
-    state       which of the pool's states is its own; -1 of attention
+    state       which of the pool's states is its own; -1 where it keeps none
     """
 
     head_dim: int
@@ -28,7 +65,6 @@ class LayerShape(NamedTuple):
     kv: int
     owns_kv: bool = True
     has_values: bool = True
-    kind: str = "attention"
     state: int = -1
 
 
@@ -46,15 +82,24 @@ class LayerSpec:
     owns_kv: bool
     has_values: bool
     ahead: int = 0
-    kind: str = "attention"
     state: int = -1
+
+    @property
+    def attends(self) -> bool:
+        """Whether attention mixes tokens, alone or beside what keeps a state."""
+        return self.kv >= 0
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether it has the model's mixer. A layer may have neither of the two."""
+        return self.state >= 0
 
     @classmethod
     def of(cls, window: int, rope: int, shape: LayerShape, ahead: int = 0) -> LayerSpec:
         """A layer that sees `ahead` tokens behind a query where it has no window; half of that to either side else."""
         if window and ahead:
             window, ahead = window // 2 + 1, window // 2
-        return cls(window, rope, *shape[:6], ahead, shape.kind, shape.state)
+        return cls(window, rope, *shape[:6], ahead, shape.state)
 
 
 def same_shapes(num_layers: int, head_dim: int, num_kv_heads: int, intermediate_size: int) -> Sequence[LayerShape]:
@@ -62,13 +107,14 @@ def same_shapes(num_layers: int, head_dim: int, num_kv_heads: int, intermediate_
     return [LayerShape(head_dim, num_kv_heads, intermediate_size, index) for index in range(num_layers)]
 
 
-def mixed_shapes(shapes: Sequence[LayerShape], kinds: Sequence[str]) -> Sequence[LayerShape]:
-    """The same layers, where those of another kind than "attention" have a state in the place of keys and values."""
-    found: list[LayerShape] = []
+def mixed_shapes(shapes: Sequence[LayerShape], kinds: Sequence[str], *, alone: bool = False) -> Sequence[LayerShape]:
+    """The same layers by their kinds: ATTENTION, one of STATE_KINDS, PARALLEL or NO_MIXER. alone: those that mix tokens
+    have no MLP."""
+    found, kv, state = [], 0, 0
     for shape, kind in zip(shapes, kinds, strict=True):
-        before = sum(one.kind != "attention" for one in found)
-        if kind == "attention":
-            found.append(shape._replace(kv=len(found) - before))
-        else:
-            found.append(shape._replace(kv=-1, owns_kv=False, kind=kind, state=before))
+        attends, keeps = kind in (ATTENTION, PARALLEL), kind in (*STATE_KINDS, PARALLEL)
+        if alone and kind != NO_MIXER:
+            shape = shape._replace(intermediate_size=0)
+        found.append(shape._replace(kv=kv if attends else -1, owns_kv=attends, state=state if keeps else -1))
+        kv, state = kv + attends, state + keeps
     return found

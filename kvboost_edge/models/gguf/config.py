@@ -65,6 +65,8 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     by_layer = architecture.model_type in _BY_LAYER
     kv_heads = _kv_heads(keys, architecture)
     eps = keys.number("attention.layer_norm_rms_epsilon")
+    if eps is None and architecture.alone:
+        eps = keys.number("attention.layer_norm_epsilon")
     if eps is None:
         raise ModelFormatError(f"{header.path} lacks the key {keys.name('attention.layer_norm_rms_epsilon')!r}")
     tensors = header.tensors
@@ -111,6 +113,8 @@ def _kv_heads(keys: Keys, architecture: GgufArchitecture) -> int | None:
 
 def _mlp_width(keys: Keys, architecture: GgufArchitecture) -> int:
     """Width of the MLPs; where a mixture's file says none, as no layer has one, that of the shared expert."""
+    if architecture.alone:
+        return max(keys.sizes("feed_forward_length", 0)) or 1  # a width, though no layer has it
     if architecture.experts and keys.name("feed_forward_length") not in keys.header.values:
         return keys.size("expert_shared_feed_forward_length")
     return keys.size("feed_forward_length")

@@ -10,7 +10,7 @@ from kvboost_edge.models.config.special.hybrids import TILED_HEADS
 from kvboost_edge.models.gguf.experts import experts
 from kvboost_edge.models.gguf.keys import Keys
 
-__all__ = ["lfm2", "lfm2_moe", "qwen35", "qwen35_moe"]
+__all__ = ["falcon_h1", "granite_hybrid", "lfm2", "lfm2_moe", "nemotron_h", "qwen35", "qwen35_moe"]
 
 _SIGMOID = 2  # of expert_gating_func
 
@@ -68,6 +68,30 @@ def qwen35_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers without key heads keep a state. The width of the MLPs is that of the shared expert, where a file says it;
+    a file of a model without experts may say that there are none."""
+    heads, inner, hidden = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size"), config["hidden_size"]
+    if inner % heads or inner % hidden:
+        wanted = f"must be a multiple of {heads} heads and of {hidden}, the hidden size"
+        raise keys.error("ssm.inner_size", inner, wanted)
+    attends = keys.sizes("attention.head_count_kv", 0)
+    shared = keys.optional_size("expert_shared_feed_forward_length", 0)
+    mixed = keys.optional_size("expert_count", 0)
+    return {
+        **(experts(keys, "num_local_experts") if mixed else {"num_local_experts": 0}),
+        "shared_intermediate_size": shared or config["intermediate_size"],
+        "layer_types": ["full_attention" if count else "linear_attention" for count in attends],
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // hidden,
+        "mamba_n_groups": keys.size("ssm.group_count"),
+        "mamba_d_state": keys.size("ssm.state_size"),
+        "mamba_d_conv": keys.size("ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in keys.header.tensors),
+    }
+
+
 def _recurrent(keys: Keys) -> list[bool]:
     """Whether each of the model's own layers keeps a state: a list says so, or every n-th layer attends."""
     key, layers = "attention.recurrent_layers", keys.layers()
@@ -79,3 +103,72 @@ def _recurrent(keys: Keys) -> list[bool]:
         said = given.tolist()[:8] if isinstance(given, np.ndarray) else given
         raise keys.error(key, said, f"must be true or false for each of {keys.blocks()} blocks")
     return [bool(one) for one in given[:layers]]
+
+
+def nemotron_h(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """A layer with key heads attends, one with an MLP's width has an MLP or experts, one with neither keeps a state."""
+    tensors, (heads, dim) = keys.header.tensors, _ssm_heads(keys)
+    found = {
+        "layers_block_type": _kinds_of_nemotron(keys),
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "mamba_num_heads": heads,
+        "mamba_head_dim": dim,
+        "n_groups": keys.size("ssm.group_count"),
+        "ssm_state_size": keys.size("ssm.state_size"),
+        "conv_kernel": keys.size("ssm.conv_kernel"),
+        "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        "mlp_bias": any(name.endswith(".ffn_up.bias") for name in tensors),
+    }
+    return {**found, **_nemotron_experts(keys)} if "moe" in found["layers_block_type"] else found
+
+
+def _ssm_heads(keys: Keys) -> tuple[int, int]:
+    """Heads of a mixer, and their dim."""
+    heads, inner = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size")
+    if inner % heads:
+        raise keys.error("ssm.inner_size", inner, f"must be a multiple of {heads} heads")
+    return heads, inner // heads
+
+
+def _kinds_of_nemotron(keys: Keys) -> list[str]:
+    found, places = [], ("attention.head_count_kv", "feed_forward_length")
+    for index, (count, width) in enumerate(zip(*(keys.sizes(place, 0) for place in places), strict=True)):
+        if count and width:
+            raise keys.error("feed_forward_length", width, f"of layer {index}, which has {count} key heads as well")
+        has_router = f"blk.{index}.ffn_gate_inp.weight" in keys.header.tensors
+        found.append("full_attention" if count else "moe" if has_router else "mlp" if width else "linear_attention")
+    return found
+
+
+def _nemotron_experts(keys: Keys) -> dict[str, Any]:
+    """Shares are sigmoids."""
+    gating = keys.optional_size("expert_gating_func", 0)
+    if gating not in (None, _SIGMOID):
+        raise keys.error("expert_gating_func", gating, f"must be {_SIGMOID}, the sigmoid")
+    return {
+        **experts(keys, "n_routed_experts"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length"),
+        "n_shared_experts": keys.optional_size("expert_shared_count"),
+        "norm_topk_prob": bool(keys.header.value(keys.name("expert_weights_norm"), bool)),
+        "routed_scaling_factor": keys.number("expert_weights_scale") or 1.0,
+        "n_group": keys.optional_size("expert_group_count", 0) or None,
+        "moe_latent_size": keys.optional_size("moe_latent_size"),
+    }
+
+
+def falcon_h1(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """The converter multiplies weights with what the config says, so nothing is left to be multiplied. Where there is a
+    norm, llama.cpp has it behind the gate."""
+    tensors, (heads, dim) = keys.header.tensors, _ssm_heads(keys)
+    return {
+        "mamba_d_ssm": heads * dim,
+        "mamba_n_heads": heads,
+        "mamba_d_head": dim,
+        "mamba_n_groups": keys.size("ssm.group_count"),
+        "mamba_d_state": keys.size("ssm.state_size"),
+        "mamba_d_conv": keys.size("ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in tensors),
+        "mamba_norm_before_gate": False,
+    }

@@ -62,13 +62,15 @@ class Keys:
         return value
 
     def sizes(self, key: str, least: int = 1) -> list[int]:
-        """A size that must be there, of each layer: an array with as many entries, or one number for all."""
+        """A size that must be there, of each of the model's own layers: an array with as many entries, or as many as
+        there are blocks, or one number for all."""
         value, layers = self.header.values.get(self.name(key)), self.layers()
         if not isinstance(value, np.ndarray):
             return [self.size(key)] * layers
         found: list[int] = value.tolist()
-        if len(found) != layers:
+        if len(found) not in (layers, self.blocks()):
             raise self.error(key, found[:8], f"has {len(found)} entries for {layers} layers")
+        found = found[:layers]
         for one in found:
             if isinstance(one, bool) or not isinstance(one, int) or not least <= one <= MAX_SIZE:
                 raise self.error(key, one, f"must be an integer from {least} to {MAX_SIZE}")

@@ -74,6 +74,10 @@ _DELTA = {
     "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d", "ssm_dt": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.decay", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
 }  # fmt: skip
+_STATE_SPACE = {
+    "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_dt": "mamba.dt_bias", "ssm_a": "mamba.decay",
+    "ssm_d": "mamba.D", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj",
+}  # fmt: skip
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.gate_proj",
@@ -84,6 +88,9 @@ _IN_BLOCK = {  # of Granite's; Mixtral's have the names of its first code
     **{name: to.replace("mlp.", "block_sparse_moe.") for name, to in _EXPERTS.items()},
     "ffn_gate_inp": "block_sparse_moe.router.layer",
 }
+# Of Granite 4: its only MLPs, or what its experts share.
+_ONE_MLP = {"gate": "shared_mlp.gate_proj", "up": "shared_mlp.up_proj", "down": "shared_mlp.output_linear"}
+_SHARED_MLP = {f"ffn_{part}{ending}": to for ending in ("", "_shexp") for part, to in _ONE_MLP.items()}
 _MIXTRAL = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.w1",
@@ -97,6 +104,18 @@ _ERNIE_MOE = {
     **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
     "exp_probs_b": "mlp.moe_statics.e_score_correction_bias",
 }
+_FALCON = {
+    **{name: to.replace("mlp.", "feed_forward.") for name, to in _MATRICES.items()},
+    **_STATE_SPACE, "attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm.weight",
+}  # fmt: skip
+_FALCON_OUTER = {"output_norm": "model.final_layernorm"}
+# Of a layer the only norm, whatever the layer is.
+_NEMOTRON = {**_MATRICES, **_STATE_SPACE, "attn_norm": "norm"}
+_NEMOTRON_MOE = {
+    **_EXPERTS,
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("up", "down")},
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+}
 _GPT_OSS = {
     **_EXPERTS,
     "ffn_gate_inp": "mlp.router",
@@ -104,9 +123,11 @@ _GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_sinks": "self_attn.sinks",
 }
-# Without ".weight" in transformers; the last one has no ending in files either, and stands for -exp(A_log) there.
-_BARE = ("layer_scalar", "mlp.moe_statics.e_score_correction_bias", "self_attn.sinks", "feed_forward.expert_bias",
-         "linear_attn.dt_bias", "linear_attn.decay")  # fmt: skip
+# Without an ending in files either; decays are -exp(A_log) there.
+_ENDLESS = ("linear_attn.decay", "mamba.decay", "mamba.D", "pre_ff_layernorm.weight")
+# Without ".weight" in transformers.
+_BARE = ("layer_scalar", "mlp.moe_statics.e_score_correction_bias", "mlp.gate.e_score_correction_bias",
+         "self_attn.sinks", "feed_forward.expert_bias", "linear_attn.dt_bias", "mamba.dt_bias", *_ENDLESS)  # fmt: skip
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LFM2_OUTER = {"token_embd_norm": "model.embedding_norm"}  # it stands behind the layers, whatever it is called
 _GEMMA4_OUTER = {
@@ -129,7 +150,8 @@ class GgufArchitecture:
     dense        tensors behind the pooling, which are no part of the decoder
     both_ways    its attention is bidirectional
     experts      it is a mixture of experts
-    no_keys      0 key heads of a layer mean that it keeps a state instead of keys and values
+    no_keys      0 key heads of a layer mean that it does not attend
+    alone        an MLP of no width means that a layer has none
     """
 
     model_type: str
@@ -142,6 +164,7 @@ class GgufArchitecture:
     both_ways: bool = False
     experts: bool = False
     no_keys: bool = False
+    alone: bool = False
 
 
 _SOFTCAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
@@ -150,6 +173,7 @@ _SSM_SIZES = {"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner
 _DELTA_KEYS = frozenset(_SSM_SIZES | {
     "rope.dimension_sections", "full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers",
 })  # fmt: skip
+_NEMOTRON_KEYS = frozenset({"attention.layer_norm_epsilon", *_SSM_SIZES})
 _EXPERT_KEYS = frozenset({"expert_feed_forward_length"})
 _WINDOW = {"attention.sliding_window", "attention.sliding_window_pattern"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
@@ -230,8 +254,26 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             "granitemoe", {**_MATRICES, **_PRE_NORMS, **_IN_BLOCK}, permuted=True, experts=True,
             keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
         ),
+        "granitehybrid": GgufArchitecture(
+            "granitemoehybrid", {**_MATRICES, **_PRE_NORMS, **_STATE_SPACE, **_IN_BLOCK, **_SHARED_MLP},
+            permuted=True, experts=True, no_keys=True,
+            keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale", *_SSM_SIZES,
+                            "expert_shared_feed_forward_length"}),
+        ),
         "gpt-oss": GgufArchitecture(
             "gpt_oss", {**_MATRICES, **_GPT_OSS}, keys=_EXPERT_KEYS | _WINDOW, experts=True
+        ),
+        "falcon-h1": GgufArchitecture("falcon_h1", _FALCON, outer=_FALCON_OUTER, keys=frozenset(_SSM_SIZES)),
+        "nemotron_h": GgufArchitecture(
+            "nemotron_h", _NEMOTRON, permuted=True, no_keys=True, alone=True, keys=_NEMOTRON_KEYS
+        ),
+        "nemotron_h_moe": GgufArchitecture(
+            "nemotron_h", {**_NEMOTRON, **_NEMOTRON_MOE}, permuted=True, no_keys=True, alone=True, experts=True,
+            keys=_NEMOTRON_KEYS | _EXPERT_KEYS | {
+                "expert_shared_feed_forward_length", "expert_shared_count", "expert_weights_norm",
+                "expert_weights_scale", "expert_group_count", "expert_group_used_count", "expert_gating_func",
+                "moe_latent_size", "nextn_predict_layers",
+            },
         ),
         "lfm2": GgufArchitecture(
             "lfm2", _LFM2, outer=_LFM2_OUTER, keys=frozenset({"shortconv.l_cache"}), no_keys=True
@@ -290,11 +332,11 @@ def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
         is_scale = found[3] == "scale"
         inner = architecture.layer.get(f"{found[2]}.scale" if is_scale else found[2])
         # A name without an ending, and an ending that is none of its name's.
-        if inner is None or (found[3] is None) != (inner == "linear_attn.decay"):
+        if inner is None or (found[3] is None) != (inner in _ENDLESS):
             return None
         if is_scale:
             return f"model.layers.{found[1]}.{inner}"
         return f"model.layers.{found[1]}.{inner}" + ("" if inner in _BARE else f".{found[3]}")
     found = _WHOLE.fullmatch(name)
-    outer = None if found is None else _OUTER.get(found[1]) or architecture.outer.get(found[1])
+    outer = None if found is None else architecture.outer.get(found[1]) or _OUTER.get(found[1])
     return None if found is None or outer is None else f"{outer}.{found[2]}"

@@ -60,7 +60,7 @@ class GgufSource:
     def __init__(self, header: GgufHeader) -> None:
         self._path = header.path
         self.architecture = architecture_of(header)
-        self._heads = _head_counts(header) if self.architecture.permuted else {}
+        self._heads = _head_counts(header, self.architecture) if self.architecture.permuted else {}
         self._tensors: dict[str, GgufTensor] = {}
         layers = own_layers(header)
         for name, tensor in header.tensors.items():
@@ -74,6 +74,8 @@ class GgufSource:
                     f"{header.value('general.architecture', str)}"
                 )
             for piece in expert_rows(found, tensor.shape) or [ExpertRows(found, 0, tensor.shape)]:
+                if piece.name in self._tensors:
+                    raise ModelFormatError(f"{self._path}: tensor {name!r} is there a second time, as {piece.name!r}")
                 start, stop = piece.bytes_in(tensor.start, tensor.stop, tensor.shape)
                 self._tensors[piece.name] = dataclasses.replace(tensor, shape=piece.shape, start=start, stop=stop)
         self._lock, self._lost = threading.Lock(), set[str]()
@@ -168,11 +170,11 @@ class GgufSource:
         return data if pick is None else data[pick - first]
 
 
-def _head_counts(header: GgufHeader) -> dict[str, int]:
+def _head_counts(header: GgufHeader, architecture: GgufArchitecture) -> dict[str, int]:
     """Heads by the ending of a tensor's name, for the tensors whose rows are reordered."""
-    keys = Keys(header)
+    keys, name = Keys(header), "attention.head_count_kv"
     heads = keys.size("attention.head_count")
-    kv_heads = keys.optional_size("attention.head_count_kv") or heads
+    kv_heads = (max(keys.sizes(name, 0)) if architecture.no_keys else keys.optional_size(name)) or heads
     return {**dict.fromkeys(_QUERY, heads), **dict.fromkeys(_KEY, kv_heads)}
 
 

@@ -8,7 +8,15 @@ from typing import Any
 
 from kvboost_edge.models.gguf.experts import ernie_moe, experts, gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe
 from kvboost_edge.models.gguf.gemma4 import gemma4
-from kvboost_edge.models.gguf.hybrids import lfm2, lfm2_moe, qwen35, qwen35_moe
+from kvboost_edge.models.gguf.hybrids import (
+    falcon_h1,
+    granite_hybrid,
+    lfm2,
+    lfm2_moe,
+    nemotron_h,
+    qwen35,
+    qwen35_moe,
+)
 from kvboost_edge.models.gguf.keys import Keys
 
 __all__ = ["SPECIAL"]
@@ -144,11 +152,17 @@ def _granite_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     return {**_granite(keys, config), **experts(keys, "num_local_experts")}
 
 
+def _granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """With rope, as its older kin, unless a file says otherwise; those of the makers' models do."""
+    return {"position_embedding_type": "rope", **_granite(keys, config), **granite_hybrid(keys, config)}
+
+
 SPECIAL: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {
     "gemma2": _gemma2, "gemma3_text": _gemma3, "phi3": _phi3, "granite": _granite, "smollm3": _smollm3,
     "olmo2": _olmo2, "exaone4": _exaone4, "ministral3": _ministral3, "minicpm": _minicpm, "gemma4_text": gemma4,
     "llama": mixtral, "qwen3_moe": qwen3_moe, "qwen2_moe": qwen2_moe, "olmoe": olmoe, "granitemoe": _granite_moe,
     "ernie4_5_moe": ernie_moe, "gpt_oss": _gpt_oss, "lfm2": lfm2, "lfm2_moe": lfm2_moe, "qwen3_5_text": qwen35,
-    "qwen3_5_moe_text": qwen35_moe,
+    "qwen3_5_moe_text": qwen35_moe, "granitemoehybrid": _granite_hybrid, "nemotron_h": nemotron_h,
+    "falcon_h1": falcon_h1,
 }  # fmt: skip
 """What only one family has in its config: from the keys of a file and the config that all have."""

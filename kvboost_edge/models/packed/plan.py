@@ -203,23 +203,18 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
     source, to, layer = f"model.layers.{index}.", f"layer{index}.", spec.layers[index]
     q_rows, hidden, wide = spec.num_heads * layer.head_dim, spec.hidden_size, layer.intermediate_size
     *first, down = spec.family.mlp or ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    gate_up = tuple((name, 2 * wide // len(first)) for name in first)
     experts = spec.experts if spec.experts is not None and spec.experts.sparse[index] else None
     if experts is not None and experts.shared:
-        gate, up, down = experts.names.shared
-        gate_up = ((gate, wide), (up, wide))
-    attends = layer.kind == "attention"
-    if attends:
-        matrices = [
-            ("qkv", _qkv(spec, index), hidden, spec.qkv_bias),
-            ("out", ((spec.family.out, hidden),), q_rows, spec.output_bias),
-        ]
-    else:
-        matrices = _mixer_matrices(spec)
+        *first, down = experts.names.shared
+    way_in = tuple((name, (1 + spec.family.gated) * wide // len(first)) for name in first)
+    matrices = _mixer_matrices(spec) if layer.keeps_state else []
+    if layer.attends:
+        matrices.append(("qkv", _qkv(spec, index), hidden, spec.qkv_bias))
+        matrices.append(("out", ((spec.family.out, hidden),), q_rows, spec.output_bias))
     if wide:  # of layers with experts that of the shared one, where there is one
-        matrices.append(("gate_up", gate_up, hidden, spec.mlp_bias))
+        matrices.append((spec.family.way_in, way_in, hidden, spec.mlp_bias))
         matrices.append(("down", ((down, hidden),), wide, spec.mlp_bias))
-    norms = _norm_names(spec)
+    norms = _norm_names(spec, mixes=layer.attends or layer.keeps_state, mlp=bool(wide) or experts is not None)
     if experts is not None and experts.beside:
         norms |= dict(zip(("beside_out", "experts_in", "experts_out"), experts.names.norms, strict=True))
     if spec.per_layer is not None:
@@ -232,15 +227,15 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
         plan.append(PackEntry(to + name, kind, _named(source, parts, "weight"), inputs))
         if has_bias:
             plan.append(PackEntry(f"{to}{name}_bias", VECTOR, _named(source, parts, "bias")))
-    if not attends:
+    if layer.keeps_state:
         plan += _mixer_rest(spec, source, to)
     if experts is not None:
-        plan += _experts_plan(experts, kind, source, to, hidden)
+        plan += _experts_plan(spec, experts, kind, source, to)
     for name, tensor in norms.items():
         plan.append(_vector(spec, to + name, f"{source}{tensor}.weight", hidden))
-    if spec.family.sinks and attends:
+    if spec.family.sinks and layer.attends:
         plan.append(PackEntry(f"{to}sinks", VECTOR, ((f"{source}self_attn.sinks", spec.num_heads),)))
-    if spec.family.head_norm and attends:
+    if spec.family.head_norm and layer.attends:
         every, kv_rows = spec.family.head_norm == "all", layer.num_kv_heads * layer.head_dim
         called = zip(("q_norm", "k_norm"), spec.family.head_norms, (q_rows, kv_rows), strict=True)
         for name, tensor, rows in list(called)[: 2 if layer.owns_kv else 1]:
@@ -251,9 +246,9 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
     return plan
 
 
-def _experts_plan(experts: Experts, kind: str, source: str, to: str, hidden: int) -> list[PackEntry]:
+def _experts_plan(spec: ModelSpec, experts: Experts, kind: str, source: str, to: str) -> list[PackEntry]:
     """The router, and the matrices of all experts as one each: an expert's rows behind those of the one before."""
-    names = experts.names
+    names, hidden, way_in = experts.names, spec.hidden_size, f"{to}experts_{spec.family.way_in}"
     rows: tuple[tuple[str, int], ...] = ((names.router, experts.count),)
     if names.shared_gate:
         rows = (*rows, (names.shared_gate, 1))
@@ -263,26 +258,26 @@ def _experts_plan(experts: Experts, kind: str, source: str, to: str, hidden: int
     if names.scales:
         sizes = zip(("router_in", "shares"), names.scales, (hidden, experts.count), strict=True)
         plan += [PackEntry(to + name, VECTOR, ((source + tensor, size),)) for name, tensor, size in sizes]
-    gate, up, down = names.parts
+    *first, down = names.parts
     every = [f"{names.experts}{expert}." for expert in range(experts.count)]
-    both = tuple((f"{one}{part}", experts.width) for one in every for part in (gate, up))
-    plan.append(PackEntry(f"{to}experts_gate_up", kind, _named(source, both, "weight"), hidden))
+    both = tuple((f"{one}{part}", experts.width) for one in every for part in first)
+    plan.append(PackEntry(way_in, kind, _named(source, both, "weight"), hidden))
     last = tuple((f"{one}{down}", hidden) for one in every)
     plan.append(PackEntry(f"{to}experts_down", kind, _named(source, last, "weight"), experts.width))
     if experts.biased:
-        biases = (("router", ((names.router, experts.count),)), ("experts_gate_up", both), ("experts_down", last))
-        plan += [PackEntry(f"{to}{name}_bias", VECTOR, _named(source, parts, "bias")) for name, parts in biases]
+        biases = ((f"{to}router", ((names.router, experts.count),)), (way_in, both), (f"{to}experts_down", last))
+        plan += [PackEntry(f"{name}_bias", VECTOR, _named(source, parts, "bias")) for name, parts in biases]
     return plan
 
 
 def _mixer_matrices(spec: ModelSpec) -> list[tuple[str, tuple[tuple[str, int], ...], int, bool]]:
-    """What stands in a layer with a state where others have "qkv" and "out": the inputs of its mixer, all read the same
+    """What a layer with a state has as others have "qkv" and "out": the inputs of its mixer, which all read the same
     rows, and the way back."""
     (mixer, names), hidden = spec.named_mixer, spec.hidden_size
     values = mixer.value_heads * mixer.value_dim or mixer.channels
     rows = (3 * mixer.channels,) if mixer.kind == "conv" else (mixer.channels, values)
     inputs = tuple(zip(names.inputs, rows, strict=True))
-    return [("mixer_in", inputs, hidden, False), ("out", ((names.out, hidden),), values, False)]
+    return [("mixer_in", inputs, hidden, False), ("mixer_out", ((names.out, hidden),), values, False)]
 
 
 def _mixer_rest(spec: ModelSpec, source: str, to: str) -> list[PackEntry]:
@@ -317,8 +312,14 @@ def _named(source: str, parts: tuple[tuple[str, int], ...], what: str) -> tuple[
     return tuple((f"{source}{tensor}.{what}", rows) for tensor, rows in parts)
 
 
-def _norm_names(spec: ModelSpec) -> dict[str, str]:
-    """Norms of a layer: where they stand -> what the checkpoint calls them."""
+def _norm_names(spec: ModelSpec, *, mixes: bool, mlp: bool) -> dict[str, str]:
+    """Norms of a layer: where they stand -> what the checkpoint calls them. mixes, mlp: whether something in it mixes
+    tokens, and whether something is behind that."""
+    found = _all_norm_names(spec)
+    return {to: name for to, name in found.items() if (mixes if to.startswith("attn_") else mlp)}
+
+
+def _all_norm_names(spec: ModelSpec) -> dict[str, str]:
     if spec.family.norm_names:
         places = {"pre": ("attn_in", "mlp_in"), "both": ("attn_in", "attn_out", "mlp_in", "mlp_out")}
         return dict(zip(places[spec.family.norms], spec.family.norm_names, strict=True))

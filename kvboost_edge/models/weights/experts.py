@@ -36,6 +36,8 @@ _WHOLE = (
 )
 _BIASES = re.compile(r"(.*\.experts\.)(gate_proj|up_proj|down_proj)\.bias")
 _BIAS, _SHARED_GATE = ".e_score_correction_bias", ".shared_expert_gate.weight"
+# Vectors that GGUF files have as matrices: of one column, and of a row for each group.
+_COLUMN, _GROUPED = re.compile(r".*\.mamba\.(?:decay|D)"), re.compile(r".*\.mamba\.norm\.weight")
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -52,6 +54,8 @@ def expert_rows(name: str, shape: tuple[int, ...]) -> list[ExpertRows]:
         return [ExpertRows(name, 0, shape[1:])]
     if len(shape) == 1 and name.endswith(_SHARED_GATE):
         return [ExpertRows(name, 0, (1, *shape))]
+    if len(shape) == 2 and (_GROUPED.fullmatch(name) or (shape[1] == 1 and _COLUMN.fullmatch(name))):
+        return [ExpertRows(name, 0, (math.prod(shape),))]
     biases = _BIASES.fullmatch(name) if len(shape) == 2 else None
     if biases is not None:
         rows = shape[1]

@@ -3,6 +3,7 @@
     conv.conv.weight, linear_attn.conv1d.weight   [channels, 1, taps + 1] or without the 1: a vector, tap by tap
     linear_attn.A_log                             linear_attn.decay = -exp(A_log); files that have that are read as well
     mamba.in_proj                                 its rows as matrices of their own, see PieceSource
+    shared_mlp.input_linear                       its rows as matrices of gate and up
     self_attn.q_proj, each head [query | gate]    self_attn.q_proj and self_attn.output_gate
 
 Rows of queries and keys whose rope turns neighbours are in halved.py.
@@ -47,6 +48,8 @@ def in_kernel_order(open_files: Callable[[], WeightSource], config: Mapping[str,
     if spec.mixer is not None and spec.named_mixer[1].whole:
         mixer, names = spec.named_mixer
         source = PieceSource(source, names.whole, mixer_pieces(mixer, names))
+    if family.mlp_whole and any(f".{family.mlp_whole}." in name for name in source.names()):
+        source = PieceSource(source, family.mlp_whole, dict.fromkeys(family.mlp[:-1], spec.intermediate_size))
     return MixerSource(source, spec)
 
 

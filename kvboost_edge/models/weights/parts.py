@@ -12,6 +12,16 @@ _OTHER = re.compile(r"(?:^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector
 _INSIDE = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
 _AHEAD = "mtp."  # layers that guess more than the next token, which nothing here uses
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
+_NEMOTRON_OUTER = ("backbone.", "model.embeddings.", "model.norm_f.")
+# Nemotron-H's names, which call a layer's only part its mixer whatever it is, and Llama's.
+_NEMOTRON = (
+    (re.compile(r"^(?:backbone|model)\.embeddings\."), "model.embed_tokens."),
+    (re.compile(r"^(?:backbone|model)\.norm_f\."), "model.norm."),
+    (re.compile(r"^backbone\."), "model."),
+    (re.compile(r"^(model\.layers\.\d+)\.mixer\.(?=[qkvo]_proj\.)"), r"\1.self_attn."),
+    (re.compile(r"^(model\.layers\.\d+)\.mixer\.(?=(?:up_proj|down_proj|gate|experts|shared_experts)\.)"), r"\1.mlp."),
+    (re.compile(r"^(model\.layers\.\d+)\.mixer\."), r"\1.mamba."),
+)
 
 
 def is_other_part(name: str) -> bool:
@@ -20,13 +30,20 @@ def is_other_part(name: str) -> bool:
 
 
 def text_names(names: Iterable[str]) -> Mapping[str, str]:
-    """The file's name -> the name it has in the language model alone, for its tensors only. All names as they are where
-    no language model stands inside another, but those of layers that guess tokens ahead."""
+    """The file's name -> the name it has in the language model alone, for its tensors only. All names where no language
+    model stands inside another, but those of layers that guess tokens ahead; as they are, or in Llama's words."""
     names = list(names)
     if not any(_INSIDE.match(name) for name in names):
-        return {name: name for name in names if not name.startswith(_AHEAD)}
+        return {name: _in_llamas_words(name) for name in names if not name.startswith(_AHEAD)}
     own = [name for name in names if not is_other_part(name)]
     return {name: _HEAD.sub("", _INSIDE.sub("model.", name)) for name in own}
+
+
+def _in_llamas_words(name: str) -> str:
+    if ".mixer." in name or name.startswith(_NEMOTRON_OUTER):
+        for pattern, to in _NEMOTRON:
+            name = pattern.sub(to, name)
+    return name
 
 
 def counted_parts(names: Iterable[str]) -> dict[str, int]:

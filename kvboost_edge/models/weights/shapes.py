@@ -17,7 +17,7 @@ __all__ = ["check_shapes"]
 
 Shapes = Mapping[str, tuple[Path, tuple[int, ...]]]
 
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)\.weight$")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings|embed_in|wte|word_embeddings|tok_embeddings)\.weight$")
 _HEAD = re.compile(r"^(language_model\.)?(lm_head|embed_out|output)\.weight$")
 _LAYER = re.compile(r"(^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _ATTENTION = re.compile(r"(^|\.)layers\.(\d+)\.self_attn\.([qkvo])_proj\.weight$")

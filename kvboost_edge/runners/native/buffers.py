@@ -132,6 +132,7 @@ class Buffers:
             lt.B_QUERY: sizes.query,
             lt.B_KEY: sizes.key,
             lt.B_VALUE: sizes.value,
+            lt.B_MIXED: sizes.mixed,
             lt.B_PER_LAYER: sizes.per_layer,
         }
         self._arrays = {

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.activations import ACT_CLAMPED_SWIGLU, ACT_GELU_TANH, ACT_SILU
+from kvboost_edge.kernels.program.activations import ACT_CLAMPED_SWIGLU, ACT_GELU_TANH, ACT_RELU2, ACT_SILU
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
@@ -21,7 +24,7 @@ MAX_TILES = 256
 _FINE = ("qkv", "embed", "head")
 Rows = tuple[int, int]
 """A buffer and the floats in a row of it."""
-ACTIVATIONS = {"silu": ACT_SILU, "gelu_tanh": ACT_GELU_TANH, "clamped_swiglu": ACT_CLAMPED_SWIGLU}
+ACTIVATIONS = {"silu": ACT_SILU, "gelu_tanh": ACT_GELU_TANH, "clamped_swiglu": ACT_CLAMPED_SWIGLU, "relu2": ACT_RELU2}
 
 
 def _is_fine(name: str) -> bool:
@@ -30,7 +33,8 @@ def _is_fine(name: str) -> bool:
 
 
 class Emitter:
-    """rows, floats: of each operation so far, what of its fields and parameters is not usual."""
+    """rows, floats: of each operation so far, what of its fields and parameters is not usual. scaled_vectors: by the
+    names of what they were made of, see `scaled`; operations point to them."""
 
     def __init__(self, spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int) -> None:
         self.spec, self.packed, self.num_threads = spec, packed, num_threads
@@ -38,6 +42,7 @@ class Emitter:
         self.sizes = Sizes.of(spec)
         self.rows: list[dict[int, int]] = []
         self.floats: list[dict[int, float]] = []
+        self.scaled_vectors: dict[str, npt.NDArray[np.float32]] = {}
 
     def add(self, op: int, fields: dict[int, int], **params: float) -> None:
         names = {"factor": lt.P_FACTOR, "eps": lt.P_EPS, "cap": lt.P_CAP, "sum_factor": lt.P_SUM_FACTOR}
@@ -59,8 +64,17 @@ class Emitter:
             return {}
         return {lt.F_QUANT: self.kind(reader), lt.F_PANEL: buffer, lt.F_FINE: int(_is_fine(reader))}
 
-    def norm(self, weight: str, reader: str) -> None:
-        """Norm of the hidden state for the matrix `reader`."""
+    def scaled(self, name: str, factors: npt.NDArray[np.float32]) -> int:
+        """The address of a packed vector whose first elements are multiplied with `factors`."""
+        if (factors == 1).all():
+            return self.packed.address(name)
+        if name not in self.scaled_vectors:
+            self.scaled_vectors[name] = self.packed.array(name).view(np.float32).copy()
+            self.scaled_vectors[name][: len(factors)] *= factors
+        return self.scaled_vectors[name].ctypes.data
+
+    def norm(self, weight: str, reader: str, *, factor: float = 1.0) -> None:
+        """Norm of the hidden state, times `factor`, for the matrix `reader`."""
         self.add(
             lt.OP_NORM,
             {
@@ -69,7 +83,7 @@ class Emitter:
                 lt.F_DST: lt.B_NORMED,
                 lt.F_DST_STEP: self.sizes.hidden,
                 lt.F_COUNT: self.spec.hidden_size,
-                lt.F_WEIGHT: self.packed.address(weight),
+                lt.F_WEIGHT: self.scaled(weight, np.full(self.spec.hidden_size, factor, dtype=np.float32)),
                 **self.panel(reader),
             },
             eps=self.spec.eps,
@@ -117,14 +131,16 @@ class Emitter:
             first, index = first + rows, index + 1
 
     def gated(self, layer: str, source: Rows, inner: int, scalar: float) -> None:
-        """Gate and up, the activation, and down; the hidden state is then multiplied with `scalar`."""
+        """The ways in, the activation, and down; the hidden state is then multiplied with `scalar`."""
         rows = self.inner(layer, source, inner)
-        self.into_hidden(f"{layer}down", rows, f"{layer}mlp_out", panel=lt.B_INNER, sum_factor=scalar)
+        factor = self.spec.factors.mlp_out
+        names = (f"{layer}down", f"{layer}mlp_out")
+        self.into_hidden(names[0], rows, names[1], panel=lt.B_INNER, sum_factor=scalar, factor=factor)
 
     def inner(self, layer: str, source: Rows, inner: int) -> Rows:
-        """Gate and up and the activation: where they leave what the way down reads, beside B_INNER."""
+        """Gate and up, or up alone, and the activation: where they leave what the way down reads, beside B_INNER."""
         sizes, spec = self.sizes, self.spec
-        names = (f"{layer}gate_up", f"{layer}down")
+        names = (layer + spec.family.way_in, f"{layer}down")
         rows = (lt.B_NORMED, padded(inner, GROUP))
         fields = {lt.F_COUNT: inner, lt.F_ACT: ACTIVATIONS[spec.activation], **self.panel(names[1], lt.B_INNER)}
         if inner % GROUP == 0 and all(self.is_quantized(name) for name in names):
@@ -133,19 +149,28 @@ class Emitter:
         else:
             self.linear(names[0], source, (lt.B_WIDE, sizes.wide))
             steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: sizes.wide, lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}
+            if not spec.family.gated:  # what is read for up has no meaning, but must be there
+                steps |= {lt.F_BY: lt.B_WIDE, lt.F_BY_STEP: sizes.wide}
             self.add(lt.OP_ACT, {**steps, **fields})
         return rows
 
     def into_hidden(
-        self, name: str, source: Rows, norm: str, *, panel: int = lt.B_PANEL, sum_factor: float = 1.0
+        self,
+        name: str,
+        source: Rows,
+        norm: str,
+        *,
+        panel: int = lt.B_PANEL,
+        sum_factor: float = 1.0,
+        factor: float = 1.0,
     ) -> None:
-        """Add a matrix's result to the hidden state, through a norm where the family has one behind. `sum_factor`:
-        only with such a norm."""
+        """Add a matrix's result times `factor` to the hidden state, through a norm where the family has one behind.
+        `sum_factor`: only with such a norm."""
         spec, hidden, wide = self.spec, (lt.B_HIDDEN, self.sizes.hidden), (lt.B_WIDE, self.sizes.wide)
         if spec.family.norms == "pre":
-            self.linear(name, source, hidden, add=True, factor=spec.residual_factor, panel=panel)
+            self.linear(name, source, hidden, add=True, factor=spec.residual_factor * factor, panel=panel)
             return
-        self.linear(name, source, wide, panel=panel)
+        self.linear(name, source, wide, panel=panel, factor=factor)
         fields = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_DST: hidden[0], lt.F_DST_STEP: hidden[1]}
         count = {lt.F_COUNT: spec.hidden_size, lt.F_WEIGHT: self.packed.address(norm)}
         factors = {"factor": spec.residual_factor, "sum_factor": sum_factor}

@@ -17,7 +17,7 @@ def emit_mixture(out: Emitter, layer: str, experts: Experts) -> None:
     normed, mixture = (lt.B_NORMED, out.sizes.hidden), _sizes(out)
     router = f"{layer}router"
     # Floats for the router, and codes for the expert that all share, where there is one.
-    out.norm(f"{layer}mlp_in", f"{layer}gate_up" if experts.shared else router)
+    out.norm(f"{layer}mlp_in", f"{layer}{out.spec.family.way_in}" if experts.shared else router)
     out.linear(router, normed, (lt.B_ROUTED, mixture.routed))
     _route(out, layer, experts)
     _all_experts(out, layer, experts, (lt.B_HIDDEN, out.sizes.hidden), add=True)
@@ -69,15 +69,15 @@ def _route(out: Emitter, layer: str, experts: Experts) -> None:
 def _all_experts(out: Emitter, layer: str, experts: Experts, to: Rows, *, add: bool) -> None:
     """Each expert's tokens from B_NORMED through it, and their shares to `to`: added to what is there, or alone."""
     spec, sizes, each = out.spec, out.sizes, _each(experts)
-    gate_up, down = f"{layer}experts_gate_up", f"{layer}experts_down"
+    way_in, down = f"{layer}experts_{spec.family.way_in}", f"{layer}experts_down"
     step = {lt.F_SRC_STEP: sizes.hidden, lt.F_DST_STEP: experts.width}
-    quant = {lt.F_QUANT: out.kind(gate_up) if out.is_quantized(gate_up) else 0}
+    quant = {lt.F_QUANT: out.kind(way_in) if out.is_quantized(way_in) else 0}
     spread = {lt.F_SRC: lt.B_NORMED, lt.F_SRC_STEP: sizes.hidden, lt.F_DST_STEP: sizes.hidden, **quant}
     out.add(lt.OP_SPREAD, {**each, **spread, lt.F_COUNT: spec.hidden_size})
     runs = experts.width // GROUP
-    weights = out.weights(gate_up, runs, runs * experts.used, lt.B_SPREAD)
+    weights = out.weights(way_in, runs, runs * experts.used, lt.B_SPREAD)
     act = {lt.F_COUNT: experts.width, lt.F_ACT: ACTIVATIONS[experts.activation or spec.activation]}
-    act[lt.F_BIAS] = out.packed.address(f"{gate_up}_bias")
+    act[lt.F_BIAS] = out.packed.address(f"{way_in}_bias")
     quant = {lt.F_QUANT: out.kind(down) if out.is_quantized(down) else 0}
     out.add(lt.OP_EXPERTS_GATED, {**each, **weights, **act, **step, **quant})
     weights = out.weights(down, MAX_TILES, spec.hidden_size // LANES, lt.B_EXPERTS_INNER)

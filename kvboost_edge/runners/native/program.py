@@ -30,7 +30,7 @@ class LayerProgram:
     `parts[i]` = (first, end): part 0 embeds and prepares layer 0's attention; part i > 0 finishes layer i - 1 and
     prepares layer i. The last one finishes the last layer and computes logits; run up to `normed` it leaves the hidden
     state behind the last norm in B_NORMED. Between two parts stand the layer's OP_CLOSE, where it has keys and values
-    of its own, and OP_ATTEND, for passes that run it in the program; nothing behind a layer with a state.
+    of its own, and OP_ATTEND, for passes that run it in the program; nothing behind a layer that does not attend.
 
     From part `narrow` on no keys, values and states are computed: it and all behind it need the rows of logits only.
     border: the buffer that it reads beside the hidden state, what attention returned and B_PER_LAYER; None: no other
@@ -85,7 +85,7 @@ class _Builder(Emitter):
             self.quantize(*source, spec.hidden_size, f"{layer}qkv")
         else:
             self.norm(f"{layer}attn_in", f"{layer}qkv")
-        self.linear(f"{layer}qkv", source, (lt.B_WIDE, sizes.wide))
+        self.linear(f"{layer}qkv", source, (lt.B_WIDE, sizes.wide), factor=spec.factors.attention)
         own = spec.layers[index]
         if own.owns_kv:
             self.add(lt.OP_CONTINUE, {lt.F_LAYER: index})
@@ -118,14 +118,14 @@ class _Builder(Emitter):
         act = {lt.F_COUNT: count, lt.F_ACT: ACT_SIGMOID, **self.panel(f"layer{index}.out")}
         self.add(lt.OP_ACT, {**gates, **steps, **act})
 
-    def before_mixing(self, index: int) -> Rows:
-        """Up to the attention of a layer, or to the end of what has a state; the rows that are read behind it."""
+    def before_mixing(self, index: int) -> None:
+        """What a layer does before its attention, where it attends; what has a state is done behind it."""
         layer = self.spec.layers[index]
-        if layer.kind != "attention":
+        if layer.keeps_state:
             assert self.states is not None
-            return self.states.before(f"layer{index}.", layer.state)
-        self.before_attention(index)
-        return lt.B_ATTENDED, self.sizes.attended[index]
+            self.states.before(f"layer{index}.", layer.state)
+        if layer.attends:
+            self.before_attention(index)
 
     def accept_drafts(self) -> tuple[int, int]:
         """See `LayerProgram.accept`."""
@@ -138,22 +138,35 @@ class _Builder(Emitter):
 
     def border(self, index: int) -> Rows | None:
         """See `LayerProgram.border`, of a part behind this layer."""
-        if self.spec.layers[index].kind != "attention":
+        if self.spec.layers[index].keeps_state:
             assert self.states is not None
             return self.states.mixed
         return (lt.B_WIDE, self.sizes.wide) if self.spec.family.output_gate else None
 
-    def after_mixing(self, index: int, rows: Rows) -> None:
+    def after_mixing(self, index: int) -> None:
+        """The ways back of what mixed tokens into the hidden state, where a layer has something that does."""
+        spec, layer, own = self.spec, f"layer{index}.", self.spec.layers[index]
+        if own.attends:
+            rows = (lt.B_ATTENDED, self.sizes.attended[index])
+            if spec.family.output_gate:
+                self.gate(index, rows)
+            else:
+                self.quantize(*rows, spec.num_heads * own.head_dim, f"{layer}out")
+            self.into_hidden(f"{layer}out", rows, f"{layer}attn_out", factor=spec.factors.attention_out)
+        if own.keeps_state:
+            assert self.states is not None
+            rows, name = self.states.mixed, f"{layer}mixer_out"
+            self.quantize(*rows, rows[1], name)
+            self.into_hidden(name, rows, f"{layer}attn_out", factor=spec.factors.mixer_out)
+
+    def behind_mixing(self, index: int) -> None:
+        """The layer's MLP or experts, and what stands behind them."""
         spec, layer, sizes = self.spec, f"layer{index}.", self.sizes
-        if spec.layers[index].kind == "attention" and spec.family.output_gate:
-            self.gate(index, rows)
-        else:
-            count = spec.num_heads * spec.layers[index].head_dim if rows[0] == lt.B_ATTENDED else rows[1]
-            self.quantize(*rows, count, f"{layer}out")
-        self.into_hidden(f"{layer}out", rows, f"{layer}attn_out")
         experts = spec.experts if spec.experts is not None and spec.experts.sparse[index] else None
         if experts is not None and not experts.beside:
             emit_mixture(self, layer, experts)
+            return
+        if not spec.layers[index].intermediate_size:
             return
         source, inner = (lt.B_NORMED, sizes.hidden), spec.layers[index].intermediate_size
         scalar = self.scalar(layer)
@@ -162,10 +175,10 @@ class _Builder(Emitter):
             emit_mixture_beside(self, layer, experts, inner, sum_factor)
         elif spec.family.norms == "post":
             source = (lt.B_HIDDEN, sizes.hidden)
-            self.quantize(*source, spec.hidden_size, f"{layer}gate_up")
+            self.quantize(*source, spec.hidden_size, f"{layer}{spec.family.way_in}")
             self.gated(layer, source, inner, sum_factor)
         else:
-            self.norm(f"{layer}mlp_in", f"{layer}gate_up")
+            self.norm(f"{layer}mlp_in", f"{layer}{spec.family.way_in}", factor=spec.factors.mlp)
             self.gated(layer, source, inner, sum_factor)
         if spec.per_layer is not None:
             self.per_layer(layer, index, spec.per_layer.width, scalar)
@@ -208,14 +221,15 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
     parts, first = [], 0
     builder.embed()
     for index in range(len(spec.layers)):
-        rows = builder.before_mixing(index)
+        builder.before_mixing(index)
         parts.append((first, len(builder.rows)))
         if spec.layers[index].owns_kv:
             builder.add(lt.OP_CLOSE, {lt.F_LAYER: index})
-        if spec.layers[index].kind == "attention":
+        if spec.layers[index].attends:
             builder.add(lt.OP_ATTEND, {lt.F_LAYER: index})
         first = len(builder.rows)
-        builder.after_mixing(index, rows)
+        builder.after_mixing(index)
+        builder.behind_mixing(index)
     normed = builder.head()
     parts.append((first, len(builder.rows)))
     accept = builder.accept_drafts()
@@ -226,7 +240,7 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
         params[index, list(floats)] = list(floats.values())
     border = builder.border(spec.first_shared - 1)
     entries_of(ops[:, lt.F_OP].tolist())  # raises where one has none
-    held = [builder.ones, *(() if builder.states is None else builder.states.held)]
+    held = [builder.ones, *builder.scaled_vectors.values(), *(() if builder.states is None else builder.states.held)]
     return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, border, accept, held)
 
 

@@ -77,7 +77,7 @@ class NativeRunner:
     ) -> None:
         self._spec, self._packed, self._table = spec, packed, table
         self._program = build_program(spec, plan, packed, num_threads)
-        floats = any(e.kind in ("f32", "bf16") and e.name.endswith(".experts_gate_up") for e in plan)
+        floats = any(e.kind in ("f32", "bf16") and e.name.endswith(".experts_down") for e in plan)
         self._buffers = Buffers(spec, float_experts=floats)
         self._own_team = KernelTeam(num_threads)
         self._team = self._own_team
@@ -346,7 +346,7 @@ class NativeRunner:
         hidden, attended = self._buffers.hidden(num_tokens)[rows], rest.attended[rows]
         inputs = self._buffers.per_layer(num_tokens)[rows]
         positions = np.ascontiguousarray(rest.batch.positions[rows], dtype=np.int64)
-        if len(rest.layers):
+        if any(layer.attends for layer in self._spec.layers[rest.layers.start : rest.layers.stop]):
             assert self._whole is not None
             prepared = rest.prepared.narrowed(rows)
             memory = self._prepare_whole(self._whole, rest.batch, prepared, addresses, part, rest.layers)

@@ -105,7 +105,8 @@ def _check_heads(mixer: Mixer, width: int) -> None:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
     """Floats in a row of each buffer, those of the widest layer, padded so that vectors and groups may run over the end
-    of what counts. What attention takes and leaves is as wide as the layer's heads, and `attended` that, padded."""
+    of what counts. What attention takes and leaves is as wide as the layer's heads, and `attended` that, padded. mixed:
+    of what a mixer with a state leaves where its layer attends as well, 0 where no layer does both."""
 
     hidden: int
     normed: int
@@ -114,6 +115,7 @@ class Sizes:
     key: int
     value: int
     attended: tuple[int, ...]
+    mixed: int
     per_layer: int
     logits: int
     groups: int
@@ -130,11 +132,12 @@ class Sizes:
         inner = max(layer.intermediate_size for layer in spec.layers)
         width = 0 if spec.per_layer is None else spec.per_layer.width
         hidden, normed = padded(spec.hidden_size, GROUP), padded(max(spec.hidden_size, inner, width), GROUP)
-        wide = padded(max(qkv, 2 * inner, spec.hidden_size, width, mixer.wide), GROUP) + 2 * GROUP
+        wide = padded(max(qkv, (1 + spec.family.gated) * inner, spec.hidden_size, width, mixer.wide), GROUP) + 2 * GROUP
         query, value, key = max(query, mixer.key, mixer.mixed), max(key, mixer.value), max(key, mixer.key)
         attended = tuple(padded(spec.num_heads * layer.head_dim, GROUP) for layer in spec.layers)
+        mixed = mixer.mixed if any(layer.attends and layer.keeps_state for layer in spec.layers) else 0
         groups = max(normed, mixer.mixed, *attended) // GROUP
         per_layer = padded(len(spec.layers) * width, LANES) + GROUP * (width % GROUP > 0)
         mixture = None if spec.experts is None else MixtureSizes.of(spec.experts, hidden, floats=floats)
         logits = padded(spec.vocab_size, LANES)
-        return cls(hidden, normed, wide, query, key, value, attended, per_layer, logits, groups, mixture)
+        return cls(hidden, normed, wide, query, key, value, attended, mixed, per_layer, logits, groups, mixture)

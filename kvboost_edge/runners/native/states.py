@@ -12,7 +12,7 @@ from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.states import sequences as ls
 from kvboost_edge.models.config.mixers import Mixer
-from kvboost_edge.runners.native.emitter import Emitter, Rows
+from kvboost_edge.runners.native.emitter import Emitter
 from kvboost_edge.runners.native.plan import state_spec
 from kvboost_edge.runners.native.sizes import MixerSizes
 
@@ -21,7 +21,6 @@ __all__ = ["AcceptedRows", "StateOperations", "accepted_rows", "pass_states"]
 Ints = npt.NDArray[np.int32]
 
 _L2_EPS = 1e-6  # of the length of queries and keys
-_CONV = {lt.F_WEIGHT: "conv", lt.F_BIAS: "conv_bias"}
 _GATES = {lt.F_DECAY: "decay", lt.F_DT_BIAS: "dt_bias"}
 
 
@@ -36,29 +35,31 @@ class StateOperations:
         self._builder, self._mixer, self._sizes = builder, mixer, MixerSizes.of(mixer)
         self._spec = state_spec(mixer)
         self._num_states = sum(layer.state >= 0 for layer in builder.spec.layers)
-        # Nobody has queries there: not of attention in this layer, and not of OP_SCAN any more.
-        self.mixed = (lt.B_QUERY, self._sizes.mixed)
+        # B_QUERY: nobody has queries there, not of attention in this layer, and not of OP_SCAN any more.
+        self.mixed = (lt.B_MIXED if builder.sizes.mixed else lt.B_QUERY, self._sizes.mixed)
+        self._taps = _tap_factors(mixer, builder.spec.factors.mixer_conv)
         dim = max(mixer.key_dim, 1)
         self.held = [np.full(dim, factor, dtype=np.float32) for factor in (1 / dim, dim**-0.5)]
 
-    def before(self, layer: str, state: int) -> Rows:
+    def before(self, layer: str, state: int) -> None:
         """From the hidden state to the rows that the output projection reads; `state`: its number in the pool."""
         builder, mixer, sizes = self._builder, self._mixer, self._builder.sizes
         normed, wide = (lt.B_NORMED, sizes.hidden), (lt.B_WIDE, sizes.wide)
         is_conv, draft_bytes = mixer.kind == "conv", self._spec.draft_bytes
         builder.norm(f"{layer}attn_in", f"{layer}mixer_in")
-        builder.linear(f"{layer}mixer_in", normed, wide)
+        factors = builder.spec.factors
+        builder.linear(f"{layer}mixer_in", normed, wide, factor=factors.mixer)
         if not is_conv:
-            builder.linear(f"{layer}mixer_gates", normed, wide, first=self._sizes.gates)
+            gates = self._sizes.gates
+            builder.linear(f"{layer}mixer_gates", normed, wide, first=gates, factor=factors.mixer_gates)
         conv = {**self._conv(layer, state), lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_GATED: int(is_conv)}
         conv |= {lt.F_DRAFT: state * draft_bytes, lt.F_DRAFT_STEP: self._num_states * draft_bytes}
         if is_conv:
             builder.add(lt.OP_CONV, conv)
             builder.add(lt.OP_TAILS, conv)
-            return self.mixed
+            return
         self._turn(layer, state, {**conv, lt.F_BY_FIRST: self._sizes.gates})
         builder.add(lt.OP_GATE, {**conv, **self._heads(), **self._norm(layer)}, eps=builder.spec.eps)
-        return self.mixed
 
     def accept(self, layer: str, state: int) -> None:
         """What turns the state by tokens whose inputs and gates are rows of drafts."""
@@ -73,7 +74,8 @@ class StateOperations:
         """Fields of the convolution, without those of where its inputs are."""
         mixer, fields = self._mixer, {lt.F_DST: self.mixed[0], lt.F_DST_STEP: self.mixed[1]}
         fields |= {lt.F_COUNT: mixer.channels, lt.F_TAPS: mixer.taps, lt.F_STATE: state * self._spec.nbytes}
-        return fields | {field: self._builder.packed.address(layer + name) for field, name in _CONV.items()}
+        bias = self._builder.packed.address(f"{layer}conv_bias")
+        return fields | {lt.F_WEIGHT: self._builder.scaled(f"{layer}conv", self._taps), lt.F_BIAS: bias}
 
     def _heads(self) -> dict[int, int]:
         mixer = self._mixer
@@ -102,6 +104,14 @@ class StateOperations:
         if mixer.norm_groups == 0:
             return fields | {lt.F_GROUPS: mixer.value_heads}
         return fields | {lt.F_GROUPS: mixer.norm_groups, lt.F_WEIGHT_STEP: self._sizes.mixed // mixer.norm_groups}
+
+
+def _tap_factors(mixer: Mixer, factors: tuple[float, float, float]) -> npt.NDArray[np.float32]:
+    """What each tap of a convolution is multiplied with: of channels of values, of keys and of queries, as "ssd" has
+    them in this order."""
+    keys = mixer.key_heads * mixer.key_dim
+    channels = np.repeat(np.array(factors, dtype=np.float32), (mixer.channels - 2 * keys, keys, keys))
+    return np.tile(channels, mixer.taps + 1)
 
 
 def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:

@@ -20,10 +20,10 @@ from kvboost_edge.kernels.linear.weights import (
     pack_rows,
 )
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.activations import ACT_CLAMPED_SWIGLU, ACT_SILU
+from kvboost_edge.kernels.program.activations import ACT_CLAMPED_SWIGLU, ACT_RELU2, ACT_SILU
 from kvboost_edge.kernels.program.route import dispatch_numbers
 from kvboost_edge.kernels.reference.experts import ExpertWeights, Routing, expert_rows, mixed_rows, route_rows, slots_of
-from kvboost_edge.kernels.reference.linear import activate_rows
+from kvboost_edge.kernels.reference.linear import activate_rows, squared_rows
 from linear_driver import PLAIN, Extra, Program, matrix_fields, run_linear
 
 Floats = npt.NDArray[np.float32]
@@ -183,16 +183,20 @@ def _packed(kind: str, rows: int, inputs: int, seed: int) -> tuple[PackedRows, l
 EXPERTS = 6
 
 
-def _layer(kind: str, *, biased: bool = False) -> Layer:
-    """biased: as gpt-oss's; of gates from -20 to 20 or so."""
+HOWS: dict[str, dict[str, bool]] = {"silu": {}, "swiglu": {"biased": True}, "relu2": {"gated": False}}
+"""Kinds of experts -> what `_layer` takes for them."""
+
+
+def _layer(kind: str, *, biased: bool = False, gated: bool = True) -> Layer:
+    """biased: as gpt-oss's; of gates from -20 to 20 or so. gated: False: as Nemotron's."""
     hidden, inner = (256, 256) if kind in BLOCK_FORMATS else (80, 96)
     if kind in TABLE_FORMATS:
         hidden = 96
-    all_gate_up, gate_up = _packed(kind, 2 * inner, hidden, seed=0)
+    all_gate_up, gate_up = _packed(kind, (1 + gated) * inner, hidden, seed=0)
     all_down, down = _packed(kind, hidden, inner, seed=10)
     layer = Layer(kind, EXPERTS, hidden, inner, gate_up, down, all_gate_up, all_down)
     if not biased:
-        return layer
+        return layer if gated else layer._replace(act=ACT_RELU2)
     rng = np.random.default_rng(5)
     biases = tuple((6 * rng.standard_normal((EXPERTS, rows))).astype(np.float32) for rows in (2 * inner, hidden))
     return layer._replace(act=ACT_CLAMPED_SWIGLU, biases=(biases[0], biases[1]))
@@ -250,19 +254,22 @@ def _data(layer: Layer, tokens: int) -> tuple[Floats, Floats, Floats]:
     return np.float32(0.01 if layer.kind in NEW_FORMATS else 1) * x, 2 * logits, before
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("tokens", [1, 4, 23])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_experts_equal_the_specification(kind: str, tokens: int, biased: bool) -> None:
+def test_experts_equal_the_specification(kind: str, tokens: int, how: str) -> None:
     """Each expert's matrices are those of the linear kernels, which have an oracle of their own, row by row; then the
     walk over the experts."""
-    layer = _layer(kind, biased=biased)
+    layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, tokens)
 
     def mlp(expert: int, rows: Floats) -> Floats:
         biases = [Extra(bias=layer.bias(which, expert)) for which in range(2)]
-        wide = run_linear(kind, rows, layer.gate_up[expert], 2 * layer.inner, biases[0])[0]
-        inner = activate_rows(wide[:, : layer.inner], wide[:, layer.inner :], clamped=biased)
+        if how == "relu2":
+            inner = squared_rows(run_linear(kind, rows, layer.gate_up[expert], layer.inner)[0])
+        else:
+            wide = run_linear(kind, rows, layer.gate_up[expert], 2 * layer.inner, biases[0])[0]
+            inner = activate_rows(wide[:, : layer.inner], wide[:, layer.inner :], clamped=how == "swiglu")
         return run_linear(kind, inner, layer.down[expert], layer.hidden, biases[1])[0]
 
     out, routed = _run(layer, x, logits, before, Extra(factor=0.5))
@@ -270,7 +277,7 @@ def test_experts_equal_the_specification(kind: str, tokens: int, biased: bool) -
     np.testing.assert_array_equal(routed.chosen, chosen)
     expected = mixed_rows(x, before, chosen, shares * np.float32(0.5), mlp, layer.experts)
     # An inner number on the edge between two codes may fall to either side: the oracle's activation is in float64.
-    size = 16 if biased else 1  # inner numbers go to 56
+    size = 1 if how == "silu" else 16  # inner numbers go to 56
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=size * (2e-6 if kind in ("f32", "bf16") else 2e-3))
     assert np.linalg.norm(out - expected) <= 2e-5 * np.linalg.norm(expected)
 
@@ -314,11 +321,11 @@ def test_biased_experts_equal_plain_numpy(tokens: int) -> None:
     assert np.linalg.norm(out - expected) <= 1e-6 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("matrix", [0, 1])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind: str, matrix: int, biased: bool) -> None:
-    layer = _layer(kind, biased=biased)
+def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind: str, matrix: int, how: str) -> None:
+    layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, 150)
     logits[40:] += np.array([9, 0, 0, 0, 0, 0], np.float32)  # one expert has nearly all tokens
     alone = np.concatenate([_run(layer, *(a[i : i + 1] for a in (x, logits, before)))[0] for i in range(150)])
@@ -330,10 +337,10 @@ def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind: str, matrix: in
         np.testing.assert_array_equal(_run(layer, *part, Extra(matrix=matrix))[0], alone[start:stop])
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["f32", "int4"])
-def test_what_is_not_finite_stays_with_its_token(kind: str, biased: bool) -> None:
-    layer = _layer(kind, biased=biased)
+def test_what_is_not_finite_stays_with_its_token(kind: str, how: str) -> None:
+    layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, 30)
     clean, _ = _run(layer, x, logits, before)
     x[11], logits[11] = np.nan, np.nan

@@ -10,6 +10,7 @@ from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.linear.panel import FINE_BYTES
 from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED, PackedRows, pack_rows, packed_sizes
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.activations import ACT_RELU2, ACT_SILU
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from linear_driver import PLAIN, Extra, Program, matrix_fields, panel_sizes, run_linear
@@ -142,13 +143,30 @@ def test_activation(gelu: bool) -> None:
     np.testing.assert_array_equal(out[:, 1100:], 0)
 
 
+def test_the_activation_without_a_gate() -> None:
+    """What is read as the way up has no meaning, NaN or not; a NaN of its own stays."""
+    x = (8 * np.random.default_rng(4).standard_normal((3, 1120))).astype(np.float32)
+    x[0, :4], x[2, 7] = [-200, 200, 0, -1e-30], np.nan
+    program, out = Program(3), np.full((3, 1120), np.nan, np.float32)
+    program.buffer(lt.B_WIDE, x)
+    program.buffer(lt.B_BESIDE, np.full((3, 1120), np.nan, np.float32))
+    program.buffer(lt.B_NORMED, out)
+    fields = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: 1120, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: 1120}
+    by = {lt.F_BY: lt.B_BESIDE, lt.F_BY_STEP: 1120}
+    program.add(lt.OP_ACT, {**fields, **by, lt.F_COUNT: 1100, lt.F_ACT: ACT_RELU2})
+    program.run()
+    np.testing.assert_array_equal(out[:, :1100], reference.squared_rows(x[:, :1100]))
+    np.testing.assert_array_equal(out[:, 1100:], 0)
+
+
+@pytest.mark.parametrize("act", [ACT_SILU, ACT_RELU2])
 @pytest.mark.parametrize("tokens", [1, 3, 8, 15])
 @pytest.mark.parametrize("kinds", [("int4", "int4"), ("int8", "int4-asym"), ("int4-asym", "int8")])
-def test_gated_in_one_operation_is_the_three_apart(kinds: tuple[str, str], tokens: int) -> None:
-    """kinds: of the gate and up matrix, and of the reader of what comes out."""
-    inner, hidden = 96, 64
-    x, w = _data(tokens, 2 * inner, hidden)
-    bias = np.linspace(-1, 1, 2 * inner, dtype=np.float32)
+def test_gated_in_one_operation_is_the_three_apart(kinds: tuple[str, str], tokens: int, act: int) -> None:
+    """kinds: of the gate and up matrix, or of up alone, and of the reader of what comes out."""
+    inner, hidden, parts = 96, 64, 1 if act == ACT_RELU2 else 2
+    x, w = _data(tokens, parts * inner, hidden)
+    bias = np.linspace(-1, 1, parts * inner, dtype=np.float32)
     wide, packed = _linear(kinds[0], x, w, Extra(bias=bias))
     program = Program(tokens)
     apart, panel, together = (np.zeros(tokens * groups * FINE_BYTES, np.uint8) for groups in (3, 2, 3))
@@ -160,12 +178,14 @@ def test_gated_in_one_operation_is_the_three_apart(kinds: tuple[str, str], token
     program.buffer(lt.B_LOGITS, apart)
     rows = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: hidden, lt.F_COUNT: hidden}
     program.add(lt.OP_QUANT, {**rows, lt.F_QUANT: KINDS[kinds[0]], lt.F_PANEL: lt.B_PANEL})
-    act = {lt.F_COUNT: inner, lt.F_QUANT: KINDS[kinds[1]]}
-    steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: 2 * inner, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: inner}
-    program.add(lt.OP_ACT, {**act, **steps, lt.F_PANEL: lt.B_LOGITS})
+    how = {lt.F_COUNT: inner, lt.F_QUANT: KINDS[kinds[1]], lt.F_ACT: act}
+    steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: parts * inner, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: inner}
+    if parts == 1:
+        steps |= {lt.F_BY: lt.B_WIDE, lt.F_BY_STEP: inner}
+    program.add(lt.OP_ACT, {**how, **steps, lt.F_PANEL: lt.B_LOGITS})
     matrix = {**matrix_fields(program, packed), lt.F_KIND: KINDS[kinds[0]], lt.F_INPUTS: hidden, lt.F_UNIT: 2}
     target = {lt.F_PANEL_IN: lt.B_PANEL, lt.F_PANEL: lt.B_INNER, lt.F_BIAS: bias.ctypes.data}
-    program.add(lt.OP_GATED, {**act, **matrix, **target})
+    program.add(lt.OP_GATED, {**how, **matrix, **target})
     program.run(2)
     assert apart.any()
     np.testing.assert_array_equal(together, apart)

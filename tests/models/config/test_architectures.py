@@ -70,8 +70,8 @@ def test_gguf_files_are_those_that_are_read_and_that_the_tests_write() -> None:
     read = {known.model_type for known in GGUF.values()}
     archs = {**ARCHS, **HYBRID_ARCHS}
     assert _names(files="GGUF") == read | set(archs)
-    # EmbeddingGemma's is Gemma 3's with attention both ways, and makes vectors alone.
-    assert {MODEL_ARCH_NAMES[arch] for arch in archs.values()} == set(GGUF) - {"gemma-embedding"}
+    # EmbeddingGemma's is Gemma 3's with attention both ways, and makes vectors alone; Nemotron-H's are two.
+    assert {MODEL_ARCH_NAMES[arch] for arch in archs.values()} == set(GGUF) - {"gemma-embedding", "nemotron_h_moe"}
     types = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
     compared = {name.partition("-")[0] for name in (*GGUF_FAMILIES, *HYBRID_FAMILIES)}  # by make bench-peers
     assert {types.get(name, name) for name in compared} == set(archs)
@@ -101,8 +101,6 @@ def test_listed_families_are_causal_models_of_transformers(model_type: str) -> N
         text for wrapper in WRAPPERS.values() for text in wrapper.texts
     }:
         assert model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if model_type == "granitemoehybrid":
-        alone |= {"layer_types": ["attention"], "num_local_experts": 0}
     report = check_model_compatibility(alone, strict=False)
     assert report.supported
     assert report.tested == SUPPORTED_ARCHITECTURES[model_type].tested
@@ -116,8 +114,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "decays by channel": ({"model_type": "kimi_linear"}, "a decay for each channel"),
     "head gates": ({"model_type": "lfm3"}, "gates of heads"),
     "hyper-connections": ({"model_type": "qwen4_exp"}, "several streams"),
-    "granite with states": ({"model_type": "granitemoehybrid", "num_local_experts": 0}, "recurrent state"),
-    "granite with experts": ({"model_type": "granitemoehybrid", "layer_types": ["attention"]}, "num_local_experts=8"),
     "alibi": ({"model_type": "bloom"}, "alibi"),
     "own attention": ({"model_type": "falcon"}, "inside its own modules"),
     "latent": ({"model_type": "deepseek_v3"}, "latent"),

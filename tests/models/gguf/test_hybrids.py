@@ -27,7 +27,8 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
 def test_a_gguf_file_is_the_same_model(name: str, tmp_path: Path) -> None:
-    """Entries are equal to the bit, but for norms that files have with their 1 and heads that have another order."""
+    """Entries are equal to the bit, but for norms that files have with their 1, heads that have another order, and what
+    files have multiplied already."""
     model = save_model(name, tmp_path / "model")
     spec, weights = plan_floats(model)
     found, stored = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
@@ -35,8 +36,8 @@ def test_a_gguf_file_is_the_same_model(name: str, tmp_path: Path) -> None:
     assert stored.keys() == weights.keys()
     even = spec.mixer is None or spec.mixer.key_heads == spec.mixer.value_heads
     for key, value in weights.items():
-        in_order = even or not key.endswith((".mixer_in", ".mixer_gates", ".conv", ".decay", ".dt_bias", ".out"))
-        if in_order:
+        in_order = even or not key.endswith((".mixer_in", ".mixer_gates", ".conv", ".decay", ".dt_bias", "r_out"))
+        if in_order and spec.factors == found.factors:
             np.testing.assert_allclose(stored[key], value, rtol=1e-6, atol=1e-7, err_msg=key)
 
 
@@ -53,7 +54,7 @@ def test_value_heads_of_a_gguf_file_are_in_the_order_of_tiles(tmp_path: Path) ->
     assert found.mixer._replace(tiled_heads=False) == spec.mixer
     np.testing.assert_allclose(stored["layer0.decay"], weights["layer0.decay"][[0, 2, 1, 3]], rtol=1e-7)
     np.testing.assert_array_equal(stored["layer0.dt_bias"], weights["layer0.dt_bias"][[0, 2, 1, 3]])
-    np.testing.assert_array_equal(stored["layer0.out"], tiled_heads(weights["layer0.out"], 1, config, 32))
+    np.testing.assert_array_equal(stored["layer0.mixer_out"], tiled_heads(weights["layer0.mixer_out"], 1, config, 32))
     values = slice(2 * 2 * 32, 2 * 2 * 32 + 4 * 32)
     in_tiles = tiled_heads(weights["layer0.mixer_in"][values], 0, config, 32)
     np.testing.assert_array_equal(stored["layer0.mixer_in"][values], in_tiles)
@@ -78,13 +79,60 @@ def test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used(tmp_p
     assert _distance(hybrid_logits(spec, weights, TOKENS), hybrid_logits(*plan_floats(model), TOKENS)) < 1e-6
 
 
+def test_a_list_of_blocks_counts_the_layers_that_guess_ahead(tmp_path: Path) -> None:
+    """Nemotron's converter writes them into the lists, as one block that attends and has experts."""
+    model = save_model("nemotron_h-moe", tmp_path / "model")
+    expected = Checkpoint.open(write_gguf(model, tmp_path / "plain.gguf"))
+    ahead = draft_layer(gguf_tensors(model), 4)
+    keys = {
+        "block_count": 5,
+        "nextn_predict_layers": 1,
+        "attention.head_count_kv": [2, 0, 0, 0, 2],
+        "feed_forward_length": [0, 64, 0, 0, 64],
+    }
+    path = write_gguf(model, tmp_path / "m.gguf", keys=keys, more=ahead)
+    assert describe_model(Checkpoint.open(path).config) == describe_model(expected.config)
+    assert Checkpoint.open(path).other_parts == {"nextn": len(ahead)}
+    plan_floats(path)
+
+
 def test_every_nth_layer_attends_where_a_gguf_file_lists_none(tmp_path: Path) -> None:
     fields = {"linear_key_head_dim": 32, "num_hidden_layers": 4, "layer_types": None, "full_attention_interval": 2}
     model = save_tiny_model("qwen3_5_text", tmp_path / "model", **fields)
     path = write_gguf(
         model, tmp_path / "m.gguf", keys={"attention.recurrent_layers": None, "full_attention_interval": 2}
     )
-    assert [layer.kind for layer in describe_model(Checkpoint.open(path).config).layers] == ["delta", "attention"] * 2
+    assert [layer.attends for layer in describe_model(Checkpoint.open(path).config).layers] == [False, True] * 2
+
+
+def test_a_granite_file_says_whether_there_is_rope(tmp_path: Path) -> None:
+    """Files of the makers' models say that there is none; one that says nothing has it, as llama.cpp computes it."""
+    model = save_model("granitemoehybrid-h", tmp_path / "model")
+    for said, rope in ((False, -1), (True, 0), (None, 0)):
+        path = write_gguf(model, tmp_path / f"{said}.gguf", keys={"rope.scaling.finetuned": said})
+        found = {layer.rope for layer in describe_model(Checkpoint.open(path).config).layers if layer.kv >= 0}
+        assert found == {rope}
+
+
+def test_vectors_of_a_state_space_are_matrices_in_a_gguf_file(tmp_path: Path) -> None:
+    model = save_model("granitemoehybrid-experts", tmp_path / "model")
+    tensors = gguf_tensors(model)
+    shapes = {name: tensors[f"blk.0.{name}"].shape for name in ("ssm_a", "ssm_d", "ssm_norm.weight")}
+    assert shapes == {"ssm_a": (4, 1), "ssm_d": (4, 1), "ssm_norm.weight": (2, 64)}
+    _, weights = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
+    np.testing.assert_array_equal(weights["layer0.mixer_norm"], tensors["blk.0.ssm_norm.weight"].reshape(-1))
+    np.testing.assert_array_equal(weights["layer0.skip"], tensors["blk.0.ssm_d"][:, 0])
+    wrong = {"blk.0.ssm_d": np.ones((4, 2), np.float32)}
+    with pytest.raises(ModelFormatError, match=r"mamba\.D' has shape \(4, 2\), expected \(4,\)"):
+        plan_floats(write_gguf(model, tmp_path / "wrong.gguf", more=wrong))
+
+
+def test_a_matrix_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    model = save_model("granitemoehybrid-h", tmp_path / "model")
+    twice = {"blk.0.ffn_up_shexp.weight": gguf_tensors(model)["blk.0.ffn_up.weight"]}
+    path = write_gguf(model, tmp_path / "m.gguf", more=twice)
+    with pytest.raises(ModelFormatError, match=r"is there a second time, as 'model\.layers\.0\.shared_mlp\.up_proj"):
+        plan_floats(path)
 
 
 KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -95,7 +143,30 @@ KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
     "softmax for sigmoid": ("lfm2_moe", {"expert_gating_func": 1}, "expert_gating_func=1 must be 2, the sigmoid"),
     "a scale of shares": ("lfm2_moe", {"expert_weights_scale": 2.0}, "expert_weights_scale' is not understood"),
     "heads of values of another size": ("qwen3_5_text", {"ssm.inner_size": 64}, "must be 4 value heads of 32"),
+    "keys and an MLP in a layer": (
+        "nemotron_h", {"feed_forward_length": [0, 96, 96, 0, 96]}, "=96 of layer 2, which has 2 key heads as well",
+    ),
+    "values that are no heads": ("nemotron_h", {"ssm.time_step_rank": 3}, "=128 must be a multiple of 3 heads"),
+    "no norm's eps": ("nemotron_h", {"attention.layer_norm_epsilon": None}, "lacks the key 'nemotron_h.attention.lay"),
+    "softmax of Nemotron": ("nemotron_h-moe", {"expert_gating_func": 1}, "expert_gating_func=1 must be 2, the sigmoid"),
+    "groups of experts": ("nemotron_h-moe", {"expert_group_count": 4}, "n_group=4 is not known"),
+    "a narrower projection": ("nemotron_h-moe", {"moe_latent_size": 32}, "moe_latent_size=32 is not known"),
     "no layers of its own": ("qwen3_5_text", {"nextn_predict_layers": 5}, "leaves none of block_count=5 layers"),
+    "states without heads": (
+        "granitemoehybrid-h", {"ssm.time_step_rank": None}, r"lacks the key 'granitehybrid\.ssm\.time_step_rank'",
+    ),
+    "heads that do not fit": ("granitemoehybrid-h", {"ssm.time_step_rank": 3}, "must be a multiple of 3 heads"),
+    "a width that is no multiple": ("granitemoehybrid-h", {"ssm.inner_size": 96}, "heads and of 64, the hidden size"),
+    "an uneven state": ("granitemoehybrid-h", {"ssm.state_size": 24}, "mamba_d_state=24 is no multiple of 16"),
+    "all layers keep a state": (
+        "granitemoehybrid-h", {"attention.head_count_kv": [0, 0, 0]}, "must be one number for all layers that attend",
+    ),
+    "experts without a choice": (
+        "granitemoehybrid-experts", {"expert_used_count": None}, r"lacks the key 'granitehybrid\.expert_used_count'",
+    ),
+    "a width of experts": (
+        "granitemoehybrid-experts", {"expert_feed_forward_length": 64}, "expert_feed_forward_length' is not underst",
+    ),
     "a short list of kinds": (
         "qwen3_5_text", {"attention.recurrent_layers": [True, False]}, "must be true or false for each of 5 blocks",
     ),

@@ -81,6 +81,7 @@ def test_other_tensors_are_as_they_were(source: PieceSource) -> None:
 def test_a_matrix_of_other_rows_is_refused(source: PieceSource, tmp_path: Path) -> None:
     more = mixer_pieces(MIXER._replace(value_heads=8), NAMES)
     with (
+        source,
         PieceSource(Quantized(tmp_path), NAMES.whole, more) as wrong,
         pytest.raises(ModelFormatError, match=r"in_proj\.weight' has 260 rows; by the config these are 328"),
     ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from engine.native_bench import Bits
 from gguf_models import write_gguf
-from kvboost_edge.backends.base import Backend, LayerKVSpec
+from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import ModelFormatError
@@ -189,12 +189,20 @@ def test_a_gguf_file_is_the_model_it_was_written_of(
     assert np.linalg.norm(found - expected) <= limit * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("backend", [CPUBackend, ReferenceBackend])
-def test_backends_with_layers_one_by_one_agree(backend: type[Backend], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [
+        lambda spec: CPUBackend(spec, 16, num_threads=1),
+        lambda spec: CPUBackend(spec, 16, num_threads=2),
+        lambda spec: ReferenceBackend(spec, 16),
+    ],
+    ids=["cpu, 1 thread", "cpu, 2 threads", "reference"],
+)
+def test_backends_with_layers_one_by_one_agree(backend: Callable[[KVSpec], Backend], tmp_path: Path) -> None:
     """The reference backend, and half as many heads x head_dim as a group has, where no pass is one call."""
     directory = save_tiny_model("gemma4", tmp_path, head_dim=12, global_head_dim=24)
     runner = NativeRunner.from_dir(directory, weights="f32")
-    driver = PagedDriver(runner, backend(runner.info.kv_spec, 16))
+    driver = PagedDriver(runner, backend(runner.info.kv_spec))
     assert runner.moved_keys_refusal is not None
     model = build_tiny_model("gemma4", head_dim=12, global_head_dim=24)
     model.set_attn_implementation("eager")

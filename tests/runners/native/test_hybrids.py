@@ -21,7 +21,9 @@ from tiny_models import build_nested_model, build_tiny_model, save_nested_model,
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
-EVEN = ("lfm2", "lfm2_moe", "qwen3_5_text-even")  # whose sums have one order in either kind of file
+GRANITES = tuple(name for name in HYBRIDS if name.startswith("granitemoehybrid"))
+# Whose sums have one order in either kind of file.
+EVEN = ("lfm2", "lfm2_moe", "qwen3_5_text-even", *GRANITES, "nemotron_h", "nemotron_h-moe")
 
 
 def _logits(path: Path, weights: str, chunk: int = 23, threads: int = 1) -> np.ndarray:
@@ -60,7 +62,9 @@ def test_gguf_is_the_same_model(name: str, tmp_path: Path) -> None:
     assert _distance(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(
+    "name", ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", *GRANITES, "nemotron_h", "falcon_h1"]
+)
 def test_integer_weights_are_those_that_are_packed(name: str, tmp_path: Path) -> None:
     """Far from float32 as 4 bits are, and near a float64 model of the weights that they stand for."""
     model = save_tiny_model(name, tmp_path)
@@ -81,12 +85,19 @@ def _mixed(name: str) -> str:
     return "Q5_K" if "attn_qkv" in name else "Q6_K" if "attn_v" in name or "token_embd" in name else "Q4_K"
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
+WIDE = {
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "qwen3_5_text": {"intermediate_size": 256, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "granitemoehybrid-h": {"shared_intermediate_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64},
+    "nemotron_h": {"intermediate_size": 256, "mamba_head_dim": 64, "head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
 def test_matrices_of_several_block_formats(name: str, tmp_path: Path) -> None:
     """What a mixer reads is several matrices then; results do not depend on how a prompt was cut, or on threads."""
-    wide = {"hidden_size": 256, "intermediate_size": 256, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    wide = wide if name == "qwen3_5_text" else {"hidden_size": 256, "block_auto_adjust_ff_dim": False}
-    path = write_gguf(save_tiny_model(name, tmp_path / "model", **wide), tmp_path / "m.gguf", kind=_mixed)
+    model = save_tiny_model(name, tmp_path / "model", hidden_size=256, **WIDE[name])
+    path = write_gguf(model, tmp_path / "m.gguf", kind=_mixed)
     whole = _logits(path, "auto", 61)
     for chunk, threads in ((61, 2), (7, 1), (1, 2)):
         np.testing.assert_array_equal(_logits(path, "auto", chunk, threads), whole)

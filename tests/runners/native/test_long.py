@@ -61,8 +61,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lfm2_moe": ("lfm2_moe", "int4", {}),
     "qwen3_5_text": ("qwen3_5_text", "int4", {}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", "int8", {}),
+    "granitemoehybrid-h": ("granitemoehybrid-h", "int4", {}),
 }
-HYBRIDS = ("lfm2", "qwen3_5")
+HYBRIDS = ("lfm2", "qwen3_5", "granitemoehybrid-")
 
 
 class Case:
@@ -100,7 +101,7 @@ def equal(actual: Floats, expected: Floats) -> bool:
 def test_no_family_is_forgotten() -> None:
     plain = {name: fields.get("model_type", name.partition("-")[0]) for name, fields in FAMILIES.items()}
     text = {name: parts[0] for name, parts in NESTED.items()}
-    covered = {(text | plain).get(family, family) for family, _, _ in CASES.values()}
+    covered = {(text | plain).get(family, family.partition("-")[0]) for family, _, _ in CASES.values()}
     assert covered == set(KNOWN)
 
 

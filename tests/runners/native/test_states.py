@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from exact_granite import ExactGranite
 from exact_hybrid import ExactHybrid
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import choose_backend, make_backend
@@ -22,7 +23,16 @@ from state_driver import StateDriver
 from tiny_models import build_tiny_model, save_tiny_model
 
 Floats = npt.NDArray[np.float32]
-FAMILIES = ("lfm2", "lfm2-plain", "qwen3_5_text", "qwen3_5_text-even")
+# The last two: layers that are one thing each, and layers with keys, values and a state.
+FAMILIES = (
+    "lfm2",
+    "lfm2-plain",
+    "qwen3_5_text",
+    "qwen3_5_text-even",
+    "granitemoehybrid-groups",
+    "nemotron_h-moe",
+    "falcon_h1",
+)
 # Distance of the logits from float64: 8-bit activations, on models made to be sensitive. LFM2's layers multiply three
 # of their inputs with each other, and so their errors.
 LIMITS = {"f32": (1e-5, 1e-5), "bf16": (2e-3, 2e-3), "int8": (0.1, 0.05), "int4": (0.1, 0.05)}
@@ -83,12 +93,13 @@ def test_logits_are_those_of_transformers(
     np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid-h", "granitemoehybrid-groups"])
 @pytest.mark.parametrize("weights", LIMITS)
 def test_logits_are_those_of_float64_on_the_weights_of_a_format(
     family: str, weights: str, directories: Callable[[str], Path], runners: Callable[..., NativeRunner]
 ) -> None:
-    expected = ExactHybrid(directories(family), weights).logits(PROMPT)
+    exact = ExactGranite if family.startswith("granite") else ExactHybrid
+    expected = exact(directories(family), weights).logits(PROMPT)
     logits = whole(runners(family, weights), PROMPT)
     limit = LIMITS[weights][family != "lfm2"]
     assert np.linalg.norm(logits - expected) <= limit * np.linalg.norm(expected)
@@ -97,7 +108,9 @@ def test_logits_are_those_of_float64_on_the_weights_of_a_format(
 OPTIONS = [("f32", (16, 16), "cpu"), ("int8", (8, 8), "cpu"), ("int4", (16, 16), "cpu"), ("f32", (16, 16), "reference")]
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text-even"])
+@pytest.mark.parametrize(
+    "family", ["lfm2", "qwen3_5_text-even", "granitemoehybrid-groups", "nemotron_h-moe", "falcon_h1"]
+)
 @pytest.mark.parametrize(("weights", "bits", "backend"), OPTIONS, ids=str)
 def test_any_cut_gives_the_same_bits(
     family: str, weights: str, bits: tuple[int, int], backend: str, runners: Callable[..., NativeRunner]
@@ -149,7 +162,7 @@ def test_pieces_whose_logits_nobody_wants_turn_the_states_as_others(
     np.testing.assert_array_equal(states, all_states[[51, 76]])
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid-groups", "nemotron_h-moe", "falcon_h1"])
 @pytest.mark.parametrize(("weights", "bits"), [("f32", (16, 16)), ("int8", (8, 8))], ids=str)
 def test_a_text_goes_on_from_a_saved_state_with_the_same_bits(
     family: str, weights: str, bits: tuple[int, int], runners: Callable[..., NativeRunner]
@@ -169,7 +182,7 @@ def test_a_text_goes_on_from_a_saved_state_with_the_same_bits(
     assert driver.pool.checksums([slot]) == before
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid-h", "falcon_h1"])
 def test_a_state_that_is_no_number_ends_its_own_text_alone(family: str, runners: Callable[..., NativeRunner]) -> None:
     runner = runners(family)
     expected = whole(runner, OTHER)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.architectures import granite_hybrid_objections, is_static_dynamic
+from kvboost_edge.models.config.architectures import is_static_dynamic
 from kvboost_edge.models.config.file import number_of, size_of
 
-__all__ = ["gpt_oss", "granite_hybrid", "has_rope", "hunyuan", "minicpm", "ministral3"]
+__all__ = ["gpt_oss", "has_rope", "hunyuan", "minicpm", "ministral3"]
 
 Config = Mapping[str, Any]
 
@@ -61,13 +61,6 @@ def hunyuan(config: Config) -> Config:
     numbers = {"rope_theta": 10000.0 if theta is None else theta, "alpha": rope["alpha"]}
     base, alpha = (number_of(numbers, key, 1e-9, 1e12, "rope of type 'dynamic'") for key in numbers)
     return {**config, "rope_parameters": {"rope_type": "default", "rope_theta": base * alpha ** (dim / (dim - 2))}}
-
-
-def granite_hybrid(config: Config) -> Config:
-    """Its attention alone: no rope where the config does not ask for it. Refused with mamba layers or experts."""
-    for reason in granite_hybrid_objections(config):
-        raise ModelFormatError(f"granitemoehybrid: {reason}")
-    return {"shared_intermediate_size": 1024, "position_embedding_type": None, **config}
 
 
 def has_rope(config: Config) -> bool:

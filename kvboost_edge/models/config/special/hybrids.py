@@ -16,6 +16,8 @@ __all__ = [
     "adjusted_width",
     "conv_layers",
     "delta_layers",
+    "hybrid_of",
+    "kinds_of_layers",
     "with_lfm2_defaults",
     "with_shared_width",
 ]
@@ -36,11 +38,13 @@ _GROUP = 32  # inputs of a matrix that a kernel takes at once
 
 
 class Hybrid(NamedTuple):
-    """kinds: of each layer, as in LayerSpec; mixer: of those that are no attention, None where there is no such one."""
+    """kinds: of each layer, see `mixed_shapes`; mixer: of those that keep a state, None where there is no such one;
+    alone: layers that mix tokens have no MLP."""
 
     kinds: tuple[str, ...]
     mixer: Mixer | None
     names: MixerNames
+    alone: bool = False
 
 
 _CONV = MixerNames(("conv.in_proj",), "conv.out_proj", "conv.conv.weight")
@@ -53,18 +57,18 @@ _DELTA = MixerNames(
 
 def conv_layers(config: Config, layers: int) -> Hybrid:
     """LFM2: short convolutions, by layer_types, or all layers that full_attn_idxs does not name."""
-    kinds = _kinds(config, layers, "conv", "conv", _by_indices(config, layers))
+    kinds = kinds_of_layers(config, layers, "conv", "conv", _by_indices(config, layers))
     given = {"conv_L_cache": 3, **config}
     length, hidden = integer_of(given, "conv_L_cache", 2), integer_of(config, "hidden_size", 1)
     _check_most("conv_L_cache", length, _MOST_TAPS)
     if "conv" in kinds and hidden % _GROUP:
         raise ModelFormatError(f"hidden_size={hidden} is no multiple of {_GROUP}, which the kernels of states need")
-    return _hybrid(kinds, Mixer("conv", length - 1, hidden), _CONV)
+    return hybrid_of(kinds, Mixer("conv", length - 1, hidden), _CONV)
 
 
 def delta_layers(config: Config, layers: int) -> Hybrid:
     """Qwen3.5: a gated delta rule, by layer_types, or all layers but every full_attention_interval-th."""
-    kinds = _kinds(config, layers, "linear_attention", "delta", _by_interval(config, layers))
+    kinds = kinds_of_layers(config, layers, "linear_attention", "delta", _by_interval(config, layers))
     usual = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
              "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}  # fmt: skip
     given = {**usual, **{key: value for key, value in config.items() if value is not None}}
@@ -87,7 +91,7 @@ def delta_layers(config: Config, layers: int) -> Hybrid:
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     tiled = bool(config.get(TILED_HEADS))
     mixer = Mixer("delta", length - 1, channels, key_heads, value_heads, key_dim, value_dim, tiled)
-    return _hybrid(kinds, mixer, _DELTA)
+    return hybrid_of(kinds, mixer, _DELTA)
 
 
 def _check_most(name: str, value: int, most: int) -> None:
@@ -95,13 +99,14 @@ def _check_most(name: str, value: int, most: int) -> None:
         raise ModelFormatError(f"{name}={value} is above {most}, the most that kernels of states take")
 
 
-def _hybrid(kinds: tuple[str, ...], mixer: Mixer, names: MixerNames) -> Hybrid:
+def hybrid_of(kinds: tuple[str, ...], mixer: Mixer, names: MixerNames) -> Hybrid:
+    """A model of these layers, of which some must attend."""
     if _ATTENTION not in kinds:
         raise ModelFormatError("no layer of the model attends; models of states alone are not known")
     return Hybrid(kinds, mixer if mixer.kind in kinds else None, names)
 
 
-def _kinds(config: Config, layers: int, name: str, kind: str, rule: Sequence[str] | None) -> tuple[str, ...]:
+def kinds_of_layers(config: Config, layers: int, name: str, kind: str, rule: Sequence[str] | None) -> tuple[str, ...]:
     """Kinds of layers by layer_types, whose states are called `name` there, or by an older rule; both must agree."""
     types, known = config.get("layer_types"), {_FULL: _ATTENTION, name: kind}
     if types is None:

@@ -19,6 +19,7 @@ _MOST_TAPS, _MOST_DIM, _MOST_STATE = 16, 1 << 11, 1 << 8  # length of a convolut
 _LANES = 16  # value channels that a kernel takes at once
 _GROUP = 32  # inputs of a matrix that a kernel takes at once
 _NO_LIMIT = (0.0, math.inf)
+_INFINITY = {"__float__": "Infinity"}
 
 
 class SsdKeys(NamedTuple):
@@ -89,7 +90,8 @@ def time_limit_of(config: Config, key: str = "time_step_limit") -> tuple[float, 
     given = config.get(key)
     if given is None:
         return _NO_LIMIT
-    pair = list(given) if isinstance(given, (list, tuple)) else []
+    # transformers writes what JSON has no word for as an object.
+    pair = [math.inf if one == _INFINITY else one for one in given] if isinstance(given, (list, tuple)) else []
     numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in pair)
     if len(pair) != 2 or not numbers or not 0.0 <= pair[0] <= pair[1] or math.isinf(pair[0]):
         raise ModelFormatError(f"config: {key}={given!r:.60} must be two numbers, 0 <= least <= most")

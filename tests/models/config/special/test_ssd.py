@@ -70,7 +70,8 @@ def test_limits_of_time() -> None:
     assert time_limit_of({}) == time_limit_of({"time_step_limit": None}) == (0.0, math.inf)
     assert time_limit_of({"time_step_limit": [0.001, 0.5]}) == (0.001, 0.5)
     assert time_limit_of({"dt": (0, math.inf)}, "dt") == (0.0, math.inf)
-    for bad in ([0.5, 0.1], [-1, 1], [1], "0,1", [0, None], [math.inf, math.inf], [0, math.nan], [True, 2]):
+    assert time_limit_of({"time_step_limit": [0.0, {"__float__": "Infinity"}]}) == (0.0, math.inf)
+    for bad in ([0.5, 0.1], [-1, 1], [1], "0,1", [0, None], [math.inf, math.inf], [0, math.nan], [True, 2], [0, {}]):
         with pytest.raises(ModelFormatError, match="time_step_limit"):
             time_limit_of({"time_step_limit": bad})
 

@@ -1,0 +1,90 @@
+"""Falcon-H1 as its configs say it: each layer attends and keeps a state of the same inputs, and numbers of the config
+multiply what goes into its parts and what comes out of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.experts import flag_of
+from kvboost_edge.models.config.file import integer_of, number_of, size_of
+from kvboost_edge.models.config.layers import PARALLEL, LayerFactors
+from kvboost_edge.models.config.special.hybrids import Hybrid
+from kvboost_edge.models.config.special.ssd import MAMBA_KEYS, ssd_mixer, ssd_names, time_limit_of
+
+__all__ = ["falcon_factors", "falcon_layers", "with_falcon_words"]
+
+Config = Mapping[str, Any]
+
+_USUAL = {
+    "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256,
+    "mamba_d_conv": 4, "mamba_expand": 2,
+}  # fmt: skip
+_LEAST, _MOST = 1e-6, 1e6  # of what is multiplied with
+
+
+def with_falcon_words(config: Config) -> Config:
+    """The config with Granite's multipliers: keys are multiplied with a number, which may as well be that of scores."""
+    heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
+    if heads is None or hidden is None:
+        return config  # refused by name where sizes are read
+    dim = size_of(config, "head_dim") or hidden // heads
+    return {
+        **config,
+        "attention_multiplier": _factor(config, "key_multiplier") / math.sqrt(dim),
+        "embedding_multiplier": _factor(config, "embedding_multiplier"),
+        "logits_scaling": 1 / _factor(config, "lm_head_multiplier"),
+    }
+
+
+def _factor(config: Config, key: str) -> float:
+    return 1.0 if config.get(key) is None else number_of(config, key, _LEAST, _MOST)
+
+
+def _factors(config: Config, key: str, count: int) -> list[float]:
+    given = config.get(key)
+    if given is None:
+        return [1.0] * count
+    if not isinstance(given, (list, tuple)) or len(given) != count:
+        raise ModelFormatError(f"config: {key}={given!r:.60} must be {count} numbers")
+    return [number_of({key: one}, key, _LEAST, _MOST) for one in given]
+
+
+def falcon_layers(config: Config, layers: int) -> Hybrid:
+    """All layers are alike. The norm of what a mixer results in stands on either side of its gate, or is not there."""
+    # Without mamba_d_ssm heads are as wide as the hidden size, expanded.
+    given = {**_USUAL, **{key: value for key, value in config.items() if value is not None or key == "mamba_d_ssm"}}
+    if given["mamba_d_ssm"] is None:
+        given["mamba_d_ssm"] = integer_of(given, "mamba_expand", 1) * integer_of(given, "hidden_size", 1)
+    width, heads = integer_of(given, "mamba_d_ssm", 1), integer_of(given, "mamba_n_heads", 1)
+    if given["mamba_d_head"] == "auto":
+        given["mamba_d_head"] = max(width // heads, 1)
+    dim = integer_of(given, "mamba_d_head", 1)
+    if heads * dim != width:
+        raise ModelFormatError(f"mamba_n_heads={heads} x mamba_d_head={dim} are not mamba_d_ssm={width}")
+    norm = "gated_after" if flag_of(given, "mamba_norm_before_gate", True) else "gated_before"
+    norm = norm if flag_of(given, "mamba_rms_norm", False) else "none"
+    mixer = ssd_mixer(given, MAMBA_KEYS, norm, time_limit_of(given))
+    names = ssd_names("mamba", mixer, conv_bias=flag_of(given, "mamba_conv_bias", True))
+    return Hybrid((PARALLEL,) * layers, mixer, names)
+
+
+def falcon_factors(config: Config) -> LayerFactors:
+    """Each part of [z | x | B | C | dt] has a number; those of x, B and C, which a convolution reads, count beside that
+    of z. What multiplies the gate before its activation multiplies the inputs of gate and up, and is taken back behind
+    them."""
+    z, x, b, c, dt = _factors(config, "ssm_multipliers", 5)
+    gate, down = _factors(config, "mlp_multipliers", 2)
+    into = _factor(config, "ssm_in_multiplier")
+    return LayerFactors(
+        attention=_factor(config, "attention_in_multiplier"),
+        attention_out=_factor(config, "attention_out_multiplier"),
+        mixer=into * z,
+        mixer_conv=(x / z, b / z, c / z),
+        mixer_gates=into * dt,
+        mixer_out=_factor(config, "ssm_out_multiplier"),
+        mlp=gate,
+        mlp_out=down / gate,
+    )

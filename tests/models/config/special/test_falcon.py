@@ -1,0 +1,85 @@
+"""Configs of Falcon-H1: layers with keys, values and a state, what their parts are multiplied with, what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.layers import NO_FACTORS
+from kvboost_edge.runners.native.plan import native_kv_spec
+from tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = save_tiny_model("falcon_h1", tmp_path_factory.mktemp("model"))
+    found: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_a_layer_has_keys_and_values_and_a_state(config: dict[str, Any]) -> None:
+    spec = describe_model(config)
+    assert [(layer.kv, layer.state, layer.owns_kv, layer.rope) for layer in spec.layers] == [
+        (index, index, True, 0) for index in range(3)
+    ]
+    kv = native_kv_spec(spec, "int8", 16)
+    assert (len(kv.layers), len(kv.states)) == (3, 3)
+
+
+def test_what_the_parts_are_multiplied_with(config: dict[str, Any]) -> None:
+    """Keys' number is that of scores; x, B and C count beside z, and what the gate is multiplied with is taken back."""
+    spec, factors = describe_model(config), describe_model(config).factors
+    assert spec.softmax_scale == pytest.approx(0.7 / 16**0.5)
+    assert (spec.embedding_factor, spec.logit_factor) == (3.0, 0.5)
+    assert (factors.attention, factors.attention_out, factors.mixer_out) == (1.2, 0.8, 0.6)
+    assert (factors.mixer, factors.mixer_gates) == pytest.approx((1.5 * 0.7, 1.5 * 0.8))
+    assert factors.mixer_conv == pytest.approx((1.3 / 0.7, 0.9 / 0.7, 1.1 / 0.7))
+    assert (factors.mlp, factors.mlp_out) == pytest.approx((0.8, 1.3 / 0.8))
+    plain = {key: value for key, value in config.items() if "multiplier" not in key}
+    assert describe_model(plain).factors == NO_FACTORS
+
+
+def test_sizes_that_follow_from_others(config: dict[str, Any]) -> None:
+    spec = describe_model(config)
+    assert describe_model({**config, "mamba_d_head": "auto"}) == spec
+    assert describe_model({**config, "mamba_d_ssm": None, "mamba_expand": 2}) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "norm", "groups"),
+    [
+        ({}, "none", 0),
+        ({"mamba_rms_norm": True}, "gated_after", 2),
+        ({"mamba_rms_norm": True, "mamba_norm_before_gate": False}, "gated_before", 2),
+    ],
+)
+def test_where_the_norm_of_a_mixer_stands(
+    config: dict[str, Any], change: dict[str, Any], norm: str, groups: int
+) -> None:
+    mixer = describe_model({**config, **change}).mixer
+    assert mixer is not None
+    assert (mixer.norm, mixer.norm_groups) == (norm, groups)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias=True is not known"),
+        ({"mlp_bias": True}, "mlp_bias=True is not known"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias=True is not known"),
+        ({"projectors_bias": True}, "projectors_bias=True is not known"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not known"),
+        ({"key_multiplier": 0.0}, "key_multiplier=0.0 must be a number from"),
+        ({"ssm_multipliers": [1.0, 2.0]}, r"ssm_multipliers=\[1.0, 2.0\] must be 5 numbers"),
+        ({"mlp_multipliers": [1.0, float("inf")]}, "mlp_multipliers=inf must be a number from"),
+        ({"mamba_d_head": 16}, "mamba_n_heads=4 x mamba_d_head=16 are not mamba_d_ssm=128"),
+        ({"mamba_rms_norm": 1}, "mamba_rms_norm=1 must be true or false"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(config: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        describe_model({**config, **change})

@@ -1,0 +1,122 @@
+"""Granite 4's configs: older words, layers with states and without, and what makes no sense."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.families import describe_model, may_keep_states
+from kvboost_edge.runners.native.plan import native_kv_spec
+from tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = save_tiny_model("granitemoehybrid-experts", tmp_path_factory.mktemp("granite"))
+    found: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return found
+
+
+def test_older_and_newer_words_are_one_model(config: dict[str, Any]) -> None:
+    spec = describe_model(config)
+    assert config["layer_types"] == ["linear_attention", "full_attention", "linear_attention"]
+    older = {key: value for key, value in config.items() if key != "layer_types"}
+    for key in ("layer_types", "layers_block_type"):
+        assert describe_model({**older, key: ["mamba", "attention", "mamba"]}) == spec
+    assert describe_model({**config, "mamba_d_head": "auto"}) == spec
+    assert spec.mixer == ("ssd", 3, 4 * 32 + 2 * 2 * 16, 2, 4, 16, 32, False, "gated_before", 2, (0.0, float("inf")))
+    assert [layer.kind for layer in spec.layers] == ["ssd", "attention", "ssd"]
+    assert [layer.rope for layer in spec.layers] == [-1, -1, -1]
+    assert spec.experts is not None
+    assert (spec.experts.count, spec.experts.used, spec.experts.width, spec.experts.shared) == (12, 3, 64, 96)
+    assert spec.experts.score == "chosen"
+
+
+def test_steps_of_time_and_biases_as_the_config_says(config: dict[str, Any]) -> None:
+    spec = describe_model({**config, "time_step_limit": [0.01, 0.5], "mamba_conv_bias": False})
+    assert spec.mixer is not None
+    assert spec.mixer.time_limit == (0.01, 0.5)
+    assert spec.named_mixer[1].conv_bias == ""
+    assert describe_model(config).named_mixer[1].conv_bias == "mamba.conv1d.bias"
+
+
+def test_without_states_other_runners_have_it_too(config: dict[str, Any]) -> None:
+    dense = {"num_local_experts": None, "layer_types": ["attention"] * 3}
+    assert may_keep_states(config)
+    assert may_keep_states({**config, "layer_types": None})
+    assert not may_keep_states({**config, **dense})
+    spec = describe_model({**config, **dense})
+    assert (spec.hybrid, spec.mixer, spec.experts) == (None, None, None)
+    # Sizes of what no layer has are not looked at.
+    assert describe_model({**config, **dense, "mamba_n_heads": 7}) == spec
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "all layers keep a state": ({"layer_types": None}, "no layer of the model attends"),
+    "kinds that are not known": ({"layer_types": ["mamba", "attention", "rwkv"]}, "must be 3 of"),
+    "too few kinds": ({"layer_types": ["mamba", "attention"]}, "must be 3 of"),
+    "kinds that are no names": ({"layer_types": ["mamba", "attention", ["mamba"]]}, "must be 3 of"),
+    "biases of the projections": ({"mamba_proj_bias": True}, "mamba_proj_bias=True is not known for layers with a st"),
+    "a bias that is a number": ({"mamba_conv_bias": 1}, "mamba_conv_bias=1 is not known for layers with a state"),
+    "another activation": ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh' is not known for"),
+    "heads of another size": ({"mamba_d_head": 16}, "mamba_n_heads=4 x mamba_d_head=16 are not mamba_expand=2 x hid"),
+    "heads that have no size": ({"mamba_d_head": "half"}, "mamba_d_head='half' must be an integer"),
+    "groups that do not fit": ({"mamba_n_groups": 3}, "mamba_n_heads=4 is not a multiple of mamba_n_groups=3"),
+    "an uneven state": ({"mamba_d_state": 24}, "mamba_d_state=24 is no multiple of 16"),
+    "a long convolution": ({"mamba_d_conv": 17}, "mamba_d_conv=17 is above 16"),
+    "steps that end before they begin": ({"time_step_limit": [1.0, 0.5]}, "time_step_limit="),
+    "too many experts for a token": ({"num_experts_per_tok": 13}, "num_experts_per_tok=13 is above num_local_experts"),
+    "experts that are no number": ({"num_local_experts": False}, "num_local_experts=False must be an integer"),
+    "no shared expert": ({"shared_intermediate_size": 0}, "shared_intermediate_size=0 must be an integer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_that_makes_no_sense_is_refused(name: str, config: dict[str, Any]) -> None:
+    change, message = REFUSED[name]
+    with pytest.raises(ModelFormatError, match=message):
+        describe_model({**config, **change})
+
+
+def _granite(hidden: int, heads: int, kv_heads: int, state_heads: int, **fields: Any) -> dict[str, Any]:
+    """As the makers' configs have it: four of forty layers attend."""
+    kinds = ["attention" if index in (5, 15, 25, 35) else "mamba" for index in range(40)]
+    return {
+        "model_type": "granitemoehybrid", "vocab_size": 100352, "hidden_size": hidden, "num_hidden_layers": 40,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "layer_types": kinds,
+        "position_embedding_type": "nope", "mamba_n_heads": state_heads, "mamba_d_head": 64, "mamba_n_groups": 1,
+        "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True,
+        "mamba_proj_bias": False, "max_position_embeddings": 131072, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "tie_word_embeddings": True, **fields,
+    }  # fmt: skip
+
+
+MAKERS: dict[str, tuple[dict[str, Any], float]] = {
+    "h-1B": (_granite(1536, 12, 4, 48, intermediate_size=4096, shared_intermediate_size=4096), 55.37109375),
+    "h-micro": (_granite(2048, 32, 8, 64, intermediate_size=8192, shared_intermediate_size=8192), 73.79296875),
+    "h-tiny": (
+        _granite(1536, 12, 4, 48, intermediate_size=512, shared_intermediate_size=1024, num_local_experts=64,
+                 num_experts_per_tok=6),
+        55.37109375,
+    ),
+}  # fmt: skip
+"""Configs, and MiB of a sequence's states; a token's keys and values are 8 KiB of float16."""
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_states_of_the_makers_models_have_their_sizes(name: str) -> None:
+    config, states = MAKERS[name]
+    spec = native_kv_spec(describe_model(config), "int8", 16)
+    assert spec.bytes_per_state == states * 2**20
+    assert spec.bytes_per_block / spec.block_size == 8 * 2**10
+
+
+def test_a_width_for_experts_and_one_for_what_they_share() -> None:
+    spec = describe_model(MAKERS["h-tiny"][0])
+    assert spec.experts is not None
+    assert (spec.experts.width, {layer.intermediate_size for layer in spec.layers}) == (512, {1024})
+    dense = describe_model(MAKERS["h-1B"][0])
+    assert (dense.experts, {layer.intermediate_size for layer in dense.layers}) == (None, {4096})

@@ -1,0 +1,111 @@
+"""Configs of Nemotron-H: older words, layers that are one thing each, and what makes no sense."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model, may_keep_states
+from kvboost_edge.runners.native.plan import native_kv_spec
+from tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """As transformers writes them."""
+    found = {}
+    for name in ("nemotron_h", "nemotron_h-moe"):
+        path = save_tiny_model(name, tmp_path_factory.mktemp("model"))
+        found[name] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_a_layer_is_one_thing(configs: dict[str, dict[str, Any]]) -> None:
+    spec = describe_model(configs["nemotron_h"])
+    assert [layer.kv for layer in spec.layers] == [-1, -1, 0, -1, -1]
+    assert [layer.state for layer in spec.layers] == [0, -1, -1, 1, -1]
+    assert [layer.intermediate_size for layer in spec.layers] == [0, 96, 0, 0, 96]
+    assert [layer.rope for layer in spec.layers] == [-1] * 5
+    assert (spec.first_shared, spec.activation, spec.eps) == (4, "relu2", 1e-5)
+    kv = native_kv_spec(spec, "int8", 16)
+    assert (len(kv.layers), len(kv.states)) == (1, 2)
+    assert spec.mixer is not None
+    assert (spec.mixer.norm, spec.mixer.norm_groups, spec.mixer.key_heads) == ("gated_before", 2, 2)
+
+
+def test_layers_with_experts_have_no_mlp_but_the_shared_one(configs: dict[str, dict[str, Any]]) -> None:
+    spec = describe_model(configs["nemotron_h-moe"])
+    assert [layer.intermediate_size for layer in spec.layers] == [0, 96, 0, 96, 0, 96, 0]
+    assert spec.experts is not None
+    assert spec.experts.sparse == (False, True, False, False, False, True, False)
+    assert (spec.experts.score, spec.experts.renorm, spec.experts.scale) == ("sigmoid", "add", 2.5)
+
+
+def test_the_kinds_of_layers_say_how_many_there_are(tmp_path: Path) -> None:
+    path = save_tiny_model("nemotron_h", tmp_path)
+    assert "num_hidden_layers" not in json.loads((path / "config.json").read_text(encoding="utf-8"))
+    assert Checkpoint.open(path).config["num_hidden_layers"] == 5
+
+
+def test_older_words_in_a_config(configs: dict[str, dict[str, Any]]) -> None:
+    for name, pattern in (("nemotron_h", "M-*M-"), ("nemotron_h-moe", "*EM-*EM")):
+        config, spec = dict(configs[name]), describe_model(configs[name])
+        types = config.pop("layers_block_type")
+        assert describe_model({**config, "layer_types": types}) == spec
+        assert describe_model({**config, "hybrid_override_pattern": pattern}) == spec
+        older = {"linear_attention": "mamba", "full_attention": "attention"}
+        assert describe_model({**config, "layers_block_type": [older.get(one, one) for one in types]}) == spec
+        dim = config.pop("head_dim")
+        assert describe_model({**config, "layers_block_type": types, "attention_head_dim": dim}) == spec
+
+
+def test_steps_of_time_are_limited_by_time_step_limit_alone(configs: dict[str, dict[str, Any]]) -> None:
+    for limit, expected in ((None, (0.0, math.inf)), ([0.01, 0.5], (0.01, 0.5))):
+        spec = describe_model({**configs["nemotron_h"], "time_step_limit": limit, "time_step_min": 0.2})
+        assert spec.mixer is not None
+        assert spec.mixer.time_limit == expected
+
+
+def test_a_model_without_states_keeps_none(configs: dict[str, dict[str, Any]]) -> None:
+    assert may_keep_states(configs["nemotron_h"])
+    assert not may_keep_states({**configs["nemotron_h"], "layers_block_type": ["full_attention", "mlp"]})
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "kinds that are not known": (
+        "nemotron_h", {"layers_block_type": ["mlp", "full_attention", "conv"]}, "must say of each layer which of",
+    ),
+    "no kinds": ("nemotron_h", {"layers_block_type": None}, "hybrid_override_pattern=None must say of each layer"),
+    "letters that are not known": (
+        "nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M*X"}, "must say of each layer which of",
+    ),
+    "no attention": (
+        "nemotron_h", {"layers_block_type": ["linear_attention", "mlp"]}, "no layer of the model attends",
+    ),
+    "another activation": ("nemotron_h", {"mlp_hidden_act": "silu"}, "activation 'silu' is not known"),
+    "another activation of mixers": ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu' is not"),
+    "biases of attention": ("nemotron_h", {"attention_bias": True}, "attention_bias=True is not known"),
+    "biases of mixers": ("nemotron_h", {"use_bias": True}, "use_bias=True is not known"),
+    "a window": ("nemotron_h", {"sliding_window": 64}, "sliding_window=64 is not known"),
+    "groups of experts": ("nemotron_h-moe", {"n_group": 4}, "n_group=4 is not known"),
+    "a narrower projection": ("nemotron_h-moe", {"moe_latent_size": 32}, "moe_latent_size=32 is not known"),
+    "two shared experts": ("nemotron_h-moe", {"n_shared_experts": 2}, "n_shared_experts=2 is not known"),
+    "too many experts of a token": (
+        "nemotron_h-moe", {"num_experts_per_tok": 13}, "num_experts_per_tok=13 is above n_routed_experts=12",
+    ),
+    "heads that do not share": ("nemotron_h", {"n_groups": 3}, "mamba_num_heads=4 is not a multiple of n_groups=3"),
+    "a limit that is none": ("nemotron_h", {"time_step_limit": [0.2, 0.1]}, "0 <= least <= most"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_that_makes_no_sense_is_refused(name: str, configs: dict[str, dict[str, Any]]) -> None:
+    family, change, message = REFUSED[name]
+    with pytest.raises(ModelFormatError, match=message):
+        describe_model({**configs[family], **change})
