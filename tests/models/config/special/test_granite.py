@@ -28,7 +28,8 @@ def test_older_and_newer_words_are_one_model(config: dict[str, Any]) -> None:
         assert describe_model({**older, key: ["mamba", "attention", "mamba"]}) == spec
     assert describe_model({**config, "mamba_d_head": "auto"}) == spec
     assert spec.mixer == ("ssd", 3, 4 * 32 + 2 * 2 * 16, 2, 4, 16, 32, False, "gated_before", 2, (0.0, float("inf")))
-    assert [layer.kind for layer in spec.layers] == ["ssd", "attention", "ssd"]
+    assert [layer.attends for layer in spec.layers] == [False, True, False]
+    assert [layer.keeps_state for layer in spec.layers] == [True, False, True]
     assert [layer.rope for layer in spec.layers] == [-1, -1, -1]
     assert spec.experts is not None
     assert (spec.experts.count, spec.experts.used, spec.experts.width, spec.experts.shared) == (12, 3, 64, 96)
