@@ -42,6 +42,7 @@ class PagedDriver:
         self.runner, self.backend = runner, backend
         self.manager = KVCacheManager(backend.num_blocks, backend.spec.block_size)
         self.live: list[Sequence_] = []
+        backend.release_blocks(range(backend.num_blocks))  # what another driver left begun
         backend.poison_blocks(range(backend.num_blocks))
         runner.bind(backend)
 

@@ -43,8 +43,8 @@ class Speculation:
 
     def draft(self, decoding: Several[Sequence], num_rows: int, budget: int, block_size: int) -> None:
         """Give `drafted` to those of the sequences, with one token to compute each, that something is proposed for. The
-        step has `num_rows` rows without drafts, and room for `budget` more, of which none gets more than an equal part while
-        others wait."""
+        step has `num_rows` rows without drafts, and room for `budget` more, of which none gets more than an equal part
+        while others wait."""
         proposed: list[tuple[Sequence, Draft]] = []
         for sequence in decoding:
             most = self.room(sequence, block_size) if sequence.drafter is not None else 0

@@ -127,7 +127,7 @@ def test_vectors_are_the_same_to_the_bit_in_a_pool_too_small_for_all(plain: Path
     with load(plain, weights="int8") as engine:
         expected = engine.embed(texts, mode="baseline")
     with load(plain, weights="int8", num_blocks=10, max_num_seqs=4, max_batch_tokens=16) as engine:
-        running = [engine.submit(STEM, max_new_tokens=60, ignore_eos=True) for _ in range(2)]
+        running = [engine.submit(text, max_new_tokens=60, ignore_eos=True) for text in (STEM, STEM[::-1])]
         handles: list[RequestHandle] = []
         assert (engine.embed(texts, handles=handles) == expected).all()
         preemptions = [handle.result().preemptions for handle in (*running, *handles)]

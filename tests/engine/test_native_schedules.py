@@ -116,7 +116,7 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
         machine,
         bits=bits,
         threads=1 + seed // 2 % 2,
-        num_blocks=rng.choice((7, 7, 8, 24)),
+        num_blocks=rng.choice((7, 7, 7, 24)),
         max_num_seqs=rng.choice((2, 3, 8)),
         max_batch_tokens=rng.choice((1, 7, 16, 33, 128, 128)),
         tiers=[tiers[bits]] if rng.random() < 0.5 else [],

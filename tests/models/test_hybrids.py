@@ -100,7 +100,7 @@ def test_what_a_state_space_packs(tmp_path: Path) -> None:
     np.testing.assert_array_equal(weights["layer2.conv"], files[f"{layer}conv1d.weight"][:, 0].T.reshape(-1))
     np.testing.assert_allclose(weights["layer2.decay"], -np.exp(files[f"{layer}A_log"]), rtol=1e-7)
     for name, own in (("conv_bias", "conv1d.bias"), ("dt_bias", "dt_bias"), ("skip", "D"),
-                      ("mixer_norm", "norm.weight"), ("out", "out_proj.weight")):  # fmt: skip
+                      ("mixer_norm", "norm.weight"), ("mixer_out", "out_proj.weight")):  # fmt: skip
         np.testing.assert_array_equal(weights[f"layer2.{name}"], files[layer + own])
     shared = files["model.layers.2.shared_mlp.input_linear.weight"]
     np.testing.assert_array_equal(weights["layer2.gate_up"], shared)

@@ -107,12 +107,13 @@ def test_contradictions_are_refused_by_name(options: dict[str, Any], message: st
         runner(gguf=True, device="cuda")
 
 
-@pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1"])
 @pytest.mark.parametrize("options", [{"runner": "torch"}, {"device": "cuda"}, {"dtype": "float16"}])
 def test_states_are_refused_by_name_elsewhere_than_in_the_native_runner(
     model_type: str, options: dict[str, Any]
 ) -> None:
-    model = {**LLAMA, "model_type": model_type, "layer_types": ["full_attention"] * 3}
+    kind = "conv" if model_type.startswith("lfm2") else "linear_attention"
+    model = {**LLAMA, "model_type": model_type, "layer_types": ["full_attention", kind, "full_attention"]}
     with pytest.raises(ModelFormatError, match=r"keep a state .* native runner alone computes; .* needs the torch"):
         runner(model, **options)
     if model_type.endswith("_text"):

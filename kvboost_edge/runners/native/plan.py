@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.config.mixers import Mixer
 from kvboost_edge.runners.base import ModelTraits
+
+if TYPE_CHECKING:  # it loads kernels
+    from kvboost_edge.models.checkpoint import Checkpoint
 
 __all__ = [
     "AUTO_BACKEND",

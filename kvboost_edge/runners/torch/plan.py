@@ -31,7 +31,10 @@ WORKS_WITH = "every backend"
 AUTO_BACKEND = "auto"
 AUTO_BACKEND_REASON = ""
 BOTH_WAYS = "the torch runner attends causally, and the model both ways; the native runner takes it"
-KEEPS_STATES = "layers of this family keep a state instead of keys and values, which the native runner alone computes"
+KEEPS_STATES = (
+    "layers of this family keep a state instead of keys and values, or beside them, which the native runner alone "
+    "computes"
+)
 _PACKAGES = ("torch", "transformers")
 # What transformers needs to load weights that are quantized so.
 _QUANTIZERS = {"awq": ("gptqmodel", "accelerate"), "gptq": ("optimum", "gptqmodel"), "mxfp4": ("accelerate",)}

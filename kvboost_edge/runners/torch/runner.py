@@ -25,12 +25,13 @@ from kvboost_edge.backends.torch_backend import TorchBackend, turn_keys
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, attends_both_ways, pinned_context
+from kvboost_edge.models.config.families import may_keep_states
 from kvboost_edge.models.config.file import context_length
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.torch.attention import AttentionHook, LayerPlan, LookPass, PagedPass, ProbePass, Seen
 from kvboost_edge.runners.torch.eager_check import check_against_eager
-from kvboost_edge.runners.torch.plan import BOTH_WAYS, compute_dtype
+from kvboost_edge.runners.torch.plan import BOTH_WAYS, KEEPS_STATES, compute_dtype
 from kvboost_edge.runners.torch.turning import NUM_PROBED, Turning, find_turning
 
 __all__ = ["TorchRunner", "load"]
@@ -201,6 +202,8 @@ class TorchRunner:
                 f"{self._kind}: {len(probe.layers)} of {num_layers} layers use transformers' attention interface; "
                 "layers of another kind keep state that the block pool does not hold"
             )
+        if may_keep_states(self.model.config.to_dict()):  # beside attention, where the layers above do not show it
+            raise ModelFormatError(f"{self._kind}: {KEEPS_STATES}")
         kv = [probe.kv[layer] for layer in range(num_layers)]
         with torch.inference_mode():
             turning = find_turning(self.model, kv, _NAMES[self.model.dtype])

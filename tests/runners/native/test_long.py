@@ -62,8 +62,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_text": ("qwen3_5_text", "int4", {}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", "int8", {}),
     "granitemoehybrid-h": ("granitemoehybrid-h", "int4", {}),
+    "nemotron_h-moe": ("nemotron_h-moe", "int8", {}),
+    "falcon_h1": ("falcon_h1", "int4", {}),
 }
-HYBRIDS = ("lfm2", "qwen3_5", "granitemoehybrid-")
+HYBRIDS = ("lfm2", "qwen3_5", "granitemoehybrid-", "nemotron_h", "falcon_h1")
 
 
 class Case:
