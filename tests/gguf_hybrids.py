@@ -49,8 +49,8 @@ HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid-groups": {"mamba_conv_bias": True},
     "granitemoehybrid-experts": {},
     "falcon_h1": {},
-    # There is a norm behind the gate, or none, and the head is never the embedding. Convolutions have biases: llama.cpp
-    # ends with a signal where they have none.
+    # There is a norm behind the gate, or none, and a head that is not the embedding, of which the file holds a multiple
+    # and does not say which. Convolutions have biases: llama.cpp ends with a signal where they have none.
     "falcon_h1-after": {"mamba_conv_bias": True},
     "nemotron_h": {},
     # With experts they have no MLPs.

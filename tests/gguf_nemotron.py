@@ -59,7 +59,7 @@ def write_nemotron_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     writer.add_rope_scaling_finetuned(False)
     writer.add_ssm_conv_kernel(config["conv_kernel"])
     writer.add_ssm_state_size(config["ssm_state_size"])

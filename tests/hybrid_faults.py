@@ -131,8 +131,8 @@ HYBRID_FAULTS = (
     (
         "a file's own word on rope is not heard",
         "models/gguf/special.py",
-        '{"position_embedding_type": "rope", **_granite(keys, config), **',
-        '{**_granite(keys, config), "position_embedding_type": "rope", **',
+        "{**usual, **_granite(keys, config), **",
+        "{**_granite(keys, config), **usual, **",
         f"{_GGUF}::test_a_granite_file_says_whether_there_is_rope",
     ),
     (

@@ -162,6 +162,7 @@ SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 _STATE_SPACE = (
     "its layers keep a recurrent state of a kind that is not built (convolutions, delta rules and Mamba2 are)"
 )
+_ARRANGED = "its states are known, but not how its layers and tensors are arranged"
 _LATENT = "its latent attention stores keys and values of different widths"
 _OWN_ATTENTION = "it computes attention inside its own modules (alibi or older code) and cannot be given another one"
 _BIDIRECTIONAL = (
@@ -171,10 +172,10 @@ _BIDIRECTIONAL = (
 _BOTH_WAYS = ("gemma3_text",)
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 recurrent_gemma "
-        "qwen3_next olmo_hybrid minimax bailing_hybrid".split(),
-        _STATE_SPACE,
+        "mamba falcon_mamba rwkv xlstm jamba zamba recurrent_gemma minimax bailing_hybrid".split(), _STATE_SPACE
     ),
+    **dict.fromkeys("bamba zamba2 qwen3_next olmo_hybrid".split(), _ARRANGED),
+    "mamba2": "no layer of it attends, and models of states alone are not built",
     "kimi_linear": "its states have a decay for each channel, and its other layers latent attention; neither is built",
     "lfm3": "its layers have norms on both sides and gates of heads, which are not built",
     **dict.fromkeys(

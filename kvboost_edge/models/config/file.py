@@ -18,6 +18,7 @@ __all__ = [
     "context_length",
     "generation_defaults",
     "integer_of",
+    "kinds_of_layers",
     "number_of",
     "read_config",
     "read_generation_config",
@@ -34,6 +35,9 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
 }
+# What transformers takes where a config leaves it out; in other families it is the number of heads.
+_KV_HEADS = {"nemotron_h": 8, "falcon_h1": 8}
+_KINDS_OF_LAYERS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 # Numbers that spoil every result when they are damaged, whichever runner it is.
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -70,8 +74,7 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
         raise ModelFormatError(f"{path}: quantization_config must be an object, got {type(settings).__name__}")
     if config["model_type"] not in SUPPORTED_ARCHITECTURES or config.get("is_encoder_decoder"):
         return config
-    if isinstance(config.get("layers_block_type"), list):  # which says of Nemotron-H's layers how many there are
-        config.setdefault("num_hidden_layers", len(config["layers_block_type"]))
+    _complete(config)
     try:
         inner = text_config(config)
     except ModelFormatError as error:
@@ -88,6 +91,12 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
         context_length(config, path)
         _check_heads(inner, path)
     return config
+
+
+def kinds_of_layers(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """What says of each layer of Nemotron-H which kind it is, a list or a text of letters: its key and its value."""
+    key = next((key for key in _KINDS_OF_LAYERS if config.get(key) is not None), _KINDS_OF_LAYERS[-1])
+    return key, config.get(key)
 
 
 def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -> int | None:
@@ -163,6 +172,17 @@ def generation_defaults(
     return GenerationDefaults(tuple(sorted(eos)), first["bos_token_id"], first["pad_token_id"], tuple(suppressed))
 
 
+def _complete(config: dict[str, Any]) -> None:
+    """Sizes that families leave out. Nemotron-H has as many layers as their kinds, whatever else a config says."""
+    model_type = config["model_type"]
+    if model_type in _KV_HEADS:
+        config.setdefault("num_key_value_heads", _KV_HEADS[model_type])
+    if model_type == "nemotron_h":
+        _, kinds = kinds_of_layers(config)
+        if kinds and isinstance(kinds, (list, str)):
+            config["num_hidden_layers"] = len(kinds)
+
+
 def _check_heads(config: Mapping[str, Any], path: Path) -> None:
     heads, kv_heads = size_of(config, "num_attention_heads", path), size_of(config, "num_key_value_heads", path)
     hidden = size_of(config, "hidden_size", path)
@@ -174,7 +194,7 @@ def _check_heads(config: Mapping[str, Any], path: Path) -> None:
         )
     if config.get("head_dim") is not None:
         _positive("head_dim", config["head_dim"], path)
-    elif hidden % heads:
+    elif hidden % heads and config.get("model_type") != "nemotron_h":  # which has attention_head_dim, or 128
         raise ModelFormatError(f"{path}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
 
 

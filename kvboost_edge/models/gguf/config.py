@@ -89,7 +89,8 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     }
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         raise keys.error("attention.head_count", heads, f"is no multiple of {config['num_key_value_heads']} key heads")
-    config.update(_rope(keys, head_dim))
+    if not architecture.alone:
+        config.update(_rope(keys, head_dim))
     special = SPECIAL.get(architecture.model_type)
     if special is not None:
         config.update(special(keys, config))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.special.hybrids import TILED_HEADS
 from kvboost_edge.models.gguf.experts import experts
 from kvboost_edge.models.gguf.keys import Keys
@@ -158,9 +159,15 @@ def _nemotron_experts(keys: Keys) -> dict[str, Any]:
 
 
 def falcon_h1(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """The converter multiplies weights with what the config says, so nothing is left to be multiplied. Where there is a
-    norm, llama.cpp has it behind the gate."""
+    """The converter multiplies weights with what the config says, so nothing is left to be multiplied where the head is
+    a tensor of its own; an embedding has its own number in it, and a file does not say that of the head. Where there is
+    a norm, llama.cpp has it behind the gate."""
     tensors, (heads, dim) = keys.header.tensors, _ssm_heads(keys)
+    if "output.weight" not in tensors:
+        raise ModelFormatError(
+            f"{keys.header.path} lacks tensor 'output.weight': the head is the embedding, of which the file holds a "
+            "multiple, and does not say which"
+        )
     return {
         "mamba_d_ssm": heads * dim,
         "mamba_n_heads": heads,

@@ -151,7 +151,7 @@ class GgufArchitecture:
     both_ways    its attention is bidirectional
     experts      it is a mixture of experts
     no_keys      0 key heads of a layer mean that it does not attend
-    alone        an MLP of no width means that a layer has none
+    alone        an MLP of no width means that a layer has none; and there is no rope, whatever keys say of it
     """
 
     model_type: str

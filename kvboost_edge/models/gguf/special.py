@@ -153,8 +153,10 @@ def _granite_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """With rope, as its older kin, unless a file says otherwise; those of the makers' models do."""
-    return {"position_embedding_type": "rope", **_granite(keys, config), **granite_hybrid(keys, config)}
+    """With rope, as its older kin, unless a file says otherwise; those of the makers' models do. One that says no scale
+    of scores, as Bamba's, has the usual one, as llama.cpp computes it."""
+    usual = {"position_embedding_type": "rope", "attention_multiplier": config["head_dim"] ** -0.5}
+    return {**usual, **_granite(keys, config), **granite_hybrid(keys, config)}
 
 
 SPECIAL: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {

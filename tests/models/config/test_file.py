@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.config.file import (
     context_length,
     generation_defaults,
@@ -71,6 +72,47 @@ def test_a_size_that_is_none_is_named(tmp_path: Path, key: str, value: Any) -> N
 def test_heads_must_fit(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFormatError, match=message):
         read_config(write(tmp_path, {**CONFIG, **changes}))
+
+
+NEMOTRON = {
+    **{key: value for key, value in CONFIG.items() if key not in ("num_hidden_layers", "num_key_value_heads")},
+    "model_type": "nemotron_h",
+    "hidden_size": 98,
+    "num_attention_heads": 40,
+}
+
+
+@pytest.mark.parametrize("layers", [{}, {"num_hidden_layers": None}, {"num_hidden_layers": 52}])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"layers_block_type": ["mlp", "full_attention", "linear_attention"]},
+        {"layer_types": ["mlp", "attention", "mamba"]},
+        {"hybrid_override_pattern": "-*M", "layers_block_type": None},
+    ],
+)
+def test_kinds_of_layers_say_how_many_there_are(tmp_path: Path, layers: dict[str, Any], kinds: dict[str, Any]) -> None:
+    assert read_config(write(tmp_path, {**NEMOTRON, **layers, **kinds}))["num_hidden_layers"] == 3
+
+
+def test_a_nemotron_whose_heads_are_no_part_of_the_hidden_size(tmp_path: Path) -> None:
+    config = {**NEMOTRON, "hybrid_override_pattern": "-*M", "attention_head_dim": 64}
+    assert describe_model(read_config(write(tmp_path, config))).head_dim == 64
+    del config["attention_head_dim"]
+    assert describe_model(read_config(write(tmp_path, config))).head_dim == 128
+    with pytest.raises(ModelFormatError, match="hidden_size=98 is not a multiple of num_attention_heads=40"):
+        read_config(write(tmp_path, {**CONFIG, "hidden_size": 98, "num_attention_heads": 40}))
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "falcon_h1"])
+def test_key_heads_that_a_config_leaves_out(tmp_path: Path, model_type: str) -> None:
+    """Without the key there are 8, with null as many as heads."""
+    config = {**NEMOTRON, "hybrid_override_pattern": "-*M", "num_hidden_layers": 2, "intermediate_size": 96}
+    config |= {"model_type": model_type, "hidden_size": 640, "mamba_n_heads": 16}
+    assert describe_model(read_config(write(tmp_path, config))).num_kv_heads == 8
+    assert describe_model(read_config(write(tmp_path, {**config, "num_key_value_heads": None}))).num_kv_heads == 40
+    with pytest.raises(ModelFormatError, match="num_attention_heads=4 is not a multiple of num_key_value_heads=8"):
+        read_config(write(tmp_path, {**config, "num_attention_heads": 4}))
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b"\xff", b"null", b"[" * 100_000])

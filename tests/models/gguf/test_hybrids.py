@@ -114,6 +114,32 @@ def test_a_granite_file_says_whether_there_is_rope(tmp_path: Path) -> None:
         assert found == {rope}
 
 
+def test_a_granite_file_without_a_scale_of_scores_has_the_usual_one(tmp_path: Path) -> None:
+    """Bamba's are so."""
+    model = save_model("granitemoehybrid-h", tmp_path / "model")
+    spec = describe_model(Checkpoint.open(write_gguf(model, tmp_path / "said.gguf")).config)
+    path = write_gguf(model, tmp_path / "m.gguf", keys={"attention.scale": None})
+    found = describe_model(Checkpoint.open(path).config)
+    assert found.softmax_scale == pytest.approx(found.head_dim**-0.5)
+    assert dataclasses.replace(found, softmax_scale=spec.softmax_scale) == spec
+    assert spec.softmax_scale != found.softmax_scale
+
+
+def test_a_falcon_file_whose_head_is_the_embedding_is_refused(tmp_path: Path) -> None:
+    model = save_tiny_model("falcon_h1", tmp_path / "model", tie_word_embeddings=True)
+    with pytest.raises(ModelFormatError, match=r"lacks tensor 'output\.weight': the head is the embedding"):
+        Checkpoint.open(write_gguf(model, tmp_path / "m.gguf")).config  # noqa: B018
+
+
+def test_a_nemotron_file_has_no_rope_whatever_its_keys_say(tmp_path: Path) -> None:
+    """The converter writes hidden_size // heads there, which may be odd, and more than a head."""
+    model = save_model("nemotron_h", tmp_path / "model")
+    expected = describe_model(Checkpoint.open(write_gguf(model, tmp_path / "plain.gguf")).config)
+    path = write_gguf(model, tmp_path / "m.gguf", keys={"rope.dimension_count": 99})
+    assert describe_model(Checkpoint.open(path).config) == expected
+    assert {layer.rope for layer in expected.layers} == {-1}
+
+
 def test_vectors_of_a_state_space_are_matrices_in_a_gguf_file(tmp_path: Path) -> None:
     model = save_model("granitemoehybrid-experts", tmp_path / "model")
     tensors = gguf_tensors(model)

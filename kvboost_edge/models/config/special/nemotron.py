@@ -11,7 +11,7 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.experts import ExpertNames, Experts, experts_of, flag_of
-from kvboost_edge.models.config.file import MAX_LAYERS, integer_of, number_of
+from kvboost_edge.models.config.file import MAX_LAYERS, integer_of, kinds_of_layers, number_of
 from kvboost_edge.models.config.layers import ATTENTION, NO_MIXER
 from kvboost_edge.models.config.special.hybrids import Hybrid
 from kvboost_edge.models.config.special.ssd import SsdKeys, ssd_mixer, ssd_names, time_limit_of
@@ -24,6 +24,8 @@ _STATE, _FULL, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp", "mo
 _KINDS = {_STATE: "ssd", _FULL: ATTENTION, _MLP: NO_MIXER, _EXPERTS: NO_MIXER}
 _OLDER = {"mamba": _STATE, "attention": _FULL}
 _LETTERS = {"M": _STATE, "*": _FULL, "-": _MLP, "E": _EXPERTS}  # of hybrid_override_pattern
+_OLDER_KEYS = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
+               "mamba_dt_limit": "time_step_limit"}  # fmt: skip
 _KEYS = SsdKeys("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
 _USUAL = {
     "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
@@ -40,6 +42,7 @@ def with_nemotron_words(config: Config) -> Config:
     types = _types(config)
     given = {key: value for key, value in config.items() if value is not None}
     given.setdefault("head_dim", given.get("attention_head_dim", _USUAL["head_dim"]))
+    given |= {key: given[older] for older, key in _OLDER_KEYS.items() if older in given}
     found = {**_USUAL, **given, "layer_types": types, "num_hidden_layers": len(types)}
     same = {"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"}
     return {**found, **{to: found[key] for to, key in same.items()}, "position_embedding_type": "nope"}
@@ -47,15 +50,12 @@ def with_nemotron_words(config: Config) -> Config:
 
 def _types(config: Config) -> list[str]:
     """Kinds of layers, from a list or from a letter for each."""
-    key = next((key for key in ("layers_block_type", "layer_types") if config.get(key) is not None), None)
-    pattern = config.get("hybrid_override_pattern")
-    if key is not None:
-        given = config[key]
+    key, given = kinds_of_layers(config)
+    if key == "hybrid_override_pattern":
+        types = [_LETTERS.get(letter, letter) for letter in given] if isinstance(given, str) else []
+    else:
         listed = given if isinstance(given, (list, tuple)) else []
         types = [_OLDER.get(one, one) if isinstance(one, str) else one for one in listed]
-    else:
-        key, given = "hybrid_override_pattern", pattern
-        types = [_LETTERS.get(letter, letter) for letter in given] if isinstance(given, str) else []
     if not 0 < len(types) <= MAX_LAYERS or any(one not in list(_KINDS) for one in types):
         raise ModelFormatError(f"{key}={given!r:.200} must say of each layer which of {sorted(_KINDS)} it is")
     return types

@@ -65,6 +65,14 @@ def test_older_words_in_a_config(configs: dict[str, dict[str, Any]]) -> None:
         assert describe_model({**config, "layers_block_type": types, "attention_head_dim": dim}) == spec
 
 
+def test_older_names_of_a_mixers_sizes(configs: dict[str, dict[str, Any]]) -> None:
+    """As transformers takes them, they count where both are there."""
+    config = configs["nemotron_h"]
+    newer = {"n_groups": 4, "conv_kernel": 3, "use_conv_bias": False, "time_step_limit": [0.01, 0.5]}
+    older = {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_dt_limit": [0.01, 0.5]}
+    assert describe_model({**config, **older}) == describe_model({**config, **newer}) != describe_model(config)
+
+
 def test_steps_of_time_are_limited_by_time_step_limit_alone(configs: dict[str, dict[str, Any]]) -> None:
     for limit, expected in ((None, (0.0, math.inf)), ([0.01, 0.5], (0.01, 0.5))):
         spec = describe_model({**configs["nemotron_h"], "time_step_limit": limit, "time_step_min": 0.2})
