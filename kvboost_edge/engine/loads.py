@@ -38,6 +38,10 @@ class Shelf(Protocol):
         """Whether the block is there, or might be."""
         ...
 
+    def holds(self, prefix_hash: bytes) -> bool:
+        """Whether the block is there, as far as is known."""
+        ...
+
     def dropped_from(self, prefix_hash: bytes) -> list[str]:
         """Names of the places that had the block and dropped it."""
         ...
@@ -60,6 +64,9 @@ class NoShelf:
     """Nothing is kept outside the pool."""
 
     def may_hold(self, prefix_hash: bytes) -> bool:
+        return False
+
+    def holds(self, prefix_hash: bytes) -> bool:
         return False
 
     def dropped_from(self, prefix_hash: bytes) -> list[str]:
@@ -114,6 +121,14 @@ class Load:
     def note_news(self) -> None:
         """Blocks of it arrived."""
         self._news_at = time.perf_counter()
+
+    def cut(self, num_tokens: int) -> None:
+        """Of the tokens that arrived no more than so many are of use, the first ones."""
+        rest, kept = num_tokens, Counter[str]()
+        for tier, count in self.arrived.items():
+            kept[tier] = min(count, rest)
+            rest -= kept[tier]
+        self.arrived = +kept
 
     def end(self) -> None:
         """Nothing more comes, or is wanted."""
@@ -198,9 +213,9 @@ class Loads:
             kept = ((number, key.state) for number, key in enumerate(keys, 1))
             states = {number: state for number, state in kept if self._shelf.may_hold(state.prefix_hash)}
             keys = keys[: max(states, default=0)]
-        coming = frozenset(state.prefix_hash for state in states.values())
+        wanted = frozenset(state.prefix_hash for state in states.values())
         # Blocks are published as they come and nobody waits for them any more; their state is still on its way.
-        others = (load for load in self if not load.is_done and not load.states.isdisjoint(coming))
+        others = (load for load in self if not load.is_done and not load.states.isdisjoint(wanted))
         if (other := next(others, None)) is not None:
             other.waiting.add(sequence.index)
             return other
@@ -217,7 +232,10 @@ class Loads:
             manager.states.wait(table)
         if (before := self._by_sequence.get(sequence.index)) is not None:
             self.finish(before)
-        load = Load(next(self._tickets), sequence, table, token_ids, is_prefix=is_prefix, states=coming)
+        # The deepest one alone comes. Where only the tier knows which that is, it may be any of them.
+        deepest = {states[len(keys)].prefix_hash} if states else set()
+        coming = deepest if all(map(self._shelf.holds, deepest)) else wanted
+        load = Load(next(self._tickets), sequence, table, token_ids, is_prefix=is_prefix, states=frozenset(coming))
         self._by_ticket[load.ticket] = self._by_sequence[sequence.index] = load
         self._shelf.fetch(load.ticket, keys, states)
         return load

@@ -89,7 +89,7 @@ class MoverShelf:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self.may_hold, self.cancel, self.touch = mover.may_hold, mover.cancel, mover.touch
-        self.dropped_from = mover.dropped_from
+        self.holds, self.dropped_from = mover.holds, mover.dropped_from
 
     def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey]) -> None:
         """Bring consecutive blocks of a chain, and of these states the deepest that is there."""
@@ -201,6 +201,7 @@ class Tiering(Untiered):
         """The last piece where the model keeps states: the deepest one there is, or none."""
         if behind:
             self._states.put(load.table, load.num_found + behind, piece.data)
+        load.cut(behind * self._manager.block_size)
         load.end()
         if (load.num_found + behind) * self._manager.block_size < len(load.token_ids):
             self._loads.finish(load)  # nobody has the rest, which others may be waiting for

@@ -30,6 +30,7 @@ _PIECE_BYTES = 8 << 20  # of a read: a step of 20 ms copies that in 1-2 ms
 _STAGING_BYTES = 64 << 20
 _QUEUE_BYTES = 64 << 20
 _ASKED_AT_ONCE = 1000  # states of a load that tiers are asked for: one round trip for 16,000 tokens
+_MOST_STATES_TRIED = 3  # of a load: each that turns out to be lost or damaged was read for nothing
 _TEND_SECONDS = 10.0  # at rest, between looks after the tiers
 _LAST_SECONDS = 10.0  # for the operation under way when the mover is closed
 
@@ -92,6 +93,10 @@ class Mover:
         """Whether a tier has the block, or might have it."""
         return any(tier.holds(prefix_hash) is not False for tier in self._working())
 
+    def holds(self, prefix_hash: bytes) -> bool:
+        """Whether a tier has the block, as far as is known."""
+        return any(tier.holds(prefix_hash) is True for tier in self._working())
+
     def dropped_from(self, prefix_hash: bytes) -> list[str]:
         """Names of the tiers that had the block and dropped it."""
         return [tier.name for tier in self._working() if tier.dropped(prefix_hash)]
@@ -116,7 +121,8 @@ class Mover:
     ) -> None:
         """Read consecutive blocks of a chain, as far as a tier has them; pieces come until one is the last. `states`:
         those that may be kept, by how many of the blocks they are behind. Then blocks are read up to the deepest one
-        that a tier has, and that one behind them; where it is lost, or a block before it, the next one before."""
+        that a tier has, and that one behind them; where it is lost, or a block before it, the next one before: three
+        are tried."""
         with self._changed:
             self._loads.append(_Load(ticket, addresses, states or {}))
             self._changed.notify_all()
@@ -242,18 +248,20 @@ class Mover:
         ends = self._ends(load)
         deepest = next(ends, 0)
         count = self._read_blocks(load.ticket, load.addresses[:deepest], is_all=False)
-        for end in itertools.chain([deepest], ends):
-            if 0 < end <= count and self._read_state(load, end):
+        usable = (end for end in itertools.chain([deepest], ends) if 0 < end <= count)
+        for end in itertools.islice(usable, _MOST_STATES_TRIED):
+            room = self._stage(load.ticket, 1, self._state_bytes)
+            if not len(room):
+                break  # nobody waits for it any more, or there is no memory for the next one either
+            if self._read_state(load, end, room):
                 return
-            if self._is_unwanted(load.ticket):
-                break
         self._deliver(Piece(load.ticket, self._allocated(0, self._state_bytes), "", is_last=True, behind=0))
 
     def _ends(self, load: _Load) -> Iterator[int]:
         """Behind how many blocks of a load there are states, as far as tiers say without reading them; the deepest
         first, and one of them perhaps twice. They are asked no further than somebody looks."""
         ends = sorted(load.states, reverse=True)
-        if any(tier.holds(load.states[ends[0]].prefix_hash) is True for tier in self._working()):
+        if self.holds(load.states[ends[0]].prefix_hash):
             yield ends[0]
         for start in range(0, len(ends), _ASKED_AT_ONCE):
             if self._is_unwanted(load.ticket):
@@ -290,9 +298,8 @@ class Mover:
                 break
         return at
 
-    def _read_state(self, load: _Load, end: int) -> bool:
-        """The state behind so many blocks, if a tier has it indeed: the last piece then."""
-        data = self._stage(load.ticket, 1, self._state_bytes)
+    def _read_state(self, load: _Load, end: int, data: Bytes) -> bool:
+        """The state behind so many blocks into `data`, if a tier has it indeed: the last piece then."""
         tier, count = self._read_some([load.states[end]], data)
         with self._changed:
             self._staged -= data[count:].nbytes

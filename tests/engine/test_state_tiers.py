@@ -6,6 +6,7 @@ A tier that cannot say what it has is asked; what it lost, or has damaged, costs
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from engine.test_state_schedules import bench_of, computed_by, keys_of
 from kvboost_edge.tiers import mover as mover_module
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
+from kvboost_edge.tiers.mover import Piece
 
 PROMPT = list(range(100))  # six full blocks and four tokens
 HINTS = {"snapshot_hints": (35, 70)}  # states behind two and four blocks; and behind six, the prompt's end
@@ -140,6 +142,69 @@ def test_who_waits_for_a_load_that_brings_another_state_gets_one_of_its_own() ->
         expected_hybrid(one, 1) for one in prompts
     ]
     assert [handle.result(0).cached_tokens for handle in handles] == [96, 32]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_who_has_its_blocks_waits_for_a_load_only_where_it_may_bring_a_state_of_its_own(
+    knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = filled(knows=knows)
+    bench = bench_of(tiers=[tier])
+    handles = [bench.submit(prompt, 1) for prompt in (PROMPT, [*PROMPT[:40], *range(200, 230)], [*PROMPT, 7])]
+    bench.step()
+    pieces: list[Piece] = []
+    deliver = bench.mover._deliver
+    monkeypatch.setattr(bench.mover, "_deliver", pieces.append)
+    bench.mover.pump()
+    *blocks, last = pieces
+    for piece in blocks:
+        deliver(piece)
+    bench.step()
+    assert len(bench.scheduler.loads) == 1 + knows, "the third wants what the first one's load brings"
+    monkeypatch.undo()
+    deliver(last)
+    bench.run()
+    assert [handle.result(0).cached_tokens for handle in handles] == [96, 32, 96]
+
+
+def test_what_came_behind_the_state_that_is_taken_up_is_no_hit_of_its_tier() -> None:
+    tier = filled(knows=False)
+    for number in (4, 6):
+        address, data = tier.blocks[state(number)]
+        tier.blocks[state(number)] = (address._replace(tokens=b""), data)
+    bench = bench_of(tiers=[tier])
+    computed_by(bench, PROMPT[:40])
+    _, handle = computed_by(bench, PROMPT)
+    assert (handle.result(0).cached_tokens, handle.result(0).hit_tokens) == (32, {"pool": 32})
+
+
+@pytest.mark.parametrize(("damaged", "cached"), [((4, 6), 48), ((3, 4, 6), 0)])
+def test_of_the_states_of_a_load_three_are_tried(damaged: tuple[int, ...], cached: int) -> None:
+    tier = DictTier(knows=False)
+    computed_by(bench_of(tiers=[tier]), PROMPT, terms={"snapshot_hints": (20, 35, 52, 70)})
+    for number in damaged:
+        address, data = tier.blocks[state(number)]
+        tier.blocks[state(number)] = (address._replace(tokens=b""), data)
+    assert computed_by(bench_of(tiers=[tier]), PROMPT)[0] == 100 - cached
+    assert tier.lost == set(map(state, damaged))
+    assert {state(1), state(2)} < tier.blocks.keys()
+
+
+def test_where_memory_for_one_state_is_refused_no_other_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = filled(knows=False)
+    bench = bench_of(tiers=[tier])
+    refused: list[int] = []
+    allocated = bench.mover._allocated
+
+    def refuse_states(count: int, row_bytes: int) -> Any:
+        if row_bytes == bench.parts.backend.spec.bytes_per_state and count:
+            refused.append(row_bytes)
+            return allocated(0, row_bytes)
+        return allocated(count, row_bytes)
+
+    monkeypatch.setattr(bench.mover, "_allocated", refuse_states)
+    assert computed_by(bench, PROMPT)[0] == 100
+    assert len(refused) == 1
 
 
 @pytest.mark.parametrize("knows", [True, False])

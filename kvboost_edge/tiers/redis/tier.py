@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import threading
@@ -34,10 +35,11 @@ _SHORTEST_SECRET = 16
 _PIPELINE_BYTES = 8 << 20
 _SMALL_COMMANDS = 1024  # in a pipeline, of those that carry no payload
 _MOST_TOUCHED = 4096  # between two refreshes
+_MOST_REFRESHED = 256  # with a read or a write: somebody waits for the next one
 _STALE_SHARE = 8  # a block that is used gets its time to live again when so much of it, one in so many, is over
 _MOST_SEEN = 1 << 16
 _SEEN_S = 600.0
-_NO_WRITES_S = 30.0
+_NO_WRITES_S = 30.0  # and no refreshes, after one that failed: a user may lack the permission for them alone
 _DAY_S = 86_400
 
 
@@ -82,6 +84,7 @@ class RedisTier:
         self._counts: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
         self._touched: dict[bytes, None] = {}
         self._refreshed: dict[bytes, float] = {}  # when touched blocks last got their time to live again
+        self._refreshes_again_at = 0.0
         # When blocks were last known to be on the server, so that they are not copied and sent again: it may drop any
         # of them, which a read would tell.
         self._seen: dict[bytes, float] = {}
@@ -123,7 +126,7 @@ class RedisTier:
             return prefix_hash in self._dropped and prefix_hash not in self._seen
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """These get their full time to live again, with the next read or write; each now and then, however often."""
+        """These get their full time to live again, soon, without I/O here; each now and then, however often."""
         since = self._clock() - self._ttl_s / _STALE_SHARE
         with self._lock:
             for prefix_hash in prefix_hashes:
@@ -193,11 +196,12 @@ class RedisTier:
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
         """Delete all pieces of these blocks on the server, for everybody."""
         self._lost(*prefix_hashes)
-        names = self._names_of(prefix_hashes)
-        self._ask([("UNLINK", *keys) for keys in names], _SMALL_COMMANDS)
+        names = self._names_of(prefix_hashes) or {}
+        self._ask([("UNLINK", *keys) for keys in names.values() if keys], _SMALL_COMMANDS)
 
     def tend(self) -> None:
-        """Nothing: a server says by itself what became of it."""
+        """Give touched blocks their time: what is served from the pool alone is neither read nor written. I/O."""
+        self._refresh(_MOST_TOUCHED)
 
     def stat(self) -> TierStats:
         """Counters; sizes are the server's, and not known here."""
@@ -215,14 +219,14 @@ class RedisTier:
     def close(self) -> None:
         """Give touched blocks their time and let go of the connection. I/O."""
         if not self._closed:
-            self._refresh()
+            self._refresh(_MOST_TOUCHED)
             self._closed = True
             self._server.close()
 
     # ---- reading and writing -------------------------------------------------------------------------------------
 
     def _accept(self, block: BlockAddress, pieces: list[Any], keys: list[str], into: memoryview) -> bool:
-        if any(isinstance(piece, ServerError) and piece.code != "WRONGTYPE" for piece in pieces) or not any(pieces):
+        if any(isinstance(piece, ServerError) and piece.code != "WRONGTYPE" for piece in pieces) or not all(pieces):
             self._count(missing=1)
             return False
         if all(isinstance(piece, bytes) for piece in pieces):
@@ -281,27 +285,47 @@ class RedisTier:
             _LOG.warning("%s takes no blocks, tried again every 30 s: %s", self.place, reason)
         self._no_writes = reason
 
-    def _refresh(self) -> None:
+    def _refresh(self, most: int = _MOST_REFRESHED) -> None:
+        """Give so many of the touched blocks their time, those touched first; the others, and those that the server did
+        not give it, stay touched."""
         with self._lock:
-            touched, self._touched = list(self._touched), {}
-        if touched:
-            names = self._names_of(touched)
-            answers = self._ask([("EXPIRE", key, self._ttl_s) for keys in names for key in keys], _SMALL_COMMANDS)
-            if answers is not None:
-                with self._lock:
-                    _remember(self._refreshed, touched, self._clock())
+            touched = list(itertools.islice(self._touched, most))
+        if not touched or self._clock() < self._refreshes_again_at:
+            return
+        done = self._renewed(touched)
+        with self._lock:
+            now = self._clock()
+            _remember(self._refreshed, done, now)
+            for prefix_hash in done:
+                del self._touched[prefix_hash]
+            self._refreshes_again_at = now if len(done) == len(touched) else now + _NO_WRITES_S
 
-    def _names_of(self, prefix_hashes: Sequence[bytes]) -> list[list[str]]:
-        """Keys of all pieces of the blocks that the server has; how many there are the first one says."""
+    def _renewed(self, prefix_hashes: Sequence[bytes]) -> list[bytes]:
+        """Give these blocks their time; those that the server gave it to, or that it has not got."""
+        names = self._names_of(prefix_hashes) or {}
+        keys = list(itertools.chain(*names.values()))
+        answers = self._ask([("EXPIRE", key, self._ttl_s) for key in keys], _SMALL_COMMANDS)
+        if answers is None:
+            return []
+        errors = {key for key, answer in zip(keys, answers, strict=True) if isinstance(answer, ServerError)}
+        return [prefix_hash for prefix_hash, pieces in names.items() if errors.isdisjoint(pieces)]
+
+    def _names_of(self, prefix_hashes: Sequence[bytes]) -> dict[bytes, list[str]] | None:
+        """Keys of all pieces of each block, how many there are the first one says; none where the server has not got
+        it, or something of a stranger. Blocks with other errors are not among them. None: not reached."""
         commands: list[Command] = [
             ("GETRANGE", *keys_of(self._space, prefix_hash, 0), *HEAD) for prefix_hash in prefix_hashes
         ]
-        heads = self._ask(commands, _SMALL_COMMANDS) or []
-        return [
-            keys_of(self._space, prefix_hash, value_bytes_at(self._seal, head if isinstance(head, bytes) else b""))
-            for prefix_hash, head in zip(prefix_hashes, heads, strict=False)
-            if head != b""
-        ]
+        heads = self._ask(commands, _SMALL_COMMANDS)
+        if heads is None:
+            return None
+        return {
+            prefix_hash: keys_of(self._space, prefix_hash, value_bytes_at(self._seal, head))
+            if head and isinstance(head, bytes)
+            else []
+            for prefix_hash, head in zip(prefix_hashes, heads, strict=True)
+            if not isinstance(head, ServerError) or head.code == "WRONGTYPE"
+        }
 
     def _ask(self, commands: Sequence[Command], at_once: int) -> list[Any] | None:
         if self._closed or self._server.is_off:

@@ -96,6 +96,7 @@ def test_a_block_that_lost_a_piece_is_a_miss_and_is_written_whole_again(server, 
         assert reads(tier, blocks, payloads) == 0
         assert tier.write(blocks, payloads) == 1
         assert reads(tier, blocks, payloads) == 1
+    assert (tier.stat().missing, tier.stat().refused) == (4, 0)
     tier.close()
 
 
@@ -190,63 +191,6 @@ def test_with_trust_in_place_of_a_secret_damage_is_found_all_the_same(server, cl
     client.setrange(next(key for key in stored_keys(client) if blocks[1].prefix_hash.hex() in key), 500, b"\xff\xfe")
     assert reads(tier, blocks, payloads) == 1
     tier.close()
-
-
-# ---- time to live ----------------------------------------------------------------------------------------------------
-
-
-def test_touched_blocks_get_their_time_again_with_the_next_read_and_each_now_and_then(server, client):
-    blocks, payloads = chain(80)
-    long, long_payloads = chain(1, 3 * MIB, seed=1)
-    clock = Clock()
-    tier = opened(server.url, ttl_s=1000, clock=clock)
-    tier.write(blocks + long, payloads + long_payloads)
-    keys = client.keys("*")
-
-    def refreshed() -> int:
-        """Keys that a read gives their time again once all of them are touched."""
-        for key in keys:
-            client.expire(key, 10)
-        commands = client.info("stats")["total_commands_processed"]
-        tier.touch([block.prefix_hash for block in blocks])
-        tier.touch([block.prefix_hash for block in long])
-        assert client.info("stats")["total_commands_processed"] == commands + 1, "touch itself asks nothing"
-        assert reads(tier, blocks[:1], payloads[:1]) == 1
-        return sum(client.ttl(key) > 10 for key in keys)
-
-    assert refreshed() == len(keys) == 80 + 4
-    assert refreshed() == 0, "not with every prompt"
-    clock.now += 125
-    assert refreshed() == 80 + 4
-    tier.close()
-
-
-def test_of_very_many_touched_blocks_the_rest_comes_with_the_next_prompt(server, client, monkeypatch):
-    monkeypatch.setattr(tier_module, "_MOST_TOUCHED", 5)
-    blocks, payloads = chain(8)
-    tier = opened(server.url, clock=Clock())
-    tier.write(blocks, payloads)
-    for expected in (5, 3):
-        for key in client.keys("*"):
-            client.expire(key, 10)
-        tier.touch([block.prefix_hash for block in blocks])
-        tier.read(blocks[:1], [memoryview(bytearray(1000))])
-        assert sum(client.ttl(key) > 10 for key in client.keys("*")) == expected
-    tier.close()
-
-
-def test_what_is_touched_last_is_refreshed_when_the_tier_closes(server, client):
-    blocks, payloads = chain(1)
-    tier = opened(server.url)
-    tier.write(blocks, payloads)
-    client.expire(stored_keys(client)[0], 10)
-    tier.touch([blocks[0].prefix_hash])
-    tier.close()
-    assert client.ttl(stored_keys(client)[0]) > 10
-    tier.close()
-    assert (tier.write(blocks, payloads), reads(tier, blocks, payloads), tier.holds(bytes(32))) == (0, 0, False)
-    assert tier.known() == []
-    assert not tier.stat().writable
 
 
 # ---- opening ---------------------------------------------------------------------------------------------------------
