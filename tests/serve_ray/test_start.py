@@ -143,7 +143,7 @@ def test_the_command_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
             wait_until(address, "the server to listen", 180)
             children = psutil.Process(process.pid).children(recursive=True)
             [raylet] = [child for child in children if "raylet" in child.name()]
-            found = re.search(r"/[\w/]+/kvboost-ray-\w+", " ".join(raylet.cmdline()))
+            found = re.search(r"/[\w/]+/kvray-\w+", " ".join(raylet.cmdline()))
             assert found
             files = Path(found[0])
             assert files.is_dir()
