@@ -50,7 +50,7 @@ class AcceptedDrafts:
 
     def take_in(self, works: list[ScheduledTokens[Sequence]], layout: BatchLayout) -> list[End]:
         """Let the states take in what waits of the pass of these works, and commit that. Returns who ends with it; an
-        error of the runner ends all whose drafts they are."""
+        error of the runner ends all whose drafts they are, and is none to those that were done with them."""
         waiting, self._waiting, states = self._waiting, {}, self._manager.states
         if states is None or not waiting:
             return []
@@ -66,7 +66,8 @@ class AcceptedDrafts:
         try:
             self._runner.accept_drafts(layout, accepted, slots)
         except Exception as error:
-            return [End(sequence, error=error) for sequence in sequences.values()]
+            reasons = [(sequence, waiting[sequence.index]) for sequence in sequences.values()]
+            return [End(one, reason) if reason else End(one, error=error) for one, reason in reasons]
         for sequence in sequences.values():
             self._commit(sequence, sequence.num_computed_tokens)
         return [End(one, reason) for one in sequences.values() if (reason := waiting[one.index])]

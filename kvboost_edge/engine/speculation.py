@@ -43,7 +43,8 @@ class Speculation:
 
     def draft(self, decoding: Several[Sequence], num_rows: int, budget: int, block_size: int) -> None:
         """Give `drafted` to those of the sequences, with one token to compute each, that something is proposed for. The
-        step has `num_rows` rows without drafts, and room for `budget` more."""
+        step has `num_rows` rows without drafts, and room for `budget` more, of which none gets more than an equal part while
+        others wait."""
         proposed: list[tuple[Sequence, Draft]] = []
         for sequence in decoding:
             most = self.room(sequence, block_size) if sequence.drafter is not None else 0
@@ -52,8 +53,8 @@ class Speculation:
                 proposed.append((sequence, draft))
         weighed = [draft for sequence, draft in proposed if not sequence.request.always_drafts]
         level = most_drafted(weighed, num_rows) if weighed else 0
-        for sequence, draft in proposed:
-            count = min(len(draft.token_ids) if sequence.request.always_drafts else level, budget)
+        for waiting, (sequence, draft) in zip(range(len(proposed), 0, -1), proposed, strict=True):
+            count = min(len(draft.token_ids) if sequence.request.always_drafts else level, -(-budget // waiting))
             sequence.drafted = draft.token_ids[:count]
             budget -= len(sequence.drafted)
 

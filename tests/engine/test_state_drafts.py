@@ -127,6 +127,14 @@ def test_all_sequences_together_have_no_more_drafts_than_there_are_rows_for() ->
         assert list(handle.result(0).output_token_ids) == expected_hybrid(prompt(number, 9), 30)
 
 
+def test_sequences_share_the_rows_for_drafts() -> None:
+    bench = drafting(6, num_draft_rows=6)
+    handles = [bench.submit(prompt(number, 9), 30, terms=DRAFTS) for number in range(3)]
+    finish(bench, handles)
+    drafted = [handle.result(0).drafted_tokens for handle in handles]
+    assert min(drafted) > max(drafted) // 2, "the first in rank takes all"
+
+
 def test_where_there_are_no_rows_nothing_is_guessed() -> None:
     bench = drafting(6, num_draft_rows=0)
     handle = bench.submit(prompt(1, 9), 30, terms=DRAFTS)
@@ -154,6 +162,19 @@ def test_states_that_cannot_take_drafts_in_end_their_requests_and_nobody_finds_t
     finish(bench, again)
     for number, handle in enumerate(again):
         assert list(handle.result(0).output_token_ids) == expected_hybrid([*token_ids, number], 40)
+
+
+def test_an_answer_that_its_drafts_end_is_whole_though_no_state_takes_them_in() -> None:
+    bench, token_ids = drafting(6), prompt(3, 20)
+
+    def fail() -> None:
+        raise MemoryError
+
+    runner_of(bench).on_accept = fail
+    handle = bench.submit(token_ids, 4, terms=DRAFTS)
+    bench.run()
+    assert list(handle.result(0).output_token_ids) == expected_hybrid(token_ids, 4)
+    assert handle.result(0).drafted_tokens > 0
 
 
 def test_a_slot_of_a_request_that_failed_is_another_ones_while_drafts_are_taken_in() -> None:
