@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -20,7 +22,6 @@ __all__ = ["MEMORY_PLACE", "STORE_BYTES", "ray_directory"]
 STORE_BYTES = 80 << 20  # answers are small: what Ray needs at least
 MEMORY_PLACE = "/dev/shm"
 _MEMORY_BYTES = 4 * STORE_BYTES  # free there: for Ray's store, what does not fit into that, and logs
-_PREFIX = "kvboost-ray-"
 _RANDOM = 8  # characters that `mkdtemp` puts behind it
 _INSIDE = "r"
 _MOST_SOCKET_PATH = 107  # of a Unix socket; Ray's lie below its directory
@@ -34,12 +35,12 @@ def ray_directory() -> Iterator[str]:
 
     ConfigError where its path is too long for Ray."""
     _remove_abandoned()
-    outer = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_place()))
+    outer = Path(tempfile.mkdtemp(prefix=_prefix(), dir=_place()))
     try:
         with open_unfinished(outer):  # as long as it is open, somebody lives who will remove all this
             inner = outer / _INSIDE
             if len(str(inner)) + _SESSION_PATH > _MOST_SOCKET_PATH:
-                most = _MOST_SOCKET_PATH - _SESSION_PATH - len(f"/{_PREFIX}/{_INSIDE}") - _RANDOM
+                most = _MOST_SOCKET_PATH - _SESSION_PATH - len(f"/{_prefix()}/{_INSIDE}") - _RANDOM
                 raise ConfigError(
                     f"the directory for temporary files, {tempfile.gettempdir()!r}, has too long a path for Ray's "
                     f"sockets: at most {most} characters; set TMPDIR"
@@ -47,7 +48,16 @@ def ray_directory() -> Iterator[str]:
             inner.mkdir()
             yield str(inner)
     finally:
-        shutil.rmtree(outer, ignore_errors=True)
+        _remove(outer)
+
+
+def _prefix() -> str:
+    """Of this machine since it was started: others may put theirs into the same directory, on a file system that does
+    not tell them of the locks here."""
+    boot = b""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    return f"kvray-{hashlib.sha256(platform.node().encode() + boot).hexdigest()[:6]}"
 
 
 def _place() -> str:
@@ -60,13 +70,21 @@ def _place() -> str:
 
 
 def _remove_abandoned() -> None:
-    """Directories of this user's servers that had no time to remove them. Where that fails nothing is lost but room."""
+    """Directories of this user's servers on this machine that had no time to remove them. Where that fails nothing is
+    lost but room."""
     for place in (MEMORY_PLACE, tempfile.gettempdir()):
-        for path in Path(place).glob(f"{_PREFIX}*"):
+        for path in Path(place).glob(f"{_prefix()}*"):
             with contextlib.suppress(OSError):
                 if _is_own(path) and is_abandoned(path):
                     log_facts(logging.INFO, "files of a server that was killed are removed", path=str(path))
-                    shutil.rmtree(path, ignore_errors=True)
+                    _remove(path)
+
+
+def _remove(outer: Path) -> None:
+    """What is locked in it goes last: without that nobody would know later that what could not be removed may be."""
+    shutil.rmtree(outer / _INSIDE, ignore_errors=True)
+    if not (outer / _INSIDE).exists():
+        shutil.rmtree(outer, ignore_errors=True)
 
 
 def _is_own(path: Path) -> bool:

@@ -215,10 +215,10 @@ class ReplicaPool:
 
     # What there is to know.
 
-    def replicas(self) -> dict[str, ReplicaView]:
+    def replicas(self, *, patient: bool = False) -> dict[str, ReplicaView]:
         """Each replica by its name, in the order of these; those that do not answer are left out, and are not waited
-        for once that is known."""
-        asked = self._replicas.talking
+        for once that is known, unless `patient`."""
+        asked = self._replicas.usable if patient else self._replicas.talking
         found: list[Figures] = self._replicas.ask("figures", seconds=_SAYING_SECONDS, among=asked)
         if not found:
             raise NoReplica

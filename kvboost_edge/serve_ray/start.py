@@ -9,8 +9,6 @@ import os
 import re
 import secrets
 import shlex
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -170,8 +168,10 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
                     _temp_dir=directory,
                     _node_ip_address=_LOOPBACK,
                 )
-        except Exception as error:  # where a part of it is too slow, of no kind of its own
-            _end_processes(directory)
+        except BaseException as error:  # where a part of it is too slow, of no kind of its own; of a signal too
+            _end_processes(directory)  # before the directory goes
+            if not isinstance(error, Exception):
+                raise
             raise BackendUnavailable(f"Ray does not start on this machine: {_first_line(error)}") from error
         try:
             if ray.util.get_node_ip_address() != _LOOPBACK:
@@ -316,16 +316,16 @@ def _set(values: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def _kept_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself: it is given back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    """While the block runs, Ray does not take SIGTERM for itself, which it would for good: what ends this process, and
+    with which status, is not Ray's to say while it starts either."""
+    from ray._private import utils
+
+    take = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        utils.set_sigterm_handler = take
 
 
 def log_replicas(pool: ReplicaPool) -> None:

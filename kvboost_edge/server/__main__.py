@@ -88,7 +88,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
             if leaves and not engine.paged_stats()["tiers"]:
                 log_facts(logging.WARNING, "what is cached of a model is lost when it is unloaded: --disk-cache-dir")
             run_server(app, options.settings, listener)
-            ended.set()
+            _close_from_now(ended)
     if app.state.kv.models.loader.left is not None:
         # The interpreter would wait for the threads of a download, however long that takes. All else is closed.
         sys.stdout.flush()
@@ -117,7 +117,7 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
             log_replicas(pool)
             if not ended.is_set():
                 run_server(create_app(pool, options.settings), options.settings, listener)
-                ended.set()
+                _close_from_now(ended)
 
 
 def _budget(options: ServeOptions) -> int | None:
@@ -193,7 +193,7 @@ def _log_packing(stopped: threading.Event | None = None) -> Callable[[int, int],
 def _ended_by_signal() -> Iterator[threading.Event]:
     """While the model loads, SIGTERM ends the process with 0 by SystemExit, a second one at once. As process 1 of a
     container nothing else would end it. The event is set too: code that swallows exceptions must not lose the signal.
-    Who has served sets it: what is closed then is cut short at once too.
+    Who has served calls `_close_from_now`: what is closed then is cut short at once too.
     """
     ended = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -209,11 +209,20 @@ def _ended_by_signal() -> Iterator[threading.Event]:
         log_facts(logging.INFO, "ended while loading", signal=signal.Signals(number).name)
         raise SystemExit(0)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, end)
     try:
         yield ended
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _close_from_now(ended: threading.Event) -> None:
+    """Another signal ends the process at once, Ctrl-C too: KeyboardInterrupt would only leave one wait for the next."""
+    ended.set()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

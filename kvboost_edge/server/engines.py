@@ -115,11 +115,13 @@ class Engine(Figures, Protocol):
 class Replicated(Protocol):
     """What stands for several engines can tell of each."""
 
-    def replicas(self) -> Mapping[str, Figures]:
-        """The figures of each by its name. Waits for them: not for the event loop."""
+    def replicas(self, *, patient: bool = False) -> Mapping[str, Figures]:
+        """The figures of each by its name. Waits for them: not for the event loop. patient: for those too that were
+        silent lately."""
         ...
 
 
-def replicas_of(engine: Engine) -> Mapping[str, Figures]:
-    """The figures of each of the engines that this one stands for, by name; of a single one under ""."""
-    return engine.replicas() if isinstance(engine, Replicated) else {"": engine}
+def replicas_of(engine: Engine, *, patient: bool = False) -> Mapping[str, Figures]:
+    """The figures of each of the engines that this one stands for, by name; of a single one under "". patient: see
+    `Replicated.replicas`."""
+    return engine.replicas(patient=patient) if isinstance(engine, Replicated) else {"": engine}

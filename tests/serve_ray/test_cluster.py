@@ -186,9 +186,14 @@ def test_one_replica_becomes_three_and_one_again_under_streams(cluster: Cluster,
             wait_until(cluster.num_running, "streams to run on one replica", 60)
             three = scaled(3)
             assert one < three
-            wait_until(lambda: all(cluster.running().values()), "each of three to have some", 60)
+
+            def each_has_some() -> bool:
+                running = cluster.running()
+                return running.keys() == three and all(running.values())
+
+            wait_until(each_has_some, "each of three to have some", 120)
             assert scaled(1) < three
-            wait_until(lambda: cluster.states() == {"RUNNING": 1}, "the two others to have ended what they had", 60)
+            wait_until(lambda: cluster.states() == {"RUNNING": 1}, "the two others to have ended what they had", 120)
         finally:
             is_enough.set()
         texts = [set(stream.result(timeout=120)) for stream in streams]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.host.unfinished import open_unfinished
 from kvboost_edge.serve_ray import directory
 from kvboost_edge.serve_ray.directory import ray_directory
 
@@ -54,7 +57,8 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(memory: Path, monkeypatc
     """The message says how long it may be."""
     disk = memory.parent / "disk"
     monkeypatch.setattr(directory, "_MOST_SOCKET_PATH", len(str(disk)) + 200)
-    longest = directory._MOST_SOCKET_PATH - directory._SESSION_PATH - len("/kvboost-ray-/r") - directory._RANDOM
+    own = len(f"/{directory._prefix()}/r") + directory._RANDOM
+    longest = directory._MOST_SOCKET_PATH - directory._SESSION_PATH - own
     fits, too_long = (disk / ("x" * (longest - len(str(disk)) - 1 + more)) for more in (0, 1))
     for path in (fits, too_long):
         path.mkdir()
@@ -68,13 +72,13 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(memory: Path, monkeypatc
 
 
 def test_in_memory_no_path_is_too_long() -> None:
-    assert len(f"/dev/shm/{directory._PREFIX}/r") + directory._RANDOM + directory._SESSION_PATH <= 107
+    assert len(f"/dev/shm/{directory._prefix()}/r") + directory._RANDOM + directory._SESSION_PATH <= 107
 
 
 def test_what_a_server_that_was_killed_has_left_is_removed_by_the_next(memory: Path) -> None:
     """And nothing of one that lives, and nothing that is no server's."""
     memory.mkdir()
-    other = memory / "kvboost-ray-somebody"
+    other = memory / f"{directory._prefix()}somebody"
     other.mkdir()
     program = (
         "import sys, tempfile\n"
@@ -95,3 +99,42 @@ def test_what_a_server_that_was_killed_has_left_is_removed_by_the_next(memory: P
     assert (left / "prompt").exists()
     with ray_directory() as found:
         assert {other, Path(found).parent} == set(memory.iterdir())
+
+
+def left_behind(place: Path) -> Path:
+    """A directory as a server that was killed leaves it."""
+    left = place / f"{directory._prefix()}left"
+    (left / "r").mkdir(parents=True)
+    open_unfinished(left).close()
+    return left
+
+
+def test_what_another_machine_has_there_stays(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its locks may not be seen from here."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(platform, "node", lambda: "another machine")
+        theirs = left_behind(memory)
+    own = left_behind(memory)
+    with ray_directory():
+        assert not own.exists()
+        assert theirs.exists()
+
+
+def test_what_could_not_be_removed_is_tried_again(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whichever server: what tells that nobody lives there is the last to go."""
+    memory.mkdir()
+
+    def keep_inner(path: Path, **options: Any) -> None:
+        """As if the files that Ray has there were held."""
+        for one in path.glob(".new-*"):
+            one.unlink()
+
+    with monkeypatch.context() as held:
+        held.setattr(shutil, "rmtree", keep_inner)
+        with ray_directory() as found:
+            left = Path(found).parent
+        assert left.exists()
+        with ray_directory():
+            assert left.exists()
+    with ray_directory():
+        assert not left.exists()

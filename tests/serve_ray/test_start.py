@@ -22,7 +22,7 @@ from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.serve_ray.directory import MEMORY_PLACE
 from kvboost_edge.serve_ray.replica import own_options
 from kvboost_edge.serve_ray.start import _OWN, flags_of, loading_error, own_cluster
-from kvboost_edge.server.__main__ import main
+from kvboost_edge.server.__main__ import _ended_by_signal, main
 from kvboost_edge.server.flags import parse_flags
 from live_servers import wait_until
 
@@ -79,6 +79,30 @@ def test_of_a_ray_that_does_not_start_whole_nothing_is_left(monkeypatch: pytest.
     for process in started:
         process.communicate(timeout=60)
     assert is_running == [False, True]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_ray_starts_leaves_none_of_it(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it ends this process as it would have before: Ray's handler would do so with another status."""
+    ray = pytest.importorskip("ray")
+    utils = pytest.importorskip("ray._private.utils")
+    started: list[subprocess.Popen[bytes]] = []
+
+    def init(_temp_dir: str, **_: Any) -> None:
+        utils.set_sigterm_handler(lambda *_: sys.exit(number))
+        command = [sys.executable, "-c", "import sys; sys.stdin.read()", _temp_dir]
+        started.append(subprocess.Popen(command, stdin=PIPE))
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(ray, "init", init)
+    with _ended_by_signal(), pytest.raises((SystemExit, KeyboardInterrupt)) as told, own_cluster(1):
+        pass
+    is_running = [process.poll() is None for process in started]
+    for process in started:
+        process.communicate(timeout=60)
+    assert is_running == [False]
+    assert (told.type, *told.value.args) == ((SystemExit, 0) if number == signal.SIGTERM else (KeyboardInterrupt,))
 
 
 def test_without_ray_the_flag_says_what_to_install(
@@ -143,7 +167,7 @@ def test_the_command_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
             wait_until(address, "the server to listen", 180)
             children = psutil.Process(process.pid).children(recursive=True)
             [raylet] = [child for child in children if "raylet" in child.name()]
-            found = re.search(r"/[\w/]+/kvboost-ray-\w+", " ".join(raylet.cmdline()))
+            found = re.search(r"/[\w/]+/kvray-\w+", " ".join(raylet.cmdline()))
             assert found
             files = Path(found[0])
             assert files.is_dir()

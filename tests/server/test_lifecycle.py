@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvboost_edge.server.__main__ import _ended_by_signal
+from kvboost_edge.server.__main__ import _close_from_now, _ended_by_signal
 from live_servers import wait_until
 
 pytestmark = pytest.mark.alone
@@ -123,8 +123,9 @@ def test_a_second_signal_exits_at_once():
             assert time.monotonic() - started < 5
 
 
-def test_a_signal_while_it_closes_exits_at_once(monkeypatch, caplog):
-    """It does not say that the model was loading."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_closes_exits_at_once(number, monkeypatch, caplog):
+    """It does not say that the model was loading. Later all is as before."""
 
     class Exited(BaseException):
         pass
@@ -133,10 +134,12 @@ def test_a_signal_while_it_closes_exits_at_once(monkeypatch, caplog):
         raise Exited(code)
 
     monkeypatch.setattr(os, "_exit", exit_with)
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
     with _ended_by_signal() as ended:
-        ended.set()
-        with pytest.raises(Exited, match=str(128 + signal.SIGTERM)):
-            signal.raise_signal(signal.SIGTERM)
+        _close_from_now(ended)
+        with pytest.raises(Exited, match=str(128 + number)):
+            signal.raise_signal(number)
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == before
     assert [record.message for record in caplog.records] == ["exiting at once"]
 
 

@@ -45,7 +45,8 @@ class Admission:
     """Counts what is in flight, tenant by tenant (see shares.py); only the event loop's thread touches it."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        pools = [figures.paged_stats() for figures in replicas_of(engine).values()]
+        # Once, for as long as the server runs: one that is busy just now counts too.
+        pools = [figures.paged_stats() for figures in replicas_of(engine, patient=True).values()]
         self.weights = settings.tenant_weights
         self.batch = settings.max_batch_size or sum(int(pool["max_num_seqs"]) for pool in pools)
         sizes = [int(pool["num_blocks"]) * int(pool["block_size"]) for pool in pools]

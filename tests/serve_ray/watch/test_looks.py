@@ -116,6 +116,11 @@ def test_one_that_does_not_answer_is_neither_chosen_nor_waited_for_until_it_does
     assert handle.given_up["b", "tell"]
     assert [*whole.replicas()] == ["a", "c"]
     assert whole.num_waiting() == 4
+    asked = handle.asked["b", "figures"]
+    with monkeypatch.context() as brief:
+        brief.setattr(pool, "_SAYING_SECONDS", 0.05)
+        assert [*whole.replicas(patient=True)] == ["a", "c"]
+    assert handle.asked["b", "figures"] == asked + 1, "who is patient asks it too"
     assert whole.block_map() == [ord("a"), ord("c")]
     assert len(whole.block_details()) == 2
     assert three.usable == {"a", "b", "c"}

@@ -8,6 +8,7 @@ import httpx
 
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
+from kvboost_edge.server.work.admission import Admission
 
 
 class Pair:
@@ -19,7 +20,7 @@ class Pair:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def replicas(self) -> dict[str, Any]:
+    def replicas(self, *, patient: bool = False) -> dict[str, Any]:
         return {"a": self.engine, "b": self.engine}
 
 
@@ -42,6 +43,19 @@ async def test_each_replica_has_its_pool(tiny_engine: Any) -> None:
         assert shown["num_blocks"] == pool["num_blocks"]
         assert shown["bytes"] == pool["loaded_chunks"] * pool["bytes_per_block"]
         assert (shown["running"], shown["waiting"], shown["hit_rate"]) == (0, 0, blocks["hit_rate"])
+
+
+def test_the_queue_has_room_for_one_that_is_silent_when_the_server_starts(tiny_engine: Any) -> None:
+    """Its bounds stay as they are then."""
+
+    class Half(Pair):
+        def replicas(self, *, patient: bool = False) -> dict[str, Any]:
+            return super().replicas() if patient else {"a": self.engine}
+
+    settings = ServerSettings(model_name="tiny")
+    half, pair = (Admission(kind(tiny_engine), settings) for kind in (Half, Pair))
+    assert (half.max_sequences, half.batch) == (pair.max_sequences, pair.batch)
+    assert half.batch == 2 * tiny_engine.paged_stats()["max_num_seqs"]
 
 
 async def test_a_single_engine_has_no_replicas(tiny_app: httpx.AsyncClient) -> None:
