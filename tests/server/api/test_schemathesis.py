@@ -134,9 +134,9 @@ ANSWER_FORMATS = (
 
 
 def calls_tools(body: dict[str, Any]) -> bool:
-    messages = body.get("messages")
-    called = isinstance(messages, list) and any(isinstance(one, dict) and one.get("tool_calls") for one in messages)
-    return bool(body.get("tools")) or called
+    given = [one for name in ("messages", "input") if isinstance(body.get(name), list) for one in body[name]]
+    called = [one for one in given if isinstance(one, dict) and (one.get("tool_calls") or "arguments" in one)]
+    return bool(body.get("tools") or called)
 
 
 def is_not_exact(value: Any) -> bool:

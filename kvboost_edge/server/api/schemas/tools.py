@@ -11,7 +11,7 @@ from pydantic import PlainValidator, WithJsonSchema
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.schemas.strict import field_error
 
-__all__ = ["Called", "ToolCalls", "ToolChoice", "ToolChoiceField", "Tools", "size_of_tools"]
+__all__ = ["NAME_SCHEMA", "Called", "ToolCalls", "ToolChoice", "ToolChoiceField", "Tools", "size_of_tools"]
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -161,19 +161,20 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
 
 
 _FUNCTION = {"const": "function"}
-_NAME_SCHEMA = {"type": "string", "pattern": f"^{_NAME.pattern}$", "maxLength": COUNTS["tool_name"].high}
+NAME_SCHEMA = {"type": "string", "pattern": f"^{_NAME.pattern}$", "maxLength": COUNTS["tool_name"].high}
+"""Of a function's name."""
 _TOOL = _object(
     {
         "type": _FUNCTION,
         "function": _object(
-            {"name": _NAME_SCHEMA},
+            {"name": NAME_SCHEMA},
             description={"type": "string"},
             parameters={"type": "object"},
             strict={"type": "boolean"},
         ),
     }
 )
-_CHOSEN = _object({"type": _FUNCTION, "function": _object({"name": _NAME_SCHEMA})})
+_CHOSEN = _object({"type": _FUNCTION, "function": _object({"name": NAME_SCHEMA})})
 _SOME = {"type": "array", "minItems": 1, "items": _CHOSEN}
 _ALLOWED = _object({"mode": {"enum": ["auto", "required"]}, "tools": _SOME})
 _CHOICE = {
@@ -184,7 +185,7 @@ _CHOICE = {
     ]
 }
 _CALL = _object(
-    {"function": _object({"name": _NAME_SCHEMA}, arguments={"type": "string"})},
+    {"function": _object({"name": NAME_SCHEMA}, arguments={"type": "string"})},
     type=_FUNCTION,
     id={"type": "string", "maxLength": COUNTS["tool_call_id"].high},
 )

@@ -14,6 +14,7 @@ from pydantic import PlainValidator, WithJsonSchema
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.schemas.shared import is_text
 from kvboost_edge.server.api.schemas.strict import field_error
+from kvboost_edge.server.api.schemas.tools import NAME_SCHEMA
 
 __all__ = ["Items", "new_id", "size_of_items", "text_of"]
 
@@ -172,8 +173,8 @@ _SCHEMAS = [
         **_COMMON,
     ),
     _object(
-        {"type": {"const": "function_call"}, **_CALL_ID, "name": _length("tool_name"), "arguments": _TEXT},
-        namespace=_length("tool_name"),
+        {"type": {"const": "function_call"}, **_CALL_ID, "name": NAME_SCHEMA, "arguments": _TEXT},
+        namespace=NAME_SCHEMA,
         **_COMMON,
     ),
     _object(
