@@ -50,6 +50,24 @@ def random_prompt(rng: random.Random, stems: list[list[int]], known: list[list[i
     return rng.choice(stems)[: rng.choice((16, 48))] + tail
 
 
+def outcomes(wanted: list[tuple[RequestHandle, list[int]]], seed: int) -> Counter[str]:
+    """What became of requests, each of which has the tokens of a single run, or the first of them."""
+    found: Counter[str] = Counter()
+    for handle, tokens in wanted:
+        try:
+            result = handle.result(0)
+        except PassFailed:
+            found["failed"] += 1
+            continue
+        output = list(result.output_token_ids)
+        is_whole = result.finish_reason != "cancelled"
+        assert output == (tokens if is_whole else tokens[: len(output)]), f"seed {seed}, request {handle.index}"
+        found += Counter({tier: tokens for tier, tokens in result.hit_tokens.items() if tokens})
+        found["missing states"] += result.miss_reason == "state"
+        assert (result.matched_tokens > result.cached_tokens) == (result.miss_reason == "state")
+    return found
+
+
 def run_schedule(seed: int) -> Counter[str]:
     """One random schedule; what happened in it, so that the caller sees that everything did."""
     rng = random.Random(seed)
@@ -113,19 +131,7 @@ def run_schedule(seed: int) -> Counter[str]:
             bench.mover.pump(rng.choice((1, 2)))
         idle = 0 if bench.step() or bench.mover.pump(1) else idle + 1
     bench.run()
-    found: Counter[str] = Counter()
-    for handle, tokens in wanted:
-        try:
-            result = handle.result(0)
-        except PassFailed:
-            found["failed"] += 1
-            continue
-        output = list(result.output_token_ids)
-        is_whole = result.finish_reason != "cancelled"
-        assert output == (tokens if is_whole else tokens[: len(output)]), f"seed {seed}, request {handle.index}"
-        found += Counter({tier: tokens for tier, tokens in result.hit_tokens.items() if tokens})
-        found["missing states"] += result.miss_reason == "state"
-        assert (result.matched_tokens > result.cached_tokens) == (result.miss_reason == "state")
+    found = outcomes(wanted, seed)
     states = bench.manager.states
     assert states is not None
     assert bench.manager.used_block_count == 0
