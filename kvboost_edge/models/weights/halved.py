@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import TracebackType
-
 import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.weights.source import QuantRows, StoredRows, WeightSource
+from kvboost_edge.models.weights.source import QuantRows, StoredRows, WeightSource, WrappedSource
 
 __all__ = ["HalvedSource"]
 
@@ -17,40 +14,22 @@ Floats = npt.NDArray[np.float32]
 _TURNED = tuple(f".self_attn.{name}_proj.{what}" for name in "qk" for what in ("weight", "bias"))
 
 
-class HalvedSource:
+class HalvedSource(WrappedSource):
     """`source` with the rows of queries and keys reordered within each head of `head_dim`: of its first 2 * half
     channels the even ones, then the odd ones; the rest stay. Scores are sums over channels, so nothing else changes.
     """
 
     def __init__(self, source: WeightSource, head_dim: int, half: int) -> None:
-        self._source = source
+        super().__init__(source)
         order = np.arange(head_dim, dtype=np.int64)
         order[: 2 * half] = order[: 2 * half].reshape(half, 2).T.reshape(-1)
         self._order = order
-
-    def __enter__(self) -> HalvedSource:
-        self._source.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._source.__exit__(kind, error, trace)
 
     def names(self) -> set[str]:
         return self._source.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(name)
-
-    def kind(self, name: str) -> str | None:
-        return self._source.kind(name)
-
-    def type_of(self, name: str) -> str:
-        return self._source.type_of(name)
-
-    def file_of(self, name: str) -> Path:
-        return self._source.file_of(name)
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
         if not name.endswith(_TURNED):

@@ -12,8 +12,6 @@ Rows of queries and keys whose rope turns neighbours are in halved.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ from kvboost_edge.models.config.mixers import Mixer, MixerNames
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.special.hybrids import OUTPUT_GATE
 from kvboost_edge.models.weights.halved import HalvedSource
-from kvboost_edge.models.weights.source import QuantRows, StoredRows, WeightSource
+from kvboost_edge.models.weights.source import QuantRows, StoredRows, WeightSource, WrappedSource
 
 __all__ = ["MixerSource", "PieceSource", "in_kernel_order", "mixer_pieces"]
 
@@ -53,22 +51,14 @@ def in_kernel_order(open_files: Callable[[], WeightSource], config: Mapping[str,
     return MixerSource(source, spec)
 
 
-class MixerSource:
+class MixerSource(WrappedSource):
     """`source` of a model with such tensors. Quantized queries and gates keep their codes: whole rows change places."""
 
     def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
-        self._source, self._taps = source, spec.mixer.taps if spec.mixer else 0
+        super().__init__(source)
+        self._taps = spec.mixer.taps if spec.mixer else 0
         self._conv = f".{spec.hybrid.names.conv}" if spec.hybrid is not None and spec.mixer else ""
         self._head_dim = spec.head_dim if spec.family.output_gate else 0
-
-    def __enter__(self) -> MixerSource:
-        self._source.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._source.__exit__(kind, error, trace)
 
     def names(self) -> set[str]:
         found = set()
@@ -79,15 +69,15 @@ class MixerSource:
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        stored = self._source.shape(self._name(name))
+        stored = self._source.shape(self._stored_as(name))
         if self._is_conv(name):
             return (self._conv_shape(name, stored)[0] * stored[-1],)
         if not self._is_interleaved(name):
             return stored
         if stored[0] % (2 * self._head_dim):
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {self._name(name)!r} has {stored[0]} rows, which are not queries and "
-                f"gates of heads of {self._head_dim}"
+                f"{self.file_of(name)}: tensor {self._stored_as(name)!r} has {stored[0]} rows, which are not queries "
+                f"and gates of heads of {self._head_dim}"
             )
         return stored[0] // 2, *stored[1:]
 
@@ -99,37 +89,28 @@ class MixerSource:
         stop = self.shape(name)[0] if stop is None else stop
         if self._is_interleaved(name):
             stored, pick = self._stored(name, start, stop)
-            return self._source.rows(self._name(name), *stored)[pick]
-        values = self._source.rows(self._name(name), start, stop)
-        if self._name(name) == name:
+            return self._source.rows(self._stored_as(name), *stored)[pick]
+        values = self._source.rows(self._stored_as(name), start, stop)
+        if self._stored_as(name) == name:
             return values
         with np.errstate(over="ignore"):  # infinity is found where weights are packed
             decay: Floats = (-np.exp(values.astype(np.float64))).astype(np.float32)
         return decay
 
-    def kind(self, name: str) -> str | None:
-        return self._source.kind(self._name(name))
-
-    def type_of(self, name: str) -> str:
-        return self._source.type_of(self._name(name))
-
-    def file_of(self, name: str) -> Path:
-        return self._source.file_of(self._name(name))
-
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
         if not self._is_interleaved(name):
             return self._source.quant_rows(name, start, stop)
         stored, pick = self._stored(name, start, stop)
-        found = self._source.quant_rows(self._name(name), *stored)
+        found = self._source.quant_rows(self._stored_as(name), *stored)
         minima = None if found.minima is None else found.minima[pick]
         return found._replace(codes=found.codes[pick], scales=found.scales[pick], minima=minima)
 
     def stored_rows(self, name: str) -> StoredRows:
-        if self._is_conv(name) or self._is_interleaved(name) or self._name(name) != name:
+        if self._is_conv(name) or self._is_interleaved(name) or self._stored_as(name) != name:
             raise ModelFormatError(f"{self.file_of(name)}: tensor {name!r} is not stored as its rows are read")
         return self._source.stored_rows(name)
 
-    def _name(self, name: str) -> str:
+    def _stored_as(self, name: str) -> str:
         """What the source calls it."""
         if name.endswith(_DECAY):
             logs = name.removesuffix(_DECAY) + _LOG
@@ -168,25 +149,17 @@ def mixer_pieces(mixer: Mixer, names: MixerNames) -> dict[str, int]:
     return {z: mixer.value_heads * mixer.value_dim, xbc: mixer.channels, dt: mixer.value_heads}
 
 
-class PieceSource:
+class PieceSource(WrappedSource):
     """`source` with the matrices called `whole` inside a layer read as pieces, all formats as they are stored."""
 
     def __init__(self, source: WeightSource, whole: str, pieces: Mapping[str, int]) -> None:
         """pieces: their names and rows, in the order in which they lie."""
-        self._source, self._whole, self._rows = source, f".{whole}.", sum(pieces.values())
+        super().__init__(source)
+        self._whole, self._rows = f".{whole}.", sum(pieces.values())
         self._pieces, first = {}, 0
         for name, rows in pieces.items():
             self._pieces[f".{name}."] = (first, rows)
             first += rows
-
-    def __enter__(self) -> PieceSource:
-        self._source.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._source.__exit__(kind, error, trace)
 
     def names(self) -> set[str]:
         found = set()
@@ -205,15 +178,6 @@ class PieceSource:
             )
         return rows, *shape[1:]
 
-    def kind(self, name: str) -> str | None:
-        return self._source.kind(self._place(name)[0])
-
-    def type_of(self, name: str) -> str:
-        return self._source.type_of(self._place(name)[0])
-
-    def file_of(self, name: str) -> Path:
-        return self._source.file_of(self._place(name)[0])
-
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
         stored, first, rows = self._place(name)
         if stored == name:
@@ -231,6 +195,9 @@ class PieceSource:
         stored, first, _ = self._place(name)
         found = self._source.stored_rows(stored)
         return found._replace(start=found.start + first * found.row_bytes)
+
+    def _stored_as(self, name: str) -> str:
+        return self._place(name)[0]
 
     def _place(self, name: str) -> tuple[str, int, int]:
         """What the source calls the tensor that a name is a piece of, and the piece's first row and rows there."""

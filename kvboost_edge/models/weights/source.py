@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.host.file_memo import FileStamp
 
-__all__ = ["QuantRows", "StoredRows", "WeightSource", "WeightSummary"]
+__all__ = ["QuantRows", "StoredRows", "WeightSource", "WeightSummary", "WrappedSource"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -103,3 +103,36 @@ class WeightSummary:
     num_params: int
     nbytes: int
     dtypes: dict[str, int]
+
+
+class WrappedSource:
+    """What sources have in common that read another one's tensors under other names, or in another order.
+
+    It opens and closes that one; a tensor has the kind and the file of the one it is read from, see `_stored_as`. The
+    rest of `WeightSource` is for who inherits.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def __enter__(self) -> Self:
+        self._source.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._source.__exit__(kind, error, trace)
+
+    def kind(self, name: str) -> str | None:
+        return self._source.kind(self._stored_as(name))
+
+    def type_of(self, name: str) -> str:
+        return self._source.type_of(self._stored_as(name))
+
+    def file_of(self, name: str) -> Path:
+        return self._source.file_of(self._stored_as(name))
+
+    def _stored_as(self, name: str) -> str:
+        """What the source calls the tensor that holds this one."""
+        return name
