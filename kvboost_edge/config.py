@@ -11,6 +11,7 @@ from typing import Any
 from kvboost_edge.errors import ConfigError
 
 __all__ = [
+    "DEFAULT_DRAFT_TOKENS",
     "KV_BIT_PAIRS",
     "MAX_WEIGHT",
     "MOST_DRAFT_TOKENS",
@@ -73,7 +74,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _LEAST_DISK_BYTES = 1 << 20
 _MAX_THREADS = 1024  # more than any machine has cores: each takes a stack, and beyond some number the system refuses
 _MOST_PRIMER_TOKENS = 65536
-MOST_DRAFT_TOKENS = 63
+DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 31, 63
 _MOST_CHUNK_TOKENS = 65536
 
 KV_BIT_PAIRS = ((16, 16), (8, 8), (8, 4), (4, 8), (4, 4))
@@ -121,7 +122,8 @@ class EngineConfig:
     answered lately, is computed along with the next token, and kept as far as it is what would have been sampled: the
     same answers, sooner. "auto": with the native runner, where it is expected to pay; "on": whenever something is
     proposed; "off". `max_draft_tokens`: most in a step, of a model with states those of all sequences together; with a
-    quantized cache to the end of a block at most.
+    quantized cache to the end of a block at most. None: 31; under "auto" fewer, down to none, where the states of a
+    model leave no room for what so many bring to them.
     `chunk_strategy` None: by the others, semantic with a window, fixed with a chunk_size, overlap_k or sink_tokens,
     else document. `chunk_size` None: 128.
     """
@@ -166,7 +168,7 @@ class EngineConfig:
     sink_tokens: int = 0
     primer_tokens: int = 256
     speculation: str = "auto"
-    max_draft_tokens: int = 31
+    max_draft_tokens: int | None = None
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -187,7 +189,8 @@ class EngineConfig:
         self._check_sizes()
         self._check_tiers()
         self._check_reuse()
-        _check_int("max_draft_tokens", self.max_draft_tokens, low=1, high=MOST_DRAFT_TOKENS)
+        if self.max_draft_tokens is not None:
+            _check_int("max_draft_tokens", self.max_draft_tokens, low=1, high=MOST_DRAFT_TOKENS)
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device={self.device!r} must be a string such as 'cpu', 'mps', 'cuda' or 'cuda:0'")
         for name in ("strict", "local_files_only", "pack_cache", "redis_trust", "debug_checks"):

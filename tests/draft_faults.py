@@ -29,6 +29,10 @@ DRAFT_FAULTS = (
      "certain=np.array([one.stop - one.start", _OF_DRAFTS),
     ("drafts: more than there are rows for", "engine/scheduler.py", "room = min(room, manager.states.num_draft_rows)",
      "pass", _OF_DRAFTS),
-    ("drafts: their room does not count", "engine/state_budget.py", "max(0, given - draft_bytes) // size",
-     "given // size", _OF_BUDGET),
+    ("drafts: their room does not count", "engine/state_budget.py",
+     "max(0, config.max_state_bytes - draft_bytes) // size", "config.max_state_bytes // size", _OF_BUDGET),
+    ("drafts: they keep an engine from starting", "engine/state_budget.py", "range(DEFAULT_DRAFT_TOKENS, -1, -1)",
+     "(DEFAULT_DRAFT_TOKENS,)", _OF_BUDGET),
+    ("drafts: more than there is room for are proposed", "engine/intake.py", "else min(asked, most)", "else asked",
+     _OF_BUDGET),
 )  # fmt: skip

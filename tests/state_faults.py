@@ -58,7 +58,7 @@ STATE_FAULTS = (
      "return found if beyond else", _OF_TABLES),
     ("state: slots of two sequences swapped", _BATCH, "state_out=np.array([plan.write for plan in plans]",
      "state_out=np.array([plan.write for plan in plans[::-1]]", _OF_SCHEDULES),
-    ("state: a budget one slot too small", _BUDGET, "if num_slots < num_seqs + 1:", "if num_slots < num_seqs:",
+    ("state: a budget one slot too small", _BUDGET, "and num_slots < num_seqs + 1:", "and num_slots < num_seqs:",
      _OF_BUDGET),
     ("borders: one token late", _BORDERS, "np.flatnonzero(found).tolist()", "(np.flatnonzero(found) + 1).tolist()",
      _OF_BORDERS),

@@ -202,7 +202,8 @@ def _arithmetic(fit: Fit) -> str:
     spare = fit.available - fit.needed
     rest = f"{_gb(spare)} stay for the rest" if spare >= 0 else f"{_gb(-spare)} are missing"
     copies = " and the runner's copies" * fit.info.copies_kv
-    return f"{_gb(fit.needed)} of weights, pool, states{copies}, {_gb(fit.available)} available: {rest}"
+    shortage = f"; {fit.shortage}" if fit.shortage else ""
+    return f"{_gb(fit.needed)} of weights, pool, states{copies}, {_gb(fit.available)} available: {rest}{shortage}"
 
 
 def _packing(
@@ -235,6 +236,7 @@ def _knobs(fit: Fit, packed: Mapping[str, int], kv_bits: tuple[int, int]) -> str
         found += [f"kv_cache_bits={' or '.join(fewer)}: the bytes of a token"] if fewer else []
     if fit.info.kv_spec.states:
         found.append(f"max_state_bytes or max_num_seqs: the states, {_gb(fit.info.kv_spec.bytes_per_state)} each")
+        found.append(f"max_draft_tokens: drafts, {_gb(fit.info.kv_spec.bytes_per_draft)} each")
     return "; ".join(found)
 
 

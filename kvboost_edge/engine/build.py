@@ -15,7 +15,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.fit import plan_fit
 from kvboost_edge.engine.ledger import MemoryLedger, num_open_blocks, plan_num_blocks
 from kvboost_edge.engine.selection import Selection, available_on, select_path
-from kvboost_edge.engine.state_budget import check_options, plan_states
+from kvboost_edge.engine.state_budget import check_options, drafts_shortage, plan_states
 from kvboost_edge.engine.tiering import check_tiers, open_tiers
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
@@ -220,6 +220,8 @@ def _assemble(
         *(info.name, info.dtype, backend.name, choice.device, choice.reason, num_blocks, backend.pool_bytes / 1e6),
         max_num_seqs,
     )
+    if shortage := drafts_shortage(config, info, state_sizes):
+        _LOG.warning("%s", shortage)
     kv = info.kv_spec
     kv_format = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}/{info.name}-{info.dtype}/{backend.name}"
     # What outlives the process must not be taken for exact by another version, or by other forms of the kernels.

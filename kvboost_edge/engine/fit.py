@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import check_weights_fit, memory_beside, plan_num_blocks, planned_pool_bytes
 from kvboost_edge.engine.selection import Selection, available_on, planned_info, select_path
-from kvboost_edge.engine.state_budget import check_options, plan_states, planned_state_bytes
+from kvboost_edge.engine.state_budget import check_options, drafts_shortage, plan_states, planned_states, state_bytes
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
@@ -33,7 +33,8 @@ class Fit:
 
     info        what the runner will say of itself
     available   memory that can be had before the weights are loaded;  beside: what they leave of it
-    pool        of keys and values, as it will be made;  states: of the slots beside it
+    pool        of keys and values, as it will be made;  states: of the slots beside it, and of rows for drafts
+    shortage    what is to be said where those leave room for fewer drafts than there would be; "" elsewhere
     refusal     why the engine refuses to start, with the arithmetic; "" where it fits
     """
 
@@ -42,6 +43,7 @@ class Fit:
     beside: int
     pool: int
     states: int
+    shortage: str
     refusal: str
 
     @property
@@ -73,7 +75,7 @@ def plan_fit(
     check_options(config, info)
     is_known = not selected.backend.device.startswith("cuda")
     beside, refusal = memory_beside(available, info.weight_bytes) if is_known else available, ""
-    states = pool = 0
+    pool, states = 0, None
     try:
         if is_known:
             check_weights_fit(info.weight_bytes, available)
@@ -84,8 +86,9 @@ def plan_fit(
     if info.stores_kv:
         pool = planned_pool_bytes(config, info.kv_spec, info.max_context, beside)
         with contextlib.suppress(CapacityError):  # of max_state_bytes, which is the refusal then
-            states = planned_state_bytes(config, info, beside)
-    return Fit(info, available, beside, pool, states, refusal)
+            states = planned_states(config, info, beside)
+    state_room = 0 if states is None else state_bytes(info, states)
+    return Fit(info, available, beside, pool, state_room, drafts_shortage(config, info, states), refusal)
 
 
 class PlannedMemory(NamedTuple):

@@ -18,7 +18,7 @@ from kvboost_edge.engine.grammars import KINDS, Grammar, read_grammar
 from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float, as_int, check_mode, resolve_sampling
 from kvboost_edge.engine.seeds import Seeds
-from kvboost_edge.engine.state_budget import speculation_refusal, states_refusal
+from kvboost_edge.engine.state_budget import most_draft_tokens, speculation_refusal, states_refusal
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, shared_root
 from kvboost_edge.reuse.finding import prepare_search
@@ -306,8 +306,8 @@ class Intake:
     def _most_drafted(self, terms: Terms) -> int:
         """Most tokens guessed ahead in a step; 0: none. Torch's results depend on the batch: there only who asks for it
         has drafts."""
-        chosen = terms.speculation or self._config.speculation
-        refusal = speculation_refusal(self._config, self._parts.runner.info)
+        chosen, states = terms.speculation or self._config.speculation, self._parts.manager.states
+        refusal = speculation_refusal(self._config, states)
         if refusal is not None:
             if chosen == "on":
                 raise RequestError(f"speculation='on' is refused: {refusal}")
@@ -315,7 +315,9 @@ class Intake:
         if chosen == "off" or (chosen == "auto" and self._parts.runner.info.name != "native"):
             return 0
         prepare_drafts()
-        return terms.max_draft_tokens or self._config.max_draft_tokens
+        most = most_draft_tokens(self._config, states)
+        asked = terms.max_draft_tokens or most
+        return asked if states is None else min(asked, most)
 
     def own_repair(self, options: Mapping[str, Any] | None = None) -> Repair:
         """How the engine repairs reuse, unless recompute_* options say otherwise; RequestError for any other option,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from kvboost_edge.config import EngineConfig
+import dataclasses
+from collections.abc import Iterable
+
+from kvboost_edge.backends.base import KVSpec
+from kvboost_edge.config import DEFAULT_DRAFT_TOKENS, EngineConfig
 from kvboost_edge.engine.ledger import most_sequences, num_open_blocks, planned_blocks
 from kvboost_edge.errors import CapacityError, ConfigError
-from kvboost_edge.kvcache.table_states import StateSizes
+from kvboost_edge.kvcache.table_states import StateSizes, TableStates
 from kvboost_edge.runners.base import RunnerInfo
 
 __all__ = [
     "check_options",
+    "drafts_shortage",
+    "most_draft_tokens",
     "plan_states",
-    "planned_state_bytes",
+    "planned_states",
     "speculation_refusal",
     "state_bytes",
     "states_refusal",
@@ -31,58 +37,115 @@ def plan_states(
     together). `available` is the memory that pool and states share.
 
     Given by max_state_bytes, in which what drafts bring to states has its room too; else a quarter of the pool's bytes,
-    and 4 + 2 x max_num_seqs slots at least, with that room beside them. Raises
+    and 4 + 2 x max_num_seqs slots at least, with that room beside them. Drafts that nobody asked for are as many as
+    there is room for: what fits without any is not refused. Raises
     ConfigError for max_state_bytes where there are no states, CapacityError where the slots do not suffice for the
     sequences, or do not fit.
     """
-    spec, most = info.kv_spec, most_sequences(config, num_blocks, info.kv_spec.block_size)
-    given = config.max_state_bytes
     check_options(config, info)
-    if not spec.states:
-        return None, most
-    size, num_draft_rows = spec.bytes_per_state, 0 if config.speculation == "off" else config.max_draft_tokens
-    draft_bytes = num_draft_rows * spec.bytes_per_draft
-    num_open = num_open_blocks(config, num_blocks, spec.block_size)
-    pool_bytes = num_blocks * spec.bytes_per_block + num_open * spec.bytes_per_open_block
-    if given is not None:
-        num_slots = max(0, given - draft_bytes) // size
-        num_seqs = config.max_num_seqs or max(1, min(most, num_slots // _PER_SEQUENCE))
-        if num_slots < num_seqs + 1:
-            raise CapacityError(
+    if not info.kv_spec.states:
+        return None, most_sequences(config, num_blocks, info.kv_spec.block_size)
+    room, refusal = _Room(config, info.kv_spec, num_blocks, available), ""
+    for num_draft_rows in _draft_rows(config):
+        sizes, num_seqs = room.shared_out(num_draft_rows)
+        refusal = room.refusal(sizes, num_seqs)
+        if not refusal:
+            return sizes, num_seqs
+    raise CapacityError(refusal)
+
+
+def _draft_rows(config: EngineConfig) -> Iterable[int]:
+    """How many rows of drafts to make; the next number is for where that finds no room."""
+    if config.speculation == "off":
+        return (0,)
+    if config.max_draft_tokens is not None:
+        return (config.max_draft_tokens,)
+    return (DEFAULT_DRAFT_TOKENS,) if config.speculation == "on" else range(DEFAULT_DRAFT_TOKENS, -1, -1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Room:
+    """What a pool of so many blocks and its states may take of `available` bytes."""
+
+    config: EngineConfig
+    spec: KVSpec
+    num_blocks: int
+    available: int
+
+    @property
+    def pool_bytes(self) -> int:
+        num_open = num_open_blocks(self.config, self.num_blocks, self.spec.block_size)
+        return self.num_blocks * self.spec.bytes_per_block + num_open * self.spec.bytes_per_open_block
+
+    def shared_out(self, num_draft_rows: int) -> tuple[StateSizes, int]:
+        """Beside so many rows of drafts: slots, and sequences that run together. Nothing is refused."""
+        config, size, draft_bytes = self.config, self.spec.bytes_per_state, num_draft_rows * self.spec.bytes_per_draft
+        most = most_sequences(config, self.num_blocks, self.spec.block_size)
+        if config.max_state_bytes is not None:
+            num_slots = max(0, config.max_state_bytes - draft_bytes) // size
+            num_seqs = config.max_num_seqs or max(1, min(most, num_slots // _PER_SEQUENCE))
+        else:
+            share = self.pool_bytes // _POOL_SHARE // size
+            fitting = (self.available - self.pool_bytes - draft_bytes) // size
+            wanted = max(_WANTED_SEQUENCES, (share - _SPARE) // _PER_SEQUENCE)
+            num_seqs = config.max_num_seqs or max(1, min(most, wanted, (fitting - _SPARE) // _PER_SEQUENCE))
+            num_slots = max(min(share, self.num_blocks, max(0, fitting)), _SPARE + _PER_SEQUENCE * num_seqs)
+        every_block = size <= _SMALL * self.spec.bytes_per_block
+        return StateSizes(num_slots, every_block=every_block, num_draft_rows=num_draft_rows), num_seqs
+
+    def refusal(self, sizes: StateSizes, num_seqs: int) -> str:
+        """Why these slots do not suffice or do not fit, with the arithmetic; "" where they do."""
+        given, size = self.config.max_state_bytes, self.spec.bytes_per_state
+        num_slots, num_draft_rows = sizes.num_slots, sizes.num_draft_rows
+        draft_bytes, fewer = num_draft_rows * self.spec.bytes_per_draft, "max_draft_tokens" if num_draft_rows else ""
+        if given is not None and num_slots < num_seqs + 1:
+            drafts = f", and {num_draft_rows} drafts {_mib(draft_bytes)}" if num_draft_rows else ""
+            return (
                 f"max_state_bytes={given} holds {num_slots} states of {_mib(size)}: {num_seqs} sequences need "
-                f"{num_seqs} x {_mib(size)} and one more to begin from, and {num_draft_rows} drafts "
-                f"{_mib(draft_bytes)}: {(num_seqs + 1) * size + draft_bytes} bytes; enlarge max_state_bytes or lower "
-                "max_num_seqs or max_draft_tokens"
+                f"{num_seqs} x {_mib(size)} and one more to begin from{drafts}: {(num_seqs + 1) * size + draft_bytes} "
+                f"bytes; enlarge max_state_bytes or lower max_num_seqs{fewer and f' or {fewer}'}"
             )
-    else:
-        share, fitting = pool_bytes // _POOL_SHARE // size, (available - pool_bytes - draft_bytes) // size
-        wanted = max(_WANTED_SEQUENCES, (share - _SPARE) // _PER_SEQUENCE)
-        num_seqs = config.max_num_seqs or max(1, min(most, wanted, (fitting - _SPARE) // _PER_SEQUENCE))
-        num_slots = max(min(share, num_blocks, max(0, fitting)), _SPARE + _PER_SEQUENCE * num_seqs)
-    if pool_bytes + num_slots * size + draft_bytes > available:
-        raise CapacityError(
-            f"{num_slots} states of {_mib(size)} ({num_seqs} sequences need {num_seqs} x {_mib(size)}), drafts of "
-            f"{_mib(draft_bytes)} and a pool of {_mib(pool_bytes)} exceed memory: {_mib(available)} are available "
-            "beside the weights; lower max_num_seqs, max_state_bytes, max_draft_tokens, max_cache_bytes or num_blocks"
-        )
-    every_block = size <= _SMALL * spec.bytes_per_block
-    return StateSizes(num_slots, every_block=every_block, num_draft_rows=num_draft_rows), num_seqs
+        if self.pool_bytes + num_slots * size + draft_bytes > self.available:
+            drafts = f", drafts of {_mib(draft_bytes)}" if num_draft_rows else ""
+            return (
+                f"{num_slots} states of {_mib(size)} ({num_seqs} sequences need {num_seqs} x {_mib(size)}){drafts} and "
+                f"a pool of {_mib(self.pool_bytes)} exceed memory: {_mib(self.available)} are available beside the "
+                f"weights; lower max_num_seqs, max_state_bytes, {fewer and f'{fewer}, '}"
+                "max_cache_bytes or num_blocks"
+            )
+        return ""
 
 
-def planned_state_bytes(config: EngineConfig, info: RunnerInfo, available: int) -> int:
-    """Bytes that states would take beside the pool, of so much memory; 0 where the model keeps none. What does not fit
-    is not refused, as others may leave; else it raises as `plan_states`."""
+def planned_states(config: EngineConfig, info: RunnerInfo, available: int) -> StateSizes | None:
+    """What `plan_states` would make of so much memory. What does not fit is not refused, as others may leave; else it
+    raises as that does."""
     num_blocks = planned_blocks(config, info.kv_spec, info.max_context, available)
     try:
-        sizes, _ = plan_states(config, info, num_blocks, available)
+        return plan_states(config, info, num_blocks, available)[0]
     except CapacityError:
-        sizes, _ = plan_states(config, info, num_blocks, _ANY)
-    return 0 if sizes is None else state_bytes(info, sizes)
+        return plan_states(config, info, num_blocks, _ANY)[0]
 
 
 def state_bytes(info: RunnerInfo, sizes: StateSizes) -> int:
     """Bytes of slots, and of what drafts bring to them."""
     return sizes.num_slots * info.kv_spec.bytes_per_state + sizes.num_draft_rows * info.kv_spec.bytes_per_draft
+
+
+def most_draft_tokens(config: EngineConfig, states: StateSizes | TableStates | None) -> int:
+    """Most tokens guessed ahead in a step for a request that asks for no number; with states all requests together, and
+    0 where they leave no room for any."""
+    return (config.max_draft_tokens or DEFAULT_DRAFT_TOKENS) if states is None else states.num_draft_rows
+
+
+def drafts_shortage(config: EngineConfig, info: RunnerInfo, sizes: StateSizes | None) -> str:
+    """What is to be said where states leave room for fewer drafts than there would be; "" elsewhere."""
+    wanted = max(_draft_rows(config))
+    if sizes is None or sizes.num_draft_rows == wanted:
+        return ""
+    return (
+        f"room for {sizes.num_draft_rows} drafts of {_mib(info.kv_spec.bytes_per_draft)} in a step instead of "
+        f"{wanted}: {_more_room(config)}"
+    )
 
 
 def states_refusal(info: RunnerInfo) -> str | None:
@@ -95,14 +158,21 @@ def states_refusal(info: RunnerInfo) -> str | None:
     )
 
 
-def speculation_refusal(config: EngineConfig, info: RunnerInfo) -> str | None:
+def _more_room(config: EngineConfig) -> str:
+    if config.max_state_bytes is None:
+        return "lower max_num_seqs, max_cache_bytes or num_blocks"
+    return "enlarge max_state_bytes or lower max_num_seqs"
+
+
+def speculation_refusal(config: EngineConfig, states: TableStates | None) -> str | None:
     """Why nothing can be guessed ahead by a request; None: it can."""
-    if not info.kv_spec.states or config.speculation != "off":
+    if states is None or states.num_draft_rows:
         return None
-    return (
-        "the model keeps states, and the engine was started with speculation='off', so without room for what drafts "
-        "bring to them; start it with 'auto'"
-    )
+    if config.speculation == "off":
+        why, remedy = "the engine was started with speculation='off'", "start it with 'auto'"
+    else:
+        why, remedy = "its states fill the memory for them", _more_room(config)
+    return f"the model keeps states, and {why}, so without room for what drafts bring to them; {remedy}"
 
 
 def check_options(config: EngineConfig, info: RunnerInfo) -> None:

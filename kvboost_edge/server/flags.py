@@ -152,7 +152,7 @@ _ENGINE_FLAGS = (
     _Flag("primer_tokens", int, "tokens that documents are computed behind: of the others, or of neutral text"),
     _Flag("reuse_gate", str, "auto: a model is tested before reuse at other positions; off"),
     _Flag("speculation", str, "tokens guessed ahead from what was said before: auto, on, off (auto)"),
-    _Flag("max_draft_tokens", int, "most of them in a step (31)"),
+    _Flag("max_draft_tokens", int, "most of them in a step; default: 31, fewer where states leave no room"),
     _Flag("revision", str, "revision of a hub model"),
     _Flag("disk_cache_dir", str, "keeps blocks of keys and values below it; 'off': nowhere; default: the user's cache"),
     _Flag("redis_url", str, "shares them through a Redis server; with a password better in KVBOOST_EDGE_REDIS_URL"),

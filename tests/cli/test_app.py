@@ -255,7 +255,9 @@ def test_doctor_offers_what_makes_a_model_smaller_and_is_not_given_yet(tiny_mode
     assert "kv_cache_bits=4:" in knobs(tiny_model_dir, "-o", "kv_cache_bits=8")
     assert "kv_cache_bits" not in knobs(tiny_model_dir, "-o", "kv_cache_bits=4")
     assert "max_state_bytes" not in knobs(tiny_model_dir)
-    assert "max_state_bytes or max_num_seqs: the states, " in knobs(save_tiny_model("lfm2", tmp_path))
+    recurrent = knobs(save_tiny_model("lfm2", tmp_path))
+    assert "max_state_bytes or max_num_seqs: the states, " in recurrent
+    assert "max_draft_tokens: drafts, " in recurrent
 
 
 def test_doctor_says_where_the_packed_weights_are(tiny_model_dir, tmp_path, monkeypatch, capsys):

@@ -78,6 +78,33 @@ def test_weights_and_pool_together_are_refused_before_anything_is_packed(
     CPUPagedEngine.from_pretrained(model, weights="int4", num_blocks=400).close()
 
 
+@pytest.mark.parametrize("rows", [31, 9, 0])
+def test_drafts_that_find_no_room_are_fewer_in_the_plan_and_in_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rows: int
+) -> None:
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    path = save_tiny_model("qwen3_5_text", tmp_path / "model")
+    spec = _fit(path, GB, num_blocks=40).info.kv_spec
+    options = {"num_blocks": 40, "max_num_seqs": 2, "weights": "int8"}
+    options["max_state_bytes"] = 3 * spec.bytes_per_state + rows * spec.bytes_per_draft
+    fit = _fit(path, GB, **options)
+    assert (fit.refusal, fit.states) == ("", options["max_state_bytes"])
+    assert (f"room for {rows} drafts" in fit.shortage) == (rows < 31)
+    with CPUPagedEngine.from_pretrained(path, **options) as engine:
+        stats = engine.paged_stats()
+    assert (stats["state_bytes"], stats["max_draft_tokens"]) == (fit.states, rows)
+    assert [record.message for record in caplog.records if "instead of 31" in record.message] == [fit.shortage] * (
+        rows < 31
+    )
+    if rows < 31:
+        asked = _fit(path, GB, **options, max_draft_tokens=31).refusal
+        assert "enlarge max_state_bytes or lower max_num_seqs or max_draft_tokens" in asked
+        with pytest.raises(CapacityError) as caught:
+            CPUPagedEngine.from_pretrained(path, **options, max_draft_tokens=31)
+        assert str(caught.value) == asked
+
+
 def test_room_for_states_of_a_model_without_any_is_refused_before_anything_is_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

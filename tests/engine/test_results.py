@@ -21,7 +21,7 @@ hit_rate exact_hit_rate""".split()
 PAGED_KEYS = """block_utilization free_blocks used_blocks cached_blocks num_blocks block_size loaded_chunks
 blocks_used_by_chunks shared_blocks cow_copies bytes_per_block pool_bytes weight_bytes process_rss_bytes
 process_peak_bytes copied_bytes state_bytes state_slots state_slots_used state_snapshots replayed_tokens
-tokens_held hit_tokens span_tokens miss_tokens evictions preemptions num_running
+max_draft_tokens tokens_held hit_tokens span_tokens miss_tokens evictions preemptions num_running
 num_waiting backend runner isa kernel_path attention_path threading_layer num_threads""".split()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -12,7 +13,7 @@ from engine.fake_states import hybrid_parts
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.engine import CPUPagedEngine
-from kvboost_edge.engine.state_budget import check_options, plan_states, planned_state_bytes
+from kvboost_edge.engine.state_budget import check_options, plan_states, planned_states, state_bytes
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 from kvboost_edge.runners.base import RunnerInfo
 
@@ -74,10 +75,11 @@ def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(
     config, info = EngineConfig(num_blocks=4096, max_num_seqs=4), info_of((LARGE,))
     sizes, _ = plan_states(config, info, 4096, 1 << 34)
     assert sizes is not None
-    assert planned_state_bytes(config, info, available) == sizes.num_slots * LARGE.nbytes + DRAFTS
-    assert planned_state_bytes(config, info_of(()), available) == 0
+    assert planned_states(config, info, available) == sizes
+    assert state_bytes(info, sizes) == sizes.num_slots * LARGE.nbytes + DRAFTS
+    assert planned_states(config, info_of(()), available) is None
     with pytest.raises(CapacityError, match="max_state_bytes"):
-        planned_state_bytes(dataclasses.replace(config, max_state_bytes=LARGE.nbytes), info, available)
+        planned_states(dataclasses.replace(config, max_state_bytes=LARGE.nbytes), info, available)
 
 
 def test_where_memory_is_short_fewer_sequences_run_together() -> None:
@@ -86,10 +88,13 @@ def test_where_memory_is_short_fewer_sequences_run_together() -> None:
     for room, expected in ((12, 4), (10, 3), (6, 1)):
         _, num_seqs = plan_states(config, info_of((LARGE,)), 256, pool + room * LARGE.nbytes + DRAFTS)
         assert num_seqs == expected
+    with pytest.raises(CapacityError, match=r"\(1 sequences need 1 x 2\.09 MiB\) and a pool of"):
+        plan_states(config, info_of((LARGE,)), 256, pool + 6 * LARGE.nbytes - 1)
+    asked = dataclasses.replace(config, speculation="on")
     with pytest.raises(
-        CapacityError, match=r"6 states of 2\.09 MiB \(1 sequences need 1 x 2\.09 MiB\), drafts of 0\.98 M"
+        CapacityError, match=r"6 states of 2\.09 MiB \(1 sequences need 1 x 2\.09 MiB\), drafts of 0\.98 MiB and a pool"
     ):
-        plan_states(config, info_of((LARGE,)), 256, pool + 5 * LARGE.nbytes + DRAFTS)
+        plan_states(asked, info_of((LARGE,)), 256, pool + 5 * LARGE.nbytes + DRAFTS)
 
 
 def test_a_given_size_holds_what_it_holds() -> None:
@@ -100,14 +105,51 @@ def test_a_given_size_holds_what_it_holds() -> None:
     free = EngineConfig(num_blocks=256, max_state_bytes=6e6)  # type: ignore[arg-type]
     assert plan_states(free, info_of((LARGE,)), 256, 1 << 34)[1] == 1
     small = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS - 1, max_num_seqs=4)
-    with pytest.raises(
-        CapacityError,
-        match=r"holds 4 states of 2\.09 MiB: 4 sequences need 4 x 2\.09 MiB and one more to begin from, and 31 drafts",
-    ):
-        plan_states(small, info_of((LARGE,)), 256, 1 << 34)
+    for asked in ({"speculation": "on"}, {"max_draft_tokens": 31}):
+        with pytest.raises(
+            CapacityError,
+            match=r"holds 4 states of 2\.09 MiB: 4 sequences need 4 x 2\.09 MiB and one more to begin from, and 31 "
+            r"drafts 0\.98 MiB: 12001024 bytes; enlarge max_state_bytes or lower max_num_seqs or max_draft_tokens$",
+        ):
+            plan_states(dataclasses.replace(small, **asked), info_of((LARGE,)), 256, 1 << 34)
     for given, held in ((LARGE.nbytes + DRAFTS, 1), (DRAFTS, 0), (DRAFTS - 1, 0)):
         with pytest.raises(CapacityError, match=f"holds {held} states"):
             plan_states(dataclasses.replace(free, max_state_bytes=given), info_of((LARGE,)), 256, 1 << 34)
+
+
+@pytest.mark.parametrize(("lack", "rows"), [(0, 31), (1, 30), (10, 21), (31, 0)])
+@pytest.mark.parametrize("max_num_seqs", [4, None])
+def test_drafts_that_nobody_asked_for_take_what_room_there_is(lack: int, rows: int, max_num_seqs: int | None) -> None:
+    """Whatever starts without drafts starts with the default, given a size or not."""
+    info, needed = info_of((LARGE,)), (5 if max_num_seqs else 2) * LARGE.nbytes
+    room = needed + (31 - lack) * LARGE.draft_bytes
+    given = EngineConfig(num_blocks=256, max_state_bytes=room, max_num_seqs=max_num_seqs)
+    sizes, num_seqs = plan_states(given, info, 256, 1 << 34)
+    assert sizes is not None
+    assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (needed // LARGE.nbytes, rows, max_num_seqs or 1)
+    pool = 256 * 64 * 1024
+    slots = 4 + 2 * (max_num_seqs or 1)
+    free, available = dataclasses.replace(given, max_state_bytes=None), pool + slots * LARGE.nbytes
+    sizes, num_seqs = plan_states(free, info, 256, available + (31 - lack) * LARGE.draft_bytes)
+    assert sizes is not None
+    assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (slots, rows, max_num_seqs or 1)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, None])
+def test_what_starts_without_drafts_starts_with_the_default(max_num_seqs: int | None) -> None:
+    """Every size near the least, and every memory near it."""
+    info, pool = info_of((LARGE,)), 256 * 64 * 1024
+    step, most = LARGE.nbytes // 7, 6 * LARGE.nbytes
+    starts = [0, 0]
+    for given in (None, *range(LARGE.nbytes, most, step)):
+        config = EngineConfig(num_blocks=256, max_state_bytes=given, max_num_seqs=max_num_seqs)
+        for available in range(pool, pool + 2 * most, step):
+            for way, speculation in enumerate(("off", "auto")):
+                with contextlib.suppress(CapacityError):
+                    plan_states(dataclasses.replace(config, speculation=speculation), info, 256, available)
+                    starts[way] += 1
+            assert starts[0] <= starts[1]
+    assert starts[0] > 100
 
 
 @pytest.mark.parametrize(("options", "expected"), [({"speculation": "off"}, 0), ({"max_draft_tokens": 7}, 7)])
@@ -118,7 +160,8 @@ def test_drafts_take_the_room_that_their_number_needs(options: dict[str, Any], e
     assert sizes is not None
     assert sizes.num_draft_rows == expected
     assert sizes.num_slots == (6 if expected == 0 else 5)
-    assert planned_state_bytes(config, info, 1 << 34) == sizes.num_slots * LARGE.nbytes + expected * LARGE.draft_bytes
+    assert planned_states(config, info, 1 << 34) == sizes
+    assert state_bytes(info, sizes) == sizes.num_slots * LARGE.nbytes + expected * LARGE.draft_bytes
 
 
 def test_a_model_without_states_has_no_room_for_them() -> None:
@@ -158,9 +201,31 @@ def test_an_engine_with_states_refuses_what_needs_none_and_counts_them() -> None
             engine.generate([1, 2, 3], snapshot_hints=(-1,))
 
 
+def test_an_engine_says_how_many_drafts_its_states_left_room_for() -> None:
+    text = [*range(60, 90)] * 3
+    config = EngineConfig(num_blocks=64, speculation="on")
+    with CPUPagedEngine._from_parts(hybrid_parts(64, 12, num_draft_rows=3), config) as engine:
+        assert engine.paged_stats()["max_draft_tokens"] == 3
+        engine.generate(text, max_new_tokens=40)
+        assert engine.generate(text, max_new_tokens=40, max_draft_tokens=31).drafted_tokens > 0
+        request = engine._intake.read(text, {"max_draft_tokens": 31})
+        assert request.max_draft_tokens == 3, "no more is proposed than can be tried"
+        assert engine._intake.read(text, {"max_draft_tokens": 2}).max_draft_tokens == 2
+    parts, config = hybrid_parts(64, 12, num_draft_rows=0), EngineConfig(num_blocks=64, max_state_bytes=1 << 20)
+    with CPUPagedEngine._from_parts(parts, config) as engine:
+        assert engine.paged_stats()["max_draft_tokens"] == 0
+        assert engine.generate(text, max_new_tokens=3).drafted_tokens == 0
+        assert engine.paged_stats()["draft_bytes"] == 0, "nothing is remembered for drafts that cannot be"
+        with pytest.raises(
+            RequestError, match=r"states fill the memory for them, .*; enlarge max_state_bytes or lower"
+        ):
+            engine.generate(text, speculation="on")
+
+
 def test_an_engine_without_states_says_so() -> None:
     with CPUPagedEngine._from_parts(fake_parts(8), EngineConfig()) as engine:
         stats = engine.paged_stats()
         assert [stats[name] for name in ("state_slots", "state_slots_used", "state_snapshots", "state_bytes")] == [
             0, 0, {}, 0,
         ]  # fmt: skip
+        assert stats["max_draft_tokens"] == 31
