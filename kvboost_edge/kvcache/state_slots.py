@@ -74,6 +74,11 @@ class StateSlots:
         return len(self._refs) - len(self._free)
 
     @property
+    def num_free(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free)
+
+    @property
     def num_available(self) -> int:
         """Slots that a running sequence could get now: free ones, and snapshots that nobody reads."""
         return len(self._free) + self._num_idle

@@ -40,7 +40,7 @@ class StateSizes(NamedTuple):
 class PassSlots(NamedTuple):
     """What a pass does with one table's state: the slot it reads (-1: zeros), the one it writes, and (rows, slot) for
     each state inside the pass that is kept, behind so many rows. keeps: so is the one behind its last row, in the slot
-    that it writes."""
+    that it writes, an answer's where there is another one by then."""
 
     read: int
     write: int
@@ -57,7 +57,7 @@ class _State:
     wanted      position -> why a snapshot is to be kept there
     known       tokens known when the table was opened: what comes behind is the answer
     planned     the position behind the pass that runs, None: none runs
-    saves       (position, slot, reason) of that pass; a slot at its end is for the pass after it
+    saves       (position, slot, reason) of that pass; a slot at its end is for the pass after it, -1: is taken then
     tail        (block, serial of its entry) with the snapshot of the answer so far, None: none
     replayed    tokens whose keys and values are there, and which are computed again for their state
     awaited     blocks come from elsewhere, without a state, until that behind the last one comes too
@@ -204,11 +204,21 @@ class TableStates:
     def _save(self, table: BlockTable, state: _State, position: int) -> None:
         """Keep the state there if a slot can be had; nobody waits for one."""
         reason = state.wanted.pop(position, ANSWER)
-        if reason == ANSWER and not self._sizes.every_block:  # the answer's snapshot moves
-            self._drop_tail(state)
+        if self._moves(reason):
+            if position == state.planned:  # the pass needs no slot for it: one is taken when the old snapshot goes
+                state.saves.append((position, -1, reason))
+                return
+            # Drafts that were right run over the block's end. Where no slot is free the old snapshot's is taken before
+            # the new one is there: else somebody else's would go, for each answer that runs, to hold two for a moment.
+            if not self.slots.num_free:
+                self._drop_tail(state)
         slot = self.slots.take(reason, table.owner)
         if slot is not None:
             state.saves.append((position, slot, reason))
+
+    def _moves(self, reason: str) -> bool:
+        """Whether the next snapshot kept for this reason takes the place of this one."""
+        return reason == ANSWER and not self._sizes.every_block
 
     def wait(self, table: BlockTable) -> None:
         """The table computes nothing: its blocks come from elsewhere, and then the state behind one of them."""
@@ -269,8 +279,15 @@ class TableStates:
         if block_id is None:
             self._release(slot)
             return
-        moves = reason == ANSWER and not self._sizes.every_block
         is_own = position == state.position and self.slots.of_block(block_id) is None
+        moves = self._moves(reason)
+        if moves:
+            self._drop_tail(state)
+        if slot < 0:
+            taken = self.slots.take(reason, table.owner) if is_own else None
+            if taken is None:
+                return
+            slot = taken
         if is_own:  # the slot that was taken is where the table goes on
             state.following, slot = slot, state.slot
         is_new = self._attach(table, slot, block_id, reason, moves=moves)

@@ -223,6 +223,39 @@ def test_an_answer_keeps_its_snapshot_moving_where_no_slot_is_free() -> None:
     assert manager.peek(tokens, ROOT) == 24
 
 
+@pytest.mark.parametrize("num_slots", [12, 2])
+def test_the_pass_that_moves_an_answers_snapshot_may_fail(num_slots: int) -> None:
+    """Until the next one is there the one before is, where no slot is free too."""
+    manager, tokens = manager_of(num_slots=num_slots), list(range(6))
+    table = manager.open_table(tokens, ROOT)
+    for token in range(6):
+        run_pass(manager, table, tokens)
+        tokens.append(token)
+    assert manager.peek([*tokens, 1], ROOT) == 2 * B
+    manager.extend(table, 3 * B)
+    states_of(manager).plan(table, 3 * B - 1, 3 * B)
+    manager.free(table)
+    manager.check_invariants([])
+    assert manager.peek([*tokens, 1], ROOT) == 2 * B
+
+
+@pytest.mark.parametrize(("num_slots", "found"), [(12, 2 * B), (2, 0)])
+def test_drafts_that_move_an_answers_snapshot_may_fail(num_slots: int, found: int) -> None:
+    """Inside a pass a slot is needed before: where none is free the one before gives its own."""
+    manager, tokens = manager_of(num_slots=num_slots), list(range(6))
+    table = manager.open_table(tokens, ROOT)
+    for token in range(4):
+        run_pass(manager, table, tokens)
+        tokens.append(token)
+    assert manager.peek([*tokens, 1], ROOT) == 2 * B
+    tokens += range(4)
+    manager.extend(table, 3 * B + 2)
+    assert len(states_of(manager).plan(table, 2 * B + 1, 3 * B + 2).saves) == 1
+    manager.free(table)
+    manager.check_invariants([])
+    assert manager.peek([*tokens, 1], ROOT) == found
+
+
 def test_nobody_evicts_a_snapshot_between_lookup_and_pass() -> None:
     manager, tokens = manager_of(num_slots=3), list(range(2 * B + 1))
     slot = cold(manager, tokens).slots[2 * B]
