@@ -46,9 +46,10 @@ class Shelf(Protocol):
         """Names of the places that had the block and dropped it."""
         ...
 
-    def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey]) -> None:
+    def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey], num_there: int) -> None:
         """Bring consecutive blocks of a chain. Of a model with states: up to the deepest of these that is there, by the
-        number of blocks each is behind, and that one."""
+        number of blocks each is behind, and that one. `num_there` of those blocks are in the pool, before the ones to
+        bring."""
         ...
 
     def cancel(self, ticket: int) -> None:
@@ -72,7 +73,7 @@ class NoShelf:
     def dropped_from(self, prefix_hash: bytes) -> list[str]:
         return []
 
-    def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey]) -> None:
+    def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey], num_there: int) -> None:
         raise AssertionError("nothing is there to be fetched")
 
     def cancel(self, ticket: int) -> None:
@@ -89,6 +90,7 @@ class Load:
     token_ids   the tokens of all blocks it may come to hold
     is_prefix   whether they are the sequence's own first ones
     num_found   blocks that were in the pool when it began
+    num_there   the last ones of them, behind which there was no state: one of them may be where the state belongs
     arrived     tokens by tier
     states      hashes of the states of which one may come behind the blocks, where the model keeps states
     waiting     sequences that wait for one of these too
@@ -104,10 +106,11 @@ class Load:
         *,
         is_prefix: bool,
         states: frozenset[bytes],
+        num_there: int,
     ) -> None:
         self.ticket, self.sequence, self.table, self.token_ids = ticket, sequence, table, token_ids
         self.is_prefix, self.states = is_prefix, states
-        self.num_found = len(table)
+        self.num_found, self.num_there = len(table), num_there
         self.waiting: set[int] = set()
         self.arrived: Counter[str] = Counter()
         self.is_done = False
@@ -205,14 +208,14 @@ class Loads:
         if self._is_stuck or not self.has_shelf:
             return None
         manager, size = self._manager, self._manager.block_size
-        first, after = manager.content.keys_after(ids, root, known)
-        keys = list(itertools.takewhile(lambda key: self._shelf.may_hold(key.prefix_hash), after))
+        first, num_there, after = manager.content.keys_after(ids, root, known)
+        keys = list(itertools.islice(after, num_there))
+        keys += itertools.takewhile(lambda key: self._shelf.may_hold(key.prefix_hash), after)
         states: dict[int, ContentKey] = {}
         if manager.states is not None:
-            # Blocks behind the deepest state are of no use; its own come again where only the state was dropped.
             kept = ((number, key.state) for number, key in enumerate(keys, 1))
             states = {number: state for number, state in kept if self._shelf.may_hold(state.prefix_hash)}
-            keys = keys[: max(states, default=0)]
+            keys = keys[: max(states, default=0)]  # blocks behind the deepest state are of no use
         wanted = frozenset(state.prefix_hash for state in states.values())
         # Blocks are published as they come and nobody waits for them any more; their state is still on its way.
         others = (load for load in self if not load.is_done and not load.states.isdisjoint(wanted))
@@ -222,22 +225,23 @@ class Loads:
         if not keys:
             return None
         token_ids = list(ids[: (first + len(keys)) * size])
-        table = manager.open_table(token_ids, root, count=False, owner=sequence.tenant, known=known)
+        table = manager.open_load(token_ids, root, owner=sequence.tenant, known=known)
         behind = manager.blocks_for(sequence.num_tokens) - (first + len(keys) if is_prefix else 0)
+        needed = manager.blocks_needed(table, len(token_ids)) + behind
+        needed += sum(manager.ref_count(block_id) == 1 for block_id in table.block_ids[first:])  # they were free
         lacks_slot = manager.states is not None and not manager.states.has_room(table)
-        if lacks_slot or manager.blocks_needed(table, len(token_ids)) + behind > spare_blocks:
+        if lacks_slot or needed > spare_blocks:
             manager.free(table)
             return None
-        if manager.states is not None:
-            manager.states.wait(table)
         if (before := self._by_sequence.get(sequence.index)) is not None:
             self.finish(before)
         # The deepest one alone comes. Where only the tier knows which that is, it may be any of them.
-        deepest = {states[len(keys)].prefix_hash} if states else set()
+        deepest = frozenset([states[len(keys)].prefix_hash] if states else [])
         coming = deepest if all(map(self._shelf.holds, deepest)) else wanted
-        load = Load(next(self._tickets), sequence, table, token_ids, is_prefix=is_prefix, states=frozenset(coming))
-        self._by_ticket[load.ticket] = self._by_sequence[sequence.index] = load
-        self._shelf.fetch(load.ticket, keys, states)
+        ticket, num_there = next(self._tickets), len(table) - first
+        load = Load(ticket, sequence, table, token_ids, is_prefix=is_prefix, states=coming, num_there=num_there)
+        self._by_ticket[ticket] = self._by_sequence[sequence.index] = load
+        self._shelf.fetch(ticket, keys[num_there:], states, num_there)
         return load
 
     def used(self, table: BlockTable) -> None:

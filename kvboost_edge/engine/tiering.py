@@ -91,10 +91,10 @@ class MoverShelf:
         self.may_hold, self.cancel, self.touch = mover.may_hold, mover.cancel, mover.touch
         self.holds, self.dropped_from = mover.holds, mover.dropped_from
 
-    def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey]) -> None:
+    def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey], num_there: int) -> None:
         """Bring consecutive blocks of a chain, and of these states the deepest that is there."""
         addresses = [BlockAddress(*key) for key in keys]
-        self._mover.load(ticket, addresses, {end: BlockAddress(*state) for end, state in states.items()})
+        self._mover.load(ticket, addresses, {end: BlockAddress(*state) for end, state in states.items()}, num_there)
 
 
 def make_tiering(manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]) -> tuple[Loads, Untiered]:
@@ -199,11 +199,15 @@ class Tiering(Untiered):
 
     def _take_state(self, load: Load, behind: int, piece: Piece) -> None:
         """The last piece where the model keeps states: the deepest one there is, or none."""
+        assert self._manager.states is not None
+        if not self._manager.states.has_room(load.table):
+            behind = 0  # where only the state was to come no slot was taken for it before
+        num_blocks = load.num_found - load.num_there + behind
         if behind:
-            self._states.put(load.table, load.num_found + behind, piece.data)
-        load.cut(behind * self._manager.block_size)
+            self._states.put(load.table, num_blocks, piece.data)
+        load.cut(max(0, behind - load.num_there) * self._manager.block_size)
         load.end()
-        if (load.num_found + behind) * self._manager.block_size < len(load.token_ids):
+        if num_blocks * self._manager.block_size < len(load.token_ids):
             self._loads.finish(load)  # nobody has the rest, which others may be waiting for
 
     def _put(self, table: BlockTable, token_ids: list[int], stop: int, piece: Piece) -> None:

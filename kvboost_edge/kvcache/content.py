@@ -19,6 +19,7 @@ __all__ = [
     "BlockCounts",
     "Content",
     "ContentKey",
+    "KeysAfter",
 ]
 
 BLOCK_FREE, BLOCK_CACHED, BLOCK_REFERENCED, BLOCK_SHARED = range(4)
@@ -42,6 +43,19 @@ class ContentKey(NamedTuple):
     def state(self) -> ContentKey:
         """What the state behind the block is, as one more block behind it."""
         return ContentKey(state_hash(self.prefix_hash), self.prefix_hash, self.tokens)
+
+
+class KeysAfter(NamedTuple):
+    """Of a prompt, and what the pool can serve of it now.
+
+    num_shared   blocks of the longest prefix that may be shared
+    num_there    blocks behind it that are in the pool too, and lack a state
+    keys         of all full blocks behind it that could be served, those in the pool first; hashed when asked for
+    """
+
+    num_shared: int
+    num_there: int
+    keys: Iterator[ContentKey]
 
 
 class Content:
@@ -113,13 +127,12 @@ class Content:
         """Prefix hashes of published blocks, in their order."""
         return [entry.prefix_hash for entry in map(self._index.entry, block_ids) if entry is not None]
 
-    def keys_after(self, token_ids: Sequence[int], root: bytes, known: bytes = b"") -> tuple[int, Iterator[ContentKey]]:
-        """(blocks of the longest published prefix, keys of the full blocks after it that could be served once they are
-        in the pool, each hashed when it is asked for). Changes nothing. `known` (see `Lookup`) finds the prefix and
-        names nothing: a tier believes the hash it is asked by."""
+    def keys_after(self, token_ids: Sequence[int], root: bytes, known: bytes = b"") -> KeysAfter:
+        """What is to be brought into the pool, so that more than the longest shared prefix is served. Changes nothing.
+        `known` (see `Lookup`) finds the prefix and names nothing: a tier believes the hash it is asked by."""
         data = encode_tokens(token_ids)
         match = self._lookup.named(data, self._lookup.match(data, root, known))
-        return len(match.block_ids), self._keys(data, match)
+        return KeysAfter(len(match.block_ids), match.beyond, self._keys(data, match))
 
     def _keys(self, data: bytes, match: PrefixMatch) -> Iterator[ContentKey]:
         size, parent = self._lookup.block_bytes, match.prefix_hash

@@ -50,9 +50,13 @@ class Lookup:
         """Bytes of a block's encoded tokens."""
         return self._block_size * TOKEN_BYTES
 
+    def published(self, data: bytes, root: bytes, known: bytes = b"") -> PrefixMatch:
+        """The longest published prefix, whatever may be done with it."""
+        return self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn, known)
+
     def match(self, data: bytes, root: bytes, known: bytes = b"") -> PrefixMatch:
-        """The longest published prefix that may be shared."""
-        found = self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn, known)
+        """The longest one that may be shared."""
+        found = self.published(data, root, known)
         covers_all = len(found.block_ids) * self._block_size * TOKEN_BYTES == len(data)
         if self.whole_blocks and found.block_ids and covers_all:
             # Nothing is left to wait for: the last block is there, it may just not be written into.

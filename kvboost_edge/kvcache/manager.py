@@ -27,7 +27,7 @@ from kvboost_edge.kvcache.hashing import HashFn, chain_hash, encode_tokens
 from kvboost_edge.kvcache.invariants import check_chains, check_tables
 from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
-from kvboost_edge.kvcache.publishing import Claims, Publisher
+from kvboost_edge.kvcache.publishing import Claims, Opener, Publisher
 from kvboost_edge.kvcache.spans import Spans
 from kvboost_edge.kvcache.table_states import StateSizes, TableStates
 from kvboost_edge.kvcache.twins import Twins
@@ -80,6 +80,7 @@ class KVCacheManager(BlockCounts):
             # A state is behind a block's last token, so the block of a prompt's last token is never shared.
             self._lookup = Lookup(self._index, num_blocks, block_size, hash_fn, True, self.states.deepest)
         self._uses = Uses(num_blocks)
+        self._opener = Opener(self._lookup, self._pool, self._uses, self._claims, block_size)
         self.pins = Pins(self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks)
         self.content = Content(self._index, self._lookup)
         self.events = EventLog(self._index, num_blocks)
@@ -118,28 +119,21 @@ class KVCacheManager(BlockCounts):
         """
         data = encode_tokens(token_ids)
         table = BlockTable(self._next_table, root, owner, again=again, shares=use_cache)
-        match = self._lookup.match(data, root, known) if use_cache else None
-        if match is not None:
-            for block_id in match.block_ids:
-                self._pool.touch(block_id)
-            table.block_ids = match.block_ids
-            table._num_chained = len(match.block_ids)
-            table._chain_hash, table._chain_serial = match.prefix_hash, match.serial
-            table.num_cached_tokens = self._lookup.servable(match, len(token_ids))
-            table.num_matched_tokens = table.num_cached_tokens + match.beyond * self.block_size
-            table.miss_reason, table.missed_hash = self._lookup.miss_reason(match, len(token_ids)), match.next_hash
-            table.num_computed_tokens = table.num_cached_tokens
-            rest = list(self._lookup.rest(data, match, known))
-            for index, prefix_hash in enumerate(rest, len(match.block_ids)):
-                self._claims.make(table, index, prefix_hash)
-            if count:
-                table._uncounted_misses = len(token_ids) - table.num_cached_tokens
-                table._goes_on = self._uses.matched(match.block_ids) or again
-                lost = self._lookup.lost(rest)
-                if any(lost):
-                    self._pool.missed(once=lost[0], again=lost[1])
+        match = self._opener.share(table, data, known, count=count, again=again) if use_cache else None
         if self.states is not None:
             self.states.open(table, len(token_ids), match, hints)
+        return self._enter(table)
+
+    def open_load(self, token_ids: Sequence[int], root: bytes, *, owner: bytes = b"", known: bytes = b"") -> BlockTable:
+        """Open a table over whole blocks that come from elsewhere, and their state where there are states: it shares
+        all that are published, gone on from or not, and claims the others. Counts nothing."""
+        table = BlockTable(self._next_table, root, owner)
+        self._opener.share_all(table, encode_tokens(token_ids), known)
+        if self.states is not None:
+            self.states.wait(table)
+        return self._enter(table)
+
+    def _enter(self, table: BlockTable) -> BlockTable:
         self._next_table += 1
         self._live[table._serial] = table
         return table
@@ -317,7 +311,6 @@ class KVCacheManager(BlockCounts):
         """
         self._check_live(table)
         child = BlockTable(self._next_table, table.root, table.owner, shares=table._shares)
-        self._next_table += 1
         for block_id in table.block_ids:
             self._pool.touch(block_id)
         child.block_ids, child.parts, child.spans = table.block_ids.copy(), table.parts.copy(), table.spans
@@ -327,8 +320,7 @@ class KVCacheManager(BlockCounts):
         child._twins = table._twins.copy()
         if self.states is not None:
             self.states.fork(table, child)
-        self._live[child._serial] = child
-        return child
+        return self._enter(child)
 
     def free(self, table: BlockTable) -> None:
         """Give back the table's blocks and claims. Published blocks stay matchable until they are taken again.

@@ -1,5 +1,5 @@
-"""Publishing: a table's full blocks enter the prefix index, each as a link of the table's chain; until then its promise
-to compute them keeps others from computing them beside it (single flight)."""
+"""What tables share, promise and publish. Full blocks enter the prefix index, each as a link of the table's chain;
+until then the table's promise to fill them keeps others from computing them beside it (single flight)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from kvboost_edge.errors import CacheCorruption
+from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.content import Content
-from kvboost_edge.kvcache.hashing import HashFn, LoneRoot, encode_tokens
-from kvboost_edge.kvcache.prefix_index import PrefixIndex
+from kvboost_edge.kvcache.eviction.uses import Uses
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, LoneRoot, encode_tokens
+from kvboost_edge.kvcache.lookup import Lookup
+from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 from kvboost_edge.kvcache.twins import Twins
 
-__all__ = ["Claims", "Publisher"]
+__all__ = ["Claims", "Opener", "Publisher"]
 
 
 class Claims:
@@ -53,6 +56,50 @@ class Claims:
         """The last of the promised ones that `hashes` begin with; None where the first is not promised."""
         promised = list(itertools.takewhile(self.holders.__contains__, hashes))
         return promised[-1] if promised else None
+
+
+class Opener:
+    """What a new table shares of the published blocks, and which of the others it promises to fill. `data` are its
+    encoded tokens, `known` their hashes, see `Lookup`."""
+
+    __slots__ = ("_block_size", "_claims", "_lookup", "_pool", "_uses")
+
+    def __init__(self, lookup: Lookup, pool: BlockPool, uses: Uses, claims: Claims, block_size: int) -> None:
+        self._lookup, self._pool, self._uses, self._claims = lookup, pool, uses, claims
+        self._block_size = block_size
+
+    def share(self, table: BlockTable, data: bytes, known: bytes, *, count: bool, again: bool) -> PrefixMatch:
+        """The longest prefix that can be gone on from; at least one token is left to compute. `count`: the lookup
+        counts; `again`: the table's blocks are used again in any case."""
+        match, num_tokens = self._lookup.match(data, table.root, known), len(data) // TOKEN_BYTES
+        rest = self._take(table, data, match, known, self._lookup.servable(match, num_tokens))
+        table.miss_reason, table.missed_hash = self._lookup.miss_reason(match, num_tokens), match.next_hash
+        if count:
+            table._uncounted_misses = num_tokens - table.num_cached_tokens
+            table._goes_on = self._uses.matched(match.block_ids) or again
+            lost = self._lookup.lost(rest)
+            if any(lost):
+                self._pool.missed(once=lost[0], again=lost[1])
+        return match
+
+    def share_all(self, table: BlockTable, data: bytes, known: bytes) -> None:
+        """All that is published, for who computes nothing: the last token too, and blocks without a state."""
+        match = self._lookup.published(data, table.root, known)
+        self._take(table, data, match, known, len(match.block_ids) * self._block_size)
+
+    def _take(self, table: BlockTable, data: bytes, match: PrefixMatch, known: bytes, num_tokens: int) -> list[bytes]:
+        """Hold a match, of which so many tokens are served, and claim the full blocks behind it: their hashes."""
+        for block_id in match.block_ids:
+            self._pool.touch(block_id)
+        table.block_ids = match.block_ids
+        table._num_chained = len(match.block_ids)
+        table._chain_hash, table._chain_serial = match.prefix_hash, match.serial
+        table.num_cached_tokens = table.num_computed_tokens = num_tokens
+        table.num_matched_tokens = num_tokens + match.beyond * self._block_size
+        rest = list(self._lookup.rest(data, match, known))
+        for index, prefix_hash in enumerate(rest, len(match.block_ids)):
+            self._claims.make(table, index, prefix_hash)
+        return rest
 
 
 class Publisher:

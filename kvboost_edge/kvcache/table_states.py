@@ -221,17 +221,23 @@ class TableStates:
         return reason == ANSWER and not self._sizes.every_block
 
     def wait(self, table: BlockTable) -> None:
-        """The table computes nothing: its blocks come from elsewhere, and then the state behind one of them."""
-        state = self._states[table._serial]
-        state.awaited, state.replayed = True, 0
+        """A table was opened that computes nothing: blocks come from elsewhere, and then the state behind one of all it
+        has. Until then the deepest that is here stays."""
+        state = self._states[table._serial] = _State(position=table.num_computed_tokens, awaited=True)
+        if depth := self.deepest(table.block_ids):
+            slot = self.slots.of_block(table.block_ids[depth - 1])
+            assert slot is not None  # that is what deepest looks for
+            self.slots.share(slot)
+            state.slot = slot
 
     def arrive(self, table: BlockTable, num_blocks: int, write: Callable[[int], None]) -> None:
         """The awaited state came, behind so many of the table's blocks, all of which are there: `write` puts it into a
-        slot. Where that raises, the table waits on. One behind the last block is the table's; another is a snapshot for
-        whoever opens a table next, and this one has none."""
+        slot; CapacityError where none can be had. Where that or `write` raises, the table waits on. One behind the last
+        block is the table's; another is a snapshot for whoever opens a table next, and this one has none."""
         state, position = self._states[table._serial], num_blocks * self._size
-        if not state.awaited or not self._has_own(state) or not 0 < position <= state.position:
+        if not state.awaited or not 0 < position <= state.position:
             raise CacheCorruption(f"a state arrived behind {position} tokens, and nobody waits for it there")
+        self.prepare(table)
         write(state.following if state.following >= 0 else state.slot)
         self._move_on(state)
         if position == state.position:

@@ -42,8 +42,8 @@ class Piece(NamedTuple):
     data     uint8 [count, bytes_per_block], verified, in the order they were asked for; to be given back by `release`
     tier     where they were
     is_last  nothing more comes
-    behind   it is the state behind so many of the load's blocks, uint8 [1, its bytes]; none at all where that is 0.
-             Blocks behind it may have come before it. None: these are blocks
+    behind   it is the state behind so many of the load's blocks, uint8 [1, its bytes], those in the pool among them;
+             none at all where that is 0. Blocks behind it may have come before it. None: these are blocks
     """
 
     ticket: int
@@ -57,6 +57,7 @@ class _Load(NamedTuple):
     ticket: int
     addresses: Sequence[BlockAddress]
     states: Mapping[int, BlockAddress]
+    num_there: int
 
 
 class _Store(NamedTuple):
@@ -117,14 +118,18 @@ class Mover:
             tier.touch(prefix_hashes)
 
     def load(
-        self, ticket: int, addresses: Sequence[BlockAddress], states: Mapping[int, BlockAddress] | None = None
+        self,
+        ticket: int,
+        addresses: Sequence[BlockAddress],
+        states: Mapping[int, BlockAddress] | None = None,
+        num_there: int = 0,
     ) -> None:
         """Read consecutive blocks of a chain, as far as a tier has them; pieces come until one is the last. `states`:
-        those that may be kept, by how many of the blocks they are behind. Then blocks are read up to the deepest one
-        that a tier has, and that one behind them; where it is lost, or a block before it, the next one before: three
-        are tried."""
+        those that may be kept, by how many blocks they are behind, of which the first `num_there` are in the pool and
+        not among the addresses. Then blocks are read up to the deepest one that a tier has, and that one behind them;
+        where it is lost, or a block before it, the next one before: three are tried."""
         with self._changed:
-            self._loads.append(_Load(ticket, addresses, states or {}))
+            self._loads.append(_Load(ticket, addresses, states or {}, num_there))
             self._changed.notify_all()
 
     def cancel(self, ticket: int) -> None:
@@ -247,7 +252,8 @@ class Mover:
             return
         ends = self._ends(load)
         deepest = next(ends, 0)
-        count = self._read_blocks(load.ticket, load.addresses[:deepest], is_all=False)
+        wanted = load.addresses[: max(0, deepest - load.num_there)]
+        count = load.num_there + self._read_blocks(load.ticket, wanted, is_all=False)
         usable = (end for end in itertools.chain([deepest], ends) if 0 < end <= count)
         for end in itertools.islice(usable, _MOST_STATES_TRIED):
             room = self._stage(load.ticket, 1, self._state_bytes)
@@ -260,17 +266,15 @@ class Mover:
     def _ends(self, load: _Load) -> Iterator[int]:
         """Behind how many blocks of a load there are states, as far as tiers say without reading them; the deepest
         first, and one of them perhaps twice. They are asked no further than somebody looks."""
-        ends = sorted(load.states, reverse=True)
+        ends, heads = sorted(load.states, reverse=True), [one.prefix_hash for one in load.addresses[:1]]
         if self.holds(load.states[ends[0]].prefix_hash):
             yield ends[0]
-        for start in range(0, len(ends), _ASKED_AT_ONCE):
-            if self._is_unwanted(load.ticket):
-                return
-            asked = ends[start : start + _ASKED_AT_ONCE]
-            first, *there = self._ask([load.addresses[0].prefix_hash, *(load.states[end].prefix_hash for end in asked)])
-            if not first:
-                return  # states are of no use without their blocks
-            yield from itertools.compress(asked, there)
+        while ends and not self._is_unwanted(load.ticket):
+            asked, ends = ends[:_ASKED_AT_ONCE], ends[_ASKED_AT_ONCE:]
+            found = self._ask([*heads, *(load.states[end].prefix_hash for end in asked)])
+            reach = max(asked) if all(found[: len(heads)]) else load.num_there
+            yield from (end for end in itertools.compress(asked, found[len(heads) :]) if end <= reach)
+            ends = [end for end in ends if end <= reach]  # states are of no use without their blocks
 
     def _ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Of each of these blocks and states, whether a tier says that it has it."""

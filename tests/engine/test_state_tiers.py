@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from engine.fake_runner import Bench
 from engine.fake_states import expected_hybrid
 from engine.hand_mover import DictTier
 from engine.test_state_schedules import bench_of, computed_by, keys_of
@@ -82,6 +83,101 @@ def test_what_a_tier_lost_or_got_wrong_costs_time_alone(knows: bool, how: str, g
     assert computed_by(bench, PROMPT)[0] == 4
     computed_by(bench_of(tiers=[tier]), PROMPT)  # finds damage behind what was lost
     assert computed_by(bench_of(tiers=[tier]), PROMPT)[0] == 4, "it was kept again"
+
+
+def without_states(tier: DictTier, *numbers: int) -> Bench:
+    """A bench whose pool has the prompt's blocks, and of the states behind them only these."""
+    bench = bench_of(tiers=[tier])
+    computed_by(bench, PROMPT, terms=HINTS)
+    states = bench.manager.states
+    assert states is not None
+    kept = {state(number) for number in numbers}
+    for block_id in states.slots.snapshots():
+        key = bench.manager.content.key(block_id)
+        assert key is not None
+        if key.state.prefix_hash not in kept:
+            states.slots.drop(block_id)
+    tier.num_read = tier.num_asked = 0
+    return bench
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("here", [(), (2,), (2, 4)])
+def test_where_only_states_were_dropped_from_memory_one_state_is_read_and_no_block(
+    knows: bool, here: tuple[int, ...]
+) -> None:
+    tier = filled(knows=knows)
+    bench = without_states(tier, *here)
+    computed, handle = computed_by(bench, PROMPT)
+    assert (computed, handle.result(0).cached_tokens, handle.result(0).hit_tokens) == (4, 96, {"pool": 96})
+    assert (tier.num_read, tier.num_asked) == (1, not knows)
+    assert (bench.manager.used_block_count, bench.mover.staging_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_of_blocks_that_are_partly_here_the_others_are_read(knows: bool) -> None:
+    tier = filled(knows=knows)
+    bench = without_states(tier, 2)
+    bench.manager.reset([block_id for block_id in range(bench.manager.num_blocks) if is_one_of(bench, block_id, 5, 6)])
+    computed, handle = computed_by(bench, PROMPT)
+    assert (computed, handle.result(0).hit_tokens) == (4, {"pool": 64, "shelf": 32})
+    assert (tier.num_read, tier.num_asked) == (3, not knows)
+
+
+def is_one_of(bench: Bench, block_id: int, *numbers: int) -> bool:
+    """Whether a block of the pool is one of these of the prompt."""
+    key = bench.manager.content.key(block_id)
+    return key is not None and key.prefix_hash in map(block, numbers)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize(
+    ("gone", "cached"),
+    [
+        ([*map(block, range(1, 7))], 96),
+        ([*map(block, range(1, 7)), state(6)], 64),
+        ([state(6), state(4)], 32),
+        ([state(2), state(4), state(6)], 0),
+    ],
+)
+def test_a_state_goes_with_blocks_that_are_here_whatever_its_tier_has_of_them(
+    knows: bool, gone: list[bytes], cached: int
+) -> None:
+    tier = filled(knows=knows)
+    bench = without_states(tier)
+    tier.drop(gone)
+    computed, handle = computed_by(bench, PROMPT)
+    assert (computed, handle.result(0).cached_tokens, tier.num_read) == (100 - cached, cached, cached > 0)
+    assert handle.result(0).matched_tokens == 96
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_behind_a_damaged_state_of_blocks_that_are_here_the_one_before_is_taken(knows: bool) -> None:
+    tier = filled(knows=knows)
+    bench = without_states(tier)
+    address, data = tier.blocks[state(6)]
+    tier.blocks[state(6)] = (address._replace(tokens=b""), data)
+    computed, handle = computed_by(bench, PROMPT)
+    assert (computed, handle.result(0).cached_tokens, tier.num_read) == (36, 64, 1)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_where_no_slot_is_left_for_a_state_alone_the_prompt_is_computed_as_if_it_had_not_come(
+    knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = filled(knows=knows)
+    bench = without_states(tier)
+    states = bench.manager.states
+    assert states is not None
+    handle = bench.submit(PROMPT, 1)
+    bench.step()
+    bench.mover.pump()
+    (load,), has_room = bench.scheduler.loads, states.has_room
+    monkeypatch.setattr(states, "has_room", lambda table: table is not load.table and has_room(table))
+    bench.run()
+    assert list(handle.result(0).output_token_ids) == expected_hybrid(PROMPT, 1)
+    assert (handle.result(0).cached_tokens, tier.num_read) == (0, 1)
+    assert (bench.manager.used_block_count, bench.mover.staging_bytes) == (0, 0)
 
 
 def test_a_prompt_of_which_nothing_is_there_is_asked_for_once_and_nothing_is_read() -> None:

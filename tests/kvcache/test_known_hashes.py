@@ -98,10 +98,10 @@ def test_what_a_tier_is_asked_for_is_never_a_lie(tokens: list[int], other: list[
     """A tier believes the address it is asked by: blocks of equal tokens behind another prefix must not be named."""
     manager = KVCacheManager(64, B)
     manager.free(prefill(manager, tokens[: num_held * B] or tokens[:1]))
-    plain_first, plain_keys = manager.content.keys_after(tokens, ROOT)
+    plain_first, _, plain_keys = manager.content.keys_after(tokens, ROOT)
     expected = list(plain_keys)
     for known in (right(other), right(tokens, OTHER), right(tokens), right(tokens)[:HASH_BYTES] + right(other)):
-        first, keys = manager.content.keys_after(tokens, ROOT, known)
+        first, _, keys = manager.content.keys_after(tokens, ROOT, known)
         found = list(keys)
         assert first <= plain_first
         assert found[plain_first - first :] == expected

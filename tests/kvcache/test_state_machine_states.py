@@ -138,6 +138,24 @@ class StatesMachine(RuleBasedStateMachine):
             if token is not None:
                 self.append(-1, token)
 
+    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), behind=st.integers(0, 20), stop=st.integers(0, 20))
+    def bring(self, tokens: list[int], root: bytes, behind: int, stop: int) -> None:
+        """Blocks come from elsewhere, up to some place, and then a state behind one of them, here before or not."""
+        tokens = tokens[: len(tokens) // self.size * self.size]
+        one = Open(self.manager.open_load(tokens, root), tokens, root)
+        start = one.table.num_computed_tokens
+        stop = max(start, min(stop, len(tokens)) // self.size * self.size)
+        if stop and self.states.has_room(one.table) and self.extend(one, stop):
+            for position, slot in enumerate(self.manager.slots(one.table, start, stop), start):
+                self.memory[slot] = one.prefix(position + 1)
+            self.manager.commit(one.table, tokens, stop)
+            self.manager.check_invariants([one.table, *(other.table for other in self.live)])
+            if num_blocks := min(behind, stop // self.size):
+                state = one.prefix(num_blocks * self.size)
+                self.states.arrive(one.table, num_blocks, lambda slot: self.held.__setitem__(slot, state))
+                self.manager.check_invariants([one.table, *(other.table for other in self.live)])
+        self.manager.free(one.table)
+
     @precondition(lambda self: self.live)
     @rule(number=picks, token=st.integers(0, 1))
     def append(self, number: int, token: int) -> None:

@@ -359,34 +359,3 @@ def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more() -> None:
     manager.free(table)
     assert states.drain_kept() == [last]
     manager.check_invariants(())
-
-
-def test_a_state_that_could_not_be_written_is_no_snapshot() -> None:
-    manager, tokens = manager_of(), list(range(2 * B))
-    states = states_of(manager)
-    table = manager.open_table(tokens, ROOT)
-    states.wait(table)
-    manager.extend(table, 2 * B)
-    manager.commit(table, tokens, 2 * B)
-
-    def fail(slot: int) -> None:
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        states.arrive(table, 2, fail)
-    manager.free(table)
-    assert not states.slots.snapshots()
-    manager.check_invariants(())
-
-
-def test_what_comes_from_elsewhere_is_not_computed_again() -> None:
-    manager, tokens = manager_of(), list(range(3 * B + 1))
-    cold(manager, tokens)
-    states = states_of(manager)
-    for block_id in states.slots.snapshots():
-        states.slots.drop(block_id)
-    table = manager.open_table(tokens[: 3 * B], ROOT)
-    states.wait(table)
-    manager.extend(table, 3 * B)
-    assert states.num_replayed == 0
-    manager.free(table)

@@ -1,0 +1,55 @@
+"""Tables that wait for blocks and a state from elsewhere: what they share, and where the state goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcache.test_table_states import cold, manager_of, states_of
+from kvcache_cases import ROOT, B
+
+
+def test_a_state_that_could_not_be_written_is_no_snapshot() -> None:
+    manager, tokens = manager_of(), list(range(2 * B))
+    states = states_of(manager)
+    table = manager.open_load(tokens, ROOT)
+    manager.extend(table, 2 * B)
+    manager.commit(table, tokens, 2 * B)
+
+    def fail(slot: int) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        states.arrive(table, 2, fail)
+    manager.free(table)
+    assert not states.slots.snapshots()
+    manager.check_invariants(())
+
+
+def test_what_comes_from_elsewhere_is_not_computed_again() -> None:
+    manager, tokens = manager_of(), list(range(3 * B + 1))
+    cold(manager, tokens)
+    states = states_of(manager)
+    for block_id in states.slots.snapshots():
+        states.slots.drop(block_id)
+    table = manager.open_load(tokens[: 3 * B], ROOT)
+    assert (table.num_computed_tokens, manager.blocks_needed(table, 3 * B)) == (3 * B, 0)
+    states.arrive(table, 2, lambda slot: None)
+    assert states.num_replayed == 0
+    manager.free(table)
+    manager.check_invariants(())
+    assert manager.peek(tokens, ROOT) == 2 * B
+
+
+def test_who_waits_for_a_deeper_state_keeps_the_one_that_is_there() -> None:
+    manager, tokens = manager_of(num_slots=2), list(range(3 * B))
+    kept = cold(manager, tokens[: B + 1])
+    table = manager.open_load(tokens, ROOT)
+    for number in range(3):
+        cold(manager, [100 + number] * (2 * B + 1), table)
+    assert states_of(manager).slots.of_block(table.block_ids[0]) == kept.slots[B]
+    other = manager.open_table([7] * B, ROOT)
+    manager.extend(other, B)
+    assert not states_of(manager).has_room(table)
+    for one in (table, other):
+        manager.free(one)
+    manager.check_invariants(())
