@@ -20,7 +20,7 @@ DRAFT_FAULTS = (
     ("drafts: gates are those of the input", _CONV, "copy_floats(row + 4 * op[lt.F_BY_FIRST], gates",
      "copy_floats(row, gates", _OF_SCAN),
     ("drafts: one more is right", _ACCEPTED, "accepted[i], read[i], written[i] = stop - start,",
-     "accepted[i], read[i], written[i] = min(stop - start + 1, works[i].num_drafted),", _OF_DRAFTS),
+     "accepted[i], read[i], written[i] = min(stop - start + 1, work.num_drafted),", _OF_DRAFTS),
     ("drafts: who is done ends before its state is", _ACCEPTED, "        return None\n", "        return reason\n",
      _OF_DRAFTS),
     ("drafts: states among them are kept one token early", _ACCEPTED, "[(i, rows, slot) for rows, slot in",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout, PassStates
 from kvboost_edge.engine.sequence import Sequence
@@ -29,13 +30,29 @@ class End:
     error: Exception | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Turn:
+    """What the runner has to do: the arguments of `Runner.accept_drafts`, and whose drafts they are."""
+
+    layout: BatchLayout
+    accepted: npt.NDArray[np.int32]
+    slots: PassStates
+    sequences: list[Sequence]
+
+
 class AcceptedDrafts:
-    """Of one pass after another: `commit` for each sequence of it, then `take_in`. Where the model keeps no states
-    nothing is left to do."""
+    """Of one pass after another: `commit` for each sequence of it, then `plan`, where that says so `take_in`, and
+    `ends`. Where the model keeps no states nothing is left to do.
+
+    `take_in` reads and writes memory as a pass does, and nothing of the bookkeeping: as long as it takes anybody may
+    read that, and reset the cache.
+    """
 
     def __init__(self, runner: Runner, manager: KVCacheManager) -> None:
         self._runner, self._manager = runner, manager
         self._waiting: dict[int, str] = {}  # by a sequence's number: why it ends then, if it does
+        self._turn: _Turn | None = None
+        self._error: Exception | None = None
 
     def commit(self, work: ScheduledTokens[Sequence], reason: str | None) -> str | None:
         """Commit what is computed; with states and right drafts only what is certain, and then the sequence must not
@@ -48,29 +65,45 @@ class AcceptedDrafts:
         self._waiting[sequence.index] = reason or ""
         return None
 
-    def take_in(self, works: list[ScheduledTokens[Sequence]], layout: BatchLayout) -> list[End]:
-        """Let the states take in what waits of the pass of these works, and commit that. Returns who ends with it; an
-        error of the runner ends all whose drafts they are, and is none to those that were done with them."""
-        waiting, self._waiting, states = self._waiting, {}, self._manager.states
-        if states is None or not waiting:
-            return []
-        sequences = {i: work.sequence for i, work in enumerate(works) if work.sequence.index in waiting}
+    def plan(self, works: list[ScheduledTokens[Sequence]], layout: BatchLayout) -> bool:
+        """Which slots what waits of the pass of these works goes to; whether anything does."""
+        states = self._manager.states
+        if states is None or not self._waiting:
+            return False
         accepted, read, written = (np.zeros(len(works), np.int32) for _ in range(3))
-        saves = []
-        for i, sequence in sequences.items():
-            start, stop = works[i].certain_stop, sequence.num_computed_tokens
-            plan = states.plan(sequence.blocks, start, stop)
+        sequences, saves = [], []
+        for i, work in enumerate(works):
+            if work.sequence.index not in self._waiting:
+                continue
+            start, stop = work.certain_stop, work.sequence.num_computed_tokens
+            plan = states.plan(work.sequence.blocks, start, stop)
             accepted[i], read[i], written[i] = stop - start, plan.read, plan.write
             saves += [(i, rows, slot) for rows, slot in plan.saves]
+            sequences.append(work.sequence)
         slots = PassStates(read, written, np.array(saves, np.int32).reshape(-1, 3))
+        self._turn = _Turn(layout, accepted, slots, sequences)
+        return True
+
+    def take_in(self) -> None:
+        """Let the states take that in."""
+        assert self._turn is not None  # there is a plan
         try:
-            self._runner.accept_drafts(layout, accepted, slots)
+            self._runner.accept_drafts(self._turn.layout, self._turn.accepted, self._turn.slots)
         except Exception as error:
-            reasons = [(sequence, waiting[sequence.index]) for sequence in sequences.values()]
+            self._error = error
+
+    def ends(self) -> list[End]:
+        """Commit what was taken in; who ends with it. An error of the runner ends all whose drafts they are, and is
+        none to those that were done with them."""
+        sequences = [] if self._turn is None else self._turn.sequences
+        waiting, error = self._waiting, self._error
+        self._waiting, self._turn, self._error = {}, None, None
+        if error is not None:
+            reasons = [(sequence, waiting[sequence.index]) for sequence in sequences]
             return [End(one, reason) if reason else End(one, error=error) for one, reason in reasons]
-        for sequence in sequences.values():
+        for sequence in sequences:
             self._commit(sequence, sequence.num_computed_tokens)
-        return [End(one, reason) for one in sequences.values() if (reason := waiting[one.index])]
+        return [End(one, reason) for one in sequences if (reason := waiting[one.index])]
 
     def _commit(self, sequence: Sequence, num_computed: int) -> None:
         publish = sequence.request.publishes

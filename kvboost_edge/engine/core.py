@@ -6,13 +6,10 @@ Callers put messages into the inbox and wait on handles. The lock guards the boo
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -33,12 +30,13 @@ from kvboost_edge.engine.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
 from kvboost_edge.engine.sequences import Sequences
 from kvboost_edge.engine.spans import Prober
+from kvboost_edge.engine.started import note_started
 from kvboost_edge.engine.tiering import Untiered
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.host.memory import Slack
-from kvboost_edge.runners.base import ForwardBatch, Runner
+from kvboost_edge.runners.base import Runner
 
 if TYPE_CHECKING:
     from kvboost_edge.tiers.mover import Piece
@@ -110,7 +108,7 @@ class EngineCore:
     def start(self) -> None:
         """Start the engine thread."""
         self._thread.start()
-        _started.add(self)
+        note_started(self)
 
     def check_open(self) -> None:
         """Raise KVBoostError if the engine was closed or stopped by an error, or is a forked process's copy."""
@@ -261,7 +259,13 @@ class EngineCore:
             return True
         self._pace.observe(plan, time.perf_counter() - began)
         with self.lock:
-            self._take(plan.work, found, batch)
+            self._take(plan.work, found)
+            has_drafts = batch is not None and self._accepted.plan(plan.work, batch.layout)
+        if has_drafts:
+            self._accepted.take_in()
+        with self.lock:
+            for end in self._accepted.ends():
+                self._end(end.sequence, reason=end.reason, error=end.error)
             self._watch.after()
             self.tiering.save_some(time.perf_counter() - began)
         return True
@@ -331,7 +335,7 @@ class EngineCore:
             if index in self._live:
                 self._end(self._live[index], reason="timeout")
 
-    def _take(self, work: list[ScheduledTokens[Sequence]], found: list[Floats], batch: ForwardBatch | None) -> None:
+    def _take(self, work: list[ScheduledTokens[Sequence]], found: list[Floats]) -> None:
         """Give each sequence the logits of its tokens, publish its new full blocks, end those that are done."""
         for one, rows in zip(work, found, strict=True):
             if one.sequence.status is not SequenceStatus.RUNNING:
@@ -345,8 +349,6 @@ class EngineCore:
                 continue
             if reason is not None:
                 self._end(one.sequence, reason=reason)
-        for end in [] if batch is None else self._accepted.take_in(work, batch.layout):
-            self._end(end.sequence, reason=end.reason, error=end.error)
 
     def _advance(self, work: ScheduledTokens[Sequence], rows: Floats) -> str | None:
         """Take one sequence's outcome; the finish reason, or None. Nothing is published unless all of it worked."""
@@ -379,22 +381,3 @@ class EngineCore:
             self.answers.keep(sequence.tenant, sequence.request.root, *sequence.answer())
             self.scheduler.speculation.remember(sequence)
         sequence.handle._finish(None if error is not None else sequence.result(reason), error)
-
-
-_started: weakref.WeakSet[EngineCore] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_started() -> None:
-    """End engines that nobody closed: a thread still inside torch while the interpreter is taken down aborts it."""
-    for core in list(_started):
-        core.close()
-
-
-def _after_fork() -> None:
-    for core in list(_started):
-        core.after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

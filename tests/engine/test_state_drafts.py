@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -216,6 +217,39 @@ def test_a_cancel_between_drafts_gives_everything_back() -> None:
     assert states is not None
     assert bench.manager.used_block_count == 0
     assert states.slots.num_used == sum(states.slots.counts().values())
+
+
+def test_while_states_take_drafts_in_the_figures_are_read_and_the_cache_is_reset() -> None:
+    """As during a pass: whoever asks waits for neither."""
+    text, ended = [*range(60, 90)] * 3, []
+    with CPUPagedEngine._from_parts(hybrid_parts(64, 12), EngineConfig(num_blocks=64, speculation="on")) as engine:
+        runner = engine._parts.runner
+        assert isinstance(runner, HybridRunner)
+
+        def ask() -> None:
+            runner.on_accept = None
+            for call in (engine.paged_stats, engine.reset_cache):
+                asking = threading.Thread(target=call)
+                asking.start()
+                asking.join(5)
+                ended.append(not asking.is_alive())
+
+        engine.generate(text, max_new_tokens=40)
+        runner.on_accept = ask
+        result = engine.generate(text, max_new_tokens=40)
+        assert list(result.output_token_ids) == expected_hybrid(text, 40, engine._parts.eos_token_ids)
+        assert result.accepted_tokens > 0
+    assert ended == [True, True]
+
+
+@pytest.mark.parametrize("num_right", range(1, 7))
+def test_a_reset_while_states_take_drafts_in_changes_no_answer(num_right: int) -> None:
+    bench = drafting(num_right)
+    runner_of(bench).on_accept = bench.manager.reset  # type: ignore[assignment]
+    handles = [bench.submit([*prompt(1, 20), number], 40, terms=DRAFTS) for number in range(3)]
+    finish(bench, handles)
+    for number, handle in enumerate(handles):
+        assert list(handle.result(0).output_token_ids) == expected_hybrid([*prompt(1, 20), number], 40)
 
 
 def test_rows_of_drafts_hold_no_number_before_a_pass() -> None:
