@@ -162,11 +162,9 @@ def test_single_tiles_ask_for_weights_ahead_but_on_zen(
     monkeypatch.setattr(integers, "_processor", lambda: processor)
     asks_for_runs.cache_clear()
     try:
-        asked = [
-            tile_module(IntTiles(KIND_INT4, tiles, 1, False, "plain"), "x86_64").count("call void @\"llvm.prefetch.p0\"(")
-            for tiles in (1, 2)
-        ]
+        modules = [tile_module(IntTiles(KIND_INT4, tiles, 1, False, "plain"), "x86_64") for tiles in (1, 2)]
     finally:
         asks_for_runs.cache_clear()
     # One for each tile's result; and a group's lines of weights (4) and scales, of both tiles where there are two.
+    asked = [module.count('call void @"llvm.prefetch.p0"(') for module in modules]
     assert asked == [1 + 5 * asks, 2 + 10]
