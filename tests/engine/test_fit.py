@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,30 +79,73 @@ def test_weights_and_pool_together_are_refused_before_anything_is_packed(
     CPUPagedEngine.from_pretrained(model, weights="int4", num_blocks=400).close()
 
 
+@pytest.fixture
+def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    return save_tiny_model("qwen3_5_text", tmp_path / "model")
+
+
+def test_states_are_weighed_beside_weights_and_pool(hybrid: Path) -> None:
+    options = {"weights": "int8", "num_blocks": 64, "max_num_seqs": 3}
+    found = []
+    for more in ({}, {"speculation": "off"}, {"max_state_bytes": 2e6}, {"max_num_seqs": 5}):
+        fit = _fit(hybrid, GB, **{**options, **more})
+        with CPUPagedEngine.from_pretrained(hybrid, **{**options, **more}) as engine:
+            stats = engine.paged_stats()
+        assert (fit.pool, fit.states) == (stats["pool_bytes"], stats["state_bytes"])
+        assert fit.needed == fit.info.weight_bytes + fit.pool + fit.states
+        assert planned_memory(hybrid, EngineConfig.from_options(**{**options, **more})).nbytes == fit.needed
+        found.append(fit.states)
+    assert 0 < found[1] < found[0] < found[3]
+    assert found[2] <= 2_000_000
+
+
+@pytest.mark.parametrize("max_state_bytes", [1000, 1_000_000])
+def test_states_that_do_not_fit_are_refused_before_anything_is_packed(
+    max_state_bytes: int, hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget below the batch's, and one for which there is no memory: with the numbers of both."""
+    options = {"weights": "int8", "num_blocks": 64, "max_num_seqs": 2, "max_state_bytes": max_state_bytes}
+    options["speculation"] = "on"  # else there would be fewer drafts
+    available = GB
+    if max_state_bytes > 1000:
+        available = _fit(hybrid, GB, **options).needed - 1
+        assert _fit(hybrid, available + 1, **options).refusal == ""
+    refused = _fit(hybrid, available, **options).refusal
+    size = r"\d\.\d\d MiB"
+    words = rf"max_state_bytes=1000 holds 0 states of {size}: 2 sequences need 2 x {size} and one more to begin from"
+    if max_state_bytes > 1000:
+        words = rf"\d+ states of {size} \(2 sequences need 2 x {size}\), drafts of {size} and a pool of {size} exceed m"
+    assert re.match(words, refused)
+    assert "max_num_seqs" in refused
+    monkeypatch.setattr(build, "available_on", lambda device: available)
+    with pytest.raises(CapacityError) as caught:
+        CPUPagedEngine.from_pretrained(hybrid, progress=lambda *_: pytest.fail("it was packed"), **options)
+    assert str(caught.value) == refused
+    assert not (Path(os.environ["KVBOOST_EDGE_CACHE"]) / "packed").exists()
+
+
 @pytest.mark.parametrize("rows", [31, 9, 0])
 def test_drafts_that_find_no_room_are_fewer_in_the_plan_and_in_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rows: int
+    hybrid: Path, caplog: pytest.LogCaptureFixture, rows: int
 ) -> None:
-    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "model").mkdir()
-    path = save_tiny_model("qwen3_5_text", tmp_path / "model")
-    spec = _fit(path, GB, num_blocks=40).info.kv_spec
+    spec = _fit(hybrid, GB, num_blocks=40).info.kv_spec
     options = {"num_blocks": 40, "max_num_seqs": 2, "weights": "int8"}
     options["max_state_bytes"] = 3 * spec.bytes_per_state + rows * spec.bytes_per_draft
-    fit = _fit(path, GB, **options)
+    fit = _fit(hybrid, GB, **options)
     assert (fit.refusal, fit.states) == ("", options["max_state_bytes"])
     assert (f"room for {rows} drafts" in fit.shortage) == (rows < 31)
-    with CPUPagedEngine.from_pretrained(path, **options) as engine:
+    with CPUPagedEngine.from_pretrained(hybrid, **options) as engine:
         stats = engine.paged_stats()
     assert (stats["state_bytes"], stats["max_draft_tokens"]) == (fit.states, rows)
     assert [record.message for record in caplog.records if "instead of 31" in record.message] == [fit.shortage] * (
         rows < 31
     )
     if rows < 31:
-        asked = _fit(path, GB, **options, max_draft_tokens=31).refusal
+        asked = _fit(hybrid, GB, **options, max_draft_tokens=31).refusal
         assert "enlarge max_state_bytes or lower max_num_seqs or max_draft_tokens" in asked
         with pytest.raises(CapacityError) as caught:
-            CPUPagedEngine.from_pretrained(path, **options, max_draft_tokens=31)
+            CPUPagedEngine.from_pretrained(hybrid, **options, max_draft_tokens=31)
         assert str(caught.value) == asked
 
 
