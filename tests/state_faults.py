@@ -11,7 +11,7 @@ _OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_state_schedules.py", "tests/engin
 _OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/test_state_tiers.py"
 _MOVER, _TWINS, _OF_TWINS = "tiers/mover.py", "kvcache/twins.py", "tests/kvcache/test_twins.py"
 _KERNELS = "kernels/program/states/"
-_OF_SSD, _OF_PIECES = "tests/kernels/program/states/test_ssd.py", "tests/models/weights/test_pieces.py"
+_OF_MIXERS, _OF_PIECES = "tests/kernels/program/states/test_mixers.py", "tests/models/weights/test_pieces.py"
 
 STATE_FAULTS = (
     *DRAFT_FAULTS,
@@ -63,15 +63,15 @@ STATE_FAULTS = (
     ("borders: one token late", _BORDERS, "np.flatnonzero(found).tolist()", "(np.flatnonzero(found) + 1).tolist()",
      _OF_BORDERS),
     ("state space: steps of time without a limit", f"{_KERNELS}gates.py", "if is_ssd and first < least:",
-     "if is_ssd and first < -least:", _OF_SSD),
+     "if is_ssd and first < -least:", _OF_MIXERS),
     ("state space: values do not skip it", f"{_KERNELS}ssd.py", "emit_fma(b, own, one, emit_total(b, outs))",
-     "emit_total(b, outs)", _OF_SSD),
-    ("state space: B is read for C", f"{_KERNELS}scan.py", "(head < heads) != is_ssd", "head < heads", _OF_SSD),
-    ("state space: groups take turns", f"{_KERNELS}scan.py", "head // (heads // shared)", "head % shared", _OF_SSD),
+     "emit_total(b, outs)", _OF_MIXERS),
+    ("state space: B is read for C", f"{_KERNELS}scan.py", "(head < heads) != is_ssd", "head < heads", _OF_MIXERS),
+    ("state space: groups take turns", f"{_KERNELS}scan.py", "head // (heads // shared)", "head % shared", _OF_MIXERS),
     ("state space: gates behind the norm", f"{_KERNELS}gate.py", "if stage != op[lt.F_GATE_FIRST]:",
-     "if stage == op[lt.F_GATE_FIRST]:", _OF_SSD),
+     "if stage == op[lt.F_GATE_FIRST]:", _OF_MIXERS),
     ("state space: all groups have the first one's weights", f"{_KERNELS}gate.py",
-     "4 * group * op[lt.F_WEIGHT_STEP]", "0 * group * op[lt.F_WEIGHT_STEP]", _OF_SSD),
+     "4 * group * op[lt.F_WEIGHT_STEP]", "0 * group * op[lt.F_WEIGHT_STEP]", _OF_MIXERS),
     ("state space: pieces of a matrix in another order", "models/weights/ordered.py",
      "return {z: mixer.value_heads * mixer.value_dim, xbc: mixer.channels, dt: mixer.value_heads}",
      "return {xbc: mixer.channels, z: mixer.value_heads * mixer.value_dim, dt: mixer.value_heads}", _OF_PIECES),
