@@ -2,11 +2,10 @@
 
 A random model of a real one's shape is written once as GGUF. Each engine lives in a process of its own; in each
 round all of them answer the same request in turn, and the figures are medians over the rounds (least to most in
-brackets). One clock around the whole call for everyone. Beside decode at 0 stands what it reads of our weights a
-second, keys and values not counted, and a plain read of the same bytes by as many threads in the same process right
-after; the share is taken in each round; of a mixture of experts, which reads some of its weights only, neither is
-shown. Engines that are not installed are skipped by name; `make bench-peers` installs
-them into `.venv-peers`.
+brackets). One clock around the whole call for everyone. Beside decode at the first depth stands what it reads of our
+weights a second, keys and values not counted, and a plain read of as many bytes by as many threads in the same process
+right after; the share is taken in each round; of a mixture of experts the weights of those that a token goes to count.
+Engines that are not installed are skipped by name; `make bench-peers` installs them into `.venv-peers`.
 
     python benchmarks/bench_peers.py                         # 0.5B shape, Q4_0
     python benchmarks/bench_peers.py --shape 1.5b --quant Q8_0 --depths 0 2048
@@ -332,8 +331,8 @@ def main() -> None:
     if not options.bundled and not options.short:
         bench.warm()
     for depth in options.depths:
-        # The bundled model's weights lie in caches: no read of memory to compare with. Of experts few are read.
-        with_read = depth == 0 and not options.bundled and not shape.is_mixture
+        # The bundled model's weights lie in caches: no read of memory to compare with.
+        with_read = depth == options.depths[0] and not options.bundled
         bench.decode(depth, 64 if depth < _PREFIX else 32, with_read=with_read)
     bench.slope(options.depths)
     if not options.bundled and not options.short:

@@ -41,7 +41,7 @@ from peers.hybrid_shapes import HYBRID_SHAPES, DenseTwin
 from peers.mixture_shapes import MIXTURE_SHAPES
 from peers.random_model import kept_gguf
 from peers.shapes import Shape
-from plain_read import token_weights
+from plain_read import runner_token_weights
 
 _HISTORY, _ANSWER, _NEW = 2000, 48, 64
 _PREFIX, _OWN = 300, 100
@@ -136,7 +136,7 @@ class States:
 
     def moved_gb(self) -> float:
         """What a step reads and writes of weights and states."""
-        _, nbytes = token_weights(self.engine._parts.runner._packed)
+        _, nbytes = runner_token_weights(self.engine._parts.runner)
         return (nbytes + 2 * self.engine.runner_info.kv_spec.bytes_per_state) / 1e9
 
     def median(self, what: str) -> float:

@@ -19,8 +19,9 @@ from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kernels.vectors import address_of, fetch_add
 from kvboost_edge.models.packed.file import PackedWeights
+from kvboost_edge.runners.native.runner import NativeRunner
 
-__all__ = ["idle_read_gb_s", "plain_read", "token_weights"]
+__all__ = ["idle_read_gb_s", "plain_read", "runner_token_weights", "token_weights"]
 
 _LINES = 8  # cache lines read at a time, each into a sum of its own
 _STEP = 64 * _LINES
@@ -88,14 +89,22 @@ def idle_read_gb_s(address: int, nbytes: int, num_threads: int, *, times: int = 
     return times * nbytes / seconds / 1e9
 
 
-def token_weights(packed: PackedWeights) -> tuple[int, int]:
-    """Address and bytes of what one decoded token reads of the weights: every matrix once.
+def token_weights(packed: PackedWeights, share: float = 1.0) -> tuple[int, int]:
+    """Address and bytes of what one decoded token reads of the weights: every matrix once, of those of experts `share`.
 
     A tied embedding is read as the head; one that is not is the first thing in the file and left out, as a token reads
-    a single row of it.
+    a single row of it. Of a mixture the bytes are as many, not the same ones: they lie behind each other.
     """
     sections = packed._sections
     untied = ("embed", "embed.scales", "embed.minima") if "head" in sections else ()
-    read = [section for name, section in sections.items() if name not in untied]
-    first, end = min(start for start, _ in read), max(start + size for start, size in read)
-    return packed._base + first, end - first
+    read = {name: section for name, section in sections.items() if name not in untied}
+    first = min(start for start, _ in read.values())
+    end = max(start + size for start, size in read.values())
+    of_experts = sum(size for name, (_, size) in read.items() if ".experts_" in name)
+    return packed._base + first, end - first - round((1 - share) * of_experts)
+
+
+def runner_token_weights(runner: NativeRunner) -> tuple[int, int]:
+    """`token_weights` of the model that a runner runs."""
+    experts = runner._spec.experts
+    return token_weights(runner._packed, experts.used / experts.count if experts else 1.0)

@@ -4,6 +4,9 @@ Costs are of the 0.5B shape in Q4_0 on two cores (LOG.md): a prompt token 1.8 ms
 10 ms and 7.5% more for each other. A step computes at most 512 tokens of prompts, first come first served, beside one
 token of each running request. A block of the manager stands for one id of the trace.
 
+With `States` the model keeps states: a prompt is one pass, an answer another, and what is behind the deepest state
+that was kept is computed again.
+
 With a `Shared` tier what was computed anywhere is there at once, for ever; a prompt is read from where its pool ends,
 while others are computed, and computed from where the tier ends.
 """
@@ -20,11 +23,12 @@ from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.kvcache.table_states import StateSizes
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter
 from kvboost_edge.serve_ray.routing.records import Place
 
-__all__ = ["DECODE_STEP", "POOL_TOKENS", "PROMPT_TOKEN", "Job", "Replica", "Shared", "pool_tokens"]
+__all__ = ["DECODE_STEP", "POOL_TOKENS", "PROMPT_TOKEN", "Job", "Replica", "Shared", "States", "pool_tokens"]
 
 PROMPT_TOKEN = 1.8e-3
 DECODE_STEP, DECODE_MORE = 10e-3, 0.075
@@ -46,6 +50,14 @@ class Shared:
     token_seconds: float
     is_told: bool = True
     blocks: set[bytes] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class States:
+    """Of a model that keeps states: slots of each replica, and whether the router looks at what is told of them."""
+
+    num_slots: int
+    are_seen: bool = True
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -91,9 +103,14 @@ class Replica:
     """Steps through its requests. Who drives it calls `put`, and `step_done` at the time that `next_end` says."""
 
     def __init__(
-        self, num_blocks: int, done: Callable[[Job, Replica, float], None], shared: Shared | None = None
+        self,
+        num_blocks: int,
+        done: Callable[[Job, Replica, float], None],
+        shared: Shared | None = None,
+        states: States | None = None,
     ) -> None:
-        self.manager = KVCacheManager(num_blocks, POOL_TOKENS, policy=TenantFloors)
+        sizes = None if states is None else StateSizes(states.num_slots)
+        self.manager = KVCacheManager(num_blocks, POOL_TOKENS, policy=TenantFloors, state_sizes=sizes)
         self.journal = Journal()
         tiers = {Place.SHARED: shared.token_seconds} if shared and shared.is_told else None
         self.meter = Meter(seconds_per_token=PROMPT_TOKEN, step_tokens=STEP_TOKENS, max_running=PLACES, tiers=tiers)
@@ -163,8 +180,7 @@ class Replica:
             if job.to_prefill <= 0:
                 self.prefilling.remove(job)
                 self.running.append(job)
-                assert job.table is not None
-                self.manager.commit(job.table, job.tokens, len(job.prompt) - 1)
+                self._commit(job, len(job.prompt) - 1)
                 self._keep(job)
                 job.first_at = now
                 job.to_answer -= 1
@@ -174,11 +190,20 @@ class Replica:
     def _finish(self, job: Job, now: float) -> None:
         assert job.table is not None
         self.running.remove(job)
-        self.manager.commit(job.table, job.tokens, len(job.tokens) - 1)
+        self._commit(job, len(job.tokens) - 1)
         self._keep(job)
         self.manager.free(job.table)
         self.meter.end(job, now, 24 + len(job.access.output_ids) * job.block_tokens)
         self._done(job, self, now)
+
+    def _commit(self, job: Job, stop: int) -> None:
+        """Its tokens up to there are computed, in one pass."""
+        assert job.table is not None
+        start, states = job.table.num_computed_tokens, self.manager.states
+        if states is not None and stop > start:
+            states.prepare(job.table)
+            states.plan(job.table, start, stop)
+        self.manager.commit(job.table, job.tokens, stop)
 
     def _admit(self, now: float) -> None:
         """Let in who has a place and room, in order; who would compute what is being computed waits for it."""

@@ -16,6 +16,8 @@ messages     a second, from all replicas to the router: events and figures, ever
 lost, late   shares of the messages that never come, or one second late
 unknown      replicas of which the router believes, once all messages have come, anything else than they hold
 read         share of the tokens found that came from a tier all replicas share (`--shared`: seconds to read a token)
+missed       share of the prompt tokens that the router expected a replica to find, and that it computed (`--states`:
+             replicas of a model that keeps states, so many each; `--blocks-alone`: the router does not look at them)
 stray        requests sent to a replica that had been removed or was draining
 CPU          of this process in `choose` and `note_routed`, mean and 99th percentile, in ms; prefix hashes are not in it
 memory       MB that the map of beliefs takes
@@ -42,7 +44,7 @@ from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.serve_ray.routing.chain import PromptChain, key_of, prefix_hashes
 from kvboost_edge.serve_ray.routing.records import OUTSIDE_MASK, Place
 from sim_policies import POLICIES, Ours
-from sim_replicas import DECODE_STEP, POOL_TOKENS, PROMPT_TOKEN, Job, Replica, Shared, pool_tokens
+from sim_replicas import DECODE_STEP, POOL_TOKENS, PROMPT_TOKEN, Job, Replica, Shared, States, pool_tokens
 
 __all__ = ["Faults", "Outcome", "floor", "simulate", "workload"]
 
@@ -71,6 +73,7 @@ class Outcome:
     hit_tokens: int = 0
     read_tokens: int = 0
     all_hit_tokens: int = 0
+    missed_tokens: int = 0
     prompt_tokens: int = 0
     num_messages: int = 0
     num_done: int = 0
@@ -116,12 +119,20 @@ class _Run:
     """One way to route, one trace."""
 
     def __init__(
-        self, trace: Sequence[Access], num_replicas: int, policy: str, faults: Faults, seed: int, shared: Shared | None
+        self,
+        trace: Sequence[Access],
+        num_replicas: int,
+        policy: str,
+        faults: Faults,
+        seed: int,
+        shared: Shared | None,
+        states: States | None,
     ) -> None:
         self.outcome = Outcome()
+        self.sees_states = states is not None and states.are_seen
         self.policy = POLICIES[policy](num_replicas, seed)
         self.ours = self.policy if isinstance(self.policy, Ours) else None
-        self.replicas = [Replica(POOL_BLOCKS, self._done, shared) for _ in range(num_replicas)]
+        self.replicas = [Replica(POOL_BLOCKS, self._done, shared, states) for _ in range(num_replicas)]
         self.numbers = {id(replica): number for number, replica in enumerate(self.replicas)}
         self.load = [0] * num_replicas
         self.gone: set[int] = set()
@@ -166,7 +177,7 @@ class _Run:
 
     def _route(self, job: Job, now: float) -> None:
         hashes = prefix_hashes(pool_tokens(job.access.prompt_ids), job.root, POOL_TOKENS)
-        chain = PromptChain.of_hashes(hashes, job.num_tokens, BLOCK_TOKENS)
+        chain = PromptChain.of_hashes(hashes, job.num_tokens, BLOCK_TOKENS, has_states=self.sees_states)
         if self.ours is not None and self.ours.tells_at_once:
             self._tell_all(now)
         number, job.missing, job.restored = self.policy.choose(chain, self.load, now)
@@ -201,6 +212,7 @@ class _Run:
         if job.arrived_at >= self.counted_from:
             outcome.ttft.append(job.first_at + NETWORK - job.arrived_at)
             outcome.hit_tokens += job.hit_tokens
+            outcome.missed_tokens += max(0, job.num_tokens - job.missing - job.hit_tokens)
             outcome.prompt_tokens += job.num_tokens
 
     def _tell(self, number: int, now: float) -> None:
@@ -307,9 +319,10 @@ def simulate(
     faults: Faults = Faults(),
     seed: int = 0,
     shared: Shared | None = None,
+    states: States | None = None,
 ) -> tuple[Outcome, Any]:
     """Run a trace; what was counted, and the policy after it."""
-    run = _Run(trace, num_replicas, policy, faults, seed, shared)
+    run = _Run(trace, num_replicas, policy, faults, seed, shared, states)
     return run.run(), run.policy
 
 
@@ -339,6 +352,7 @@ def row_of(trace_name: str, num_replicas: int, policy: str, outcome: Outcome, ma
         "p50": round(float(p50), 3),
         "p99": round(float(p99), 3),
         "read": round(outcome.read_tokens / max(1, outcome.all_hit_tokens), 4),
+        "missed": None if cpu is None else round(outcome.missed_tokens / outcome.prompt_tokens, 4),
         "imbalance": round(max(outcome.busy) / (sum(outcome.busy) / len(outcome.busy)), 3),
         "messages": round(outcome.num_messages / outcome.seconds, 1),
         "unknown": outcome.unknown if cpu is not None else None,
@@ -361,6 +375,8 @@ def main() -> None:
     options.add_argument("--late", type=float, default=0.0)
     options.add_argument("--shared", type=float, help="seconds a token is read in from a tier that all replicas share")
     options.add_argument("--untold", action="store_true", help="the router is not told what the shared tier has")
+    options.add_argument("--states", type=int, help="of a model that keeps states: slots of each replica")
+    options.add_argument("--blocks-alone", action="store_true", help="the router does not look at states")
     given: argparse.Namespace = options.parse_args()
     rows: list[dict[str, Any]] = []
     for num_replicas in given.replicas:
@@ -370,7 +386,9 @@ def main() -> None:
             rows.append(row_of(name, num_replicas, "floor", floor(trace), None))
             for policy in given.policies:
                 shared = None if given.shared is None else Shared(given.shared, not given.untold)
-                outcome, made = simulate(trace, num_replicas, policy, Faults(given.lost, given.late), shared=shared)
+                states = None if given.states is None else States(given.states, not given.blocks_alone)
+                faults = Faults(given.lost, given.late)
+                outcome, made = simulate(trace, num_replicas, policy, faults, shared=shared, states=states)
                 rows.append(row_of(name, num_replicas, policy, outcome, made))
                 print(rows[-1], file=sys.stderr)
     harness.report("router", rows, options=given, block_tokens=BLOCK_TOKENS, pool_blocks=POOL_BLOCKS)

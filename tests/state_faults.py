@@ -11,6 +11,7 @@ _OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_state_schedules.py", "tests/engin
 _OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/test_state_tiers.py"
 _MOVER, _TWINS, _OF_TWINS = "tiers/mover.py", "kvcache/twins.py", "tests/kvcache/test_twins.py"
 _KERNELS = "kernels/program/states/"
+_ROUTER, _OF_ROUTER = "serve_ray/routing/router.py", "tests/serve_ray/routing/test_router_states.py"
 _OF_MIXERS, _OF_PIECES = "tests/kernels/program/states/test_mixers.py", "tests/models/weights/test_pieces.py"
 
 STATE_FAULTS = (
@@ -35,6 +36,13 @@ STATE_FAULTS = (
      _OF_TABLES),
     ("state: outlives its block", _TABLES, "        self.slots.drop(block_id)\n        self._kept",
      "        self._kept", _OF_TABLES),
+    ("state: its end is not told", _SLOTS, "                watcher.dropped(block_id)\n", "                pass\n",
+     "tests/kvcache/test_events.py"),
+    ("state: not counted by the router", _ROUTER, "depths = self._state_ends(chain, Place.POOL, len(usable))", "pass",
+     _OF_ROUTER),
+    ("state: of a prompt that was sent not expected", _ROUTER, "        if chain.states:  #", "        if False:  #",
+     _OF_ROUTER),
+    ("state: not looked for on the server", _ROUTER, "if not chain.states:", "if True:", _OF_ROUTER),
     ("state: a junction is not kept", _TABLES, "wanted[matched] = JUNCTION", "pass", _OF_TABLES),
     ("state: who waits does not ask", "kvcache/manager.py", "self.states.ask(holder,", "(lambda *_: None)(holder,",
      _OF_TABLES),

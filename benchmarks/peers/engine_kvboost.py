@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvboost_edge import CPUPagedEngine
-from plain_read import idle_read_gb_s, token_weights
+from plain_read import idle_read_gb_s, runner_token_weights
 
 
 class Engine:
@@ -85,7 +85,7 @@ class Engine:
 
     def read(self) -> dict[str, Any]:
         """A plain read of what a token reads of the weights, by as many threads as the engine has."""
-        address, nbytes = token_weights(self.engine._parts.runner._packed)
+        address, nbytes = runner_token_weights(self.engine._parts.runner)
         return {"nbytes": nbytes, "gb_s": idle_read_gb_s(address, nbytes, self.num_threads)}
 
     def close(self) -> None:

@@ -23,9 +23,9 @@ class TellsResidency:
         return self._parts.root
 
     def take_cache_events(self, whole: bool = False) -> CacheEvents:
-        """Which prefix hashes came to the pool and left it since the last call; all there are at the first one, when
-        more changed than is remembered (as many as there are blocks), or with `whole`. For one asker; costs nothing
-        before the first call."""
+        """Which prefix hashes came to the pool and left it since the last call, and which states of a model that keeps
+        some, by their `state_hash`; all there are at the first one, when more changed than is remembered (as many as
+        there are blocks), or with `whole`. For one asker; costs nothing before the first call."""
         with self._core.reading():
             return self._parts.manager.events.take(whole)
 

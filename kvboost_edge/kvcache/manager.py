@@ -82,7 +82,7 @@ class KVCacheManager(BlockCounts):
         self._uses = Uses(num_blocks)
         self.pins = Pins(self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks)
         self.content = Content(self._index, self._lookup)
-        self.events = EventLog(self._index, num_blocks)
+        self.events = EventLog(self._index, num_blocks, None if self.states is None else self.states.slots)
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}

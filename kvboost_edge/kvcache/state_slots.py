@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvboost_edge.errors import CacheCorruption, ConfigError
 
-__all__ = ["ANSWER", "BACKBONE", "HINT", "JUNCTION", "PROMPT", "REASONS", "StateSlots"]
+__all__ = ["ANSWER", "BACKBONE", "HINT", "JUNCTION", "PROMPT", "REASONS", "SnapshotWatcher", "StateSlots"]
 
 PROMPT, ANSWER, JUNCTION, HINT, BACKBONE = "prompt", "answer", "junction", "hint", "backbone"
 
@@ -27,6 +27,14 @@ class _Snapshot(NamedTuple):
     block_id: int
     reason: str
     owner: bytes
+
+
+class SnapshotWatcher(Protocol):
+    """Who is told of every snapshot that comes and goes, by its block, at once, in the thread that keeps them."""
+
+    def kept(self, block_id: int) -> None: ...
+
+    def dropped(self, block_id: int) -> None: ...
 
 
 class StateSlots:
@@ -46,6 +54,7 @@ class StateSlots:
 
     __slots__ = (
         "_by_block", "_clock", "_free", "_num_idle", "_num_owned", "_pinned", "_queues", "_read", "_refs", "_snapshots",
+        "_watchers",
     )  # fmt: skip
 
     def __init__(self, num_slots: int, pinned: Collection[int] = ()) -> None:
@@ -62,6 +71,13 @@ class StateSlots:
         self._num_owned: Counter[bytes] = Counter()  # snapshots by owner
         self._clock = 0
         self._pinned = pinned
+        self._watchers: list[SnapshotWatcher] = []
+
+    def watch(self, watcher: SnapshotWatcher) -> None:
+        """Tell it of all snapshots there are, and of every change from here on."""
+        for block_id in self._by_block:
+            watcher.kept(block_id)
+        self._watchers.append(watcher)
 
     @property
     def num_slots(self) -> int:
@@ -162,6 +178,8 @@ class StateSlots:
         self._num_owned[owner] += 1
         self._num_idle += 1
         self._use(slot)
+        for watcher in self._watchers:
+            watcher.kept(block_id)
         return True
 
     def drop(self, block_id: int) -> None:
@@ -176,6 +194,8 @@ class StateSlots:
             self._num_idle -= self._refs[slot] == 1
             self._read.discard(slot)
             self.release(slot)
+            for watcher in self._watchers:
+                watcher.dropped(block_id)
 
     def check(self, references: Iterable[int]) -> None:
         """Recount from `references`, one slot for each that a table holds; CacheCorruption on any difference."""

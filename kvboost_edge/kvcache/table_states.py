@@ -92,7 +92,7 @@ class TableStates:
         self._states: dict[int, _State] = {}
         self._kept: dict[int, None] = {}
         self.num_replayed = self.num_released = 0
-        index.watch(self)
+        index.watch(self)  # before anybody else: of a snapshot's end others are told before its block's
 
     @property
     def num_draft_rows(self) -> int:

@@ -138,7 +138,8 @@ class ReplicaPool:
             resolve_max_tokens(len(ids), params, info.max_context)
         hashes = prefix_hashes(ids, root, about.block_size)
         sent = self._sent(ids, terms, params, entry, text or None)._replace(hashes=b"".join(hashes))
-        chain = PromptChain.of_hashes(hashes, len(ids), about.block_size, root, terms.cache_key)
+        key, has_states = terms.cache_key, bool(info.kv_spec.states)
+        chain = PromptChain.of_hashes(hashes, len(ids), about.block_size, root, key, has_states=has_states)
         number = next(self._numbers)
         handle = RequestHandle(number, self._cancel, self._look, len(ids))
         flight = Flight(

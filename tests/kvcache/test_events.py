@@ -8,19 +8,28 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from kvboost_edge.kvcache.events import CacheEvents
+from kvboost_edge.kvcache.hashing import prefix_hashes, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.kvcache.table_states import StateSizes
 from kvcache.pool_model import ROOTS
 from kvcache.test_state_machine import NUM_EXAMPLES, PoolMachine
+from kvcache.test_state_machine_states import StatesMachine
+from kvcache.test_table_states import cold, manager_of, states_of
+from kvcache_cases import ROOT, B
 
 
 def held(manager: KVCacheManager) -> set[bytes]:
-    """The hashes of all published blocks, block by block."""
-    keys = map(manager.content.key, range(manager.num_blocks))
-    return {key.prefix_hash for key in keys if key is not None}
+    """The hashes of all published blocks, block by block, and of the states behind them, slot by slot."""
+    keys = [manager.content.key(block_id) for block_id in range(manager.num_blocks)]
+    kept = () if manager.states is None else manager.states.slots.snapshots()
+    states = {state_hash(key.prefix_hash) for block_id in kept if (key := keys[block_id]) is not None}
+    return states | {key.prefix_hash for key in keys if key is not None}
 
 
-class AskingMachine(PoolMachine):
-    """The machine of random operations, and somebody who asks now and then what changed."""
+class Asking:
+    """Somebody who asks now and then what changed, beside a machine of random operations."""
+
+    manager: KVCacheManager
 
     @initialize()
     def know_nothing(self) -> None:
@@ -39,9 +48,18 @@ class AskingMachine(PoolMachine):
         assert self.told == held(self.manager)
 
 
-def test_events_add_up_to_the_index() -> None:
+class AskingMachine(Asking, PoolMachine):
+    pass
+
+
+class AskingOfStatesMachine(Asking, StatesMachine):
+    pass
+
+
+@pytest.mark.parametrize("machine", [AskingMachine, AskingOfStatesMachine])
+def test_events_add_up_to_the_index(machine: type[PoolMachine | StatesMachine]) -> None:
     run_state_machine_as_test(
-        AskingMachine, settings=settings(max_examples=NUM_EXAMPLES // 4, stateful_step_count=40, deadline=None)
+        machine, settings=settings(max_examples=NUM_EXAMPLES // 4, stateful_step_count=40, deadline=None)
     )
 
 
@@ -86,3 +104,37 @@ def test_more_changes_than_blocks_are_told_as_a_whole(num_texts: int) -> None:
     assert len(manager.events._changed) == 0
     fill(manager, [100, 101, 102, 103])
     assert not manager.events.take().is_whole
+
+
+def test_a_state_is_told_with_its_block_and_when_it_is_dropped_without_it() -> None:
+    manager, tokens = manager_of(), list(range(3 * B + 1))
+    assert manager.events.take() == CacheEvents(True, (), ())
+    cold(manager, tokens, hints=(B,))
+    blocks = prefix_hashes(tokens, ROOT, B)
+    came = manager.events.take()
+    assert came.evicted == ()
+    assert sorted(came.published) == sorted([*blocks, state_hash(blocks[0]), state_hash(blocks[2])])
+    slots = states_of(manager).slots
+    last = manager.pins.published(tokens, ROOT)[2]
+    slots.drop(last)
+    assert manager.events.take() == CacheEvents(False, (), (state_hash(blocks[2]),))
+    assert set(manager.events.take(whole=True).published) == {*blocks, state_hash(blocks[0])}
+    manager.reset()
+    assert set(manager.events.take().evicted) == {*blocks, state_hash(blocks[0])}
+    assert not manager.events._states
+
+
+def test_of_a_model_without_states_blocks_alone_are_told() -> None:
+    """The same tokens in both pools: what the one tells more is what has `state_hash` for a name."""
+    plain, keeps = (KVCacheManager(8, B, state_sizes=sizes) for sizes in (None, StateSizes(8)))
+    tokens = list(range(3 * B + 1))
+    told = []
+    for manager in (plain, keeps):
+        manager.events.take()
+        if manager.states is None:
+            fill(manager, tokens)
+        else:
+            cold(manager, tokens)
+        told.append(manager.events.take())
+    assert told[0] == CacheEvents(False, prefix_hashes(tokens, ROOTS[0], B), ())
+    assert told[1].published == (*prefix_hashes(tokens, ROOT, B), state_hash(prefix_hashes(tokens, ROOT, B)[2]))

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.kvcache.hashing import chain_hash, encode_tokens, root_hash
+from kvboost_edge.kvcache.hashing import STATE_MASK, STATE_WORD, chain_hash, encode_tokens, root_hash, state_hash
 
 FIELDS = ["model_fingerprint", "kv_format", "rope", "adapter", "tenant"]
 
@@ -32,6 +32,15 @@ def test_what_is_no_token_id_is_refused(bad: list[int]) -> None:
 def test_a_link_is_sha256_of_parent_and_tokens() -> None:
     parent, tokens = b"p" * 32, encode_tokens(range(16))
     assert chain_hash(parent, tokens) == hashlib.sha256(parent + tokens).digest()
+
+
+def test_a_state_has_a_hash_of_its_own_that_each_word_of_its_block_tells() -> None:
+    block = chain_hash(b"p" * 32, encode_tokens(range(16)))
+    words = struct.unpack("<4Q", state_hash(block))
+    assert words == tuple((word ^ STATE_WORD) & STATE_MASK for word in struct.unpack("<4Q", block))
+    assert not any(word % 256 for word in words)
+    many = [chain_hash(bytes([number]) * 32, b"") for number in range(200)]
+    assert len({*many, *map(state_hash, many)}) == 400
 
 
 def test_each_field_of_the_root_matters_and_none_runs_into_the_next() -> None:

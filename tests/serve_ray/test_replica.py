@@ -43,9 +43,9 @@ def open_replica(isolated_cache: Any, tmp_path: Path) -> Iterator[Callable[[str]
         replica.close()
 
 
-def sent(prompt: list[int], hashes: bytes = b"", **more: int) -> Sent:
-    sampling = SamplingParams(max_new_tokens=4, temperature=0.0)
-    return Sent("r", (), encode_tokens(prompt), sampling, Terms(), None, 0.0, None, len(prompt), hashes=hashes, **more)
+def sent(prompt: list[int], hashes: bytes = b"", hints: tuple[int, ...] = (), **more: int) -> Sent:
+    sampling, terms = SamplingParams(max_new_tokens=4, temperature=0.0), Terms(snapshot_hints=hints)
+    return Sent("r", (), encode_tokens(prompt), sampling, terms, None, 0.0, None, len(prompt), hashes=hashes, **more)
 
 
 def answer(replica: EngineReplica, request: Sent) -> GenerationResult:
@@ -68,9 +68,10 @@ def tell(replica: EngineReplica, router: PrefixRouter, now: float) -> None:
 
 
 def chain_of(replica: EngineReplica, prompt: list[int]) -> tuple[bytes, PromptChain]:
-    root, size = replica._engine.cache_root, replica._engine.config.block_size
+    engine = replica._engine
+    root, size, has_states = engine.cache_root, engine.config.block_size, bool(engine.runner_info.kv_spec.states)
     hashes = prefix_hashes(prompt, root, size)
-    return b"".join(hashes), PromptChain.of_hashes(hashes, len(prompt), size, root)
+    return b"".join(hashes), PromptChain.of_hashes(hashes, len(prompt), size, root, has_states=has_states)
 
 
 def test_a_prompt_is_looked_up_by_the_hashes_it_came_with(open_replica: Any, monkeypatch: Any) -> None:
@@ -142,10 +143,26 @@ def test_what_a_disk_holds_is_told_and_counts_as_read(open_replica: Any) -> None
     router.check()
 
 
+def test_what_a_model_without_states_tells_is_the_keys_of_its_blocks_to_the_byte(open_replica: Any) -> None:
+    replica = open_replica("a")
+    hashes, chain = chain_of(replica, PROMPT)
+    assert chain.states == ()
+    router = PrefixRouter()
+    router.set_members("a")
+    tell(replica, router, 0.0)
+    answer(replica, sent(PROMPT, hashes))
+    told = asyncio.run(replica.ask(Asked(("a",), "tell", (router.cursor("a"),))))
+    epoch, serial, is_whole, published, evicted = told.batches[0]
+    assert (serial, is_whole, evicted) == (router.cursor("a").serial + 1, False, b"")
+    pieces = sorted(published[at : at + 8] for at in range(0, len(published), 8))
+    assert pieces == sorted(hashes[at : at + 8] for at in range(0, len(hashes), 32))
+    assert epoch == router.cursor("a").epoch
+
+
 def test_a_prompt_of_a_model_with_states_is_read_from_the_server_that_others_filled(
     isolated_cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a replica that never saw it, on a machine of its own: as many tokens as a router expects, or some more."""
+    """By a replica that never saw it, on a machine of its own: as many tokens as a router expects."""
     monkeypatch.setenv("KVBOOST_EDGE_REDIS_SECRET", "a secret of the test suite")
     prompt, name = [10 + number % 200 for number in range(500)], str(save_tiny_model("lfm2", tmp_path / "model"))
     router = PrefixRouter()
@@ -162,12 +179,67 @@ def test_a_prompt_of_a_model_with_states_is_read_from_the_server_that_others_fil
         written = lambda: replicas["a"]._engine.paged_stats()["tiers"]["redis"]["written_blocks"]  # noqa: E731
         wait_until(lambda: written() >= 31 + 1, "the prompt's blocks and its state to be on the server")
         tell(replicas["a"], router, 1.0)
-        told = 16 * chain.shared.ends[-1]
         choice = router.choose(chain, 1.0, among="b")[0]
-        assert (choice.matched_tokens, choice.restored_tokens) == (0, told)
-        result = answer(replicas["b"], sent(prompt, hashes, restored_tokens=told))
+        assert (choice.matched_tokens, choice.restored_tokens) == (0, 496)
+        result = answer(replicas["b"], sent(prompt, hashes, restored_tokens=496))
         assert (result.output_token_ids, result.hit_tokens) == (expected, {"pool": 0, "redis": 496})
-        assert 496 - 16 * 16 < told <= 496
+    router.check()
+
+
+def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(
+    isolated_cache: Any, tmp_path: Path
+) -> None:
+    """Two have computed the same prompt, and only one was asked to keep the state behind its head, in its pool and on a
+    disk: what the router expects each of them to find of other prompts with that head is what they find."""
+    head, name = [10 + number % 200 for number in range(320)], str(save_tiny_model("qwen3_5_text", tmp_path / "model"))
+    filled, asked, other, last = ([*head, *range(start, start + 40)] for start in (10, 60, 110, 160))
+    router = PrefixRouter()
+    router.set_members("abc")
+    with contextlib.ExitStack() as opened:
+
+        def open_one(who: str, **options: Any) -> EngineReplica:
+            replica = EngineReplica(ReplicaOptions(name, {**OPTIONS, **options}), who)
+            opened.callback(replica.close)
+            return replica
+
+        disk = {"disk_cache_dir": tmp_path / "tier"}
+        a, b = open_one("a", **disk), open_one("b")
+        for replica, hints in ((a, (len(head),)), (b, ())):
+            answer(replica, sent(filled, hints=hints))
+            tell(replica, router, 0.0)
+
+        def expected(prompt: list[int], now: float) -> list[tuple[int, int]]:
+            chain = chain_of(a, prompt)[1]
+            found = [router.choose(chain, now, among=who)[0] for who in "abc"]
+            return [(one.matched_tokens, one.restored_tokens) for one in found]
+
+        described = asyncio.run(a.ask(Asked(("a",), "describe")))
+        assert described.info.kv_spec.states, "by which the server knows that states count"
+        blocks = [set(router.beliefs(who)) & set(chain_of(a, filled)[1].keys) for who in "ab"]
+        assert blocks[0] == blocks[1]
+        assert len(blocks[0]) == 22
+        assert expected(asked, 1.0) == [(320, 0), (0, 0), (0, 0)]
+        assert router.choose(chain_of(a, asked)[1], 1.0, among="ab")[0].replica_id == "a"
+        results = [answer(replica, sent(asked)) for replica in (a, b)]
+        assert [one.cached_tokens for one in results] == [320, 0]
+        assert results[1].miss_reason == "state"
+        # The second one has kept the state by now, and the first one drops it and keeps its blocks.
+        manager = a._engine._parts.manager
+        assert manager.states is not None
+        with a._engine._core.reading():
+            manager.states.slots.drop(manager.pins.published(filled, a._engine.cache_root)[19])
+        tell(b, router, 2.0)
+
+        def is_told() -> bool:
+            tell(a, router, 2.0)
+            return expected(other, 2.0) == [(0, 320), (320, 0), (0, 0)]
+
+        wait_until(is_told, "the state to be on the disk alone, and the other one's to be told of")
+        c = open_one("c", **disk)
+        tell(c, router, 3.0)
+        assert expected(last, 3.0) == [(0, 320), (320, 0), (0, 320)]
+        assert answer(b, sent(last)).hit_tokens == {"pool": 320}
+        assert answer(c, sent(last, restored_tokens=320)).hit_tokens == {"pool": 0, "disk": 320}
     router.check()
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from kvboost_edge.kernels.integers import V16I, emit_loop, emit_splat_int, int_constant
+from kvboost_edge.kernels.integers import V16I, asks_for_runs, emit_loop, emit_splat_int, int_constant
 from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4T, KIND_Q4K, OFFSET, GroupDot
 from kvboost_edge.kernels.linear.layout import PARTS, SCALE_BYTES, group_bytes
 from kvboost_edge.kernels.linear.loads import emit_load_pair, emit_scales, emit_table, emit_table_pair
@@ -201,6 +201,8 @@ class IntTiles:
 
     def _prefetch(self, b: Builder, tile: Tile, places: Sequence[Value], scales: Sequence[Value]) -> None:
         """Ask for the weights read a while later: of one tile a fixed distance on, of two the next two's same group."""
+        if self.tiles == 1 and not asks_for_runs():
+            return
         ahead, scales_ahead = int_constant(AHEAD), int_constant(AHEAD * SCALE_BYTES // self.group_bytes)
         if self.tiles > 1:
             ahead = b.mul(tile.weights_step, int_constant(self.tiles))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, prefix_hashes
+from kvboost_edge.kvcache.hashing import HASH_BYTES, STATE_MASK, STATE_WORD, narrowed_root, prefix_hashes
 from kvboost_edge.serve_ray.routing.records import KEY_BYTES, OUTSIDE_MASK, Place
 
 __all__ = ["Outside", "PromptChain", "key_of", "prefix_hashes"]
@@ -36,6 +36,7 @@ class PromptChain(NamedTuple):
     block_size   tokens of a block
     cache_key    of the caller's `prompt_cache_key`, None without one: such prompts lean to one replica
     disk, shared   of the same blocks, in those places
+    states       of a model that keeps some: by `Place`, the keys of the states behind all these blocks; else ()
     """
 
     keys: tuple[int, ...]
@@ -44,15 +45,21 @@ class PromptChain(NamedTuple):
     cache_key: int | None = None
     disk: Outside = Outside()
     shared: Outside = Outside()
+    states: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(
-        cls, token_ids: Sequence[int], root: bytes, block_size: int, prompt_cache_key: str | None = None
+        cls,
+        token_ids: Sequence[int],
+        root: bytes,
+        block_size: int,
+        prompt_cache_key: str | None = None,
+        *,
+        has_states: bool = False,
     ) -> PromptChain:
         """From a prompt's tokens. `root`: where the chains of its tenant and salt start, see `hashing.shared_root`."""
-        return cls.of_hashes(
-            prefix_hashes(token_ids, root, block_size), len(token_ids), block_size, root, prompt_cache_key
-        )
+        hashes = prefix_hashes(token_ids, root, block_size)
+        return cls.of_hashes(hashes, len(token_ids), block_size, root, prompt_cache_key, has_states=has_states)
 
     @classmethod
     def of_hashes(
@@ -62,15 +69,28 @@ class PromptChain(NamedTuple):
         block_size: int,
         root: bytes = b"",
         prompt_cache_key: str | None = None,
+        *,
+        has_states: bool = False,
     ) -> PromptChain:
-        """From hashes that are known already; `root` matters for a `prompt_cache_key` alone: it is the tenant's own."""
+        """From hashes that are known already; `root` matters for a `prompt_cache_key` alone: it is the tenant's own.
+        has_states: the model keeps states, without which blocks cannot be used."""
         if num_tokens < 1 or len(hashes) != num_tokens // block_size:
             raise RequestError(f"{len(hashes)} hashes of blocks of {block_size} tokens do not fit {num_tokens} tokens")
         cache_key = None if not prompt_cache_key else key_of(narrowed_root(root, "cache_key", prompt_cache_key))
         words = np.frombuffer(b"".join(hashes), "<u8").reshape(len(hashes), HASH_BYTES // KEY_BYTES)
         keys = tuple(words[:, Place.POOL].tolist())
         disk, shared = (_outside(words[:, place]) for place in (Place.DISK, Place.SHARED))
-        return cls(keys, num_tokens, block_size, cache_key, disk, shared)
+        states = tuple(_states(words[:, place]) for place in Place) if has_states else ()
+        return cls(keys, num_tokens, block_size, cache_key, disk, shared, states)
+
+    def servable_states(self, place: Place) -> tuple[int, ...]:
+        """The keys at a place of those states that this prompt could go on from: at least its last token is computed,
+        so that the state behind that is of no use."""
+        return self.states[place][: (self.num_tokens - 1) // self.block_size]
+
+
+def _states(keys: npt.NDArray[np.uint64]) -> tuple[int, ...]:
+    return tuple(((keys ^ np.uint64(STATE_WORD)) & np.uint64(STATE_MASK)).tolist())
 
 
 def _outside(keys: npt.NDArray[np.uint64]) -> Outside:

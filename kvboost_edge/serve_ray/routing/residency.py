@@ -5,6 +5,8 @@ holds all blocks up to here" is an `and` of two integers, however many replicas 
 
 Beliefs come from the replicas' events, in order and without gaps, or from what was sent there and expires. After a gap
 all that a replica told becomes such a belief, until it has told everything anew. A wrong belief costs time only.
+
+States have keys beside those of the blocks they are behind (`hashing.state_hash`), and are held as these are.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class Residency:
 
     max_entries        most (replica, block) pairs. With more, blocks whose key has one more zero bit at its end are
                        kept alone: half of them, the same ones for all replicas, so that matches lose precision and
-                       nothing is forgotten from a prompt's beginning. The others go little by little
+                       nothing is forgotten from a prompt's beginning. The others go little by little; states, of which
+                       8 bits are zero, when one block in 256 is left
     believed_seconds   so long a belief lasts that no replica told
     """
 
@@ -186,6 +189,25 @@ class Residency:
             first = min(low + step, last)
             holders &= get(keys[places[first]], 0)
         return found
+
+    def deepest(self, keys: Sequence[int], most: int = MOST_LEVELS) -> list[Level]:
+        """Of the states behind a chain's blocks, which is the last that each replica has: as `levels`, where nobody
+        need have those before it. The deepest of all is exact; others in the same of `most` parts of the chain count as
+        the first one there."""
+        found: list[Level] = []
+        seen, step = 0, max(1, -(-len(keys) // most))
+        for start in reversed(range(0, len(keys), step)):
+            some = enumerate(map(self._holders.get, keys[start : start + step]), start + 1)
+            there = [(end, holders) for end, holders in some if holders]
+            if there and not found:
+                end, seen = there.pop()
+                found.append(Level(end, seen))
+            before = seen
+            for _, holders in there:
+                seen |= holders
+            if seen != before:
+                found.append(Level(there[0][0], seen))
+        return found[::-1]
 
     def _places(self, keys: Sequence[int]) -> Sequence[int]:
         """Which of some keys are remembered if anybody told of them."""

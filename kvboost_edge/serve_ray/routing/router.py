@@ -25,7 +25,8 @@ _FEW_HOLDERS = 8  # so many bits are looked at one by one
 
 class PrefixRouter:
     """Chooses replicas by the expected time to the first token: what is in no pool and no tier is computed, what is in
-    a tier is read. Not for several threads at once.
+    a tier is read. Of a model with states, what is behind the deepest state that a replica has is computed too. Not for
+    several threads at once.
 
     `now` is seconds of one clock that never goes back (`time.monotonic`). What the router believes may be wrong: that
     costs time. Which replica may be used at all is never a belief: only those added, not removed, not draining.
@@ -117,7 +118,11 @@ class PrefixRouter:
         if not len(slots):
             return []
         levels = self._residency.levels(chain.keys)
-        depths = _depths(levels, len(usable))
+        depths = ties = _depths(levels, len(usable))
+        if chain.states:
+            # Of equals the one that holds more blocks all the same: their end is where the next state is to be kept.
+            depths = self._state_ends(chain, Place.POOL, len(usable))
+            ties = depths * (len(chain.keys) + 1) + ties
         most = chain.num_tokens - 1  # the last token of a prompt is always computed
         matched = np.minimum(depths * chain.block_size, most)
         reached, restoring = self._restoring(chain, depths)
@@ -129,7 +134,7 @@ class PrefixRouter:
         ranks = np.where(usable, seconds + _OTHERS * own, np.inf)
         if chain.cache_key is not None:
             ranks[home(chain.cache_key, slots, self._seeds)] *= _KEY_SHARE
-        chosen = [choose(ranks, depths, self._tie_key(chain, levels), self._seeds)]
+        chosen = [choose(ranks, ties, self._tie_key(chain, levels), self._seeds)]
         if count > 1:
             order = slots[np.argsort(ranks[slots], kind="stable")]
             chosen += [int(slot) for slot in order[:count] if slot != chosen[0]][: count - 1]
@@ -146,15 +151,35 @@ class PrefixRouter:
         on_disk, on_server = (self._loads.token_seconds(place) for place in (Place.DISK, Place.SHARED))
         reached: Depths = depths
         seconds: npt.NDArray[np.float64] | float = 0.0
-        if chain.disk.keys and on_disk.any():
-            told = _depths(self._residency.levels(chain.disk.keys, _DISK_LEVELS), len(depths))
-            reached = np.where(on_disk > 0, np.maximum(np.array((0, *chain.disk.ends))[told], depths), depths)
+        if (chain.disk.keys or chain.states) and on_disk.any():
+            reached = np.where(on_disk > 0, np.maximum(self._on_disk(chain, len(depths)), depths), depths)
             seconds = (reached - depths) * chain.block_size * on_disk
-        if chain.shared.keys and on_server.any():
-            before, told_by_any = reached, self._residency.reach(chain.shared.keys)
-            reached = np.where(on_server > 0, np.maximum((0, *chain.shared.ends)[told_by_any], before), before)
+        if (chain.shared.keys or chain.states) and on_server.any():
+            before = reached
+            reached = np.where(on_server > 0, np.maximum(self._on_server(chain), before), before)
             seconds = seconds + (reached - before) * chain.block_size * on_server
         return reached, seconds
+
+    def _on_disk(self, chain: PromptChain, num_slots: int) -> Depths:
+        """Blocks of a chain that each slot's disk has, as far as they can be used, [num_slots]. No block leaves a disk
+        before what is behind it."""
+        if chain.states:
+            return self._state_ends(chain, Place.DISK, num_slots)
+        told = _depths(self._residency.levels(chain.disk.keys, _DISK_LEVELS), num_slots)
+        ends: Depths = np.array((0, *chain.disk.ends))
+        return ends[told]
+
+    def _on_server(self, chain: PromptChain) -> int:
+        """Blocks of a chain that the shared server has, as far as they can be used. A state was written behind its
+        blocks and gets more time to live with them; blocks nobody saw lately are no longer told of, and are there."""
+        if not chain.states:
+            return (0, *chain.shared.ends)[self._residency.reach(chain.shared.keys)]
+        levels = self._residency.deepest(chain.servable_states(Place.SHARED))
+        return levels[-1].num_blocks if levels else 0
+
+    def _state_ends(self, chain: PromptChain, place: Place, num_slots: int) -> Depths:
+        """Blocks of a chain before the last state that each slot has at a place, [num_slots]."""
+        return _depths(self._residency.deepest(chain.servable_states(place)), num_slots)
 
     def _usable(self, among: Collection[str] | None) -> npt.NDArray[np.bool_]:
         if among is None:
@@ -182,6 +207,9 @@ class PrefixRouter:
         num_blocks = -(-(choice.missing_tokens + choice.restored_tokens) // chain.block_size)
         self._loads.note_routed(slot, choice.missing_tokens, num_blocks, now)
         self._residency.believe(slot, chain.keys, choice.matched_tokens // chain.block_size, now)
+        if chain.states:  # kept for the same prompt again, and for what goes on from it
+            ends = {*chain.servable_states(Place.POOL)[-1:], *chain.states[Place.POOL][-1:]}
+            self._residency.believe(slot, tuple(ends), 0, now)
 
     def note_not_started(self, choice: Choice) -> None:
         """A request that was noted never reached the replica: its tokens do not wait there."""

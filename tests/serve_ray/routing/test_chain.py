@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.kvcache.hashing import shared_root
+from kvboost_edge.kvcache.hashing import shared_root, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.serve_ray.routing.chain import PromptChain, key_of, prefix_hashes
-from kvboost_edge.serve_ray.routing.records import Place
+from kvboost_edge.serve_ray.routing.records import OUTSIDE_MASK, Place
 
 ROOT = b"r" * 32
 
@@ -50,3 +50,17 @@ def test_what_does_not_fit_is_refused():
             PromptChain.of_hashes(hashes, num_tokens, 16)
     with pytest.raises(RequestError, match="token ids"):
         prefix_hashes([2**32], ROOT, 1)
+
+
+def test_states_are_known_by_the_keys_that_are_told_of_them():
+    """All of them, at every place: none is among those that are left out."""
+    hashes = prefix_hashes(range(67), ROOT, 4)
+    chain = PromptChain.of(range(67), ROOT, 4, has_states=True)
+    for place in Place:
+        assert chain.states[place] == tuple(key_of(state_hash(one), place) for one in hashes)
+        assert not any(key & OUTSIDE_MASK for key in chain.states[place])
+    assert not set(chain.states[Place.POOL]) & set(chain.keys)
+    assert chain._replace(states=()) == PromptChain.of(range(67), ROOT, 4)
+    assert len(chain.servable_states(Place.POOL)) == 16
+    whole = PromptChain.of(range(64), ROOT, 4, has_states=True)
+    assert (len(whole.states[Place.DISK]), len(whole.servable_states(Place.DISK))) == (16, 15), "the last token is not"

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.events import CacheEvents
+from kvboost_edge.kvcache.hashing import STATE_MASK, STATE_WORD
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, EventBatch, Place
 from kvboost_edge.serve_ray.routing.residency import Level, Residency
@@ -245,3 +246,47 @@ def test_a_batch_that_is_cut_is_refused():
     known.open(0)
     with pytest.raises(ConfigError, match="7 bytes"):
         known.apply(0, EventBatch(1, 0, False, b"1234567", b""), 0.0)
+
+
+def state(key: int) -> int:
+    """What the state behind a block is known by, written out."""
+    return (key ^ STATE_WORD) & STATE_MASK
+
+
+@given(st.lists(st.sets(st.integers(1, 60)), min_size=1, max_size=6), st.integers(1, 60))
+def test_the_last_state_of_each_is_found(ends, length):
+    """Replica i has states behind the blocks in ends[i]; where there are few enough, exactly the last comes out."""
+    known, keys = Residency(10**6, SECONDS), [state(256 * number) for number in range(1, length + 1)]
+    lasts = []
+    for slot, own in enumerate(ends):
+        known.open(slot)
+        own = {end for end in own if end <= length}
+        assert known.apply(slot, batch_of(0, [keys[end - 1] for end in own]), 0.0)
+        lasts.append(max(own, default=0))
+    for most in (4, 32):
+        levels = known.deepest(keys, most)
+        assert len(levels) <= most + 1
+        assert [level.num_blocks for level in levels] == sorted({level.num_blocks for level in levels})
+        found = [max((n for n, holders in levels if holders >> slot & 1), default=0) for slot in range(len(ends))]
+        step = -(-length // most)
+        assert all(last - step < one <= last for one, last in zip(found, lasts, strict=True))
+        assert all((one > 0) == (last > 0) for one, last in zip(found, lasts, strict=True))
+        assert max(found) == max(lasts)
+        assert step > 1 or found == lasts
+
+
+def test_a_coarse_map_keeps_states_as_long_as_there_are_not_too_many_of_them_alone():
+    keys = [(key * 0x9E3779B97F4A7C15) % 2**64 for key in range(1, 1001)]
+    known = Residency(200, SECONDS)
+    known.open(0)
+    assert known.apply(0, batch_of(0, [*keys, *map(state, keys[9::10])]), 0.0)
+    for _ in range(20):
+        known.believe(0, (), 0, 0.0)
+    assert known.num_entries <= 200
+    assert known.deepest([*map(state, keys)])[-1].num_blocks == 1000
+    assert known.apply(0, batch_of(1, [*map(state, keys)]), 0.0)
+    for _ in range(60):
+        known.believe(0, (), 0, 0.0)
+    assert known.num_entries <= 200
+    assert 950 < known.deepest([*map(state, keys)])[-1].num_blocks <= 1000
+    known.check()

@@ -1,0 +1,135 @@
+"""Where requests to models with states go: what counts is where the deepest state ends, in the pool and in tiers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.records import Place
+from serve_ray.routing.test_router import DISK, ROOT, SERVER, SPEED, first, report, router_of, told
+
+
+def test_of_two_with_the_same_blocks_the_one_with_the_state_is_taken():
+    """And of none with a state the one with the blocks, which is where the next state will be kept. Twice the queue of
+    what the state saves sends the prompt away."""
+    prompt = PromptChain.of(list(range(16 * 30 + 1)), ROOT, 16, has_states=True)
+    plain, states = prompt._replace(states=()), prompt.states[Place.POOL]
+    assert {first(router_of(20), prompt), first(router_of(20), plain)} <= {f"r{number}" for number in range(20)}
+    for holder in range(4):
+        router = router_of(20)
+        for number in range(4):
+            router.take_events(f"r{number}", told(list(prompt.keys)), 0.0)
+        assert router.choose(plain, 0.0)[0].matched_tokens == 480
+        assert router.choose(prompt, 0.0)[0].matched_tokens == 0
+        assert first(router, prompt) in {"r0", "r1", "r2", "r3"}
+        router.take_events(f"r{holder}", told([*prompt.keys, states[19]], serial=1), 0.0)
+        choice = router.choose(prompt, 0.0)[0]
+        assert choice[:3] == (f"r{holder}", 320, 161)
+        router.take_report(f"r{holder}", report(1, queued_tokens=640), 0.0)
+        assert first(router, prompt) != f"r{holder}"
+        router.take_report(f"r{holder}", report(2), 0.0)
+        router.take_events(f"r{holder}", told(list(prompt.keys), serial=2), 0.0)
+        assert router.choose(prompt, 0.0)[0].matched_tokens == 0, "the state was dropped"
+        router.check()
+
+
+stateful = st.lists(
+    st.tuples(
+        *(st.sets(st.integers(1, 30), max_size=4) for _ in range(2)), st.booleans(), st.booleans(), st.integers(0, 300)
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(stateful, st.sets(st.integers(1, 30), max_size=4), st.integers(1, 480))
+def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
+    """(states in the pool, states on the disk, has a disk, has the server, tokens queued) of each, and what the first
+    of them told of the server: all hold the prompt's blocks everywhere. The last token is always computed."""
+    prompt = PromptChain.of(list(range(num_tokens)), ROOT, 16, has_states=True)
+    router, last = router_of(len(figures)), (num_tokens - 1) // 16
+    held = [*prompt.keys, *prompt.disk.keys, *prompt.shared.keys]
+
+    def deepest(ends: set[int]) -> int:
+        return max((end for end in ends if end <= last), default=0)
+
+    def keys_of(ends: set[int], place: Place) -> list[int]:
+        return [prompt.states[place][end - 1] for end in ends if end <= len(prompt.keys)]
+
+    sums = {}
+    for number, (pool, disk, has_disk, has_server, queued) in enumerate(figures):
+        told_here = [*held, *keys_of(pool, Place.POOL), *keys_of(disk, Place.DISK)]
+        told_here += keys_of(on_server, Place.SHARED) if number == 0 else []
+        router.take_events(f"r{number}", told(told_here), 0.0)
+        speeds = {"disk_token_seconds": DISK * has_disk, "shared_token_seconds": SERVER * has_server}
+        router.take_report(f"r{number}", report(1, queued_tokens=queued, **speeds), 0.0)
+        in_pool = deepest(pool)
+        disk_end = max(in_pool, deepest(disk)) if has_disk else in_pool
+        end = max(disk_end, deepest(on_server)) if has_server else disk_end
+        reading = 16 * ((disk_end - in_pool) * DISK + (end - disk_end) * SERVER)
+        missing = num_tokens - 16 * end
+        sums[f"r{number}"] = 16 * in_pool, missing, max(queued * SPEED, reading) + missing * SPEED, 16 * (end - in_pool)
+    for choice in router.choose(prompt, 0.0, count=len(figures)):
+        matched, missing, seconds, restored = sums[choice.replica_id]
+        assert (choice.matched_tokens, choice.missing_tokens, choice.restored_tokens) == (matched, missing, restored)
+        assert choice.expected_seconds == pytest.approx(seconds)
+    router.check()
+
+
+def test_a_state_on_the_server_counts_when_its_first_blocks_are_no_longer_told_of():
+    """A conversation goes on for long: what was written to the server minutes ago nobody tells of, and it is there."""
+    prompt = PromptChain.of(list(range(16 * 60 + 1)), ROOT, 16, has_states=True)
+    router = router_of(2)
+    router.take_report("r1", report(1, shared_token_seconds=SERVER), 0.0)
+    router.take_events("r0", told([*prompt.shared.keys[-3:], prompt.states[Place.SHARED][57]]), 0.0)
+    assert router.choose(prompt, 0.0, among=["r1"])[0].restored_tokens == 16 * 58
+    assert router.choose(prompt, 0.0, among=["r0"])[0].restored_tokens == 0, "it reads nothing there"
+
+
+@pytest.mark.parametrize("length", [16 * 20, 16 * 20 + 5])
+def test_who_goes_on_from_a_prompt_or_repeats_it_follows_it_and_who_branches_off_does_not(length):
+    """The state at a prompt's end is expected as soon as it was sent; one inside of it when it is told of."""
+    tokens = list(range(length))
+    sent, longer, branch = (
+        PromptChain.of(ids, ROOT, 16, has_states=True) for ids in (tokens, [*tokens, *range(99)], [*tokens[:160], 7])
+    )
+    router = router_of(10)
+    choice = router.choose(sent, 0.0)[0]
+    router.take_events(choice.replica_id, told([]), 0.0)
+    router.note_routed(choice, sent, 0.0)
+    again, following, aside = (
+        router.choose(one, 10.0, among=[choice.replica_id])[0].matched_tokens for one in (sent, longer, branch)
+    )
+    assert (again, following, aside) == ((length - 1) // 16 * 16, 320, 0)
+    assert first(router, sent, 10.0) == first(router, longer, 10.0) == choice.replica_id
+    batch = told([sent.states[Place.POOL][8]], serial=1)[0]._replace(is_whole=False)
+    router.take_events(choice.replica_id, [batch], 10.0)
+    assert router.choose(branch, 10.0, among=[choice.replica_id])[0].matched_tokens == 9 * 16
+    assert router.choose(sent, 500.0, among=[choice.replica_id])[0].matched_tokens == 9 * 16, "nobody told of the rest"
+    router.check()
+
+
+def test_states_change_nothing_for_who_does_not_ask_for_them():
+    """A chain without states, of a model without any, is placed by its blocks whatever else is in the map: equal to the
+    bit, with states told of and without."""
+    prompts = [PromptChain.of([number // 3, *range(400)], ROOT, 16) for number in range(12)]
+    found = []
+    for tells_states in (False, True):
+        router = router_of(8)
+        for number in range(8):
+            prompt = PromptChain.of([number // 2, *range(400)], ROOT, 16, has_states=True)
+            states = [key for keys in prompt.states for key in keys]
+            outside = [*prompt.disk.keys, *prompt.shared.keys]
+            keys = [*prompt.keys[: 3 * number], *outside[: 2 * number], *(states if tells_states else [])]
+            router.take_events(f"r{number}", told(keys), 0.0)
+            speeds = {"disk_token_seconds": DISK * (number % 2), "shared_token_seconds": SERVER * (number % 3)}
+            router.take_report(f"r{number}", report(1, queued_tokens=90 * number, **speeds), 0.0)
+        choices = [router.choose(prompt, 0.0, count=8) for prompt in prompts]
+        for now, prompt in enumerate(prompts):
+            choice = router.choose(prompt, now)[0]
+            router.note_routed(choice, prompt, now)
+            choices.append([choice])
+        found.append(choices)
+    assert found[0] == found[1]
