@@ -11,6 +11,7 @@ _OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_state_schedules.py", "tests/engin
 _OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/test_state_tiers.py"
 _MOVER, _TWINS, _OF_TWINS = "tiers/mover.py", "kvcache/twins.py", "tests/kvcache/test_twins.py"
 _KERNELS = "kernels/program/states/"
+_OF_CONV, _OF_SCAN = f"tests/{_KERNELS}test_conv.py", f"tests/{_KERNELS}test_scan.py"
 _ROUTER, _OF_ROUTER = "serve_ray/routing/router.py", "tests/serve_ray/routing/test_router_states.py"
 _OF_MIXERS, _OF_PIECES = "tests/kernels/program/states/test_mixers.py", "tests/models/weights/test_pieces.py"
 
@@ -66,10 +67,32 @@ STATE_FAULTS = (
      "return found if beyond else", _OF_TABLES),
     ("state: slots of two sequences swapped", _BATCH, "state_out=np.array([plan.write for plan in plans]",
      "state_out=np.array([plan.write for plan in plans[::-1]]", _OF_SCHEDULES),
+    ("state: slots that two sequences read swapped", _BATCH, "state_in=np.array([plan.read for plan in plans]",
+     "state_in=np.array([plan.read for plan in plans[::-1]]", _OF_SCHEDULES),
+    ("state: of another block", _TABLES, "slot = self.slots.of_block(match.block_ids[-1])\n                if",
+     "slot = next(iter(self.slots.snapshots().values()))\n                if", _OF_SCHEDULES),
     ("state: a budget one slot too small", _BUDGET, "if num_slots < num_seqs + 1:", "if num_slots < num_seqs:",
      _OF_BUDGET),
+    ("borders: of a chat are not told", "engine/intake.py",
+     "terms.snapshot_hints or user_starts(self._parts.tokenizer, ids)", "terms.snapshot_hints",
+     "tests/engine/test_hybrid_end_to_end.py::"
+     "test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it"),
     ("borders: one token late", _BORDERS, "np.flatnonzero(found).tolist()", "(np.flatnonzero(found) + 1).tolist()",
      _OF_BORDERS),
+    ("state: doctor counts none", "engine/fit.py", "* self.pool + self.states", "* self.pool",
+     "tests/engine/test_fit.py"),
+    ("state: weights are packed before its budget is looked at", "engine/fit.py",
+     "plan_states(config, info, plan_num_blocks(config, info, beside), beside)",
+     "plan_num_blocks(config, info, beside)", "tests/engine/test_fit.py"),
+    ("state: a graph without any runs", "runners/onnx/plan.py", "if may_keep_states(model.config)", "if False",
+     "tests/runners/test_choice.py"),
+    ("convolution: no tail behind a pass", f"{_KERNELS}conv.py",
+     "    _store_tail(job, op, sequence, rows, first, out)\n", "    pass\n", _OF_CONV),
+    ("convolution: no tail in what is kept", f"{_KERNELS}conv.py",
+     "range(ls.of_sequence(job, sequence, ls.S_NUM_SAVES))", "range(0)", _OF_CONV),
+    ("scan: kept one token later", f"{_KERNELS}scan.py", "if row + 1 == save:", "if row == save:", _OF_SCAN),
+    ("delta rule: value heads in tiles have the next one's keys", f"{_KERNELS}scan.py",
+     "head % shared if op[lt.F_TILED] != 0", "head // (heads // shared) if op[lt.F_TILED] != 0", _OF_SCAN),
     ("state space: steps of time without a limit", f"{_KERNELS}gates.py", "if is_ssd and first < least:",
      "if is_ssd and first < -least:", _OF_MIXERS),
     ("state space: values do not skip it", f"{_KERNELS}ssd.py", "emit_fma(b, own, one, emit_total(b, outs))",

@@ -12,7 +12,13 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec, PassStates
 from kvboost_edge.host.memory import Region
 
-__all__ = ["ForwardBatch", "LoadOptions", "ModelTraits", "Runner", "RunnerInfo", "StoredKeys"]
+__all__ = ["KEEPS_STATES", "ForwardBatch", "LoadOptions", "ModelTraits", "Runner", "RunnerInfo", "StoredKeys"]
+
+KEEPS_STATES = (
+    "layers of this family keep a state instead of keys and values, or beside them, which the native runner alone "
+    "computes"
+)
+"""Why the other runners refuse a model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

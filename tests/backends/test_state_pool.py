@@ -121,11 +121,19 @@ def test_a_backend_has_slots_where_the_model_has_states(name: str) -> None:
     plain.close()
 
 
-def test_torch_refuses_states_by_name() -> None:
-    pytest.importorskip("torch")
-    assert "2 layers that keep states" in str(load_module("torch").unsupported_reason("cpu", SPEC))
+@pytest.mark.parametrize(
+    ("name", "device"), [("torch", "cpu"), ("torch", "mps"), ("torch", "cuda:0"), ("cuda", "cuda:0")]
+)
+def test_backends_of_tensors_refuse_states_by_name(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On machines that have such a device: states are asked for before its kernels are tried."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("kvboost_edge.backends.torch.apple.missing", lambda: None)
+    assert "2 layers that keep states" in str(load_module(name).unsupported_reason(device, SPEC))
+    choice = dataclasses.replace(choose_backend("cpu"), name=name, device=device)
     with pytest.raises(BackendUnavailable, match="2 layers that keep states"):
-        make_backend(choose_backend("torch"), SPEC, 4, num_state_slots=3)
+        make_backend(choice, SPEC, 4, num_state_slots=3)
 
 
 def _layout(

@@ -235,6 +235,24 @@ def test_doctor_refuses_what_the_engine_would(tiny_model_dir, tmp_path, monkeypa
     assert found["fit_reason"].partition(" exceed memory")[0] in message
 
 
+def test_doctor_counts_states_and_refuses_too_few(tmp_path, monkeypatch, capsys):
+    """Of a model that keeps some beside its blocks; nothing is packed for it."""
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    path = str(save_tiny_model("lfm2", tmp_path / "model"))
+    argv = ["doctor", path, "--json", "-o", "weights=int8", "-o", "num_blocks=64", "-o", "max_num_seqs=3"]
+    assert run(argv) == 0
+    found = json.loads(capsys.readouterr().out)[f"Model {path}"]
+    sizes = [found[name] for name in ("weight_bytes", "pool_bytes", "state_bytes")]
+    assert min(sizes) > 0
+    assert (found["fits"], found["needed_bytes"]) == (True, sum(sizes))
+    assert run([*argv, "-o", "max_state_bytes=50"]) == 1
+    found = json.loads(capsys.readouterr().out)[f"Model {path}"]
+    assert found["fits"] is False
+    assert found["fit_reason"].startswith("max_state_bytes=50 holds 0 states of ")
+    assert "3 sequences need 3 x " in found["fit_reason"]
+    assert not (tmp_path / "cache" / "packed").exists()
+
+
 def test_doctor_does_not_say_that_a_pool_fits_which_the_torch_runner_refuses(tiny_model_dir, capsys):
     """Nothing is refused ahead of it; the arithmetic is the same."""
     argv = [str(tiny_model_dir), "-o", "runner=torch", "-o", "num_blocks=1000000000", "--json"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,51 @@ def test_weights_and_pool_together_are_refused_before_anything_is_packed(
     assert not (Path(os.environ["KVBOOST_EDGE_CACHE"]) / "packed").exists()
     monkeypatch.setattr(build, "available_on", lambda device: available + 1)
     CPUPagedEngine.from_pretrained(model, weights="int4", num_blocks=400).close()
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    return save_tiny_model("qwen3_5_text", tmp_path / "model")
+
+
+def test_states_are_weighed_beside_weights_and_pool(hybrid: Path) -> None:
+    options = {"weights": "int8", "num_blocks": 64, "max_num_seqs": 3}
+    found = []
+    for more in ({}, {"speculation": "off"}, {"max_state_bytes": 2e6}, {"max_num_seqs": 5}):
+        fit = _fit(hybrid, GB, **{**options, **more})
+        with CPUPagedEngine.from_pretrained(hybrid, **{**options, **more}) as engine:
+            stats = engine.paged_stats()
+        assert (fit.pool, fit.states) == (stats["pool_bytes"], stats["state_bytes"])
+        assert fit.needed == fit.info.weight_bytes + fit.pool + fit.states
+        assert planned_memory(hybrid, EngineConfig.from_options(**{**options, **more})).nbytes == fit.needed
+        found.append(fit.states)
+    assert 0 < found[1] < found[0] < found[3]
+    assert found[2] <= 2_000_000
+
+
+@pytest.mark.parametrize("max_state_bytes", [1000, 1_000_000])
+def test_states_that_do_not_fit_are_refused_before_anything_is_packed(
+    max_state_bytes: int, hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget below the batch's, and one for which there is no memory: with the numbers of both."""
+    options = {"weights": "int8", "num_blocks": 64, "max_num_seqs": 2, "max_state_bytes": max_state_bytes}
+    available = GB
+    if max_state_bytes > 1000:
+        available = _fit(hybrid, GB, **options).needed - 1
+        assert _fit(hybrid, available + 1, **options).refusal == ""
+    refused = _fit(hybrid, available, **options).refusal
+    size = r"\d\.\d\d MiB"
+    words = rf"max_state_bytes=1000 holds 0 states of {size}: 2 sequences need 2 x {size} and one more to begin from"
+    if max_state_bytes > 1000:
+        words = rf"\d+ states of {size} \(2 sequences need 2 x {size}\), drafts of {size} and a pool of {size} exceed m"
+    assert re.match(words, refused)
+    assert "max_num_seqs" in refused
+    monkeypatch.setattr(build, "available_on", lambda device: available)
+    with pytest.raises(CapacityError) as caught:
+        CPUPagedEngine.from_pretrained(hybrid, progress=lambda *_: pytest.fail("it was packed"), **options)
+    assert str(caught.value) == refused
+    assert not (Path(os.environ["KVBOOST_EDGE_CACHE"]) / "packed").exists()
 
 
 def test_room_for_states_of_a_model_without_any_is_refused_before_anything_is_packed(

@@ -90,6 +90,21 @@ def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model: Path, b
             assert same(restored, following)
 
 
+def test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it(tmp_path: Path) -> None:
+    """Nobody names the place: the template says where a message of the user begins, and a state is kept before it."""
+    system = {"role": "system", "content": "You are a helper of few words. " * 4}
+    chats = [[system, {"role": "user", "content": content}] for content in ("What is it?", "Another question, longer.")]
+    with engine_of(save_tiny_model("qwen3_5_text", tmp_path), debug_checks=True) as engine:
+        cold = engine.generate(chats[1], mode="baseline", **ANSWER)
+        engine.reset_cache()
+        engine.generate(chats[0], **ANSWER)
+        assert engine.paged_stats()["state_snapshots"]["hint"] == 1
+        found = engine.generate(chats[1], **ANSWER)
+        border = len(engine.tokenizer.encode_chat([system], False))
+    assert found.cached_tokens == border // 16 * 16 > 64
+    assert same(found, cold)
+
+
 def test_states_survive_the_engine_on_disk(model: Path, tmp_path: Path) -> None:
     options = {"disk_cache_dir": tmp_path / "blocks", "max_disk_bytes": 64 << 20}
     with engine_of(model, **options) as engine:

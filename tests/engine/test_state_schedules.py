@@ -228,6 +228,22 @@ def test_who_waits_for_a_prefix_in_flight_finds_its_state_there() -> None:
     assert [handle.result(0).cached_tokens for handle in other] == [0, 96, 96]
 
 
+def test_nobody_goes_on_from_another_tenants_state() -> None:
+    """Not one after the other, not at once, and not where slots are so few that the one's are taken for the other."""
+    prompt = list(range(50))
+    for num_slots in (40, 4):
+        bench = bench_of(num_slots=num_slots, max_num_seqs=2)
+        for tenant in ("one", "two", "one", "two"):
+            computed, handle = computed_by(bench, prompt, 3, tenant=tenant)
+            assert computed == (52 if handle.index <= 2 else 4), f"request {handle.index}, {num_slots} slots"
+        handles = [bench.submit([*prompt[:40], 7], 3, tenant=tenant) for tenant in ("one", "three", "two", "")]
+        bench.run()
+        assert [handle.result(0).matched_tokens for handle in handles] == [32, 0, 32, 0]
+        assert [handle.result(0).cached_tokens for handle in handles] == [0] * 4
+        for handle in handles:
+            assert list(handle.result(0).output_token_ids) == expected_hybrid([*prompt[:40], 7], 3)
+
+
 def test_a_backbone_serves_a_prompt_that_nobody_foresaw() -> None:
     bench = bench_of(interval=64)
     text = [i % 256 for i in range(300)]

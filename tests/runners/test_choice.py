@@ -107,13 +107,27 @@ def test_contradictions_are_refused_by_name(options: dict[str, Any], message: st
         runner(gguf=True, device="cuda")
 
 
-@pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1"])
-@pytest.mark.parametrize("options", [{"runner": "torch"}, {"device": "cuda"}, {"dtype": "float16"}])
+def hybrid_of(model_type: str) -> dict[str, Any]:
+    kind = "conv" if model_type.startswith("lfm2") else "linear_attention"
+    name = "layers_block_type" if model_type == "nemotron_h" else "layer_types"
+    return {**LLAMA, "model_type": model_type, name: ["full_attention", kind, "full_attention"]}
+
+
+WITH_STATES = (
+    "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1", "granitemoehybrid", "nemotron_h",
+)  # fmt: skip
+ELSEWHERE: tuple[dict[str, Any], ...] = (
+    {"runner": "torch"}, {"backend": "torch"}, {"backend": "cuda"}, {"backend": "mps"}, {"device": "cuda"},
+    {"device": "mps"}, {"dtype": "float16"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", WITH_STATES)
+@pytest.mark.parametrize("options", ELSEWHERE, ids=str)
 def test_states_are_refused_by_name_elsewhere_than_in_the_native_runner(
     model_type: str, options: dict[str, Any]
 ) -> None:
-    kind = "conv" if model_type.startswith("lfm2") else "linear_attention"
-    model = {**LLAMA, "model_type": model_type, "layer_types": ["full_attention", kind, "full_attention"]}
+    model = hybrid_of(model_type)
     with pytest.raises(ModelFormatError, match=r"keep a state .* native runner alone computes; .* needs the torch"):
         runner(model, **options)
     if model_type.endswith("_text"):
@@ -121,6 +135,17 @@ def test_states_are_refused_by_name_elsewhere_than_in_the_native_runner(
             runner({"model_type": model_type.removesuffix("_text"), "text_config": model}, **options)
     with pytest.raises(ModelFormatError, match="the model is no ONNX file; runner='onnx' needs"):
         runner(model, runner="onnx")
+
+
+@pytest.mark.parametrize("model_type", WITH_STATES)
+def test_a_graph_of_a_model_with_states_is_refused_by_name(model_type: str) -> None:
+    """As it was exported it may have inputs for keys and values alone, and run."""
+    for refusal in ("", "the input 'past_conv.0' of type F32 is not known"):
+        traits = ModelTraits(hybrid_of(model_type), native_refusal="not read from ONNX", onnx_refusal=refusal)
+        for options in ({}, {"runner": "onnx"}):
+            with pytest.raises(ModelFormatError, match=r"layers of this family keep a state .* native runner alone"):
+                choose_runner(EngineConfig.from_options(**options), traits)
+    assert choose_runner(EngineConfig(), traits._replace(config=LLAMA, onnx_refusal="")).name == "onnx"
 
 
 def test_granite_4_goes_elsewhere_where_all_its_layers_attend() -> None:

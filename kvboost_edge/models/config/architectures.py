@@ -16,9 +16,9 @@ from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 
 __all__ = [
-    "LONG_RANGE", "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
-    "attends_both_ways", "check_model_compatibility", "has_two_ranges", "is_static_dynamic", "pin_notice",
-    "pinned_context",
+    "LATENT", "LONG_RANGE", "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport",
+    "PinnedContext", "attends_both_ways", "check_model_compatibility", "has_two_ranges", "is_static_dynamic",
+    "pin_notice", "pinned_context",
 ]  # fmt: skip
 
 LONG_RANGE = "kvboost-edge: rope_range=long"
@@ -163,7 +163,9 @@ _STATE_SPACE = (
     "its layers keep a recurrent state of a kind that is not built (convolutions, delta rules and Mamba2 are)"
 )
 _ARRANGED = "its states are known, but not how its layers and tensors are arranged"
-_LATENT = "its latent attention stores keys and values of different widths"
+LATENT = "its latent attention (MLA) stores keys and values of different widths, which is not built"
+"""Why a model with latent attention is refused."""
+_LATENT_RANK = "kv_lora_rank"  # a config with this key has latent attention, whatever it calls itself
 _OWN_ATTENTION = "it computes attention inside its own modules (alibi or older code) and cannot be given another one"
 _BIDIRECTIONAL = (
     "its attention is bidirectional, which is known of gemma3_text (EmbeddingGemma) alone; for embeddings use that, or "
@@ -181,7 +183,9 @@ _REFUSED: dict[str, str] = {
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"), "its layers pass several streams of states between them, which is not built"
     ),
-    **dict.fromkeys("deepseek_v2 deepseek_v3 minicpm3 longcat_flash".split(), _LATENT),
+    **dict.fromkeys(
+        "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2 minicpm3 longcat_flash".split(), LATENT
+    ),
     **dict.fromkeys("falcon bloom mpt gptj codegen gpt_neo xglm".split(), _OWN_ATTENTION),
     **dict.fromkeys("bert roberta distilbert albert electra deberta modernbert".split(), "it is an encoder"),
     "llama4": "its chunked attention is not built",
@@ -306,6 +310,8 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
     if model_type in _REFUSED:
         yield _REFUSED[model_type]
     if model_type not in SUPPORTED_ARCHITECTURES:
+        if any(part.get(_LATENT_RANK) for part in (config, inner)):
+            yield LATENT
         code = _remote_code(config)
         if code:
             yield f"it needs code from its own repository ({code}), which is never run"

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.architectures import LATENT
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.keys import Keys
@@ -44,8 +45,9 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
     if name is None:
         raise ModelFormatError(f"{header.path} lacks the key 'general.architecture'; it holds no model")
     if name not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise ModelFormatError(f"{header.path}: general.architecture={name!r} is not read from GGUF (known: {known})")
+        is_latent = f"{name}.attention.kv_lora_rank" in header.values
+        why = LATENT if is_latent else f"known: {', '.join(sorted(ARCHITECTURES))}"
+        raise ModelFormatError(f"{header.path}: general.architecture={name!r} is not read from GGUF ({why})")
     return ARCHITECTURES[name]
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.models.config.families import may_keep_states
 from kvboost_edge.models.onnx.past import PastLayout
-from kvboost_edge.runners.base import ModelTraits
+from kvboost_edge.runners.base import KEEPS_STATES, ModelTraits
 
 __all__ = [
     "AUTO_BACKEND",
@@ -42,10 +43,11 @@ def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | N
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """Why the graph cannot be run; None where it can, as far as it tells."""
+    """Why the graph cannot be run; None where it can, as far as it tells. One of a model with states would begin each
+    pass without them."""
     if model.onnx_refusal is None:
         return "the model is no ONNX file"
-    return model.onnx_refusal or None
+    return KEEPS_STATES if may_keep_states(model.config) else model.onnx_refusal or None
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:

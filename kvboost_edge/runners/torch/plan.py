@@ -11,13 +11,12 @@ from kvboost_edge.backends.select import array_kind_of
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.models.config.architectures import attends_both_ways, rope_types
 from kvboost_edge.models.config.families import may_keep_states
-from kvboost_edge.runners.base import ModelTraits
+from kvboost_edge.runners.base import KEEPS_STATES, ModelTraits
 
 __all__ = [
     "AUTO_BACKEND",
     "AUTO_BACKEND_REASON",
     "BOTH_WAYS",
-    "KEEPS_STATES",
     "WORKS_WITH",
     "choose_weights",
     "compute_dtype",
@@ -31,10 +30,6 @@ WORKS_WITH = "every backend"
 AUTO_BACKEND = "auto"
 AUTO_BACKEND_REASON = ""
 BOTH_WAYS = "the torch runner attends causally, and the model both ways; the native runner takes it"
-KEEPS_STATES = (
-    "layers of this family keep a state instead of keys and values, or beside them, which the native runner alone "
-    "computes"
-)
 _PACKAGES = ("torch", "transformers")
 # What transformers needs to load weights that are quantized so.
 _QUANTIZERS = {"awq": ("gptqmodel", "accelerate"), "gptq": ("optimum", "gptqmodel"), "mxfp4": ("accelerate",)}

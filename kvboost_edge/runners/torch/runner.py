@@ -28,10 +28,10 @@ from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, at
 from kvboost_edge.models.config.families import may_keep_states
 from kvboost_edge.models.config.file import context_length
 from kvboost_edge.runners.attended import asked_layer, attended_masses
-from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
+from kvboost_edge.runners.base import KEEPS_STATES, ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.torch.attention import AttentionHook, LayerPlan, LookPass, PagedPass, ProbePass, Seen
 from kvboost_edge.runners.torch.eager_check import check_against_eager
-from kvboost_edge.runners.torch.plan import BOTH_WAYS, KEEPS_STATES, compute_dtype
+from kvboost_edge.runners.torch.plan import BOTH_WAYS, compute_dtype
 from kvboost_edge.runners.torch.turning import NUM_PROBED, Turning, find_turning
 
 __all__ = ["TorchRunner", "load"]

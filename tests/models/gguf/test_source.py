@@ -307,6 +307,10 @@ def test_messages_name_the_file_and_not_a_config(tmp_path: Path) -> None:
 def test_unknown_architecture_and_tensor(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match=r"'bert'.*known: ernie4_5, ernie4_5-moe, exaone4, falcon-h1, gemma"):
         _ = Checkpoint.open(_file(tmp_path / "bert.gguf", "bert")).config
+    for arch in ("deepseek2", "glm-dsa"):  # DeepSeek's, Kimi K2's and GLM-4.7-Flash's; GLM-5's
+        path = _file(tmp_path / "latent.gguf", arch, attention__kv_lora_rank=512)
+        with pytest.raises(ModelFormatError, match=rf"'{arch}' is not read from GGUF \(its latent attention"):
+            _ = Checkpoint.open(path).config
     path = _file(tmp_path / "m.gguf", tensors={"blk.0.ssm_in.weight": ONES})
     with pytest.raises(ModelFormatError, match=r"ssm_in.weight.*not known for the architecture llama"):
         Checkpoint.open(path).open_source()

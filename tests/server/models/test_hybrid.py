@@ -57,6 +57,31 @@ async def test_a_state_that_was_not_kept_is_the_cause_once(hybrid: Any) -> None:
     assert 'kvboost:prompt_causes_total{cause="state",model_name="fake"} 1.0' in metrics
 
 
+async def test_slots_and_snapshots_are_told_beside_the_blocks(hybrid: Any) -> None:
+    head = "A beginning that both prompts have, longer than some blocks of the pool are. "
+    async with app_of(hybrid) as app:
+        for tail in ("One goes on with these words, and with more of them. ", "Two, however, does with others. "):
+            await complete(app, head + tail)
+        blocks = (await app.get("/v1/blocks")).json()
+        pool = (await app.get("/v1/stats")).json()
+        metrics = (await app.get("/metrics")).text
+    stats = hybrid.paged_stats()
+    kept, used = stats["state_snapshots"], stats["state_slots_used"]
+    assert (kept["junction"], sum(kept.values()), stats["state_slots"]) == (1, used, 12)
+    assert stats["replayed_tokens"] == len(head) // 16 * 16
+    for name in ("state_slots", "state_slots_used", "replayed_tokens"):
+        assert blocks[name] == pool["pool"][name] == stats[name]
+    assert blocks["memory"]["state_bytes"] == pool["memory"]["state_bytes"] == stats["state_bytes"]
+    assert pool["pool"]["state_snapshots"] == kept
+    told = {state: f'{{model_name="fake",state="{state}"}} {count}.0' for state, count in kept.items()}
+    told |= {"free": f'{{model_name="fake",state="free"}} {12 - used}.0'}
+    told |= {"running": '{model_name="fake",state="running"} 0.0'}
+    assert sorted(line for line in metrics.splitlines() if line.startswith("kvboost:state_slots{")) == sorted(
+        f"kvboost:state_slots{line}" for line in told.values()
+    )
+    assert f'kvboost:replayed_tokens_total{{model_name="fake"}} {stats["replayed_tokens"]}.0' in metrics
+
+
 async def test_what_states_do_not_allow_is_refused_by_name(hybrid: Any) -> None:
     async with app_of(hybrid) as app:
         body = {"prompt": "Hello", "max_tokens": 1, "kvboost": {"mode": "chunk_kv_reuse"}}

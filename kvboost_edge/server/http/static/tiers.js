@@ -16,17 +16,19 @@ export function trouble({ writable, state }) {
   return writable === false ? "stores nothing at the moment" : "";
 }
 
-/** Shows the tiers, the replicas' pools, and where the last minute's prompt tokens came from, of what /v1/blocks tells. */
-export function showTiers({ tiers, replicas, recent_span_tokens: moved, recent_computed_tokens: computed }) {
+/** Shows the tiers, states behind the pool, replicas' pools, and where the last minute's prompt tokens came from. */
+export function showTiers({ tiers, replicas, memory, state_slots: slots, state_slots_used: used, recent_span_tokens: moved, recent_computed_tokens: computed }) {
   const entries = Object.entries(tiers ?? {});
-  const pools = Object.entries(replicas ?? {}).map(([name, one]) => row(`replica ${name}`, one, `, ${one.running} running, ${one.waiting} waiting`));
-  byId("tiers").replaceChildren(...entries.map(([name, tier]) => row(name, tier)), ...pools);
+  const pools = Object.entries(replicas ?? {}).map(([name, one]) => row(`replica ${name}`, one, `${holdings(one)}, ${one.running} running, ${one.waiting} waiting`));
+  const rows = entries.map(([name, tier]) => row(name, tier));
+  if (slots > 0) rows.splice(1, 0, row("states", { bytes: used, max_bytes: slots }, `${count(used)} of ${plural(slots, "slot")}, ${bytes(memory.state_bytes)}`));
+  byId("tiers").replaceChildren(...rows, ...pools);
   const found = entries.map(([name, tier]) => `${count(tier.recent_hit_tokens)} from ${name}`);
   if (moved > 0) found.push(`${count(moved)} reused at other positions`);
   byId("tier-hits").textContent = `Prompt tokens, last 60 s: ${[...found, `${count(computed)} computed`].join(", ")}`;
 }
 
-function row(name, tier, more = "") {
+function row(name, tier, text = holdings(tier)) {
   const bar = element("span", { class: "bar-track", "aria-hidden": "true" }, element("span"));
   bar.firstChild.style.width = tier.max_bytes > 0 ? `${Math.min(100, (100 * tier.bytes) / tier.max_bytes)}%` : "0";
   const wrong = trouble(tier);
@@ -34,7 +36,7 @@ function row(name, tier, more = "") {
     "div",
     { "data-tier": name },
     element("dt", { text: name }),
-    element("dd", { text: holdings(tier) + more }),
+    element("dd", { text }),
     bar,
     wrong === "" ? null : element("dd", { class: "trouble", text: wrong }),
   );

@@ -106,6 +106,21 @@ def test_every_tier_says_what_it_holds_and_what_is_wrong(visit):
     expect(page.locator("#tier-hits")).to_have_text(f"Prompt tokens, last 60 s: {found}")
 
 
+def test_states_stand_beside_the_blocks(visit):
+    page = visit.page
+    memory = FIGURES["memory"] | {"state_bytes": 30_200_000}
+    _answer_blocks(
+        page, FIGURES | {"memory": memory, "state_slots": 12, "state_slots_used": 9, "replayed_tokens": 1616}
+    )
+    expect(page.locator("#tiers > div")).to_have_count(4)
+    rows = [row.inner_text().split("\n") for row in page.locator("#tiers > div").all()[:2]]
+    assert rows == [["pool", "3 blocks, 48.0 MB of 64.0 MB"], ["states", "9 of 12 slots, 30.2 MB"]]
+    assert page.locator("#tiers .bar-track span").all()[1].evaluate("bar => bar.style.width") == "75%"
+    assert (page.inner_text("#state_bytes"), page.inner_text("#replayed_tokens")) == ("30.2 MB", "1,616")
+    _answer_blocks(page, FIGURES | {"state_slots": 0, "state_slots_used": 0, "replayed_tokens": 0})
+    expect(page.locator("#tiers > div")).to_have_count(3)
+
+
 def test_every_replica_has_its_pool_and_its_blocks(visit):
     page = visit.page
     one = {"num_blocks": 2, "blocks": 1, "bytes": 16_000_000, "max_bytes": 32_000_000, "running": 2, "waiting": 0}
