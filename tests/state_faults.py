@@ -11,7 +11,6 @@ _OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_state_schedules.py", "tests/engin
 _OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/test_state_tiers.py"
 _MOVER, _TWINS, _OF_TWINS = "tiers/mover.py", "kvcache/twins.py", "tests/kvcache/test_twins.py"
 _KERNELS = "kernels/program/states/"
-_OF_CONV, _OF_SCAN = f"tests/{_KERNELS}test_conv.py", f"tests/{_KERNELS}test_scan.py"
 _ROUTER, _OF_ROUTER = "serve_ray/routing/router.py", "tests/serve_ray/routing/test_router_states.py"
 _OF_MIXERS, _OF_PIECES = "tests/kernels/program/states/test_mixers.py", "tests/models/weights/test_pieces.py"
 
@@ -87,12 +86,12 @@ STATE_FAULTS = (
     ("state: a graph without any runs", "runners/onnx/plan.py", "if may_keep_states(model.config)", "if False",
      "tests/runners/test_choice.py"),
     ("convolution: no tail behind a pass", f"{_KERNELS}conv.py",
-     "    _store_tail(job, op, sequence, rows, first, out)\n", "    pass\n", _OF_CONV),
+     "    _store_tail(job, op, sequence, rows, first, out)\n", "    pass\n", _OF_MIXERS),
     ("convolution: no tail in what is kept", f"{_KERNELS}conv.py",
-     "range(ls.of_sequence(job, sequence, ls.S_NUM_SAVES))", "range(0)", _OF_CONV),
-    ("scan: kept one token later", f"{_KERNELS}scan.py", "if row + 1 == save:", "if row == save:", _OF_SCAN),
+     "range(ls.of_sequence(job, sequence, ls.S_NUM_SAVES))", "range(0)", _OF_MIXERS),
+    ("scan: kept one token later", f"{_KERNELS}scan.py", "if row + 1 == save:", "if row == save:", _OF_MIXERS),
     ("delta rule: value heads in tiles have the next one's keys", f"{_KERNELS}scan.py",
-     "head % shared if op[lt.F_TILED] != 0", "head // (heads // shared) if op[lt.F_TILED] != 0", _OF_SCAN),
+     "head % shared if op[lt.F_TILED] != 0", "head // (heads // shared) if op[lt.F_TILED] != 0", _OF_MIXERS),
     ("state space: steps of time without a limit", f"{_KERNELS}gates.py", "if is_ssd and first < least:",
      "if is_ssd and first < -least:", _OF_MIXERS),
     ("state space: values do not skip it", f"{_KERNELS}ssd.py", "emit_fma(b, own, one, emit_total(b, outs))",
