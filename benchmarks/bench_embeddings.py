@@ -22,7 +22,7 @@ import numpy as np
 
 import harness
 from bench_peers import Worker, parser_for_models
-from peers.random_model import write_gguf
+from peers.random_model import kept_gguf
 from peers.shapes import SHAPES, EmbeddingShape
 
 _HERE = Path(__file__).parent
@@ -110,11 +110,7 @@ def main() -> None:
     shape = SHAPES[options.shape]
     if not isinstance(shape, EmbeddingShape):
         raise SystemExit(f"--shape {options.shape} makes no vectors")
-    model = options.models / f"{options.shape}-{options.quant}.gguf"
-    if not model.exists():
-        options.models.mkdir(parents=True, exist_ok=True)
-        print(f"writing {model} ...", file=sys.stderr)
-        write_gguf(model, shape, options.quant)
+    model = kept_gguf(options.models / f"{options.shape}-{options.quant}.gguf", shape, options.quant)
     workers = start(options, model)
     if not workers or workers[0].label != _OURS:
         raise SystemExit("our engine could not be started")

@@ -38,7 +38,7 @@ from peers.charts import draw_charts
 from peers.float64_qwen import last_logits
 from peers.hybrid_shapes import HYBRID_SHAPES
 from peers.mixture_shapes import MIXTURE_SHAPES
-from peers.random_model import QUANTS, write_gguf
+from peers.random_model import QUANTS, kept_gguf
 from peers.shapes import SHAPES, Shape
 
 _HERE = Path(__file__).parent
@@ -290,11 +290,7 @@ class RandomModel(NamedTuple):
         shape, what = (whole, "") if layers is None else (whole.cut(layers), f"-{layers}l")
         name = options.shape if layers is None else f"{options.shape}, {layers} of {whole.layers} layers,"
         path = options.models / f"{options.shape}{what}-{options.quant}.gguf"
-        if not path.exists():
-            options.models.mkdir(parents=True, exist_ok=True)
-            print(f"writing {path} ...", file=sys.stderr)
-            write_gguf(path, shape, options.quant)
-        return cls(path, shape, f"{name} {options.quant}")
+        return cls(kept_gguf(path, shape, options.quant), shape, f"{name} {options.quant}")
 
 
 def options_from() -> argparse.Namespace:

@@ -33,7 +33,7 @@ import numpy as np
 import harness
 from bench_peers import Worker, parser_for_models
 from kvboost_edge import CPUPagedEngine, GenerationMode, GenerationResult
-from peers.random_model import write_gguf
+from peers.random_model import kept_gguf
 from peers.shapes import SHAPES
 
 _HERE = Path(__file__).parent
@@ -161,9 +161,7 @@ def options_from() -> argparse.Namespace:
 def main() -> None:
     options = options_from()
     model = options.models / f"{options.shape}-{options.quant}.gguf"
-    if not model.exists():
-        options.models.mkdir(parents=True, exist_ok=True)
-        write_gguf(model, SHAPES[options.shape], options.quant)
+    kept_gguf(model, SHAPES[options.shape], options.quant)
     with CPUPagedEngine.from_pretrained(
         model,
         num_blocks=options.capacity // 16,

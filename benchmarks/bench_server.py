@@ -36,7 +36,7 @@ import psutil
 
 import harness
 from kvboost_edge import CPUPagedEngine
-from peers.random_model import write_gguf
+from peers.random_model import kept_gguf
 from peers.shapes import SHAPES
 
 _HERE = Path(__file__).parent
@@ -290,10 +290,7 @@ def main() -> None:
     if options.quick:
         options.clients = [1, 4]
     shape = "tiny" if options.quick else "0.5b"
-    model = options.models / f"{shape}-Q4_0.gguf"
-    if not model.exists():
-        options.models.mkdir(parents=True, exist_ok=True)
-        write_gguf(model, SHAPES[shape], "Q4_0")
+    model = kept_gguf(options.models / f"{shape}-Q4_0.gguf", SHAPES[shape], "Q4_0")
     rows: list[Any] = []
     wanted = options.only or ["kvboost_edge", "llama.cpp", "openvino"]
     if "kvboost_edge" in wanted:

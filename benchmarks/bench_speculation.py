@@ -28,7 +28,7 @@ from kvboost_edge.engine import sequence as running_state
 from kvboost_edge.engine.intake import Terms
 from kvboost_edge.models.locate.stores import real_model
 from kvboost_edge.runners.base import ForwardBatch
-from peers.random_model import write_gguf
+from peers.random_model import kept_gguf
 from peers.shapes import SHAPES
 from speculation_tasks import TASKS, Task
 
@@ -203,9 +203,7 @@ def main() -> None:
             rows += bench.rows
     if chosen.only != "real":
         model = chosen.models / f"{chosen.shape}-{chosen.quant}.gguf"
-        if not model.exists():
-            model.parent.mkdir(parents=True, exist_ok=True)
-            write_gguf(model, SHAPES[chosen.shape], chosen.quant)
+        kept_gguf(model, SHAPES[chosen.shape], chosen.quant)
         script: Script = {}
         _follow(script)
         with CPUPagedEngine.from_pretrained(str(model), **common) as engine:

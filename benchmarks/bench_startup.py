@@ -21,7 +21,7 @@ from typing import Any
 
 import harness
 from bench_peers import Worker, parser_for_models
-from peers.random_model import write_gguf
+from peers.random_model import kept_gguf
 from peers.shapes import SHAPES
 
 _HERE = Path(__file__).parent
@@ -72,10 +72,7 @@ def held(model: Path, bits: int) -> dict[str, Any]:
 def main() -> None:
     options: argparse.Namespace = parser_for_models(__doc__).parse_args()
     shape = "tiny" if options.quick else options.shape
-    model = options.models / f"{shape}-{options.quant}.gguf"
-    if not model.exists():
-        options.models.mkdir(parents=True, exist_ok=True)
-        write_gguf(model, SHAPES[shape], options.quant)
+    model = kept_gguf(options.models / f"{shape}-{options.quant}.gguf", SHAPES[shape], options.quant)
     first = first_byte(model)
     times = [first_byte(model) for _ in range(options.rounds)]
     median = statistics.median(times)

@@ -39,7 +39,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.host.memory import process_peak
 from peers.hybrid_shapes import HYBRID_SHAPES, DenseTwin
 from peers.mixture_shapes import MIXTURE_SHAPES
-from peers.random_model import write_gguf
+from peers.random_model import kept_gguf
 from peers.shapes import Shape
 from plain_read import runner_token_weights
 
@@ -256,9 +256,7 @@ def _say(part: str, states: States) -> None:
 
 def _twin(model: Path, shape: Shape, quant: str) -> Path:
     """The file of a dense model of the same sizes, written where it is not found."""
-    path = model.with_name(f"dense-{model.name}")
-    if not path.exists():
-        write_gguf(path, DenseTwin.of(shape), quant)
+    path = kept_gguf(model.with_name(f"dense-{model.name}"), DenseTwin.of(shape), quant)
     harness.pack_beforehand(path)
     return path
 

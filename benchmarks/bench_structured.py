@@ -28,7 +28,7 @@ from kvboost_edge.engine.build import build_from_path
 from kvboost_edge.engine.grammars import read_grammar
 from kvboost_edge.engine.structure import Structure
 from large_vocabulary import made_tokenizer, made_words
-from peers.random_model import write_gguf
+from peers.random_model import kept_gguf
 from peers.shapes import SHAPES
 
 _PROMPT = 256
@@ -226,9 +226,7 @@ def main() -> None:
     if chosen.quick:
         chosen.shape, chosen.rounds, chosen.tokens = "tiny", 1, 64
     model, shape = chosen.models / f"{chosen.shape}-{chosen.quant}.gguf", SHAPES[chosen.shape]
-    if not model.exists():
-        model.parent.mkdir(parents=True, exist_ok=True)
-        write_gguf(model, shape, chosen.quant)
+    kept_gguf(model, shape, chosen.quant)
     config = EngineConfig.from_options(num_blocks=128, num_threads=chosen.threads)
     tokenizer, end = made_tokenizer(shape.vocab - _SPECIAL)
     parts = dataclasses.replace(

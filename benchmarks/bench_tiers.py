@@ -39,7 +39,7 @@ from bench_peers import Worker, parser_for_models
 from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.tier import DiskTier
-from peers.random_model import write_gguf
+from peers.random_model import kept_gguf
 from peers.shapes import SHAPES
 
 _HERE = Path(__file__).parent
@@ -269,9 +269,7 @@ def options_from() -> argparse.Namespace:
 def main() -> None:
     options = options_from()
     model = options.models / f"{options.shape}-{options.quant}.gguf"
-    if not model.exists():
-        options.models.mkdir(parents=True, exist_ok=True)
-        write_gguf(model, SHAPES[options.shape], options.quant)
+    kept_gguf(model, SHAPES[options.shape], options.quant)
     turns = AGENT
     if options.quick:
         turns = Turns(head=1000, chats=2, turns=3, message=40, answer=8, side=300, sides=3, vocab=1000)

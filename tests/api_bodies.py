@@ -1,5 +1,5 @@
-"""What clients of each API send, small and right: one body for every route that takes one, and what errors look like
-there. Written down once more, apart from the server, so that it can be compared with it."""
+"""What clients of each API send, small and right: one body for every route that takes one, and what errors and
+streams look like there. Written down once more, apart from the server, so that it can be compared with it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx
+
 from kvboost_edge.server.app import ROUTERS
 
-__all__ = ["ASKED", "GENERATING", "MODEL", "PATHS", "READ", "asked", "error_text", "said"]
+__all__ = ["ASKED", "GENERATING", "MODEL", "PATHS", "READ", "asked", "error_text", "named_events", "said"]
 
 MODEL = "kvboost-edge/demo"
 Json = dict[str, Any]
@@ -90,3 +92,15 @@ def error_text(path: str, content: bytes) -> str:
         message = answer["error"]["message"]
     assert isinstance(message, str), answer
     return message
+
+
+def named_events(answer: httpx.Response) -> list[Json]:
+    """The events of a stream, each of which is named as its data says."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for block in answer.text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events

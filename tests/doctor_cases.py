@@ -10,6 +10,7 @@ import httpx
 
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
+from live_servers import app_client
 
 __all__ = ["CHAT", "COMPLETIONS", "EXPLAIN", "SYSTEM", "app_of", "ask", "complete"]
 
@@ -20,8 +21,7 @@ SYSTEM = "You are a helper of few words. Today is {}. Answer in English, in shor
 
 @asynccontextmanager
 async def app_of(engine: Any, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=create_app(engine, ServerSettings(model_name="fake", **settings)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with app_client(create_app(engine, ServerSettings(model_name="fake", **settings))) as client:
         yield client
 
 

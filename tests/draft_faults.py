@@ -4,21 +4,21 @@ from __future__ import annotations
 
 _ACCEPTED, _STATES, _BATCH = "engine/accepted.py", "runners/native/states.py", "engine/batch.py"
 _CONV, _SCAN = "kernels/program/states/conv.py", "kernels/program/states/scan.py"
-_OF_CONV, _OF_SCAN = "tests/kernels/program/states/test_conv.py", "tests/kernels/program/states/test_scan.py"
+_OF_MIXERS = "tests/kernels/program/states/test_mixers.py"
 _OF_DRAFTS, _OF_BUDGET = "tests/engine/test_state_drafts.py", "tests/engine/test_state_budget.py"
 
 DRAFT_FAULTS = (
     ("drafts: one row too many is taken in", _STATES, "rows[:, ls.S_CERTAIN] = own",
-     "rows[:, ls.S_CERTAIN] = np.minimum(own + 1, drafted[which])", _OF_CONV),
+     "rows[:, ls.S_CERTAIN] = np.minimum(own + 1, drafted[which])", _OF_MIXERS),
     ("drafts: one row too few is taken in", _STATES, "rows[:, ls.S_CERTAIN] = own", "rows[:, ls.S_CERTAIN] = own - 1",
-     _OF_CONV),
+     _OF_MIXERS),
     ("drafts: rows of another sequence are taken in", _STATES, "np.where(drafted > 0, places, 0)",
-     "np.where(drafted > 0, places[::-1], 0)", _OF_CONV),
+     "np.where(drafted > 0, places[::-1], 0)", _OF_MIXERS),
     ("drafts: tails take in guesses", _CONV, "rows, out = ls.of_sequence(job, sequence, ls.S_CERTAIN)",
-     "rows, out = ls.of_sequence(job, sequence, ls.S_ROWS)", _OF_CONV),
-    ("drafts: matrices take in a guess", _SCAN, "if row == certain:", "if row == certain + 1:", _OF_SCAN),
+     "rows, out = ls.of_sequence(job, sequence, ls.S_ROWS)", _OF_MIXERS),
+    ("drafts: matrices take in a guess", _SCAN, "if row == certain:", "if row == certain + 1:", _OF_MIXERS),
     ("drafts: gates are those of the input", _CONV, "copy_floats(row + 4 * op[lt.F_BY_FIRST], gates",
-     "copy_floats(row, gates", _OF_SCAN),
+     "copy_floats(row, gates", _OF_MIXERS),
     ("drafts: one more is right", _ACCEPTED, "accepted[i], read[i], written[i] = stop - start,",
      "accepted[i], read[i], written[i] = min(stop - start + 1, work.num_drafted),", _OF_DRAFTS),
     ("drafts: who is done ends before its state is", _ACCEPTED, "        return None\n", "        return reason\n",

@@ -6,24 +6,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import gguf
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
+
+from gguf_layers import mamba_values, named
 
 __all__ = ["falcon_tensors", "write_falcon_sizes"]
 
 
 def falcon_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """float32 tensors under GGUF's names, multiplied with what the config says."""
-    names = gguf.get_tensor_name_map(MODEL_ARCH.FALCON_H1, config["num_hidden_layers"])
-    found = {}
-    for name, values in sorted(tensors.items()):
-        if name == "lm_head.weight" and config["tie_word_embeddings"]:
-            continue
-        target = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
-        assert target is not None, name
-        found[target] = np.ascontiguousarray(_changed(name, values.astype(np.float32), config))
-    return found
+
+    def parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        return {name.replace(".dt_bias", ".dt_proj.bias"): _changed(name, values, config)}
+
+    return named(tensors, MODEL_ARCH.FALCON_H1, config, parts)
 
 
 def _changed(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
@@ -44,14 +41,7 @@ def _changed(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.nda
         rows = (config["mamba_d_ssm"], config["mamba_d_ssm"], groups, groups, config["mamba_n_heads"])
         by_row = np.repeat(config["ssm_multipliers"], rows).astype(np.float32)
         return values * np.float32(config["ssm_in_multiplier"]) * by_row[:, None]
-    if name.endswith("conv1d.weight"):
-        return values.squeeze()
-    if name.endswith("A_log"):
-        return -np.exp(values.astype(np.float64)).astype(np.float32)[:, None]
-    if name.endswith("mamba.D"):
-        return values[:, None]
-    if name.endswith("mamba.norm.weight"):
-        return values.reshape(config["mamba_n_groups"], -1)
+    values = mamba_values(name, values, config["mamba_n_groups"])
     return values * np.float32(next((factor for part, factor in factors.items() if part in name), 1.0))
 
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import gguf
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
-__all__ = ["granite_tensors", "has_states", "permuted_rows", "write_granite_factors", "write_granite_sizes"]
+from gguf_layers import mamba_values, named, permuted
+
+__all__ = ["granite_tensors", "has_states", "write_granite_factors", "write_granite_sizes"]
 
 
 def has_states(config: Mapping[str, Any]) -> bool:
@@ -18,46 +19,24 @@ def has_states(config: Mapping[str, Any]) -> bool:
     return "linear_attention" in config["layer_types"]
 
 
-def permuted_rows(weights: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries or keys in the order of llama.cpp's rope: pairs (i, i + half) one after the other."""
-    shape = (heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
-    return weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape)
-
-
 def granite_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """float32 tensors under GGUF's names, of transformers' with experts merged."""
-    names = gguf.get_tensor_name_map(MODEL_ARCH.GRANITE_HYBRID, config["num_hidden_layers"])
-    found = {}
-    for name, values in sorted(tensors.items()):
-        if name == "lm_head.weight" and config["tie_word_embeddings"]:
-            continue
+
+    def parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
         if "shared_mlp." in name:
-            found.update(_of_shared(name, values, "_shexp" if config["num_local_experts"] else ""))
-            continue
-        target = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
-        assert target is not None, name
-        found[target] = np.ascontiguousarray(_changed(name, values.astype(np.float32), config))
-    return found
+            return _of_shared(name, values, "mlp.shared_expert" if config["num_local_experts"] else "mlp")
+        values = mamba_values(name, permuted(name, values, config), config["mamba_n_groups"])
+        return {name.replace(".dt_bias", ".dt_proj.bias"): values}
+
+    return named(tensors, MODEL_ARCH.GRANITE_HYBRID, config, parts)
 
 
-def _of_shared(name: str, values: np.ndarray, ending: str) -> dict[str, np.ndarray]:
-    layer = name.split(".")[2]
+def _of_shared(name: str, values: np.ndarray, room: str) -> dict[str, np.ndarray]:
+    base = f"{name.partition('shared_mlp.')[0]}{room}"
     if "output_linear" in name:
-        return {f"blk.{layer}.ffn_down{ending}.weight": values}
-    parts = zip(("gate", "up"), np.split(values, 2), strict=True)
-    return {f"blk.{layer}.ffn_{part}{ending}.weight": np.ascontiguousarray(half) for part, half in parts}
-
-
-def _changed(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
-    if ".q_proj." in name or ".k_proj." in name:
-        return permuted_rows(values, config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"])
-    if name.endswith("conv1d.weight"):
-        return values.squeeze()
-    if name.endswith("A_log"):
-        return -np.exp(values.astype(np.float64)).astype(np.float32)[:, None]
-    if name.endswith("mamba.D"):
-        return values[:, None]
-    return values.reshape(config["mamba_n_groups"], -1) if name.endswith("mamba.norm.weight") else values
+        return {f"{base}.down_proj.weight": values}
+    gate, up = np.split(values, 2)
+    return {f"{base}.gate_proj.weight": gate, f"{base}.up_proj.weight": up}
 
 
 def write_granite_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:

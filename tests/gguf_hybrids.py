@@ -15,6 +15,7 @@ from gguf import MODEL_ARCH, GGUFWriter
 
 from gguf_falcon import falcon_tensors, write_falcon_sizes
 from gguf_granite import granite_tensors, has_states, write_granite_sizes
+from gguf_layers import named
 from gguf_nemotron import nemotron_arch, nemotron_tensors, write_nemotron_sizes
 
 __all__ = [
@@ -91,16 +92,12 @@ def hybrid_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any])
     """float32 tensors under GGUF's names, of transformers' without the prefix of a language model inside another."""
     if config["model_type"] in _OWN_TENSORS:
         return _OWN_TENSORS[config["model_type"]](tensors, config)
-    names = gguf.get_tensor_name_map(HYBRID_ARCHS[config["model_type"]], config["num_hidden_layers"])
-    found = {}
-    for name, values in sorted(tensors.items()):
-        if name == "lm_head.weight" and config["tie_word_embeddings"]:
-            continue
-        for new, changed in _split_experts(name, _changed(name, values.astype(np.float32), config)).items():
-            target = names.get_name(_renamed(new), try_suffixes=(".weight", ".bias"))
-            assert target is not None, new
-            found[target] = np.ascontiguousarray(changed)
-    return found
+
+    def parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        found = _split_experts(name, _changed(name, values, config))
+        return {_renamed(new): part for new, part in found.items()}
+
+    return named(tensors, HYBRID_ARCHS[config["model_type"]], config, parts)
 
 
 def _changed(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:

@@ -19,8 +19,9 @@ from safetensors.numpy import load_file
 
 from gguf_experts import merged_experts, write_expert_sizes
 from gguf_gemma4 import gemma4_scale, rope_freqs, write_gemma4_sizes
-from gguf_granite import permuted_rows, write_granite_factors
+from gguf_granite import write_granite_factors
 from gguf_hybrids import HYBRID_FAMILIES, arch_of, hybrid_tensors, is_hybrid, write_hybrid_sizes
+from gguf_layers import permuted
 from gpt_oss_files import ROPE as GPT_OSS_ROPE
 from hybrid_models import HYBRID_NESTED
 from tiny_checkpoints import save_tiny_checkpoint
@@ -133,7 +134,6 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
         own = {name.replace("language_model.", ""): values for name, values in tensors.items()}
         return hybrid_tensors({n: v for n, v in own.items() if not n.startswith((*OTHER_PARTS, "mtp."))}, config)
     names = gguf.get_tensor_name_map(ARCHS[model_type], config["num_hidden_layers"])
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     found = {}
     for name, tensor in sorted(merged_experts(load_file(model_dir / "model.safetensors")).items()):
         values = tensor.astype(np.float32)
@@ -141,10 +141,7 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
         if name.startswith(OTHER_PARTS):
             continue
         if model_type in PERMUTED:
-            if ".q_proj." in name:
-                values = permuted_rows(values, heads)
-            elif ".k_proj." in name:
-                values = permuted_rows(values, kv_heads)
+            values = permuted(name, values, config)
         if model_type in PLUS_ONE and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
@@ -163,7 +160,7 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
         found[target] = np.ascontiguousarray(values)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type") == "llama3":
-        found["rope_freqs.weight"] = _llama3_factors(rope, config["hidden_size"] // heads)
+        found["rope_freqs.weight"] = _llama3_factors(rope, config["hidden_size"] // config["num_attention_heads"])
     if model_type == "gemma4_text":
         found["rope_freqs.weight"] = rope_freqs(config)
     if rope.get("rope_type") == "longrope":

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import gguf
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
-from gguf_granite import permuted_rows
+from gguf_layers import mamba_values, named, permuted
 
 __all__ = ["nemotron_arch", "nemotron_tensors", "write_nemotron_sizes"]
 
@@ -22,28 +21,15 @@ def nemotron_arch(config: Mapping[str, Any]) -> MODEL_ARCH:
 
 def nemotron_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """float32 tensors under GGUF's names, of transformers' with experts merged."""
-    names = gguf.get_tensor_name_map(nemotron_arch(config), len(config["layers_block_type"]))
-    found = {}
-    for name, values in sorted(tensors.items()):
-        renamed = name.replace(".dt_bias", ".dt.bias")
+
+    def parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        values = mamba_values(name, permuted(name, values, config), config["n_groups"])
         if ".mixer.experts." in name:
-            renamed = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
-        target = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
-        assert target is not None, name
-        found[target] = np.ascontiguousarray(_changed(name, values.astype(np.float32), config))
-    return found
+            name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
+        return {name.replace(".dt_bias", ".dt.bias"): values}
 
-
-def _changed(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
-    if ".q_proj." in name or ".k_proj." in name:
-        return permuted_rows(values, config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"])
-    if name.endswith("conv1d.weight"):
-        return values.squeeze()
-    if name.endswith("A_log"):
-        return -np.exp(values.astype(np.float64)).astype(np.float32)[:, None]
-    if name.endswith("mixer.D"):
-        return values[:, None]
-    return values.reshape(config["n_groups"], -1) if name.endswith("mixer.norm.weight") else values
+    sizes = {**config, "num_hidden_layers": len(config["layers_block_type"])}  # transformers writes the types alone
+    return named(tensors, nemotron_arch(config), sizes, parts)
 
 
 def write_nemotron_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:

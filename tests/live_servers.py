@@ -1,4 +1,4 @@
-"""A real server in a thread of this process, for tests."""
+"""A real server in a thread of this process, for tests; and an app without a socket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from typing import Any
 
 import httpx
 
-__all__ = ["ADMIN_KEY", "ENGINE_OPTIONS", "KEYS", "HeldForward", "LiveServer", "raw_answer", "serving", "wait_until"]
+__all__ = [
+    "ADMIN_KEY",
+    "ENGINE_OPTIONS",
+    "KEYS",
+    "HeldForward",
+    "LiveServer",
+    "app_client",
+    "raw_answer",
+    "serving",
+    "wait_until",
+]
 
 KEYS = ("key-of-the-first-tenant", "key-of-the-second-tenant")
 ADMIN_KEY = "key-of-the-admin"
@@ -65,6 +75,12 @@ class LiveServer:
         admission = self.state.admission
         figures = (stats["used_blocks"] - stats["pinned_blocks"], stats["num_running"], stats["num_waiting"])
         return not any(figures) and not admission.sequences and not admission.tokens and not admission.tickets
+
+
+def app_client(app: Any, key: str = "") -> httpx.AsyncClient:
+    """A client of the app over ASGI, with an API key if one is given."""
+    headers = {"x-api-key": key} if key else {}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost", headers=headers)
 
 
 class HeldForward:

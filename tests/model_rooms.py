@@ -14,6 +14,7 @@ from kvboost_edge.server.app import create_app
 from kvboost_edge.server.models.served import ModelSource, ServedModel
 from kvboost_edge.server.models.server import ServerState
 from kvboost_edge.server.settings import ServerSettings
+from live_servers import app_client
 
 __all__ = ["SIZE", "Room", "until"]
 
@@ -37,7 +38,7 @@ class Room:
         chosen = ServerSettings(model_name="a", **settings)
         app = create_app(self._first, chosen, self._source("a"), others, int(budget * SIZE))
         self.kv: ServerState = app.state.kv
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
+        self.client = app_client(app)
 
     def _source(self, name: str) -> ModelSource:
         def load(stopped: threading.Event) -> Any:

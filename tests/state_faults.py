@@ -11,9 +11,8 @@ _OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_state_schedules.py", "tests/engin
 _OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/test_state_tiers.py"
 _MOVER, _TWINS, _OF_TWINS = "tiers/mover.py", "kvcache/twins.py", "tests/kvcache/test_twins.py"
 _KERNELS = "kernels/program/states/"
-_OF_CONV, _OF_SCAN = f"tests/{_KERNELS}test_conv.py", f"tests/{_KERNELS}test_scan.py"
 _ROUTER, _OF_ROUTER = "serve_ray/routing/router.py", "tests/serve_ray/routing/test_router_states.py"
-_OF_SSD, _OF_PIECES = "tests/kernels/program/states/test_ssd.py", "tests/models/weights/test_pieces.py"
+_OF_MIXERS, _OF_PIECES = "tests/kernels/program/states/test_mixers.py", "tests/models/weights/test_pieces.py"
 
 STATE_FAULTS = (
     *DRAFT_FAULTS,
@@ -95,22 +94,22 @@ STATE_FAULTS = (
     ("state: a graph without any runs", "runners/onnx/plan.py", "if may_keep_states(model.config)", "if False",
      "tests/runners/test_choice.py"),
     ("convolution: no tail behind a pass", f"{_KERNELS}conv.py",
-     "    _store_tail(job, op, sequence, rows, first, out)\n", "    pass\n", _OF_CONV),
+     "    _store_tail(job, op, sequence, rows, first, out)\n", "    pass\n", _OF_MIXERS),
     ("convolution: no tail in what is kept", f"{_KERNELS}conv.py",
-     "range(ls.of_sequence(job, sequence, ls.S_NUM_SAVES))", "range(0)", _OF_CONV),
-    ("scan: kept one token later", f"{_KERNELS}scan.py", "if row + 1 == save:", "if row == save:", _OF_SCAN),
+     "range(ls.of_sequence(job, sequence, ls.S_NUM_SAVES))", "range(0)", _OF_MIXERS),
+    ("scan: kept one token later", f"{_KERNELS}scan.py", "if row + 1 == save:", "if row == save:", _OF_MIXERS),
     ("delta rule: value heads in tiles have the next one's keys", f"{_KERNELS}scan.py",
-     "head % shared if op[lt.F_TILED] != 0", "head // (heads // shared) if op[lt.F_TILED] != 0", _OF_SCAN),
+     "head % shared if op[lt.F_TILED] != 0", "head // (heads // shared) if op[lt.F_TILED] != 0", _OF_MIXERS),
     ("state space: steps of time without a limit", f"{_KERNELS}gates.py", "if is_ssd and first < least:",
-     "if is_ssd and first < -least:", _OF_SSD),
+     "if is_ssd and first < -least:", _OF_MIXERS),
     ("state space: values do not skip it", f"{_KERNELS}ssd.py", "emit_fma(b, own, one, emit_total(b, outs))",
-     "emit_total(b, outs)", _OF_SSD),
-    ("state space: B is read for C", f"{_KERNELS}scan.py", "(head < heads) != is_ssd", "head < heads", _OF_SSD),
-    ("state space: groups take turns", f"{_KERNELS}scan.py", "head // (heads // shared)", "head % shared", _OF_SSD),
+     "emit_total(b, outs)", _OF_MIXERS),
+    ("state space: B is read for C", f"{_KERNELS}scan.py", "(head < heads) != is_ssd", "head < heads", _OF_MIXERS),
+    ("state space: groups take turns", f"{_KERNELS}scan.py", "head // (heads // shared)", "head % shared", _OF_MIXERS),
     ("state space: gates behind the norm", f"{_KERNELS}gate.py", "if stage != op[lt.F_GATE_FIRST]:",
-     "if stage == op[lt.F_GATE_FIRST]:", _OF_SSD),
+     "if stage == op[lt.F_GATE_FIRST]:", _OF_MIXERS),
     ("state space: all groups have the first one's weights", f"{_KERNELS}gate.py",
-     "4 * group * op[lt.F_WEIGHT_STEP]", "0 * group * op[lt.F_WEIGHT_STEP]", _OF_SSD),
+     "4 * group * op[lt.F_WEIGHT_STEP]", "0 * group * op[lt.F_WEIGHT_STEP]", _OF_MIXERS),
     ("state space: pieces of a matrix in another order", "models/weights/ordered.py",
      "return {z: mixer.value_heads * mixer.value_dim, xbc: mixer.channels, dt: mixer.value_heads}",
      "return {xbc: mixer.channels, z: mixer.value_heads * mixer.value_dim, dt: mixer.value_heads}", _OF_PIECES),

@@ -8,7 +8,7 @@ from typing import Self
 
 import gguf
 
-from peers.shapes import WIDE_ENDS, Heads, Shape, Tensor
+from peers.shapes import Heads, Shape, Tensor
 
 __all__ = ["HYBRID_SHAPES", "DenseTwin", "GraniteShape", "LFM2Shape", "Qwen35Shape"]
 
@@ -17,37 +17,22 @@ __all__ = ["HYBRID_SHAPES", "DenseTwin", "GraniteShape", "LFM2Shape", "Qwen35Sha
 class LFM2Shape(Shape):
     """LFM2: short convolutions, attention in the layers of `attends`."""
 
+    architecture = "lfm2"
+    wide_ends = True
+    epsilon = 1e-5
+    last_norm = "token_embd_norm"
+
     attends: tuple[int, ...] = ()
     taps: int = 3
 
     @property
-    def architecture(self) -> str:
-        return "lfm2"
-
-    @property
-    def in_float64(self) -> bool:
-        return False
-
-    def storage(self, name: str) -> str:
-        return "F32" if name.endswith("shortconv.conv.weight") else WIDE_ENDS.get(name, "")
+    def kv_counts(self) -> list[int]:
+        return [self.kv_heads * (index in self.attends) for index in range(self.layers)]
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
-        writer.add_context_length(self.context)
-        writer.add_embedding_length(self.hidden)
-        writer.add_block_count(self.layers)
-        writer.add_feed_forward_length(self.wide)
-        writer.add_head_count(self.heads)
-        writer.add_head_count_kv([self.kv_heads * (index in self.attends) for index in range(self.layers)])
-        writer.add_rope_freq_base(self.theta)
-        writer.add_layer_norm_rms_eps(1e-5)
+        super().describe(writer)
         writer.add_vocab_size(self.vocab)
         writer.add_shortconv_l_cache(self.taps)
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield "token_embd.weight", (self.vocab, self.hidden)
-        yield "token_embd_norm.weight", (self.hidden,)
-        for index in range(self.layers):
-            yield from ((f"blk.{index}.{name}", dims) for name, dims in self.layer(index))
 
     def layer(self, index: int) -> Iterator[Tensor]:
         yield "attn_norm.weight", (self.hidden,)
@@ -65,22 +50,14 @@ class LFM2Shape(Shape):
 class Qwen35Shape(Shape):
     """Qwen3.5: the gated delta rule in all layers but every fourth, which attend through a gate."""
 
+    architecture = "qwen35"
+    wide_ends = True
+
     key_heads: int = 16
     value_heads: int = 16
     state_dim: int = 128
     taps: int = 4
     every: int = 4
-
-    @property
-    def architecture(self) -> str:
-        return "qwen35"
-
-    @property
-    def in_float64(self) -> bool:
-        return False
-
-    def storage(self, name: str) -> str:
-        return "F32" if name.endswith("ssm_conv1d.weight") else WIDE_ENDS.get(name, "")
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         super().describe(writer)
@@ -121,6 +98,10 @@ class GraniteShape(Shape):
     """Granite 4: state spaces (Mamba2), attention without rope in the layers of `attends`. `wide` is the width of the
     MLPs that all tokens go through."""
 
+    architecture = "granitehybrid"
+    wide_ends = True
+    epsilon = 1e-5
+
     attends: tuple[int, ...] = (5, 15, 25, 35)
     value_heads: int = 48
     value_dim: int = 64
@@ -130,15 +111,8 @@ class GraniteShape(Shape):
     logit_scale: float = 6.0
 
     @property
-    def architecture(self) -> str:
-        return "granitehybrid"
-
-    @property
-    def in_float64(self) -> bool:
-        return False
-
-    def storage(self, name: str) -> str:
-        return "F32" if name.endswith("ssm_conv1d.weight") else WIDE_ENDS.get(name, "")
+    def kv_counts(self) -> list[int]:
+        return [self.kv_heads * (index in self.attends) for index in range(self.layers)]
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         writer.add_context_length(2**20)  # as its converter writes it where there is no rope
@@ -147,10 +121,10 @@ class GraniteShape(Shape):
         writer.add_feed_forward_length(self.wide)
         writer.add_expert_shared_feed_forward_length(self.wide)
         writer.add_head_count(self.heads)
-        writer.add_head_count_kv([self.kv_heads * (index in self.attends) for index in range(self.layers)])
+        writer.add_head_count_kv(self.kv_counts)
         writer.add_rope_dimension_count(self.head_dim)
         writer.add_rope_scaling_finetuned(False)
-        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_layer_norm_rms_eps(self.epsilon)
         writer.add_vocab_size(self.vocab)
         writer.add_attention_scale(1 / self.head_dim)
         writer.add_embedding_scale(12.0)
@@ -185,24 +159,18 @@ class GraniteShape(Shape):
 class DenseTwin(Shape):
     """A dense model of a hybrid's sizes: every layer attends."""
 
+    in_float64 = False
+    wide_ends = True
+
     @classmethod
     def of(cls, shape: Shape) -> Self:
         own = {field.name: getattr(shape, field.name) for field in dataclasses.fields(Shape)}
         return cls(**{**own, "own_head_dim": shape.head_dim})
 
-    @property
-    def in_float64(self) -> bool:
-        return False
-
-    def storage(self, name: str) -> str:
-        return WIDE_ENDS.get(name, "")
-
 
 HYBRID_SHAPES = {
-    "lfm2-1.2b": LFM2Shape(
-        2048, 16, 32, 8, 8192, vocab=65536, context=128000, own_head_dim=64, attends=(2, 5, 8, 10, 12, 14)
-    ),
-    "lfm2-tiny": LFM2Shape(256, 4, 4, 2, 512, vocab=1024, context=4096, own_head_dim=64, attends=(1, 3)),
+    "lfm2-1.2b": LFM2Shape(2048, 16, 32, 8, 8192, vocab=65536, context=128000, attends=(2, 5, 8, 10, 12, 14)),
+    "lfm2-tiny": LFM2Shape(256, 4, 4, 2, 512, vocab=1024, context=4096, attends=(1, 3)),
     "qwen3.5-0.8b": Qwen35Shape(1024, 24, 8, 2, 3584, vocab=248320, context=262144, own_head_dim=256, theta=1e7),
     "qwen3.5-4b": Qwen35Shape(
         2560, 32, 16, 4, 9216, vocab=248320, context=262144, own_head_dim=256, theta=1e7, value_heads=32

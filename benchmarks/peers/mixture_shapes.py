@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import gguf
 
 from peers.hybrid_shapes import GraniteShape, LFM2Shape, Qwen35Shape
-from peers.shapes import WIDE_ENDS, Gemma4Shape, Heads, Shape, Tensor
+from peers.shapes import Gemma4Shape, Heads, Shape, Tensor
 
 __all__ = [
     "MIXTURE_SHAPES", "Experts", "Gemma4MoeShape", "GptOssShape", "GraniteMoeShape", "LFM2MoeShape",
@@ -49,26 +49,15 @@ class Experts:
 class Qwen3MoeShape(Shape):
     """Qwen3 with experts in the place of MLPs."""
 
+    architecture = "qwen3moe"
+    tied = False
+    wide_ends = True
+
     experts: Experts = Experts(128, 8, 768)
-
-    @property
-    def architecture(self) -> str:
-        return "qwen3moe"
-
-    @property
-    def in_float64(self) -> bool:
-        return False
-
-    def storage(self, name: str) -> str:
-        return _in_floats(name) or WIDE_ENDS.get(name, "")
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         super().describe(writer)
         self.experts.describe(writer)
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield from super().tensors()
-        yield "output.weight", (self.vocab, self.hidden)
 
     def behind(self, index: int) -> Iterator[Tensor]:
         yield from self.experts.tensors(self.hidden)
@@ -78,20 +67,13 @@ class Qwen3MoeShape(Shape):
 class GptOssShape(Shape):
     """gpt-oss: a window in every other layer, a sink for each head, biases everywhere. `wide` is that of an expert."""
 
+    architecture = "gpt-oss"
+    tied = False
+    wide_ends = True
+
     experts: Experts = Experts(32, 4, 2880)
     window: int = 128
     original_context: int = 4096
-
-    @property
-    def architecture(self) -> str:
-        return "gpt-oss"
-
-    @property
-    def in_float64(self) -> bool:
-        return False
-
-    def storage(self, name: str) -> str:
-        return _in_floats(name) or WIDE_ENDS.get(name, "")
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         super().describe(writer)
@@ -100,10 +82,6 @@ class GptOssShape(Shape):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(self.context / self.original_context)
         writer.add_rope_scaling_orig_ctx_len(self.original_context)
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield from super().tensors()
-        yield "output.weight", (self.vocab, self.hidden)
 
     def layer(self, index: int) -> Iterator[Tensor]:
         yield "attn_norm.weight", (self.hidden,)
@@ -119,9 +97,6 @@ class Gemma4MoeShape(Gemma4Shape):
 
     experts: Experts = Experts(128, 8, 704)
     full_kv_heads: int = 2
-
-    def storage(self, name: str) -> str:
-        return _in_floats(name) or super().storage(name)
 
     def heads_of(self, index: int) -> Heads:
         heads = super().heads_of(index)
@@ -148,15 +123,10 @@ class Gemma4MoeShape(Gemma4Shape):
 class LFM2MoeShape(LFM2Shape):
     """LFM2 with experts behind the first `dense` layers."""
 
+    architecture = "lfm2moe"
+
     experts: Experts = Experts(32, 4, 1792)
     dense: int = 2
-
-    @property
-    def architecture(self) -> str:
-        return "lfm2moe"
-
-    def storage(self, name: str) -> str:
-        return _in_floats(name) or super().storage(name)
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         super().describe(writer)
@@ -176,28 +146,20 @@ class LFM2MoeShape(LFM2Shape):
 class Qwen35MoeShape(Qwen35Shape):
     """Qwen3.5 with experts in the place of MLPs, and one of width `wide` that all tokens share."""
 
+    architecture = "qwen35moe"
+    tied = False
+
     experts: Experts = Experts(256, 8, 512)
-
-    @property
-    def architecture(self) -> str:
-        return "qwen35moe"
-
-    def storage(self, name: str) -> str:
-        return _in_floats(name) or super().storage(name)
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         super().describe(writer)
         self.experts.describe(writer)
         writer.add_expert_shared_feed_forward_length(self.wide)
 
-    def tensors(self) -> Iterator[Tensor]:
-        yield from super().tensors()
-        yield "output.weight", (self.vocab, self.hidden)
-
     def behind(self, index: int) -> Iterator[Tensor]:
         yield from self.experts.tensors(self.hidden)
         yield "ffn_gate_inp_shexp.weight", (self.hidden,)
-        yield from ((name.replace(".weight", "_shexp.weight"), dims) for name, dims in self.mlp(self.wide))
+        yield from self.mlp(self.wide, "_shexp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,9 +167,6 @@ class GraniteMoeShape(GraniteShape):
     """Granite 4 with experts, and one of width `wide` that all tokens share. Its makers call the first one h-tiny."""
 
     experts: Experts = Experts(64, 6, 512)
-
-    def storage(self, name: str) -> str:
-        return _in_floats(name) or super().storage(name)
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         super().describe(writer)
@@ -218,19 +177,11 @@ class GraniteMoeShape(GraniteShape):
 
     def behind(self, index: int) -> Iterator[Tensor]:
         yield from self.experts.tensors(self.hidden)
-        yield from ((name.replace(".weight", "_shexp.weight"), dims) for name, dims in self.mlp(self.wide))
+        yield from self.mlp(self.wide, "_shexp")
 
 
-def _in_floats(name: str) -> str:
-    """Routers are in float32 in every file, and so are biases of experts, which have two dimensions."""
-    return "F32" if name.endswith(("ffn_gate_inp.weight", "_exps.bias")) else ""
-
-
-_LFM2_ATTENDS = (2, 6, 10, 14, 18, 21)
 MIXTURE_SHAPES: dict[str, Shape] = {
-    "lfm2-8b-a1b": LFM2MoeShape(
-        2048, 24, 32, 8, 7168, vocab=65536, context=128000, own_head_dim=64, attends=_LFM2_ATTENDS
-    ),
+    "lfm2-8b-a1b": LFM2MoeShape(2048, 24, 32, 8, 7168, vocab=65536, context=128000, attends=(2, 6, 10, 14, 18, 21)),
     "qwen3-30b-a3b": Qwen3MoeShape(2048, 48, 32, 4, 6144, context=40960, own_head_dim=128),
     "qwen3.6-35b-a3b": Qwen35MoeShape(
         2048, 40, 16, 2, 512, vocab=248320, context=262144, own_head_dim=256, theta=1e7, value_heads=32
@@ -244,7 +195,7 @@ MIXTURE_SHAPES: dict[str, Shape] = {
         per_layer=0,
     ),
     "lfm2-moe-tiny": LFM2MoeShape(
-        256, 4, 4, 2, 512, vocab=1024, context=4096, own_head_dim=64, attends=(1, 3), experts=Experts(8, 2, 128)
+        256, 4, 4, 2, 512, vocab=1024, context=4096, attends=(1, 3), experts=Experts(8, 2, 128)
     ),
     "qwen3-moe-tiny": Qwen3MoeShape(
         256, 4, 4, 2, 512, vocab=1024, context=4096, own_head_dim=64, experts=Experts(8, 2, 128)

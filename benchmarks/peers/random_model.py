@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from peers.k_blocks import BLOCK, more_bits, random_mxfp4, random_q4_0, random_q4_k, random_q6_k, random_q8_0
 from peers.shapes import Shape
 
-__all__ = ["QUANTS", "add_tokenizer", "write_gguf"]
+__all__ = ["QUANTS", "add_tokenizer", "kept_gguf", "write_gguf"]
 
 _Type = gguf.GGMLQuantizationType
 QUANTS = {
@@ -69,6 +70,15 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     partial.rename(path)
+
+
+def kept_gguf(path: Path, shape: Shape, quant: str) -> Path:
+    """The model's file, written where it is not there yet."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(f"writing {path} ...", file=sys.stderr)
+        write_gguf(path, shape, quant)
+    return path
 
 
 def _type_of(name: str, quant: str, shape: Shape) -> _Type:

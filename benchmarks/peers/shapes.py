@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import gguf
 
 __all__ = [
-    "SHAPES", "WIDE_ENDS", "EmbeddingGemmaShape", "EmbeddingShape", "Gemma4Shape", "Heads", "Ministral3Shape",
-    "Olmo3Shape", "Shape", "Tensor",
+    "SHAPES", "EmbeddingGemmaShape", "EmbeddingShape", "Gemma4Shape", "Heads", "Ministral3Shape", "Olmo3Shape", "Shape",
+    "Tensor",
 ]  # fmt: skip
 
 Tensor = tuple[str, tuple[int, ...]]
-# As public files have them: 8 bits where every token's logits are made.
-WIDE_ENDS = {"token_embd.weight": "Q8_0", "output.weight": "Q8_0"}
+# Where every token's logits are made.
+_ENDS = ("token_embd.weight", "output.weight")
+# Endings of matrices that are of one type in every file: convolutions, routers, biases of experts (which have two
+# dimensions), what stands behind the mean of an embedding, and a projection of Gemma 4 that is left as it was.
+_OWN_TYPES = {
+    ".conv.weight": "F32", ".ssm_conv1d.weight": "F32", ".ffn_gate_inp.weight": "F32", "_exps.bias": "F32",
+    "dense_2.weight": "F32", "dense_3.weight": "F32", "per_layer_model_proj.weight": "BF16",
+}  # fmt: skip
 
 
 class Heads(NamedTuple):
@@ -32,8 +38,19 @@ class Heads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a model with tied embeddings: Qwen2, or Qwen3 (heads of a size of their own, norms of queries and keys,
-    no biases)."""
+    """Sizes of a model: Qwen2, or Qwen3 (heads of a size of their own, norms of queries and keys, no biases). Other
+    families are classes, which say what all their models have in common:
+
+    tied        the embedding is the head too
+    wide_ends   embedding and head have 8 bits in every file, as public ones have them
+    epsilon     of the norms
+    last_norm   the name of the norm before the head
+    """
+
+    tied: ClassVar[bool] = True
+    wide_ends: ClassVar[bool] = False
+    epsilon: ClassVar[float] = 1e-6
+    last_norm: ClassVar[str] = "output_norm"
 
     hidden: int
     layers: int
@@ -51,12 +68,13 @@ class Shape:
 
     @property
     def architecture(self) -> str:
+        """llama.cpp's name; an attribute of other families."""
         return "qwen3" if self.own_head_dim else "qwen2"
 
     @property
     def in_float64(self) -> bool:
         """Whether float64_qwen.py computes it."""
-        return True
+        return self.architecture in ("qwen2", "qwen3")
 
     @property
     def is_mixture(self) -> bool:
@@ -68,13 +86,25 @@ class Shape:
         """Whether some layers keep a state instead of keys and values."""
         return any(".shortconv." in name or ".ssm_" in name for name, _ in self.tensors())
 
+    @property
+    def widths(self) -> int | list[int]:
+        """Of the MLPs of all layers, or of each."""
+        return self.wide
+
+    @property
+    def kv_counts(self) -> int | list[int]:
+        """Heads of keys of all layers, or of each."""
+        return self.kv_heads
+
     def cut(self, layers: int) -> Self:
         """The same with its first layers only."""
         return dataclasses.replace(self, layers=layers)
 
     def storage(self, name: str) -> str:
         """The type of a matrix that has its own in every file, "" for those of the file."""
-        return ""
+        if self.wide_ends and name in _ENDS:
+            return "Q8_0"
+        return next((kind for ending, kind in _OWN_TYPES.items() if name.endswith(ending)), "")
 
     def norm(self, name: str, size: int) -> float:
         """What the weights of a norm are."""
@@ -82,24 +112,29 @@ class Shape:
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         """Metadata besides name, file type and tokenizer."""
-        writer.add_context_length(self.context)
-        writer.add_embedding_length(self.hidden)
-        writer.add_block_count(self.layers)
-        writer.add_feed_forward_length(self.wide)
-        writer.add_head_count(self.heads)
-        writer.add_head_count_kv(self.kv_heads)
+        self.describe_sizes(writer)
         if self.own_head_dim:
             writer.add_key_length(self.head_dim)
             writer.add_value_length(self.head_dim)
         writer.add_rope_freq_base(self.theta)
-        writer.add_layer_norm_rms_eps(1e-6)
+        writer.add_layer_norm_rms_eps(self.epsilon)
+
+    def describe_sizes(self, writer: gguf.GGUFWriter) -> None:
+        writer.add_context_length(self.context)
+        writer.add_embedding_length(self.hidden)
+        writer.add_block_count(self.layers)
+        writer.add_feed_forward_length(self.widths)
+        writer.add_head_count(self.heads)
+        writer.add_head_count_kv(self.kv_counts)
 
     def tensors(self) -> Iterator[Tensor]:
         """Names and dimensions [rows, columns], in the order of the file."""
         yield "token_embd.weight", (self.vocab, self.hidden)
-        yield "output_norm.weight", (self.hidden,)
+        yield f"{self.last_norm}.weight", (self.hidden,)
         for index in range(self.layers):
             yield from ((f"blk.{index}.{name}", dims) for name, dims in self.layer(index))
+        if not self.tied:
+            yield "output.weight", (self.vocab, self.hidden)
 
     def layer(self, index: int) -> Iterator[Tensor]:
         yield "attn_norm.weight", (self.hidden,)
@@ -138,25 +173,19 @@ class Shape:
         """What stands behind the mixer of a layer and its norm."""
         yield from self.mlp(self.wide)
 
-    def mlp(self, wide: int) -> Iterator[Tensor]:
-        yield "ffn_gate.weight", (wide, self.hidden)
-        yield "ffn_up.weight", (wide, self.hidden)
-        yield "ffn_down.weight", (self.hidden, wide)
+    def mlp(self, wide: int, ending: str = "") -> Iterator[Tensor]:
+        yield f"ffn_gate{ending}.weight", (wide, self.hidden)
+        yield f"ffn_up{ending}.weight", (wide, self.hidden)
+        yield f"ffn_down{ending}.weight", (self.hidden, wide)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ministral3Shape(Shape):
     """Ministral 3: yarn, queries scaled by position."""
 
+    architecture = "mistral3"
+
     original_context: int = 16384
-
-    @property
-    def architecture(self) -> str:
-        return "mistral3"
-
-    @property
-    def in_float64(self) -> bool:
-        return False
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         super().describe(writer)
@@ -175,24 +204,15 @@ class Ministral3Shape(Shape):
 class Olmo3Shape(Shape):
     """OLMo 3: norms behind the blocks, three of four layers with a window, a head of its own."""
 
+    architecture = "olmo2"
+    tied = False
+
     window: int = 4096
-
-    @property
-    def architecture(self) -> str:
-        return "olmo2"
-
-    @property
-    def in_float64(self) -> bool:
-        return False
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         super().describe(writer)
         writer.add_sliding_window(self.window)
         writer.add_sliding_window_pattern([(index + 1) % 4 != 0 for index in range(self.layers)])
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield from super().tensors()
-        yield "output.weight", (self.vocab, self.hidden)
 
     def layer(self, index: int) -> Iterator[Tensor]:
         yield from self.attention(norms=(self.heads * self.head_dim, self.kv_heads * self.head_dim))
@@ -207,6 +227,9 @@ class Gemma4Shape(Shape):
     wide; a second embedding of `per_layer` numbers for each layer, 0 for none. `head_dim` is that of the full
     layers."""
 
+    architecture = "gemma4"
+    wide_ends = True
+
     local_head_dim: int = 256
     window: int = 512
     every: int = 5
@@ -214,16 +237,12 @@ class Gemma4Shape(Shape):
     per_layer: int = 256
 
     @property
-    def architecture(self) -> str:
-        return "gemma4"
+    def widths(self) -> list[int]:
+        return [self.wide_of(index) for index in range(self.layers)]
 
     @property
-    def in_float64(self) -> bool:
-        return False
-
-    def storage(self, name: str) -> str:
-        # The projection is left as it was.
-        return {**WIDE_ENDS, "per_layer_model_proj.weight": "BF16"}.get(name, "")
+    def kv_counts(self) -> list[int]:
+        return [self.heads_of(index).kv_count for index in range(self.layers)]
 
     def norm(self, name: str, size: int) -> float:
         # Scores are not divided by sqrt(head_dim) here: weights do it, as trained ones do.
@@ -252,15 +271,10 @@ class Gemma4Shape(Shape):
         return self.wide * (1 + self.is_shared(index))
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
-        writer.add_context_length(self.context)
-        writer.add_embedding_length(self.hidden)
-        writer.add_block_count(self.layers)
-        writer.add_feed_forward_length([self.wide_of(index) for index in range(self.layers)])
-        writer.add_head_count(self.heads)
-        writer.add_head_count_kv([self.heads_of(index).kv_count for index in range(self.layers)])
+        self.describe_sizes(writer)
         writer.add_rope_freq_base(self.theta)
         writer.add_rope_freq_base_swa(1e4)
-        writer.add_layer_norm_rms_eps(1e-6)
+        writer.add_layer_norm_rms_eps(self.epsilon)
         writer.add_key_length(self.head_dim)
         writer.add_value_length(self.head_dim)
         writer.add_key_length_swa(self.local_head_dim)
@@ -315,30 +329,21 @@ class EmbeddingShape(Shape):
 class EmbeddingGemmaShape(EmbeddingShape):
     """EmbeddingGemma: attention both ways, five of six layers with a window, two matrices behind the mean."""
 
+    architecture = "gemma-embedding"
+
     window: int = 512
-    behind: int = 3072
-
-    @property
-    def architecture(self) -> str:
-        return "gemma-embedding"
-
-    @property
-    def in_float64(self) -> bool:
-        return False
-
-    def storage(self, name: str) -> str:
-        return "F32" if name.startswith("dense_") else ""
+    dense_width: int = 3072
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         super().describe(writer)
         writer.add_sliding_window(self.window)
-        writer.add_dense_features_dims("dense_2", self.hidden, self.behind)
-        writer.add_dense_features_dims("dense_3", self.behind, self.hidden)
+        writer.add_dense_features_dims("dense_2", self.hidden, self.dense_width)
+        writer.add_dense_features_dims("dense_3", self.dense_width, self.hidden)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from super().tensors()
-        yield "dense_2.weight", (self.behind, self.hidden)
-        yield "dense_3.weight", (self.hidden, self.behind)
+        yield "dense_2.weight", (self.dense_width, self.hidden)
+        yield "dense_3.weight", (self.hidden, self.dense_width)
 
     def layer(self, index: int) -> Iterator[Tensor]:
         yield "attn_norm.weight", (self.hidden,)
@@ -362,7 +367,7 @@ SHAPES = {
     ),
     "embedding-tiny": EmbeddingShape(256, 4, 4, 2, 512, vocab=1024, context=4096, own_head_dim=128),
     "embeddinggemma-tiny": EmbeddingGemmaShape(
-        256, 6, 2, 1, 512, vocab=1024, context=2048, own_head_dim=128, pooling=1, window=64, behind=512
+        256, 6, 2, 1, 512, vocab=1024, context=2048, own_head_dim=128, pooling=1, window=64, dense_width=512
     ),
     "gemma-4-e2b": Gemma4Shape(1536, 35, 8, 1, 6144, vocab=262144, context=131072, own_head_dim=512),
     "gemma-4-tiny": Gemma4Shape(

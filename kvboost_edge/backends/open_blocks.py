@@ -53,6 +53,14 @@ class OpenBlocks:
         """The buffer of a block, None where it is not open."""
         return self._buffers.get(block_id)
 
+    def check_full(self, block_ids: Iterable[int]) -> None:
+        """ConfigError where one of the blocks is open."""
+        for block_id in block_ids:
+            if block_id in self._buffers:
+                raise ConfigError(
+                    f"block {block_id} is open: only full blocks of a quantized pool are read or written whole"
+                )
+
     def release(self, block_ids: Iterable[int]) -> None:
         """Give back the buffers of those blocks that are open."""
         for block_id in block_ids:

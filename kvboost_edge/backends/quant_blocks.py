@@ -154,11 +154,7 @@ class QuantBlocks:
 
     def check_full(self, block_ids: Sequence[int]) -> None:
         """ConfigError where one of the blocks is open."""
-        for block_id in block_ids:
-            if self._open.buffer(block_id) is not None:
-                raise ConfigError(
-                    f"block {block_id} is open: only full blocks of a quantized pool are read or written whole"
-                )
+        self._open.check_full(block_ids)
 
     def copy_blocks(self, ops: Sequence[tuple[int, int]]) -> None:
         """Copy blocks in order, open ones from buffer to buffer."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from kvboost_edge.errors import ModelFormatError, RequestError
+from kvboost_edge.host.json_file import read_json_object
 from kvboost_edge.text.answers import FindAnswer, encode_with_answers
 from kvboost_edge.text.chat_template import ChatTemplate, plain_messages, plain_tools
 from kvboost_edge.text.codec import FastCodec, SimpleCodec, StreamKind, TextCodec
@@ -304,15 +304,7 @@ def _end_with(message: dict[str, Any], mark: str) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:

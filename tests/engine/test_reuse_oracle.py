@@ -162,6 +162,16 @@ def prompts(engine: CPUPagedEngine) -> tuple[list[int], list[int]]:
     return head + one + two + three + question, head + three + document(engine, 9, 2) + one + two + question
 
 
+def asked(
+    engine: CPUPagedEngine, repair: Repair, patch: pytest.MonkeyPatch
+) -> tuple[Sequence[int], Sequence[int], Seen]:
+    """A prompt served to an empty cache, one asked for behind it, and what that shared."""
+    served, ids = prompts(engine)
+    engine.reset_cache()
+    engine.generate(served, max_new_tokens=0)
+    return served, ids, Seen(engine, ids, repair, patch)
+
+
 def distance(first: Floats, second: Floats) -> float:
     return float(np.linalg.norm(first - second) / np.linalg.norm(second))
 
@@ -172,10 +182,7 @@ def distance(first: Floats, second: Floats) -> float:
 def test_logits_are_those_of_keys_turned_by_hand(
     engine: CPUPagedEngine, oracle: Oracle, repair: Repair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, ids = prompts(engine)
-    engine.reset_cache()
-    engine.generate(served, max_new_tokens=0)
-    seen = Seen(engine, ids, repair, monkeypatch)
+    served, ids, seen = asked(engine, repair, monkeypatch)
     assert min(span.delta for span in seen.spans) < 0 < max(span.delta for span in seen.spans)
     expected = oracle.logits(ids, served, seen.spans)
     assert distance(expected, oracle.logits(ids, served, ())) > 0.01, "nothing was shared that could be wrong"
@@ -202,10 +209,7 @@ def test_keys_of_8_bits_are_turned_as_near_as_they_are_stored(
 def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
     engine: CPUPagedEngine, oracle: Oracle, repair: Repair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, ids = prompts(engine)
-    engine.reset_cache()
-    engine.generate(served, max_new_tokens=0)
-    seen = Seen(engine, ids, repair, monkeypatch)
+    served, ids, seen = asked(engine, repair, monkeypatch)
     true, stored = oracle.kv(ids)[1][1], oracle.kv(served)[1][1]
     deviations: dict[int, float] = {}
     for span in seen.placed:
@@ -222,10 +226,7 @@ def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
 def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(
     engine: CPUPagedEngine, oracle: Oracle, repair: Repair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, ids = prompts(engine)
-    engine.reset_cache()
-    engine.generate(served, max_new_tokens=0)
-    seen = Seen(engine, ids, repair, monkeypatch)
+    served, ids, seen = asked(engine, repair, monkeypatch)
     prompt = ids[: len(ids) - NUM_ROWS + 1]  # the rest stands for its answer
     masses = oracle.masses(prompt, served, seen.placed, 2 * oracle.model.config.num_hidden_layers // 3)
     starts = [at for span in seen.placed for at in range(span.start, span.stop - BLOCK + 1, BLOCK)]

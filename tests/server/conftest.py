@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from live_servers import ADMIN_KEY, ENGINE_OPTIONS, KEYS, LiveServer, serving
+from live_servers import ADMIN_KEY, ENGINE_OPTIONS, KEYS, LiveServer, app_client, serving
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +63,6 @@ async def tiny_app(tiny_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
     from kvboost_edge.server.settings import ServerSettings
 
     app = create_app(tiny_engine, ServerSettings(model_name="tiny", max_queue_tokens=1 << 22))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+    async with app_client(app) as client:
         client.app = app
         yield client

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.json_file import read_json_object
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
-from kvboost_edge.models.config.json_file import read_config_object, read_json_object
+from kvboost_edge.models.config.json_file import read_config_object
 from kvboost_edge.models.config.nested import is_nested, text_config
 
 __all__ = [

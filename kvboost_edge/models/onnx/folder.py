@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.json_file import read_json_object
+from kvboost_edge.host.json_file import read_json_object
 
 __all__ = ["GENAI_CONFIG", "OnnxFolder", "find_onnx"]
 

@@ -14,7 +14,7 @@ from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, PackedRo
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from linear_driver import PLAIN, Extra, Program, matrix_fields, panel_sizes, run_linear
+from linear_driver import PLAIN, Extra, Program, assert_gated_in_one, matrix_fields, panel_sizes, run_linear
 
 Floats = npt.NDArray[np.float32]
 TYPES = {"q4k": GGMLQuantizationType.Q4_K, "q5k": GGMLQuantizationType.Q5_K, "q6k": GGMLQuantizationType.Q6_K}
@@ -129,27 +129,9 @@ def test_matrices_of_different_block_formats_read_one_panel(fine: bool) -> None:
 @pytest.mark.parametrize("kinds", [("q4k", "q6k"), ("q5k", "q4k"), ("q6k", "q5k"), ("q4k", "int8")])
 def test_gated_in_one_operation_is_the_three_apart(kinds: tuple[str, str], tokens: int) -> None:
     """kinds: of the gate and up matrix, and of the reader of what comes out."""
-    inner, hidden = 256, 256
-    x = _x(tokens, hidden)
-    wide, packed = _linear(kinds[0], x, 2 * inner)
-    program = Program(tokens)
-    apart, panel, together = (np.zeros(tokens * 8 * LARGEST_CELL, np.uint8) for _ in range(3))
-    program.buffer(lt.B_ATTENDED, x)
-    program.buffer(lt.B_PANEL, panel)
-    program.buffer(lt.B_INNER, together)
-    program.buffer(lt.B_WIDE, np.ascontiguousarray(wide))
-    program.buffer(lt.B_NORMED, np.zeros((tokens, inner), np.float32))
-    program.buffer(lt.B_LOGITS, apart)
-    rows = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: hidden, lt.F_COUNT: hidden}
-    program.add(lt.OP_QUANT, {**rows, lt.F_QUANT: NUMBERS[kinds[0]], lt.F_PANEL: lt.B_PANEL})
-    act = {lt.F_COUNT: inner, lt.F_QUANT: NUMBERS[kinds[1]]}
-    steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: 2 * inner, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: inner}
-    program.add(lt.OP_ACT, {**act, **steps, lt.F_PANEL: lt.B_LOGITS})
-    matrix = {**matrix_fields(program, packed), lt.F_KIND: NUMBERS[kinds[0]], lt.F_INPUTS: hidden, lt.F_UNIT: 2}
-    program.add(lt.OP_GATED, {**act, **matrix, lt.F_PANEL_IN: lt.B_PANEL, lt.F_PANEL: lt.B_INNER})
-    program.run(2)
-    assert apart.any()
-    np.testing.assert_array_equal(together, apart)
+    x = _x(tokens, 256)
+    wide, packed = _linear(kinds[0], x, 2 * 256)
+    assert_gated_in_one(kinds, x, wide, packed)
 
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)

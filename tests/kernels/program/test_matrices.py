@@ -7,13 +7,12 @@ import numpy.typing as npt
 import pytest
 
 from kvboost_edge.kernels.attention.rope import RopeTable
-from kvboost_edge.kernels.linear.panel import FINE_BYTES
 from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED, PackedRows, pack_rows, packed_sizes
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import ACT_RELU2, ACT_SILU
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from linear_driver import PLAIN, Extra, Program, matrix_fields, panel_sizes, run_linear
+from linear_driver import PLAIN, Extra, Program, assert_gated_in_one, matrix_fields, panel_sizes, run_linear
 
 Floats = npt.NDArray[np.float32]
 SHAPES = [(1, 16, 32), (2, 50, 100), (3, 33, 64), (5, 16, 31), (15, 130, 96), (16, 7, 1500)]
@@ -168,27 +167,7 @@ def test_gated_in_one_operation_is_the_three_apart(kinds: tuple[str, str], token
     x, w = _data(tokens, parts * inner, hidden)
     bias = np.linspace(-1, 1, parts * inner, dtype=np.float32)
     wide, packed = _linear(kinds[0], x, w, Extra(bias=bias))
-    program = Program(tokens)
-    apart, panel, together = (np.zeros(tokens * groups * FINE_BYTES, np.uint8) for groups in (3, 2, 3))
-    program.buffer(lt.B_ATTENDED, x)
-    program.buffer(lt.B_PANEL, panel)
-    program.buffer(lt.B_INNER, together)
-    program.buffer(lt.B_WIDE, np.ascontiguousarray(wide))
-    program.buffer(lt.B_NORMED, np.zeros((tokens, inner), np.float32))
-    program.buffer(lt.B_LOGITS, apart)
-    rows = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: hidden, lt.F_COUNT: hidden}
-    program.add(lt.OP_QUANT, {**rows, lt.F_QUANT: KINDS[kinds[0]], lt.F_PANEL: lt.B_PANEL})
-    how = {lt.F_COUNT: inner, lt.F_QUANT: KINDS[kinds[1]], lt.F_ACT: act}
-    steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: parts * inner, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: inner}
-    if parts == 1:
-        steps |= {lt.F_BY: lt.B_WIDE, lt.F_BY_STEP: inner}
-    program.add(lt.OP_ACT, {**how, **steps, lt.F_PANEL: lt.B_LOGITS})
-    matrix = {**matrix_fields(program, packed), lt.F_KIND: KINDS[kinds[0]], lt.F_INPUTS: hidden, lt.F_UNIT: 2}
-    target = {lt.F_PANEL_IN: lt.B_PANEL, lt.F_PANEL: lt.B_INNER, lt.F_BIAS: bias.ctypes.data}
-    program.add(lt.OP_GATED, {**how, **matrix, **target})
-    program.run(2)
-    assert apart.any()
-    np.testing.assert_array_equal(together, apart)
+    assert_gated_in_one(kinds, x, wide, packed, bias, act)
 
 
 @pytest.mark.parametrize("kind", KINDS)

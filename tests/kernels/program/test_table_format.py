@@ -14,7 +14,7 @@ from kvboost_edge.kernels.linear.weights import NUMBERS, PackedRows, pack_codes,
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from linear_driver import PLAIN, Extra, Program, matrix_fields, panel_sizes, run_linear
+from linear_driver import PLAIN, Extra, Program, assert_gated_in_one, matrix_fields, panel_sizes, run_linear
 
 Floats = npt.NDArray[np.float32]
 KIND = "int4t"
@@ -171,27 +171,9 @@ def test_it_reads_the_panels_of_block_formats(kinds: tuple[str, str], fine: bool
 @pytest.mark.parametrize("reader", [KIND, "int4", "q6k"])
 def test_gated_in_one_operation_is_the_three_apart(reader: str, tokens: int) -> None:
     """reader: of what comes out."""
-    inner, hidden = 256, 96
-    x = _x(tokens, hidden)
-    wide, packed = _linear(x, 2 * inner)
-    program = Program(tokens)
-    apart, panel, together = (np.zeros(tokens * 8 * LARGEST_CELL, np.uint8) for _ in range(3))
-    program.buffer(lt.B_ATTENDED, x)
-    program.buffer(lt.B_PANEL, panel)
-    program.buffer(lt.B_INNER, together)
-    program.buffer(lt.B_WIDE, np.ascontiguousarray(wide))
-    program.buffer(lt.B_NORMED, np.zeros((tokens, inner), np.float32))
-    program.buffer(lt.B_LOGITS, apart)
-    rows = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: hidden, lt.F_COUNT: hidden}
-    program.add(lt.OP_QUANT, {**rows, lt.F_QUANT: NUMBERS[KIND], lt.F_PANEL: lt.B_PANEL})
-    act = {lt.F_COUNT: inner, lt.F_QUANT: NUMBERS[reader]}
-    steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: 2 * inner, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: inner}
-    program.add(lt.OP_ACT, {**act, **steps, lt.F_PANEL: lt.B_LOGITS})
-    matrix = {**matrix_fields(program, packed), lt.F_KIND: NUMBERS[KIND], lt.F_INPUTS: hidden, lt.F_UNIT: 2}
-    program.add(lt.OP_GATED, {**act, **matrix, lt.F_PANEL_IN: lt.B_PANEL, lt.F_PANEL: lt.B_INNER})
-    program.run(2)
-    assert apart.any()
-    np.testing.assert_array_equal(together, apart)
+    x = _x(tokens, 96)
+    wide, packed = _linear(x, 2 * 256)
+    assert_gated_in_one((KIND, reader), x, wide, packed)
 
 
 def test_embedding_rows_are_the_stored_weights() -> None:

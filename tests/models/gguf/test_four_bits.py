@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 
+from bit_cases import logits_in_any_pass
 from gguf_models import iq4_xs, write_gguf
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
@@ -21,7 +21,6 @@ from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_bytes
 from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver
 from tiny_models import save_tiny_model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
@@ -78,16 +77,8 @@ def test_logits_are_the_same_in_any_pass_and_near_the_floats(name: str, case: st
     """With a bias and without; prompts at once and in pieces. The floats are those of the package, see test_blocks."""
     kind, sizes = CASES[case]
     path = write_gguf(save_tiny_model(name, tmp_path / "model", **sizes), tmp_path / "m.gguf", kind=kind)
-    prompt = np.random.default_rng(7).integers(0, 256, 45).tolist()
-    found = []
-    for weights, chunk, threads in (("auto", 45, 1), ("auto", 45, 2), ("auto", 7, 2), ("auto", 1, 1), ("f32", 45, 1)):
-        runner = NativeRunner.from_dir(path, weights=weights, num_threads=threads)
-        driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=threads))
-        found.append(np.array(driver.prefill(driver.open(prompt), chunk)))
-        runner.close()
-    for other in found[1:4]:
-        np.testing.assert_array_equal(other[-1], found[0][-1])
-    assert np.linalg.norm(found[0] - found[4]) <= 5e-2 * np.linalg.norm(found[4])
+    found, exact = logits_in_any_pass(path)
+    assert np.linalg.norm(found - exact) <= 5e-2 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize(

@@ -27,28 +27,12 @@ from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.plan import pack_plan, row_tables
 from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.native.runner import NativeRunner
-from tiny_models import VOCAB_SIZE, save_tiny_model
+from tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-LAYERS = 8
-# Layers 5 and 6 attend to what layer 3 computes, and layer 7 to that of layer 4.
-SMALL: dict[str, Any] = {
-    "head_dim": 32,
-    "global_head_dim": 64,
-    "num_hidden_layers": LAYERS,
-    "sliding_window": 24,
-    "layer_types": ["full_attention" if i in (2, 4, 7) else "sliding_attention" for i in range(LAYERS)],
-    "num_kv_shared_layers": 3,
-    "use_double_wide_mlp": True,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": VOCAB_SIZE,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    },
-    "tie_word_embeddings": True,
-}
+LAYERS = 8  # of the family; 5 and 6 attend to what layer 3 computes, and layer 7 to that of layer 4
+SMALL: dict[str, Any] = {key: value for key, value in FAMILIES["gemma4"].items() if key != "model_type"}
 LARGE: dict[str, Any] = {
     **SMALL,
     "num_kv_shared_layers": 0,

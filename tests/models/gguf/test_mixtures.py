@@ -7,15 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bit_cases import logits_in_any_pass
 from gguf_models import q4_k_m, write_gguf
-from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.packed.plan import check_tensors, pack_plan, plan_bytes
-from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver
 from tiny_models import save_tiny_model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
@@ -40,13 +38,5 @@ def test_runs_of_block_formats_are_the_same_in_any_pass(name: str, tmp_path: Pat
     """Matrices in two formats, with a bias and without: prompts in pieces and at once; near the floats of the file."""
     model = save_tiny_model(name, tmp_path / "model", **WIDE)
     path = write_gguf(model, tmp_path / "m.gguf", kind=q4_k_m)
-    prompt = np.random.default_rng(7).integers(0, 256, 45).tolist()
-    found = []
-    for weights, chunk, threads in (("auto", 45, 1), ("auto", 45, 2), ("auto", 7, 2), ("auto", 1, 1), ("f32", 45, 1)):
-        runner = NativeRunner.from_dir(path, weights=weights, num_threads=threads)
-        driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=threads))
-        found.append(np.array(driver.prefill(driver.open(prompt), chunk)))
-        runner.close()
-    for other in found[1:4]:
-        np.testing.assert_array_equal(other[-1], found[0][-1])
-    assert np.linalg.norm(found[0] - found[4]) <= 3e-2 * np.linalg.norm(found[4])
+    found, exact = logits_in_any_pass(path)
+    assert np.linalg.norm(found - exact) <= 3e-2 * np.linalg.norm(exact)

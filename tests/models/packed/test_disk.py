@@ -17,8 +17,9 @@ from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed import file as packed_file
-from kvboost_edge.models.packed.file import PackedWeights, load_packed
+from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
+from packed_files import content, load, only_file
 from tiny_models import save_tiny_model
 
 
@@ -27,27 +28,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("llama", tmp_path_factory.mktemp("packed"))
 
 
-def _load(model_dir: Path, cache: Path, weights: str = "int8") -> PackedWeights:
-    checkpoint = Checkpoint.open(model_dir)
-    plan = pack_plan(describe_model(checkpoint.config), weights)
-    return load_packed(checkpoint, plan, weights=weights, cache_dir=cache)
-
-
-def _only_file(cache: Path) -> Path:
-    (path,) = (cache / "packed").iterdir()
-    return path
-
-
-def _content(packed: PackedWeights) -> bytes:
-    data = packed.array("layer1.down").tobytes() + packed.array("layer1.down.scales").tobytes()
-    packed.close()
-    return data
-
-
 @pytest.fixture
 def good(model_dir: Path, tmp_path: Path) -> bytes:
     """What the weights are where everything works."""
-    return _content(_load(model_dir, tmp_path / "good"))
+    return content(load(model_dir, tmp_path / "good"))
 
 
 def test_a_failure_while_writing_leaves_nothing_and_the_weights_stay_in_memory(
@@ -57,7 +41,7 @@ def test_a_failure_while_writing_leaves_nothing_and_the_weights_stay_in_memory(
         raise OSError("disk full")
 
     monkeypatch.setattr(packed_file, "_digest", fail)
-    assert _content(_load(model_dir, tmp_path)) == good
+    assert content(load(model_dir, tmp_path)) == good
     assert re.search(r"cannot be kept in .*packed \(disk full\).*memory alone.*KVBOOST_EDGE_CACHE", caplog.text)
     assert list((tmp_path / "packed").iterdir()) == []
 
@@ -70,7 +54,7 @@ def test_an_error_in_the_checkpoint_is_not_taken_for_one_of_the_disk(
 
     monkeypatch.setattr(packed_file, "pack_stream", fail)
     with pytest.raises(ModelFormatError, match="a damaged tensor"):
-        _load(model_dir, tmp_path)
+        load(model_dir, tmp_path)
     assert list((tmp_path / "packed").iterdir()) == []
 
 
@@ -79,7 +63,7 @@ def test_a_full_disk_is_found_before_anything_is_packed(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    assert _content(_load(model_dir, tmp_path)) == good
+    assert content(load(model_dir, tmp_path)) == good
     assert re.search(r"weights \(0\.\d MB\) cannot be kept in .*packed \(0\.0 MB are left\)", caplog.text)
     assert list((tmp_path / "packed").iterdir()) == []
 
@@ -97,7 +81,7 @@ def test_without_a_cache_nothing_is_read_or_written(
     )
     assert all(packed.address(entry.name) % 64 == 0 for entry in plan)
     assert seen[-1] == (packed.nbytes, packed.nbytes)
-    assert _content(packed) == good
+    assert content(packed) == good
     assert not (tmp_path / "cache").exists()
     assert not caplog.records
 
@@ -120,7 +104,7 @@ print(load_packed(model, plan, weights="f32", cache_dir=cache, num_threads=1).nb
 def test_a_disk_that_fills_up_while_writing(model_dir: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands for the full disk: the system refuses the write itself."""
     # Kernels are compiled before: their cache is files too.
-    _load(model_dir, tmp_path / "other", "f32").close()
+    load(model_dir, tmp_path / "other", "f32").close()
     command = [sys.executable, "-W", "error", "-c", _LIMITED, str(model_dir), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) > 100_000
@@ -130,8 +114,8 @@ def test_a_disk_that_fills_up_while_writing(model_dir: Path, tmp_path: Path) -> 
 
 def test_what_does_not_read_back_is_not_kept(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every byte is compared: one that the disk changes, whichever write it is in, ends the packing."""
-    _load(model_dir, tmp_path / "good").close()
-    size = _only_file(tmp_path / "good").stat().st_size
+    load(model_dir, tmp_path / "good").close()
+    size = only_file(tmp_path / "good").stat().st_size
     for at in (3, size // 2, size - 40):
 
         class Faulty(FileAt):
@@ -147,7 +131,7 @@ def test_what_does_not_read_back_is_not_kept(model_dir: Path, tmp_path: Path, mo
 
         monkeypatch.setattr(packed_file, "FileAt", Faulty)
         with pytest.raises(ModelFormatError, match="does not read back"):
-            _load(model_dir, tmp_path)
+            load(model_dir, tmp_path)
         assert list((tmp_path / "packed").iterdir()) == []
 
 
@@ -158,17 +142,17 @@ def test_without_a_cache_directory_it_still_runs(
         raise OSError("read-only")
 
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
-    assert _content(_load(model_dir, tmp_path / "bad")) == good
+    assert content(load(model_dir, tmp_path / "bad")) == good
     assert "every start" in caplog.text
 
 
 def test_a_directory_where_the_file_belongs(model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    good = _content(_load(model_dir, tmp_path))
-    path = _only_file(tmp_path)
+    good = content(load(model_dir, tmp_path))
+    path = only_file(tmp_path)
     path.unlink()
     path.mkdir()
-    assert _content(_load(model_dir, tmp_path)) == good
+    assert content(load(model_dir, tmp_path)) == good
     assert f"{path} is a directory; remove it" in caplog.text
     path.rmdir()
-    assert _content(_load(model_dir, tmp_path)) == good
-    assert _only_file(tmp_path).is_file()
+    assert content(load(model_dir, tmp_path)) == good
+    assert only_file(tmp_path).is_file()

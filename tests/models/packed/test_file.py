@@ -21,9 +21,10 @@ from kvboost_edge.kernels.reference.weights import fit_rows, unpack_rows
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed import file as packed_file
-from kvboost_edge.models.packed.file import PackedWeights, load_packed
+from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import WEIGHT_FORMATS, check_tensors, pack_plan
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
+from packed_files import content, load, only_file
 from tiny_models import save_tiny_model
 
 
@@ -32,39 +33,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("llama", tmp_path_factory.mktemp("packed"))
 
 
-def _load(model_dir: Path, cache: Path, weights: str = "int8") -> PackedWeights:
-    checkpoint = Checkpoint.open(model_dir)
-    plan = pack_plan(describe_model(checkpoint.config), weights)
-    return load_packed(checkpoint, plan, weights=weights, cache_dir=cache)
-
-
-def _only_file(cache: Path) -> Path:
-    (path,) = (cache / "packed").iterdir()
-    return path
-
-
 def _overwrite(path: Path, data: bytes) -> None:
     path.chmod(0o600)  # packed files are read-only
     path.write_bytes(data)
 
 
-def _content(packed: PackedWeights) -> bytes:
-    data = packed.array("layer1.down").tobytes() + packed.array("layer1.down.scales").tobytes()
-    packed.close()
-    return data
-
-
 def test_packed_once_and_mapped_afterwards(model_dir: Path, tmp_path: Path) -> None:
-    first = _content(_load(model_dir, tmp_path))
-    stamp = _only_file(tmp_path).stat().st_mtime_ns
-    assert _content(_load(model_dir, tmp_path)) == first
-    assert _only_file(tmp_path).stat().st_mtime_ns == stamp
-    assert _only_file(tmp_path).stat().st_mode & 0o777 == 0o400
+    first = content(load(model_dir, tmp_path))
+    stamp = only_file(tmp_path).stat().st_mtime_ns
+    assert content(load(model_dir, tmp_path)) == first
+    assert only_file(tmp_path).stat().st_mtime_ns == stamp
+    assert only_file(tmp_path).stat().st_mode & 0o777 == 0o400
 
 
 @pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
 def test_sections_hold_the_weights(model_dir: Path, tmp_path: Path, weights: str) -> None:
-    packed = _load(model_dir, tmp_path, weights)
+    packed = load(model_dir, tmp_path, weights)
     with SafetensorsSource(model_dir) as source:
         gate, up = (source.rows(f"model.layers.2.mlp.{name}_proj.weight") for name in ("gate", "up"))
         norm = source.rows("model.norm.weight")
@@ -86,7 +70,7 @@ def test_sections_hold_the_weights(model_dir: Path, tmp_path: Path, weights: str
 @pytest.mark.parametrize("weights", ["int4", "int4-asym"])
 def test_four_bit_weights_are_those_of_the_reference_fit(model_dir: Path, tmp_path: Path, weights: str) -> None:
     """The matrices of the layers; embedding and head have 8 bits."""
-    packed = _load(model_dir, tmp_path, weights)
+    packed = load(model_dir, tmp_path, weights)
 
     def stored(name: str, rows: int, kind: str) -> np.ndarray:
         parts = [packed.array(f"{name}{part}").copy() for part in ("", ".scales")]
@@ -114,7 +98,7 @@ def test_two_formats_of_one_model_do_not_share_a_file(model_dir: Path, tmp_path:
     headers = {name: packed_file._header(pack_plan(spec, name), fingerprint, name) for name in WEIGHT_FORMATS}
     for number, weights in enumerate(WEIGHT_FORMATS, 1):
         before = set((tmp_path / "packed").iterdir()) if number > 1 else set()
-        _load(model_dir, tmp_path, weights).close()
+        load(model_dir, tmp_path, weights).close()
         files = set((tmp_path / "packed").iterdir())
         assert len(files) == number
         (path,) = files - before
@@ -130,8 +114,8 @@ def test_two_formats_of_one_model_do_not_share_a_file(model_dir: Path, tmp_path:
 def test_a_damaged_file_is_written_again(
     model_dir: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = _content(_load(model_dir, tmp_path))
-    path = _only_file(tmp_path)
+    good = content(load(model_dir, tmp_path))
+    path = only_file(tmp_path)
     data = bytearray(path.read_bytes())
     if damage == "flip":
         data[len(data) // 2] ^= 1
@@ -144,30 +128,30 @@ def test_a_damaged_file_is_written_again(
     else:
         data = data[:-1] if damage == "truncate" else data + b"\0"
     _overwrite(path, bytes(data))
-    assert _content(_load(model_dir, tmp_path)) == good
+    assert content(load(model_dir, tmp_path)) == good
     assert "packed again" in caplog.text
     caplog.clear()
-    assert _content(_load(model_dir, tmp_path)) == good
+    assert content(load(model_dir, tmp_path)) == good
     assert not caplog.records
 
 
 def test_any_flipped_byte_is_found(model_dir: Path, tmp_path: Path) -> None:
-    good = _content(_load(model_dir, tmp_path))
-    path = _only_file(tmp_path)
+    good = content(load(model_dir, tmp_path))
+    path = only_file(tmp_path)
     data = path.read_bytes()
     rng = np.random.default_rng(0)
     for at in rng.integers(0, len(data), 60):
         broken = bytearray(data)
         broken[at] ^= 1 << int(rng.integers(8))
         _overwrite(path, bytes(broken))
-        assert _content(_load(model_dir, tmp_path)) == good
+        assert content(load(model_dir, tmp_path)) == good
         assert path.read_bytes() == data
 
 
 def test_no_mutation_of_a_file_gives_other_weights(model_dir: Path, tmp_path: Path) -> None:
     """1,000 mutations: each is refused, so that the weights are packed again, or the file is as it was."""
-    good = _content(_load(model_dir, tmp_path))
-    path = _only_file(tmp_path)
+    good = content(load(model_dir, tmp_path))
+    path = only_file(tmp_path)
     data = path.read_bytes()
     plan = pack_plan(describe_model(Checkpoint.open(model_dir).config), "int8")
     header = packed_file._header(plan, Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path), "int8")
@@ -193,14 +177,14 @@ def test_no_mutation_of_a_file_gives_other_weights(model_dir: Path, tmp_path: Pa
         found = packed_file._open_checked(mutated, header, tmp_path)
         if found is not None:
             assert broken == data
-            assert _content(found) == good
+            assert content(found) == good
         refused += found is None
     assert refused >= 990
 
 
 def test_other_entries_or_another_fingerprint_are_another_file(model_dir: Path, tmp_path: Path) -> None:
-    _content(_load(model_dir, tmp_path))
-    path = _only_file(tmp_path)
+    content(load(model_dir, tmp_path))
+    path = only_file(tmp_path)
     plan = pack_plan(describe_model(Checkpoint.open(model_dir).config), "int8")
     fingerprint = Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path)
     wide = [dataclasses.replace(entry, kind="bf16") if entry.inputs else entry for entry in plan]
@@ -211,7 +195,7 @@ def test_other_entries_or_another_fingerprint_are_another_file(model_dir: Path, 
 
 def test_two_models_of_one_shape_do_not_share_a_file(tmp_path: Path) -> None:
     dirs = [save_tiny_model("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    contents = [_content(_load(directory, tmp_path / "cache")) for directory in dirs]
+    contents = [content(load(directory, tmp_path / "cache")) for directory in dirs]
     assert contents[0] != contents[1]
     assert len(list((tmp_path / "cache" / "packed").iterdir())) == 2
 
@@ -228,7 +212,7 @@ def test_packing_is_logged_and_reported(model_dir: Path, tmp_path: Path, caplog:
     assert seen[-1] == (packed.nbytes, packed.nbytes)
     packed.close()
     first, last = (record.getMessage() for record in caplog.records)
-    assert first.startswith(f"packing {model_dir} as int4 into {_only_file(tmp_path)}, 0.")
+    assert first.startswith(f"packing {model_dir} as int4 into {only_file(tmp_path)}, 0.")
     assert re.fullmatch(r"packed 0\.\d MB as int4 in \d+\.\d s, weight error [1-9]\.\d\d%", last)
 
 
@@ -248,7 +232,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path: Path) -> N
         load_packed(Checkpoint.open(first), plan, weights="int8", cache_dir=cache, progress=swap)
     assert list((cache / "packed").iterdir()) == []
     shutil.copy(kept, first / "model.safetensors")
-    assert _content(_load(first, cache)) == _content(_load(first, tmp_path / "fresh"))
+    assert content(load(first, cache)) == content(load(first, tmp_path / "fresh"))
 
 
 def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path: Path) -> None:
@@ -270,8 +254,8 @@ def test_another_process_packed_the_same_first(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lies under the name is checked before it is used, and not remembered as sound unseen."""
-    good = _content(_load(model_dir, tmp_path / "good"))
-    data = bytearray(_only_file(tmp_path / "good").read_bytes())
+    good = content(load(model_dir, tmp_path / "good"))
+    data = bytearray(only_file(tmp_path / "good").read_bytes())
     finish = packed_file.finish_file
 
     def finish_and_lose(file: IO[bytes], path: Path) -> None:
@@ -280,10 +264,10 @@ def test_another_process_packed_the_same_first(
         path.write_bytes(data)
 
     monkeypatch.setattr(packed_file, "finish_file", finish_and_lose)
-    assert _content(_load(model_dir, tmp_path / "sound")) == good
+    assert content(load(model_dir, tmp_path / "sound")) == good
     data[-100] ^= 1
     with pytest.raises(ModelFormatError, match="replaced by another process"):
-        _load(model_dir, tmp_path / "damaged")
+        load(model_dir, tmp_path / "damaged")
 
 
 def test_tensors_are_checked_against_the_plan(model_dir: Path, tmp_path: Path) -> None:

@@ -6,10 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from bit_cases import PROMPTS, TwiceThreaded, same
+from bit_cases import (
+    BLOCK,
+    PROMPTS,
+    TwiceThreaded,
+    assert_same_behind_a_prefix,
+    assert_same_beside_decode,
+    assert_same_in_a_batch,
+    assert_same_when_computed_again,
+    same,
+)
 from tiny_checkpoints import save_tiny_checkpoint
-
-BLOCK = 16
 
 
 @pytest.fixture(scope="module", params=["int4", "int4-asym", "int8", "bf16", "f32"])
@@ -36,31 +43,16 @@ def test_two_threads(model: TwiceThreaded, chunk: int) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_in_a_batch(model: TwiceThreaded, threads: int) -> None:
-    driver = model.driver(threads)
-    sequences = [driver.open(prompt) for prompt in PROMPTS]
-    for part, expected in zip(driver.step([(s, s.num_left) for s in sequences]), model.cold, strict=True):
-        assert same(part, expected)
+    assert_same_in_a_batch(model, threads)
 
 
 def test_prefill_beside_decode(model: TwiceThreaded) -> None:
-    driver = model.driver()
-    running, late = driver.open(PROMPTS[2]), driver.open(PROMPTS[0])
-    driver.step([(running, 20)])
-    for start in range(0, 90, 6):
-        decoded, prefilled = driver.step([(running, 1), (late, 6)])
-        assert same(decoded, model.cold[2][running.table.num_computed_tokens - 1 :][:1])
-        assert same(prefilled, model.cold[0][start : start + 6])
+    assert_same_beside_decode(model, 1)
 
 
 @pytest.mark.parametrize("cut", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 89])
 def test_prefix_hit(model: TwiceThreaded, cut: int) -> None:
-    driver = model.driver()
-    first = driver.open([*PROMPTS[0][:cut], *[299] * 20])
-    driver.prefill(first)
-    driver.close(first)
-    again = driver.open(PROMPTS[0])
-    assert again.table.num_cached_tokens == cut // BLOCK * BLOCK
-    assert same(driver.prefill(again), model.cold[0][again.table.num_cached_tokens :])
+    assert_same_behind_a_prefix(model, cut)
 
 
 def test_the_next_turn_reuses_generated_tokens(model: TwiceThreaded) -> None:
@@ -77,11 +69,4 @@ def test_the_next_turn_reuses_generated_tokens(model: TwiceThreaded) -> None:
 
 
 def test_recomputed_after_it_was_dropped(model: TwiceThreaded) -> None:
-    driver = model.driver()
-    sequence = driver.open(PROMPTS[0])
-    driver.step([(sequence, 50)])
-    driver.close(sequence)
-    driver.manager.reset()
-    again = driver.open(PROMPTS[0])
-    assert again.table.num_cached_tokens == 0
-    assert same(driver.prefill(again, 29), model.cold[0])
+    assert_same_when_computed_again(model)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from bit_cases import BLOCK, TwiceThreaded, assert_same_behind_a_prefix, same
 from engine.native_bench import Bits
 from gguf_models import write_gguf
 from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
@@ -21,7 +22,6 @@ from kvboost_edge.runners.native.runner import NativeRunner
 from paged_driver import PagedDriver
 from tiny_models import build_tiny_model, save_tiny_model
 
-BLOCK = 16
 LENGTHS = (90, 1, 40, 600)  # past the windows of 24, and past attention's first partition of 512 tokens
 PROMPTS = [np.random.default_rng(seed).integers(0, 256, length).tolist() for seed, length in enumerate(LENGTHS)]
 WIDTHS: tuple[Bits, ...] = ((16, 16), (8, 8), (4, 4))
@@ -36,45 +36,20 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 Logits = npt.NDArray[np.float32]
 
 
-class Model:
-    """Runners of one and two threads, and the logits of each prompt computed alone in one pass, all rows of it."""
-
-    def __init__(self, directory: Path, bits: Bits) -> None:
-        self.runners = [
-            NativeRunner.from_dir(directory, weights="int8", num_threads=threads, kv_bits=bits) for threads in (1, 2)
-        ]
-        self.cold = []
-        for prompt in PROMPTS:
-            driver = self.driver()
-            self.cold.append(driver.prefill(driver.open(prompt)))
-
-    def driver(self, threads: int = 1) -> PagedDriver:
-        runner = self.runners[threads - 1]
-        return PagedDriver(runner, CPUBackend(runner.info.kv_spec, 96, num_threads=threads))
-
-    def close(self) -> None:
-        for runner in self.runners:
-            runner.close()
-
-
 @pytest.fixture(scope="module", params=[(name, bits) for name in MODELS for bits in WIDTHS], ids=str)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwiceThreaded]:
     (family, overrides), bits = MODELS[request.param[0]], request.param[1]
     directory = save_tiny_model(family, tmp_path_factory.mktemp("gemma4"), max_position_embeddings=1024, **overrides)
-    model = Model(directory, bits)
+    model = TwiceThreaded(directory, "int8", PROMPTS, 96, kv_bits=bits)
     yield model
     model.close()
-
-
-def same(actual: Logits, expected: Logits) -> bool:
-    return bool(np.isfinite(expected).all()) and np.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(
     "rows", [[], [89], [0], [0, 1, 2, 30, 31, 88, 89], [15, 16, 17, 47], [*range(10, 89)]], ids=str
 )
 @pytest.mark.parametrize("threads", [1, 2])
-def test_only_the_wanted_rows(model: Model, rows: list[int], threads: int) -> None:
+def test_only_the_wanted_rows(model: TwiceThreaded, rows: list[int], threads: int) -> None:
     driver = model.driver(threads)
     sequence = driver.open(PROMPTS[0])
     logits, _ = driver.step_for([(sequence, 90)], rows)
@@ -86,7 +61,7 @@ def test_only_the_wanted_rows(model: Model, rows: list[int], threads: int) -> No
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_last_rows_of_a_batch_in_pieces(model: Model, threads: int) -> None:
+def test_the_last_rows_of_a_batch_in_pieces(model: TwiceThreaded, threads: int) -> None:
     """Pieces of different lengths of four prompts in each pass; one that ends its prompt wants its last row."""
     driver = model.driver(threads)
     sequences = [driver.open(prompt) for prompt in PROMPTS]
@@ -103,7 +78,7 @@ def test_the_last_rows_of_a_batch_in_pieces(model: Model, threads: int) -> None:
         assert same(row, model.cold[index][-1])
 
 
-def test_states_beside_logits(model: Model) -> None:
+def test_states_beside_logits(model: TwiceThreaded) -> None:
     driver = model.driver(2)
     work = [(driver.open(PROMPTS[0]), 90), (driver.open(PROMPTS[2]), 40)]
     logits, states = driver.step_for(work, [5, 89], [100, 129])
@@ -115,23 +90,17 @@ def test_states_beside_logits(model: Model) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_any_chunking(model: Model, chunk: int, threads: int) -> None:
+def test_any_chunking(model: TwiceThreaded, chunk: int, threads: int) -> None:
     driver = model.driver(threads)
     assert same(driver.prefill(driver.open(PROMPTS[0]), chunk), model.cold[0])
 
 
 @pytest.mark.parametrize("cut", [1, BLOCK - 1, BLOCK, 2 * BLOCK, 41, 89])
-def test_prefix_hit(model: Model, cut: int) -> None:
-    driver = model.driver()
-    first = driver.open([*PROMPTS[0][:cut], *[299] * 20])
-    driver.prefill(first)
-    driver.close(first)
-    again = driver.open(PROMPTS[0])
-    assert again.table.num_cached_tokens == cut // BLOCK * BLOCK
-    assert same(driver.prefill(again), model.cold[0][again.table.num_cached_tokens :])
+def test_prefix_hit(model: TwiceThreaded, cut: int) -> None:
+    assert_same_behind_a_prefix(model, cut)
 
 
-def test_a_fork_inside_a_block(model: Model) -> None:
+def test_a_fork_inside_a_block(model: TwiceThreaded) -> None:
     driver = model.driver(2)
     parent = driver.open(PROMPTS[0][:37])
     driver.prefill(parent)
@@ -142,7 +111,7 @@ def test_a_fork_inside_a_block(model: Model) -> None:
     assert same(logits, model.cold[0][37:])
 
 
-def test_recomputed_after_it_was_dropped(model: Model) -> None:
+def test_recomputed_after_it_was_dropped(model: TwiceThreaded) -> None:
     driver = model.driver()
     sequence = driver.open(PROMPTS[0])
     driver.step_for([(sequence, 50)], [])

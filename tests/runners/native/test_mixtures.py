@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from bit_cases import PROMPTS, TwiceThreaded, same
+from bit_cases import (
+    PROMPTS,
+    TwiceThreaded,
+    assert_same_behind_a_prefix,
+    assert_same_beside_decode,
+    assert_same_in_a_batch,
+    assert_same_when_computed_again,
+    same,
+)
 from gpt_oss_files import save_gpt_oss
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.cpu import CPUBackend
@@ -71,42 +79,20 @@ def test_any_chunking(model: TwiceThreaded, chunk: int, threads: int) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_in_a_batch(model: TwiceThreaded, threads: int) -> None:
-    driver = model.driver(threads)
-    sequences = [driver.open(prompt) for prompt in PROMPTS]
-    for part, expected in zip(driver.step([(s, s.num_left) for s in sequences]), model.cold, strict=True):
-        assert same(part, expected)
+    assert_same_in_a_batch(model, threads)
 
 
 def test_prefill_beside_decode(model: TwiceThreaded) -> None:
-    driver = model.driver(2)
-    running, late = driver.open(PROMPTS[2]), driver.open(PROMPTS[0])
-    driver.step([(running, 20)])
-    for start in range(0, 90, 6):
-        decoded, prefilled = driver.step([(running, 1), (late, 6)])
-        assert same(decoded, model.cold[2][running.table.num_computed_tokens - 1 :][:1])
-        assert same(prefilled, model.cold[0][start : start + 6])
+    assert_same_beside_decode(model, 2)
 
 
 @pytest.mark.parametrize("cut", [0, 16, 48, 89])
 def test_prefix_hit(model: TwiceThreaded, cut: int) -> None:
-    driver = model.driver()
-    first = driver.open([*PROMPTS[0][:cut], *[299] * 20])
-    driver.prefill(first)
-    driver.close(first)
-    again = driver.open(PROMPTS[0])
-    assert again.table.num_cached_tokens == cut // 16 * 16
-    assert same(driver.prefill(again), model.cold[0][again.table.num_cached_tokens :])
+    assert_same_behind_a_prefix(model, cut)
 
 
 def test_recomputed_after_it_was_dropped(model: TwiceThreaded) -> None:
-    driver = model.driver()
-    sequence = driver.open(PROMPTS[0])
-    driver.step([(sequence, 50)])
-    driver.close(sequence)
-    driver.manager.reset()
-    again = driver.open(PROMPTS[0])
-    assert again.table.num_cached_tokens == 0
-    assert same(driver.prefill(again, 29), model.cold[0])
+    assert_same_when_computed_again(model)
 
 
 @pytest.mark.parametrize("name", ["f32", "gpt-oss f32"])

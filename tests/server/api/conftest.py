@@ -12,6 +12,7 @@ from engine import fake_runner
 from engine.fake_runner import fake_engine
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
+from live_servers import app_client
 from spoken_turns import TEMPLATE, Speaker
 
 KEYS = ("first-key", "second-key")
@@ -35,8 +36,7 @@ def speaker(spoken_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Speaker:
 
 @pytest.fixture
 async def app(spoken_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=create_app(spoken_engine, ServerSettings(model_name="fake")))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with app_client(create_app(spoken_engine, ServerSettings(model_name="fake"))) as client:
         yield client
 
 
@@ -44,5 +44,5 @@ async def app(spoken_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
 async def keyed_app(spoken_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
     """With two API keys, which are two tenants."""
     app = create_app(spoken_engine, ServerSettings(model_name="fake", api_keys=KEYS))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+    async with app_client(app) as client:
         yield client

@@ -18,6 +18,7 @@ from kvboost_edge.engine.structure import Structure, Structures
 from kvboost_edge.server import serve
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
+from live_servers import app_client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {
@@ -38,8 +39,7 @@ def engine() -> Any:
 
 @pytest.fixture
 async def app(engine: Any) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=create_app(engine, ServerSettings()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with app_client(create_app(engine, ServerSettings())) as client:
         yield client
 
 

@@ -19,6 +19,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.text.tokenizer import Tokenizer
+from live_servers import app_client
 from server.api.test_tools import ARGUMENTS, ASK, CLOCK, WEATHER
 from turn_families import CHANNELS as TEMPLATE
 
@@ -83,8 +84,7 @@ def speaker(engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch) -> Speaker:
 
 @pytest.fixture
 async def app(engine: CPUPagedEngine) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=create_app(engine, ServerSettings(model_name="fake")))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with app_client(create_app(engine, ServerSettings(model_name="fake"))) as client:
         yield client
 
 
@@ -209,8 +209,7 @@ FORCED: dict[str, dict[str, Any]] = {
 async def test_a_tiny_model_is_held_to_a_call(path: str, tiny: CPUPagedEngine) -> None:
     """By the grammar of its own template, up to a token that ends the turn."""
     assert tiny.runner_info.architecture == "gpt_oss"
-    transport = httpx.ASGITransport(app=create_app(tiny, ServerSettings(model_name="tiny")))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with app_client(create_app(tiny, ServerSettings(model_name="tiny"))) as client:
         found = await post(client, path, **FORCED[path])
     if path == "/v1/chat/completions":
         (call,), reason = found["choices"][0]["message"]["tool_calls"], found["choices"][0]["finish_reason"]

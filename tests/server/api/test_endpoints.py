@@ -15,7 +15,7 @@ import pytest
 
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from live_servers import LiveServer
+from live_servers import LiveServer, app_client
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -272,7 +272,7 @@ async def test_text_routes_have_a_place_a_deadline_and_an_end(
     app = create_app(tiny_engine, ServerSettings(max_batch_size=1, max_queue_size=0, request_timeout=0.5))
     admission = app.state.kv.first.admission
     body = {"content": "word " * 100} if path == "/tokenize" else {"tokens": [1] * 100}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+    async with app_client(app) as client:
         first = asyncio.create_task(client.post(path, json=body))
         try:
             while not admission.sequences:

@@ -14,6 +14,7 @@ from api_bodies import ASKED, GENERATING, MODEL, error_text, said
 from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
+from live_servers import app_client
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
 _PENALTIES = {name: name for name in ("presence_penalty", "frequency_penalty")}
@@ -97,7 +98,7 @@ _CALL = {"function": {"name": "clock", "arguments": {}}}
 @pytest.fixture
 async def app(tiny_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(tiny_engine, ServerSettings(model_name=MODEL, max_queue_tokens=1 << 22))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+    async with app_client(app) as client:
         client.document = app.openapi()  # type: ignore[attr-defined]
         yield client
 

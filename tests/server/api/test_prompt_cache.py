@@ -14,6 +14,7 @@ from engine.fake_runner import fake_engine
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
+from live_servers import app_client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "A text of 64 characters, which is four full blocks of the pool.."
@@ -24,10 +25,8 @@ async def app() -> AsyncIterator[httpx.AsyncClient]:
     """An engine of 32 blocks; `app.engine` is the engine."""
     with fake_engine(num_blocks=32) as engine:
         served = create_app(engine, ServerSettings(api_keys=("one", "two"), admin_api_keys=("admin",)))
-        transport = httpx.ASGITransport(app=served)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with app_client(served, "one") as client:
             client.engine = engine  # type: ignore[attr-defined]
-            client.headers["x-api-key"] = "one"
             yield client
 
 

@@ -9,6 +9,7 @@ import httpx
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.work.admission import Admission
+from live_servers import app_client
 
 
 class Pair:
@@ -26,7 +27,7 @@ class Pair:
 
 async def test_each_replica_has_its_pool(tiny_engine: Any) -> None:
     app = create_app(Pair(tiny_engine), ServerSettings(model_name="tiny"))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+    async with app_client(app) as client:
         await client.post("/v1/completions", json={"prompt": "a text of more than one block " * 4, "max_tokens": 2})
         stats, blocks = (await client.get("/v1/stats")).json(), (await client.get("/v1/blocks")).json()
     pool = tiny_engine.paged_stats()

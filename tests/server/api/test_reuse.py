@@ -29,6 +29,7 @@ from kvboost_edge.server.api.schemas.cache_use import CacheUse
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
+from live_servers import app_client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -48,10 +49,8 @@ async def app() -> AsyncIterator[httpx.AsyncClient]:
     """`app.engine` is the engine."""
     with fake_engine() as engine:
         served = create_app(engine, ServerSettings(api_keys=("one", "two"), admin_api_keys=("admin",)))
-        transport = httpx.ASGITransport(app=served)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with app_client(served, "one") as client:
             client.engine = engine  # type: ignore[attr-defined]
-            client.headers["x-api-key"] = "one"
             yield client
 
 

@@ -15,6 +15,7 @@ from engine import fake_runner
 from engine.fake_runner import fake_engine
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
+from live_servers import app_client
 from spoken_turns import TEMPLATE, Speaker
 
 CHAT = "/v1/chat/completions"
@@ -289,8 +290,7 @@ async def test_bad_tools_are_refused_by_name(
 async def app_with(template: str) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
     with fake_engine(num_blocks=512, max_context=4000) as engine:
         engine.tokenizer.chat_template = template
-        transport = httpx.ASGITransport(app=create_app(engine, ServerSettings(model_name="fake")))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with app_client(create_app(engine, ServerSettings(model_name="fake"))) as client:
             yield client, engine
 
 

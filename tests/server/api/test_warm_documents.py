@@ -16,6 +16,7 @@ from kvboost_edge.engine.request import Request
 from kvboost_edge.server.api.answers import Warmed
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
+from live_servers import app_client
 
 WARM, COMPLETIONS = "/v1/warm", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -31,10 +32,8 @@ async def app() -> AsyncIterator[httpx.AsyncClient]:
     """`app.engine` is the engine, `app.served` the application."""
     with fake_engine(primer_tokens=32) as engine:
         served = create_app(engine, ServerSettings(api_keys=("one", "two weight=3"), admin_api_keys=("admin",)))
-        transport = httpx.ASGITransport(app=served)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with app_client(served, "one") as client:
             client.engine, client.served = engine, served  # type: ignore[attr-defined]
-            client.headers["x-api-key"] = "one"
             yield client
 
 

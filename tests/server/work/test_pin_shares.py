@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
-
 from engine.fake_runner import fake_engine
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
+from live_servers import app_client
 
 KEYS = ("first", "second weight=2", "third")  # of 16 blocks: 4, 8, 4
 
 
 async def warm(app: Any, key: str, text: str) -> tuple[int, dict[str, Any]]:
     headers = {"Authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+    async with app_client(app) as client:
         answer = await client.post("/v1/warm", json={"text": text, "pin": True}, headers=headers)
     return answer.status_code, answer.json()
 

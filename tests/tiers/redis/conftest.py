@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,14 @@ from redis_servers import RedisServer, running_redis
 def server() -> Iterator[RedisServer]:
     with running_redis() as running:
         yield running
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[Any]:
+    """The server, emptied, by a connection of the test's own."""
+    with server.client() as plain:
+        plain.flushall()
+        yield plain
 
 
 @pytest.fixture(autouse=True)

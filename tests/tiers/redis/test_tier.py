@@ -18,14 +18,6 @@ from redis_cases import SECRET, SPACE, Clock, chain, opened, reads, stored_keys
 MIB = 1 << 20
 
 
-@pytest.fixture
-def client(server):
-    """The server, emptied, by a connection of the test's own."""
-    with server.client() as plain:
-        plain.flushall()
-        yield plain
-
-
 # ---- writing and reading ---------------------------------------------------------------------------------------------
 
 

@@ -11,14 +11,6 @@ from redis_servers import running_redis
 MIB = 1 << 20
 
 
-@pytest.fixture
-def client(server):
-    """The server, emptied, by a connection of the test's own."""
-    with server.client() as plain:
-        plain.flushall()
-        yield plain
-
-
 def renewed(client) -> int:
     """Keys that got their time again since the last call; all are old afterwards."""
     keys = client.keys("*")

@@ -16,13 +16,13 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
 )
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHMamba2Mixer
 
-from ssd_cases import EPS, Shape, Ssd
+from mixer_cases import SSD_EPS, Ssd, SsdShape
 from state_cases import Piece, poisoned_pool
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 HIDDEN, TOKENS = 32, 70
-_SIZES = {"hidden_size": HIDDEN, "num_hidden_layers": 1, "rms_norm_eps": EPS, "layer_norm_epsilon": EPS}
+_SIZES = {"hidden_size": HIDDEN, "num_hidden_layers": 1, "rms_norm_eps": SSD_EPS, "layer_norm_epsilon": SSD_EPS}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_expand": 2}
 _NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32}
 
@@ -68,12 +68,12 @@ def test_a_layer_is_that_of_transformers(name: str) -> None:
         expected = numbers(layer(hidden))[0]
         projected = numbers(layer.in_proj(hidden))[0]
     limit = tuple(layer.time_step_limit)
-    ssd = Ssd(Shape(2, 4, 32, 16, norm, limit))
+    ssd = Ssd(SsdShape(2, 4, 32, 16, norm, limit))
     ssd.decay, ssd.dt_bias, ssd.skip = -np.exp(numbers(layer.A_log)), numbers(layer.dt_bias), numbers(layer.D)
     ssd.weights, ssd.bias = np.ascontiguousarray(numbers(layer.conv1d.weight)[:, 0].T), numbers(layer.conv1d.bias)
     ssd.norm = None if norm == "none" else numbers(layer.norm.weight)
     z, mixed, steps = np.split(projected, [ssd.width, ssd.width + ssd.channels], axis=1)
-    rows = np.concatenate([mixed, z, steps, np.zeros((TOKENS, 5), np.float32)], axis=1)
+    rows = np.concatenate([mixed, z, steps], axis=1)
     out = ssd.run(rows, [Piece(TOKENS, -1, 0)], poisoned_pool(ssd.specs, 1)) @ numbers(layer.out_proj.weight).T
     assert np.linalg.norm(out - expected) <= 5e-6 * np.linalg.norm(expected)
     assert math.isinf(limit[1]) == (name != "Granite 4")

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from api_bodies import named_events
 from kvboost_edge.server.api.dialects.anthropic.answers import ErrorAnswer, MessageAnswer
 from server.api.test_tools import ARGUMENTS, CALL, CLOCK, WEATHER, Speaker
 
@@ -33,15 +34,7 @@ async def ask(app: httpx.AsyncClient, **more: Any) -> dict[str, Any]:
 async def told(app: httpx.AsyncClient, **more: Any) -> list[dict[str, Any]]:
     """The events of a stream; each is named as its data says."""
     body = {"messages": ASK, "max_tokens": 300, "temperature": 0, "stream": True, **more}
-    answer = await app.post(PATH, json=body)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = []
-    for block in answer.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
+    return named_events(await app.post(PATH, json=body))
 
 
 def gathered(events: list[dict[str, Any]]) -> dict[str, Any]:

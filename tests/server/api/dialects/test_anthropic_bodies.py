@@ -19,7 +19,7 @@ from kvboost_edge.server.api.dialects.anthropic.translate import translated
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.settings import ServerSettings
-from live_servers import HeldForward, LiveServer, raw_answer, wait_until
+from live_servers import HeldForward, LiveServer, app_client, raw_answer, wait_until
 from server.api.dialects.test_anthropic import ASK, PATH, TOOLS, ask, gathered, refused
 from server.api.test_tools import TEMPLATE, Speaker
 
@@ -194,7 +194,7 @@ async def test_what_claude_code_sends_is_answered(monkeypatch: pytest.MonkeyPatc
         speaker = Speaker(engine)
         monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
         app = create_app(engine, ServerSettings(model_name="fake", model_aliases=(first["body"]["model"],)))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        async with app_client(app) as client:
             call = json.dumps({"name": "Bash", "arguments": arguments})
             speaker.text = f"<think>\nHm.\n</think>\n\nLet me look.\n<tool_call>\n{call}\n</tool_call>"
             answer = await client.post(

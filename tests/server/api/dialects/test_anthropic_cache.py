@@ -12,6 +12,7 @@ from engine import fake_runner
 from engine.fake_runner import fake_engine
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
+from live_servers import app_client
 from server.api.dialects.test_anthropic import ASK, TOOLS, ask, gathered, told
 from server.api.test_tools import TEMPLATE, Speaker
 
@@ -169,8 +170,7 @@ async def test_a_small_pool_retains_instead(monkeypatch: pytest.MonkeyPatch) -> 
         speaker = Speaker(engine)
         speaker.text = "Fine."
         monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
-        transport = httpx.ASGITransport(app=create_app(engine, ServerSettings(model_name="fake")))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as app:
+        async with app_client(create_app(engine, ServerSettings(model_name="fake"))) as app:
             answer = await ask(app, system=[block(LONG, FIVE)])
             assert answer["kvboost"]["pinned_tokens"] == pinned(engine) == 0
             assert engine.paged_stats()["retained_blocks"] >= len(LONG) // 16

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from api_bodies import named_events
 from kvboost_edge.server.api.dialects.responses.answers import ResponseAnswer
 from server.api.test_tools import ARGUMENTS, CALL, WEATHER, Speaker
 
@@ -27,14 +28,7 @@ async def ask(app: httpx.AsyncClient, **more: Any) -> dict[str, Any]:
 async def told(app: httpx.AsyncClient, **more: Any) -> list[dict[str, Any]]:
     """The events of a stream; each is named as its data says, and they are numbered one by one."""
     body = {"input": "And the weather?", "temperature": 0, "store": False, "stream": True, **more}
-    answer = await app.post(PATH, json=body)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = []
-    for block in answer.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
+    events = named_events(await app.post(PATH, json=body))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 

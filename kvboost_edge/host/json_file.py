@@ -1,0 +1,23 @@
+"""JSON files, read with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+
+__all__ = ["read_json_object"]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model; ModelFormatError names the file when it is damaged or holds something
+    else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value

@@ -1,0 +1,30 @@
+"""A tiny model's packed file, as one place of the cache has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.packed.file import PackedWeights, load_packed
+from kvboost_edge.models.packed.plan import pack_plan
+
+__all__ = ["content", "load", "only_file"]
+
+
+def load(model_dir: Path, cache: Path, weights: str = "int8") -> PackedWeights:
+    checkpoint = Checkpoint.open(model_dir)
+    plan = pack_plan(describe_model(checkpoint.config), weights)
+    return load_packed(checkpoint, plan, weights=weights, cache_dir=cache)
+
+
+def only_file(cache: Path) -> Path:
+    (path,) = (cache / "packed").iterdir()
+    return path
+
+
+def content(packed: PackedWeights) -> bytes:
+    """Of one matrix; the file is closed."""
+    data = packed.array("layer1.down").tobytes() + packed.array("layer1.down.scales").tobytes()
+    packed.close()
+    return data
