@@ -6,10 +6,11 @@ import functools
 import json
 from typing import Any
 
-from hybrid_turns import LFM2, QWEN35
+from hybrid_turns import LFM2, LFM2_UNSHOWN, QWEN35
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
+from kvboost_edge.text.turns.unshown.keyword_calls import KEYWORD_CALLS, with_calls_written
 
 _QWEN_TOOLS = """\
 {%- if tools %}{{ '<|im_start|>system\\n' }}
@@ -300,6 +301,7 @@ TEMPLATES = {
     "smollm2": SMOLLM2,
     "python-like": PYTHON_LIKE,
     "lfm2": LFM2,
+    "lfm2-unshown": LFM2_UNSHOWN,
     "qwen3.5": QWEN35,
 }
 CALLING = [name for name in TEMPLATES if name not in ("smollm2", "switched", "python-like", "channels")]
@@ -319,19 +321,14 @@ ENDS = {
     "minimax": ("<mm:calls>", "</mm:calls>"),
     "numbered": ("<|calls_begin|>", "<|calls_end|>"),
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "lfm2-unshown": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "qwen3.5": ("<tool_call>", "</tool_call>"),
 }
 # Those of the markers above and of other pieces that are special tokens where a vocabulary has them.
 MARKERS = (
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<｜tool▁calls▁begin｜>", "<|args|>"),
-    *(
-        "<｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁sep｜>",
-        "<arg_key>",
-        "</arg_key>",
-    ),
+    *("<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    *("<arg_key>", "</arg_key>"),
     *("<arg_value>", "</arg_value>", "<|tool_call|>", "<|/tool_call|>", "<think>", "</think>", "<|calls_end|>"),
     *("<|tool_call_start|>", "<|tool_call_end|>"),
 )
@@ -382,6 +379,7 @@ def written(name: str, calls: Calls) -> str:
         for number, (tool, arguments) in enumerate(calls)
     ]
     messages = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "", "tool_calls": given}]
+    messages = messages if format_of(name).shows_calls else with_calls_written(messages, KEYWORD_CALLS)
     text = template(name).render(messages, add_generation_prompt=False).rpartition("asked")[2]
     begin, end = ENDS[name]
     return text[text.index(begin) : text.rindex(end) + len(end)]
