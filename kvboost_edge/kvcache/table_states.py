@@ -210,7 +210,8 @@ class TableStates:
                 return
             # Drafts that were right run over the block's end. Where no slot is free the old snapshot's is taken before
             # the new one is there: else somebody else's would go, for each answer that runs, to hold two for a moment.
-            if not self.slots.num_free:
+            # One that the pass itself reads would leave no slot.
+            if not self.slots.num_free and state.tail is not None and self.slots.of_block(state.tail[0]) != state.slot:
                 self._drop_tail(state)
         slot = self.slots.take(reason, table.owner)
         if slot is not None:

@@ -256,6 +256,30 @@ def test_drafts_that_move_an_answers_snapshot_may_fail(num_slots: int, found: in
     assert manager.peek([*tokens, 1], ROOT) == found
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_drafts_leave_an_answers_snapshot_that_gives_no_slot(fails: bool) -> None:
+    """The pass reads it: without it there would be no slot more for the next one."""
+    manager, tokens = manager_of(num_slots=2), list(range(6))
+    table = manager.open_table(tokens, ROOT)
+    for token in range(3):
+        run_pass(manager, table, tokens)
+        tokens.append(token)
+    assert manager.peek(tokens, ROOT) == 2 * B
+    tokens += range(6)
+    manager.extend(table, 3 * B + 2)
+    assert states_of(manager).plan(table, 2 * B, 3 * B + 2).saves == ()
+    if not fails:
+        manager.commit(table, tokens, 3 * B + 2)
+        manager.check_invariants([table])
+        assert manager.peek(tokens, ROOT) == 2 * B
+        tokens += range(6)
+        run_pass(manager, table, tokens[: 4 * B])
+        assert manager.peek(tokens, ROOT) == 4 * B, "it moves on once the pass has another slot"
+    manager.free(table)
+    manager.check_invariants([])
+    assert manager.peek(tokens, ROOT) == (2 if fails else 4) * B
+
+
 def test_nobody_evicts_a_snapshot_between_lookup_and_pass() -> None:
     manager, tokens = manager_of(num_slots=3), list(range(2 * B + 1))
     slot = cold(manager, tokens).slots[2 * B]
