@@ -264,6 +264,8 @@ class Loads:
         if self._by_ticket.pop(load.ticket, None) is None:
             return
         if not load.is_done:
+            if self._manager.states is not None:
+                load.cut(0)  # the state comes last: without it the blocks are of no use
             load.end()
             self._shelf.cancel(load.ticket)
         del self._by_sequence[load.sequence.index]

@@ -274,6 +274,22 @@ def test_what_came_behind_the_state_that_is_taken_up_is_no_hit_of_its_tier() -> 
     assert (handle.result(0).cached_tokens, handle.result(0).hit_tokens) == (32, {"pool": 32})
 
 
+def test_what_came_of_a_load_whose_state_never_came_is_no_hit_of_its_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of(tiers=[filled(knows=True)])
+    computed_by(bench, PROMPT[:40])
+    handle = bench.submit(PROMPT, 1)
+    bench.step()
+    deliver = bench.mover._deliver
+    monkeypatch.setattr(bench.mover, "_deliver", lambda piece: deliver(piece) if piece.behind is None else None)
+    bench.mover.pump()
+    bench.step()
+    (load,) = bench.scheduler.loads
+    assert load.arrived == {"shelf": 64}
+    monkeypatch.setattr("kvboost_edge.engine.loads.PATIENCE", 0.0)
+    bench.run()
+    assert (handle.result(0).cached_tokens, handle.result(0).hit_tokens) == (32, {"pool": 32})
+
+
 @pytest.mark.parametrize(("damaged", "cached"), [((4, 6), 48), ((3, 4, 6), 0)])
 def test_of_the_states_of_a_load_three_are_tried(damaged: tuple[int, ...], cached: int) -> None:
     tier = DictTier(knows=False)
