@@ -20,6 +20,7 @@ from kvboost_edge.compat.flash import get_flash_attn_tier
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.fit import Fit, format_bytes, packed_place, plan_fit
 from kvboost_edge.engine.selection import available_on, select_path
+from kvboost_edge.engine.state_budget import asks_for_drafts
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.host.bandwidth import measure_read_bandwidth
 from kvboost_edge.host.cgroup import memory_limit
@@ -195,7 +196,7 @@ def _memory_of(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str,
     packed = format_bytes(checkpoint)
     report |= {f"packed_bytes_{name}": count for name, count in packed.items()}
     report |= _packing(checkpoint, weights, fit.info.weight_bytes, summary.files, config.num_threads)
-    return {**report, "knobs": _knobs(fit, packed, config.kv_bits)}
+    return {**report, "knobs": _knobs(fit, packed, config)}
 
 
 def _arithmetic(fit: Fit) -> str:
@@ -226,17 +227,18 @@ def _packing(
     return {"packed_file": where, "disk_free_bytes": place.free, "packing_peak_bytes": place.peak}
 
 
-def _knobs(fit: Fit, packed: Mapping[str, int], kv_bits: tuple[int, int]) -> str:
+def _knobs(fit: Fit, packed: Mapping[str, int], config: EngineConfig) -> str:
     """What makes the model smaller, with what it comes to."""
     smaller = {name: count for name, count in packed.items() if count < fit.info.weight_bytes}
     found = [f"weights={name!r}: {_gb(count)}" for name, count in sorted(smaller.items(), key=lambda item: item[1])]
     if fit.info.stores_kv:
         found.append(f"max_cache_bytes or num_blocks: the pool, at most {_gb(fit.beside)}")
-        fewer = [str(bits) for bits in (8, 4) if bits < max(kv_bits)]
+        fewer = [str(bits) for bits in (8, 4) if bits < max(config.kv_bits)]
         found += [f"kv_cache_bits={' or '.join(fewer)}: the bytes of a token"] if fewer else []
     if fit.info.kv_spec.states:
         found.append(f"max_state_bytes or max_num_seqs: the states, {_gb(fit.info.kv_spec.bytes_per_state)} each")
-        found.append(f"max_draft_tokens: drafts, {_gb(fit.info.kv_spec.bytes_per_draft)} each")
+        if asks_for_drafts(config):  # others are as many as there is room for
+            found.append(f"max_draft_tokens: drafts, {_gb(fit.info.kv_spec.bytes_per_draft)} each")
     return "; ".join(found)
 
 

@@ -13,6 +13,7 @@ from kvboost_edge.kvcache.table_states import StateSizes, TableStates
 from kvboost_edge.runners.base import RunnerInfo
 
 __all__ = [
+    "asks_for_drafts",
     "check_options",
     "drafts_shortage",
     "most_draft_tokens",
@@ -58,9 +59,14 @@ def _draft_rows(config: EngineConfig) -> Iterable[int]:
     """How many rows of drafts to make; the next number is for where that finds no room."""
     if config.speculation == "off":
         return (0,)
-    if config.max_draft_tokens is not None:
-        return (config.max_draft_tokens,)
-    return (DEFAULT_DRAFT_TOKENS,) if config.speculation == "on" else range(DEFAULT_DRAFT_TOKENS, -1, -1)
+    if asks_for_drafts(config):
+        return (config.max_draft_tokens or DEFAULT_DRAFT_TOKENS,)
+    return range(DEFAULT_DRAFT_TOKENS, -1, -1)
+
+
+def asks_for_drafts(config: EngineConfig) -> bool:
+    """Whether there are to be drafts however little room states leave: else they are as many as fit, or none."""
+    return config.speculation == "on" or (config.speculation != "off" and config.max_draft_tokens is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,9 +165,8 @@ def states_refusal(info: RunnerInfo) -> str | None:
 
 
 def _more_room(config: EngineConfig) -> str:
-    if config.max_state_bytes is None:
-        return "lower max_num_seqs, max_cache_bytes or num_blocks"
-    return "enlarge max_state_bytes or lower max_num_seqs"
+    lower = "lower max_num_seqs, max_cache_bytes or num_blocks"
+    return lower if config.max_state_bytes is None else f"enlarge max_state_bytes if memory allows, or {lower}"
 
 
 def speculation_refusal(config: EngineConfig, states: TableStates | None) -> str | None:

@@ -273,9 +273,12 @@ def test_doctor_offers_what_makes_a_model_smaller_and_is_not_given_yet(tiny_mode
     assert "kv_cache_bits=4:" in knobs(tiny_model_dir, "-o", "kv_cache_bits=8")
     assert "kv_cache_bits" not in knobs(tiny_model_dir, "-o", "kv_cache_bits=4")
     assert "max_state_bytes" not in knobs(tiny_model_dir)
-    recurrent = knobs(save_tiny_model("lfm2", tmp_path))
-    assert "max_state_bytes or max_num_seqs: the states, " in recurrent
-    assert "max_draft_tokens: drafts, " in recurrent
+    recurrent = save_tiny_model("lfm2", tmp_path)
+    assert "max_state_bytes or max_num_seqs: the states, " in knobs(recurrent)
+    assert "max_draft_tokens" not in knobs(recurrent), "those that nobody asked for take no room from anything"
+    assert "max_draft_tokens" not in knobs(recurrent, "-o", "speculation=off", "-o", "max_draft_tokens=4")
+    assert "max_draft_tokens: drafts, " in knobs(recurrent, "-o", "speculation=on")
+    assert "max_draft_tokens: drafts, " in knobs(recurrent, "-o", "max_draft_tokens=4")
 
 
 def test_doctor_says_where_the_packed_weights_are(tiny_model_dir, tmp_path, monkeypatch, capsys):

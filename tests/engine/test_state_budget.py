@@ -217,7 +217,7 @@ def test_an_engine_says_how_many_drafts_its_states_left_room_for() -> None:
         assert engine.generate(text, max_new_tokens=3).drafted_tokens == 0
         assert engine.paged_stats()["draft_bytes"] == 0, "nothing is remembered for drafts that cannot be"
         with pytest.raises(
-            RequestError, match=r"states fill the memory for them, .*; enlarge max_state_bytes or lower"
+            RequestError, match=r"fill the memory for them, .*; enlarge max_state_bytes if .*, or lower .*, max_cache_b"
         ):
             engine.generate(text, speculation="on")
 
