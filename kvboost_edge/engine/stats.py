@@ -83,9 +83,9 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
     retained_blocks, used or cached, are given up after all others of their tenant; tokens_held
     counts the tokens whose KV is in the pool, shared ones once; hit_tokens, span_tokens and miss_tokens are the prompt
     tokens looked up: found as a prefix, shared at other positions, computed; drafted_tokens were guessed ahead, and
-    accepted_tokens of them are among generated_tokens; max_draft_tokens is the most in a step for who asks for no
-    number, of a model with states for all together; draft_bytes, a part of other_bytes, are what they are guessed from,
-    118 MB at most; max_num_seqs sequences run together. isa
+    accepted_tokens of them are among generated_tokens; max_draft_tokens is the most in a step, where drafts are
+    tried, for who asks for no number, of a model with states for all together; draft_bytes, a part of
+    other_bytes, are what they are guessed from, 118 MB at most; max_num_seqs sequences run together. isa
     is what the processor has, kernel_path and attention_path which forms of the project's own kernels run ("none":
     torch's do).
     state_slots are those of a model that keeps states beside keys and values (0: of any other), state_slots_used of
