@@ -48,6 +48,13 @@ CALLS: dict[str, dict[str, Any]] = {
         "kind": "keyword", "trigger": "<|tool_call_start|>", "opening": "<|tool_call_start|>[", "separator": ", ",
         "closing": "]<|tool_call_end|>", "parallel": True,
     },
+    "gemma4": {
+        "kind": "braced", "trigger": "<|tool_call>", "opening": "", "before": "<|tool_call>call:", "separator": "",
+        "after": "<tool_call|>", "closing": "", "quote": '<|"|>', "parallel": True, "arguments_as_text": False,
+    },
+    "escaped": {
+        "kind": "braced", "before": "<start_function_call>call:", "after": "<end_function_call>", "quote": "<escape>",
+    },
     "numbered": {"kind": "named_json", "between": f":{ID_SLOT}<|args|>", "closing": "<|calls_end|>"},
 }  # fmt: skip
 
@@ -74,6 +81,7 @@ def test_reasoning_is_read_from_the_template(name: str) -> None:
         "switched": THINK,
         "channels": analysis,
         "qwen3.5": THINK,
+        "gemma4": ReasoningFormat("<|channel>thought", "<channel|>"),
     }
     assert format_of(name).reasoning == wanted.get(name)
 
