@@ -137,3 +137,18 @@ def test_a_template_may_show_past_reasoning_if_a_variable_says_so(shown: str, pr
         "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
     )
     assert turn_format(ChatTemplate(source, model_name="x", variables={}).render).preserves == preserves
+
+
+def test_a_prompt_may_close_a_block_of_mirrored_markers() -> None:
+    source = (
+        "{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>{% endfor %}"
+        "{% if add_generation_prompt %}<|turn>assistant\n"
+        "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}"
+    )
+    made = ChatTemplate(source, model_name="made", variables={})
+    found, asked = turn_format(made.render), [{"role": "user", "content": "q"}]
+    assert found.reasoning == ("<|channel>thought", "<channel|>")
+    assert found.replays
+    assert found.reasoning_after(made.render(asked)) == "closed"
+    assert found.reasoning_after(made.render(asked, variables={"enable_thinking": True})) == "possible"
+    assert found.reasoning_after("<|turn>assistant\n<|channel>thought\n") == "opened"

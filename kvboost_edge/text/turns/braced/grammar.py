@@ -27,7 +27,16 @@ _NOT_HELD = frozenset(
         *("$dynamicRef", "$recursiveRef"),
     }
 )
+_SHAPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("properties", "$defs", "definitions"), (Mapping,)),
+    **dict.fromkeys(("required", "enum", "anyOf", "oneOf", "allOf"), (list,)),
+    **dict.fromkeys(("items", "additionalProperties"), (Mapping, bool)),
+    **dict.fromkeys(("minItems", "maxItems"), (int,)),
+    "type": (str, list),
+    "$ref": (str,),
+}
 _BESIDE_BRANCHES = frozenset({"type", "properties", "required", "additionalProperties", "items", *_OF_NUMBERS})
+_BESIDE_REFERENCES = _BESIDE_BRANCHES | _NOT_HELD | {"enum", "const", "anyOf", "oneOf", "allOf", "minItems", "maxItems"}
 _ANY: dict[str, Any] = {}
 _MOST_DEPTH = 128
 
@@ -56,9 +65,14 @@ class BracedGrammar:
             schema = _ANY
         if not isinstance(schema, Mapping):
             self._refuse(f"{json.dumps(schema)} allows no value")
+        self._check_words(schema)
         found = resolved(schema, self._root)
-        if "$ref" in schema and not found:
-            self._refuse(f"nothing is known of $ref {schema['$ref']!r}")
+        if "$ref" in schema:
+            if not found:
+                self._refuse(f"nothing is known of $ref {schema['$ref']!r}")
+            if beside := sorted(_BESIDE_REFERENCES & {*schema}):
+                self._refuse(f"'$ref' is not held there beside {', '.join(map(repr, beside))}")
+            self._check_words(found)
         if id(found) not in self._rules:
             rule = self._rules[id(found)] = Rule(f"{self._name}_value{len(self._rules)}")
             self._depth += 1
@@ -68,27 +82,38 @@ class BracedGrammar:
             self._depth -= 1
         return self._rules[id(found)]
 
-    def _ways(self, name: str, schema: Mapping[str, Any]) -> list[list[Atom]]:
+    def _check_words(self, schema: Mapping[str, Any]) -> None:
+        """RequestError where a word of the schema is none, or one that is not held."""
+        for key, kinds in _SHAPES.items():
+            if key in schema and not isinstance(schema[key], kinds):
+                self._refuse(f"{key!r} cannot be {json.dumps(schema[key])[:80]}")
         for key in sorted(_NOT_HELD & {*schema}):
             if schema[key] is not False or key in ("not", "if"):
                 self._refuse(f"{key!r} is not held there")
+
+    def _ways(self, name: str, schema: Mapping[str, Any]) -> list[list[Atom]]:
         own = schema.get("type", _TYPES)
         types = [own] if isinstance(own, str) else list(own)
-        if "const" in schema or isinstance(schema.get("enum"), list):
+        if "const" in schema or "enum" in schema:
             choices = [schema["const"]] if "const" in schema else schema["enum"]
-            return [self._written(one) for one in choices]
-        if branches := self._branches(schema):
-            return [[self._value(one)] for one in branches]
-        return [list(way) for kind in types for way in self._of_type(name, kind, schema)]
+            ways = [self._written(one) for one in choices if _is_of(one, types)]
+        elif (branches := self._branches(schema)) is not None:
+            ways = [[self._value(one)] for one in branches]
+        else:
+            ways = [list(way) for kind in types for way in self._of_type(name, kind, schema)]
+        if not ways:
+            self._refuse(f"{json.dumps(schema)[:80]} allows no value")
+        return ways
 
-    def _branches(self, schema: Mapping[str, Any]) -> list[Any]:
-        """The schemas one of which is to be fitted; none where it is this one."""
-        key = next((key for key in ("anyOf", "oneOf", "allOf") if schema.get(key)), None)
+    def _branches(self, schema: Mapping[str, Any]) -> list[Any] | None:
+        """The schemas one of which is to be fitted; None where it is this one."""
+        key = next((key for key in ("anyOf", "oneOf", "allOf") if key in schema), None)
         if key is None:
-            return []
+            return None
         beside = sorted(_BESIDE_BRANCHES & {*schema})
-        if beside or any(other in schema for other in {"anyOf", "oneOf", "allOf"} - {key}):
-            self._refuse(f"{key!r} is not held there beside {', '.join(map(repr, beside)) or 'another such word'}")
+        beside += [other for other in ("anyOf", "oneOf", "allOf") if other in schema and other != key]
+        if beside:
+            self._refuse(f"{key!r} is not held there beside {', '.join(map(repr, beside))}")
         if key == "allOf" and len(schema[key]) > 1:
             self._refuse("'allOf' of several schemas is not held there")
         if key == "oneOf" and not all(self._are_apart(*two) for two in itertools.combinations(schema[key], 2)):
@@ -187,6 +212,12 @@ class BracedGrammar:
         if isinstance(value, list):
             return [r"\[", *_with_commas([self._written(one) for one in value]), r"\]"]
         return [escaped(json.dumps(value))]
+
+
+def _is_of(value: object, types: list[Any]) -> bool:
+    """Whether a value is of one of these types."""
+    own = types_of({"const": value}, {})
+    return bool(own & {*types}) or (own == {"integer"} and "number" in types)
 
 
 def _with_commas(items: list[list[Atom]]) -> list[Atom]:

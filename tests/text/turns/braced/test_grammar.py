@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import random
@@ -12,11 +13,14 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 import kvboost_edge
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.codec import FastCodec
+from kvboost_edge.text.turns.braced.grammar import _NOT_HELD, _SHAPES
 from kvboost_edge.text.turns.formats import Tool
 from kvboost_edge.text.turns.grammar import calls_grammar
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, TurnParser
@@ -200,6 +204,15 @@ WRONG: Sequence[tuple[object, str]] = [
     ({"$ref": "#/$defs/none"}, "#/$defs/none"),
     ({"type": "text"}, "'text'"),
     (False, "no value"),
+    ({"enum": []}, "no value"),
+    ({"type": "string", "enum": [1, None]}, "no value"),
+    ({"enum": 1}, "'enum' cannot be 1"),
+    ({"type": 5}, "'type' cannot be 5"),
+    ({"type": [["string"]]}, "is not known"),
+    ({"type": "array", "minItems": "2"}, "'minItems' cannot be"),
+    ({"type": "array", "minItems": 2, "maxItems": 1}, "minItems 2"),
+    ({"$ref": "#/$defs/none", "type": "string"}, "#/$defs/none"),
+    ({"$ref": "#", "minimum": 1}, "'$ref' is not held there beside 'minimum'"),
 ]
 
 
@@ -209,6 +222,45 @@ def test_what_cannot_be_held_is_refused_by_name(schema: object, word: str) -> No
         grammar(shaped({"a": schema}), False)
     assert word in str(refused.value)
     assert "'f'" in str(refused.value)
+
+
+WORDS = st.sampled_from(
+    [*_SHAPES, *_NOT_HELD, "const", "minimum", "maximum", "multipleOf", "pattern", "minLength", "a", "b"]
+)
+SCHEMA_PARTS = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 5) | st.floats(-9, 9)
+    | st.sampled_from(["string", "object", "array", "integer", "null", "number", "#", "#/$defs/a", "a", "", ":"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(WORDS, SCHEMA_PARTS, max_size=4), st.integers(0, 99))
+def test_any_object_is_a_schema_or_is_refused(part: dict[str, Any], seed: int) -> None:
+    """And what is written under one that is held fits it."""
+    schema = shaped({"a": part}, "a")
+    try:
+        text = grammar(schema, True)
+    except RequestError:
+        return
+    made = LLMatcher(vocabulary(True)[1], LLMatcher.grammar_from_lark(text), log_level=0)
+    if made.is_error():
+        assert "lark" not in made.get_error().lower() or "json" in made.get_error().lower(), made.get_error()
+        return
+    told = sampled(schema, True, seed)
+    if told is None:
+        return
+    parser = TurnParser(format_of("gemma4"), [Tool("f", schema)], reasoning="closed", calls=True)
+    _, arguments = [*parser.push(told), *parser.close()]
+    assert isinstance(arguments, CallArguments)
+    not_held = {"pattern", "minLength"}
+    checked = json.loads(
+        json.dumps(schema), object_hook=lambda one: {k: v for k, v in one.items() if k not in not_held}
+    )
+    with contextlib.suppress(jsonschema_rs.ValidationError):  # what is no schema has nothing to fit
+        validator = jsonschema_rs.validator_for(checked)
+        assert validator.is_valid(json.loads(arguments.text)), (schema, arguments.text)
 
 
 def test_a_schema_of_any_depth_is_refused_or_held() -> None:
