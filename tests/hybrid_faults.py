@@ -170,4 +170,18 @@ HYBRID_FAULTS = (
         "in ()",
         "tests/text/turns/test_parser.py",
     ),
+    (
+        "a model without the tokens of LFM2's calls is taken to know them",
+        "text/turns/unshown/keyword_calls.py",
+        "is_token(_CALL) and is_token(_CALL_END)",
+        "is_token(_CALL) or is_token(_CALL_END)",
+        "tests/text/turns/unshown/test_keyword_calls.py",
+    ),
+    (
+        "past calls that a template leaves out are lost",
+        "text/tokenizer.py",
+        "shown = with_calls_written(",
+        "_ = with_calls_written(",
+        "tests/text/turns/unshown/test_keyword_calls.py",
+    ),
 )

@@ -1,8 +1,8 @@
-"""Chat templates that write turns in the ways of LFM2.5 and Qwen3.5, reduced to what matters."""
+"""Chat templates that write turns in the ways of LFM2.5, LFM2 and Qwen3.5, reduced to what matters."""
 
 from __future__ import annotations
 
-__all__ = ["LFM2", "QWEN35"]
+__all__ = ["LFM2", "LFM2_UNSHOWN", "QWEN35"]
 
 LFM2 = """\
 {%- macro value_of(value) -%}
@@ -16,6 +16,19 @@ LFM2 = """\
 {%- for key, value in call.function.arguments.items() %}{{ key + '=' + value_of(value) }}
 {{- ', ' if not loop.last else '' }}{% endfor %}{{ ')' }}{{ ', ' if not loop.last else '' }}{% endfor %}
 {{- ']<|tool_call_end|>' }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+LFM2_UNSHOWN = """\
+{{- bos_token }}
+{%- set words = messages[0].content if messages[0].role == 'system' else '' %}
+{%- if tools %}{% set words = words + ('\\n' if words else '') + 'List of tools: <|tool_list_start|>' %}
+{%- set words = words + tools | tojson + '<|tool_list_end|>' %}{% endif %}
+{%- if words %}{{ '<|im_start|>system\\n' + words + '<|im_end|>\\n' }}{% endif %}
+{%- for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- set content = m.content if m.content is string else m.content | tojson %}
+{{- '<|tool_response_start|>' + content + '<|tool_response_end|>' if m.role == 'tool' else content }}
+{{- '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 

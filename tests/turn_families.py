@@ -7,10 +7,11 @@ import json
 from typing import Any
 
 from braced_turns import ESCAPED, GEMMA4
-from hybrid_turns import LFM2, QWEN35
+from hybrid_turns import LFM2, LFM2_UNSHOWN, QWEN35
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
+from kvboost_edge.text.turns.unshown.keyword_calls import KEYWORD_CALLS, with_calls_written
 
 _QWEN_TOOLS = """\
 {%- if tools %}{{ '<|im_start|>system\\n' }}
@@ -301,6 +302,7 @@ TEMPLATES = {
     "smollm2": SMOLLM2,
     "python-like": PYTHON_LIKE,
     "lfm2": LFM2,
+    "lfm2-unshown": LFM2_UNSHOWN,
     "qwen3.5": QWEN35,
     "gemma4": GEMMA4,
     "escaped": ESCAPED,
@@ -321,18 +323,13 @@ ENDS = {
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "gemma4": ("<|tool_call>", "<tool_call|>"),
     "escaped": ("<start_function_call>", "<end_function_call>"),
+    "lfm2-unshown": ("<|tool_call_start|>", "<|tool_call_end|>"),
 }
 # Those of the markers above and of other pieces that are special tokens where a vocabulary has them.
 MARKERS = (
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<｜tool▁calls▁begin｜>", "<|args|>"),
-    *(
-        "<｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁sep｜>",
-        "<arg_key>",
-        "</arg_key>",
-    ),
+    *("<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    *("<arg_key>", "</arg_key>"),
     *("<arg_value>", "</arg_value>", "<|tool_call|>", "<|/tool_call|>", "<think>", "</think>", "<|calls_end|>"),
     *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
 )
@@ -383,6 +380,7 @@ def written(name: str, calls: Calls) -> str:
         for number, (tool, arguments) in enumerate(calls)
     ]
     messages = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "", "tool_calls": given}]
+    messages = messages if format_of(name).shows_calls else with_calls_written(messages, KEYWORD_CALLS)
     text = template(name).render(messages, add_generation_prompt=False).rpartition("asked")[2]
     begin, end = ENDS[name]
     return text[text.index(begin) : text.rindex(end) + len(end)]

@@ -21,6 +21,7 @@ from kvboost_edge.text.turns.channels.history import one_call_each
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import TurnFormat
 from kvboost_edge.text.turns.replay import find_thought, lifted, with_arguments, with_marks
+from kvboost_edge.text.turns.unshown.keyword_calls import with_calls_written
 
 __all__ = ["Tokenizer"]
 
@@ -134,7 +135,7 @@ class Tokenizer:
     @functools.cached_property
     def turn_format(self) -> TurnFormat:
         """How the chat template writes reasoning and tool calls. A model without a template raises RequestError."""
-        return turn_format(self._template.render)
+        return turn_format(self._template.render, lambda text: self.codec.token_id(text) is not None)
 
     def special_ids_in(self, text: str) -> frozenset[int]:
         """The ids of all special tokens whose texts stand in this one."""
@@ -236,8 +237,11 @@ class Tokenizer:
             _end_with(plain[-1], cut)
 
         def render(shown: list[dict[str, Any]]) -> str:
+            shown = self._specials.marked(shown, mark)
+            if has_calls and self.turn_format.calls is not None and not self.turn_format.shows_calls:
+                shown = with_calls_written(shown, self.turn_format.calls)  # behind the marks: its own markers are meant
             return template.render(
-                self._specials.marked(shown, mark),
+                shown,
                 add_generation_prompt=add_generation_prompt and not continue_final,
                 **self._specials.marked(given, mark),
             )

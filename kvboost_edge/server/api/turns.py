@@ -15,10 +15,10 @@ from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.formats import CallFormat, Tool, TurnFormat
-from kvboost_edge.text.turns.generic import GENERIC, with_tools_described
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.reader import Turn
 from kvboost_edge.text.turns.replay import find_calls
+from kvboost_edge.text.turns.unshown.generic import GENERIC, with_tools_described
 
 __all__ = ["named_by_field", "offered", "turn_of"]
 
@@ -110,5 +110,7 @@ def _calls_of(tokenizer: Tokenizer) -> CallFormat:
     if not format.shows_tools:
         return GENERIC
     if format.calls is None:
-        raise bad_field("tools", "the model's chat template writes calls in a way that is not known here")
+        raise bad_field(
+            "tools", "the model's chat template shows tools, and calls in a way that is not known here or not at all"
+        )
     return format.calls

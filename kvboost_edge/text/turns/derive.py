@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.calls import PROBES, Call, Calls, call_format
 from kvboost_edge.text.turns.formats import CHANNELS, CallFormat, ReasoningFormat, TurnFormat
+from kvboost_edge.text.turns.unshown.keyword_calls import calls_by_tool_list
 
 __all__ = ["turn_format"]
 
@@ -32,23 +33,27 @@ _OPENED = re.compile(r"(<[A-Za-z][\w:-]*>|\[[A-Z]+\])\s*\Z")
 _CUT_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thinking>", "</thinking>"))
 
 
-def turn_format(render: Render) -> TurnFormat:
-    """What the template behind `render` (as `ChatTemplate.render`) tells; what it refuses to show is not there."""
+def turn_format(render: Render, is_token: Callable[[str], bool] = lambda _: True) -> TurnFormat:
+    """What the template behind `render` (as `ChatTemplate.render`) tells; what it refuses to show is not there.
+    is_token: whether a text is one token of the model; without it any may be."""
     turns = _Turns(render)
     if _has_channels(turns):
         marks = ReasoningFormat(CHANNELS.header(CHANNELS.thoughts), CHANNELS.end)
         return TurnFormat(_channel_calls(turns), marks, turns.shows_tools(), replays=False, channels=CHANNELS)
     reasoning = _reasoning(turns)
-    calls = _calls(turns, reasoning) if _writes_plainly(turns, reasoning) else None
-    needed = calls is not None and _results_need_calls(turns, calls)
+    plainly = _writes_plainly(turns, reasoning)
+    shown = _calls(turns, reasoning) if plainly else None
+    unshown = _unshown_calls(turns, is_token) if plainly and shown is None else None
+    needed = shown is not None and _results_need_calls(turns, shown)
     # In the place of a call its own tokens stand, unless its results would go with it.
-    replays = _replays(turns, reasoning) and not (needed and calls is not None and calls.kind != "braced")
+    replays = _replays(turns, reasoning) and not (needed and shown is not None and shown.kind != "braced")
     return TurnFormat(
-        calls=calls,
+        calls=shown or unshown,
         reasoning=reasoning,
         shows_tools=turns.shows_tools(),
         replays=replays,
         preserves=reasoning is not None and _preserves(turns),
+        shows_calls=unshown is None,
         results_need_calls=needed,
     )
 
@@ -299,3 +304,25 @@ def _without_tail(text: str, tail: str) -> str:
         return text
     at = text.find(ending)
     return text[:at] if at >= 0 else text
+
+
+# -- calls that are not shown --
+
+
+def _unshown_calls(turns: _Turns, is_token: Callable[[str], bool]) -> CallFormat | None:
+    """How calls are written that the template leaves out, as far as what stands around its tools tells."""
+    prompt = turns.text([_USER], tools=PROBES.tools)
+    if prompt is None or not _leaves_calls_out(turns):
+        return None
+    return calls_by_tool_list(prompt, (PROBES.name, PROBES.other), is_token)
+
+
+def _leaves_calls_out(turns: _Turns) -> bool:
+    """Whether the template writes a message with calls as one without."""
+    call = Call(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
+    for as_text, content in itertools.product((False, True), ("", _CONTENT)):
+        plain = turns.answer({"content": content}, PROBES.tools)
+        given = PROBES.messages([call], as_text=as_text)
+        if plain is None or turns.answer({"content": content, "tool_calls": given}, PROBES.tools) != plain:
+            return False
+    return True

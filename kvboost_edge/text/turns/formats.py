@@ -104,13 +104,14 @@ CHANNELS = ChannelFormat()
 class TurnFormat(NamedTuple):
     """What a chat template tells about the assistant's turns.
 
-    calls        None where the template shows none, or in a way that is not known
+    calls        None where they are written in a way that is not known
     reasoning    None where there is none
     shows_tools  whether the template tells the model which tools there are
     replays      whether the content of a past message stands right behind what a generation prompt is, so that its own
                   tokens can take its place
     preserves    whether the variable preserve_thinking makes the template show the reasoning of past turns
     channels     how a turn is made of messages; None where it is one text
+    shows_calls  False: the template leaves past calls out, so they go into the content; `calls` is known otherwise
     results_need_calls  whether the template shows results only behind a message that has calls
     """
 
@@ -120,6 +121,7 @@ class TurnFormat(NamedTuple):
     replays: bool
     preserves: bool = False
     channels: ChannelFormat | None = None
+    shows_calls: bool = True
     results_need_calls: bool = False
 
     def reasoning_after(self, prompt: str) -> Literal["opened", "possible", "closed"]:

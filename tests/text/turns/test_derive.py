@@ -55,6 +55,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "escaped": {
         "kind": "braced", "before": "<start_function_call>call:", "after": "<end_function_call>", "quote": "<escape>",
     },
+    "lfm2-unshown": {
+        "kind": "keyword", "trigger": "<|tool_call_start|>", "opening": "<|tool_call_start|>[", "separator": ", ",
+        "closing": "]<|tool_call_end|>", "parallel": True,
+    },
     "numbered": {"kind": "named_json", "between": f":{ID_SLOT}<|args|>", "closing": "<|calls_end|>"},
 }  # fmt: skip
 

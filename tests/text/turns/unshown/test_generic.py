@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvboost_edge.text.turns.formats import TurnFormat
-from kvboost_edge.text.turns.generic import GENERIC, with_tools_described
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, TurnParser
+from kvboost_edge.text.turns.unshown.generic import GENERIC, with_tools_described
 from turn_families import TOOLS, template
 
 GIVEN = [{"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in TOOLS]

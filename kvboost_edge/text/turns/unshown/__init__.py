@@ -1,0 +1,1 @@
+"""Tools for models whose chat template shows none, or shows no calls."""
