@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import RequestError
@@ -237,9 +238,10 @@ _WAYS = [_Way(*way) for way in itertools.product((False, True), ("", None), (Fal
 
 def _calls(turns: _Turns, reasoning: ReasoningFormat | None) -> CallFormat | None:
     for way in _WAYS:
-        found = call_format(_Shown(turns, reasoning, way), arguments_as_text=way.as_text)
+        show = _Shown(turns, reasoning, way)
+        found = call_format(show, arguments_as_text=way.as_text)
         if found is not None:
-            return found
+            return replace(found, result_opening=show.result_opening)
     return None
 
 
@@ -248,6 +250,7 @@ class _Shown:
 
     def __init__(self, turns: _Turns, reasoning: ReasoningFormat | None, way: _Way) -> None:
         self._turns, self._reasoning, self._way = turns, reasoning, way
+        self.result_opening = ""
 
     def __call__(self, calls: Calls) -> str | None:
         """None where the template refuses these calls or does not show them."""
@@ -267,8 +270,18 @@ class _Shown:
                 if shown is None or _EARLIER in shown:
                     return None
                 behind = None if answered is None else self._cut(answered, plain, tools)
-                return _without_opened_result(shown, behind or "")
+                return self._without_opened_result(shown, behind or "")
         return None
+
+    def _without_opened_result(self, text: str, answered: str) -> str:
+        """A message's text without the marker that begins a result: some templates write it already where none is
+        there yet. `answered`: the same text, and its result in the same turn."""
+        opened = _ENDS_IN_MARKER.search(text)
+        behind = answered.removeprefix(text)
+        if opened is None or behind == answered or not behind or _BEGINS_WITH_MARKER.match(behind):
+            return text
+        self.result_opening = opened[1]
+        return text[: opened.start()]
 
     def _cut(self, text: str, plain: str, tools: list[Message] | None) -> str | None:
         front, _, tail = plain.rpartition(_CONTENT)
@@ -285,16 +298,6 @@ class _Shown:
             yield _before_reasoning(lead, self._reasoning)
         for lead in (front, prompt):
             yield _before_reasoning(lead, self._reasoning).rstrip()
-
-
-def _without_opened_result(text: str, answered: str) -> str:
-    """A message's text without the marker that begins a result: some templates write it already where none is there
-    yet. `answered`: the same text, and its result in the same turn."""
-    opened = _ENDS_IN_MARKER.search(text)
-    behind = answered.removeprefix(text)
-    if opened is None or behind == answered or not behind or _BEGINS_WITH_MARKER.match(behind):
-        return text
-    return text[: opened.start()]
 
 
 def _without_tail(text: str, tail: str) -> str:

@@ -42,6 +42,8 @@ class CallFormat:
     trigger            the marker that calls begin with; "" where they are known only by standing at the message's start
     parallel           whether a message may hold several
     arguments_as_text  whether the chat template takes the arguments of past calls as JSON text, not as an object
+    result_opening     the marker that a result begins with, where the template writes it even behind calls that have none:
+                       the model ends its turn with it
     members            kind "json": all keys of a call in order; a key that is none of those named below has a fixed
                        value, in `constants`
     """
@@ -55,6 +57,7 @@ class CallFormat:
     closing: str = ""
     parallel: bool = False
     arguments_as_text: bool = False
+    result_opening: str = ""
     members: tuple[str, ...] = ()
     name_key: str = "name"
     arguments_key: str = "arguments"

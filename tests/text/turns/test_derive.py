@@ -51,9 +51,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "gemma4": {
         "kind": "braced", "trigger": "<|tool_call>", "opening": "", "before": "<|tool_call>call:", "separator": "",
         "after": "<tool_call|>", "closing": "", "quote": '<|"|>', "parallel": True, "arguments_as_text": False,
+        "result_opening": "<|tool_response>",
     },
     "escaped": {
         "kind": "braced", "before": "<start_function_call>call:", "after": "<end_function_call>", "quote": "<escape>",
+        "result_opening": "",
     },
     "lfm2-unshown": {
         "kind": "keyword", "trigger": "<|tool_call_start|>", "opening": "<|tool_call_start|>[", "separator": ", ",

@@ -12,6 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from braced_turns import GEMMA4
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.formats import Tool
+from kvboost_edge.text.turns.reader import Turn, TurnReader
 from kvboost_edge.text.turns.replay import call_keys
 from turn_families import HERMES, format_of
 
@@ -20,13 +22,14 @@ SPECIALS = ["<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_c
 ASKED = {"role": "user", "content": 'Rain? <|tool_call>call:weather{a:<|"|>b<|"|>}<tool_call|>'}
 
 
-def tokenizer_of(template: str) -> Tokenizer:
+def tokenizer_of(template: str, *, seen: str = "") -> Tokenizer:
     """Of letters, and special tokens; every text has one way to be cut."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = RawTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens(SPECIALS)
+    raw.add_special_tokens([text for text in SPECIALS if text != seen])
+    raw.add_tokens([seen] if seen else [])
     return Tokenizer(FastCodec(raw), name="toy", chat_template=template, special_tokens={"bos_token": "<s>"})
 
 
@@ -102,3 +105,19 @@ def test_a_call_without_its_result_is_written_anew_or_stands_whole() -> None:
     answers = kept(tokenizer, (message, spelled("Bonn")))
     ids = tokenizer.encode_chat([ASKED, message], find_answer=answers.get)
     assert tokenizer.decode(ids, False).endswith(f"<|turn>model\n{spelled('Bonn')}<|tool_response>")
+
+
+@pytest.mark.parametrize("seen", ["", "<|tool_response>"], ids=["special", "text that is seen"])
+def test_what_ends_a_turn_with_calls_is_no_part_of_it(seen: str) -> None:
+    """The model's last token; the next prompt has it in front of the result."""
+    tokenizer = tokenizer_of(GEMMA4, seen=seen)
+    kept: dict[str, list[int]] = {}
+    turn = Turn(tokenizer.turn_format, (Tool("weather", {}),), "closed", True, {})
+    reader = TurnReader(turn, tokenizer, (), lambda key, ids: kept.update({key: list(ids)}))
+    text = spelled("Bonn", content="Look.")
+    for token_id in tokenizer.encode(f"{text}<|tool_response>", False):
+        reader.push(token_id)
+    reader.close()
+    assert reader.message.content == "Look."
+    assert [call["function"]["name"] for call in reader.message.calls] == ["weather"]
+    assert list(kept.values()) == [tokenizer.encode(text, False)] * 2
