@@ -42,7 +42,7 @@ class CallFormat:
     trigger            the marker that calls begin with; "" where they are known only by standing at the message's start
     parallel           whether a message may hold several
     arguments_as_text  whether the chat template takes the arguments of past calls as JSON text, not as an object
-    result_opening     the marker that a result begins with, where the template writes it even behind calls that have none:
+    result_opening     the marker that a result begins with, where the template writes it even behind calls without one:
                        the model ends its turn with it
     members            kind "json": all keys of a call in order; a key that is none of those named below has a fixed
                        value, in `constants`
