@@ -155,10 +155,10 @@ class Replica:
         if self.shared is None:
             return False
         if job.read_until is None:
-            first, keys = self.manager.content.keys_after(job.prompt, job.root)
-            there = itertools.takewhile(self.shared.blocks.__contains__, (key.prefix_hash for key in keys))
+            after = self.manager.content.keys_after(job.prompt, job.root)
+            there = itertools.takewhile(self.shared.blocks.__contains__, (key.prefix_hash for key in after.keys))
             count = sum(1 for _ in there)
-            job.read_blocks = first + count
+            job.read_blocks = after.num_shared + count
             job.read_until = now + count * job.block_tokens * self.shared.token_seconds
         return job.read_until > now
 

@@ -378,6 +378,8 @@ def main() -> None:
     options.add_argument("--states", type=int, help="of a model that keeps states: slots of each replica")
     options.add_argument("--blocks-alone", action="store_true", help="the router does not look at states")
     given: argparse.Namespace = options.parse_args()
+    if given.shared is not None and given.states is not None:
+        raise SystemExit("--states and --shared are not for one run: the tier of this simulator has blocks, no states")
     rows: list[dict[str, Any]] = []
     for num_replicas in given.replicas:
         for name in given.traces:

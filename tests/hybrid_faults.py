@@ -8,6 +8,7 @@ _ORDERED, _PLAN, _EXPERTS = "models/weights/ordered.py", "packed/plan.py", "mode
 _HYBRIDS, _NAMES = "models/config/special/hybrids.py", "models/gguf/names.py"
 _PACKED = "tests/models/test_hybrids.py::test_the_packed_tensors_are_the_model_of_transformers"
 _GGUF = "tests/models/gguf/test_hybrids.py"
+_BRACED = "text/turns/braced/"
 _RUN = "tests/runners/native/test_hybrids.py"
 _SAME = f"{_GGUF}::test_a_gguf_file_is_the_same_model"
 
@@ -183,5 +184,33 @@ HYBRID_FAULTS = (
         "shown = with_calls_written(",
         "_ = with_calls_written(",
         "tests/text/turns/unshown/test_keyword_calls.py",
+    ),
+    (
+        "what is still open is closed once where a call breaks off",
+        f"{_BRACED}reader.py",
+        '"".join(reversed(self._open))',
+        '"}"',
+        f"tests/{_BRACED}test_reader.py",
+    ),
+    (
+        "an enum allows values of other types",
+        f"{_BRACED}grammar.py",
+        "for one in choices if _is_of(one, types)",
+        "for one in choices",
+        f"tests/{_BRACED}test_grammar.py",
+    ),
+    (
+        "results that hang on calls are lost with them",
+        "text/tokenizer.py",
+        "in_calls=self.turn_format.results_need_calls",
+        "in_calls=False",
+        f"tests/{_BRACED}test_replay.py",
+    ),
+    (
+        "what ends a turn with calls is part of the answer",
+        "text/turns/reader.py",
+        "or token_id == self._ending",
+        "",
+        f"tests/{_BRACED}test_replay.py",
     ),
 )

@@ -6,6 +6,7 @@ import functools
 import json
 from typing import Any
 
+from braced_turns import ESCAPED, GEMMA4
 from hybrid_turns import LFM2, LFM2_UNSHOWN, QWEN35
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.turns.derive import turn_format
@@ -303,26 +304,26 @@ TEMPLATES = {
     "lfm2": LFM2,
     "lfm2-unshown": LFM2_UNSHOWN,
     "qwen3.5": QWEN35,
+    "gemma4": GEMMA4,
+    "escaped": ESCAPED,
 }
 CALLING = [name for name in TEMPLATES if name not in ("smollm2", "switched", "python-like", "channels")]
 
 # What a message's calls begin and end with.
 ENDS = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "qwen3": ("<tool_call>", "</tool_call>"),
-    "qwen3-coder": ("<tool_call>", "</tool_call>"),
+    **dict.fromkeys(("hermes", "qwen3", "qwen3-coder", "glm", "qwen3.5"), ("<tool_call>", "</tool_call>")),
     "llama3": ("{", "}"),
     "mistral-v3": ("[TOOL_CALLS]", "]"),
     "mistral-v11": ("[TOOL_CALLS]", "}"),
     "deepseek": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    "glm": ("<tool_call>", "</tool_call>"),
     "granite": ("<|tool_call|>", "]"),
     "phi4-mini": ("<|tool_call|>", "<|/tool_call|>"),
     "minimax": ("<mm:calls>", "</mm:calls>"),
     "numbered": ("<|calls_begin|>", "<|calls_end|>"),
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "gemma4": ("<|tool_call>", "<tool_call|>"),
+    "escaped": ("<start_function_call>", "<end_function_call>"),
     "lfm2-unshown": ("<|tool_call_start|>", "<|tool_call_end|>"),
-    "qwen3.5": ("<tool_call>", "</tool_call>"),
 }
 # Those of the markers above and of other pieces that are special tokens where a vocabulary has them.
 MARKERS = (
@@ -330,7 +331,7 @@ MARKERS = (
     *("<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
     *("<arg_key>", "</arg_key>"),
     *("<arg_value>", "</arg_value>", "<|tool_call|>", "<|/tool_call|>", "<think>", "</think>", "<|calls_end|>"),
-    *("<|tool_call_start|>", "<|tool_call_end|>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
 )
 TOOLS = [
     Tool(

@@ -49,6 +49,7 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
         checkpoint.is_quantized,
         checkpoint.native_refusal,
         checkpoint.onnx_refusal,
+        len(checkpoint.past_layout().layers) if checkpoint.onnx_refusal == "" else 0,
     )
     runner = choose_runner(config, model)
     plan = plan_of(runner.name)

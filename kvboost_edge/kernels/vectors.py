@@ -182,9 +182,10 @@ def emit_load_as_f32(b: Builder, kind: int, address: Value) -> Value:
     return b.bitcast(b.shl(wide, _constant(_VI32, 16)), V16)
 
 
-def emit_prefetch(b: Builder, address: Value, *, write: bool = False) -> None:
-    """Ask for the cache line at a byte address, for reading or for writing, into all levels."""
-    arguments = [b.inttoptr(address, _POINTER), *(ir.Constant(I32, number) for number in (int(write), 3, 1))]
+def emit_prefetch(b: Builder, address: Value, *, write: bool = False, near: bool = True) -> None:
+    """Ask for the cache line at a byte address, for reading or for writing, into all levels or all but the first."""
+    how = (int(write), 3 if near else 2, 1)
+    arguments = [b.inttoptr(address, _POINTER), *(ir.Constant(I32, number) for number in how)]
     kind = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
     b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0"), arguments)
 

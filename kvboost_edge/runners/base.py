@@ -76,13 +76,15 @@ class StoredKeys(NamedTuple):
 class ModelTraits(NamedTuple):
     """What is known of a model before it is loaded: its config, and whether its weights are stored in a quantized
     format (which is then kept). `native_refusal`: why the files are none that the native runner reads, "" if they are;
-    `onnx_refusal`: likewise of the ONNX runner, None where there is no ONNX file."""
+    `onnx_refusal`: likewise of the ONNX runner, None where there is no ONNX file; `onnx_layers`: how many layers the
+    graph has keys and values of."""
 
     config: Mapping[str, Any]
     is_gguf: bool = False
     is_quantized: bool = False
     native_refusal: str = ""
     onnx_refusal: str | None = None
+    onnx_layers: int = 0
 
 
 class LoadOptions(NamedTuple):

@@ -20,7 +20,7 @@ from kvboost_edge.text.plain_content import SpecialTexts, free_marks, pieces_of
 from kvboost_edge.text.turns.channels.history import one_call_each
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import TurnFormat
-from kvboost_edge.text.turns.replay import find_thought, with_arguments, with_marks
+from kvboost_edge.text.turns.replay import find_thought, lifted, with_arguments, with_marks
 from kvboost_edge.text.turns.unshown.keyword_calls import with_calls_written
 
 __all__ = ["Tokenizer"]
@@ -249,7 +249,7 @@ class Tokenizer:
         kept: list[list[int]] = []
         text = None
         if find_answer is not None and has_calls:
-            placed, kept = with_marks(plain, find_answer, place)
+            placed, kept = with_marks(plain, find_answer, place, in_calls=self.turn_format.results_need_calls)
             text = self._replayed(render, placed, place, len(kept))
         if text is None:
             text, kept = render(plain), []
@@ -267,10 +267,13 @@ class Tokenizer:
         the model wrote, or text behind one would be cut into other tokens than within the whole."""
         if not count or not self.turn_format.replays:
             return None
+        format = self.turn_format
         try:
             text = render(placed)
         except RequestError:  # some look at calls to see whose turn it is
             return None
+        if format.results_need_calls and format.calls is not None:
+            text = lifted(text, place, format.calls)
         _, *behind = text.split(place)
         if len(behind) != count:
             return None

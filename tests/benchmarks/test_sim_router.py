@@ -7,7 +7,7 @@ import pytest
 
 from sim_policies import POLICIES
 from sim_replicas import Shared, States
-from sim_router import Faults, floor, simulate, workload
+from sim_router import Faults, floor, main, simulate, workload
 
 REPLICAS = 4
 
@@ -94,3 +94,9 @@ def test_a_router_that_looks_at_states_expects_what_is_found():
     assert seen.missed_tokens < 0.02 * seen.prompt_tokens
     assert unseen.missed_tokens > 0.3 * unseen.prompt_tokens
     assert np.percentile(seen.ttft, 99) < 0.8 * np.percentile(unseen.ttft, 99)
+
+
+def test_states_in_a_shared_tier_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["sim_router.py", "--quick", "--shared", "0.0", "--states", "64"])
+    with pytest.raises(SystemExit, match=r"--states and --shared"):
+        main()

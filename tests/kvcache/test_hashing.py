@@ -43,6 +43,11 @@ def test_a_state_has_a_hash_of_its_own_that_each_word_of_its_block_tells() -> No
     assert len({*many, *map(state_hash, many)}) == 400
 
 
+def test_the_hash_of_a_state_is_what_stored_records_have() -> None:
+    """Tiers of other versions, and of other machines, are asked for states by it."""
+    assert state_hash(bytes(range(32))).hex() == "00dd451379de755100d54d1b71d67d5900cd550369ce654100c55d0b61c66d49"
+
+
 def test_each_field_of_the_root_matters_and_none_runs_into_the_next() -> None:
     base = dict.fromkeys(FIELDS, "ab")
     roots = {root_hash(**base)}

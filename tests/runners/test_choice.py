@@ -148,6 +148,35 @@ def test_a_graph_of_a_model_with_states_is_refused_by_name(model_type: str) -> N
     assert choose_runner(EngineConfig(), traits._replace(config=LLAMA, onnx_refusal="")).name == "onnx"
 
 
+STATES_REFUSED = {
+    **dict.fromkeys(("jamba", "recurrent_gemma", "falcon_mamba"), "keep a recurrent state of a kind"),
+    **dict.fromkeys(("bamba", "zamba2", "qwen3_next"), "its states are known"),
+    "kimi_linear": "its states have a decay", "lfm3": "short convolutions",
+    "qwen4_exp": "linear attention",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", STATES_REFUSED)
+def test_a_graph_of_a_type_that_is_refused_for_its_states_is_refused_for_the_same_reason(model_type: str) -> None:
+    for config in ({**LLAMA, "model_type": model_type}, {"text_config": {**LLAMA, "model_type": model_type}}):
+        traits = ModelTraits(config, native_refusal="not read from ONNX", onnx_refusal="", onnx_layers=3)
+        for options in ({}, {"runner": "onnx"}):
+            with pytest.raises(ModelFormatError, match=f"model_type='{model_type}': .*{STATES_REFUSED[model_type]}"):
+                choose_runner(EngineConfig.from_options(**options), traits)
+
+
+def test_a_granite_4_graph_without_a_list_of_layers_shows_itself_which_attend() -> None:
+    """Past keys and values for each layer: none keeps a state. A layer of Falcon-H1 has both."""
+    traits = ModelTraits({**LLAMA, "model_type": "granitemoehybrid"}, False, False, "not read from ONNX", "", 3)
+    assert choose_runner(EngineConfig(), traits).name == "onnx"
+    mixed = {**traits.config, "layer_types": ["attention", "mamba", "attention"]}
+    falcon = {**traits.config, "model_type": "falcon_h1"}
+    others = [traits._replace(onnx_layers=2), traits._replace(config=mixed), traits._replace(config=falcon)]
+    for one in others:
+        with pytest.raises(ModelFormatError, match="keep a state"):
+            choose_runner(EngineConfig(), one)
+
+
 def test_granite_4_goes_elsewhere_where_all_its_layers_attend() -> None:
     model = {**LLAMA, "model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["attention"] * 3}
     assert runner(model, runner="torch").name == "torch"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from kvboost_edge.kernels.integers import V16I, asks_for_runs, emit_loop, emit_splat_int, int_constant
+from kvboost_edge.kernels.integers import V16I, emit_loop, emit_splat_int, follows_pages, int_constant
 from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4T, KIND_Q4K, OFFSET, GroupDot
 from kvboost_edge.kernels.linear.layout import PARTS, SCALE_BYTES, group_bytes
 from kvboost_edge.kernels.linear.loads import emit_load_pair, emit_scales, emit_table, emit_table_pair
@@ -44,6 +44,7 @@ __all__ = [
 
 _QUADS = GROUP // 4
 _LINE = 64
+_PAGE = 4096
 _WHOLE = 2  # the seed of a whole group, behind those of its halves
 AHEAD = 8192
 """Bytes ahead of the reading point; measured from DRAM, where 4 and 16 KB did the same and 1 KB or none did worse."""
@@ -191,7 +192,10 @@ class IntTiles:
         with emit_loop(b, tile.groups) as group:
             here = emit_place(b, panel, group, self.cell)
             places = [emit_place(b, at, group, self.group_bytes) for at in weights]
-            self._prefetch(b, tile, places, [emit_place(b, at, group, SCALE_BYTES) for at in scales])
+            if self.tiles == 1 and follows_pages():
+                emit_prefetch(b, b.add(places[0], int_constant(_PAGE)), near=False)
+            else:
+                self._prefetch(b, tile, places, [emit_place(b, at, group, SCALE_BYTES) for at in scales])
             for part in range(self.parts):
                 dots = self._dots(b, here, places, part, tables)
                 index = b.add(b.mul(group, int_constant(self.parts)), int_constant(part))
@@ -201,8 +205,6 @@ class IntTiles:
 
     def _prefetch(self, b: Builder, tile: Tile, places: Sequence[Value], scales: Sequence[Value]) -> None:
         """Ask for the weights read a while later: of one tile a fixed distance on, of two the next two's same group."""
-        if self.tiles == 1 and not asks_for_runs():
-            return
         ahead, scales_ahead = int_constant(AHEAD), int_constant(AHEAD * SCALE_BYTES // self.group_bytes)
         if self.tiles > 1:
             ahead = b.mul(tile.weights_step, int_constant(self.tiles))

@@ -18,7 +18,7 @@ from kvboost_edge.models.config.quant_config import packed_layout
 __all__ = [
     "LATENT", "LONG_RANGE", "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport",
     "PinnedContext", "attends_both_ways", "check_model_compatibility", "has_two_ranges", "is_static_dynamic",
-    "pin_notice", "pinned_context",
+    "pin_notice", "pinned_context", "states_refusal",
 ]  # fmt: skip
 
 LONG_RANGE = "kvboost-edge: rope_range=long"
@@ -172,17 +172,21 @@ _BIDIRECTIONAL = (
     "a causal model such as Qwen3-Embedding"
 )
 _BOTH_WAYS = ("gemma3_text",)
-_REFUSED: dict[str, str] = {
+_KEEP_STATES: dict[str, str] = {
     **dict.fromkeys(
         "mamba falcon_mamba rwkv xlstm jamba zamba recurrent_gemma minimax bailing_hybrid".split(), _STATE_SPACE
     ),
     **dict.fromkeys("bamba zamba2 qwen3_next olmo_hybrid".split(), _ARRANGED),
     "mamba2": "no layer of it attends, and models of states alone are not built",
     "kimi_linear": "its states have a decay for each channel, and its other layers latent attention; neither is built",
-    "lfm3": "its layers have norms on both sides and gates of heads, which are not built",
+    "lfm3": "beside short convolutions its layers have norms on both sides and gates of heads, which are not built",
     **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp_text"), "its layers pass several streams of states between them, which is not built"
+        ("qwen4_exp", "qwen4_exp_text"),
+        "beside linear attention its layers pass several streams of states between them, which is not built",
     ),
+}
+_REFUSED: dict[str, str] = {
+    **_KEEP_STATES,
     **dict.fromkeys(
         "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2 minicpm3 longcat_flash".split(), LATENT
     ),
@@ -215,6 +219,13 @@ def check_model_compatibility(model: Any, *, strict: bool = True) -> Compatibili
             _warn_once(reason)
     notices = [reason, pin_notice(config)]
     return CompatibilityReport(model_type, True, tested, "; ".join(notice for notice in notices if notice))
+
+
+def states_refusal(config: Mapping[str, Any]) -> str:
+    """Why no runner takes a model of this type, whatever its files are, where that is the states its layers keep; empty
+    where it is not."""
+    types = [str(part.get("model_type")) for part in (config, text_config(config))]
+    return next((f"model_type={one!r}: {_KEEP_STATES[one]}" for one in types if one in _KEEP_STATES), "")
 
 
 def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:

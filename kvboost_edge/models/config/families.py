@@ -333,16 +333,20 @@ def describe_model(config: Config) -> ModelSpec:
     )
 
 
-def may_keep_states(config: Config) -> bool:
+def may_keep_states(config: Config, num_attending: int = 0) -> bool:
     """Whether layers of the model keep a state instead of keys and values, as its family's may; True where the config
-    makes no sense."""
+    makes no sense. `num_attending`: layers that have keys and values, where files show it; a Granite 4 whose config
+    names no layers and of which all have them keeps no state."""
     config = text_config(config)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or family.hybrid is None:
         return False
     try:
         completed = family.complete(config) if family.complete is not None else config
-        hybrid = family.hybrid(completed, _size(completed, "num_hidden_layers"))
+        layers = _size(completed, "num_hidden_layers")
+        if family.hybrid is granite_layers and completed["layer_types"] is None and num_attending == layers:
+            return False
+        hybrid = family.hybrid(completed, layers)
     except ModelFormatError:
         return True
     return hybrid is not None and hybrid.mixer is not None

@@ -9,6 +9,7 @@ from typing import Any
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.models.config.architectures import states_refusal
 from kvboost_edge.models.config.families import may_keep_states
 from kvboost_edge.models.onnx.past import PastLayout
 from kvboost_edge.runners.base import KEEPS_STATES, ModelTraits
@@ -47,7 +48,9 @@ def unsupported_reason(model: ModelTraits) -> str | None:
     pass without them."""
     if model.onnx_refusal is None:
         return "the model is no ONNX file"
-    return KEEPS_STATES if may_keep_states(model.config) else model.onnx_refusal or None
+    if refusal := states_refusal(model.config):
+        return refusal
+    return KEEPS_STATES if may_keep_states(model.config, model.onnx_layers) else model.onnx_refusal or None
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:

@@ -110,6 +110,7 @@ class Choice(NamedTuple):
     missing_tokens    to be computed, at least 1; tell the replica: its `Meter` counts them as queued
     expected_seconds  until the first token, as far as the router knows
     restored_tokens   the rest of the prompt: believed to be in a tier that the replica reads
+    present_tokens    of those: believed to be in its pool too, where the state alone behind them is read
     """
 
     replica_id: str
@@ -117,3 +118,4 @@ class Choice(NamedTuple):
     missing_tokens: int
     expected_seconds: float
     restored_tokens: int = 0
+    present_tokens: int = 0

@@ -118,16 +118,18 @@ class PrefixRouter:
         if not len(slots):
             return []
         levels = self._residency.levels(chain.keys)
-        depths = ties = _depths(levels, len(usable))
+        depths = ties = held = _depths(levels, len(usable))
         if chain.states:
             # Of equals the one that holds more blocks all the same: their end is where the next state is to be kept.
             depths = self._state_ends(chain, Place.POOL, len(usable))
-            ties = depths * (len(chain.keys) + 1) + ties
+            ties = depths * (len(chain.keys) + 1) + held
         most = chain.num_tokens - 1  # the last token of a prompt is always computed
         matched = np.minimum(depths * chain.block_size, most)
-        reached, restoring = self._restoring(chain, depths)
+        reached, restoring = self._restoring(chain, depths, held)
         served = np.minimum(reached * chain.block_size, most)
-        missing_blocks = (-(-chain.num_tokens // chain.block_size) - depths).astype(np.float64)
+        shared = np.minimum(np.maximum(held, depths), reached)
+        present = np.minimum(shared * chain.block_size, most) - matched
+        missing_blocks = (-(-chain.num_tokens // chain.block_size) - shared).astype(np.float64)
         missing_tokens = (chain.num_tokens - served).astype(np.float64)
         seconds, own = self._loads.seconds(missing_tokens, missing_blocks, now, restoring)
         # What is computed here keeps others waiting too: a token to be computed weighs more than a moment of waiting.
@@ -142,23 +144,31 @@ class PrefixRouter:
         for slot in chosen:
             replica_id, here, there = self._ids[slot], int(matched[slot]), int(served[slot])
             assert replica_id is not None  # only members are usable
-            found.append(Choice(replica_id, here, chain.num_tokens - there, float(seconds[slot]), there - here))
+            expected = float(seconds[slot])
+            found.append(Choice(replica_id, here, chain.num_tokens - there, expected, there - here, int(present[slot])))
         return found
 
-    def _restoring(self, chain: PromptChain, depths: Depths) -> tuple[Depths, npt.NDArray[np.float64] | float]:
+    def _restoring(
+        self, chain: PromptChain, depths: Depths, held: Depths
+    ) -> tuple[Depths, npt.NDArray[np.float64] | float]:
         """(blocks of a chain that each slot will have once its tiers were read, [slots], seconds that takes). A disk is
-        read before a shared server, and each from where the pool, or the disk, ends."""
+        read before a shared server, and each from where the blocks `held` in the pool, or the disk, end. Of states
+        the deepest alone is read, as long as a block."""
         on_disk, on_server = (self._loads.token_seconds(place) for place in (Place.DISK, Place.SHARED))
-        reached: Depths = depths
-        seconds: npt.NDArray[np.float64] | float = 0.0
+        disk_end: Depths = depths
         if (chain.disk.keys or chain.states) and on_disk.any():
-            reached = np.where(on_disk > 0, np.maximum(self._on_disk(chain, len(depths)), depths), depths)
-            seconds = (reached - depths) * chain.block_size * on_disk
+            disk_end = np.where(on_disk > 0, np.maximum(self._on_disk(chain, len(depths)), depths), depths)
+        reached = disk_end
         if (chain.shared.keys or chain.states) and on_server.any():
-            before = reached
-            reached = np.where(on_server > 0, np.maximum(self._on_server(chain), before), before)
-            seconds = seconds + (reached - before) * chain.block_size * on_server
-        return reached, seconds
+            reached = np.where(on_server > 0, np.maximum(self._on_server(chain), disk_end), disk_end)
+        if reached is depths:
+            return depths, 0.0
+        from_disk = disk_end - np.minimum(held, disk_end)
+        from_server = reached - np.minimum(np.maximum(held, disk_end), reached)
+        if chain.states:
+            from_disk += (depths < disk_end) & (disk_end == reached)
+            from_server += disk_end < reached
+        return reached, from_disk * chain.block_size * on_disk + from_server * chain.block_size * on_server
 
     def _on_disk(self, chain: PromptChain, num_slots: int) -> Depths:
         """Blocks of a chain that each slot's disk has, as far as they can be used, [num_slots]. No block leaves a disk
@@ -204,7 +214,8 @@ class PrefixRouter:
         slot = self._slots.get(choice.replica_id)
         if slot is None:
             return
-        num_blocks = -(-(choice.missing_tokens + choice.restored_tokens) // chain.block_size)
+        taking = choice.missing_tokens + choice.restored_tokens - choice.present_tokens
+        num_blocks = -(-taking // chain.block_size)
         self._loads.note_routed(slot, choice.missing_tokens, num_blocks, now)
         self._residency.believe(slot, chain.keys, choice.matched_tokens // chain.block_size, now)
         if chain.states:  # kept for the same prompt again, and for what goes on from it

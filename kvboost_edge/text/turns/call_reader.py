@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvboost_edge.text.turns.braced.reader import BracedArguments
 from kvboost_edge.text.turns.formats import CallFormat, Tool
 from kvboost_edge.text.turns.literals import keyword, literal, string, string_inside
 from kvboost_edge.text.turns.parts import CallArguments, CallStart, Part
@@ -29,6 +30,7 @@ class CallReader:
             "named_json": self._named_json_call,
             "tagged": self._tagged_call,
             "keyword": self._keyword_call,
+            "braced": self._braced_call,
         }
         self._named: str | None = None  # the tool of a call that has not begun
         self.trigger = format.trigger
@@ -288,6 +290,20 @@ class CallReader:
             self._start(name)
         self._show(f'{front}"')
         return True
+
+    # -- NAME{KEY:VALUE,KEY:VALUE} --
+
+    def _braced_call(self) -> Step[bool]:
+        scanner = self._scanner
+        if not (yield from self._name()) or self._named is None:
+            return False
+        yield from scanner.space()
+        if not (yield from scanner.exactly("{")):
+            return False
+        name, schema = self._named, self._tools[self._named].parameters
+        texts = [key for key, one in members_of(schema)[0].items() if value_kind(one, schema) == "string"]
+        arguments = BracedArguments(scanner, self._format.quote, self._show, lambda: self._start(name), texts)
+        return (yield from arguments.read())
 
 
 def _text_of(written: str) -> str | None:

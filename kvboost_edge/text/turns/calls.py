@@ -71,6 +71,7 @@ _LONGEST_PIECE = 160
 _PROBE = "kvb"  # what all names and values here begin with
 _OPEN_TAG = re.compile(r"<[^<>]*\Z|\[[A-Z/_]+\Z")
 _KEYWORD = re.compile(rf"\({PROBES.key}=(['\"]){PROBES.value}\1\)")
+_BRACED = re.compile(rf"\{{{PROBES.key}:(<[^<>\s]+>){PROBES.value}\1\}}")
 _NOT_THE_SAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -79,7 +80,7 @@ def call_format(show: Show, *, arguments_as_text: bool) -> CallFormat | None:
     first = _with_slots(show([_FIRST]))
     if PROBES.name not in first:
         return None
-    for read in (_json_call, _named_json_call, _tagged_call(show), _keyword_call):
+    for read in (_json_call, _named_json_call, _tagged_call(show), _keyword_call, _braced_call(show)):
         core = read(first, PROBES.name)
         if core is not None:
             return _whole(core, first, _read_both(read, show), arguments_as_text)
@@ -240,6 +241,36 @@ def _keyword_call(text: str, name: str) -> _Core | None:
     at = text.index(name)
     found = _KEYWORD.match(text, at + len(name))
     return None if found is None else _Core(at, found.end(), CallFormat("keyword", ""))
+
+
+def _braced_call(show: Show) -> ReadCore:
+    """Keys and values between braces, strings between two markers of one kind. Other arguments show that commas stand
+    between them, and that numbers, lists and objects are bare."""
+
+    def read(text: str, name: str) -> _Core | None:
+        at = text.index(name)
+        found = _BRACED.match(text, at + len(name))
+        if found is None or not _writes_braces(show, found[1]):
+            return None
+        return _Core(at, found.end(), CallFormat("braced", "", quote=found[1]))
+
+    return read
+
+
+def _writes_braces(show: Show, quote: str) -> bool:
+    value, key, second = f"{quote}{PROBES.value}{quote}", PROBES.key, PROBES.second_key
+    nested = {key: {second: [PROBES.value, _NUMBER, True]}}
+    wanted: list[tuple[Mapping[str, object], list[str]]] = [
+        (_TWO, [f"{{{key}:{value},{second}:{quote}{PROBES.second_value}{quote}}}"]),
+        ({key: _NUMBER}, [f"{{{key}:{_NUMBER}}}"]),
+        (nested, [f"{{{key}:{{{second}:[{value},{_NUMBER},{true}]}}}}" for true in ("true", "True")]),
+        ({}, ["{}"]),
+    ]
+    for arguments, texts in wanted:
+        shown = show([_FIRST._replace(arguments=arguments)]) or ""
+        if not any(PROBES.name + text in shown for text in texts):
+            return False
+    return True
 
 
 def _tagged_call(show: Show) -> ReadCore:

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import RequestError
@@ -24,9 +25,10 @@ _CONTENT, _EARLIER = "kvbcontent", "kvbearlier"
 _SWITCHES = ("enable_thinking", "thinking")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _MARKER = r"<[^<>\s]+>|\[[A-Z/_]+\]"
-_ENDS_IN_MARKER = re.compile(rf"({_MARKER})\s*\Z")
+_ENDS_IN_MARKER = re.compile(rf"((?:{_MARKER})(?:[a-z]+(?=\n))?)\s*\Z")  # maybe with a word that says what begins
 _BEGINS_WITH_MARKER = re.compile(rf"\s*({_MARKER})\s*")
 _CLOSED = re.compile(r"([<\[])/([A-Za-z][\w:-]*[>\]])\s*\Z")
+_CLOSED_MIRRORED = re.compile(r"(<\|(\w+)>\w*)\s*(<\2\|>)\s*\Z")
 _OPENED = re.compile(r"(<[A-Za-z][\w:-]*>|\[[A-Z]+\])\s*\Z")
 # What a template cuts off past answers without showing how it is written in new ones.
 _CUT_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thinking>", "</thinking>"))
@@ -43,13 +45,17 @@ def turn_format(render: Render, is_token: Callable[[str], bool] = lambda _: True
     plainly = _writes_plainly(turns, reasoning)
     shown = _calls(turns, reasoning) if plainly else None
     unshown = _unshown_calls(turns, is_token) if plainly and shown is None else None
+    needed = shown is not None and _results_need_calls(turns, shown)
+    # In the place of a call its own tokens stand, unless its results would go with it.
+    replays = _replays(turns, reasoning) and not (needed and shown is not None and shown.kind != "braced")
     return TurnFormat(
         calls=shown or unshown,
         reasoning=reasoning,
         shows_tools=turns.shows_tools(),
-        replays=_replays(turns, reasoning),
+        replays=replays,
         preserves=reasoning is not None and _preserves(turns),
         shows_calls=unshown is None,
+        results_need_calls=needed,
     )
 
 
@@ -145,6 +151,9 @@ def _closed_reasoning(turns: _Turns) -> ReasoningFormat | None:
         found = _CLOSED.search(text.removeprefix(turns.asked))
         if found is not None:
             return ReasoningFormat(found[1] + found[2], f"{found[1]}/{found[2]}")
+        mirrored = _CLOSED_MIRRORED.search(text.removeprefix(turns.asked))
+        if mirrored is not None:
+            return ReasoningFormat(mirrored[1], mirrored[3])
     return None
 
 
@@ -206,6 +215,16 @@ def _behind_reasoning(text: str, reasoning: ReasoningFormat | None) -> str:
 # -- calls --
 
 
+def _results_need_calls(turns: _Turns, calls: CallFormat) -> bool:
+    """Whether a result is shown behind a message with a call, and not behind one without."""
+    call = Call(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
+    given = PROBES.messages([call], as_text=calls.arguments_as_text)
+    result = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": _EARLIER}
+    past: Message = {"role": "assistant", "content": _CONTENT}
+    shown = [turns.text([_USER, one, result], tools=PROBES.tools) for one in ({**past, "tool_calls": given}, past)]
+    return [text is not None and _EARLIER in text for text in shown] == [True, False]
+
+
 class _Way(NamedTuple):
     """How a template wants past calls."""
 
@@ -219,9 +238,10 @@ _WAYS = [_Way(*way) for way in itertools.product((False, True), ("", None), (Fal
 
 def _calls(turns: _Turns, reasoning: ReasoningFormat | None) -> CallFormat | None:
     for way in _WAYS:
-        found = call_format(_Shown(turns, reasoning, way), arguments_as_text=way.as_text)
+        show = _Shown(turns, reasoning, way)
+        found = call_format(show, arguments_as_text=way.as_text)
         if found is not None:
-            return found
+            return replace(found, result_opening=show.result_opening)
     return None
 
 
@@ -230,27 +250,44 @@ class _Shown:
 
     def __init__(self, turns: _Turns, reasoning: ReasoningFormat | None, way: _Way) -> None:
         self._turns, self._reasoning, self._way = turns, reasoning, way
+        self.result_opening = ""
 
     def __call__(self, calls: Calls) -> str | None:
         """None where the template refuses these calls or does not show them."""
         given = PROBES.messages(calls, as_text=self._way.as_text)
         messages = [_USER, {"role": "assistant", "content": self._way.content, "tool_calls": given}]
-        for call in given if self._way.with_result else []:
-            messages.append({"role": "tool", "tool_call_id": call["id"], "name": calls[0].name, "content": _EARLIER})
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "name": calls[0].name, "content": _EARLIER} for call in given
+        ]
         for tools in (PROBES.tools, None):
-            text = self._turns.text(messages, prompt=False, tools=tools)
+            called, answered = (
+                self._turns.text(one, prompt=False, tools=tools) for one in (messages, messages + results)
+            )
+            text = answered if self._way.with_result else called
             plain = self._turns.answer({"content": _CONTENT}, tools)
             if text is not None and plain is not None and _CONTENT in plain:
-                return self._cut(text, plain, tools)
+                shown = self._cut(text, plain, tools)
+                if shown is None or _EARLIER in shown:
+                    return None
+                behind = None if answered is None else self._cut(answered, plain, tools)
+                return self._without_opened_result(shown, behind or "")
         return None
+
+    def _without_opened_result(self, text: str, answered: str) -> str:
+        """A message's text without the marker that begins a result: some templates write it already where none is
+        there yet. `answered`: the same text, and its result in the same turn."""
+        opened = _ENDS_IN_MARKER.search(text)
+        behind = answered.removeprefix(text)
+        if opened is None or behind == answered or not behind or _BEGINS_WITH_MARKER.match(behind):
+            return text
+        self.result_opening = opened[1]
+        return text[: opened.start()]
 
     def _cut(self, text: str, plain: str, tools: list[Message] | None) -> str | None:
         front, _, tail = plain.rpartition(_CONTENT)
         for lead in self._leads(front, tools):
             if text.startswith(lead):
-                rest = _behind_reasoning(text[len(lead) :], self._reasoning)
-                shown = _without_tail(rest, tail)
-                return None if _EARLIER in shown else shown
+                return _without_tail(_behind_reasoning(text[len(lead) :], self._reasoning), tail)
         return None
 
     def _leads(self, front: str, tools: list[Message] | None) -> Iterator[str]:

@@ -10,6 +10,7 @@ A message's calls are one text, of these pieces (any but the call itself may be 
     "tagged"      NAME between ARGUMENT ARGUMENT ...; an ARGUMENT is
                   argument_before KEY value_before VALUE argument_after, strings as they are, other values as JSON
     "keyword"     NAME(KEY=VALUE, KEY=VALUE), values as Python or JSON writes them
+    "braced"      NAME{KEY:VALUE,KEY:VALUE}, strings between two of the marker `quote` as they are, all else bare
     "channels"    {...}, the text of a message to "functions.NAME"; it has no pieces, see `ChannelFormat`
 
 Models are free with white space around the pieces, so nobody asks for what the template writes there.
@@ -41,11 +42,13 @@ class CallFormat:
     trigger            the marker that calls begin with; "" where they are known only by standing at the message's start
     parallel           whether a message may hold several
     arguments_as_text  whether the chat template takes the arguments of past calls as JSON text, not as an object
+    result_opening     the marker that a result begins with, where the template writes it even behind calls without one:
+                       the model ends its turn with it
     members            kind "json": all keys of a call in order; a key that is none of those named below has a fixed
                        value, in `constants`
     """
 
-    kind: Literal["json", "named_json", "tagged", "keyword", "channels"]
+    kind: Literal["json", "named_json", "tagged", "keyword", "braced", "channels"]
     trigger: str
     opening: str = ""
     before: str = ""
@@ -54,6 +57,7 @@ class CallFormat:
     closing: str = ""
     parallel: bool = False
     arguments_as_text: bool = False
+    result_opening: str = ""
     members: tuple[str, ...] = ()
     name_key: str = "name"
     arguments_key: str = "arguments"
@@ -63,6 +67,7 @@ class CallFormat:
     argument_before: str = ""
     value_before: str = ""
     argument_after: str = ""
+    quote: str = ""
 
 
 class ChannelFormat(NamedTuple):
@@ -107,9 +112,10 @@ class TurnFormat(NamedTuple):
     shows_tools  whether the template tells the model which tools there are
     replays      whether the content of a past message stands right behind what a generation prompt is, so that its own
                   tokens can take its place
-    preserves     whether the variable preserve_thinking makes the template show the reasoning of past turns
+    preserves    whether the variable preserve_thinking makes the template show the reasoning of past turns
     channels     how a turn is made of messages; None where it is one text
     shows_calls  False: the template leaves past calls out, so they go into the content; `calls` is known otherwise
+    results_need_calls  whether the template shows results only behind a message that has calls
     """
 
     calls: CallFormat | None
@@ -119,6 +125,7 @@ class TurnFormat(NamedTuple):
     preserves: bool = False
     channels: ChannelFormat | None = None
     shows_calls: bool = True
+    results_need_calls: bool = False
 
     def reasoning_after(self, prompt: str) -> Literal["opened", "possible", "closed"]:
         """Whether a prompt ends inside a reasoning block, or one may come first, or none."""

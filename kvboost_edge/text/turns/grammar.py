@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.errors import RequestError
+from kvboost_edge.text.turns.braced.grammar import BracedGrammar
 from kvboost_edge.text.turns.channels.grammar import channel_grammar
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.lark import FREE, JSON_SPACE, SPACE, Atom, Lark, Rule, SpecialId, escaped
@@ -168,7 +169,7 @@ class _Turn:
     def _call(self, number: int, tool: Tool) -> Rule:
         parts = {
             "json": self._json_call, "named_json": self._named_json_call, "tagged": self._tagged_call,
-            "keyword": self._keyword_call,
+            "keyword": self._keyword_call, "braced": self._braced_call,
         }  # fmt: skip
         after = self._lark.literal(self._format.after)
         inner = parts[self._format.kind](f"tool{number}", tool)
@@ -231,18 +232,25 @@ class _Turn:
                     "cannot write: no = ( ) , ' \" [ ] { } or end of a line in it, no space at its ends, and at most "
                     "256 characters; rename it"
                 )
-        first, more = lark.add(f"{name}_first_end", []), lark.add(f"{name}_more_end", [])
-        for number, (key, schema) in reversed(list(enumerate(members.items()))):
+        items: list[tuple[list[Atom], bool]] = []
+        for number, (key, schema) in enumerate(members.items()):
             value = lark.add(f"{name}_value{number}", *self._keyword_values(f"{name}_json{number}", schema, tool))
-            one: list[Atom] = [escaped(key), SPACE, "=", SPACE, value, SPACE]
-            missing: list[list[Atom]] = [] if key in required else [[]]
-            first = lark.add(f"{name}_first{number}", [*one, more], *([*way, first] for way in missing))
-            more = lark.add(f"{name}_more{number}", [",", SPACE, *one, more], *([*way, more] for way in missing))
+            items.append(([escaped(key), SPACE, "=", SPACE, value, SPACE], key in required))
+        first = lark.listed(name, items, [",", SPACE])
         if not members and tool.parameters.get("additionalProperties", True) is not False:
             value = lark.add(f"{name}_any", *self._keyword_values(f"{name}_any_json", {}, tool))
             lark.add(f"{name}_other", [",", SPACE, _KEY, SPACE, "=", SPACE, value, SPACE])
             first = lark.add(f"{name}_free", [_KEY, SPACE, "=", SPACE, value, SPACE, Rule(f"{name}_other*")], [])
         return [escaped(tool.name), r"\(", SPACE, first, r"\)"]
+
+    def _braced_call(self, name: str, tool: Tool) -> list[Atom]:
+        lark, quote = self._lark, self._format.quote
+
+        def string() -> Rule:
+            text = self._once("VALUE", lambda: lark.terminal("VALUE", FREE))
+            return self._once("string", lambda: lark.up_to("string", text, quote))
+
+        return [escaped(tool.name), BracedGrammar(lark, name, tool, quote, string).arguments()]
 
     def _keyword_values(self, name: str, schema: object, tool: Tool) -> list[list[Atom]]:
         """The ways to write a value: as JSON, or as Python does where that is another one."""

@@ -75,6 +75,15 @@ class Lark:
             ways.append([text, *atoms])
         return self.add(name, *ways)
 
+    def listed(self, name: str, items: Sequence[tuple[Sequence[Atom], bool]], comma: Sequence[Atom]) -> Rule:
+        """Items in order, with commas between them; each is (what it is, whether it must be there)."""
+        first, more = self.add(f"{name}_first_end", []), self.add(f"{name}_more_end", [])
+        for number, (one, required) in reversed(list(enumerate(items))):
+            missing: list[list[Atom]] = [] if required else [[]]
+            first = self.add(f"{name}_first{number}", [*one, more], *([*way, first] for way in missing))
+            more = self.add(f"{name}_more{number}", [*comma, *one, more], *([*way, more] for way in missing))
+        return first
+
     def json(self, name: str, schema: Mapping[str, Any]) -> Rule:
         """JSON that fits a schema."""
         self._lines.append(f"{name}: %json {json.dumps(json_schema(schema), ensure_ascii=False)}")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvboost_edge.text.turns.scanner import Scanner, Step
 
-__all__ = ["is_keyword", "keyword", "literal", "string", "string_inside"]
+__all__ = ["LONGEST", "bare", "is_keyword", "keyword", "literal", "named", "string", "string_inside"]
 
 _BEHIND_VALUE = frozenset(",)]}:")
 _SPACE = re.compile(r"\s*")
@@ -23,7 +23,8 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "/": "/", "\\
 _DIGITS = {"x": 2, "u": 4}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _MOST_DEPTH = 32
-_LONGEST = 256  # of a name, or a number
+LONGEST = 256
+"""Characters of a name, or a number."""
 
 
 def string_inside(text: str) -> str:
@@ -33,12 +34,12 @@ def string_inside(text: str) -> str:
 
 def keyword(scanner: Scanner) -> Step[str]:
     """A name, as far as it goes, and white space behind it; "" where there is none."""
-    return (yield from _bare(scanner, _NO_LETTER)).strip()
+    return (yield from bare(scanner, _NO_LETTER)).strip()
 
 
 def is_keyword(name: str) -> bool:
     """Whether `keyword` reads this name as it is."""
-    return bool(name) and name == name.strip() and len(name) <= _LONGEST and _NO_LETTER.search(name) is None
+    return bool(name) and name == name.strip() and len(name) <= LONGEST and _NO_LETTER.search(name) is None
 
 
 def string(scanner: Scanner, show: Callable[[str], None]) -> Step[bool]:
@@ -111,7 +112,7 @@ def literal(scanner: Scanner, depth: int = 0) -> Step[str | None]:
     opening = scanner.text[scanner.at]
     if opening in _CLOSING:
         return (yield from _nested(scanner, opening, depth))
-    return _named((yield from _bare(scanner, _BEHIND_BARE)))
+    return named((yield from bare(scanner, _BEHIND_BARE)))
 
 
 def _nested(scanner: Scanner, opening: str, depth: int) -> Step[str | None]:
@@ -143,20 +144,21 @@ def _member(scanner: Scanner, depth: int) -> Step[str | None]:
     return None if value is None else f"{key}: {value}"
 
 
-def _bare(scanner: Scanner, behind: re.Pattern[str]) -> Step[str]:
+def bare(scanner: Scanner, behind: re.Pattern[str]) -> Step[str]:
+    """The text up to what stands `behind` it; "" where it is too long."""
     start = scanner.at
-    while (found := behind.search(scanner.text, scanner.at)) is None and len(scanner.text) - start <= _LONGEST:
+    while (found := behind.search(scanner.text, scanner.at)) is None and len(scanner.text) - start <= LONGEST:
         scanner.at = len(scanner.text)
         yield from scanner.more()
     end = len(scanner.text) if found is None else found.start()
-    if end - start > _LONGEST:
+    if end - start > LONGEST:
         scanner.at = start
         return ""
     scanner.at = end
     return scanner.text[start:end]
 
 
-def _named(text: str) -> str | None:
+def named(text: str) -> str | None:
     """A number or a name as JSON; another word is a string."""
     if not text:
         return None

@@ -49,6 +49,9 @@ class TurnReader:
         self._codec, self._has_channels = tokenizer.codec, turn.format.channels is not None
         # Of special tokens only those show that are markers of this format.
         self._markers = tokenizer.special_ids_in(_literals(turn.format))
+        # It ends a turn with calls, and the next prompt has it in front of the result. Some files say it is text.
+        opening = "" if turn.format.calls is None else turn.format.calls.result_opening
+        self._ending = tokenizer.codec.token_id(opening) if opening else None
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         self._stops, self._stopped = StopChecker(tuple(stop)), False
         self._parser = TurnParser(turn.format, turn.tools, reasoning=turn.reasoning, calls=turn.calls)
@@ -60,7 +63,11 @@ class TurnReader:
 
     def push(self, token_id: int) -> list[Part]:
         """Take the next token; what is certain of its text, already added to the message."""
-        if self._stopped or not (self._codec.has_text(token_id, True) or token_id in self._markers):
+        if (
+            self._stopped
+            or token_id == self._ending
+            or not (self._codec.has_text(token_id, True) or token_id in self._markers)
+        ):
             return []
         self._ids.append(token_id)
         text, self._stopped = self._stops.push(self._detokenizer.push(token_id))

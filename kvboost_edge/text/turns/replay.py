@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat
 
 __all__ = [
-    "call_keys", "find_calls", "find_thought", "thought_key", "with_arguments", "with_marks", "with_thoughts",
+    "call_keys", "find_calls", "find_thought", "lifted", "thought_key", "with_arguments", "with_marks", "with_thoughts",
 ]  # fmt: skip
 
 _NO_TEXT = "\ud800"  # a lone surrogate: what is decoded, and what clients send, has none
@@ -51,18 +52,35 @@ def _said(function: Mapping[str, Any]) -> list[Any]:
 
 
 def with_marks(
-    messages: Sequence[dict[str, Any]], find: FindAnswer, mark: str
+    messages: Sequence[dict[str, Any]], find: FindAnswer, mark: str, *, in_calls: bool = False
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """The messages, with `mark` as the content of those with calls whose ids are kept, and these ids."""
+    """The messages, with `mark` as the content of those with calls whose ids are kept, and these ids. in_calls: the
+    marks are arguments of the calls instead, see `lifted`."""
     marked: list[dict[str, Any]] = []
     kept: list[list[int]] = []
     for message in messages:
         ids = find_calls(message, find) if message.get("role") == "assistant" else None
         if ids:
             kept.append(ids)
-            message = {**{name: item for name, item in message.items() if name != "tool_calls"}, "content": mark}
+            if in_calls:
+                calls = [_with_argument(call, mark) for call in message["tool_calls"]]
+                message = {**message, "content": "", "tool_calls": calls}
+            else:
+                message = {**{name: item for name, item in message.items() if name != "tool_calls"}, "content": mark}
         marked.append(message)
     return marked, kept
+
+
+def _with_argument(call: dict[str, Any], mark: str) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": {mark: mark}}}
+
+
+def lifted(text: str, mark: str, calls: CallFormat) -> str:
+    """A text with `mark` alone in the place of each message's calls, whose arguments it was; of the kind "braced"."""
+    before, after, between, last = map(re.escape, (calls.before, calls.after, calls.separator, calls.closing))
+    quote = re.escape(calls.quote)
+    one = rf"{before}[\w.-]+\{{{mark}:{quote}{mark}{quote}\}}{after}"
+    return re.sub(rf"{re.escape(calls.opening)}{one}(?:{between}{one})*{last}", mark, text)
 
 
 def thought_key(message: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-__all__ = ["ValueKind", "members_of", "resolved", "value_kind", "without_needless"]
+__all__ = ["ValueKind", "members_of", "resolved", "types_of", "value_kind", "without_needless"]
 
 ValueKind = Literal["string", "json", "either"]
 
@@ -20,7 +20,7 @@ _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list:
 
 def value_kind(schema: object, root: Schema) -> ValueKind:
     """Whether a value of a schema is always a string, never one, or either. References are into `root`."""
-    types = _types(schema, root)
+    types = types_of(schema, root)
     if types == {"string"}:
         return "string"
     return "json" if types and "string" not in types else "either"
@@ -76,7 +76,7 @@ def _pointed(root: object, reference: str) -> object:
     return value
 
 
-def _types(schema: object, root: Schema) -> set[str]:
+def types_of(schema: object, root: Schema) -> set[str]:
     """The types a value may have; empty: any. Each schema counts once, however often and in what circles it is referred
     to."""
     found: set[str] = set()

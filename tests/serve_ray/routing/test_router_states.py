@@ -37,7 +37,11 @@ def test_of_two_with_the_same_blocks_the_one_with_the_state_is_taken():
 
 stateful = st.lists(
     st.tuples(
-        *(st.sets(st.integers(1, 30), max_size=4) for _ in range(2)), st.booleans(), st.booleans(), st.integers(0, 300)
+        *(st.sets(st.integers(1, 30), max_size=4) for _ in range(2)),
+        st.booleans(),
+        st.booleans(),
+        st.integers(0, 300),
+        st.integers(0, 30),
     ),
     min_size=1,
     max_size=8,
@@ -46,11 +50,12 @@ stateful = st.lists(
 
 @given(stateful, st.sets(st.integers(1, 30), max_size=4), st.integers(1, 480))
 def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
-    """(states in the pool, states on the disk, has a disk, has the server, tokens queued) of each, and what the first
-    of them told of the server: all hold the prompt's blocks everywhere. The last token is always computed."""
+    """(states in the pool, states on the disk, has a disk, has the server, tokens queued, blocks in the pool) of each,
+    and what the first of them told of the server: tiers hold all of the prompt's blocks. Blocks in the pool are not
+    read again, and of the states the deepest alone, for as long as a block. The last token is always computed."""
     prompt = PromptChain.of(list(range(num_tokens)), ROOT, 16, has_states=True)
     router, last = router_of(len(figures)), (num_tokens - 1) // 16
-    held = [*prompt.keys, *prompt.disk.keys, *prompt.shared.keys]
+    in_tiers = [*prompt.disk.keys, *prompt.shared.keys]
 
     def deepest(ends: set[int]) -> int:
         return max((end for end in ends if end <= last), default=0)
@@ -59,8 +64,8 @@ def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
         return [prompt.states[place][end - 1] for end in ends if end <= len(prompt.keys)]
 
     sums = {}
-    for number, (pool, disk, has_disk, has_server, queued) in enumerate(figures):
-        told_here = [*held, *keys_of(pool, Place.POOL), *keys_of(disk, Place.DISK)]
+    for number, (pool, disk, has_disk, has_server, queued, held) in enumerate(figures):
+        told_here = [*prompt.keys[:held], *in_tiers, *keys_of(pool, Place.POOL), *keys_of(disk, Place.DISK)]
         told_here += keys_of(on_server, Place.SHARED) if number == 0 else []
         router.take_events(f"r{number}", told(told_here), 0.0)
         speeds = {"disk_token_seconds": DISK * has_disk, "shared_token_seconds": SERVER * has_server}
@@ -68,14 +73,42 @@ def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
         in_pool = deepest(pool)
         disk_end = max(in_pool, deepest(disk)) if has_disk else in_pool
         end = max(disk_end, deepest(on_server)) if has_server else disk_end
-        reading = 16 * ((disk_end - in_pool) * DISK + (end - disk_end) * SERVER)
+        there = min(max(in_pool, held), end)  # what is held behind the state that is read is computed again
+        from_disk, from_server = max(0, disk_end - there), end - max(there, disk_end)
+        if end > disk_end:
+            from_server += 1
+        elif end > in_pool:
+            from_disk += 1
+        reading = 16 * (from_disk * DISK + from_server * SERVER)
         missing = num_tokens - 16 * end
-        sums[f"r{number}"] = 16 * in_pool, missing, max(queued * SPEED, reading) + missing * SPEED, 16 * (end - in_pool)
+        seconds = max(queued * SPEED, reading) + missing * SPEED
+        sums[f"r{number}"] = (16 * in_pool, missing, 16 * (end - in_pool), 16 * (there - in_pool)), seconds
     for choice in router.choose(prompt, 0.0, count=len(figures)):
-        matched, missing, seconds, restored = sums[choice.replica_id]
-        assert (choice.matched_tokens, choice.missing_tokens, choice.restored_tokens) == (matched, missing, restored)
+        tokens, seconds = sums[choice.replica_id]
+        assert (
+            choice.matched_tokens, choice.missing_tokens, choice.restored_tokens, choice.present_tokens
+        ) == tokens  # fmt: skip
         assert choice.expected_seconds == pytest.approx(seconds)
     router.check()
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_blocks_behind_which_a_state_is_read_take_no_room(has_blocks):
+    """30 blocks in the pool and their state on the disk: the prompt needs one block more, and of 40 free ones it
+    leaves enough for the next one. Without them it needs 31: 5 are too few, and of 40 too few are left."""
+    prompt = PromptChain.of(list(range(16 * 30 + 1)), ROOT, 16, has_states=True)
+    router = router_of(1)
+    keys = [*prompt.disk.keys, prompt.states[Place.DISK][29], *(prompt.keys if has_blocks else ())]
+    router.take_events("r0", told(keys), 0.0)
+    figures = {"disk_token_seconds": DISK, "num_running": 1, "answer_seconds": 50.0, "free_blocks": 5}
+    router.take_report("r0", report(1, **figures), 0.0)
+    assert (router.choose(prompt, 0.0)[0].expected_seconds < 50.0) == has_blocks
+    router.take_report("r0", report(2, **{**figures, "free_blocks": 40}), 0.0)
+    choice = router.choose(prompt, 0.0)[0]
+    assert (choice.restored_tokens, choice.present_tokens) == (480, 480 * has_blocks)
+    router.note_routed(choice, prompt, 0.0)
+    other = PromptChain.of(list(range(900, 1400)), ROOT, 16, has_states=True)
+    assert (router.choose(other, 0.0)[0].expected_seconds < 50.0) == has_blocks
 
 
 def test_a_state_on_the_server_counts_when_its_first_blocks_are_no_longer_told_of():

@@ -48,6 +48,15 @@ CALLS: dict[str, dict[str, Any]] = {
         "kind": "keyword", "trigger": "<|tool_call_start|>", "opening": "<|tool_call_start|>[", "separator": ", ",
         "closing": "]<|tool_call_end|>", "parallel": True,
     },
+    "gemma4": {
+        "kind": "braced", "trigger": "<|tool_call>", "opening": "", "before": "<|tool_call>call:", "separator": "",
+        "after": "<tool_call|>", "closing": "", "quote": '<|"|>', "parallel": True, "arguments_as_text": False,
+        "result_opening": "<|tool_response>",
+    },
+    "escaped": {
+        "kind": "braced", "before": "<start_function_call>call:", "after": "<end_function_call>", "quote": "<escape>",
+        "result_opening": "",
+    },
     "lfm2-unshown": {
         "kind": "keyword", "trigger": "<|tool_call_start|>", "opening": "<|tool_call_start|>[", "separator": ", ",
         "closing": "]<|tool_call_end|>", "parallel": True,
@@ -78,6 +87,7 @@ def test_reasoning_is_read_from_the_template(name: str) -> None:
         "switched": THINK,
         "channels": analysis,
         "qwen3.5": THINK,
+        "gemma4": ReasoningFormat("<|channel>thought", "<channel|>"),
     }
     assert format_of(name).reasoning == wanted.get(name)
 
@@ -133,3 +143,18 @@ def test_a_template_may_show_past_reasoning_if_a_variable_says_so(shown: str, pr
         "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
     )
     assert turn_format(ChatTemplate(source, model_name="x", variables={}).render).preserves == preserves
+
+
+def test_a_prompt_may_close_a_block_of_mirrored_markers() -> None:
+    source = (
+        "{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>{% endfor %}"
+        "{% if add_generation_prompt %}<|turn>assistant\n"
+        "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}"
+    )
+    made = ChatTemplate(source, model_name="made", variables={})
+    found, asked = turn_format(made.render), [{"role": "user", "content": "q"}]
+    assert found.reasoning == ("<|channel>thought", "<channel|>")
+    assert found.replays
+    assert found.reasoning_after(made.render(asked)) == "closed"
+    assert found.reasoning_after(made.render(asked, variables={"enable_thinking": True})) == "possible"
+    assert found.reasoning_after("<|turn>assistant\n<|channel>thought\n") == "opened"

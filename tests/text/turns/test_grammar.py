@@ -193,7 +193,9 @@ def test_reasoning_stands_in_front(name: str, markers: bool) -> None:
 def test_noise_under_a_grammar_parses_into_calls_that_fit(name: str, markers: bool, reasoning: str) -> None:
     format = format_of(name)
     words, schemas = vocabulary(markers), {tool.name: tool.parameters for tool in TOOLS}
-    wanted = [piece for piece in ('"', format.calls.argument_after if format.calls else "", "</think>") if piece]
+    assert format.calls is not None
+    end = "</think>" if format.reasoning is None else format.reasoning.end
+    wanted = [piece for piece in ('"', format.calls.argument_after, format.calls.quote, end) if piece]
     ended = 0
     for seed in range(8):
         text, whole = words.sample(grammar(name, markers, reasoning=reasoning), seed, wanted)

@@ -238,7 +238,8 @@ def test_an_error_behind_the_beginning_of_a_stream_is_an_event(
         raise ApiError(503, "gone", code="shutting_down")
 
     monkeypatch.setattr("kvboost_edge.server.api.dialects.anthropic.writer.AnthropicWriter.closed", fail)
-    body = {"messages": ASK, "max_tokens": 3, "stream": True}
+    # So many that the beginning is sent before the end is made, however late the loop comes to it.
+    body = {"messages": ASK, "max_tokens": 100, "stream": True}
     with live_server.connect() as sock:
         sock.sendall(live_server.request_bytes(PATH, body, "Connection: close"))
         answer = raw_answer(sock)

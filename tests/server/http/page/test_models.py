@@ -175,3 +175,4 @@ def test_a_model_is_loaded_by_the_first_message_to_it(visiting, demo_engine, tin
         choice.select_option(value=SMALL)
         expect(page.locator("#pool-size")).to_contain_text(f"{demo_engine.paged_stats()['num_blocks']} blocks")
         assert other.loads == 1
+        page.context.close()  # before the server, at which it looks as long as it is there

@@ -1,0 +1,224 @@
+"""The grammar of arguments between braces: what a schema allows, strings between markers and everything else bare."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from kvboost_edge.errors import RequestError
+from kvboost_edge.text.turns.braced.reader import is_braced_key
+from kvboost_edge.text.turns.formats import Tool
+from kvboost_edge.text.turns.lark import Atom, Lark, Rule, escaped
+from kvboost_edge.text.turns.schemas import members_of, resolved, types_of, without_needless
+
+__all__ = ["BracedGrammar"]
+
+_KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
+_TYPES = ("string", "number", "boolean", "null", "array", "object")
+_OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# What a schema may ask for, beside annotations and what only strings have to fit.
+_NOT_HELD = frozenset(
+    {
+        *("not", "if", "then", "else", "patternProperties", "propertyNames", "minProperties", "maxProperties"),
+        *("uniqueItems", "contains", "minContains", "maxContains", "prefixItems", "additionalItems"),
+        *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"),
+        *("$dynamicRef", "$recursiveRef"),
+    }
+)
+_SHAPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("properties", "$defs", "definitions"), (Mapping,)),
+    **dict.fromkeys(("required", "enum", "anyOf", "oneOf", "allOf"), (list,)),
+    **dict.fromkeys(("items", "additionalProperties"), (Mapping, bool)),
+    **dict.fromkeys(("minItems", "maxItems"), (int,)),
+    "type": (str, list),
+    "$ref": (str,),
+}
+_BESIDE_BRANCHES = frozenset({"type", "properties", "required", "additionalProperties", "items", *_OF_NUMBERS})
+_BESIDE_REFERENCES = _BESIDE_BRANCHES | _NOT_HELD | {"enum", "const", "anyOf", "oneOf", "allOf", "minItems", "maxItems"}
+_ANY: dict[str, Any] = {}
+_MOST_DEPTH = 128
+
+
+class BracedGrammar:
+    """The rules of one tool's arguments; schemas that are referred to have one rule each, so they may be recursive."""
+
+    def __init__(self, lark: Lark, name: str, tool: Tool, quote: str, string: Callable[[], Rule]) -> None:
+        """string: the rule of any text and the marker behind it."""
+        self._lark, self._name, self._tool, self._quote, self._string = lark, name, tool, quote, string
+        self._root: dict[str, Any] = {**without_needless(tool.parameters), "type": "object"}
+        self._rules: dict[int, Rule] = {}
+        self._depth = 0
+
+    def arguments(self) -> Rule:
+        return self._value(self._root)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RequestError(
+            f"the parameters of tool {self._tool.name!r} cannot be enforced in the model's way of calls, "
+            f"NAME{{KEY:VALUE}}: {what}"
+        )
+
+    def _value(self, schema: object) -> Rule:
+        if schema is True or schema == {}:
+            schema = _ANY
+        if not isinstance(schema, Mapping):
+            self._refuse(f"{json.dumps(schema)} allows no value")
+        self._check_words(schema)
+        found = resolved(schema, self._root)
+        if "$ref" in schema:
+            if not found:
+                self._refuse(f"nothing is known of $ref {schema['$ref']!r}")
+            if beside := sorted(_BESIDE_REFERENCES & {*schema}):
+                self._refuse(f"'$ref' is not held there beside {', '.join(map(repr, beside))}")
+            self._check_words(found)
+        if id(found) not in self._rules:
+            rule = self._rules[id(found)] = Rule(f"{self._name}_value{len(self._rules)}")
+            self._depth += 1
+            if self._depth > _MOST_DEPTH:
+                self._refuse(f"it is nested deeper than {_MOST_DEPTH} levels")
+            self._lark.add(rule.name, *self._ways(rule.name, found))
+            self._depth -= 1
+        return self._rules[id(found)]
+
+    def _check_words(self, schema: Mapping[str, Any]) -> None:
+        """RequestError where a word of the schema is none, or one that is not held."""
+        for key, kinds in _SHAPES.items():
+            if key in schema and not isinstance(schema[key], kinds):
+                self._refuse(f"{key!r} cannot be {json.dumps(schema[key])[:80]}")
+        for key in sorted(_NOT_HELD & {*schema}):
+            if schema[key] is not False or key in ("not", "if"):
+                self._refuse(f"{key!r} is not held there")
+
+    def _ways(self, name: str, schema: Mapping[str, Any]) -> list[list[Atom]]:
+        own = schema.get("type", _TYPES)
+        types = [own] if isinstance(own, str) else list(own)
+        if "const" in schema or "enum" in schema:
+            choices = [schema["const"]] if "const" in schema else schema["enum"]
+            ways = [self._written(one) for one in choices if _is_of(one, types)]
+        elif (branches := self._branches(schema)) is not None:
+            ways = [[self._value(one)] for one in branches]
+        else:
+            ways = [list(way) for kind in types for way in self._of_type(name, kind, schema)]
+        if not ways:
+            self._refuse(f"{json.dumps(schema)[:80]} allows no value")
+        return ways
+
+    def _branches(self, schema: Mapping[str, Any]) -> list[Any] | None:
+        """The schemas one of which is to be fitted; None where it is this one."""
+        key = next((key for key in ("anyOf", "oneOf", "allOf") if key in schema), None)
+        if key is None:
+            return None
+        beside = sorted(_BESIDE_BRANCHES & {*schema})
+        beside += [other for other in ("anyOf", "oneOf", "allOf") if other in schema and other != key]
+        if beside:
+            self._refuse(f"{key!r} is not held there beside {', '.join(map(repr, beside))}")
+        if key == "allOf" and len(schema[key]) > 1:
+            self._refuse("'allOf' of several schemas is not held there")
+        if key == "oneOf" and not all(self._are_apart(*two) for two in itertools.combinations(schema[key], 2)):
+            self._refuse("'oneOf' is held only where types or a constant tell its schemas apart")
+        return list(schema[key])
+
+    def _are_apart(self, one: object, other: object) -> bool:
+        """Whether types, or values of a member that both must have, show that nothing fits both."""
+        types = [types_of(schema, self._root) for schema in (one, other)]
+        if all(types):
+            kinds = [{"number" if type_ == "integer" else type_ for type_ in found} for found in types]
+            if not kinds[0] & kinds[1]:
+                return True
+        (left, left_names), (right, right_names) = (
+            members_of(resolved(schema, self._root)) if isinstance(schema, Mapping) else ({}, set())
+            for schema in (one, other)
+        )
+        both = left_names & right_names
+        return types == [{"object"}] * 2 and any(
+            "const" in left[key] and "const" in right[key] and left[key]["const"] != right[key]["const"] for key in both
+        )
+
+    def _of_type(self, name: str, kind: str, schema: Mapping[str, Any]) -> Iterator[list[Atom]]:
+        if kind in ("integer", "number"):
+            bounds = {key: schema[key] for key in _OF_NUMBERS if key in schema}
+            yield [self._lark.json(f"{name}_{kind}", {"type": kind, **bounds})]
+        elif kind == "object":
+            yield from self._object(name, schema)
+        elif kind == "array":
+            yield from self._array(name, schema)
+        elif kind == "string":
+            yield [*self._lark.literal(self._quote), self._string()]
+        elif kind in ("boolean", "null"):
+            yield ["(true|false)" if kind == "boolean" else "null"]
+        else:
+            self._refuse(f"type {kind!r} is not known")
+
+    def _object(self, name: str, schema: Mapping[str, Any]) -> Iterator[list[Atom]]:
+        """Members in the schema's order, or in that of their names, as templates sort them; optional ones left out or
+        not. Without members, any, if there may be others."""
+        members, required = members_of(schema)
+        for key in members:
+            self._check_key(key)
+        others = schema.get("additionalProperties", True)
+        if not members:
+            yield [r"\{\}"]
+            if others is not False:
+                one: list[Atom] = [f"{_KEY}:", self._value(others)]
+                self._lark.add(f"{name}_other", [",", *one])
+                yield [r"\{", *one, Rule(f"{name}_other*"), r"\}"]
+            return
+        written = {key: self._member(key, one) for key, one in members.items()}
+        orders = [list(members), sorted(members, key=str.lower)]
+        for number, order in enumerate(orders[: 1 + (orders[0] != orders[1])]):
+            items = [(written[key], key in required) for key in order]
+            yield [r"\{", self._lark.listed(f"{name}_order{number}", items, [","]), r"\}"]
+
+    def _member(self, key: str, schema: object) -> list[Atom]:
+        return [f"{escaped(key)}:", self._value(schema)]
+
+    def _array(self, name: str, schema: Mapping[str, Any]) -> Iterator[list[Atom]]:
+        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        if least == 0:
+            yield [r"\[\]"]
+        if most is not None and int(most) < max(least, 1):
+            if least > int(most):
+                self._refuse(f"minItems {least} is more than maxItems {most}")
+            return
+        item = self._value(schema.get("items", True))
+        if most is not None and int(most) == 1:
+            yield [r"\[", item, r"\]"]
+            return
+        self._lark.add(f"{name}_next", [",", item])
+        more = f"{{{max(least - 1, 0)},{'' if most is None else int(most) - 1}}}"
+        yield [r"\[", item, Rule(f"{name}_next{more}"), r"\]"]
+
+    def _check_key(self, key: str) -> None:
+        if not is_braced_key(key, self._quote):
+            self._refuse(
+                f"the property {key!r} cannot be written: no : , {{ }} [ ] {self._quote[0]} or end of a line in it, no "
+                "space at its ends, and at most 256 characters; rename it"
+            )
+
+    def _written(self, value: Any) -> list[Atom]:
+        """This value alone."""
+        if isinstance(value, str):
+            if self._quote in value:
+                self._refuse(f"the value {value!r} holds {self._quote}, which ends a string")
+            quote = self._lark.literal(self._quote)
+            return [atom for atom in (*quote, escaped(value), *quote) if atom != ""]
+        if isinstance(value, Mapping):
+            for key in value:
+                self._check_key(key)
+            items = [[f"{escaped(key)}:", *self._written(one)] for key, one in value.items()]
+            return [r"\{", *_with_commas(items), r"\}"]
+        if isinstance(value, list):
+            return [r"\[", *_with_commas([self._written(one) for one in value]), r"\]"]
+        return [escaped(json.dumps(value))]
+
+
+def _is_of(value: object, types: list[Any]) -> bool:
+    """Whether a value is of one of these types."""
+    own = types_of({"const": value}, {})
+    return bool(own & {*types}) or (own == {"integer"} and "number" in types)
+
+
+def _with_commas(items: list[list[Atom]]) -> list[Atom]:
+    return [atom for number, item in enumerate(items) for atom in ([",", *item] if number else item)]

@@ -1,0 +1,274 @@
+"""What a grammar lets a model write between braces: values that fit the tool's schema, strings as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+import kvboost_edge
+from kvboost_edge.errors import RequestError
+from kvboost_edge.text.codec import FastCodec
+from kvboost_edge.text.turns.braced.grammar import _NOT_HELD, _SHAPES
+from kvboost_edge.text.turns.formats import Tool
+from kvboost_edge.text.turns.grammar import calls_grammar
+from kvboost_edge.text.turns.parser import CallArguments, CallStart, TurnParser
+from turn_families import MARKERS, format_of, written
+
+DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
+EITHER = pytest.mark.parametrize("markers", [False, True], ids=["as text", "as special tokens"])
+END = "<|end|>"
+
+
+@functools.cache
+def vocabulary(markers: bool) -> tuple[FastCodec, LLTokenizer, int]:
+    raw = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    if markers:
+        raw.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in MARKERS])
+    codec = FastCodec(raw)
+    end = raw.token_to_id(END)
+    return codec, LLTokenizer(codec.to_json(), n_vocab=codec.vocab_size, eos_token=[end]), end
+
+
+def grammar(schema: dict[str, Any], markers: bool) -> str:
+    codec, _, _ = vocabulary(markers)
+    return calls_grammar(
+        format_of("gemma4"), [Tool("f", schema)], choice="required", parallel=False, reasoning="closed",
+        special_id=codec.marker_id,
+    )  # fmt: skip
+
+
+def matcher(schema: dict[str, Any], markers: bool) -> LLMatcher:
+    text = grammar(schema, markers)
+    made = LLMatcher(vocabulary(markers)[1], LLMatcher.grammar_from_lark(text), log_level=0)
+    assert not made.is_error(), made.get_error() + text
+    return made
+
+
+def takes(schema: dict[str, Any], text: str, markers: bool) -> bool:
+    ids, made = vocabulary(markers)[0].encode(text, False), matcher(schema, markers)
+    return made.try_consume_tokens(ids) == len(ids) and made.is_accepting()
+
+
+def shaped(properties: dict[str, Any], *required: str, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), **more}
+
+
+POINT = shaped({"x": {"type": "integer", "minimum": -9, "maximum": 9}}, "x", additionalProperties=False)
+TREE = {
+    **shaped({"root": {"$ref": "#/$defs/node"}}, "root", additionalProperties=False),
+    "$defs": {
+        "node": shaped(
+            {"name": {"type": "string"}, "children": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+            "name", additionalProperties=False,
+        )
+    },
+}  # fmt: skip
+UNIONS = shaped(
+    {
+        "a": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "b": {"type": ["integer", "boolean"], "maximum": 5},
+        "c": {"oneOf": [shaped({"kind": {"const": kind}}, "kind", additionalProperties=False) for kind in "xy"]},
+        "d": {"allOf": [{"$ref": "#/$defs/choice"}]},
+    },
+    "a", additionalProperties=False, **{"$defs": {"choice": {"enum": ["}", 1, None, [True], {"k": "v"}]}}},
+)  # fmt: skip
+LISTS = shaped(
+    {
+        "two": {"type": "array", "items": POINT, "minItems": 2, "maxItems": 3},
+        "few": {"type": "array", "items": {"type": "boolean"}, "maxItems": 1},
+        "none": {"type": "array", "maxItems": 0},
+        "some": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    },
+    additionalProperties=False,
+)
+OTHERS = shaped({"map": {"type": "object", "additionalProperties": {"type": "number"}}, "any": {}}, "any")
+SCHEMAS = {"point": POINT, "tree": TREE, "unions": UNIONS, "lists": LISTS, "others": OTHERS, "free": {}}
+
+TAKEN: list[tuple[str, dict[str, Any]]] = [
+    ("point", {"x": -9}),
+    ("tree", {"root": {"name": "a}", "children": [{"name": "b"}, {"name": "", "children": []}]}}),
+    ("unions", {"a": None}),
+    ("unions", {"a": "it's, {b:1}", "b": 5, "c": {"kind": "y"}, "d": "}"}),
+    ("unions", {"a": "", "b": True, "d": {"k": "v"}}),
+    ("lists", {}),
+    ("lists", {"two": [{"x": 1}, {"x": 2}], "few": [], "none": [], "some": ["a", "b", "c", "d"]}),
+    ("others", {"any": [1, {"a": [None, "x"]}], "map": {"a": 1.5, "b": -2}}),
+    ("free", {}),
+    ("free", {"a": {"b": [1, [], {}]}, "c": "\n"}),
+]
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("point", {}),
+    ("point", {"x": 10}),
+    ("point", {"x": "1"}),
+    ("point", {"x": 1, "y": 1}),
+    ("tree", {"root": {"children": []}}),
+    ("tree", {"root": {"name": "a", "children": [{"name": 1}]}}),
+    ("unions", {"a": 1}),
+    ("unions", {"a": None, "b": 6}),
+    ("unions", {"a": None, "c": {"kind": "z"}}),
+    ("unions", {"a": None, "d": "1"}),
+    ("unions", {"b": 1}),
+    ("lists", {"two": [{"x": 1}]}),
+    ("lists", {"two": [{"x": 1}] * 4}),
+    ("lists", {"few": [True, True]}),
+    ("lists", {"none": [1]}),
+    ("lists", {"some": []}),
+    ("others", {"any": 1, "map": {"a": "b"}}),
+]
+
+
+@EITHER
+@pytest.mark.parametrize(("name", "arguments"), TAKEN)
+def test_what_fits_is_taken(name: str, arguments: dict[str, Any], markers: bool) -> None:
+    assert takes(SCHEMAS[name], written("gemma4", [("f", arguments)]), markers)
+
+
+@EITHER
+@pytest.mark.parametrize(("name", "arguments"), REFUSED)
+def test_what_does_not_fit_is_not(name: str, arguments: dict[str, Any], markers: bool) -> None:
+    assert not takes(SCHEMAS[name], written("gemma4", [("f", arguments)]), markers)
+
+
+@EITHER
+def test_members_stand_in_the_schemas_order_or_by_name(markers: bool) -> None:
+    schema = shaped({"b": {"type": "null"}, "A": {"type": "null"}, "c": {"type": "null"}}, "b")
+    for inner in ("b:null,A:null,c:null", "A:null,b:null,c:null", "b:null", "b:null,c:null", "A:null,b:null"):
+        assert takes(schema, f"<|tool_call>call:f{{{inner}}}<tool_call|>", markers), inner
+    for inner in ("c:null,b:null", "A:null", "b:null,b:null", "b:null,", ",b:null", "", "b: null"):
+        assert not takes(schema, f"<|tool_call>call:f{{{inner}}}<tool_call|>", markers), inner
+
+
+def sampled(schema: dict[str, Any], markers: bool, seed: int, most: int = 200) -> str | None:
+    """Noise that fits, ends and brackets first; None where it did not end."""
+    codec, _, end = vocabulary(markers)
+    made, choose = matcher(schema, markers), random.Random(seed)
+    ids: list[int] = []
+    wanted = ["<tool_call|>", '<|"|>', "}", "]", "1", ",", "x"]
+    while len(ids) < most and not made.is_stopped():
+        text = codec.encode(choose.choice(wanted), False)
+        if choose.random() < 0.6 and made.validate_tokens(text) == len(text):
+            step = text
+        else:
+            bits = int.from_bytes(made.compute_bitmask(), "little")
+            allowed = [i for i in range(codec.vocab_size) if bits >> i & 1]
+            step = [end if end in allowed else choose.choice(allowed)]
+        if step == [end]:
+            return codec.decode(ids, False)
+        assert made.consume_tokens(step), made.get_error()
+        ids += step
+    return codec.decode(ids, False) if made.is_stopped() else None
+
+
+@EITHER
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_noise_under_a_grammar_is_read_back_and_fits(name: str, markers: bool) -> None:
+    ended = 0
+    for seed in range(10):
+        text = sampled(SCHEMAS[name], markers, seed)
+        if text is None:
+            continue
+        ended += 1
+        parser = TurnParser(format_of("gemma4"), [Tool("f", SCHEMAS[name])], reasoning="closed", calls=True)
+        start, arguments = [*parser.push(text), *parser.close()]
+        assert start == CallStart(0, "f")
+        assert isinstance(arguments, CallArguments)
+        read = json.loads(arguments.text, parse_float=lambda text: min(float(text), 1e300))  # 1e999 is a number, too
+        jsonschema_rs.validate(SCHEMAS[name], read)
+    assert ended >= 3
+
+
+WRONG: Sequence[tuple[object, str]] = [
+    ({"not": {}}, "'not'"),
+    ({"type": "array", "prefixItems": [{}]}, "'prefixItems'"),
+    ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
+    ({"type": "object", "patternProperties": {"a": {}}}, "'patternProperties'"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf'"),
+    ({"oneOf": [{"type": "string"}, {}]}, "'oneOf'"),
+    ({"anyOf": [{"type": "string"}], "type": "string"}, "'anyOf'"),
+    ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "'allOf'"),
+    ({"enum": ['a<|"|>b']}, "ends a string"),
+    ({"properties": {"a:b": {}}}, "'a:b'"),
+    ({"properties": {"a{": {}}}, "'a{'"),
+    ({"$ref": "#/$defs/none"}, "#/$defs/none"),
+    ({"type": "text"}, "'text'"),
+    (False, "no value"),
+    ({"enum": []}, "no value"),
+    ({"type": "string", "enum": [1, None]}, "no value"),
+    ({"enum": 1}, "'enum' cannot be 1"),
+    ({"type": 5}, "'type' cannot be 5"),
+    ({"type": [["string"]]}, "is not known"),
+    ({"type": "array", "minItems": "2"}, "'minItems' cannot be"),
+    ({"type": "array", "minItems": 2, "maxItems": 1}, "minItems 2"),
+    ({"$ref": "#/$defs/none", "type": "string"}, "#/$defs/none"),
+    ({"$ref": "#", "minimum": 1}, "'$ref' is not held there beside 'minimum'"),
+]
+
+
+@pytest.mark.parametrize(("schema", "word"), WRONG)
+def test_what_cannot_be_held_is_refused_by_name(schema: object, word: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        grammar(shaped({"a": schema}), False)
+    assert word in str(refused.value)
+    assert "'f'" in str(refused.value)
+
+
+WORDS = st.sampled_from(
+    [*_SHAPES, *_NOT_HELD, "const", "minimum", "maximum", "multipleOf", "pattern", "minLength", "a", "b"]
+)
+SCHEMA_PARTS = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 5) | st.floats(-9, 9)
+    | st.sampled_from(["string", "object", "array", "integer", "null", "number", "#", "#/$defs/a", "a", "", ":"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(WORDS, SCHEMA_PARTS, max_size=4), st.integers(0, 99))
+def test_any_object_is_a_schema_or_is_refused(part: dict[str, Any], seed: int) -> None:
+    """And what is written under one that is held fits it."""
+    schema = shaped({"a": part}, "a")
+    try:
+        text = grammar(schema, True)
+    except RequestError:
+        return
+    made = LLMatcher(vocabulary(True)[1], LLMatcher.grammar_from_lark(text), log_level=0)
+    if made.is_error():
+        assert "lark" not in made.get_error().lower() or "json" in made.get_error().lower(), made.get_error()
+        return
+    told = sampled(schema, True, seed)
+    if told is None:
+        return
+    parser = TurnParser(format_of("gemma4"), [Tool("f", schema)], reasoning="closed", calls=True)
+    _, arguments = [*parser.push(told), *parser.close()]
+    assert isinstance(arguments, CallArguments)
+    not_held = {"pattern", "minLength"}
+    checked = json.loads(
+        json.dumps(schema), object_hook=lambda one: {k: v for k, v in one.items() if k not in not_held}
+    )
+    with contextlib.suppress(jsonschema_rs.ValidationError):  # what is no schema has nothing to fit
+        validator = jsonschema_rs.validator_for(checked)
+        assert validator.is_valid(json.loads(arguments.text)), (schema, arguments.text)
+
+
+def test_a_schema_of_any_depth_is_refused_or_held() -> None:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(100):
+        schema = {"type": "array", "items": schema}
+    assert takes(shaped({"a": schema}), f"<|tool_call>call:f{{a:{'[' * 100}null{']' * 100}}}<tool_call|>", True)
+    for _ in range(2000):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(RequestError, match="nested deeper"):
+        grammar(shaped({"a": schema}), True)

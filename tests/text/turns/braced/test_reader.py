@@ -1,0 +1,183 @@
+"""Calls between braces are read as they come: any string, any depth, any cut."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost_edge.text.turns.formats import Tool
+from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, TurnParser, folded
+from turn_families import format_of, written
+
+ANY = [Tool("f", {}), Tool("find", {"type": "object", "properties": {"text": {"type": "string"}}})]
+QUOTES = {"gemma4": '<|"|>', "escaped": "<escape>"}
+EACH = pytest.mark.parametrize("name", QUOTES)
+DEEP = 300
+
+
+def parts_of(name: str, *texts: str) -> list[Part]:
+    parser = TurnParser(format_of(name), ANY, reasoning="closed", calls=True)
+    parts = [part for text in texts for part in parser.push(text)]
+    return folded([*parts, *parser.close()])
+
+
+def arguments_of(parts: list[Part]) -> list[Any]:
+    return [json.loads(part.text) for part in parts if isinstance(part, CallArguments)]
+
+
+def deep(levels: int) -> dict[str, Any]:
+    value: Any = "}"
+    for level in range(levels):
+        value = {"k": value} if level % 2 else [value, level]
+    return {"a": value}
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {},
+    {"a": ""},
+    {"a": "}"},
+    {"a": "},b:1}<tool_call|", "b": "<|tool_call>call:f{a:1}<tool_call|>"},
+    {"a": '<|"|', "b": "<escape", "c": '"\\"\n\t\x00\x7f', "d": "<|\"|<|tool_response>response:f{"},
+    {"a": "Zürich 🙂 \u2028  line", "größe": "x", "two words": "y"},
+    {"a": [], "b": {}, "c": [{}, []], "d": [[1], [True, None, -1.5e-7]]},
+    {"a": "true", "b": "12", "c": " null ", "d": True, "e": False, "f": None, "g": 12345678901234567890},
+    deep(32),
+    deep(33),
+]  # fmt: skip
+
+
+@EACH
+@pytest.mark.parametrize("arguments", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_arguments_come_back_from_every_cut(name: str, arguments: dict[str, Any]) -> None:
+    text = f"So: {written(name, [('f', arguments), ('f', {'z': 1})])} And."
+    whole = parts_of(name, text)
+    assert [part for part in whole if isinstance(part, Content)] == [Content("So:"), Content("And.")]
+    assert arguments_of(whole) == [arguments, {"z": 1}]
+    for at in range(len(text) + 1):
+        assert parts_of(name, text[:at], text[at:]) == whole
+    assert parts_of(name, *text) == whole, "character by character"
+
+
+@EACH
+def test_depth_costs_no_stack(name: str) -> None:
+    """Deeper than any template writes."""
+    quote = QUOTES[name]
+    calls = format_of(name).calls
+    assert calls is not None
+    text = f"{calls.before}f{{a:{'[' * DEEP}{quote}x{quote}{']' * DEEP}}}{calls.after}"
+    (arguments,) = arguments_of(parts_of(name, text))
+    assert json.dumps(arguments["a"]) == "[" * DEEP + '"x"' + "]" * DEEP
+    assert parts_of(name, *text) == parts_of(name, text)
+    long = f"{calls.before}f{{a:{'[' * 200_000}"
+    assert arguments_count(parts_of(name, long)) == 200_000
+
+
+def arguments_count(parts: list[Part]) -> int:
+    return sum(part.text.count("[") for part in parts if isinstance(part, CallArguments))
+
+
+KEYS = st.text(st.characters(exclude_characters=':,{}[]\n<"', exclude_categories=("C", "Z")), min_size=1, max_size=9)
+NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+
+
+def values(quote: str) -> st.SearchStrategy[Any]:
+    letters = st.one_of(st.text(), st.text(st.sampled_from([*quote, *"{}[],:\\ \n", "a"])))
+    # A marker may end only where the string does.
+    texts = letters.filter(lambda text: (text + quote).index(quote) == len(text))
+    leaves = st.one_of(texts, NUMBERS, st.booleans(), st.none())
+    return st.recursive(leaves, lambda one: st.lists(one) | st.dictionaries(KEYS, one), max_leaves=9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_what_a_template_writes_is_read_back(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([*QUOTES]))
+    arguments = data.draw(st.dictionaries(KEYS, values(QUOTES[name]), max_size=4))
+    text = written(name, [("f", arguments)])
+    whole = parts_of(name, text)
+    assert arguments_of(whole) == [arguments]
+    assert len(whole) == 2
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=9)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parts_of(name, *pieces) == whole
+
+
+def call(inner: str, end: str = "<tool_call|>") -> str:
+    return f"<|tool_call>call:f{{{inner}{end}"
+
+
+@pytest.mark.parametrize(
+    ("inner", "wanted"),
+    [
+        (" a : 1 , b : [ 1 , 2 , ] , }", {"a": 1, "b": [1, 2]}),
+        ("\na:\n{\n}\n}", {"a": {}}),
+        ("a:True,b:None,c:False}", {"a": True, "b": None, "c": False}),
+        ("a:New York,b:NaN}", {"a": "New York", "b": "NaN"}),
+        ('a:"x",<|"|>b, c<|"|>:1}', {"a": "x", "b, c": 1}),
+        ('a:<|"|>x<|"|>', {"a": "x"}),
+        ("a:{b:[1", {"a": {"b": [1]}}),
+    ],
+)
+def test_small_faults_are_forgiven(inner: str, wanted: dict[str, Any]) -> None:
+    found = parts_of("gemma4", call(inner))
+    assert (arguments_of(found), found[0], len(found)) == ([wanted], CallStart(0, "f"), 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        call("a}"), call("a:}"), call(":1}"), call(",a:1}"), call("1}"), call("a:,b:1}"), call("a" * 300 + ":1}"),
+        call("a:" + "1" * 300 + "}"), "<|tool_call>call:g{a:1}<tool_call|>", "<|tool_call>f{a:1}<tool_call|>",
+        "<|tool_call>call:f(a:1)<tool_call|>", "call:f{a:1}",
+    ],
+)  # fmt: skip
+def test_what_is_no_call_is_content(text: str) -> None:
+    assert parts_of("gemma4", text) == [Content(text)]
+    assert parts_of("gemma4", *text) == [Content(text)]
+
+
+@pytest.mark.parametrize(
+    ("inner", "wanted", "rest"),
+    [
+        ("a:1;b:2}", '{"a": "1;b:2"}', ""),
+        ("a:1,b}", '{"a": 1}', ",b}<tool_call|>"),
+        ("a:{b:[1,{c:}]}}", '{"a": {"b": [1, {}]}}', "c:}]}}<tool_call|>"),
+        ("a:[1 {", '{"a": [1]}', "{<tool_call|>"),
+    ],
+)
+def test_a_call_goes_as_far_as_it_is_one(inner: str, wanted: str, rest: str) -> None:
+    found = parts_of("gemma4", call(inner))
+    assert found[:2] == [CallStart(0, "f"), CallArguments(0, wanted)]
+    assert found[2:] == ([Content(rest)] if rest else [])
+    assert parts_of("gemma4", *call(inner)) == found
+
+
+def test_bare_words_are_texts_where_the_schema_has_texts() -> None:
+    found = parts_of("gemma4", "<|tool_call>call:find{text:12,other:12,in:{text:12}}<tool_call|>")
+    assert arguments_of(found) == [{"text": "12", "other": 12, "in": {"text": 12}}]
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = TurnParser(format_of("gemma4"), ANY, reasoning="closed", calls=True)
+    assert parser.push("Look <|tool_call>call:f{a:") == [Content("Look")]
+    assert parser.push('<|"') == []
+    assert parser.push('|>L"A') == [CallStart(0, "f"), CallArguments(0, '{"a": "L\\"A')]
+    assert parser.push('q<|"') == [CallArguments(0, "q")]
+    assert parser.push('|>,b:[{c:<|"|>x') == [CallArguments(0, '", "b": [{"c": "x')]
+    assert parser.push('<|"|>},12') == [CallArguments(0, '"}')]
+    assert parser.push("]}<tool_c") == [CallArguments(0, ", 12]}")]
+    assert parser.push("all|><|tool_call>call:f{}") == [CallStart(1, "f"), CallArguments(1, "{}")]
+    assert parser.push("<tool_call|>\nDone.") == [Content("Done.")]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("f{", None), ("f{a:", None), ('f{a:<|"|>', '{"a": "'), ('f{a:<|"|>x<|"', '{"a": "x'),
+                         ("f{a:{b:1", '{"a": {'), ("f{a:[1,", '{"a": [1')],
+)  # fmt: skip
+def test_a_call_that_is_cut_short_stays_as_far_as_it_came(text: str, wanted: str | None) -> None:
+    found = parts_of("gemma4", f"<|tool_call>call:{text}")
+    assert found == [CallStart(0, "f"), *([CallArguments(0, wanted)] if wanted else [])]

@@ -1,0 +1,123 @@
+"""The next turn has a call between braces in the tokens it was written with, and its result behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from braced_turns import GEMMA4
+from kvboost_edge.text.codec import FastCodec
+from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.formats import Tool
+from kvboost_edge.text.turns.reader import Turn, TurnReader
+from kvboost_edge.text.turns.replay import call_keys
+from turn_families import HERMES, format_of
+
+SPECIALS = ["<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>",
+            "<tool_response|>", "<|channel>", "<channel|>", "<|im_start|>", "<|im_end|>"]  # fmt: skip
+ASKED = {"role": "user", "content": 'Rain? <|tool_call>call:weather{a:<|"|>b<|"|>}<tool_call|>'}
+
+
+def tokenizer_of(template: str, *, seen: str = "") -> Tokenizer:
+    """Of letters, and special tokens; every text has one way to be cut."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([text for text in SPECIALS if text != seen])
+    raw.add_tokens([seen] if seen else [])
+    return Tokenizer(FastCodec(raw), name="toy", chat_template=template, special_tokens={"bos_token": "<s>"})
+
+
+def called(*cities: str, content: str = "") -> dict[str, Any]:
+    calls = [
+        {"id": f"id{city}", "type": "function",
+         "function": {"name": "weather", "arguments": f'{{"city": "{city}", "days": 2}}'}}
+        for city in cities
+    ]  # fmt: skip
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def result(city: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"id{city}", "content": f"Rain in {city}."}
+
+
+def spelled(*cities: str, content: str = "") -> str:
+    """As the model wrote it: the order is not that of the template, and words stand in front."""
+    return content + "".join(f'<|tool_call>call:weather{{days:2,city:<|"|>{city}<|"|>}}<tool_call|>' for city in cities)
+
+
+def kept(tokenizer: Tokenizer, *answers: tuple[dict[str, Any], str]) -> Mapping[str, list[int]]:
+    return {key: tokenizer.encode(text, False) for message, text in answers for key in call_keys(message)}
+
+
+@pytest.mark.parametrize("cities", [("Bonn",), ("Bonn", "Rome")])
+@pytest.mark.parametrize("content", ["", "Let me look."])
+def test_a_call_stands_as_it_was_written(cities: tuple[str, ...], content: str) -> None:
+    tokenizer = tokenizer_of(GEMMA4)
+    message, text = called(*cities, content=content), spelled(*cities, content=content)
+    answers = kept(tokenizer, (message, text))
+    ids = tokenizer.encode_chat([ASKED, message, *map(result, cities)], find_answer=answers.get)
+    prompt = tokenizer.encode_chat([ASKED])
+    told = "".join(
+        f'<|tool_response>response:weather{{value:<|"|>Rain in {city}.<|"|>}}<tool_response|>' for city in cities
+    )
+    assert ids == [*prompt, *tokenizer.encode(text, False), *tokenizer.encode(told, False)]
+    anew = tokenizer.encode_chat([ASKED, message, *map(result, cities)])
+    assert tokenizer.decode(anew, False).count("city:") == len(cities)
+    assert 'city:<|"|>Bonn<|"|>,days:2' in tokenizer.decode(anew, False)
+
+
+def test_calls_one_after_another_each_stand_as_they_were_written() -> None:
+    tokenizer = tokenizer_of(GEMMA4)
+    first, second, third = called("Bonn"), called("Rome", "Oslo"), called("Pisa", content="Last.")
+    answers = kept(tokenizer, (first, spelled("Bonn")), (third, spelled("Pisa", content="Last.")))
+    messages = [ASKED, first, result("Bonn"), second, result("Rome"), result("Oslo"), third, result("Pisa")]
+    text = tokenizer.decode(tokenizer.encode_chat(messages, find_answer=answers.get), False)
+    for city, order in (("Bonn", "days:2,city:"), ("Rome", "city:"), ("Oslo", "city:"), ("Pisa", "days:2,city:")):
+        assert f'call:weather{{{order}<|"|>{city}' in text
+        assert f'response:weather{{value:<|"|>Rain in {city}.' in text
+    assert text.count("<|tool_call>call:") == 5, "one of them the user's own words"
+    assert "\ufdd0" not in text
+
+
+def test_results_are_shown_where_a_template_hangs_them_on_calls() -> None:
+    assert format_of("gemma4").results_need_calls
+    assert not format_of("hermes").results_need_calls
+    # The same of a template whose calls cannot be marked: its calls are written anew.
+    hung = HERMES.replace("{%- elif m.role == 'tool' %}", "{%- elif m.role == 'tool' and messages[1].tool_calls %}")
+    assert hung != HERMES
+    tokenizer = tokenizer_of(hung)
+    assert not tokenizer.turn_format.replays
+    message = called("Bonn")
+    answers = kept(tokenizer, (message, "<tool_call>\nspelled\n</tool_call>"))
+    text = tokenizer.decode(tokenizer.encode_chat([ASKED, message, result("Bonn")], find_answer=answers.get), False)
+    assert "Rain in Bonn." in text
+
+
+def test_a_call_without_its_result_is_written_anew_or_stands_whole() -> None:
+    tokenizer = tokenizer_of(GEMMA4)
+    message = called("Bonn")
+    answers = kept(tokenizer, (message, spelled("Bonn")))
+    ids = tokenizer.encode_chat([ASKED, message], find_answer=answers.get)
+    assert tokenizer.decode(ids, False).endswith(f"<|turn>model\n{spelled('Bonn')}<|tool_response>")
+
+
+@pytest.mark.parametrize("seen", ["", "<|tool_response>"], ids=["special", "text that is seen"])
+def test_what_ends_a_turn_with_calls_is_no_part_of_it(seen: str) -> None:
+    """The model's last token; the next prompt has it in front of the result."""
+    tokenizer = tokenizer_of(GEMMA4, seen=seen)
+    kept: dict[str, list[int]] = {}
+    turn = Turn(tokenizer.turn_format, (Tool("weather", {}),), "closed", True, {})
+    reader = TurnReader(turn, tokenizer, (), lambda key, ids: kept.update({key: list(ids)}))
+    text = spelled("Bonn", content="Look.")
+    for token_id in tokenizer.encode(f"{text}<|tool_response>", False):
+        reader.push(token_id)
+    reader.close()
+    assert reader.message.content == "Look."
+    assert [call["function"]["name"] for call in reader.message.calls] == ["weather"]
+    assert list(kept.values()) == [tokenizer.encode(text, False)] * 2
