@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,10 +14,7 @@ from tokenizers import AddedToken
 import spoken_turns
 from engine import fake_runner
 from hybrid_turns import LFM2_UNSHOWN
-from kvboost_edge.server.app import create_app
-from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.text.tokenizer import Tokenizer
-from live_servers import app_client
 from server.api.test_tools import ARGUMENTS, ASK, CHAT, CLOCK, TOOLS, WEATHER, ask, calls_of, refused
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>")
@@ -53,12 +50,6 @@ def speaker(spoken_engine: Any, monkeypatch: pytest.MonkeyPatch) -> spoken_turns
     speaker.text, speaker.openings = SAID, ["<|im_start|>assistant\n"]
     monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
     return speaker
-
-
-@pytest.fixture
-async def app(spoken_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with app_client(create_app(spoken_engine, ServerSettings(model_name="fake"))) as client:
-        yield client
 
 
 def results_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
