@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -43,24 +42,15 @@ NOW = "<|tool_call>call:clock{}<tool_call|>"
 
 
 @pytest.fixture
-def engine() -> Iterator[Any]:
-    with fake_engine(num_blocks=1024, max_context=8000) as engine:
-        engine.tokenizer.chat_template = GEMMA4
-        yield engine
+def spoken_engine(spoken_engine: Any) -> Any:
+    spoken_engine.tokenizer.chat_template = GEMMA4
+    return spoken_engine
 
 
 @pytest.fixture
-def speaker(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Speaker:
-    speaker = Speaker(engine)
+def speaker(speaker: Speaker) -> Speaker:
     speaker.openings = ["<|turn>model\n", "<tool_response|>"]
-    monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
     return speaker
-
-
-@pytest.fixture
-async def app(engine: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with app_client(create_app(engine, ServerSettings(model_name="fake"))) as client:
-        yield client
 
 
 async def ask(app: httpx.AsyncClient, **more: Any) -> dict[str, Any]:
@@ -140,7 +130,7 @@ async def test_calls_that_are_cut(app: httpx.AsyncClient, speaker: Speaker) -> N
 
 
 async def test_the_next_turn_finds_the_call_and_shows_its_result(
-    app: httpx.AsyncClient, speaker: Speaker, engine: Any, monkeypatch: pytest.MonkeyPatch
+    app: httpx.AsyncClient, speaker: Speaker, spoken_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[int]] = []
 
@@ -162,7 +152,7 @@ async def test_the_next_turn_finds_the_call_and_shows_its_result(
         for call in message.get("tool_calls", ()):
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": "Rain."})
     assert messages[-1]["content"] == "It rains."
-    told = engine.tokenizer.decode(seen[-1], skip_special_tokens=False)
+    told = spoken_engine.tokenizer.decode(seen[-1], skip_special_tokens=False)
     result = '<|tool_response>response:weather{value:<|"|>Rain.<|"|>}<tool_response|>'
     assert told.endswith(f"model\nLet me look.{spelled}{result}{spelled}{result}It rains.")
 
