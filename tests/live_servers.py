@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -133,7 +136,16 @@ def serving(
         server.should_exit = True
         thread.join(timeout=30)
         listener.close()
-        assert not thread.is_alive(), "the server did not stop"
+        assert not thread.is_alive(), f"the server did not stop\n{_what_runs(server)}"
+
+
+def _what_runs(server: Any) -> str:
+    """Where all threads of this process are, and the tasks of the server's event loop."""
+    frames = sys._current_frames()
+    named = [(one.name, frames[one.ident]) for one in threading.enumerate() if one.ident in frames]
+    lines = [f"{name}:\n{''.join(traceback.format_stack(frame)[-8:])}" for name, frame in named]
+    lines += [str(task) for task in asyncio.all_tasks(server.servers[0].get_loop())]
+    return "\n".join(lines)
 
 
 def raw_answer(sock: socket.socket) -> bytes:
