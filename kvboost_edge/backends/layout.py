@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -27,70 +28,73 @@ def check_layout(
             f"a layout of {num_seqs} sequences needs cu_seqlens_q of shape ({num_seqs + 1},) and as many block tables; "
             f"got {cu_seqlens.shape} and {tables.shape}"
         )
-    lengths = np.diff(cu_seqlens)
-    if cu_seqlens[0] != 0 or (lengths < 0).any() or (lengths > layout.seq_lens).any():
+    # Numbers of Python's: of a few sequences NumPy would take longer to begin than to be done.
+    starts, seq_lens = cu_seqlens.tolist(), layout.seq_lens.tolist()
+    lengths = [end - first for first, end in pairwise(starts)]
+    if starts[0] != 0 or not all(0 <= new <= known for new, known in zip(lengths, seq_lens, strict=True)):
         raise ConfigError(
-            f"cu_seqlens_q {cu_seqlens.tolist()} must start at 0, not fall, and give no sequence more query rows than "
-            f"its seq_len in {layout.seq_lens.tolist()}"
+            f"cu_seqlens_q {starts} must start at 0, not fall, and give no sequence more rows than its seq_len in "
+            f"{seq_lens}"
         )
-    if slots.shape != (int(cu_seqlens[-1]),):
-        raise ConfigError(f"slot_mapping of shape {slots.shape} must have one slot for each of {cu_seqlens[-1]} tokens")
-    if slots.size and not (slots.min() >= 0 and slots.max() < num_blocks * block_size):
-        raise ConfigError(f"slots {slots.min()}..{slots.max()} must lie in the pool's 0..{num_blocks * block_size - 1}")
-    _check_tables(layout, block_size, num_blocks)
+    if slots.shape != (starts[-1],):
+        raise ConfigError(f"slot_mapping of shape {slots.shape} must have one slot for each of {starts[-1]} tokens")
+    written = slots.tolist()
+    if written and not (min(written) >= 0 and max(written) < num_blocks * block_size):
+        raise ConfigError(
+            f"slots {min(written)}..{max(written)} must lie in the pool's 0..{num_blocks * block_size - 1}"
+        )
+    _check_tables(layout, seq_lens, block_size, num_blocks)
     if (layout.states is None) != (num_state_slots == 0):
         raise ConfigError(
             f"a pass {'without' if layout.states is None else 'with'} slots of states does not fit a backend that has "
             f"{num_state_slots} of them: num_state_slots"
         )
     if layout.states is not None:
-        _check_states(layout.states, lengths, num_state_slots)
-        _check_drafts(layout.states, lengths, num_draft_rows)
+        num_drafts = sum(lengths) - sum(_check_states(layout.states, lengths, num_state_slots))
+        if num_drafts > num_draft_rows:
+            raise ConfigError(
+                f"a pass has {num_drafts} drafts, and there is room for what {num_draft_rows} bring to states"
+            )
 
 
-def _check_states(states: PassStates, lengths: npt.NDArray[np.int32], num_slots: int) -> None:
-    """lengths: rows of each sequence in the pass."""
-    read, written, saves, certain = states
-    num_seqs, certain = len(lengths), lengths if certain is None else certain
-    if read.shape != (num_seqs,) or written.shape != (num_seqs,) or saves.ndim != 2 or saves.shape[1] != 3:
+def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> list[int]:
+    """How many of each sequence's rows are certain. lengths: rows of each sequence in the pass."""
+    num_seqs = len(lengths)
+    shapes = states.state_in.shape, states.state_out.shape, states.saves.shape
+    if shapes[:2] != ((num_seqs,), (num_seqs,)) or len(shapes[2]) != 2 or shapes[2][1] != 3:
         raise ConfigError(
             f"states of {num_seqs} sequences need state_in and state_out of shape ({num_seqs},) and saves of shape "
-            f"(n, 3); got {read.shape}, {written.shape} and {saves.shape}"
+            f"(n, 3); got {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
-    whose, rows, slots = saves.T.astype(np.int64)
-    if len(saves) and not (whose.min() >= 0 and whose.max() < num_seqs):
-        raise ConfigError(f"saves {saves.tolist()} name sequences outside 0..{num_seqs - 1}")
-    if certain.shape != (num_seqs,) or (certain > lengths).any() or (certain < np.minimum(lengths, 1)).any():
+    read, written, saves = states.state_in.tolist(), states.state_out.tolist(), states.saves.tolist()
+    certain: list[int] = lengths if states.certain is None else states.certain.tolist()
+    if any(not 0 <= whose < num_seqs for whose, _, _ in saves):
+        raise ConfigError(f"saves {saves} name sequences outside 0..{num_seqs - 1}")
+    if len(certain) != num_seqs or any(not min(n, 1) <= of <= n for of, n in zip(certain, lengths, strict=True)):
+        raise ConfigError(f"certain {certain} must be 1 to all of the {lengths} rows of each sequence")
+    if any(not 1 <= rows <= certain[whose] for whose, rows, _ in saves):
+        raise ConfigError(f"saves {saves} must lie behind 1 to all of the {certain} certain rows of their sequences")
+    if any(this[:2] <= last[:2] for last, this in pairwise(saves)):
+        raise ConfigError(f"saves {saves} must ascend by sequence, then rows")
+    slots = [slot for _, _, slot in saves]
+    every = [*written, *slots]
+    if not all(0 <= slot < num_slots for slot in every) or not all(-1 <= slot < num_slots for slot in read):
         raise ConfigError(
-            f"certain {certain.tolist()} must be 1 to all of the {lengths.tolist()} rows of each sequence"
+            f"state_in {read} (-1: zeros), state_out {written} and the slots of saves {slots} must lie in "
+            f"0..{num_slots - 1}"
         )
-    if (rows < 1).any() or (rows > certain[whose]).any():
+    if len(set(every)) < len(every):
+        raise ConfigError(f"slots {every} of states are written, and one of them twice")
+    readers: dict[int, set[int]] = {}
+    for sequence, slot in enumerate(read):
+        readers.setdefault(slot, set()).add(sequence)
+    foreign = [slot for index, slot in enumerate(every) if readers.get(slot, set()) - {index}]
+    if foreign:
         raise ConfigError(
-            f"saves {saves.tolist()} must lie behind 1 to all of the {certain.tolist()} certain rows of their sequences"
+            f"slots {foreign} of states are written while others read them: state_in {read}, state_out {written}, "
+            f"saves {saves}"
         )
-    if (np.diff(whose) < 0).any() or ((np.diff(whose) == 0) & (np.diff(rows) <= 0)).any():
-        raise ConfigError(f"saves {saves.tolist()} must ascend by sequence, then rows")
-    every = np.concatenate([written.astype(np.int64), slots])
-    low, high = (min(every.min(), read.min() + 1), max(every.max(), read.max())) if num_seqs else (0, -1)
-    if low < 0 or high >= num_slots:
-        raise ConfigError(
-            f"state_in {read.tolist()} (-1: zeros), state_out {written.tolist()} and the slots of saves "
-            f"{slots.tolist()} must lie in 0..{num_slots - 1}"
-        )
-    if len(np.unique(every)) < len(every):
-        raise ConfigError(f"slots {every.tolist()} of states are written, and one of them twice")
-    foreign = (every[:, None] == read) & (np.arange(len(every))[:, None] != np.arange(num_seqs))
-    if foreign.any():
-        raise ConfigError(
-            f"slots {every[foreign.any(axis=1)].tolist()} of states are written while others read them: state_in "
-            f"{read.tolist()}, state_out {written.tolist()}, saves {saves.tolist()}"
-        )
-
-
-def _check_drafts(states: PassStates, lengths: npt.NDArray[np.int32], num_rows: int) -> None:
-    drafted = 0 if states.certain is None else int((lengths - states.certain).sum())
-    if drafted > num_rows:
-        raise ConfigError(f"a pass has {drafted} drafts, and there is room for what {num_rows} bring to states")
+    return certain
 
 
 def refuse_deltas(layout: BatchLayout, who: str) -> None:
@@ -105,27 +109,27 @@ def refuse_deltas(layout: BatchLayout, who: str) -> None:
         )
 
 
-def _check_tables(layout: BatchLayout, block_size: int, num_blocks: int) -> None:
-    tables, seq_lens = layout.block_tables, layout.seq_lens.astype(np.int64)
+def _check_tables(layout: BatchLayout, seq_lens: list[int], block_size: int, num_blocks: int) -> None:
+    tables = layout.block_tables
     width = tables.shape[1]
     if layout.parts is None:
-        used = np.arange(width) < -(-seq_lens // block_size)[:, None]
-        room = np.full(len(seq_lens), width * block_size)
+        room = [width * block_size] * len(seq_lens)
+        used = [row[: -(-seq_len // block_size)] for row, seq_len in zip(tables.tolist(), seq_lens, strict=True)]
     else:
         checked = _checked(layout.parts, tables.shape, block_size)
-        first = seq_lens - np.diff(layout.cu_seqlens_q)
+        first = layout.seq_lens - np.diff(layout.cu_seqlens_q)
         if (checked.written_from > first).any():
             raise ConfigError(
                 f"new tokens from positions {first.tolist()} on are not all in their sequences' last parts"
             )
-        used = checked.is_used & (checked.served < seq_lens[:, None])
-        room = checked.room
-    if (room < seq_lens).any():
-        raise ConfigError(f"block tables of {width} blocks of {block_size} do not hold seq_len {int(seq_lens.max())}")
-    ids = tables[used]
-    if ids.size:
-        check_block(int(ids.min()), num_blocks)
-        check_block(int(ids.max()), num_blocks)
+        room = checked.room.tolist()
+        used = [tables[checked.is_used & (checked.served < layout.seq_lens[:, None])].tolist()]
+    if any(seq_len > most for seq_len, most in zip(seq_lens, room, strict=True)):
+        raise ConfigError(f"block tables of {width} blocks of {block_size} do not hold seq_len {max(seq_lens)}")
+    ids = list(chain.from_iterable(used))
+    if ids:
+        check_block(min(ids), num_blocks)
+        check_block(max(ids), num_blocks)
 
 
 class _CheckedParts(NamedTuple):

@@ -24,19 +24,25 @@ def build_batch(
     sequence are rows of their own: what one of them stores the later ones attend to in the same pass. hidden_size: of
     the states that some of them want."""
     tables = [one.sequence.blocks for one in work]
-    cu_seqlens_q = np.zeros(len(work) + 1, np.int32)
-    np.cumsum([len(one.token_ids) for one in work], out=cu_seqlens_q[1:])
     block_tables = np.full((len(work), max(map(len, tables))), -1, np.int32)
+    # Lists until all is in them: of a step's few tokens an array for each piece would take longer.
+    starts = [0]
+    tokens: list[int] = []
+    positions: list[int] = []
     slots: list[int] = []
     logit_rows: list[int] = []
     state_rows: list[int] = []
     for i, (one, table) in enumerate(zip(work, tables, strict=True)):
         block_tables[i, : len(table)] = table.block_ids
+        tokens += one.token_ids
+        positions += range(one.start, one.stop)
         slots += manager.slots(table, one.start, one.stop)
-        end = int(cu_seqlens_q[i + 1])
-        (state_rows if one.sequence.request.wants_states else logit_rows).extend(range(end - one.num_rows, end))
+        end = len(tokens)
+        rows = state_rows if one.sequence.request.wants_states else logit_rows
+        rows += range(end - one.num_rows, end)
+        starts.append(end)
     layout = BatchLayout(
-        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_q=np.array(starts, np.int32),
         seq_lens=np.array([one.stop for one in work], np.int32),
         block_tables=block_tables,
         slot_mapping=np.array(slots, np.int64),
@@ -44,8 +50,8 @@ def build_batch(
         states=_states_of(work, tables, manager),
     )
     return ForwardBatch(
-        token_ids=np.concatenate([np.array(one.token_ids, np.int64) for one in work]),
-        positions=np.concatenate([np.arange(one.start, one.stop, dtype=np.int64) for one in work]),
+        token_ids=np.array(tokens, np.int64),
+        positions=np.array(positions, np.int64),
         layout=layout,
         logit_rows=np.array(logit_rows, np.int64),
         state_rows=np.array(state_rows, np.int64),

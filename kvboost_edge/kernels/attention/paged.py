@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,14 +171,26 @@ def plan_work(
     if ahead and batch.parts is not None:
         raise ConfigError(f"ahead={ahead}: keys behind a query are not seen where a sequence has parts")
     tile_rows = max(1, _ROWS_PER_ITEM // heads_per_kv)
-    lengths = np.diff(batch.cu_seqlens_q)
+    starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    lengths = tuple(end - first for first, end in pairwise(starts))
     cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows, ahead)
-    if window > 0 or lengths.max(initial=0) > tile_rows:
-        return _plan_items(lengths.astype(np.int64), batch.seq_lens.astype(np.int64), batch.parts, cut)
-    # Steps of decoding: the same plan until a sequence begins another tile.
-    seq_lens = (batch.seq_lens + (_TILE - 1)) // _TILE * _TILE
+    if max(lengths, default=0) > tile_rows or (window > 0 and batch.parts is not None):
+        return _plan_items(lengths, seq_lens, batch.parts, cut)
+    # Steps of decoding: the same plan until a sequence begins another tile, or leaves a partition behind its window.
+    alike = tuple(
+        _last_alike(seq_len, seq_len - length, window) for seq_len, length in zip(seq_lens, lengths, strict=True)
+    )
     parts = None if batch.parts is None else batch.parts.tobytes()
-    return _plan_again(lengths.astype(np.int32).tobytes(), seq_lens.astype(np.int32).tobytes(), parts, cut)
+    return _plan_again(lengths, alike, parts, cut)
+
+
+def _last_alike(seq_len: int, position: int, window: int) -> int:
+    """The greatest length for which a sequence is cut like one of `seq_len` whose first query is at `position`."""
+    tile_end = -(-seq_len // _TILE) * _TILE
+    if window == 0:
+        return tile_end
+    first = max(position - window + 1, 0) // PARTITION
+    return min(tile_end, (first + 1) * PARTITION + window - 2 + seq_len - position)
 
 
 class _Cut(NamedTuple):
@@ -191,11 +205,10 @@ class _Cut(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _plan_again(lengths: bytes, seq_lens: bytes, parts: bytes | None, cut: _Cut) -> WorkPlan:
-    """`_plan_items`, for lengths and parts whose bytes it has met before the same again; int32."""
-    one, other = (np.frombuffer(data, dtype=np.int32).astype(np.int64) for data in (lengths, seq_lens))
+def _plan_again(lengths: tuple[int, ...], seq_lens: tuple[int, ...], parts: bytes | None, cut: _Cut) -> WorkPlan:
+    """`_plan_items`, for lengths and parts, int32, that it has met before the same again."""
     rows = None if parts is None else np.frombuffer(parts, dtype=np.int32).reshape(-1, len(Part._fields))
-    return _plan_items(one, other, rows, cut)
+    return _plan_items(lengths, seq_lens, rows, cut)
 
 
 class _Walks(NamedTuple):
@@ -221,8 +234,9 @@ class _Walks(NamedTuple):
         return {name: one if isinstance(one := getattr(self, name), int) else one[source] for name in names}
 
 
-def _plan_items(lengths: Longs, seq_lens: Longs, parts: Parts, cut: _Cut) -> WorkPlan:
-    tile_rows = cut.tile_rows
+def _plan_items(new: Sequence[int], known: Sequence[int], parts: Parts, cut: _Cut) -> WorkPlan:
+    """new, known: query rows and tokens of each sequence."""
+    lengths, seq_lens, tile_rows = np.array(new, np.int64), np.array(known, np.int64), cut.tile_rows
     tiles = -(-lengths // tile_rows)
     sequence = np.repeat(np.arange(lengths.size), tiles)
     first_row = (np.arange(sequence.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows

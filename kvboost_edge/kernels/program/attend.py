@@ -28,17 +28,22 @@ __all__ = [
     "R_CONTINUED",
     "R_COS",
     "R_COUNTERS",
+    "R_CU_SEQLENS",
     "R_FIRST",
     "R_HALF",
     "R_KEYS",
     "R_LAYOUT",
+    "R_LSE",
     "R_MAX_BLOCKS",
     "R_NUM_CLOSED",
     "R_NUM_CONTINUED",
+    "R_OUT",
+    "R_SEQ_LENS",
     "R_SIN",
     "R_SINKS",
     "R_SLOTS",
     "R_STAGE",
+    "R_TABLE_WIDTH",
     "R_UNROTATED",
     "R_UNROTATED_STEP",
     "R_VALUES",
@@ -86,7 +91,9 @@ ROW_NUMBERS = -(-num_numbers(AttentionRow) // 8) * 8  # whole cache lines
 _PLAIN, _TURN = _at("job.plain"), _at("turn")
 # Columns of rows that differ from layer to layer, or that only a pass knows.
 R_KEYS, R_VALUES, R_SINKS = _at("job.plain.keys"), _at("job.plain.values"), _at("job.plain.sinks")
-R_COUNTERS, R_BLOCK_TABLES = _at("job.plain.counters"), _at("job.plain.block_tables")
+R_COUNTERS, R_OUT, R_LSE = _at("job.plain.counters"), _at("job.plain.out"), _at("job.plain.lse")
+R_CU_SEQLENS, R_SEQ_LENS = _at("job.plain.cu_seqlens_q"), _at("job.plain.seq_lens")
+R_BLOCK_TABLES, R_TABLE_WIDTH = _at("job.plain.block_tables"), _at("job.plain.max_blocks")
 R_UNROTATED, R_UNROTATED_STEP = _at("turn.unrotated"), _at("turn.unrotated_step")
 R_COS, R_SIN, R_HALF = _at("turn.cos"), _at("turn.sin"), _at("turn.half")
 R_CODES, R_LAYOUT, R_FIRST = _at("job.codes"), _at("job.layout"), _at("job.first")

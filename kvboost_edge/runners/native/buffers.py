@@ -36,24 +36,17 @@ class Buffers:
         self._logits = aligned_empty((0, self.sizes.logits), np.float32)
         self._query_factors = np.empty(0, dtype=np.float32)
         self._tables = [RopeTable(np.array(rope.frequencies, dtype=np.float32), rope.factor) for rope in spec.ropes]
+        self._num_positions = 0
+        self._addresses = np.zeros(lt.B_TABLES + 2 * len(self._tables) + 1, dtype=np.int64)
 
     def addresses(self, num_tokens: int, num_positions: int) -> npt.NDArray[np.int64]:
         """int64 [num_buffers] for a pass of so many tokens, at positions below num_positions. The caller fills in
         tokens, positions, what attention returned, and the logits."""
         if num_tokens > self._capacity:
             self._grow(num_tokens)
-        found = np.zeros(lt.B_TABLES + 2 * len(self._tables) + 1, dtype=np.int64)
-        for number, array in self._arrays.items():
-            found[number] = array.ctypes.data
-        for index, table in enumerate(self._tables):
-            table.cover(num_positions)
-            found[lt.B_TABLES + 2 * index] = table.cos.ctypes.data
-            found[lt.B_TABLES + 2 * index + 1] = table.sin.ctypes.data
-        if self._spec.query_scale is not None:
-            if num_positions > len(self._query_factors):
-                self._query_factors = self._spec.query_scale.factors(num_positions + _MORE_POSITIONS)
-            found[-1] = self._query_factors.ctypes.data
-        return found
+        if num_positions > self._num_positions:
+            self._cover(num_positions)
+        return self._addresses.copy()
 
     def turning(self) -> dict[int, Any]:
         """Columns of the attention rows, one number for all layers or one for each: where the queries of the pass are
@@ -123,6 +116,18 @@ class Buffers:
             self._logits = aligned_empty((num_rows, self.sizes.logits), np.float32)
         return self._logits[:num_rows]
 
+    def _cover(self, num_positions: int) -> None:
+        """Have rope and the factors of queries at so many positions, and some more."""
+        for index, table in enumerate(self._tables):
+            table.cover(num_positions)
+            self._addresses[lt.B_TABLES + 2 * index] = table.cos.ctypes.data
+            self._addresses[lt.B_TABLES + 2 * index + 1] = table.sin.ctypes.data
+        self._num_positions = min((len(table.cos) for table in self._tables), default=num_positions)
+        if self._spec.query_scale is not None:
+            self._num_positions = num_positions + _MORE_POSITIONS
+            self._query_factors = self._spec.query_scale.factors(self._num_positions)
+            self._addresses[-1] = self._query_factors.ctypes.data
+
     def _grow(self, num_tokens: int) -> None:
         sizes = self.sizes
         floats = {
@@ -142,6 +147,8 @@ class Buffers:
             self._arrays[number] = aligned_empty((num_tokens * sizes.groups * LARGEST_CELL,), np.int8)
         if sizes.mixture is not None:
             self._grow_mixture(sizes.mixture, num_tokens)
+        for number, array in self._arrays.items():
+            self._addresses[number] = array.ctypes.data
         self._capacity = num_tokens
 
     def _grow_mixture(self, sizes: MixtureSizes, num_tokens: int) -> None:

@@ -305,7 +305,7 @@ class NativeRunner:
         only, where these are not all."""
         parts, narrow, num_tokens = self._program.parts, self._program.narrow, len(batch.token_ids)
         end, num_states = parts[-1][1], len(batch.state_rows)
-        if np.array_equal(batch.logit_rows, np.arange(num_tokens)) and not num_states:
+        if len(batch.logit_rows) == num_tokens and not num_states:
             memory = self._prepare_whole(whole, batch, prepared, addresses, (0, end), range(len(parts) - 1))
             logits = self._buffers.logits(num_tokens)
             addresses[lt.B_LOGITS] = logits.ctypes.data

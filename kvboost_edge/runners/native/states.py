@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -117,15 +119,13 @@ def _tap_factors(mixer: Mixer, factors: tuple[float, float, float]) -> npt.NDArr
 def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:
     """B_STATES of a checked layout, see program/states/sequences.py; it holds addresses of itself and of the pool."""
     assert layout.states is not None
-    states, lengths = layout.states, np.diff(layout.cu_seqlens_q)
-    certain = lengths if states.certain is None else states.certain
-    drafted = lengths - certain
-    found = _numbers(lengths, states, pool)
-    rows = _rows_of(found, len(lengths))
-    rows[:, ls.S_CERTAIN] = certain
-    places = pool.drafts_address + pool.draft_row_bytes * (np.cumsum(drafted, dtype=np.int64) - drafted)
-    rows[:, ls.S_DRAFTS] = np.where(drafted > 0, places, 0)
-    return found
+    states, lengths = layout.states, [end - first for first, end in pairwise(layout.cu_seqlens_q.tolist())]
+    certain = lengths if states.certain is None else states.certain.tolist()
+    drafts, place = [], pool.drafts_address
+    for length, of in zip(lengths, certain, strict=True):
+        drafts.append(place if length > of else 0)
+        place += (length - of) * pool.draft_row_bytes
+    return _numbers(lengths, states, pool, certain, drafts)
 
 
 class AcceptedRows(NamedTuple):
@@ -148,31 +148,30 @@ def accepted_rows(layout: BatchLayout, pool: StatePool, accepted: Ints, states: 
     saves[:, 0] = np.searchsorted(which, saves[:, 0])
     # Each row up to the next sequence's first has a sequence that begins before it: all read memory that is there.
     lengths = np.diff(firsts, append=firsts[-1] + own[-1])
-    found = _numbers(lengths, PassStates(states.state_in[which], states.state_out[which], saves), pool)
-    rows = _rows_of(found, len(which))
-    rows[:, ls.S_ROWS] = rows[:, ls.S_CERTAIN] = own
+    taken = PassStates(states.state_in[which], states.state_out[which], saves)
+    found = _numbers(lengths.tolist(), taken, pool, own.tolist(), [0] * len(which))
+    found[: len(which) * ls.SEQUENCE_NUMBERS].reshape(-1, ls.SEQUENCE_NUMBERS)[:, ls.S_ROWS] = own
     return AcceptedRows(found, pool.drafts_address + int(firsts[0]) * pool.draft_row_bytes, int(lengths.sum()))
 
 
-def _rows_of(numbers: npt.NDArray[np.int64], num_seqs: int) -> npt.NDArray[np.int64]:
-    return numbers[: num_seqs * ls.SEQUENCE_NUMBERS].reshape(num_seqs, ls.SEQUENCE_NUMBERS)
-
-
-def _numbers(lengths: Ints, states: PassStates, pool: StatePool) -> npt.NDArray[np.int64]:
-    """B_STATES of sequences with so many rows each; which of them are certain is not said yet."""
-    read, written, saves, _ = states
-    num_seqs, starts = len(read), np.cumsum(lengths) - lengths
-    tokens = np.repeat(np.arange(num_seqs), lengths)
-    found = np.zeros(num_seqs * ls.SEQUENCE_NUMBERS + len(tokens) + 2 * len(saves), dtype=np.int64)
-    rows = _rows_of(found, num_seqs)
-    found[rows.size : rows.size + len(tokens)] = tokens
-    pairs = found[rows.size + len(tokens) :].reshape(-1, 2)
-    first, size = pool.address(0), pool.slot_bytes
-    rows[:, ls.S_FIRST], rows[:, ls.S_ROWS] = starts, lengths
-    rows[:, ls.S_IN] = np.where(read < 0, 0, first + size * read.astype(np.int64))
-    rows[:, ls.S_OUT] = first + size * written.astype(np.int64)
-    pairs[:, 0], pairs[:, 1] = saves[:, 1], first + size * saves[:, 2].astype(np.int64)
-    counts = np.bincount(saves[:, 0], minlength=num_seqs)
-    rows[:, ls.S_NUM_SAVES] = counts
-    rows[:, ls.S_SAVES] = pairs.ctypes.data + 16 * (np.cumsum(counts) - counts)
+def _numbers(
+    lengths: list[int], states: PassStates, pool: StatePool, certain: list[int], drafts: list[int]
+) -> npt.NDArray[np.int64]:
+    """B_STATES of sequences with so many rows each, of which so many are certain; drafts: addresses of their rows of
+    drafts, 0 for none."""
+    read, written, saves = states.state_in.tolist(), states.state_out.tolist(), states.saves.tolist()
+    num_tokens, first, size = sum(lengths), pool.address(0), pool.slot_bytes
+    found = np.empty(len(lengths) * ls.SEQUENCE_NUMBERS + num_tokens + 2 * len(saves), dtype=np.int64)
+    rows, tokens, pairs = [], [], []
+    saved, start = found.ctypes.data + 8 * (found.size - 2 * len(saves)), 0
+    counts = Counter(sequence for sequence, _, _ in saves)
+    for index, length in enumerate(lengths):
+        # In the order of the S_* constants.
+        rows += [start, length, first + size * read[index] if read[index] >= 0 else 0, first + size * written[index]]
+        rows += [saved, counts[index], certain[index], drafts[index]]
+        tokens += [index] * length
+        start, saved = start + length, saved + 16 * counts[index]
+    for _, behind, slot in saves:
+        pairs += [behind, first + size * slot]
+    found[:] = [*rows, *tokens, *pairs]
     return found

@@ -16,7 +16,7 @@ from kvboost_edge.backends.cpu import PreparedBatch
 from kvboost_edge.backends.kernel_access import CodedBlocks, KernelAccess
 from kvboost_edge.kernels.attention.call import AttentionCall
 from kvboost_edge.kernels.attention.launch import make_call
-from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
+from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, WorkPlan, aligned_empty
 from kvboost_edge.kernels.attention.storage import from_storage
 from kvboost_edge.kernels.coded.attend import coded_scratch_floats
 from kvboost_edge.kernels.program import attend as la
@@ -47,6 +47,11 @@ class PassMemory(NamedTuple):
 
 _Which = Longs | slice
 _NONE = np.empty(0, dtype=np.int64)
+# What of a call is a pass's own, and so 0 in `_Drawn`.
+_OF_A_PASS: dict[str, Any] = dict.fromkeys(
+    ("out", "lse", "counters", "cu_seqlens_q", "seq_lens", "block_tables"), _NONE
+)
+_OF_A_PASS |= dict.fromkeys(("keys", "values", "max_blocks"), 0)
 
 
 class _Storage(NamedTuple):
@@ -64,6 +69,22 @@ class _Storage(NamedTuple):
     columns: dict[int, int]
     layered: dict[int, Longs]
     held: list[Any]
+
+
+class _Drawn(NamedTuple):
+    """Rows of a range of layers for passes whose attention is cut alike, as steps of decoding are for a while: what
+    only a pass knows is 0 in them.
+
+    key   of such a pass, see `WholePass._draw`
+    rows  int64 [num_layers, ROW_NUMBERS]; counters are how far they lie from those of the first layer
+    each  counters of a layer
+    held  what the key and the rows point to
+    """
+
+    key: tuple[int, ...]
+    rows: Longs
+    each: int
+    held: tuple[Any, ...]
 
 
 class _Members(NamedTuple):
@@ -112,11 +133,10 @@ class WholePass:
                 fixed[la.R_LAYOUT + index] = numbers
         self._sinks = [one.sinks for one in params]  # to be kept: the rows have their addresses
         fixed[la.R_SINKS] = np.array([0 if sinks is None else sinks.ctypes.data for sinks in self._sinks])
-        self._elsewhere: dict[str, Any] = {} if self._coded is not None else {"keys": 0, "values": 0}
         self._fixed = np.zeros((len(kv), la.ROW_NUMBERS), dtype=np.int64)
         self._fixed[:, list(fixed)] = np.stack(list(fixed.values()), axis=1)
         self._ranges: dict[range, list[_Members]] = {}
-        self._begun: dict[range, tuple[int, Longs]] = {}
+        self._drawn: dict[range, _Drawn] = {}
 
     @classmethod
     def of(cls, backend: Backend, params: Sequence[AttentionParams], kv: Sequence[int]) -> WholePass | None:
@@ -171,51 +191,88 @@ class WholePass:
         query    float32, where the queries of a layer are, [num_tokens, num_heads, head_dim]
         turning  see `Buffers.turning`; empty where no part of the batch has a delta
         """
-        more = None if self._coded is None else coded_scratch_floats
         num_layers, num_tokens = len(layers), len(prepared.slot_mapping)
-        calls: list[AttentionCall] = []
-        owners: list[tuple[_Which, _Storage]] = []
-        storages: list[tuple[_Members, _Storage]] = []
-        for members in self._members(layers):
-            shape, storage = members.shape, self._storage(members, layers, prepared)
-            queries = query[: num_tokens * num_heads * shape.head_dim].reshape(num_tokens, num_heads, shape.head_dim)
-            for options, own in members.kinds.items():
-                plan = prepared.plan(num_heads // shape.num_kv_heads, shape.num_kv_heads, options.window, options.ahead)
-                calls.append(make_call(queries, storage.pool, storage.batch, options, self._space, plan, more))
-                owners.append((own, storage))
-            storages.append((members, storage))
-        out, lse = np.empty(num_tokens * attended_floats, dtype=np.float32), calls[0].lse
-        each = -(-max(call.counters.size for call in calls) // 8) * 8
-        memory = np.zeros(num_counters + num_layers * (la.ROW_NUMBERS + each), dtype=np.int64)
-        rows = memory[num_counters : num_counters + num_layers * la.ROW_NUMBERS].reshape(num_layers, la.ROW_NUMBERS)
-        first, begun = rows.ctypes.data + 8 * rows.size, self._beginnings(layers, each)
-        for call, (own, storage) in zip(calls, owners, strict=True):
-            # What differs between layers is in their beginnings: where layers are alike a sum makes all rows.
-            row = la.row_of(call._replace(out=out, lse=lse, counters=_NONE, **self._elsewhere))
-            row[la.R_COUNTERS] = first
-            for index, number in storage.columns.items():
-                row[index] = number
-            if isinstance(own, slice):
-                np.add(begun, row, out=rows)
-            else:
-                rows[own] = begun[own] + row
+        storages = [(members, self._storage(members, layers, prepared)) for members in self._members(layers)]
+        drawn = self._draw(query, num_heads, prepared, storages, layers)
+        out = np.empty(num_tokens * attended_floats, dtype=np.float32)
+        lse = np.empty((num_tokens, num_heads), dtype=np.float32)
+        memory = np.zeros(num_counters + num_layers * (la.ROW_NUMBERS + drawn.each), dtype=np.int64)
+        first = memory.ctypes.data + 8 * num_counters
+        rows = memory[num_counters : num_counters + drawn.rows.size].reshape(drawn.rows.shape)
+        own = {
+            la.R_COUNTERS: first + 8 * rows.size,
+            la.R_OUT: out.ctypes.data,
+            la.R_LSE: lse.ctypes.data,
+            la.R_CU_SEQLENS: prepared.paged.cu_seqlens_q.ctypes.data,
+            la.R_SEQ_LENS: prepared.paged.seq_lens.ctypes.data,
+        }
+        rows[:] = drawn.rows
         for members, storage in storages:
+            columns, row = own | storage.columns, np.zeros(la.ROW_NUMBERS, dtype=np.int64)
+            row[list(columns)] = list(columns.values())
+            # Nobody looks at the rows of layers that do not attend.
+            rows[members.layers if len(storages) > 1 else slice(None)] += row
             for index, numbers in storage.layered.items():
                 rows[members.layers, index] = numbers
         for index, numbers in turning.items():
             rows[:, index] = numbers[layers.start : layers.stop] if isinstance(numbers, list) else numbers
-        held = [*calls, *(storage.held for _, storage in storages)]
-        return PassMemory(memory, rows.ctypes.data - 8 * la.ROW_NUMBERS * layers.start, out, lse, held)
+        held = [drawn, *(storage.held for _, storage in storages)]
+        return PassMemory(memory, first - 8 * la.ROW_NUMBERS * layers.start, out, lse, held)
 
-    def _beginnings(self, layers: range, each: int) -> Longs:
-        """What the rows of a range of layers have, each its own, the rest zeros: places of keys and values, and how far
-        from the first counters theirs are, of which each has so many."""
-        found = self._begun.get(layers)
-        if found is None or found[0] != each:
-            rows = self._fixed[layers.start : layers.stop].copy()
-            rows[:, la.R_COUNTERS] = 8 * each * np.arange(len(layers))
-            found = self._begun[layers] = each, rows
-        return found[1]
+    def _draw(
+        self,
+        query: Floats,
+        num_heads: int,
+        prepared: PreparedBatch,
+        storages: Sequence[tuple[_Members, _Storage]],
+        layers: range,
+    ) -> _Drawn:
+        """The rows of a range of layers, those of the last pass where it was cut alike."""
+        num_tokens = len(prepared.slot_mapping)
+        plans = [
+            prepared.plan(num_heads // of.shape.num_kv_heads, of.shape.num_kv_heads, options.window, options.ahead)
+            for of, _ in storages
+            for options in of.kinds
+        ]
+        key = (num_tokens, query.ctypes.data, *(id(plan.items) for plan in plans))
+        found = self._drawn.get(layers)
+        if found is None or found.key != key:
+            calls = self._calls(query, num_heads, num_tokens, storages, plans)
+            found = self._drawn[layers] = self._drawn_of(key, calls, storages, layers)
+        return found
+
+    def _calls(
+        self,
+        query: Floats,
+        num_heads: int,
+        num_tokens: int,
+        storages: Sequence[tuple[_Members, _Storage]],
+        plans: Sequence[WorkPlan],
+    ) -> list[AttentionCall]:
+        """The attention of each kind of layer, in the order of the plans."""
+        more, calls = None if self._coded is None else coded_scratch_floats, []
+        kinds = ((of, storage, options) for of, storage in storages for options in of.kinds)
+        for (of, storage, options), plan in zip(kinds, plans, strict=True):
+            dim = of.shape.head_dim
+            queries = query[: num_tokens * num_heads * dim].reshape(num_tokens, num_heads, dim)
+            calls.append(make_call(queries, storage.pool, storage.batch, options, self._space, plan, more))
+        return calls
+
+    def _drawn_of(
+        self,
+        key: tuple[int, ...],
+        calls: Sequence[AttentionCall],
+        storages: Sequence[tuple[_Members, _Storage]],
+        layers: range,
+    ) -> _Drawn:
+        each = -(-max(call.counters.size for call in calls) // 8) * 8
+        rows = self._fixed[layers.start : layers.stop].copy()
+        rows[:, la.R_COUNTERS] = 8 * each * np.arange(len(layers))
+        held = tuple(call._replace(**_OF_A_PASS) for call in calls)
+        owners = (own for of, _ in storages for own in of.kinds.values())
+        for call, own in zip(held, owners, strict=True):
+            rows[own] += la.row_of(call)
+        return _Drawn(key, rows, each, held)
 
     def _members(self, layers: range) -> list[_Members]:
         """The layers of a range by the shapes of their pools, worked out once."""
@@ -237,9 +294,14 @@ class WholePass:
     def _storage(self, members: _Members, layers: range, prepared: PreparedBatch) -> _Storage:
         if self._coded is not None:
             return self._open(self._coded, members, prepared)
-        slots = np.ascontiguousarray(prepared.slot_mapping, dtype=np.int64)
+        slots, paged = np.ascontiguousarray(prepared.slot_mapping, dtype=np.int64), prepared.paged
         pool = self._pools[self._kv[layers.start + members.first]]
-        return _Storage(pool, prepared.paged, {la.R_SLOTS: slots.ctypes.data}, {}, [slots])
+        columns = {
+            la.R_BLOCK_TABLES: paged.block_tables.ctypes.data,
+            la.R_TABLE_WIDTH: paged.block_tables.shape[1],
+            la.R_SLOTS: slots.ctypes.data,
+        }
+        return _Storage(pool, paged, columns, {}, [slots, paged])
 
     def _open(self, coded: CodedBlocks, members: _Members, prepared: PreparedBatch) -> _Storage:
         """Attention reads the open blocks as floats, and what is written goes there."""
@@ -247,7 +309,11 @@ class WholePass:
         own, places = coded.same_shape(members.shape, prepared.coded)
         tables = np.ascontiguousarray(prepared.paged.block_tables, dtype=np.int32)
         first = np.ascontiguousarray(own.first, dtype=np.int32)
+        batch = prepared.paged._replace(block_tables=own.tables)
         columns = {
+            la.R_TABLE_WIDTH: own.tables.shape[1],
+            la.R_KEYS: own.pool.keys.ctypes.data,
+            la.R_VALUES: own.pool.values.ctypes.data,
             la.R_CODED_TABLES: tables.ctypes.data,
             la.R_MAX_BLOCKS: tables.shape[1],
             la.R_FIRST: first.ctypes.data,
@@ -261,8 +327,7 @@ class WholePass:
             la.R_CLOSED: places.closed,
         }
         layered = {index: array.ctypes.data + array.strides[0] * members.places for index, array in of_layer.items()}
-        batch = prepared.paged._replace(block_tables=own.tables)
-        return _Storage(own.pool, batch, columns, layered, [tables, first, places])
+        return _Storage(own.pool, batch, columns, layered, [tables, first, places, own, batch])
 
 
 def _which(layers: Sequence[int], count: int) -> _Which:

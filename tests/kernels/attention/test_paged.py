@@ -72,6 +72,21 @@ def test_a_window_leaves_out_the_spans_before_it() -> None:
     assert [(item.first_partition, item.end_partition) for item in (Item(*row) for row in items)] == [(9, 10)]
 
 
+@pytest.mark.parametrize("window", [0, 1, 64, 100, 512, 513, 1000])
+@pytest.mark.parametrize("new", [1, 3])
+def test_steps_of_decoding_share_plans_and_see_what_they_must(window: int, new: int) -> None:
+    plans = {}
+    for length in range(new, 4 * PARTITION):
+        batch = PagedBatch(np.array([0, new], np.int32), np.array([length], np.int32), np.zeros((1, 1), np.int32))
+        plan = plan_work(batch, 4, 2, window, 2)
+        plans[id(plan)] = plan
+        items = [Item(*row) for row in plan.items.tolist()]
+        seen = sorted(one for item in items for one in range(item.first_partition, item.end_partition))
+        first = max(0, length - new - window + 1) // PARTITION if window else 0
+        assert seen == list(range(first, (length - 1) // PARTITION + 1))
+    assert len(plans) <= 4 * PARTITION // 64 + 4, "one for each tile, and where a partition falls behind the window"
+
+
 def test_a_long_decode_is_split_over_the_threads() -> None:
     batch = PagedBatch(np.array([0, 1], np.int32), np.array([10 * PARTITION], np.int32), np.zeros((1, 1), np.int32))
     assert len(plan_work(batch, 4, 1, 0, 2).items) == 10
