@@ -51,15 +51,18 @@ def encode_document(name: str, document: Document, tokenizer: Tokenizer, vocab_s
 
 
 def _as_ids(name: str, items: list[Any]) -> list[int]:
+    if set(map(type, items)) == {int}:  # else a millisecond for every 2,000 tokens
+        return items
     return [as_int(f"token {i} of {name}", token_id) for i, token_id in enumerate(items)]
 
 
 def _check_ids(name: str, ids: list[int], vocab_size: int) -> None:
     if not ids:
         raise RequestError(f"{name} is empty; give at least one token")
-    for i, token_id in enumerate(ids):
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(f"token {i} of {name} is {token_id}; the model's vocabulary is 0..{vocab_size - 1}")
+    if 0 <= min(ids) <= max(ids) < vocab_size:
+        return
+    i = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+    raise RequestError(f"token {i} of {name} is {ids[i]}; the model's vocabulary is 0..{vocab_size - 1}")
 
 
 def resolve_max_tokens(num_prompt_tokens: int, params: SamplingParams, max_context: int) -> int:
