@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from browser import find_chromium
+from clocks import REAL_CLOCK
 from cuda_on_cpu import find_compiler
 
 LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
@@ -111,6 +113,13 @@ def threads_are_said(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         for name in ("kvboost_edge.backends.cpu", "kvboost_edge.engine.build"):
             if name in sys.modules:
                 monkeypatch.setattr(sys.modules[name], "default_num_threads", refuse)
+
+
+@pytest.fixture(autouse=True)
+def the_clock_is_real(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that moved the clock of the whole process would leave servers that no longer end."""
+    yield
+    assert time.monotonic is REAL_CLOCK, "give the modules under test a clock of their own: clocks.give_clock"
 
 
 class NetworkBlocked(OSError):

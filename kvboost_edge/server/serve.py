@@ -6,6 +6,7 @@ The first SIGTERM or SIGINT turns /ready to 503 and takes no new generating requ
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import logging
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["DrainingServer", "bind", "freeze_heap", "run_server"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LAST_SECONDS = 2  # what is cancelled at the end of the grace may take so long to say so
+_LAST_SECONDS = 2  # what is cancelled at the end of the grace may take so long to say so, and its client to read it
+_CUT_SECONDS = 1  # who works for a connection that was cut off then may take so long to notice
 _BACKLOG = 1024
 
 
@@ -53,7 +55,7 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                timeout_graceful_shutdown=_LAST_SECONDS,
+                timeout_graceful_shutdown=_LAST_SECONDS + _CUT_SECONDS,
             )
         )
         self._state = app.state.kv
@@ -88,8 +90,18 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._state.drain()
         self._state.cancel_all()
+        end = asyncio.get_running_loop().call_later(_LAST_SECONDS, self._cut_off)
         await super().shutdown(sockets)
+        end.cancel()
         await self._state.models.close()
+
+    def _cut_off(self) -> None:
+        """Who has not sent its request by now, or not taken its answer, has gone as far as anybody here can tell."""
+        connections = list(self.server_state.connections)
+        if connections:
+            log_facts(logging.WARNING, "connections cut off", count=len(connections))
+        for connection in connections:
+            connection.transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

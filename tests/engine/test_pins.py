@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from clocks import give_clock
 from engine.fake_runner import Bench, expected_tokens, fake_engine, hold_passes, runner_of
+from kvboost_edge.engine import core
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 
@@ -25,7 +27,7 @@ def engine() -> Iterator[CPUPagedEngine]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    give_clock(monkeypatch, lambda: now[0], core)
     return now
 
 

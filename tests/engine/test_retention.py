@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from clocks import give_clock
 from engine.fake_runner import Bench, expected_tokens, fake_engine
 from engine.hand_mover import DictTier
+from kvboost_edge.engine import core
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.retention import KEY_SECONDS, CacheKeys
 from kvboost_edge.errors import RequestError
@@ -24,7 +25,7 @@ NUM_BLOCKS = 32
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    give_clock(monkeypatch, lambda: now[0], core)
     return now
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clocks import give_clock
 from engine.fake_runner import (
     Bench,
     expected_tokens,
@@ -19,6 +20,7 @@ from engine.fake_runner import (
     runner_of,
     token_logits,
 )
+from kvboost_edge.engine import core
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
 
@@ -153,7 +155,7 @@ def test_memory_is_taken_from_the_highest_priority_number() -> None:
 def test_past_its_deadline_a_request_ends_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """New, waiting, prefilling, decoding: it ends within one step, its blocks are back, others go on."""
     now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    give_clock(monkeypatch, lambda: now[0], core)
     for steps in range(12):
         bench = Bench(6, max_num_seqs=2, max_batch_tokens=16)
         timed = [bench.submit([i] * 30, 40, deadline=now[0] + 5) for i in range(3)]

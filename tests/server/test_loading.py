@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from clocks import give_clock
 from kvboost_edge.server import __main__ as command
 
 
 def test_packing_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     now = [100.0]
-    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    give_clock(monkeypatch, lambda: now[0], command)
     progress = command._log_packing()
     with caplog.at_level(logging.INFO):
         for done, seconds in ((1, 0.0), (10, 1.0), (25, 1.5), (30, 0.1), (80, 2.5), (100, 0.5)):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Answer",
     "EncodedPrompt",
+    "Handles",
     "Job",
     "Running",
     "finished",
@@ -52,7 +53,6 @@ Item = TokenEvent | GenerationResult | Progress
 
 _SHORT = 1000  # characters or tokens; reading as many takes a fraction of a millisecond, a hop to a thread as long
 _FEW = 8  # sequences submitted without such a hop
-_STOPPING_SECONDS = 0.05
 _LONG = 1 << 16  # characters; as many take a tokenizer about 50 ms
 
 
@@ -132,16 +132,33 @@ async def off_loop(work: Callable[[], T], size: int = 0) -> T:
     return await asyncio.to_thread(work)
 
 
-async def to_its_end(work: Callable[[], T], size: int, stop: Callable[[], object]) -> T:
-    """The same for work that computes: a cancelled caller stops it, and waits for it all the same."""
+class Handles(list[RequestHandle]):
+    """Those of what is queued in a worker thread. Once they are stopped, one that comes later ends at once: nobody has
+    to be left who would stop it."""
+
+    _stopped = False
+
+    def append(self, handle: RequestHandle) -> None:
+        super().append(handle)
+        if self._stopped:  # read behind the line above: `stop` may have looked at the list before it
+            handle.cancel()
+
+    def stop(self) -> None:
+        self._stopped = True
+        for handle in list(self):
+            handle.cancel()
+
+
+async def to_its_end(work: Callable[[], T], size: int, handles: Handles) -> T:
+    """The same for work that computes, which puts what it queues into `handles`: a cancelled caller stops it, and waits
+    for it all the same, unless it is cancelled once more, as at the server's end."""
     task = asyncio.ensure_future(off_loop(work, size))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        while not task.done():
-            stop()  # again and again: there may be more of it by now
-            await asyncio.wait([task], timeout=_STOPPING_SECONDS)
-        task.exception()  # nobody else asks for it
+        handles.stop()
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else asks for it
+        await asyncio.wait([task])
         raise
 
 

@@ -10,10 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
+from clocks import give_clock
 from engine.fake_runner import fake_engine
+from kvboost_edge.engine import core
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
+from kvboost_edge.server.work import admission
 from live_servers import app_client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -84,8 +87,7 @@ async def test_24h_is_a_day(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await cached(app, {"prompt": PROMPT}) == 63
     ends = app.engine._parts.manager._uses.retained.values()
     assert all(began + 86400 <= end <= time.monotonic() + 86400 for end in ends)
-    now = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: now() + 86400)
+    give_clock(monkeypatch, lambda: time.monotonic() + 86400, admission, core)
     await post(app, {"prompt": "x", "max_tokens": 1})
     assert num_retained(app) == 0
 

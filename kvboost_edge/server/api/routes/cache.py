@@ -14,7 +14,6 @@ from starlette.types import Send
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.answers import KeptAnswers
-from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import WarmResult
 from kvboost_edge.errors import RequestError
@@ -41,7 +40,7 @@ from kvboost_edge.server.engines import Figures, replicas_of
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import memory_of
 from kvboost_edge.server.state import ModelState
-from kvboost_edge.server.work.bridge import EncodedPrompt, Job, off_loop, running, to_its_end, wait_all
+from kvboost_edge.server.work.bridge import EncodedPrompt, Handles, Job, off_loop, running, to_its_end, wait_all
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
 __all__ = ["router"]
@@ -144,7 +143,7 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
     estimate = sum(estimate_tokens(text) if isinstance(text, str) else len(text) for text in texts)
     before = engine.config.primer_tokens * len(texts) if documents is not None else body.position_offset
     async with state.admit(request, estimate + before) as ticket:
-        handles: list[RequestHandle] = []
+        handles = Handles()
         whose = {"tenant": ticket.tenant, "weight": ticket.weight, "cache_salt": body.cache_salt}
 
         def compute() -> WarmResult:
@@ -161,11 +160,7 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
             except RequestError as error:
                 raise bad_field(param, str(error)) from error
 
-        def stop() -> None:
-            for handle in list(handles):
-                handle.cancel()
-
-        stored = await to_its_end(compute, sum(map(len, texts)), stop)
+        stored = await to_its_end(compute, sum(map(len, texts)), handles)
         results = await wait_all(ticket, handles)
     figures = costs(results, 1, 0.0) if results else {"timings": None, "kvboost": None}
     return {"object": "warm", **dataclasses.asdict(stored), "usage": usage_of(results, 1), **figures}

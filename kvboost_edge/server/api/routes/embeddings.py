@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
-from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.server.api.answers import ERRORS
@@ -20,7 +19,7 @@ from kvboost_edge.server.api.schemas.embeddings import EmbeddingRequest, RerankR
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.vectors import EmbeddingAnswer, RerankAnswer, embedding_answer, rerank_answer
 from kvboost_edge.server.state import ModelState
-from kvboost_edge.server.work.bridge import off_loop, to_its_end, wait_all
+from kvboost_edge.server.work.bridge import Handles, off_loop, to_its_end, wait_all
 from kvboost_edge.server.work.streams import dumps_long, send_json
 
 __all__ = ["router"]
@@ -92,7 +91,7 @@ async def _computed(
     """
     places, priority = min(len(estimates), state.admission.batch), check_priority(state, body.priority)
     async with state.admit(request, sum(estimates), places) as ticket:
-        handles: list[RequestHandle] = []
+        handles = Handles()
 
         def run() -> T:
             try:
@@ -107,12 +106,8 @@ async def _computed(
             except RequestError as error:
                 raise bad_field(field, str(error)) from error
 
-        def stop() -> None:
-            for handle in list(handles):
-                handle.cancel()
-
         try:
-            found = await to_its_end(run, size, stop)
+            found = await to_its_end(run, size, handles)
         except KVBoostError:
             await wait_all(ticket, handles)  # the one that was ended from outside says why
             raise

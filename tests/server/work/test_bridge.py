@@ -1,0 +1,47 @@
+"""Work beside the event loop: it ends with who asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.server.work.bridge import Handles, to_its_end
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_what_is_stopped_while_it_reads_computes_nothing(times: int) -> None:
+    """Who asked is cancelled once when it goes, and once more when the server's grace is over: then nobody is left to
+    stop what the work comes to later."""
+    handles, begun, read = Handles(), threading.Event(), threading.Event()
+    cancelled: list[int] = []
+    ended = threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert read.wait(20)
+        for number in range(3):
+            handles.append(RequestHandle(number, cancelled.append))
+        ended.set()
+
+    task = asyncio.ensure_future(to_its_end(work, 0, handles))
+    await asyncio.to_thread(begun.wait, 20)
+    for _ in range(times):
+        task.cancel()
+        await asyncio.sleep(0.01)
+    assert task.done() == (times == 2), "one that was cancelled once waits for the end"
+    read.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(ended.wait, 20)
+    assert cancelled == [0, 1, 2]
+
+
+def test_what_is_queued_already_is_stopped_too() -> None:
+    handles, cancelled = Handles(), list[int]()
+    handles.append(RequestHandle(5, cancelled.append))
+    assert not cancelled
+    handles.stop()
+    assert cancelled == [5]
