@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 import weakref
 from collections import deque
@@ -16,8 +15,7 @@ from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 __all__ = ["RequestHandle", "TokenEvent", "wait_for_all"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One output token. `text` is what became certain with it: empty while a character or a possible stop string is
     still open, and for the EOS token. Joined over all events the texts are the result's `output_text`."""
 
