@@ -95,8 +95,9 @@ class AcceptedDrafts:
     def ends(self) -> list[End]:
         """Commit what was taken in; who ends with it. An error of the runner ends all whose drafts they are, and is
         none to those that were done with them."""
-        sequences = [] if self._turn is None else self._turn.sequences
-        waiting, error = self._waiting, self._error
+        if self._turn is None:
+            return []
+        sequences, waiting, error = self._turn.sequences, self._waiting, self._error
         self._waiting, self._turn, self._error = {}, None, None
         if error is not None:
             reasons = [(sequence, waiting[sequence.index]) for sequence in sequences]

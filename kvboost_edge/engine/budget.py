@@ -31,7 +31,7 @@ class Budget:
         self._step += 1
         shares: dict[int, int] = {}
         for members, budget in self._of_tenants(running, most):
-            shares.update(self._share_among(members, budget))
+            self._share_among(members, budget, shares)
         return shares
 
     def share_whole(self, running: list[Sequence], most: int) -> dict[int, int]:
@@ -55,6 +55,8 @@ class Budget:
         for all of those they count as no less urgent, as they do among the sequences of one tenant.
         """
         ready = [sequence for sequence in running if sequence.probe is None]
+        if not self._fairness.is_shared:
+            return [(ready, most)]
         tenants: dict[bytes, list[Sequence]] = {}
         for sequence in ready:
             tenants.setdefault(sequence.tenant, []).append(sequence)
@@ -72,21 +74,23 @@ class Budget:
             given.update(self._fairness.divide(most - given.total(), wanted))
         return [(members, given[tenant]) for tenant, members in tenants.items() if given[tenant]]
 
-    def _share_among(self, members: list[Sequence], budget: int) -> dict[int, int]:
-        """Tokens to compute of one tenant's sequences, by sequence index."""
-        decoding = [s for s in members if s.num_pending == 1]
-        filling = [s for s in members if s.num_pending > 1]
+    def _share_among(self, members: list[Sequence], budget: int, shares: dict[int, int]) -> None:
+        """Give out tokens to compute of one tenant's sequences."""
+        decoding: list[Sequence] = []
+        filling: list[Sequence] = []
+        for sequence in members:
+            if pending := sequence.num_pending:
+                (decoding if pending == 1 else filling).append(sequence)
         # Neither kind starves the other: a token is kept for prefill; a budget of one token alternates.
         kept = 0 if not (decoding and filling) else (1 if budget > 1 else self._step % 2)
         # The least recently served go first, which matters only when the budget is smaller than their number.
         chosen = sorted(decoding, key=_BY_TURN)[: budget - kept]
-        shares = {s.index: 1 for s in chosen}
         budget -= len(chosen)
         for sequence in chosen:
+            shares[sequence.index] = 1
             sequence.last_turn = next(self._turns)
         for _, group in itertools.groupby(sorted(filling, key=_BY_PRIORITY), key=_BY_PRIORITY):
             budget -= _fill(list(group), budget, shares)
-        return shares
 
 
 def _fill(prompts: list[Sequence], budget: int, shares: dict[int, int]) -> int:

@@ -7,13 +7,12 @@ Callers put messages into the inbox and wait on handles. The lock guards the boo
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.engine.accepted import AcceptedDrafts
@@ -288,12 +287,13 @@ class EngineCore:
             self._release_blocks(frozenset())
             return None
         plan = self.scheduler.schedule()
-        for sequence, error in plan.failed:
-            self._end(sequence, error=error)
-        plan.work = [one for one in plan.work if one.sequence.status is SequenceStatus.RUNNING]
+        if plan.failed:
+            for sequence, error in plan.failed:
+                self._end(sequence, error=error)
+            plan.work = [one for one in plan.work if one.sequence.status is SequenceStatus.RUNNING]
         self.tiering.save_evicted()
         # Content of a block that is about to be copied is still wanted, whoever owns the block by now.
-        sources = frozenset(copy.src for copy in plan.copies)
+        sources = frozenset([copy.src for copy in plan.copies])
         self._release_blocks(sources)
         self._watch.before(self.scheduler.manager.drain_new_blocks(), sources)
         return plan
@@ -306,12 +306,8 @@ class EngineCore:
             self._kept = [block for block in self._kept if block in wanted]
 
     def _drain_inbox(self) -> None:
-        while True:
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            self._handle(message)
+        while not self._inbox.empty():  # nobody else takes any out
+            self._handle(self._inbox.get_nowait())
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Submit):
@@ -352,8 +348,10 @@ class EngineCore:
 
     def _advance(self, work: ScheduledTokens[Sequence], rows: Floats) -> str | None:
         """Take one sequence's outcome; the finish reason, or None. Nothing is published unless all of it worked."""
-        # NaN anywhere in the tokens' KV shows here: the runner makes these rows NaN where attention did not.
-        if not np.isfinite(rows[: len(rows) - work.num_drafted].max()):
+        # Where the largest of each certain row is, or the first NaN. NaN anywhere in the tokens' KV shows here: the
+        # runner makes these rows NaN where attention did not.
+        largest = rows[: len(rows) - work.num_drafted].argmax(axis=1).tolist()
+        if not all(map(math.isfinite, map(rows.item, range(len(largest)), largest))):
             raise KVBoostError(
                 f"the model returned NaN or infinite logits near token {work.certain_stop - 1}; the request ends and "
                 "its blocks are not published; try runner='torch' or weights='f32', and if the model has worked "
@@ -361,7 +359,7 @@ class EngineCore:
             )
         sequence = work.sequence
         known = sequence.num_tokens
-        reason = sequence.take(work, rows)
+        reason = sequence.take(work, rows, largest)
         self.scheduler.num_generated_tokens += sequence.num_tokens - known
         if sequence.drafter is not None and work.stop >= known:
             self.scheduler.settle(work, sequence.num_computed_tokens - work.certain_stop)

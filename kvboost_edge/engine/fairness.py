@@ -21,20 +21,20 @@ _SLICE = 256  # tokens a tenant may be ahead of one that waits before places cha
 
 class Fairness:
     """One account per tenant that has requests: `served`, tokens computed for it over its weight. What is computed
-    anew after preemption is not charged, so that whoever gets a place for a while gets on."""
+    anew after preemption is not charged, so that whoever gets a place for a while gets on.
+
+    is_shared   whether several tenants have requests
+    """
 
     def __init__(self) -> None:
         self._served: dict[bytes, float] = {}
         self._weights: dict[bytes, float] = {}
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several tenants have requests."""
-        return len(self._weights) > 1
+        self.is_shared = False
 
     def update(self, live: Iterable[running_state.Sequence]) -> None:
         """Who has requests now, and the weights that the latest of them give."""
         self._weights = {sequence.tenant: sequence.request.weight for sequence in live}
+        self.is_shared = len(self._weights) > 1
         if not self.is_shared:
             self._served.clear()
             return
@@ -45,9 +45,10 @@ class Fairness:
     def charge(self, work: ScheduledTokens[running_state.Sequence]) -> None:
         """These tokens are computed now."""
         sequence = work.sequence
-        num_new = work.certain_stop - max(work.start, sequence.num_charged_tokens)
+        stop = work.certain_stop
+        num_new = stop - max(work.start, sequence.num_charged_tokens)
         if num_new > 0:
-            sequence.num_charged_tokens = work.certain_stop
+            sequence.num_charged_tokens = stop
             if self.is_shared:
                 self._served[sequence.tenant] += num_new / self._weights[sequence.tenant]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 import weakref
 from collections import deque
@@ -16,8 +15,7 @@ from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 __all__ = ["RequestHandle", "TokenEvent", "wait_for_all"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One output token. `text` is what became certain with it: empty while a character or a possible stop string is
     still open, and for the EOS token. Joined over all events the texts are the result's `output_text`."""
 
@@ -86,12 +84,17 @@ class RequestHandle:
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self.cached_tokens = self.pinned_tokens = 0
         self._request_cancel = cancel
-        self._condition = threading.Condition()
+        self._make_lock()
         self._events: deque[TokenEvent] = deque()
         self._result: GenerationResult | None = None
         self._error: BaseException | None = None
         self._listeners: tuple[_Listener, ...] = ()
         self._owner: object = None
+
+    def _make_lock(self) -> None:
+        self._lock = threading.RLock()
+        # Who waits for the result alone is not woken by each token, only to take a processor and fall asleep again.
+        self._changed, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
 
     def keep_alive(self, owner: object) -> None:
         """Hold the engine for as long as somebody may wait here: one that nobody holds is closed."""
@@ -106,7 +109,7 @@ class RequestHandle:
         """How far the prompt is computed, and about how long it takes until the first token. Waits for nothing, and
         costs the engine nothing."""
         found = None if self.done else self._look(self.index)
-        with self._condition:
+        with self._lock:
             known, cached = self._progress, self.cached_tokens
             if known.seconds_left != 0:
                 last = known if found is None else found
@@ -120,8 +123,8 @@ class RequestHandle:
 
     def started(self, timeout: float | None = None) -> bool:
         """Wait until the first token is there, or the end, at most `timeout` seconds; whether it is."""
-        with self._condition:
-            return self._condition.wait_for(lambda: self._has_started or self.done, timeout)
+        with self._lock:
+            return self._changed.wait_for(lambda: self._has_started or self.done, timeout)
 
     async def astarted(self, timeout: float | None = None) -> bool:
         """`started()` for asyncio."""
@@ -144,8 +147,8 @@ class RequestHandle:
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the end. Raises the request's error, or TimeoutError after `timeout` seconds (it runs on)."""
-        with self._condition:
-            if not self._condition.wait_for(lambda: self.done, timeout):
+        with self._lock:
+            if not self._ended.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"request {self.index} is not done after timeout={timeout} seconds")
         return self._outcome()
 
@@ -156,8 +159,8 @@ class RequestHandle:
     def events(self) -> Iterator[TokenEvent]:
         """One event per output token, as they come."""
         while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._events or self.done)
+            with self._lock:
+                self._changed.wait_for(lambda: self._events or self.done)
                 if not self._events:
                     self._outcome()
                     return
@@ -216,11 +219,11 @@ class RequestHandle:
         self._outcome()
 
     def _pop(self) -> TokenEvent | None:
-        with self._condition:
+        with self._lock:
             return self._events.popleft() if self._events else None
 
     def _pop_all(self) -> list[TokenEvent]:
-        with self._condition:
+        with self._lock:
             return [self._events.popleft() for _ in range(len(self._events))]
 
     def _outcome(self) -> GenerationResult:
@@ -233,38 +236,39 @@ class RequestHandle:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
         with _alarms_lock:
             alarm = _alarms.setdefault(loop, _Alarm())
-        with self._condition:
+        with self._lock:
             self._listeners = (*self._listeners, _Listener(loop, alarm, changed, each_event))
             if self._events or self.done:
                 changed.set()
         return changed
 
     def _unlisten(self, changed: asyncio.Event) -> None:
-        with self._condition:
+        with self._lock:
             self._listeners = tuple(item for item in self._listeners if item.changed is not changed)
 
     # The engine thread's side.
 
     def _push(self, event: TokenEvent) -> None:
-        with self._condition:
+        with self._lock:
             self._has_started = True
             self._events.append(event)
-            self._condition.notify_all()
+            self._changed.notify_all()
             listeners = self._listeners
         self._wake(listeners)
 
     def _finish(self, result: GenerationResult | None, error: BaseException | None) -> None:
-        with self._condition:
+        with self._lock:
             if self.done:
                 return
             self._result, self._error = result, error
-            self._condition.notify_all()
+            self._changed.notify_all()
+            self._ended.notify_all()
             listeners = self._listeners
         self._wake(listeners)
 
     def after_fork(self, error: BaseException) -> None:
         """In a forked child: nothing comes any more, and whoever held the lock is not there."""
-        self._condition = threading.Condition()
+        self._make_lock()
         self._listeners = ()  # they are the parent's: waking them would write into its event loop
         self._finish(None, error)
 

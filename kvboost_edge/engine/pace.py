@@ -58,10 +58,10 @@ class Pace:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long."""
         self._step_seconds = _mean(self._step_seconds, seconds)
-        rows = sum(len(one.token_ids) for one in plan.work)
         prompts = [one for one in plan.work if len(one.token_ids) - one.num_drafted >= self._min_tokens]
         if plan.probed or not prompts:
             return
+        rows = sum(len(one.token_ids) for one in plan.work)
         for one in prompts:
             middle = (one.start + one.stop) / 2
             self._recent.setdefault(_depth(int(middle)), deque(maxlen=_KEPT)).append((middle, seconds / rows))

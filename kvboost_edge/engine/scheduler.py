@@ -138,7 +138,8 @@ class Scheduler:
         """Plan the next step; an empty plan means there is nothing to do. Blocks are reserved when it returns."""
         plan = StepPlan()
         self._fairness.update(itertools.chain(self.waiting, self.running))
-        self._admit(plan)
+        if self.waiting:
+            self._admit(plan)
         wanted = self._share(self.running, self.max_batch_tokens)
         self._reserve(wanted, plan)
         self._draft(wanted, plan)
@@ -305,8 +306,9 @@ class Scheduler:
                 except Exception as error:
                     plan.failed.append((sequence, error))
                     wanted[sequence.index] = 0
-        for sequence in [s for s in self.waiting if s.index in wanted]:
-            wanted[sequence.index] = 0
+        for sequence in self.waiting:
+            if sequence.index in wanted:
+                wanted[sequence.index] = 0
 
     def _reserve_one(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
         while sequence.status is SequenceStatus.RUNNING:
@@ -314,7 +316,7 @@ class Scheduler:
             needed = self.manager.blocks_needed(table, num_tokens)
             alone = len(self.running) == 1
             kept = 0 if alone or not needed else self.manager.protected_block_count(sequence.tenant)
-            if needed <= self.manager.free_block_count - kept:
+            if not needed or needed <= self.manager.free_block_count - kept:
                 self._extend(sequence, table, num_tokens, plan)
                 return
             if self.loads.make_room():
@@ -325,13 +327,15 @@ class Scheduler:
     def _draft(self, wanted: dict[int, int], plan: StepPlan) -> None:
         """Let sequences with one token to compute try what may follow it, as far as budget and free blocks go: nobody
         is preempted for a guess."""
-        decoding = [s for s in self.running if wanted.get(s.index) == 1 and s.num_pending == 1]
+        drafting = [s for s in self.running if s.drafter is not None and wanted.get(s.index) == s.num_pending == 1]
+        if not drafting:
+            return
         num_rows = sum(wanted.values())
         manager, room = self.manager, self.max_batch_tokens - num_rows
         if manager.states is not None:
             room = min(room, manager.states.num_draft_rows)
-        self.speculation.draft(decoding, num_rows, room, manager.block_size)
-        for sequence in decoding:
+        self.speculation.draft(drafting, num_rows, room, manager.block_size)
+        for sequence in drafting:
             if not sequence.drafted:
                 continue
             table, stop = sequence.blocks, sequence.num_tokens + len(sequence.drafted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Several
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,6 +52,7 @@ class Sequence:
     32..39 samples token 40, num_tokens becomes 41, and the next step computes that one. Preemption sets the counter
     back to what the cache still holds when the sequence is let in again; sampled tokens stay.
 
+    index, tenant, priority, rank    the request's
     table           the blocks, None unless RUNNING
     num_charged_tokens    up to where its tokens count as served to its tenant (fairness)
     last_turn       when it was last chosen to compute its one pending token, counted over all sequences (fairness)
@@ -77,6 +79,8 @@ class Sequence:
         structure: Structure | None = None,
     ) -> None:
         self.request = request
+        self.index, self.tenant = request.index, request.tenant
+        self.priority, self.rank = request.priority, request.rank
         self.drafter, self.structure = drafter, structure
         self.drafted: list[int] = []
         self.num_drafted = self.num_accepted = 0
@@ -110,24 +114,6 @@ class Sequence:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._loaded = Loaded()
-
-    @property
-    def index(self) -> int:
-        """Arrival number: the order in which requests are served."""
-        return self.request.index
-
-    @property
-    def priority(self) -> int:
-        return self.request.priority
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Who is served first: the smaller one."""
-        return self.request.rank
-
-    @property
-    def tenant(self) -> bytes:
-        return self.request.tenant
 
     @property
     def num_tokens(self) -> int:
@@ -193,26 +179,29 @@ class Sequence:
             return self.num_computed_tokens + count
         return self.next_work(count)[-1].stop
 
-    def take(self, work: ScheduledTokens[Sequence], rows: Floats) -> str | None:
+    def take(self, work: ScheduledTokens[Sequence], rows: Floats, largest: Several[int] = ()) -> str | None:
         """Take the logits [num_rows, vocab_size] of computed tokens: the finish reason, or None to go on.
 
         A row whose next token is known is kept where it was asked for. Of the others each samples one token, as long as
         the work had that same token next: what was computed behind another one is ignored, and not counted as computed.
+        largest: where the largest logit is in the first of the rows, as far as that is known.
         """
-        first, computed, reason = work.stop - len(rows), work.stop, None
+        computed, reason = work.stop, None
+        first = computed - len(rows)
         self._keep(first, rows)
         self.read_prompt(first, rows)
         if self.request.prefill_only or self.request.logits_start is not None:
-            reason = "length" if work.stop == self.num_tokens else None
+            reason = "length" if computed == len(self.token_ids) else None
         else:
-            for position in range(max(first, self.num_tokens - 1), work.stop):
-                row = rows[position - first]
+            certain = computed - work.num_drafted
+            for position in range(max(first, len(self.token_ids) - 1), computed):
+                i = position - first
                 # A draft whose logits are not finite is computed once more as a certain token, and refused then.
-                if position >= work.certain_stop and not (
-                    self.token_ids[position] == work.token_ids[position - work.start] and np.isfinite(row.max())
+                if position >= certain and not (
+                    self.token_ids[position] == work.token_ids[position - work.start] and np.isfinite(rows[i].max())
                 ):
                     break
-                computed, reason = position + 1, self.accept(row)
+                computed, reason = position + 1, self.accept(rows[i], largest[i] if i < len(largest) else None)
                 if reason is not None:
                     break
         self.drafted = []
@@ -301,11 +290,13 @@ class Sequence:
         if len(known) == self.request.num_prompt_tokens and self.handle.prompt_logprobs is None:
             self.handle.prompt_logprobs = tuple(known)
 
-    def accept(self, logits: Floats) -> str | None:
+    def accept(self, logits: Floats, largest: int | None) -> str | None:
         """Take the logits [vocab_size] of the last token: sample, append, hand out. The finish reason, or None."""
         request = self.request
-        possible = logits if self.structure is None else self.structure.masked(logits)
-        token_id = self._sample(possible, self.token_ids, request.num_prompt_tokens)
+        possible = logits
+        if self.structure is not None:
+            possible, largest = self.structure.masked(logits), None
+        token_id = self._sample(possible, self.token_ids, request.num_prompt_tokens, largest)
         logprobs = None
         if request.params.logprobs is not None:
             logprobs = token_logprobs(logits, token_id, request.params.logprobs)
@@ -328,7 +319,7 @@ class Sequence:
         text, stopped = self._stops.push(self._detokenizer.push(token_id))
         if stopped:
             return text, "stop"
-        if self.num_tokens < self.request.max_tokens and not is_whole:
+        if len(self.token_ids) < self.request.max_tokens and not is_whole:
             return text, None
         rest, stopped = self._stops.push(self._detokenizer.flush())
         if stopped:

@@ -41,13 +41,13 @@ class Speculation:
         """Who proposes for a request; None where it wants no drafts."""
         return Drafter(request.root, self.memory, request.max_tokens) if request.max_draft_tokens else None
 
-    def draft(self, decoding: Several[Sequence], num_rows: int, budget: int, block_size: int) -> None:
-        """Give `drafted` to those of the sequences, with one token to compute each, that something is proposed for. The
-        step has `num_rows` rows without drafts, and room for `budget` more, of which none gets more than an equal part
-        while others wait."""
+    def draft(self, drafting: Several[Sequence], num_rows: int, budget: int, block_size: int) -> None:
+        """Give `drafted` to those of the sequences, with a drafter and one token to compute each, that something is
+        proposed for. The step has `num_rows` rows without drafts, and room for `budget` more, of which none gets more
+        than an equal part while others wait."""
         proposed: list[tuple[Sequence, Draft]] = []
-        for sequence in decoding:
-            most = self.room(sequence, block_size) if sequence.drafter is not None else 0
+        for sequence in drafting:
+            most = self.room(sequence, block_size)
             draft = _propose(sequence, most) if most > 0 else None
             if draft is not None:
                 proposed.append((sequence, draft))

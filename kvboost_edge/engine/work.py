@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 __all__ = ["ScheduledTokens"]
 
 S = TypeVar("S")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScheduledTokens(Generic[S]):
+class ScheduledTokens(NamedTuple, Generic[S]):
     """Tokens of one sequence that one step computes: made by `Sequence.next_work`, given back to `Sequence.take`.
     Generic, because that class imports this one.
 
@@ -37,4 +35,4 @@ class ScheduledTokens(Generic[S]):
     @property
     def certain_stop(self) -> int:
         """The position behind the last token that is no guess."""
-        return self.stop - self.num_drafted
+        return self.start + len(self.token_ids) - self.num_drafted

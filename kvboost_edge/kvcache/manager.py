@@ -167,10 +167,12 @@ class KVCacheManager(BlockCounts):
     def blocks_needed(self, table: BlockTable, num_tokens: int) -> int:
         """Free blocks `extend(table, num_tokens)` would take: new ones plus copies of shared ones. Changes nothing."""
         self._check_live(table)
-        first, stop = self._written(table, num_tokens)
-        ref_count = self._pool.ref_count
-        shared = sum(ref_count(block_id) > 1 for block_id in table.block_ids[first:stop])
-        return max(0, stop - len(table.block_ids)) + shared
+        return self._taken(table, *self._written(table, num_tokens))
+
+    def _taken(self, table: BlockTable, first: int, stop: int) -> int:
+        """Free blocks it takes to own those of a table with indices [first, stop)."""
+        ids, ref_count = table.block_ids, self._pool.ref_count
+        return max(0, stop - len(ids)) + sum([ref_count(block_id) > 1 for block_id in ids[first:stop]])
 
     def _written(self, table: BlockTable, num_tokens: int) -> tuple[int, int]:
         """Indices [first, stop) of the blocks that hold tokens num_computed_tokens .. num_tokens - 1."""
@@ -188,7 +190,9 @@ class KVCacheManager(BlockCounts):
         All or nothing: raises CapacityError, and changes nothing, when too few blocks, or states, are free. Apply the
         returned copies in order before the next forward pass, before `drain_new_blocks` are poisoned.
         """
-        needed = self.blocks_needed(table, num_tokens)
+        self._check_live(table)
+        first, stop = self._written(table, num_tokens)
+        needed = self._taken(table, first, stop)
         if needed > self._pool.num_free:
             raise CapacityError(
                 f"{num_tokens} tokens need {needed} more blocks of {self.block_size} tokens, {self._pool.num_free} of "
@@ -200,11 +204,11 @@ class KVCacheManager(BlockCounts):
             self.hit_tokens += table.num_cached_tokens
             self.miss_tokens += table._uncounted_misses
             table._uncounted_misses = 0
-        first, stop = self._written(table, num_tokens)
-        ops = [self.make_writable(table, index) for index in range(first, min(stop, len(table.block_ids)))]
+        there = range(first, min(stop, len(table.block_ids)))
+        copies = [copy for index in there if (copy := self._make_writable(table, index)) is not None]
         if stop > len(table.block_ids):
             table.block_ids.extend(self._take(stop - len(table.block_ids), table.owner))
-        return [op for op in ops if op is not None]
+        return copies
 
     def make_writable(self, table: BlockTable, block_index: int) -> CopyOp | None:
         """Let the table write into its block `block_index`, the copy-on-write of forked tails and of recompute.
@@ -215,6 +219,9 @@ class KVCacheManager(BlockCounts):
         self._check_live(table)
         if not 0 <= block_index < len(table.block_ids):
             raise CacheCorruption(f"block index {block_index} is outside a table of {len(table.block_ids)} blocks")
+        return self._make_writable(table, block_index)
+
+    def _make_writable(self, table: BlockTable, block_index: int) -> CopyOp | None:
         block_id = table.block_ids[block_index]
         entry = self._index.entry(block_id)
         if self._pool.ref_count(block_id) == 1:

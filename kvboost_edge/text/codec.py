@@ -90,7 +90,7 @@ class FastCodec:
         self._markers = {token.content: i for i, token in added if token.special or _is_tag(token.content)}
         self._separator = next((token.content for token in special.values() if _stands_alone(token)), None)
         self._pieces: dict[int, str] = {}
-        self._bytes: dict[int, bytes] = {}
+        self._bytes: dict[int, bytes] = {}  # of ids that have a token
         chain = _decoder_chain(tokenizer)
         self._byte_fallback = any(step["type"] == "ByteFallback" for step in chain)
         self._anchor: list[int] = []
@@ -156,17 +156,22 @@ class FastCodec:
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
         if skip_special_tokens and token_id in self._special:
             return False
-        return self._token(token_id) is not None
+        return token_id in self._bytes or self._token(token_id) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = _byte_level_bytes(self._token(token_id) or "")
+            token = self._token(token_id)
+            if token is None:
+                return b""
+            known = self._bytes[token_id] = _byte_level_bytes(token)
         return known
 
     def joins_run(self, token_id: int) -> bool:
+        if not self._byte_fallback:
+            return False
         token = self._token(token_id) or ""
-        return self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+        return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
     def piece(self, ids: Sequence[int]) -> str:
         if len(ids) != 1:

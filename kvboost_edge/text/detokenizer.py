@@ -33,19 +33,21 @@ class IncrementalDetokenizer:
 
 
 class _ByteStream:
-    """Byte-level tokens: one incremental UTF-8 decoder over their bytes."""
+    """Byte-level tokens: their bytes read as UTF-8, but for those of a character that is not whole yet."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = b""
 
     def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._codec.token_bytes(token_id))
+        data = self._held + self._codec.token_bytes(token_id)
+        text, num_read = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[num_read:]
+        return text
 
     def flush(self) -> str:
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
+        held, self._held = self._held, b""
+        return held.decode(errors="replace")
 
 
 class _PieceStream:

@@ -116,7 +116,7 @@ async def test_events_are_taken_under_the_lock() -> None:
 
     class Guarded(deque[TokenEvent]):
         def popleft(self) -> TokenEvent:
-            assert handle._condition._is_owned()  # type: ignore[attr-defined]
+            assert handle._lock._is_owned()  # type: ignore[attr-defined]
             return super().popleft()
 
     events = [TokenEvent(i, "", 0.0) for i in range(3)]

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,17 +22,33 @@ from engine.fake_runner import (
     wait_until_idle,
 )
 from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.sequence import Sequence
 from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
+from live_servers import wait_until
 
 
 @pytest.fixture
 def engine() -> Iterator[CPUPagedEngine]:
     with fake_engine() as engine:
         yield engine
+
+
+def test_who_waits_for_the_result_sleeps_until_it_is_there() -> None:
+    """Woken for each token it would take a processor from the pass, only to fall asleep again."""
+    handle = RequestHandle(0, lambda index: None)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(handle.result)
+        asleep = handle._ended._waiters  # type: ignore[attr-defined]
+        wait_until(lambda: len(asleep) == 1, "the other thread to fall asleep")
+        (sleeper,) = asleep
+        handle._push(TokenEvent(1, "", 0.0))
+        assert list(asleep) == [sleeper]
+        handle._finish(None, Boom())
+        assert isinstance(waiting.exception(30), Boom)
 
 
 class Boom(Exception):

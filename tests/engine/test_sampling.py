@@ -109,6 +109,15 @@ def test_frequencies_follow_the_distribution() -> None:
     assert (np.abs(counts - draws * probs) < 5 * sigma).all()
 
 
+def test_a_largest_logit_that_is_known_counts_only_where_nothing_changes_the_logits() -> None:
+    logits = np.arange(8, dtype=np.float32)
+    assert make_sampler(SamplingParams(), 0)(logits, [1], 1, 7) == 7
+    assert make_sampler(SamplingParams(logit_bias={7: -9.0}), 0)(logits, [1], 1, 7) == 6
+    assert make_sampler(SamplingParams(), 0, [7])(logits, [1], 1, 7) == 6
+    drawn = [[make_sampler(SamplingParams(seed=0), seed)(logits, [1], 1, at) for seed in range(9)] for at in (7, None)]
+    assert drawn[0] == drawn[1]
+
+
 def test_greedy_breaks_ties_by_token_id() -> None:
     logits = np.zeros(100, np.float32)
     logits[[17, 40, 41]] = 3.0
