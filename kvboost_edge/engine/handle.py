@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -13,6 +15,9 @@ from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 
 __all__ = ["RequestHandle", "TokenEvent", "wait_for_all"]
+
+# A signal that comes right before a wait, and where waits cannot be interrupted any, is noticed behind it.
+_LONGEST_WAIT_S = 1.0
 
 
 class TokenEvent(NamedTuple):
@@ -147,9 +152,13 @@ class RequestHandle:
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the end. Raises the request's error, or TimeoutError after `timeout` seconds (it runs on)."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
         with self._lock:
-            if not self._ended.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"request {self.index} is not done after timeout={timeout} seconds")
+            while not self.done:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"request {self.index} is not done after timeout={timeout} seconds")
+                self._ended.wait(min(left, _LONGEST_WAIT_S))
         return self._outcome()
 
     def __iter__(self) -> Iterator[str]:
