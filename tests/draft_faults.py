@@ -8,12 +8,12 @@ _OF_MIXERS = "tests/kernels/program/states/test_mixers.py"
 _OF_DRAFTS, _OF_BUDGET = "tests/engine/test_state_drafts.py", "tests/engine/test_state_budget.py"
 
 DRAFT_FAULTS = (
-    ("drafts: one row too many is taken in", _STATES, "rows[:, ls.S_CERTAIN] = own",
-     "rows[:, ls.S_CERTAIN] = np.minimum(own + 1, drafted[which])", _OF_MIXERS),
-    ("drafts: one row too few is taken in", _STATES, "rows[:, ls.S_CERTAIN] = own", "rows[:, ls.S_CERTAIN] = own - 1",
+    ("drafts: one row too many is taken in", _STATES, "pool, own.tolist(),",
+     "pool, np.minimum(own + 1, drafted[which]).tolist(),", _OF_MIXERS),
+    ("drafts: one row too few is taken in", _STATES, "pool, own.tolist(),", "pool, (own - 1).tolist(),",
      _OF_MIXERS),
-    ("drafts: rows of another sequence are taken in", _STATES, "np.where(drafted > 0, places, 0)",
-     "np.where(drafted > 0, places[::-1], 0)", _OF_MIXERS),
+    ("drafts: rows of another sequence are taken in", _STATES, "pool, certain, drafts)",
+     "pool, certain, drafts[::-1])", _OF_MIXERS),
     ("drafts: tails take in guesses", _CONV, "rows, out = ls.of_sequence(job, sequence, ls.S_CERTAIN)",
      "rows, out = ls.of_sequence(job, sequence, ls.S_ROWS)", _OF_MIXERS),
     ("drafts: matrices take in a guess", _SCAN, "if row == certain:", "if row == certain + 1:", _OF_MIXERS),

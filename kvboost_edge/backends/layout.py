@@ -33,8 +33,8 @@ def check_layout(
     lengths = [end - first for first, end in pairwise(starts)]
     if starts[0] != 0 or not all(0 <= new <= known for new, known in zip(lengths, seq_lens, strict=True)):
         raise ConfigError(
-            f"cu_seqlens_q {starts} must start at 0, not fall, and give no sequence more rows than its seq_len in "
-            f"{seq_lens}"
+            f"cu_seqlens_q {starts} must start at 0, not fall, and give no sequence more query rows than its "
+            f"seq_len in {seq_lens}"
         )
     if slots.shape != (starts[-1],):
         raise ConfigError(f"slot_mapping of shape {slots.shape} must have one slot for each of {starts[-1]} tokens")

@@ -117,16 +117,17 @@ class Buffers:
         return self._logits[:num_rows]
 
     def _cover(self, num_positions: int) -> None:
-        """Have rope and the factors of queries at so many positions, and some more."""
+        """Have rope and the factors of queries at so many positions, at least."""
         for index, table in enumerate(self._tables):
             table.cover(num_positions)
             self._addresses[lt.B_TABLES + 2 * index] = table.cos.ctypes.data
             self._addresses[lt.B_TABLES + 2 * index + 1] = table.sin.ctypes.data
-        self._num_positions = min((len(table.cos) for table in self._tables), default=num_positions)
+        held = [len(table.cos) for table in self._tables]
         if self._spec.query_scale is not None:
-            self._num_positions = num_positions + _MORE_POSITIONS
-            self._query_factors = self._spec.query_scale.factors(self._num_positions)
+            self._query_factors = self._spec.query_scale.factors(num_positions + _MORE_POSITIONS)
             self._addresses[-1] = self._query_factors.ctypes.data
+            held.append(len(self._query_factors))
+        self._num_positions = min(held, default=num_positions)
 
     def _grow(self, num_tokens: int) -> None:
         sizes = self.sizes
