@@ -1,4 +1,5 @@
-"""The README is true: its snippets run, the files and commands it names exist, and every file has its phrase."""
+"""The README and the pages behind it are true: snippets run, the files and commands they name exist, and every folder
+has its phrase."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/LOG.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
 TREE = re.search(r"^```text\n(kvboost_edge/.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
@@ -43,7 +46,8 @@ def test_snippet_runs(snippet, tmp_path):
 
 
 def test_the_table_of_families_is_what_the_code_says():
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", README, flags=re.MULTILINE)
+    table = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", table, flags=re.MULTILINE)
     said = {name: tuple(cells.split(" | ")) for name, cells in rows if name in SUPPORTED_ARCHITECTURES}
     assert said == {
         name: (known.note, ", ".join(known.runners), ", ".join(known.files), known.proof)
@@ -65,18 +69,21 @@ def test_every_folder_has_its_phrase_in_the_tree():
     assert listed == folders | {"assets"}
 
 
-def test_named_files_exist():
-    named = set(re.findall(r"`((?:kvboost_edge|tests|benchmarks|training|docs)/[\w./-]*)`", README))
-    assert len(named) > 8
+@pytest.mark.parametrize("page", PAGES[:2], ids=lambda path: path.name)
+def test_named_files_exist(page):
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:kvboost_edge|tests|benchmarks|training|docs)/[\w./-]*)`", text))
+    assert named
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
     assert not missing, missing
 
 
 def test_named_make_targets_exist():
-    targets = set(re.findall(r"(?:^|`)make ([a-z][a-z0-9-]*)", README, flags=re.MULTILINE))
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    targets = {name for text in texts for name in re.findall(r"(?:^|`)make ([a-z][a-z0-9-]*)", text, flags=re.MULTILINE)}
     assert targets >= {"demo", "test"}
     defined = set(re.findall(r"^([a-z][a-z0-9-]*):", MAKEFILE, flags=re.MULTILINE))
-    assert targets <= defined
+    assert targets <= defined, targets - defined
 
 
 def test_named_commands_exist():
@@ -86,9 +93,18 @@ def test_named_commands_exist():
     assert set(re.findall(r"^kvboost-edge ([a-z]+)", README, flags=re.MULTILINE)) <= known
 
 
-def test_named_paths_exist():
-    for path in re.findall(r"\]\((?!https?:|#)([^)#]+)", README):
-        assert (ROOT / path).exists(), path
+def _anchors(page):
+    """What may stand behind # in a link to a page: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in _anchors(target), f"{path}#{anchor}"
 
 
 def test_readme_has_curl_examples():

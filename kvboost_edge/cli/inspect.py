@@ -63,7 +63,7 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
 
 
 def _known_of(architecture: str) -> dict[str, str]:
-    """What the README's table says of a family."""
+    """What the table of docs/models.md says of a family."""
     known = SUPPORTED_ARCHITECTURES.get(architecture)
     if known is None:
         return {"runs_on": "unknown", "read_from": "unknown", "compared_with": "nothing"}
