@@ -79,8 +79,8 @@ def test_named_files_exist(page):
 
 
 def test_named_make_targets_exist():
-    texts = [page.read_text(encoding="utf-8") for page in PAGES]
-    targets = {name for text in texts for name in re.findall(r"(?:^|`)make ([a-z][a-z0-9-]*)", text, flags=re.MULTILINE)}
+    texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    targets = set(re.findall(r"(?:^|`)make ([a-z][a-z0-9-]*)", texts, flags=re.MULTILINE))
     assert targets >= {"demo", "test"}
     defined = set(re.findall(r"^([a-z][a-z0-9-]*):", MAKEFILE, flags=re.MULTILINE))
     assert targets <= defined, targets - defined

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 
-__all__ = ["RequestHandle", "TokenEvent", "wait_for_all"]
+__all__ = ["Handles", "RequestHandle", "TokenEvent", "wait_for_all"]
 
 # A signal that comes right before a wait, and where waits cannot be interrupted any, is noticed behind it.
 _LONGEST_WAIT_S = 1.0
@@ -291,6 +291,23 @@ class RequestHandle:
                 listener.alarm.wake(listener.loop, listener.changed)
             except RuntimeError:  # the loop was closed under its reader: nobody listens any more
                 self._request_cancel(self.index)
+
+
+class Handles(list[RequestHandle]):
+    """Those of what is queued in a worker thread. Once they are stopped, one that comes later ends at once: nobody has
+    to be left who would stop it."""
+
+    _stopped = False
+
+    def append(self, handle: RequestHandle) -> None:
+        super().append(handle)
+        if self._stopped:  # read behind the line above: `stop` may have looked at the list before it
+            handle.cancel()
+
+    def stop(self) -> None:
+        self._stopped = True
+        for handle in list(self):
+            handle.cancel()
 
 
 def wait_for_all(handles: Sequence[RequestHandle]) -> list[GenerationResult]:

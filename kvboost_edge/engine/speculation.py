@@ -81,4 +81,5 @@ def _propose(sequence: Sequence, most: int) -> Draft | None:
     forced = [] if sequence.structure is None else sequence.structure.forced()[:most]
     if forced:
         return Draft(forced, _FORCED)
-    return None if sequence.drafter is None else sequence.drafter.propose(sequence.token_ids, most)
+    assert sequence.drafter is not None, "others are not asked"
+    return sequence.drafter.propose(sequence.token_ids, most)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.engine import CPUPagedEngine
-from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.handle import Handles, RequestHandle
 from kvboost_edge.engine.request import Entry
 from kvboost_edge.engine.results import GenerationResult, WarmResult
 from kvboost_edge.errors import CapacityError, KVBoostError
@@ -28,7 +28,6 @@ from kvboost_edge.serve_ray.watch.stillness import Stillness, major_faults
 
 __all__ = ["EngineReplica", "EngineStuck", "ReplicaOptions", "own_options"]
 
-_STOPPING_SECONDS = 0.05
 _PROGRESS_SECONDS = 0.5  # between two looks at how far a prompt is
 _COMPUTING_THREADS = 32  # each waits for one `embed`, `rerank` or `warm`
 _MEASURED_TOKENS = 64  # of the prompt whose time says how fast a replica is, before its requests do
@@ -202,7 +201,7 @@ class EngineReplica:
         self, sent: Sent, call: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
     ) -> AsyncIterator[Computed | None]:
         """The engine's `embed`, `rerank` or `warm`: None at once, then what became of it. Leaving it ends the work."""
-        handles: list[RequestHandle] = []
+        handles = Handles()
         deadline = None if sent.left is None else time.monotonic() + sent.left
         calls: dict[str, Callable[..., Any]]
         calls = {"embed": self._engine.embed, "rerank": self._engine.rerank, "warm": self._engine.warm}
@@ -224,10 +223,8 @@ class EngineReplica:
                 value, failure = None, self._failure(error)
             yield Computed(value, _results_of(handles), failure)
         finally:
-            while not task.done():
-                for handle in list(handles):
-                    handle.cancel()
-                await asyncio.wait([task], timeout=_STOPPING_SECONDS)
+            handles.stop()
+            await asyncio.wait([task])
             task.exception()
             self._meter.end(sent.request, time.monotonic())
 

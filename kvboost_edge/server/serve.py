@@ -91,8 +91,10 @@ class DrainingServer(uvicorn.Server):
         self._state.drain()
         self._state.cancel_all()
         end = asyncio.get_running_loop().call_later(_LAST_SECONDS, self._cut_off)
-        await super().shutdown(sockets)
-        end.cancel()
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()
         await self._state.models.close()
 
     def _cut_off(self) -> None:

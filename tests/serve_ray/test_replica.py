@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Terms
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult
@@ -307,3 +308,29 @@ def test_long_calls_hold_up_no_health_check(open_replica: Any, monkeypatch: Any)
     closed = asyncio.run(computed_by(replica))
     assert closed.failure is not None
     assert closed.failure.has_died
+
+
+def test_a_long_call_that_is_left_stops_what_it_comes_to_later(open_replica: Any, monkeypatch: Any) -> None:
+    replica = open_replica("a")
+    left = threading.Event()
+    cancelled: list[int] = []
+
+    def embed(*_: Any, handles: list[RequestHandle], **__: Any) -> None:
+        handles.append(RequestHandle(0, cancelled.append))
+        assert left.wait(60)
+        handles.append(RequestHandle(1, cancelled.append))
+
+    monkeypatch.setattr(replica._engine, "embed", embed)
+
+    async def run() -> None:
+        call = replica.compute(sent([]), "embed", ([[1, 2, 3]],), {})
+        assert await anext(call) is None
+        leaving = asyncio.ensure_future(call.aclose())
+        while not cancelled:
+            await asyncio.sleep(0.001)
+        assert not leaving.done(), "the call waits for the end of what it began"
+        left.set()
+        await leaving
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert cancelled == [0, 1]

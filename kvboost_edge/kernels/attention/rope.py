@@ -31,14 +31,15 @@ class RopeTable:
         self.sin: npt.NDArray[np.float32] = empty
 
     def cover(self, positions: int) -> None:
-        """Make the tables hold at least `positions` rows."""
+        """Make the tables hold at least `positions` rows. MemoryError leaves them as they are."""
         have = len(self.cos)
         if positions <= have:
             return
         starts = range(have, positions, _AT_ONCE)
         angles = [self._frequencies * np.arange(s, s + _AT_ONCE, dtype=np.float32)[:, None] for s in starts]
-        self.cos = np.concatenate([self.cos, *(np.cos(a) * self._factor for a in angles)])
-        self.sin = np.concatenate([self.sin, *(np.sin(a) * self._factor for a in angles)])
+        cos = np.concatenate([self.cos, *(np.cos(a) * self._factor for a in angles)])
+        sin = np.concatenate([self.sin, *(np.sin(a) * self._factor for a in angles)])
+        self.cos, self.sin = cos, sin  # together: there may be memory for one of them alone
 
 
 @intrinsic

@@ -117,7 +117,8 @@ class Buffers:
         return self._logits[:num_rows]
 
     def _cover(self, num_positions: int) -> None:
-        """Have rope and the factors of queries at so many positions, at least."""
+        """Have rope and the factors of queries at so many positions, at least. The addresses are those of what is kept,
+        also behind a MemoryError."""
         for index, table in enumerate(self._tables):
             table.cover(num_positions)
             self._addresses[lt.B_TABLES + 2 * index] = table.cos.ctypes.data
@@ -130,6 +131,13 @@ class Buffers:
         self._num_positions = min(held, default=num_positions)
 
     def _grow(self, num_tokens: int) -> None:
+        """Larger buffers, all of them: behind a MemoryError they are what they were."""
+        arrays = self._of_size(num_tokens)
+        for number, array in arrays.items():
+            self._addresses[number] = array.ctypes.data
+        self._arrays, self._capacity = arrays, num_tokens
+
+    def _of_size(self, num_tokens: int) -> dict[int, npt.NDArray[Any]]:
         sizes = self.sizes
         floats = {
             lt.B_HIDDEN: sizes.hidden,
@@ -141,25 +149,22 @@ class Buffers:
             lt.B_MIXED: sizes.mixed,
             lt.B_PER_LAYER: sizes.per_layer,
         }
-        self._arrays = {
+        arrays: dict[int, npt.NDArray[Any]] = {
             number: aligned_empty((num_tokens * row + _SLACK,), np.float32) for number, row in floats.items()
         }
         for number in (lt.B_PANEL, lt.B_INNER):
-            self._arrays[number] = aligned_empty((num_tokens * sizes.groups * LARGEST_CELL,), np.int8)
-        if sizes.mixture is not None:
-            self._grow_mixture(sizes.mixture, num_tokens)
-        for number, array in self._arrays.items():
-            self._addresses[number] = array.ctypes.data
-        self._capacity = num_tokens
+            arrays[number] = aligned_empty((num_tokens * sizes.groups * LARGEST_CELL,), np.int8)
+        return arrays if sizes.mixture is None else arrays | _of_mixture(sizes.mixture, num_tokens)
 
-    def _grow_mixture(self, sizes: MixtureSizes, num_tokens: int) -> None:
-        places = num_tokens * sizes.used
-        self._arrays |= {
-            lt.B_ROUTED: aligned_empty((num_tokens * sizes.routed,), np.float32),
-            lt.B_CHOSEN: aligned_empty((places,), np.int64),
-            lt.B_SHARES: aligned_empty((places,), np.float32),
-            lt.B_DISPATCH: aligned_empty((sizes.numbers + places,), np.int64),
-            lt.B_SPREAD: aligned_empty((places * sizes.spread + 4 * _SLACK,), np.int8),
-            lt.B_EXPERTS_INNER: aligned_empty((places * sizes.inner + 4 * _SLACK,), np.int8),
-            lt.B_BESIDE: aligned_empty((num_tokens * sizes.beside,), np.float32),
-        }
+
+def _of_mixture(sizes: MixtureSizes, num_tokens: int) -> dict[int, npt.NDArray[Any]]:
+    places = num_tokens * sizes.used
+    return {
+        lt.B_ROUTED: aligned_empty((num_tokens * sizes.routed,), np.float32),
+        lt.B_CHOSEN: aligned_empty((places,), np.int64),
+        lt.B_SHARES: aligned_empty((places,), np.float32),
+        lt.B_DISPATCH: aligned_empty((sizes.numbers + places,), np.int64),
+        lt.B_SPREAD: aligned_empty((places * sizes.spread + 4 * _SLACK,), np.int8),
+        lt.B_EXPERTS_INNER: aligned_empty((places * sizes.inner + 4 * _SLACK,), np.int8),
+        lt.B_BESIDE: aligned_empty((num_tokens * sizes.beside,), np.float32),
+    }

@@ -72,15 +72,16 @@ class PassTexts:
         spec = self._spec
         shape = LayerKVSpec(spec.num_kv_heads, spec.head_dim)
         sizes = (num_blocks, shape.num_kv_heads)
-        self._pool = KVPool(
+        pool = KVPool(
             aligned_empty((*sizes, shape.head_dim, _BLOCK), np.float32),
             aligned_empty((*sizes, _BLOCK, shape.head_dim), np.float32),
         )
-        self.whole: WholePass | None = None
+        whole = None
         if self._access is not None and spec.num_heads * spec.head_dim % GROUP == 0:
             layers = len(spec.layers)
-            access = KernelAccess(self._access.workspace, [self._pool] * layers, None)
+            access = KernelAccess(self._access.workspace, [pool] * layers, None)
             options = [
                 AttentionOptions(spec.softmax_scale, one.window, spec.softcap, None, one.ahead) for one in spec.layers
             ]
-            self.whole = WholePass(access, KVSpec((shape,) * layers, _BLOCK, "float32"), options, range(layers))
+            whole = WholePass(access, KVSpec((shape,) * layers, _BLOCK, "float32"), options, range(layers))
+        self._pool, self.whole = pool, whole  # together, or neither where memory does not suffice

@@ -47,11 +47,11 @@ class PassMemory(NamedTuple):
 
 _Which = Longs | slice
 _NONE = np.empty(0, dtype=np.int64)
-# What of a call is a pass's own, and so 0 in `_Drawn`.
-_OF_A_PASS: dict[str, Any] = dict.fromkeys(
-    ("out", "lse", "counters", "cu_seqlens_q", "seq_lens", "block_tables"), _NONE
-)
-_OF_A_PASS |= dict.fromkeys(("keys", "values", "max_blocks"), 0)
+# What of a call is a pass's own, and so 0 in `_AlikeRows`.
+_OF_A_PASS: dict[str, Any] = {
+    **dict.fromkeys(("out", "lse", "counters", "cu_seqlens_q", "seq_lens", "block_tables"), _NONE),
+    **dict.fromkeys(("keys", "values", "max_blocks"), 0),
+}
 
 
 class _Storage(NamedTuple):
@@ -71,11 +71,11 @@ class _Storage(NamedTuple):
     held: list[Any]
 
 
-class _Drawn(NamedTuple):
+class _AlikeRows(NamedTuple):
     """Rows of a range of layers for passes whose attention is cut alike, as steps of decoding are for a while: what
     only a pass knows is 0 in them.
 
-    key   of such a pass, see `WholePass._draw`
+    key   of such a pass, see `WholePass._alike_rows`
     rows  int64 [num_layers, ROW_NUMBERS]; counters are how far they lie from those of the first layer
     each  counters of a layer
     held  what the key and the rows point to
@@ -136,7 +136,7 @@ class WholePass:
         self._fixed = np.zeros((len(kv), la.ROW_NUMBERS), dtype=np.int64)
         self._fixed[:, list(fixed)] = np.stack(list(fixed.values()), axis=1)
         self._ranges: dict[range, list[_Members]] = {}
-        self._drawn: dict[range, _Drawn] = {}
+        self._kept: dict[range, _AlikeRows] = {}
 
     @classmethod
     def of(cls, backend: Backend, params: Sequence[AttentionParams], kv: Sequence[int]) -> WholePass | None:
@@ -193,22 +193,22 @@ class WholePass:
         """
         num_layers, num_tokens = len(layers), len(prepared.slot_mapping)
         storages = [(members, self._storage(members, layers, prepared)) for members in self._members(layers)]
-        drawn = self._draw(query, num_heads, prepared, storages, layers)
+        alike = self._alike_rows(query, num_heads, prepared, storages, layers)
         out = np.empty(num_tokens * attended_floats, dtype=np.float32)
         lse = np.empty((num_tokens, num_heads), dtype=np.float32)
-        memory = np.zeros(num_counters + num_layers * (la.ROW_NUMBERS + drawn.each), dtype=np.int64)
+        memory = np.zeros(num_counters + num_layers * (la.ROW_NUMBERS + alike.each), dtype=np.int64)
         first = memory.ctypes.data + 8 * num_counters
-        rows = memory[num_counters : num_counters + drawn.rows.size].reshape(drawn.rows.shape)
-        own = {
+        rows = memory[num_counters : num_counters + alike.rows.size].reshape(alike.rows.shape)
+        of_pass = {
             la.R_COUNTERS: first + 8 * rows.size,
             la.R_OUT: out.ctypes.data,
             la.R_LSE: lse.ctypes.data,
             la.R_CU_SEQLENS: prepared.paged.cu_seqlens_q.ctypes.data,
             la.R_SEQ_LENS: prepared.paged.seq_lens.ctypes.data,
         }
-        rows[:] = drawn.rows
+        rows[:] = alike.rows
         for members, storage in storages:
-            columns, row = own | storage.columns, np.zeros(la.ROW_NUMBERS, dtype=np.int64)
+            columns, row = of_pass | storage.columns, np.zeros(la.ROW_NUMBERS, dtype=np.int64)
             row[list(columns)] = list(columns.values())
             # Nobody looks at the rows of layers that do not attend.
             rows[members.layers if len(storages) > 1 else slice(None)] += row
@@ -216,17 +216,17 @@ class WholePass:
                 rows[members.layers, index] = numbers
         for index, numbers in turning.items():
             rows[:, index] = numbers[layers.start : layers.stop] if isinstance(numbers, list) else numbers
-        held = [drawn, *(storage.held for _, storage in storages)]
+        held = [alike, *(storage.held for _, storage in storages)]
         return PassMemory(memory, first - 8 * la.ROW_NUMBERS * layers.start, out, lse, held)
 
-    def _draw(
+    def _alike_rows(
         self,
         query: Floats,
         num_heads: int,
         prepared: PreparedBatch,
         storages: Sequence[tuple[_Members, _Storage]],
         layers: range,
-    ) -> _Drawn:
+    ) -> _AlikeRows:
         """The rows of a range of layers, those of the last pass where it was cut alike."""
         num_tokens = len(prepared.slot_mapping)
         plans = [
@@ -235,10 +235,10 @@ class WholePass:
             for options in of.kinds
         ]
         key = (num_tokens, query.ctypes.data, *(id(plan.items) for plan in plans))
-        found = self._drawn.get(layers)
+        found = self._kept.get(layers)
         if found is None or found.key != key:
             calls = self._calls(query, num_heads, num_tokens, storages, plans)
-            found = self._drawn[layers] = self._drawn_of(key, calls, storages, layers)
+            found = self._kept[layers] = self._rows_of(key, calls, storages, layers)
         return found
 
     def _calls(
@@ -258,21 +258,21 @@ class WholePass:
             calls.append(make_call(queries, storage.pool, storage.batch, options, self._space, plan, more))
         return calls
 
-    def _drawn_of(
+    def _rows_of(
         self,
         key: tuple[int, ...],
         calls: Sequence[AttentionCall],
         storages: Sequence[tuple[_Members, _Storage]],
         layers: range,
-    ) -> _Drawn:
+    ) -> _AlikeRows:
         each = -(-max(call.counters.size for call in calls) // 8) * 8
         rows = self._fixed[layers.start : layers.stop].copy()
         rows[:, la.R_COUNTERS] = 8 * each * np.arange(len(layers))
         held = tuple(call._replace(**_OF_A_PASS) for call in calls)
-        owners = (own for of, _ in storages for own in of.kinds.values())
-        for call, own in zip(held, owners, strict=True):
-            rows[own] += la.row_of(call)
-        return _Drawn(key, rows, each, held)
+        whose = (those for of, _ in storages for those in of.kinds.values())
+        for call, those in zip(held, whose, strict=True):
+            rows[those] += la.row_of(call)
+        return _AlikeRows(key, rows, each, held)
 
     def _members(self, layers: range) -> list[_Members]:
         """The layers of a range by the shapes of their pools, worked out once."""

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.answers import KeptAnswers
-from kvboost_edge.engine.handle import RequestHandle, TokenEvent
+from kvboost_edge.engine.handle import Handles, RequestHandle, TokenEvent
 from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.request import Entry, SamplingParams
 from kvboost_edge.engine.results import GenerationResult
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Answer",
     "EncodedPrompt",
-    "Handles",
     "Job",
     "Running",
     "finished",
@@ -130,23 +129,6 @@ async def off_loop(work: Callable[[], T], size: int = 0) -> T:
     if size > _LONG:
         return await asyncio.get_running_loop().run_in_executor(_long_workers(), work)
     return await asyncio.to_thread(work)
-
-
-class Handles(list[RequestHandle]):
-    """Those of what is queued in a worker thread. Once they are stopped, one that comes later ends at once: nobody has
-    to be left who would stop it."""
-
-    _stopped = False
-
-    def append(self, handle: RequestHandle) -> None:
-        super().append(handle)
-        if self._stopped:  # read behind the line above: `stop` may have looked at the list before it
-            handle.cancel()
-
-    def stop(self) -> None:
-        self._stopped = True
-        for handle in list(self):
-            handle.cancel()
 
 
 async def to_its_end(work: Callable[[], T], size: int, handles: Handles) -> T:

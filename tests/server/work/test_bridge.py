@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.server.work.bridge import Handles, to_its_end
+from kvboost_edge.engine.handle import Handles, RequestHandle
+from kvboost_edge.server.work.bridge import to_its_end
 
 
 @pytest.mark.parametrize("times", [1, 2])

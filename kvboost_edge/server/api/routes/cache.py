@@ -14,6 +14,7 @@ from starlette.types import Send
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.answers import KeptAnswers
+from kvboost_edge.engine.handle import Handles
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import WarmResult
 from kvboost_edge.errors import RequestError
@@ -40,7 +41,7 @@ from kvboost_edge.server.engines import Figures, replicas_of
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import memory_of
 from kvboost_edge.server.state import ModelState
-from kvboost_edge.server.work.bridge import EncodedPrompt, Handles, Job, off_loop, running, to_its_end, wait_all
+from kvboost_edge.server.work.bridge import EncodedPrompt, Job, off_loop, running, to_its_end, wait_all
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
 __all__ = ["router"]

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
+from kvboost_edge.engine.handle import Handles
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.server.api.answers import ERRORS
@@ -19,7 +20,7 @@ from kvboost_edge.server.api.schemas.embeddings import EmbeddingRequest, RerankR
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.vectors import EmbeddingAnswer, RerankAnswer, embedding_answer, rerank_answer
 from kvboost_edge.server.state import ModelState
-from kvboost_edge.server.work.bridge import Handles, off_loop, to_its_end, wait_all
+from kvboost_edge.server.work.bridge import off_loop, to_its_end, wait_all
 from kvboost_edge.server.work.streams import dumps_long, send_json
 
 __all__ = ["router"]

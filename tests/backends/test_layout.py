@@ -1,0 +1,43 @@
+"""Ids of blocks are looked at where sequences have tokens, and only there, in narrow tables and in wide ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.backends.layout import check_layout
+from kvboost_edge.errors import ConfigError
+
+BLOCK, BLOCKS = 16, 40
+LENGTHS = (1, 16, 17, 500)  # 1, 1, 2 and 32 blocks
+
+
+def layout_of(width: int) -> BatchLayout:
+    """Steps of decoding; what no token is in is nobody's block."""
+    tables = np.full((len(LENGTHS), width), 1 << 30, np.int32)
+    for row, length in zip(tables, LENGTHS, strict=True):
+        row[: -(-length // BLOCK)] = np.arange(-(-length // BLOCK))
+    slots = np.arange(len(LENGTHS), dtype=np.int64)
+    return BatchLayout(np.arange(len(LENGTHS) + 1, dtype=np.int32), np.array(LENGTHS, np.int32), tables, slots)
+
+
+@pytest.mark.parametrize("width", [32, 33, 500])
+@pytest.mark.parametrize("wrong", [-1, BLOCKS])
+def test_every_block_of_a_sequence_lies_in_the_pool(width: int, wrong: int) -> None:
+    layout = layout_of(width)
+    check_layout(layout, BLOCK, BLOCKS)
+    for sequence, length in enumerate(LENGTHS):
+        for index in {0, (length - 1) // BLOCK}:
+            layout.block_tables[sequence, index], held = wrong, layout.block_tables[sequence, index]
+            with pytest.raises(ConfigError, match=rf"block id {wrong} must lie in the pool's 0\.\.{BLOCKS - 1}"):
+                check_layout(layout, BLOCK, BLOCKS)
+            layout.block_tables[sequence, index] = held
+    check_layout(layout, BLOCK, BLOCKS)
+
+
+@pytest.mark.parametrize("lengths", [(), (0,)])
+def test_sequences_without_tokens_need_no_blocks(lengths: tuple[int, ...]) -> None:
+    tables = np.full((len(lengths), 500), -1, np.int32)
+    nothing = np.zeros(len(lengths) + 1, np.int32)
+    check_layout(BatchLayout(nothing, np.array(lengths, np.int32), tables, np.empty(0, np.int64)), BLOCK, BLOCKS)

@@ -1,0 +1,89 @@
+"""A pass that memory does not suffice for leaves the buffers of the passes before it, wherever it ran out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.runners.native.buffers import Buffers
+from kvboost_edge.runners.native.runner import NativeRunner
+from paged_driver import PagedDriver
+from tiny_models import save_tiny_model
+
+SMALL, LARGE = ([np.random.default_rng(n).integers(0, 256, n).tolist() for n in counts] for counts in ((5, 9), (1030,)))
+
+
+class Scarce:
+    """NumPy's functions that take memory, of which one call fails."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, fails_at: int) -> None:
+        self.left = fails_at
+        for name in ("empty", "concatenate"):
+            patch.setattr(np, name, self.counted(getattr(np, name)))
+
+    def counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def take(*arguments: Any, **options: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError("the test has no more")
+            return real(*arguments, **options)
+
+        return take
+
+
+def addresses_are_of_what_is_held(buffers: Buffers) -> None:
+    found = buffers.addresses(1, 1)
+    assert {number: array.ctypes.data for number, array in buffers._arrays.items()} == {
+        number: found[number] for number in buffers._arrays
+    }
+    for index, table in enumerate(buffers._tables):
+        at = lt.B_TABLES + 2 * index
+        assert (table.cos.ctypes.data, table.sin.ctypes.data) == (found[at], found[at + 1])
+        assert len(table.cos) == len(table.sin)
+    assert found[-1] == (buffers._query_factors.ctypes.data if buffers._query_factors.size else 0)
+
+
+def computed(driver: PagedDriver, prompts: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+    sequences = [driver.open(prompt) for prompt in prompts]
+    try:
+        return driver.step([(sequence, len(sequence.token_ids)) for sequence in sequences])
+    finally:
+        for sequence in sequences:
+            driver.close(sequence)
+
+
+@pytest.mark.parametrize("family", ["ministral3", "gemma4-moe", "qwen3_moe"])
+def test_the_pass_after_one_without_memory_is_what_it_was(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries with factors of their positions, two tables of rope, and buffers of a mixture."""
+    save_tiny_model(family, tmp_path, max_position_embeddings=4096)
+    backend = None
+    for fails_at in itertools.count(1):
+        runner = NativeRunner.from_dir(tmp_path, weights="int8", num_threads=1)
+        backend = backend or CPUBackend(runner.info.kv_spec, 120, num_threads=1)
+        driver = PagedDriver(runner, backend)
+        before = computed(driver, SMALL)
+        with monkeypatch.context() as patch:
+            scarce = Scarce(patch, fails_at)
+            try:
+                large = computed(driver, LARGE)
+            except MemoryError:
+                large = []
+        addresses_are_of_what_is_held(runner._buffers)
+        for one, other in zip(computed(driver, SMALL), before, strict=True):
+            np.testing.assert_array_equal(one, other)
+        runner.close()
+        if scarce.left > 0:
+            break
+    assert len(large) == 1, "the last pass had memory enough"
+    assert fails_at > 12
+    backend.close()
