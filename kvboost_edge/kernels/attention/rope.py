@@ -20,7 +20,9 @@ _AT_ONCE = 1024  # positions computed at once: a row's bits must not depend on h
 class RopeTable:
     """cos and sin of position * frequency, float32 [positions, rotary_dim / 2], grown as positions are met.
 
-    `frequencies` float32 [rotary_dim / 2] in radians per position; `factor` multiplies cos and sin (yarn).
+    `frequencies` float32 [rotary_dim / 2] in radians per position; `factor` multiplies cos and sin (yarn). The angles
+    are float32, their cos and sin rounded from float64: those of float32 are other bits on other processors, and keys
+    outlive the machine in a cache that is moved or shared. 1,024 positions of 64 pairs take 1.7 ms instead of 0.2.
     """
 
     def __init__(self, frequencies: npt.NDArray[np.float32], factor: float = 1.0) -> None:
@@ -37,9 +39,12 @@ class RopeTable:
             return
         starts = range(have, positions, _AT_ONCE)
         angles = [self._frequencies * np.arange(s, s + _AT_ONCE, dtype=np.float32)[:, None] for s in starts]
-        cos = np.concatenate([self.cos, *(np.cos(a) * self._factor for a in angles)])
-        sin = np.concatenate([self.sin, *(np.sin(a) * self._factor for a in angles)])
+        cos = np.concatenate([self.cos, *(self._turned(np.cos, a) for a in angles)])
+        sin = np.concatenate([self.sin, *(self._turned(np.sin, a) for a in angles)])
         self.cos, self.sin = cos, sin  # together: there may be memory for one of them alone
+
+    def _turned(self, function: np.ufunc, angles: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return np.multiply(function(angles, dtype=np.float64).astype(np.float32), self._factor)
 
 
 @intrinsic

@@ -7,7 +7,7 @@ import numpy as np
 
 __all__ = ["NUMERICS_VERSION", "describe_numerics"]
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Raised with every change of the bits that a kernel or a program gives: blocks stored under another number are not
 found again. A test holds the bits of a small model against this number."""
 
