@@ -25,7 +25,7 @@ ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction bench-router \
+.PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router \
 	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-states bench-onnx bench-peers bench-embeddings bench-tiers bench-agents real-model quality clean test-arm64 redis-server
 
 help:  ## list the targets
@@ -77,7 +77,7 @@ test-long: setup  ## the large N of the promises; writes benchmarks/results/test
 ARM64_ROOT ?= /var/tmp/kvboost-edge-arm64
 
 test-arm64:  ## the native path on emulated ARM, with and without dot products (ARM64_ROOT=dir); writes results/test-arm64.txt
-	test -e $(ARM64_ROOT)/root/is-made || tests/arm64/run.sh make $(ARM64_ROOT)
+	tests/arm64/run.sh make $(ARM64_ROOT)
 	tests/arm64/run.sh test $(ARM64_ROOT) benchmarks/results/test-arm64.txt
 
 lint: setup  ## ruff, mypy --strict for the package, import contracts
@@ -110,7 +110,7 @@ redis-server:  ## a redis-server for the tests, unpacked into .redis (Debian, Ub
 mutants: setup  ## plant about 220 faults one at a time; each must turn the tests red
 	$(BIN)/python tests/mutants.py
 
-bench: bench-kernels bench-block-pool bench-eviction bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled  ## all benchmarks without peers, several minutes
+bench: bench-kernels bench-block-pool bench-eviction bench-snapshots bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled  ## all benchmarks without peers, several minutes
 
 bench-kernels: setup  ## paged decode attention against torch SDPA and memory bandwidth
 	$(BIN)/python benchmarks/bench_kernels.py
@@ -120,6 +120,9 @@ bench-block-pool: setup  ## prefix lookup, allocate and free
 
 bench-eviction: setup  ## eviction orders on traces of requests; the same figures on every machine
 	$(BIN)/python benchmarks/bench_eviction.py
+
+bench-snapshots: setup  ## which states of hybrids are there when a prompt comes; the same figures on every machine
+	$(BIN)/python benchmarks/bench_snapshots.py --out benchmarks/results/snapshots.json
 
 bench-router: setup  ## ways to route requests to replicas, on a virtual clock: 4 and 32 of them, then 1,000; minutes
 	$(BIN)/python benchmarks/sim_router.py --replicas 4 32

@@ -8,7 +8,7 @@ its block, or before it, when its slot is needed.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
 from kvboost_edge.errors import CacheCorruption, ConfigError
@@ -18,7 +18,7 @@ __all__ = ["ANSWER", "BACKBONE", "HINT", "JUNCTION", "PROMPT", "REASONS", "Snaps
 PROMPT, ANSWER, JUNCTION, HINT, BACKBONE = "prompt", "answer", "junction", "hint", "backbone"
 
 # Why a state was kept -> its class: those of a higher one count as used later than they were, see `StateSlots`.
-REASONS = {BACKBONE: 0, JUNCTION: 1, HINT: 1, PROMPT: 2, ANSWER: 2}
+REASONS = {BACKBONE: 0, PROMPT: 1, JUNCTION: 2, HINT: 2, ANSWER: 3}
 
 
 class _Snapshot(NamedTuple):
@@ -41,9 +41,13 @@ class StateSlots:
     """Slots 0 .. num_slots-1, all free at first. A slot that somebody references is never handed out; of the snapshots
     nobody reads the one that was used longest ago goes first.
 
-    Age is counted in snapshots made or read. Those at junctions and message borders count as younger by as many as
-    there are slots, those at the ends of prompts and answers by twice as many: what several prompts begin with, and
-    where a conversation goes on, is asked for again; the backbone is for what nobody foresaw. Nothing stays for ever.
+    Age is counted in snapshots made or read, without those of a backbone, of which there may be one behind every block,
+    and without an answer's that only move on with it. Who goes on from one also uses the first at a junction or border
+    before it, behind what more conversations begin with. The ends of prompts count as younger than a backbone, which is
+    for what nobody foresaw, by as many as there are slots: the same prompt may come again, and one whose answer is
+    written differently goes on from there. Junctions and message borders, behind what several prompts begin with, by
+    twice as many, and the ends of answers, where a conversation goes on, by three times. Nothing stays for ever.
+    benchmarks/bench_snapshots.py compares.
 
     Snapshots have owners. To keep a state none is taken from another owner who holds no more than its part, which is
     half the slots divided by all owners; so nobody's flood leaves others without any.
@@ -65,7 +69,7 @@ class StateSlots:
         self._snapshots: dict[int, _Snapshot] = {}  # by slot
         self._by_block: dict[int, int] = {}
         # By class: slot -> when it was used last, the longest ago first.
-        self._queues: tuple[OrderedDict[int, int], ...] = tuple(OrderedDict() for _ in range(3))
+        self._queues: tuple[OrderedDict[int, int], ...] = tuple(OrderedDict() for _ in set(REASONS.values()))
         self._num_idle = 0  # snapshots that nobody reads
         self._read: set[int] = set()  # those that somebody read
         self._num_owned: Counter[bytes] = Counter()  # snapshots by owner
@@ -151,6 +155,14 @@ class StateSlots:
             self._use(slot)
         self.hold(slot)
 
+    def use_first(self, block_ids: Iterable[int]) -> None:
+        """By a prompt that has these blocks in common with others: the first snapshot at a junction or border."""
+        for block_id in block_ids:
+            slot = self._by_block.get(block_id)
+            if slot is not None and self._snapshots[slot].reason in (JUNCTION, HINT):
+                self._use(slot)
+                return
+
     def hold(self, slot: int) -> None:
         """The same of who goes on from what it has just kept itself, which is no use of a snapshot."""
         if slot in self._snapshots:
@@ -167,9 +179,10 @@ class StateSlots:
         elif slot in self._snapshots:
             self._num_idle += self._refs[slot] == 1
 
-    def attach(self, slot: int, block_id: int, reason: str, owner: bytes = b"") -> bool:
-        """Make a slot of the caller's the snapshot behind a published block; its reference goes along. Where there is
-        one already that one stays, and counts as kept for the better reason: False."""
+    def attach(self, slot: int, block_id: int, reason: str, owner: bytes = b"", *, moved: bool = False) -> bool:
+        """Make a slot of the caller's the snapshot behind a published block; its reference goes along. `moved`: it
+        stands for one before it, nobody else's grows older. Where there is one already that one stays, and counts as
+        kept for the better reason: False."""
         known = self._by_block.get(block_id)
         if known is not None:
             self.release(slot)
@@ -182,10 +195,16 @@ class StateSlots:
         self._snapshots[slot] = _Snapshot(block_id, reason, owner)
         self._num_owned[owner] += 1
         self._num_idle += 1
-        self._use(slot)
+        self._use(slot, counts=not moved)
         for watcher in self._watchers:
             watcher.kept(block_id)
         return True
+
+    def demote(self, block_id: int) -> None:
+        """A block's snapshot was an answer's, which is longer now: it counts as one of a backbone."""
+        slot = self._by_block.get(block_id)
+        if slot is not None:
+            self._give_reason(slot, BACKBONE)
 
     def drop(self, block_id: int) -> None:
         """The block is forgotten, or its snapshot not wanted: who still reads it keeps the slot."""
@@ -231,9 +250,10 @@ class StateSlots:
         self._snapshots[slot] = before._replace(reason=reason)
         self._use(slot)
 
-    def _use(self, slot: int) -> None:
-        self._clock += 1
-        queue = self._queues[REASONS[self._snapshots[slot].reason]]
+    def _use(self, slot: int, *, counts: bool = True) -> None:
+        reason = self._snapshots[slot].reason
+        self._clock += counts and reason != BACKBONE
+        queue = self._queues[REASONS[reason]]
         queue[slot] = self._clock
         queue.move_to_end(slot)
 
@@ -247,23 +267,31 @@ class StateSlots:
 
     def _victim(self, owner: bytes, *, spares: bool) -> int | None:
         """The snapshot that goes first, of those that nobody reads, to make room for one of an owner's."""
-        oldest = [self._oldest(queue, owner, spares=spares) for queue in self._queues if self._num_idle]
+        if not self._num_idle:
+            return None
+        is_spared = self._spared_from(owner) if spares else lambda _: False
+        oldest = [self._oldest(queue, is_spared) for queue in self._queues]
         return min((slot for slot in oldest if slot is not None), key=self._age_of, default=None)
 
-    def _oldest(self, queue: OrderedDict[int, int], owner: bytes, *, spares: bool) -> int | None:
+    def _oldest(self, queue: OrderedDict[int, int], is_spared: Callable[[_Snapshot], bool]) -> int | None:
         for _ in range(len(queue)):
             slot = next(iter(queue))
-            if self._refs[slot] == 1 and not (spares and self._is_spared(self._snapshots[slot], owner)):
+            if self._refs[slot] == 1 and not is_spared(self._snapshots[slot]):
                 return slot
-            self._use(slot)  # somebody reads it, or it is spared: it would be in the way of the next look too
+            queue[slot] = self._clock  # somebody reads it, or it is spared: it would be in the way of the next look too
+            queue.move_to_end(slot)
         return None
 
-    def _is_spared(self, snapshot: _Snapshot, owner: bytes) -> bool:
-        """Whether it does not go for one of this owner's."""
-        if snapshot.owner != owner:
-            owners = len(self._num_owned) + (owner not in self._num_owned)
-            if self._num_owned[snapshot.owner] <= self.num_slots // (2 * owners):
+    def _spared_from(self, owner: bytes) -> Callable[[_Snapshot], bool]:
+        """Which snapshots do not go for one of this owner's."""
+        part = self.num_slots // (2 * (len(self._num_owned) + (owner not in self._num_owned)))
+        pinned = self._pinned
+        if not pinned or 2 * sum(block_id in pinned for block_id in self._by_block) > self.num_slots:
+            pinned = ()
+
+        def is_spared(snapshot: _Snapshot) -> bool:
+            if snapshot.owner != owner and self._num_owned[snapshot.owner] <= part:
                 return True
-        if snapshot.reason == BACKBONE or snapshot.block_id not in self._pinned:
-            return False
-        return 2 * sum(block_id in self._pinned for block_id in self._by_block) <= self.num_slots
+            return snapshot.reason != BACKBONE and snapshot.block_id in pinned
+
+        return is_spared

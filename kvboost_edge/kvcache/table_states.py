@@ -16,12 +16,11 @@ from typing import NamedTuple
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
+from kvboost_edge.kvcache.snapshot_points import backbone_points, hint_points
 from kvboost_edge.kvcache.state_slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
 from kvboost_edge.kvcache.twins import standing_for
 
 __all__ = ["PassSlots", "StateSizes", "TableStates"]
-
-_BACKBONE_SHARE = 8  # a prompt whose backbone would take more than one in so many slots has a thinner one
 
 
 class StateSizes(NamedTuple):
@@ -126,11 +125,14 @@ class TableStates:
                 slot = self.slots.of_block(match.block_ids[-1])
                 if slot is None:
                     raise CacheCorruption(f"block {match.block_ids[-1]} ends a match and has no state")
+                self.slots.use_first(match.block_ids[:-1])
                 self.slots.share(slot)
                 state.slot, state.position = slot, len(match.block_ids) * size
             state.replayed = match.beyond * size
         wanted = dict.fromkeys(self._backbone(state.position, num_tokens), BACKBONE)
-        wanted |= {position // size * size: HINT for position in hints if position <= num_tokens}
+        borders = sorted({position // size * size for position in hints if position <= num_tokens})
+        ahead = [position for position in borders if position > state.position]
+        wanted |= dict.fromkeys(hint_points(ahead, self._sizes.num_slots), HINT)
         if matched > state.position:
             wanted[matched] = JUNCTION
         # The same prompt again is served up to the block of its last token, one that goes on with all full blocks.
@@ -139,18 +141,17 @@ class TableStates:
         state.wanted = {position: why for position, why in wanted.items() if position > state.position}
 
     def _backbone(self, start: int, stop: int) -> Iterable[int]:
-        """Positions of a prompt's backbone in (start, stop): every `interval` tokens, or every block. Where those are
-        many, only those at doubling distances from the end: a prompt that branches off late finds one near."""
-        interval = self._size if self._sizes.every_block else -(-self._sizes.interval // self._size) * self._size
-        every = range((start // interval + 1) * interval, stop, interval)
-        if self._sizes.every_block or len(every) <= self._sizes.num_slots // _BACKBONE_SHARE:
-            return every
-        return [every[0], *(every[-(1 << n)] for n in range(len(every).bit_length()))]
+        small = self._sizes.every_block
+        step = self._size if small else -(-self._sizes.interval // self._size) * self._size
+        return backbone_points(start, stop, step, self._sizes.num_slots, small=small)
 
     def ask(self, table: BlockTable, index: int) -> None:
         """Another prompt has this table's blocks up to `index` in common: the state behind that is wanted."""
         state, position = self._states[table._serial], (index + 1) * self._size
-        if position > (state.planned or state.position) and REASONS[state.wanted.get(position, BACKBONE)] < 1:
+        if (
+            position > (state.planned or state.position)
+            and REASONS[state.wanted.get(position, BACKBONE)] < REASONS[JUNCTION]
+        ):
             state.wanted[position] = JUNCTION
 
     def has_room(self, table: BlockTable) -> bool:
@@ -185,26 +186,29 @@ class TableStates:
             raise CacheCorruption(f"the state behind {start} tokens is not the table's own, and no slot was taken")
         state.planned = stop
         if table._publishes:
-            # The best reasons first: where slots lack, a backbone takes none from the prompt's end.
-            points = [(REASONS[state.wanted.get(one, ANSWER)], one) for one in self._save_points(state, start, stop)]
-            for _, position in sorted(points, reverse=True):
-                self._save(table, state, position)
+            # The deepest first: where slots lack, a message border takes none from the prompt's end. A backbone last.
+            points = self._save_points(state, start, stop).items()
+            for position, reason in sorted(points, key=lambda point: (point[1] != BACKBONE, point[0]), reverse=True):
+                state.wanted.pop(position, None)
+                self._save(table, state, position, reason)
             state.saves.sort()
         inside = tuple((position - start, slot) for position, slot, _ in state.saves if position < stop)
         return PassSlots(state.slot, write, inside, keeps=len(inside) < len(state.saves))
 
-    def _save_points(self, state: _State, start: int, stop: int) -> set[int]:
-        found = {position for position in state.wanted if start < position <= stop}
-        last, size = stop // self._size * self._size, self._size
-        if last > max(start, state.known):
-            first = max(start, state.known) // size * size + size
-            found |= set(range(first, last + 1, size)) if self._sizes.every_block else {last}
+    def _save_points(self, state: _State, start: int, stop: int) -> dict[int, str]:
+        """Where in (start, stop] the state is to be kept, and why: of an answer behind its last full block, of small
+        states behind the others too, as a backbone."""
+        found = {position: why for position, why in state.wanted.items() if start < position <= stop}
+        last, size, known = stop // self._size * self._size, self._size, max(start, state.known)
+        if last > known:
+            found.setdefault(last, ANSWER)
+            if self._sizes.every_block:
+                found = dict.fromkeys(range(known // size * size + size, last, size), BACKBONE) | found
         return found
 
-    def _save(self, table: BlockTable, state: _State, position: int) -> None:
+    def _save(self, table: BlockTable, state: _State, position: int, reason: str) -> None:
         """Keep the state there if a slot can be had; nobody waits for one."""
-        reason = state.wanted.pop(position, ANSWER)
-        if self._moves(reason):
+        if reason == ANSWER:
             if position == state.planned:  # the pass needs no slot for it: one is taken when the old snapshot goes
                 state.saves.append((position, -1, reason))
                 return
@@ -212,14 +216,10 @@ class TableStates:
             # the new one is there: else somebody else's would go, for each answer that runs, to hold two for a moment.
             # One that the pass itself reads would leave no slot.
             if not self.slots.num_free and state.tail is not None and self.slots.of_block(state.tail[0]) != state.slot:
-                self._drop_tail(state)
+                self._pass_tail(state)
         slot = self.slots.take(reason, table.owner)
         if slot is not None:
             state.saves.append((position, slot, reason))
-
-    def _moves(self, reason: str) -> bool:
-        """Whether the next snapshot kept for this reason takes the place of this one."""
-        return reason == ANSWER and not self._sizes.every_block
 
     def wait(self, table: BlockTable) -> None:
         """A table was opened that computes nothing: blocks come from elsewhere, and then the state behind one of all it
@@ -249,7 +249,8 @@ class TableStates:
         if block_id is None:
             self._release(slot)
         else:
-            self._attach(table, slot, block_id, PROMPT)
+            self._kept[block_id] = None
+            self.slots.attach(slot, block_id, PROMPT, table.owner)
 
     def _move_on(self, state: _State) -> None:
         """Into the slot that was taken, if one was."""
@@ -287,9 +288,9 @@ class TableStates:
             self._release(slot)
             return
         is_own = position == state.position and self.slots.of_block(block_id) is None
-        moves = self._moves(reason)
-        if moves:
-            self._drop_tail(state)
+        moved = reason == ANSWER and state.tail is not None
+        if reason == ANSWER:
+            self._pass_tail(state)
         if slot < 0:
             taken = self.slots.take(reason, table.owner) if is_own else None
             if taken is None:
@@ -297,26 +298,26 @@ class TableStates:
             slot = taken
         if is_own:  # the slot that was taken is where the table goes on
             state.following, slot = slot, state.slot
-        is_new = self._attach(table, slot, block_id, reason, moves=moves)
+        if reason not in (BACKBONE, ANSWER):  # of an answer the last one goes to tiers, when it ends
+            self._kept[block_id] = None
+        is_new = self.slots.attach(slot, block_id, reason, table.owner, moved=moved)
         if is_own:
             self.slots.hold(slot)
-        if moves:
+        if reason == ANSWER:
             entry = self._index.entry(block_id)
             state.tail = (block_id, entry.serial) if entry is not None and is_new else None
 
-    def _attach(self, table: BlockTable, slot: int, block_id: int, reason: str, *, moves: bool = False) -> bool:
-        """moves: the next block's takes its place soon; what goes to tiers is the last one."""
-        if reason != BACKBONE and not moves:
-            self._kept[block_id] = None
-        return self.slots.attach(slot, block_id, reason, table.owner)
-
-    def _drop_tail(self, state: _State) -> None:
-        """Of an answer one snapshot is enough, the last; what others went on from stays."""
+    def _pass_tail(self, state: _State) -> None:
+        """Of an answer one snapshot is enough, the last; the one before stays if others went on from it, and where it
+        is small as one of a backbone."""
         if state.tail is not None:
             block_id, serial = state.tail
             entry = self._index.entry(block_id)
             if entry is not None and entry.serial == serial and self.slots.is_passed(block_id):
-                self.slots.drop(block_id)
+                if self._sizes.every_block:
+                    self.slots.demote(block_id)
+                else:
+                    self.slots.drop(block_id)
             state.tail = None
 
     def _keep_tail(self, state: _State) -> None:
@@ -353,7 +354,8 @@ class TableStates:
         ):
             block_id = standing_for(table, state.position // self._size - 1, self._index)
         if block_id is not None and self.slots.of_block(block_id) is None:
-            self._attach(table, slot, block_id, ANSWER)
+            self._kept[block_id] = None
+            self.slots.attach(slot, block_id, ANSWER, table.owner)
             state.slot = -1
         self._keep_tail(state)
         for one in state.references():

@@ -79,24 +79,25 @@ def test_the_least_recently_used_goes_first_within_a_class() -> None:
     assert blocks(slots) == {10, 12, 13}
 
 
-def test_a_backbone_goes_before_junctions_and_those_before_ends() -> None:
-    slots = StateSlots(3)
-    kept(slots, 10, PROMPT)
+def test_a_backbone_goes_first_then_ends_of_prompts_borders_and_ends_of_answers() -> None:
+    slots = StateSlots(4)
+    kept(slots, 10, ANSWER)
     kept(slots, 11, JUNCTION)
-    kept(slots, 12, BACKBONE)
-    for expected in ({10, 11}, {10}, set()):
+    kept(slots, 12, PROMPT)
+    kept(slots, 13, BACKBONE)
+    for expected in ({10, 11, 12}, {10, 11}, {10}, set()):
         assert slots.take() is not None
         assert blocks(slots) == expected
 
 
 def test_what_is_kept_for_less_does_not_drive_out_what_is_kept_for_more() -> None:
     slots = StateSlots(2)
-    kept(slots, 10, PROMPT)
+    kept(slots, 10, HINT)
     kept(slots, 11, ANSWER)
     assert slots.take(BACKBONE) is None
-    assert slots.take(JUNCTION) is None
+    assert slots.take(PROMPT) is None
     assert blocks(slots) == {10, 11}
-    assert kept(slots, 12, PROMPT) is not None
+    assert kept(slots, 12, JUNCTION) is not None
     assert blocks(slots) == {11, 12}
 
 
@@ -109,6 +110,37 @@ def test_nothing_stays_for_ever() -> None:
         if 10 not in blocks(slots):
             break
     assert count == 8, "four of grace, then those that are younger than the three others there were"
+
+
+def test_a_backbone_and_an_answer_that_moves_let_nobody_grow_older() -> None:
+    """There may be one behind each block of a long prompt or answer: by the first count borders would go soon."""
+    slots = StateSlots(4)
+    kept(slots, 10, HINT)
+    kept(slots, 11, PROMPT)
+    tail = 11
+    for block_id in range(100, 200):
+        kept(slots, block_id, BACKBONE)
+        slot = slots.take(ANSWER)
+        assert slot is not None
+        slots.attach(slot, 1000 + block_id, ANSWER, moved=tail > 1000)
+        if tail > 1000:
+            slots.demote(tail)
+        tail = 1000 + block_id
+    assert blocks(slots) == {10, 11, 1198, 1199}, "and the answer's before, as one of a backbone"
+    assert slots.counts() == {"prompt": 1, "answer": 1, "junction": 0, "hint": 1, "backbone": 1}
+    slots.check(())
+
+
+def test_who_goes_on_uses_what_more_conversations_begin_with() -> None:
+    slots = StateSlots(4)
+    kept(slots, 1, BACKBONE)
+    for block_id in (2, 3, 4):
+        kept(slots, block_id, HINT)
+    slots.use_first([1, 2, 3])
+    slots.use_first([7, 8])
+    for expected in ({2, 3, 4}, {2, 4}, {2}, set()):
+        assert slots.take() is not None
+        assert blocks(slots) == expected
 
 
 def test_a_pinned_block_keeps_its_snapshot_but_from_who_runs() -> None:

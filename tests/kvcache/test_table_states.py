@@ -9,6 +9,7 @@ import pytest
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.kvcache.snapshot_points import backbone_points, hint_points
 from kvboost_edge.kvcache.table_states import PassSlots, StateSizes, TableStates
 from kvcache_cases import OTHER, ROOT, B
 
@@ -95,6 +96,38 @@ def test_a_backbone_is_thinned_where_slots_are_few() -> None:
     assert rows(cold(manager_of(num_slots=80, interval=8), list(range(83)))) == [*range(8, 81, 8)]
     assert rows(cold(manager_of(num_slots=40, interval=8), list(range(83)))) == [8, 24, 56, 72, 80]
     assert rows(cold(manager_of(num_slots=40, every_block=True), list(range(41)))) == [*range(B, 41, B)]
+    assert rows(cold(manager_of(num_slots=8, every_block=True), list(range(67)))) == [4, 20, 36, 52, 64]
+
+
+def test_of_many_borders_the_first_and_those_at_doubling_distances_are_kept() -> None:
+    """A long conversation that comes for the first time leaves others their states."""
+    borders = tuple(range(5, 81, 5))
+    kept = rows(cold(manager_of(num_slots=80), list(range(83)), hints=borders))
+    assert kept == [n // B * B for n in borders]
+    assert rows(cold(manager_of(num_slots=16), list(range(83)), hints=borders)) == [4, 64, 72, 80]
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "expected"), [(1, [5, 80]), (8, [5, 80]), (12, [5, 75, 80]), (28, [5, 45, 65, 75, 80]), (64, None)]
+)
+def test_hints_are_a_part_of_the_slots(num_slots: int, expected: list[int] | None) -> None:
+    borders = list(range(5, 81, 5))
+    assert list(hint_points(borders, num_slots)) == (expected or borders)
+    assert list(hint_points([], num_slots)) == []
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 16, 999])
+@pytest.mark.parametrize("stop", [0, 1, 8, 9, 100, 4097])
+def test_a_backbone_is_a_part_of_the_slots(num_slots: int, stop: int) -> None:
+    small = list(backbone_points(3, stop, 8, num_slots, small=True))
+    assert len(small) <= max(1, num_slots // 2)
+    assert set(small) <= set(range(8, stop, 8))
+    assert bool(small) == (stop > 8)
+    if stop > 8:
+        assert small[0] == 8
+        large = list(backbone_points(3, stop, 8, num_slots, small=False))
+        assert len(large) <= max(num_slots // 8, 2 + len(range(8, stop, 8)).bit_length())
+        assert {large[0], large[-1]} >= {8}
 
 
 def test_a_snapshot_is_found_once_its_pass_has_ended_and_not_before() -> None:
@@ -200,6 +233,50 @@ def test_an_answer_leaves_one_snapshot_that_moves() -> None:
     assert used == 3, "the prompt's, the answer's, and the one that is written"
     manager.free(table)
     assert manager.peek([*tokens, 1], ROOT) == 36
+
+
+def test_what_conversations_begin_with_outlasts_a_long_one() -> None:
+    """Each turn goes on from the end of the answer before, and so uses what the system message ends with."""
+    manager, tokens = manager_of(num_blocks=200, num_slots=6), list(range(2 * B))
+    for turn in range(1, 20):
+        tokens += range(1000 * turn, 1000 * turn + 2 * B)
+        table = manager.open_table(tokens, ROOT, hints=(2 * B, len(tokens) - 2 * B))
+        run_pass(manager, table, tokens)
+        tokens += range(1000 * turn + 500, 1000 * turn + 500 + B)
+        run_pass(manager, table, tokens)
+        manager.free(table)
+        assert manager.peek([*tokens, 1], ROOT) == len(tokens)
+    assert manager.peek([*tokens[: 2 * B], 7], ROOT) == 2 * B
+
+
+def test_of_an_answer_with_small_states_all_but_the_last_are_a_backbone() -> None:
+    """Long answers drive out no ends and borders of others; what is between them is there while there is room."""
+    manager, tokens = manager_of(num_slots=12, every_block=True), list(range(6))
+    states = states_of(manager)
+    cold(manager, [99] * 9, hints=(5,))
+    table = manager.open_table(tokens, ROOT)
+    run_pass(manager, table, tokens)
+    states.drain_kept()
+    for stop in range(7, 26):  # a token at a time
+        tokens.append(stop)
+        run_pass(manager, table, tokens)
+        manager.check_invariants([table])
+    assert states.slots.counts() == {"prompt": 2, "hint": 1, "junction": 0, "answer": 1, "backbone": 4}
+    tokens += range(100, 111)  # drafts that were right
+    run_pass(manager, table, tokens)
+    assert states.slots.counts() == {"prompt": 2, "hint": 1, "junction": 0, "answer": 1, "backbone": 7}
+    assert manager.peek([*tokens, 1], ROOT) == 36
+    assert manager.peek(tokens[:26], ROOT) == 24
+    assert not states.drain_kept()
+    for _ in range(10):
+        tokens += range(B)
+        run_pass(manager, table, tokens)
+    assert states.slots.counts() == {"prompt": 2, "hint": 1, "junction": 0, "answer": 1, "backbone": 7}
+    assert manager.peek([99] * 9, ROOT) == 8
+    last = table.block_ids[len(tokens) // B - 1]
+    manager.free(table)
+    assert states.drain_kept() == [last], "of an answer one state goes to tiers"
+    manager.check_invariants(())
 
 
 def test_what_somebody_went_on_from_stays_when_the_answer_goes_on() -> None:
@@ -368,6 +445,8 @@ def test_where_slots_lack_the_best_reason_gets_one() -> None:
     manager, tokens = manager_of(num_slots=2), list(range(3 * B + 1))
     kept = cold(manager, tokens, hints=(B,))
     assert rows(kept) == [3 * B], "one slot is the sequence's own; the other one is for the prompt's end"
+    kept = cold(manager_of(num_slots=3, interval=2 * B), list(range(3 * B + 1)), hints=(B,))
+    assert rows(kept) == [B, 3 * B], "none for the backbone at 2 * B"
 
 
 def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more() -> None:
