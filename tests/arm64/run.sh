@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The native path on emulated ARM processors: one with dot products (Cortex-A76), one without (Cortex-A72).
 #
-#   tests/arm64/run.sh make DIR            make an arm64 Debian in DIR: about 5 minutes, 1.2 GB, once
+#   tests/arm64/run.sh make DIR            make an arm64 Debian in DIR: about 5 minutes, 1.2 GB; nothing where one stands
+#                                          with all the packages that are needed
 #   tests/arm64/run.sh test DIR RESULT     run the tests of tests/arm64/tests.txt there, once for each processor, and
 #                                          write what came out to the file RESULT
 #   tests/arm64/run.sh run DIR CPU COMMAND...
@@ -12,10 +13,14 @@
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 tree="$(cd "$here/../.." && pwd)"
-packages="gguf hypothesis jinja2 numba numpy pytest pytest-asyncio psutil rich safetensors tokenizers typer huggingface_hub"
+# What the package needs, and what these tests need beside it.
+packages="$(python3 -c '
+import sys, tomllib
+from pathlib import Path
+print(*tomllib.loads(Path(sys.argv[1]).read_text())["project"]["dependencies"])' "$tree/pyproject.toml") gguf hypothesis pytest pytest-asyncio"
 
 usage() {
-    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -26,6 +31,7 @@ need_root() {
 # make DIR: Debian's base system, unpacked here and configured under emulation, then wheels for aarch64.
 make_root() {
     local dir="$1" wheels="$1/root/wheels"
+    ! is_made "$dir" || return 0
     command -v apt-get >/dev/null || { echo "making the arm64 root needs Debian or Ubuntu (apt-get, debootstrap)" >&2; exit 1; }
     if ! command -v qemu-aarch64-static >/dev/null || ! command -v debootstrap >/dev/null; then
         apt-get update -qq
@@ -46,12 +52,17 @@ make_root() {
     # shellcheck disable=SC2086
     chroot "$dir" python3 -m pip install -q --break-system-packages --root-user-action=ignore --no-index \
         --find-links /root/wheels $packages
-    touch "$dir/root/is-made"
+    echo "$packages" >"$dir/root/is-made"
+}
+
+# is_made DIR: with the packages that are wanted now.
+is_made() {
+    [ "$(cat "$1/root/is-made" 2>/dev/null)" = "$packages" ]
 }
 
 # copy_tree DIR: what is tested is this tree as it is now, without environments, caches and results.
 copy_tree() {
-    [ -e "$1/root/is-made" ] || { echo "$1 holds no arm64 root: tests/arm64/run.sh make $1" >&2; exit 1; }
+    is_made "$1" || { echo "$1 holds no arm64 root with the packages needed: tests/arm64/run.sh make $1" >&2; exit 1; }
     mkdir -p "$1/src"
     find "$1/src" -mindepth 1 -maxdepth 1 -exec rm -rf {} +
     tar -C "$tree" -cf - --exclude='./.*' --exclude=__pycache__ --exclude=./benchmarks/results . | tar -C "$1/src" -xf -
