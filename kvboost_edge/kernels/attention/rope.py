@@ -44,7 +44,8 @@ class RopeTable:
         self.cos, self.sin = cos, sin  # together: there may be memory for one of them alone
 
     def _turned(self, function: np.ufunc, angles: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        return np.multiply(function(angles, dtype=np.float64).astype(np.float32), self._factor)
+        turned: npt.NDArray[np.float32] = function(angles, dtype=np.float64).astype(np.float32)
+        return turned * np.float32(self._factor)
 
 
 @intrinsic
