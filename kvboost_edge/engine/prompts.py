@@ -34,6 +34,11 @@ def encode_prompt(
         items = _as_list(prompt)
         if items and isinstance(items[0], Mapping):
             text, ids = _encode_chat(items, tokenizer, find_answer)
+        elif items and isinstance(items[0], str):
+            raise RequestError(
+                "the prompt is a list of strings, which are several prompts: generate_batch takes them; one prompt is a "
+                "string, a list of token ids or a list of chat messages"
+            )
         else:
             text, ids = "", _as_ids("the prompt", items)
     _check_ids("the prompt", ids, vocab_size)

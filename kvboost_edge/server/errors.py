@@ -41,6 +41,7 @@ __all__ = [
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _MAX_MESSAGE = 2000
+_SHORT = 1e30  # a number that can be read
 
 
 class ApiError(HTTPException):
@@ -172,6 +173,11 @@ def _plain(error: HTTPException) -> str:
     return str(error.detail)[:_MAX_MESSAGE]
 
 
+def _given(value: object) -> str:
+    """The value that was refused, where it is a number: what is longer may be a prompt."""
+    return f", not {value}" if isinstance(value, int | float) and abs(value) < _SHORT else ""
+
+
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first complaint of pydantic, naming the field by its path in the body."""
     problems: Sequence[Any] = error.errors()
@@ -181,5 +187,5 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     path = [str(part) for part in first["loc"][1:]]
     path += [first["ctx"]["field"]] if first["type"] == "foreign_field" else []
     field = path[0] if path else "body"
-    message = f"{'.'.join(path) or 'body'}: {first['msg']}"
+    message = f"{'.'.join(path) or 'body'}: {first['msg']}{_given(first.get('input', ''))}"
     return ApiError(400, message[:_MAX_MESSAGE], code="invalid_request", param=field)

@@ -37,7 +37,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([1.0], r"token 0 of the prompt=1\.0 must be an integer"),
     ([1, True], "token 1 of the prompt=True must be an integer"),
     ([1, None], "token 1 of the prompt=None"),
-    (["a"], "token 0 of the prompt='a'"),
+    (["a"], "the prompt is a list of strings, which are several prompts: generate_batch takes them"),
     ([[1, 2]], r"token 0 of the prompt=\[1, 2\]"),
     (np.array([0.5]), "token 0 of the prompt=0.5"),
     (None, "not NoneType"),

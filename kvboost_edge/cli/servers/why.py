@@ -46,6 +46,7 @@ WORDS = {
         "send reasoning_content back; a template with preserve_thinking shows it (--normalise thinking)",
     ),
     "retokenized": ("the same text in other tokens", "send back the model's answers as they were, to the character"),
+    "other_message": ("another last message: all before it was taken over", ""),
     "changed_text": ("another text", "put what changes, such as the date, behind what stays"),
     "other_position": ("tokens were shared at other positions, the rest was read", ""),
 }

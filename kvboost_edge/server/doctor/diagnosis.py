@@ -11,11 +11,13 @@ from kvboost_edge.server.doctor.records import Diagnosis, Field, Ids, Record
 __all__ = ["CAUSES", "diagnose", "placed", "tool_field"]
 
 _BEFORE, _AFTER = 6, 24  # tokens shown on either side of the place
+_SPACE = 2  # characters in front of a message that its first token may have in it
 _PROBE = 48  # characters, which are at most as many tokens, by which a field is found in a prompt
 
 CAUSES = (
     "none", "bypassed", "not_started", "not_compared", "first_seen", "new_text", "tail", "evicted", "state", "not_kept",
-    "tool_order", "tools", "template", "thinking", "retokenized", "changed_text", "other_position",
+    "tool_order", "tools", "template", "thinking", "retokenized", "other_message",
+    "changed_text", "other_position",
 )  # fmt: skip
 """Why the rest of a prompt was computed:
 
@@ -35,6 +37,8 @@ tools           other tools
 template        the chat template was given other variables
 thinking        the earlier prompt or answer has reasoning there, this one has not
 retokenized     the same text in other tokens
+other_message   another last message behind what was asked before: a new conversation of an assistant, the same prompt
+                with another question, a message written anew. All before it was taken over
 changed_text    another text
 other_position  tokens were shared at other positions; the rest was computed
 """
@@ -110,7 +114,18 @@ def _cause(record: Record, other: Record, common: int, decode: Decode, thinks: s
     length = min(map(len, texts))
     if length > 1 and texts[0][:length] == texts[1][:length]:
         return "retokenized"
-    return "changed_text"
+    return "other_message" if _is_in_last_message(record, common, decode) else "changed_text"
+
+
+def _is_in_last_message(record: Record, position: int, decode: Decode) -> bool:
+    """Whether all messages before the last one end before the position."""
+    fields = record.asked.fields
+    last = fields[-1].text.strip() if len(fields) > 1 else ""
+    if not last:
+        return False
+    rest = decode(record.ids[position : record.num_prompt].tolist())
+    place = rest.rfind(last)
+    return (rest.find(last[:_PROBE]) if place < 0 else place) <= _SPACE
 
 
 def placed(found: Diagnosis, record: Record, other: Record | None, decode: Decode) -> Diagnosis:

@@ -60,6 +60,8 @@ async def test_every_number_has_a_bound(tiny_app: httpx.AsyncClient, kind: str) 
         error = await refused(tiny_app, path, body)
         assert error["param"] == name, (path, body, error)
         assert name in error["message"]
+        if kind in ("below", "above"):
+            assert error["message"].endswith(f", not {bad_value(name, kind)}"), "the value beside its limit"
 
 
 @pytest.mark.parametrize(("model", "base"), [(CompletionRequest, COMPLETIONS[1]), (ChatRequest, CHAT[1])])

@@ -65,6 +65,34 @@ def test_another_word_in_the_system_message_is_named_with_both_texts() -> None:
     assert (made.compared_with, made.seconds, made.computed_tokens) == (before.request_id, 1.5, mine.num_prompt - 8)
 
 
+SYSTEM = Field("message 0 (system)", "It is Tuesday. You are a clerk of the post office.")
+
+
+@pytest.mark.parametrize("question", ["Where is my letter?", "Hello", "Hello there, where is it?", "Hi", "x" * 100])
+def test_another_question_behind_the_same_text_is_what_a_cache_is_for(question: str) -> None:
+    before, mine = (
+        record(f"[s]{SYSTEM.text}[u]{text}[a]", Asked((SYSTEM, Field("message 1 (user)", text))))
+        for text in ("Hello there", question)
+    )
+    assert found(mine, before).cause == "other_message"
+    told = f"[s]{SYSTEM.text}[u]Hello there[a]Good day.[u]"
+    fields = (SYSTEM, Field("message 1 (user)", "Hello there"), Field("message 2 (assistant)", "Good day."))
+    before, mine = (
+        record(f"{told}{text}[a]", Asked((*fields, Field("message 3 (user)", text)))) for text in ("And", question)
+    )
+    assert found(mine, before).cause == "other_message"
+
+
+@pytest.mark.parametrize("question", ["Hello there", "clerk"])
+def test_a_change_before_the_last_message_is_no_other_message(question: str) -> None:
+    """Also where the last message says what stands before it, or is other too."""
+    before = record(f"[s]{SYSTEM.text}[u]Hello there[a]", Asked((SYSTEM, Field("message 1 (user)", "Hello there"))))
+    changed = SYSTEM.text.replace("Tuesday", "Wednesday")
+    fields = (SYSTEM._replace(text=changed), Field("message 1 (user)", question))
+    assert found(record(f"[s]{changed}[u]{question}[a]", Asked(fields)), before).cause == "changed_text"
+    assert found(record(f"[s]{changed}[u]{question}[a]"), before).cause == "changed_text", "nothing is known but tokens"
+
+
 def test_nothing_alike_was_asked() -> None:
     assert found(record("abcdefgh"), None).cause == "first_seen"
     assert found(record("abcdefgh"), record("abcxefgh")).cause == "first_seen"

@@ -141,7 +141,7 @@ def _spellings(values: tuple[Any, ...]) -> tuple[Any, ...]:
 def _unknown(names: list[str]) -> PydanticCustomError:
     shown = ", ".join(repr(name[:_SHOWN_LENGTH]) for name in itertools.islice(names, _SHOWN))
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    what = f"is no field of this; unknown here: {shown}{rest}" if len(names) > 1 else "is no field of this"
+    what = "is no field of this request" + (f"; unknown here: {shown}{rest}" if len(names) > 1 else "")
     return refused_field(names[0][:_SHOWN_LENGTH], what)
 
 

@@ -16,6 +16,7 @@ export const CAUSES = {
   bypassed: ["cache not asked", "plain", "The mode or prompt_logprobs ask for computing."],
   not_started: ["ended while it waited", "plain", ""],
   not_compared: ["not compared", "plain", "The server keeps no requests (--request-history 0)."],
+  other_message: ["another last message", "good", ""],
   new_text: ["new text only", "good", ""],
   tail: ["all but the last block", "good", ""],
   none: ["all from the cache", "good", ""],

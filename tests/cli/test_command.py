@@ -1,0 +1,46 @@
+"""What hints tell a person to type."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from kvboost_edge.cli.command import command_name
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of programs of this environment."""
+    made = tmp_path / "project" / ".venv" / "bin"
+    made.mkdir(parents=True)
+    program = made / "kvboost-edge"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sysconfig, "get_path", {"scripts": str(made)}.__getitem__)
+    return made
+
+
+def test_a_program_that_the_shell_finds_has_its_name(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{scripts}{os.pathsep}/usr/bin")
+    assert command_name() == "kvboost-edge"
+
+
+@pytest.mark.parametrize(("below", "shown"), [("project", ".venv/bin/kvboost-edge"), (".", None)])
+def test_else_it_is_the_path_that_can_be_typed(
+    scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str, shown: str | None
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "kvboost-edge").write_text("#!/bin/sh\n")
+    (other / "kvboost-edge").chmod(0o755)
+    monkeypatch.setenv("PATH", str(other))  # another environment's
+    monkeypatch.chdir(tmp_path / below if shown else other)
+    assert command_name() == (shown or str(scripts / "kvboost-edge"))
+
+
+def test_without_a_program_it_is_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", {"scripts": str(tmp_path)}.__getitem__)
+    assert command_name() == "kvboost-edge"
