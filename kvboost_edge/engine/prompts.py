@@ -36,7 +36,7 @@ def encode_prompt(
             text, ids = _encode_chat(items, tokenizer, find_answer)
         elif items and isinstance(items[0], str):
             raise RequestError(
-                "the prompt is a list of strings, which are several prompts: generate_batch takes them; one prompt is a "
+                "the prompt is a list of strings, which are several prompts: generate_batch takes them; one is a "
                 "string, a list of token ids or a list of chat messages"
             )
         else:
