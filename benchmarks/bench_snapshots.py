@@ -28,7 +28,7 @@ from typing import Any
 import harness
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.table_states import StateSizes
+from kvboost_edge.kvcache.states.tables import StateSizes
 
 __all__ = ["TRAFFIC", "Replayed", "Traffic", "replay"]
 

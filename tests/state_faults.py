@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from draft_faults import DRAFT_FAULTS
 
-_SLOTS, _TABLES, _LOOKUP = "kvcache/state_slots.py", "kvcache/table_states.py", "kvcache/lookup.py"
+_SLOTS, _TABLES, _LOOKUP = "kvcache/states/slots.py", "kvcache/states/tables.py", "kvcache/lookup.py"
 _BATCH, _BUDGET, _BORDERS = "engine/batch.py", "engine/state_budget.py", "text/borders.py"
-_OF_SLOTS, _OF_TABLES = "tests/kvcache/test_state_slots.py", "tests/kvcache/test_table_states.py"
+_OF_SLOTS, _OF_TABLES = "tests/kvcache/states/test_slots.py", "tests/kvcache/states"
 _OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_state_schedules.py", "tests/engine/test_state_budget.py"
 _OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/test_state_tiers.py"
 _MOVER, _TWINS, _OF_TWINS = "tiers/mover.py", "kvcache/twins.py", "tests/kvcache/test_twins.py"
@@ -41,7 +41,7 @@ STATE_FAULTS = (
     ("state: an answer of small states leaves ends behind", _TABLES, "self.slots.demote(block_id)", "pass", _OF_TABLES),
     ("state: what conversations begin with is not used", _TABLES, "self.slots.use_first(match.block_ids[:-1])", "pass",
      _OF_TABLES),
-    ("state: borders take all slots", "kvcache/snapshot_points.py", "if len(hints) <= most", "if True", _OF_TABLES),
+    ("state: borders take all slots", "kvcache/states/points.py", "if len(hints) <= most", "if True", _OF_TABLES),
     ("state: outlives its block", _TABLES, "        self.slots.drop(block_id)\n        self._kept",
      "        self._kept", _OF_TABLES),
     ("state: its end is not told", _SLOTS, "                watcher.dropped(block_id)\n", "                pass\n",

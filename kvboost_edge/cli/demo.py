@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from kvboost_edge.cli.command import command_name
 from kvboost_edge.cli.render import pool_panel
 from kvboost_edge.cli.session import loaded_engine
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.host.command import command_name
 from kvboost_edge.models.locate.stores import real_model
 
 if TYPE_CHECKING:

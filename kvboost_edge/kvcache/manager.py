@@ -29,7 +29,7 @@ from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 from kvboost_edge.kvcache.publishing import Claims, Opener, Publisher
 from kvboost_edge.kvcache.spans import Spans
-from kvboost_edge.kvcache.table_states import StateSizes, TableStates
+from kvboost_edge.kvcache.states.tables import StateSizes, TableStates
 from kvboost_edge.kvcache.twins import Twins
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]

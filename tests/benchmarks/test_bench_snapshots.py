@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from bench_snapshots import TRAFFIC, replay
-from kvboost_edge.kvcache.table_states import StateSizes
+from kvboost_edge.kvcache.states.tables import StateSizes
 
 
 @pytest.mark.parametrize("name", TRAFFIC)

@@ -23,7 +23,7 @@ from kvboost_edge.engine.sequences import Sequences
 from kvboost_edge.engine.tiering import MoverShelf, Tiering
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.table_states import StateSizes
+from kvboost_edge.kvcache.states.tables import StateSizes
 from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.tiers.base import Tier
 

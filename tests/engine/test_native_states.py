@@ -22,7 +22,7 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import Request, SamplingParams
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.kvcache.table_states import StateSizes
+from kvboost_edge.kvcache.states.tables import StateSizes
 from tiny_models import save_tiny_model
 
 ALL_BITS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4), (4, 4))

@@ -11,7 +11,7 @@ import torch
 
 from engine.native_bench import BLOCK, Bits, Floats, Machine, NativeBench
 from kvboost_edge.engine.request import SamplingParams
-from kvboost_edge.kvcache.table_states import StateSizes
+from kvboost_edge.kvcache.states.tables import StateSizes
 from kvboost_edge.models.config.families import FAMILIES as KNOWN
 from tiny_checkpoints import save_tiny_checkpoint
 from tiny_models import FAMILIES, NESTED, build_tiny_model, save_nested_model, save_tiny_model

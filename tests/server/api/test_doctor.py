@@ -242,7 +242,7 @@ async def test_no_text_of_a_prompt_is_in_the_log_and_causes_are_counted(
     assert stream.getvalue()
     assert secret not in stream.getvalue()
     metrics = (await app.get("/metrics")).text
-    for cause in ("first_seen", "changed_text"):
+    for cause in ("first_seen", "other_message"):
         assert f'kvboost:prompt_causes_total{{cause="{cause}",model_name="fake"}} 1.0' in metrics
     assert secret not in metrics
 

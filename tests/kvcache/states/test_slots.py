@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvboost_edge.errors import CacheCorruption, ConfigError
-from kvboost_edge.kvcache.state_slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
+from kvboost_edge.kvcache.states.slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
 
 
 def kept(slots: StateSlots, block_id: int, reason: str, owner: bytes = b"") -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvboost_edge.cli.command import command_name
+from kvboost_edge.host.command import command_name
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
-from kvboost_edge.kvcache.snapshot_points import backbone_points, hint_points
-from kvboost_edge.kvcache.state_slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
+from kvboost_edge.kvcache.states.points import backbone_points, hint_points
+from kvboost_edge.kvcache.states.slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
 from kvboost_edge.kvcache.twins import standing_for
 
 __all__ = ["PassSlots", "StateSizes", "TableStates"]

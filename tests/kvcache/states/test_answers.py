@@ -1,0 +1,148 @@
+"""Snapshots of answers: one, which moves, also under drafts and failures."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcache_cases import ROOT, B
+from table_cases import cold, manager_of, run_pass, states_of
+
+
+def test_an_answer_leaves_one_snapshot_that_moves() -> None:
+    manager, tokens = manager_of(), list(range(6))
+    table = manager.open_table(tokens, ROOT)
+    run_pass(manager, table, tokens)
+    kept, used = [], 0
+    for token in range(30):
+        tokens.append(token)
+        kept += [len(tokens) for _ in run_pass(manager, table, tokens).slots]
+        used = max(used, states_of(manager).slots.num_used)
+        manager.check_invariants([table])
+    assert kept == [*range(8, 37, B)]
+    assert states_of(manager).slots.counts()["answer"] == 1
+    assert used == 3, "the prompt's, the answer's, and the one that is written"
+    manager.free(table)
+    assert manager.peek([*tokens, 1], ROOT) == 36
+
+
+def test_of_an_answer_with_small_states_all_but_the_last_are_a_backbone() -> None:
+    """Long answers drive out no ends and borders of others; what is between them is there while there is room."""
+    manager, tokens = manager_of(num_slots=12, every_block=True), list(range(6))
+    states = states_of(manager)
+    cold(manager, [99] * 9, hints=(5,))
+    table = manager.open_table(tokens, ROOT)
+    run_pass(manager, table, tokens)
+    states.drain_kept()
+    for stop in range(7, 26):  # a token at a time
+        tokens.append(stop)
+        run_pass(manager, table, tokens)
+        manager.check_invariants([table])
+    assert states.slots.counts() == {"prompt": 2, "hint": 1, "junction": 0, "answer": 1, "backbone": 4}
+    tokens += range(100, 111)  # drafts that were right
+    run_pass(manager, table, tokens)
+    assert states.slots.counts() == {"prompt": 2, "hint": 1, "junction": 0, "answer": 1, "backbone": 7}
+    assert manager.peek([*tokens, 1], ROOT) == 36
+    assert manager.peek(tokens[:26], ROOT) == 24
+    assert not states.drain_kept()
+    for _ in range(10):
+        tokens += range(B)
+        run_pass(manager, table, tokens)
+    assert states.slots.counts() == {"prompt": 2, "hint": 1, "junction": 0, "answer": 1, "backbone": 7}
+    assert manager.peek([99] * 9, ROOT) == 8
+    last = table.block_ids[len(tokens) // B - 1]
+    manager.free(table)
+    assert states.drain_kept() == [last], "of an answer one state goes to tiers"
+    manager.check_invariants(())
+
+
+def test_what_somebody_went_on_from_stays_when_the_answer_goes_on() -> None:
+    manager, tokens = manager_of(), list(range(6))
+    table = manager.open_table(tokens, ROOT)
+    tokens += range(4)
+    run_pass(manager, table, tokens)
+    other = manager.open_table([*tokens[:8], 9], ROOT)
+    assert other.num_cached_tokens == 8
+    tokens += range(8)
+    run_pass(manager, table, tokens)
+    assert manager.peek([*tokens[:8], 9], ROOT) == 8
+
+
+def test_an_answer_keeps_its_snapshot_moving_where_no_slot_is_free() -> None:
+    manager, tokens = manager_of(num_slots=2), list(range(6))
+    table = manager.open_table(tokens, ROOT)
+    for token in range(20):
+        run_pass(manager, table, tokens)
+        tokens.append(token)
+    assert manager.peek(tokens, ROOT) == 24
+
+
+@pytest.mark.parametrize("num_slots", [12, 2])
+def test_the_pass_that_moves_an_answers_snapshot_may_fail(num_slots: int) -> None:
+    """Until the next one is there the one before is, where no slot is free too."""
+    manager, tokens = manager_of(num_slots=num_slots), list(range(6))
+    table = manager.open_table(tokens, ROOT)
+    for token in range(6):
+        run_pass(manager, table, tokens)
+        tokens.append(token)
+    assert manager.peek([*tokens, 1], ROOT) == 2 * B
+    manager.extend(table, 3 * B)
+    states_of(manager).plan(table, 3 * B - 1, 3 * B)
+    manager.free(table)
+    manager.check_invariants([])
+    assert manager.peek([*tokens, 1], ROOT) == 2 * B
+
+
+@pytest.mark.parametrize(("num_slots", "found"), [(12, 2 * B), (2, 0)])
+def test_drafts_that_move_an_answers_snapshot_may_fail(num_slots: int, found: int) -> None:
+    """Inside a pass a slot is needed before: where none is free the one before gives its own."""
+    manager, tokens = manager_of(num_slots=num_slots), list(range(6))
+    table = manager.open_table(tokens, ROOT)
+    for token in range(4):
+        run_pass(manager, table, tokens)
+        tokens.append(token)
+    assert manager.peek([*tokens, 1], ROOT) == 2 * B
+    tokens += range(4)
+    manager.extend(table, 3 * B + 2)
+    assert len(states_of(manager).plan(table, 2 * B + 1, 3 * B + 2).saves) == 1
+    manager.free(table)
+    manager.check_invariants([])
+    assert manager.peek([*tokens, 1], ROOT) == found
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_drafts_leave_an_answers_snapshot_that_gives_no_slot(fails: bool) -> None:
+    """The pass reads it: without it there would be no slot more for the next one."""
+    manager, tokens = manager_of(num_slots=2), list(range(6))
+    table = manager.open_table(tokens, ROOT)
+    for token in range(3):
+        run_pass(manager, table, tokens)
+        tokens.append(token)
+    assert manager.peek(tokens, ROOT) == 2 * B
+    tokens += range(6)
+    manager.extend(table, 3 * B + 2)
+    assert states_of(manager).plan(table, 2 * B, 3 * B + 2).saves == ()
+    if not fails:
+        manager.commit(table, tokens, 3 * B + 2)
+        manager.check_invariants([table])
+        assert manager.peek(tokens, ROOT) == 2 * B
+        tokens += range(6)
+        run_pass(manager, table, tokens[: 4 * B])
+        assert manager.peek(tokens, ROOT) == 4 * B, "it moves on once the pass has another slot"
+    manager.free(table)
+    manager.check_invariants([])
+    assert manager.peek(tokens, ROOT) == (2 if fails else 4) * B
+
+
+def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more() -> None:
+    manager, tokens = manager_of(), list(range(5 * B))
+    states, prompt = states_of(manager), 2 * B + 1
+    table = manager.open_table(tokens[:prompt], ROOT)
+    run_pass(manager, table, tokens[:prompt])
+    assert states.drain_kept() == [table.block_ids[1]]
+    for stop in range(prompt + 1, 4 * B + 2):
+        run_pass(manager, table, tokens[:stop])
+        assert not states.drain_kept()
+    last = table.block_ids[3]
+    manager.free(table)
+    assert states.drain_kept() == [last]
+    manager.check_invariants(())
