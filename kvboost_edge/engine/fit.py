@@ -16,10 +16,11 @@ from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.fingerprint import are_remembered
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import free_bytes, packed_path
-from kvboost_edge.models.packed.plan import STORED, WEIGHT_FORMATS
+from kvboost_edge.models.packed.plan import STORED, WEIGHT_FORMATS, check_tensors, pack_plan, row_tables
 from kvboost_edge.models.packed.stream import packing_bytes
 from kvboost_edge.models.weights.source import WeightSummary
 from kvboost_edge.runners.base import RunnerInfo
@@ -83,12 +84,22 @@ def plan_fit(
             plan_states(config, info, plan_num_blocks(config, info, beside), beside)
     except CapacityError as error:
         refusal = str(error)
+        if selected.runner.weights:
+            _check_files(checkpoint, selected.runner.weights)
     if info.stores_kv:
         pool = planned_pool_bytes(config, info.kv_spec, info.max_context, beside)
         with contextlib.suppress(CapacityError):  # of max_state_bytes, which is the refusal then
             states = planned_states(config, info, beside)
     state_room = 0 if states is None else state_bytes(info, states)
     return Fit(info, available, beside, pool, state_room, drafts_shortage(config, info, states), refusal)
+
+
+def _check_files(checkpoint: Checkpoint, weights: str) -> None:
+    """ModelFormatError where the files are not what the config says: a size that is wrong there reads as memory that
+    lacks."""
+    spec = describe_model(checkpoint.config)
+    with checkpoint.open_source() as source:
+        check_tensors(pack_plan(spec, weights, source), source, row_tables(spec))
 
 
 class PlannedMemory(NamedTuple):

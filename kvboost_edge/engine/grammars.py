@@ -63,8 +63,12 @@ def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
     else:
         raise RequestError(f"{kind} must be a string with at least one character, not {type(value).__name__}")
     most = _MOST_MADE if isinstance(value, MadeGrammar) else MOST_BYTES[kind]
-    if len(text.encode()) > most:
-        raise RequestError(f"{kind} has {len(text.encode())} bytes; at most {most} are allowed")
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{kind} holds half a character, {text[error.start]!a} at position {error.start}") from None
+    if num_bytes > most:
+        raise RequestError(f"{kind} has {num_bytes} bytes; at most {most} are allowed")
     if kind == "grammar":
         _check_grammar(text)
     return Grammar(kind, text)

@@ -18,6 +18,7 @@ from kvboost_edge.models.config.experts import (
     GRANITE_SHARED,
     Experts,
     ernie_experts,
+    flag_of,
     gemma4_experts,
     gpt_oss_experts,
     granite_experts,
@@ -317,7 +318,9 @@ def describe_model(config: Config) -> ModelSpec:
         and family.qkv_bias is None
         and family.output_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        tied=family.tied
+        if config.get("tie_word_embeddings") is None
+        else flag_of(config, "tie_word_embeddings", False),
         max_context=longest,
         layers=tuple(
             LayerSpec.of(w, rope_of(i, w) if shape.kv >= 0 else -1, shape, longest * both_ways)

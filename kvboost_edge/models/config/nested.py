@@ -84,7 +84,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return merged
 
 
-def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], wrapper: Wrapper) -> bool:
-    """The whole model has the head, so what it says counts."""
+def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], wrapper: Wrapper) -> Any:
+    """The whole model has the head, so what it says counts, whatever that is."""
     said = (part["tie_word_embeddings"] for part in (config, inner) if part.get("tie_word_embeddings") is not None)
-    return bool(next(said, wrapper.tied))
+    return next(said, wrapper.tied)

@@ -339,7 +339,10 @@ def check_tensors(plan: Sequence[PackEntry], source: WeightSource, tables: Seque
         for tensor, rows in entry.parts:
             expected = (rows, entry.inputs) if entry.kind != VECTOR else (rows,)
             if source.shape(tensor) != expected:
-                raise ModelFormatError(f"tensor {tensor!r} has shape {source.shape(tensor)}, expected {expected}")
+                raise ModelFormatError(
+                    f"{source.file_of(tensor)}: tensor {tensor!r} has shape {source.shape(tensor)}, "
+                    f"expected {expected} by the config"
+                )
             used.add(tensor)
     ignored = {"lm_head.weight"}  # a tied head that was saved all the same
     left = {name for name in source.names() - used - ignored if not name.endswith(".rotary_emb.inv_freq")}

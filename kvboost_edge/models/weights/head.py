@@ -1,27 +1,58 @@
-"""Whether a model directory has a head of its own, where its config does not say it well enough."""
+"""Whether a model directory has a head of its own, where its config does not say it, or not as its files have it."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvboost_edge.models.config.nested import is_nested
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 
 __all__ = ["with_found_head"]
 
+_LOG = logging.getLogger(__name__)
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_BYTES_AT_ONCE = 1 << 24
+
 
 def with_found_head(config: Mapping[str, Any], model_dir: Path, *, is_embedding: bool) -> Mapping[str, Any]:
     """The config with `tie_word_embeddings` as the files have it: of an embedding model, which may have been saved
-    without the head that nothing uses, and of a nested config whose parts do not agree."""
+    without the head that nothing uses, of a nested config whose parts do not agree, and where the config has the
+    embedding as the head, or does not say, and the files have another head, as a model that was trained on may."""
+    said = [part.get("tie_word_embeddings") for part in _parts(config)]
     if is_nested(config):
-        said = [part.get("tie_word_embeddings") for part in (config, config["text_config"])]
         unknown = None in said or said[0] != said[1]  # versions of transformers differ in which of them counts
     else:
-        unknown = is_embedding and not config.get("tie_word_embeddings") and not config.get("quantization_config")
-    if not unknown:
+        unknown = is_embedding and not said[0] and not config.get("quantization_config")
+    if said[0] is False and not unknown:
         return config
-    with SafetensorsSource(model_dir) as source:
-        has_head = any(name.startswith("lm_head.") for name in source.names())
-    return {**config, "tie_word_embeddings": not has_head}
+    with SafetensorsSource(model_dir, split_experts=False) as source:
+        if unknown:
+            return {**config, "tie_word_embeddings": not any(name.startswith("lm_head.") for name in source.names())}
+        if not _has_other_head(source):
+            return config
+        where = source.file_of(_HEAD)
+    _LOG.warning("%s holds a head that differs from the embedding: it is used, whatever the config says of it", where)
+    return {**config, "tie_word_embeddings": False}
+
+
+def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    return (config, config["text_config"]) if is_nested(config) else (config,)
+
+
+def _has_other_head(source: SafetensorsSource) -> bool:
+    """Whether both are there and differ in shape or any number."""
+    if not {_EMBEDDING, _HEAD} <= source.names():
+        return False
+    shape = source.shape(_HEAD)
+    if source.shape(_EMBEDDING) != shape or len(shape) != 2:
+        return True
+    step = max(1, _BYTES_AT_ONCE // (4 * max(1, shape[1])))
+    return not all(
+        np.array_equal(source.rows(_HEAD, first, last), source.rows(_EMBEDDING, first, last), equal_nan=True)
+        for first, last in ((first, min(first + step, shape[0])) for first in range(0, shape[0], step))
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.families import FAMILIES, heads_by_layer
-from kvboost_edge.models.config.file import size_of
+from kvboost_edge.models.config.file import integer_of, size_of
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.weights.parts import is_other_part
 
@@ -67,7 +67,9 @@ def _check_layers(shapes: Shapes, config: Mapping[str, Any], model: Path, said_b
             f"{model}: no tensor of layer {missing} is there, but {said_by} says num_hidden_layers={expected}"
         )
     last = max(found)
-    extra = config.get("num_nextn_predict_layers") or 0  # layers that only speculate, behind the others
+    extra = 0  # layers that only speculate, behind the others
+    if config.get("num_nextn_predict_layers") is not None:
+        extra = integer_of(config, "num_nextn_predict_layers", 0, model)
     if last >= expected + extra:
         raise ModelFormatError(
             f"{shapes[found[last]][0]}: tensor {found[last]!r} is of layer {last}, "

@@ -70,6 +70,7 @@ class Room:
         self._root = directory.parent
         self._files = files
         self._others: list[_Other] = []
+        self._is_disk_full = False
         self.max_bytes = default_cap(self._root, files) if max_bytes is None else _checked(max_bytes)
 
     def limit(self, max_bytes: int) -> None:
@@ -82,7 +83,9 @@ class Room:
         self._others = [segment for path in others for segment in self._segments(path)]
         free, total = self._files.space(self._root)
         theirs = sum(other.nbytes for other in self._others)
-        return min(self.max_bytes - theirs, own_bytes + free - free_floor(total))
+        of_disk = own_bytes + free - free_floor(total)
+        self._is_disk_full = of_disk < self.max_bytes - theirs
+        return min(self.max_bytes - theirs, of_disk)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
@@ -116,11 +119,11 @@ class Room:
         return False
 
     def why_none(self) -> str:
-        """One line on why there is no room."""
+        """One line on why there was no room when `allowed` was asked last."""
         free, total = self._files.space(self._root)
-        if free < 2 * free_floor(total):
+        if self._is_disk_full:
             return (
-                f"{free / 1e6:,.0f} MB are free beside {self._root}, {free_floor(total) / 1e6:,.0f} MB of them stay so"
+                f"{free / 1e6:,.1f} MB are free beside {self._root}, {free_floor(total) / 1e6:,.1f} MB of them stay so"
             )
         theirs = sum(other.nbytes for other in self._others)
         return f"other models that are open take {theirs / 1e6:,.0f} MB of max_disk_bytes={self.max_bytes}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.server.api.dialects.anthropic.schemas import MessagesRequest
+from kvboost_edge.server.api.dialects.arguments import arguments_of
 from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, progress_of
 from kvboost_edge.server.errors import error_body
@@ -199,7 +199,7 @@ class _Blocks:
 def _object(arguments: str) -> Json:
     """A call's arguments; {} for those that were cut short, which are no JSON."""
     try:
-        given = json.loads(arguments or "{}")
+        given = arguments_of(arguments or "{}")
     except (ValueError, RecursionError):
         return {}
     return given if isinstance(given, dict) else {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import Send
 
 from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.server.api.dialects.arguments import arguments_of
 from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import ApiError
@@ -78,7 +78,7 @@ class OllamaWriter(TurnWriter):
         for index in range(self._calls_told, until):
             call = self.message.calls[index]
             try:
-                arguments = json.loads(call["function"]["arguments"])
+                arguments = arguments_of(call["function"]["arguments"])
             except (ValueError, RecursionError):
                 continue
             function = {"index": index, "name": call["function"]["name"], "arguments": arguments}
