@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ from kvboost_edge.engine import build
 from kvboost_edge.engine.fit import Fit, format_bytes, packed_place, plan_fit, planned_memory
 from kvboost_edge.engine.ledger import memory_beside
 from kvboost_edge.engine.selection import select_path
-from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.packed.plan import WEIGHT_FORMATS
@@ -53,6 +54,14 @@ def test_what_is_planned_is_what_the_engine_takes(model: Path) -> None:
         assert fit.needed == fit.info.weight_bytes + fit.pool
         assert fit.refusal == ""
         assert abs(fit.pool_tokens - 16 * stats["num_blocks"]) <= 16 * 4
+
+
+def test_a_wrong_size_in_the_config_is_no_lack_of_memory(model: Path) -> None:
+    path = model / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, "moe_intermediate_size": 2**31}), encoding="utf-8")
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors: tensor '.*' has shape .*, expected \(2147483648"):
+        _fit(model, GB, weights="int4", num_blocks=40)
 
 
 def test_weights_and_pool_together_are_refused_before_anything_is_packed(

@@ -24,6 +24,18 @@ def test_a_claim_of_many_layers_costs_nothing() -> None:
         check_shapes(shapes, {"num_hidden_layers": 2**31}, FILE.parent)
 
 
+@pytest.mark.parametrize("given", ["1", [[]], {"a": 1}, 1.5, -1, True])
+def test_layers_that_only_speculate_are_a_number(given: object) -> None:
+    shapes = {"model.embed_tokens.weight": (FILE, (10, 4)), "model.layers.0.input_layernorm.weight": (FILE, (4,))}
+    shapes |= {"model.layers.1.input_layernorm.weight": (FILE, (4,))}
+    config = {"num_hidden_layers": 1, "num_nextn_predict_layers": given}
+    with pytest.raises(ModelFormatError, match=r"model: num_nextn_predict_layers=.* must be an integer"):
+        check_shapes(shapes, config, FILE.parent)
+    check_shapes(shapes, {**config, "num_nextn_predict_layers": 1}, FILE.parent)
+    with pytest.raises(ModelFormatError, match="is of layer 1, but"):
+        check_shapes(shapes, {**config, "num_nextn_predict_layers": None}, FILE.parent)
+
+
 def test_messages_say_where_the_config_comes_from() -> None:
     shapes = {"model.embed_tokens.weight": (Path("m.gguf"), (10, 4))}
     with pytest.raises(ModelFormatError, match=r"m\.gguf: .*has 10 rows, but m\.gguf says vocab_size=11"):

@@ -266,3 +266,12 @@ def test_without_a_lock_of_the_cache_directory_it_goes_on(tmp_path, kind):
         assert write(tier, chain(40)) == 40
         assert tier.stat().state == ""
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_full_file_system_is_named_and_no_other_model_is_blamed(tmp_path):
+    """There is more than twice the floor, but no segment above it."""
+    floor = free_floor(20 << 20)
+    with opened(tmp_path, files=SmallDisk(free=2 * floor + 4096), max_bytes=64 << 20) as tier:
+        assert write(tier, chain(400)) < 400
+        assert "are free beside" in tier.stat().state
+        assert "other models" not in tier.stat().state

@@ -1,0 +1,87 @@
+"""Which head a model directory has, where config.json and files say different things."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
+from native_oracle import assert_native_equals
+from tiny_models import build_tiny_model, save_nested_model, save_tiny_model
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def _say(model: Path, tied: Any) -> None:
+    """What config.json says, None: nothing."""
+    path = model / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("tie_word_embeddings", None)
+    config |= {} if tied is None else {"tie_word_embeddings": tied}
+    path.write_text(json.dumps(config), encoding="utf-8")
+
+
+def _change(model: Path, **tensors: Any) -> None:
+    path = model / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
+
+
+def _tied(model: Path) -> bool:
+    return describe_model(Checkpoint.open(model).config).tied
+
+
+@pytest.mark.parametrize(
+    ("family", "said"), [("qwen3_moe", True), ("qwen3_5_text", True), ("lfm2-plain", None), ("llama", True)]
+)
+def test_a_head_of_its_own_counts_whatever_the_config_says(
+    family: str, said: bool | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers has it: both are there and differ."""
+    save_tiny_model(family, tmp_path, tie_word_embeddings=False)
+    _say(tmp_path, said)
+    with caplog.at_level(logging.WARNING, "kvboost_edge"):
+        assert not _tied(tmp_path)
+    assert f"{tmp_path / 'model.safetensors'} holds a head that differs from the embedding" in caplog.text
+    assert_native_equals(build_tiny_model(family, tie_word_embeddings=False), tmp_path)
+
+
+@pytest.mark.parametrize("said", [True, None])
+def test_a_tied_head_that_was_saved_is_no_other_one(said: bool | None, tmp_path: Path) -> None:
+    save_tiny_model("gemma2", tmp_path, tie_word_embeddings=True)
+    embedding = load_file(tmp_path / "model.safetensors")[_EMBEDDING]
+    _change(tmp_path, **{_HEAD: embedding})
+    _say(tmp_path, said)
+    assert _tied(tmp_path)
+    assert_native_equals(build_tiny_model("gemma2", tie_word_embeddings=True), tmp_path)
+    last = embedding.copy()
+    last[-1, -1] += np.float32(1e-3)
+    _change(tmp_path, **{_HEAD: last})
+    assert not _tied(tmp_path), "the last number of all differs"
+    _change(tmp_path, **{_HEAD: embedding[:-1].copy()})
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors: tensor 'lm_head\.weight' has"):
+        Checkpoint.open(tmp_path).summary()
+
+
+def test_a_nested_config_that_is_wrong_in_both_parts(tmp_path: Path) -> None:
+    save_nested_model("qwen3_vl", tmp_path, tie_word_embeddings=False)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    path.write_text(json.dumps(config), encoding="utf-8")
+    assert not _tied(tmp_path)
+
+
+@pytest.mark.parametrize("said", ["false", 1, [[]], 1e308])
+def test_what_is_neither_true_nor_false_is_refused(said: Any, tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path, tie_word_embeddings=True)
+    _say(tmp_path, said)
+    with pytest.raises(ModelFormatError, match=r"tie_word_embeddings=.* must be true or false"):
+        _tied(tmp_path)

@@ -1,0 +1,53 @@
+"""Arguments of calls as values: what JSON may hold and an answer cannot."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import httpx
+import pytest
+
+from kvboost_edge.server.api.dialects.arguments import arguments_of
+from server.api.test_tools import Speaker
+
+SCHEMA = {"type": "object", "properties": {"days": {"type": "number"}}, "required": ["days"]}
+MOST = sys.float_info.max
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ('{"a": [1e999, -1e999, 1.5]}', {"a": [MOST, -MOST, 1.5]}),
+        ('{"a": 12345678901234567890123}', {"a": 12345678901234567890123}),
+        ("{}", {}),
+    ],
+)
+def test_a_number_beyond_any_double_is_the_largest(text: str, values: Any) -> None:
+    assert arguments_of(text) == values
+
+
+@pytest.mark.parametrize("text", ['{"a": ', "", '{"a": NaN}', "Infinity", '{"a": ' + "1" * 5000 + "}"])
+def test_what_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        arguments_of(text)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat"])
+async def test_an_answer_with_such_a_number_is_not_lost(path: str, app: httpx.AsyncClient, speaker: Speaker) -> None:
+    """A grammar of numbers allows it."""
+    speaker.text = '<tool_call>\n{"name": "weather", "arguments": {"days": -1e999}}\n</tool_call>'
+    asked: dict[str, Any] = {
+        "model": "fake",
+        "messages": [{"role": "user", "content": "And the weather?"}],
+        "stream": False,
+    }
+    if path == "/v1/messages":
+        tools = [{"name": "weather", "input_schema": SCHEMA}]
+        answer = (await app.post(path, json={**asked, "max_tokens": 200, "temperature": 0, "tools": tools})).json()
+        (call,) = (block["input"] for block in answer["content"] if block["type"] == "tool_use")
+    else:
+        tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+        answer = (await app.post(path, json={**asked, "options": {"temperature": 0}, "tools": tools})).json()
+        call = answer["message"]["tool_calls"][0]["function"]["arguments"]
+    assert call == {"days": -MOST}
