@@ -11,10 +11,10 @@ from stat import S_ISREG
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress
 from rich.table import Table
 
+from kvboost_edge.cli.console import open_console, text_column
 from kvboost_edge.errors import ConfigError, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.tiers.disk.files import Files
@@ -62,11 +62,11 @@ def run_cache(
     """
     _check(action, max_disk_bytes, older_than, dry_run)
     root = Path(disk_cache_dir).expanduser().absolute() if disk_cache_dir else default_directory()
-    files, console = Files(), Console(quiet=as_json)
+    files, console = Files(), open_console(quiet=as_json)
     try:
         kept = [one for one in _kept(root, files) if word.lower() in one.name.lower()]
         if action == "verify":
-            answer = _verify(kept, files, Console(stderr=True, quiet=as_json))
+            answer = _verify(kept, files, open_console(stderr=True, quiet=as_json))
         elif action in ("prune", "clear"):
             going = _pruned(kept, root, files, max_disk_bytes, older_than) if action == "prune" else kept
             answer = _remove(going, files, dry_run)
@@ -157,7 +157,7 @@ def _remove(going: Sequence[_Kept], files: Files, dry_run: bool) -> dict[str, An
 
 def _verify(kept: Sequence[_Kept], files: Files, console: Console) -> dict[str, Any]:
     spaces = [one for one in kept if one.space is not None]
-    columns = (TextColumn("checking"), BarColumn(), DownloadColumn())
+    columns = (text_column("checking"), BarColumn(), DownloadColumn())
     rows = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=sum(one.nbytes for one in spaces))
@@ -177,7 +177,7 @@ def _print_status(kept: Sequence[_Kept], root: Path, console: Console) -> None:
         open_now = f", {used} open in a process" if used else ""
         total = sum(one.nbytes for one in of_kind)
         console.print(
-            f"{total / 1e6:,.1f} MB in {len(of_kind)} {what}{open_now}: {escape(_printable(str(place)))}",
+            f"{total / 1e6:,.1f} MB in {len(of_kind)} {what}{open_now}: {_printable(str(place))}",
             soft_wrap=True,
         )
 
@@ -194,7 +194,7 @@ def _print_rows(rows: Sequence[dict[str, Any]], action: str, console: Console, *
     table.add_column("")
     for row in rows:
         size, days = f"{row['bytes'] / 1e6:,.1f} MB", f"{row['days']:.1f}"
-        table.add_row(row["kind"], escape(row["name"]), size, days, _said(row, action, dry_run))
+        table.add_row(row["kind"], row["name"], size, days, _said(row, action, dry_run))
     console.print(table)
 
 

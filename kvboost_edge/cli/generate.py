@@ -7,8 +7,7 @@ import json
 import sys
 from typing import Any
 
-from rich.console import Console
-
+from kvboost_edge.cli.console import open_console
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line
 
 __all__ = ["run_generate"]
@@ -19,7 +18,7 @@ def run_generate(
 ) -> None:
     """Stream the text to standard output and a summary to standard error, or print the whole result as JSON."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    notes = Console(stderr=True, quiet=as_json)
+    notes = open_console(stderr=True, quiet=as_json)
     request: Any = [{"role": "user", "content": text}] if chat else text
     with loaded_engine(model, options, notes) as engine:
         result = answer(engine, request, settings, _ignore if as_json else _write, notes)
@@ -28,7 +27,7 @@ def run_generate(
         print(json.dumps(shown, ensure_ascii=False, default=str))
     else:
         _write("\n")
-        notes.print(f"[dim]{timing_line(result)}[/dim]")
+        notes.print(timing_line(result), style="dim")
 
 
 def _write(piece: str) -> None:

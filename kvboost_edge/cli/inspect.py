@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from kvboost_edge.cli.console import open_console, spinner
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.selection import planned_kv_spec, select_path, usable_context
@@ -25,8 +25,8 @@ __all__ = ["installed_route", "model_report", "print_report", "route", "run_insp
 
 def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
     """Print the report of `model`; a damaged or missing file is an error that names it."""
-    notes = Console(stderr=True, quiet=as_json)
-    with found_model(model, options, notes) as path, notes.status(f"checking {model} …"):
+    notes = open_console(stderr=True, quiet=as_json)
+    with found_model(model, options, notes) as path, spinner(notes, f"checking {model} …"):
         config = EngineConfig.from_options(**options)
         report = {"model": model, **model_report(Checkpoint.open(path, rope_range=config.rope_range), config)}
     if as_json:
@@ -120,7 +120,7 @@ def print_report(report: dict[str, Any], *, title: str) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in report.items():
         table.add_row(name.replace("_", " "), shown(name, value))
-    Console().print(table)
+    open_console().print(table)
 
 
 def shown(name: str, value: Any) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress
 
+from kvboost_edge.cli.console import text_column
 from kvboost_edge.cli.render import PromptBar, reuse_words
 from kvboost_edge.models.locate import locate_model
 
@@ -40,19 +41,20 @@ def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterat
         from kvboost_edge.kernels.jit import on_first_compilation
 
         engine = CPUPagedEngine.from_pretrained(str(path), progress=progress, **options)
-    on_first_compilation(lambda: notes.print("[dim]compiling more kernels for this machine, once …[/dim]"))
+    on_first_compilation(lambda: notes.print("compiling more kernels for this machine, once …", style="dim"))
     with engine:
         stats = engine.paged_stats()
         notes.print(
-            f"[dim]{model}: runner {stats['runner']} ({engine.runner_info.dtype} weights), backend {stats['backend']}, "
+            f"{model}: runner {stats['runner']} ({engine.runner_info.dtype} weights), backend {stats['backend']}, "
             f"{stats['num_threads']} threads, "
             f"pool of {stats['num_blocks']} blocks ({stats['pool_bytes'] / 1e6:.0f} MB), "
-            f"loaded in {time.perf_counter() - started:.1f} s[/dim]"
+            f"loaded in {time.perf_counter() - started:.1f} s",
+            style="dim",
         )
         places = tier_places(engine.config)
         for name, tier in stats["tiers"].items():
             held = "shared" if tier["blocks"] is None else f"{tier['blocks']} blocks, {tier['bytes'] / 1e6:.0f} MB"
-            notes.print(f"tier {name}: {tier['state'] or held}, {places[name]}", style="dim", markup=False)
+            notes.print(f"tier {name}: {tier['state'] or held}, {places[name]}", style="dim")
         yield engine
 
 
@@ -62,7 +64,7 @@ def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], No
     it counts the kernels that are compiled."""
     from kvboost_edge.kernels.ahead import on_compiling
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    columns = (text_column("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
         task = bar.add_task(f"loading {model}", total=None)
 
