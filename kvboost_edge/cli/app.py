@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvboost_edge.cli.cache.commands import add_cache
+from kvboost_edge.cli.options import token_limit
 from kvboost_edge.cli.servers.commands import add_commands
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.errors import KVBoostError
@@ -55,7 +57,16 @@ SchemaOption = Annotated[
     str | None,
     typer.Option("--json-schema", metavar="FILE", help="A file with a JSON schema: each answer is JSON that fits it."),
 ]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many tokens are generated.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        "-n",
+        metavar="N|max",
+        parser=token_limit,
+        help="At most so many tokens are generated; max: as many as the context has room for.",
+    ),
+]
 KVBitsOption = Annotated[
     str | None,
     typer.Option(
@@ -331,52 +342,7 @@ def launch(
     run_launch(client.value, url, api_key, model, context.args, execute=execute)
 
 
-class CacheAction(enum.StrEnum):
-    """What `kvboost-edge cache` does."""
-
-    STATUS = "status"
-    LIST = "list"
-    VERIFY = "verify"
-    PRUNE = "prune"
-    CLEAR = "clear"
-
-
-@app.command(
-    epilog="[b]Examples[/b]\n\nkvboost-edge cache status\n\nkvboost-edge cache verify\n\n"
-    "kvboost-edge cache prune --max-disk-bytes 4000000000 --dry-run\n\nkvboost-edge cache clear qwen"
-)
-def cache(
-    action: Annotated[
-        CacheAction,
-        typer.Argument(help="status: sums; list: each; verify: read all blocks; prune: what is too much; clear: all."),
-    ],
-    word: Annotated[str, typer.Argument(help="Only what has this in its name.")] = "",
-    disk_cache_dir: Annotated[
-        str | None, typer.Option("--disk-cache-dir", metavar="DIR", help="Where the disk tier lies, if not as usual.")
-    ] = None,
-    max_disk_bytes: Annotated[
-        int | None, typer.Option("--max-disk-bytes", help="prune: blocks beyond this go, those used longest ago first.")
-    ] = None,
-    older_than: Annotated[
-        float | None, typer.Option("--older-than", metavar="DAYS", help="prune: so does what was not used for so long.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="prune, clear: only say what would go.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Keys and values on disk and packed weights: sizes, ages, soundness, removal. What a process has open stays."""
-    from kvboost_edge.cli.cache import run_cache
-
-    run_cache(
-        action.value,
-        word,
-        disk_cache_dir=disk_cache_dir,
-        max_disk_bytes=max_disk_bytes,
-        older_than=older_than,
-        dry_run=dry_run,
-        as_json=as_json,
-    )
-
-
+add_cache(app)
 add_commands(app)
 
 

@@ -39,7 +39,7 @@ class _Partner(NamedTuple):
 def run_chat(model: str, options: dict[str, Any], settings: dict[str, Any], system: str) -> None:
     """Talk with a model on this machine until the end of input; each answer streams, its figures follow."""
     console = open_console()
-    with loaded_engine(model, options, open_console(stderr=True)) as engine:
+    with loaded_engine(model, options, open_console(stderr=True), settings) as engine:
         _converse(console, _local(engine, settings, console), system)
 
 
@@ -91,6 +91,8 @@ def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _
 def _for_server(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of `submit` as fields of a request to a server."""
     named = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in settings.items()}
+    if named.get("max_tokens", 0) is None:  # not every server takes a null
+        del named["max_tokens"]
     use = {name: named.pop(name) for name in CACHE_USE if name in named}
     if use:
         named["kvboost"] = use

@@ -18,6 +18,7 @@ from rich.table import Table
 from kvboost_edge.cli.console import open_console, text_column
 from kvboost_edge.cli.options import engine_options
 from kvboost_edge.cli.session import loaded_engine
+from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.perplexity import TextScore, score_text
 from kvboost_edge.errors import ConfigError, RequestError
 
@@ -30,6 +31,8 @@ def run_eval(
     """Print the perplexity, and with `against` the distance of each other set of options; each is loaded in turn
     beside the first."""
     others = [(text, {**options, **parse_against(text)}) for text in against]
+    for _, changed in others:
+        EngineConfig.from_options(**changed)  # before the first of them is loaded
     text = _read(file)
     notes = open_console(stderr=True, quiet=as_json)
     with loaded_engine(model, options, notes) as engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +32,20 @@ def found_model(model: str, options: dict[str, Any], notes: Console) -> Iterator
 
 
 @contextmanager
-def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterator[CPUPagedEngine]:
-    """An engine over `model`, closed at the end whatever happens. Notes and the spinner go to `notes`."""
+def loaded_engine(
+    model: str, options: dict[str, Any], notes: Console, settings: Mapping[str, Any] | None = None
+) -> Iterator[CPUPagedEngine]:
+    """An engine over `model`, closed at the end whatever happens. Notes and the spinner go to `notes`. settings: of the
+    requests it is for; what can be known to be wrong with them is refused before the model is fetched, or packed."""
+    from kvboost_edge.config import EngineConfig
+    from kvboost_edge.engine.precheck import check_limit, check_request
+
     started = time.perf_counter()
-    with found_model(model, options, notes) as path, _loading_bar(notes, model) as progress:
+    config = EngineConfig.from_options(**options)
+    check_request(settings or {})
+    with found_model(model, options, notes) as path:
+        check_limit(path, config, (settings or {}).get("max_new_tokens"))
+    with _loading_bar(notes, model) as progress:
         from kvboost_edge.engine.engine import CPUPagedEngine
         from kvboost_edge.engine.tiering import tier_places
         from kvboost_edge.kernels.jit import on_first_compilation

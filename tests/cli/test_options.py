@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import typer
 
-from kvboost_edge.cli.options import engine_options, parse_value, sampling_options
+from kvboost_edge.cli.chat import _for_server
+from kvboost_edge.cli.options import engine_options, parse_value, sampling_options, token_limit
 from kvboost_edge.errors import ConfigError, RequestError
 
 
@@ -56,3 +58,26 @@ def test_the_pack_cache_is_switched_off_either_way():
 def test_nothing_given_is_no_option():
     assert engine_options(None) == {}
     assert sampling_options(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"), [("5", 5), (64, 64), ("-1", -1), ("max", None), ("MAX", None), ("None", None)]
+)
+def test_a_limit_of_tokens_is_a_number_or_a_word_for_none(text, limit):
+    assert token_limit(text) == limit
+
+
+def test_what_is_no_limit_is_wrong_usage():
+    with pytest.raises(typer.BadParameter, match="'many' is neither a whole number nor max"):
+        token_limit("many")
+
+
+@pytest.mark.parametrize("word", ["max", "none", "None"])
+def test_no_limit_is_said_alike_among_the_sampling_parameters(word):
+    assert sampling_options([f"max_new_tokens={word}"]) == {"max_new_tokens": None}
+    assert sampling_options(["max_new_tokens=7"]) == {"max_new_tokens": 7}
+
+
+def test_a_server_is_sent_no_limit_where_there_is_none():
+    assert _for_server({"max_new_tokens": None, "top_k": 4}) == {"top_k": 4}
+    assert _for_server({"max_new_tokens": 0}) == {"max_tokens": 0}
