@@ -7,7 +7,7 @@ from rich.progress import TextColumn
 from rich.status import Status
 from rich.text import Text
 
-__all__ = ["open_console", "spinner", "text_column"]
+__all__ = ["counted", "open_console", "spinner", "text_column"]
 
 
 def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
@@ -23,3 +23,8 @@ def text_column(text: str, style: str = "none") -> TextColumn:
 def spinner(console: Console, text: str) -> Status:
     """What turns in a terminal while something is done."""
     return console.status(Text(text))
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """ "1 file", "2,000 files"."""
+    return f"{number:,} {one if number == 1 else many}"

@@ -27,7 +27,7 @@ def cache(
         CacheAction,
         typer.Argument(help="status: sums; list: each; verify: read all blocks; prune: what is too much; clear: all."),
     ],
-    word: Annotated[str, typer.Argument(help="Only what has this in its name.")] = "",
+    word: Annotated[str, typer.Argument(help="Only what has this in its model's name or fingerprint.")] = "",
     disk_cache_dir: Annotated[
         str | None, typer.Option("--disk-cache-dir", metavar="DIR", help="Where the disk tier lies, if not as usual.")
     ] = None,
@@ -37,6 +37,7 @@ def cache(
     older_than: Annotated[
         float | None, typer.Option("--older-than", metavar="DAYS", help="prune: so does what was not used for so long.")
     ] = None,
+    sure: Annotated[bool, typer.Option("--yes", "-y", help="clear: do not ask before everything is removed.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="prune, clear: only say what would go.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -50,6 +51,7 @@ def cache(
         max_disk_bytes=max_disk_bytes,
         older_than=older_than,
         dry_run=dry_run,
+        sure=sure,
         as_json=as_json,
     )
 
