@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress
+from rich.progress import BarColumn, Progress
 
 from kvboost_edge.cli.console import text_column
 from kvboost_edge.cli.render import PromptBar, reuse_words
@@ -70,19 +70,24 @@ def loaded_engine(
 
 @contextmanager
 def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that only moves to and fro while the model is loaded, and fills while its weights are packed. Before that
-    it counts the kernels that are compiled."""
+    """A bar that only moves to and fro while the model is loaded, and fills while kernels are compiled or its weights
+    are packed, with how many of them are."""
     from kvboost_edge.kernels.ahead import on_compiling
 
-    columns = (text_column("{task.description}"), BarColumn(), DownloadColumn())
+    columns = (text_column("{task.description}"), BarColumn(), text_column("{task.fields[told]}"))
     with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
-        task = bar.add_task(f"loading {model}", total=None)
+        loading = bar.add_task(f"loading {model}", total=None, told="")
+        counting = bar.add_task("", total=1, told="", visible=False)
+
+        def show(description: str, done: int, total: int, told: str) -> None:
+            bar.update(counting, description=description, completed=done, total=total, told=told, visible=done < total)
+            bar.update(loading, visible=done >= total)
 
         def packed(done: int, total: int) -> None:
-            bar.update(task, description=f"packing the weights of {model}", completed=done, total=total)
+            show(f"packing the weights of {model}", done, total, f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
 
         def compiled(done: int, total: int) -> None:
-            bar.update(task, description=f"compiling kernels for this machine, once: {done} of {total}")
+            show("compiling kernels for this machine, once", done, total, f"{done} of {total}")
 
         on_compiling(compiled)
         try:
