@@ -140,7 +140,7 @@ _SERVER_FLAGS = (
         "context_overflow", str, "of a chat that does not fit: error, or drop_oldest turns", choices=CONTEXT_OVERFLOWS
     ),
     _Flag("log_level", str, "least severe message to log", choices=LOG_LEVELS),
-    _Flag("log_format", str, "JSON lines, or key=value for people", choices=LOG_FORMATS),
+    _Flag("log_format", str, "auto: plain lines in a terminal, else JSON lines; text: key=value", choices=LOG_FORMATS),
 )
 _ENGINE_FLAGS = (
     _Flag("device", str, "cpu, cuda, cuda:1, mps; default: what the backend runs on"),
