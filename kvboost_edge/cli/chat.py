@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvboost_edge.cli.console import open_console
+from kvboost_edge.cli.lines import Lines
 from kvboost_edge.cli.options import CACHE_USE
 from kvboost_edge.cli.render import PromptBar, pool_panel
 from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, Thought
@@ -116,7 +117,8 @@ def _converse(console: Console, partner: _Partner, system: str) -> None:
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     console.print(_HELP, style="dim")
-    while (line := _read_line(console)) is not None:
+    lines = Lines(console, "you ›", "bold cyan")
+    while (line := _read_line(lines, console)) is not None:
         if line == "/quit":
             return
         if line == "/reset":
@@ -133,10 +135,10 @@ def _converse(console: Console, partner: _Partner, system: str) -> None:
             _take_turn(partner, console, messages, line)
 
 
-def _read_line(console: Console) -> str | None:
+def _read_line(lines: Lines, console: Console) -> str | None:
     """One stripped line from the user; None at the end of input and on Ctrl-C at the prompt."""
     try:
-        return console.input(Text.assemble(("you ›", "bold cyan"), " ")).strip()
+        return lines.read().strip()
     except (EOFError, KeyboardInterrupt):
         console.print()
         return None

@@ -13,14 +13,9 @@ from kvboost_edge.config import GenerationMode, RecomputeStrategy, kv_bits_from_
 from kvboost_edge.errors import ConfigError, RequestError
 
 __all__ = [
-    "CACHE_USE",
-    "cache_use",
-    "engine_options",
-    "parse_value",
-    "remote_options",
-    "sampling_options",
+    "CACHE_USE", "cache_use", "engine_options", "one_model", "parse_value", "remote_options", "sampling_options",
     "token_limit",
-]
+]  # fmt: skip
 
 CACHE_USE = ("mode", "recompute_strategy", "recompute_overlap", "recompute_ratio")
 """Settings of a request that a server takes in its `kvboost` object."""
@@ -115,6 +110,16 @@ def _schema(file: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ConfigError(f"--json-schema {file!r} must hold an object, not {type(schema).__name__}")
     return schema
+
+
+def one_model(argument: str | None, option: str | None, default: str | None = None) -> str:
+    """A model that may be given as an argument or as --model. BadParameter for both, and for none without default."""
+    if argument is not None and option is not None:
+        raise typer.BadParameter(f"the model is given twice, as {argument!r} and by --model; give it once")
+    found = argument or option or default
+    if found is None:
+        raise typer.BadParameter("give a model: a directory, a GGUF file, a hub id, ollama:NAME:TAG")
+    return found
 
 
 def cache_use(

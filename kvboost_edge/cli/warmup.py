@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
-from kvboost_edge.cli.console import open_console, text_column
+from kvboost_edge.cli.console import counted, open_console, text_column
 from kvboost_edge.cli.session import found_model, loaded_engine
 from kvboost_edge.config import KV_BIT_PAIRS, GenerationMode
 from kvboost_edge.models.locate import BUNDLED_MODEL
@@ -53,9 +53,8 @@ def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None 
     from kvboost_edge.kernels.jit import cache_path
 
     seconds = time.perf_counter() - started
-    console.print(
-        f"{len(forms)} form(s) compiled, {model} ready after {seconds:.1f} s; compiled kernels lie in {cache_path()}"
-    )
+    compiled = counted(len(forms), "form", "forms")
+    console.print(f"{compiled} compiled, {model} ready after {seconds:.1f} s; compiled kernels lie in {cache_path()}")
 
 
 def _forms(options: dict[str, Any]) -> list[dict[str, Any]]:
