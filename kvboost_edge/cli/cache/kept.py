@@ -85,7 +85,7 @@ def delete(one: Kept, files: Files) -> bool:
         return delete_space(one.space, files)
     handle = files.open(one.path, READ)
     try:
-        if not files.lock(handle):
+        if _is_held(handle, files):
             return False
         files.unlink(one.path)
     finally:
@@ -117,17 +117,23 @@ def _packed(files: Files) -> Iterator[Kept]:
             model = recall(FileStamp.of(path)).get(MODEL_FACT)
             shown = printable(model) if isinstance(model, str) else ""
             used = max(stat.st_mtime, stat.st_atime)
-            yield Kept(kind, shown, path.stem, path, stat.st_size, used, _is_held(path, files))
+            yield Kept(kind, shown, path.stem, path, stat.st_size, used, _is_open(path, files))
 
 
-def _is_held(path: Path, files: Files) -> bool:
+def _is_open(path: Path, files: Files) -> bool:
     try:
         handle = files.open(path, READ)
     except OSError:
         return False
     try:
-        return not files.lock(handle)
-    except OSError:  # files cannot be locked there
-        return False
+        return _is_held(handle, files)
     finally:
         files.close(handle)
+
+
+def _is_held(handle: int, files: Files) -> bool:
+    """Whether a process has mapped an open file; where files cannot be locked nobody knows, and it is taken as free."""
+    try:
+        return not files.lock(handle)
+    except OSError:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import sys
@@ -14,6 +15,7 @@ from disk_cases import SPACE, chain, opened, write
 from gguf_models import write_gguf
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.cli.app import run
+from kvboost_edge.tiers.disk.files import Files
 
 OPTIONS: dict[str, Any] = {"num_blocks": 32, "weights": "int8"}
 
@@ -80,6 +82,18 @@ def test_packed_weights_that_are_open_stay(
     assert rows(capsys, "list")[0]["in_use"] is False
     assert rows(capsys, "clear")[0]["removed"] is True
     assert not Path(row["path"]).exists()
+
+
+def test_where_files_cannot_be_locked_weights_are_removed_all_the_same(
+    home: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CPUPagedEngine.from_pretrained(tiny_model_dir, **OPTIONS).close()
+
+    def lock(self: Files, handle: int) -> bool:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(Files, "lock", lock)
+    assert rows(capsys, "clear")[0]["removed"] is True
 
 
 def test_pruning_says_what_stays_because_it_is_open(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
