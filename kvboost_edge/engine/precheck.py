@@ -19,6 +19,8 @@ from kvboost_edge.models.checkpoint import Checkpoint
 
 __all__ = ["check_limit", "check_request"]
 
+_FEW = 512  # not worth another look at the file: 40 ms for a vocabulary of 49,000 in a GGUF file
+
 
 def check_request(options: Mapping[str, Any]) -> None:
     """Options of `CPUPagedEngine.submit`; raises what it would: RequestError for an unknown one or a value out of
@@ -32,8 +34,9 @@ def check_request(options: Mapping[str, Any]) -> None:
 
 
 def check_limit(path: Path, config: EngineConfig, max_new_tokens: int | None) -> None:
-    """RequestError for more tokens than the context of the model at a path has beside a prompt, by its config."""
-    if not max_new_tokens:
+    """RequestError for more tokens than the context of the model at a path has beside a prompt, by its config. Few are
+    left to the engine."""
+    if max_new_tokens is None or max_new_tokens <= _FEW:
         return
     cache_dir = None if config.pack_cache else NO_CACHE
     context = usable_context(Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range).config)
