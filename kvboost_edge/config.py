@@ -11,6 +11,7 @@ from typing import Any
 from kvboost_edge.errors import ConfigError
 
 __all__ = [
+    "CHOICES",
     "DEFAULT_DRAFT_TOKENS",
     "KV_BIT_PAIRS",
     "MAX_WEIGHT",
@@ -62,7 +63,7 @@ class ChunkStrategy(enum.StrEnum):
     DOCUMENT = "document"
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str, ...]] = {  # of the options of these names
     "runner": ("auto", "native", "torch", "onnx"),
     "backend": ("auto", "cpu", "torch", "mps", "cuda", "reference"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -180,7 +181,7 @@ class EngineConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise ConfigError(f"{name}={value!r} must be a string, one of {choices}")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvboost_edge.cli.cache.commands import add_cache
+from kvboost_edge.cli.options import token_limit
 from kvboost_edge.cli.servers.commands import add_commands
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.errors import KVBoostError
@@ -22,7 +24,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Run language models on a paged, prefix-shared KV cache. Without --model the bundled demo model is used.",
 )
 
 ModelOption = Annotated[
@@ -55,7 +56,16 @@ SchemaOption = Annotated[
     str | None,
     typer.Option("--json-schema", metavar="FILE", help="A file with a JSON schema: each answer is JSON that fits it."),
 ]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many tokens are generated.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        "-n",
+        metavar="N|max",
+        parser=token_limit,
+        help="At most so many tokens are generated; max: as many as the context has room for.",
+    ),
+]
 KVBitsOption = Annotated[
     str | None,
     typer.Option(
@@ -96,7 +106,25 @@ RatioOption = Annotated[
         help="Of the other tokens, with cacheblend or query: 0 to 1, 0.1 unless given.",
     ),
 ]
+SameModelOption = Annotated[str | None, typer.Option("--model", "-m", help="The same, as for other commands.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from kvboost_edge import __version__
+
+        typer.echo(f"kvboost-edge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Run language models on a paged, prefix-shared KV cache. Without --model the bundled demo model is used."""
 
 
 @app.command(
@@ -198,7 +226,10 @@ def demo(kv_cache_bits: KVBitsOption = None, pack_cache: PackCacheOption = True,
     epilog="[b]Examples[/b]\n\nkvboost-edge doctor\n\nkvboost-edge doctor ./my-model\n\nkvboost-edge doctor --json"
 )
 def doctor(
-    model: Annotated[str, typer.Argument(help="A model to judge, named as for --model.")] = DEMO_MODEL,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help=f"The model to judge, {DEMO_MODEL} unless given.")
+    ] = None,
+    model: SameModelOption = None,
     kv_cache_bits: KVBitsOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
@@ -206,9 +237,9 @@ def doctor(
     """Show what this machine offers, which runner and backend a model would use and why, and whether it fits: nothing
     of it is packed or loaded. Ends with 1 where it does not run here."""
     from kvboost_edge.cli.doctor import run_doctor
-    from kvboost_edge.cli.options import engine_options
+    from kvboost_edge.cli.options import engine_options, one_model
 
-    run_doctor(model, engine_options(option, kv_cache_bits), as_json=as_json)
+    run_doctor(one_model(name, model, DEMO_MODEL), engine_options(option, kv_cache_bits), as_json=as_json)
 
 
 @app.command(epilog="[b]Examples[/b]\n\nkvboost-edge models\n\nkvboost-edge models qwen\n\nkvboost-edge models --json")
@@ -226,18 +257,22 @@ def models(
 
 @app.command(epilog="[b]Examples[/b]\n\nkvboost-edge inspect ./my-model\n\nkvboost-edge inspect Qwen/Qwen2-0.5B --json")
 def inspect(
-    model: Annotated[
-        str, typer.Argument(help="A model directory, a GGUF file, a hub id, ollama:NAME:TAG, or the bundled model.")
-    ],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="A model directory, a GGUF file, a hub id, ollama:NAME:TAG, or the bundled model."
+        ),
+    ] = None,
+    model: SameModelOption = None,
     kv_cache_bits: KVBitsOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check a model's files and show its architecture, size, KV bytes per token and fingerprint."""
     from kvboost_edge.cli.inspect import run_inspect
-    from kvboost_edge.cli.options import engine_options
+    from kvboost_edge.cli.options import engine_options, one_model
 
-    run_inspect(model, engine_options(option, kv_cache_bits), as_json=as_json)
+    run_inspect(one_model(name, model), engine_options(option, kv_cache_bits), as_json=as_json)
 
 
 @app.command(
@@ -331,52 +366,7 @@ def launch(
     run_launch(client.value, url, api_key, model, context.args, execute=execute)
 
 
-class CacheAction(enum.StrEnum):
-    """What `kvboost-edge cache` does."""
-
-    STATUS = "status"
-    LIST = "list"
-    VERIFY = "verify"
-    PRUNE = "prune"
-    CLEAR = "clear"
-
-
-@app.command(
-    epilog="[b]Examples[/b]\n\nkvboost-edge cache status\n\nkvboost-edge cache verify\n\n"
-    "kvboost-edge cache prune --max-disk-bytes 4000000000 --dry-run\n\nkvboost-edge cache clear qwen"
-)
-def cache(
-    action: Annotated[
-        CacheAction,
-        typer.Argument(help="status: sums; list: each; verify: read all blocks; prune: what is too much; clear: all."),
-    ],
-    word: Annotated[str, typer.Argument(help="Only what has this in its name.")] = "",
-    disk_cache_dir: Annotated[
-        str | None, typer.Option("--disk-cache-dir", metavar="DIR", help="Where the disk tier lies, if not as usual.")
-    ] = None,
-    max_disk_bytes: Annotated[
-        int | None, typer.Option("--max-disk-bytes", help="prune: blocks beyond this go, those used longest ago first.")
-    ] = None,
-    older_than: Annotated[
-        float | None, typer.Option("--older-than", metavar="DAYS", help="prune: so does what was not used for so long.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="prune, clear: only say what would go.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Keys and values on disk and packed weights: sizes, ages, soundness, removal. What a process has open stays."""
-    from kvboost_edge.cli.cache import run_cache
-
-    run_cache(
-        action.value,
-        word,
-        disk_cache_dir=disk_cache_dir,
-        max_disk_bytes=max_disk_bytes,
-        older_than=older_than,
-        dry_run=dry_run,
-        as_json=as_json,
-    )
-
-
+add_cache(app)
 add_commands(app)
 
 

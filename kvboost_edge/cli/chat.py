@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from kvboost_edge.cli.console import open_console
+from kvboost_edge.cli.lines import Lines
 from kvboost_edge.cli.options import CACHE_USE
-from kvboost_edge.cli.remote import RemoteAnswer, RemoteChat, Thought
 from kvboost_edge.cli.render import PromptBar, pool_panel
+from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, Thought
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line
 from kvboost_edge.engine.progress import Progress
 from kvboost_edge.errors import RequestError
@@ -37,16 +39,16 @@ class _Partner(NamedTuple):
 
 def run_chat(model: str, options: dict[str, Any], settings: dict[str, Any], system: str) -> None:
     """Talk with a model on this machine until the end of input; each answer streams, its figures follow."""
-    console = Console()
-    with loaded_engine(model, options, Console(stderr=True)) as engine:
+    console = open_console()
+    with loaded_engine(model, options, open_console(stderr=True), settings) as engine:
         _converse(console, _local(engine, settings, console), system)
 
 
 def run_remote_chat(url: str, api_key: str, model: str, settings: dict[str, Any], system: str) -> None:
     """Talk with a running server."""
-    console = Console()
+    console = open_console()
     with RemoteChat(url, api_key=api_key, model=model) as remote:
-        console.print(f"[dim]{remote.model} at {url}[/dim]")
+        console.print(f"{remote.model} at {url}", style="dim")
         _converse(console, _remote(remote, settings, console), system)
 
 
@@ -90,6 +92,8 @@ def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _
 def _for_server(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of `submit` as fields of a request to a server."""
     named = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in settings.items()}
+    if named.get("max_tokens", 0) is None:  # not every server takes a null
+        del named["max_tokens"]
     use = {name: named.pop(name) for name in CACHE_USE if name in named}
     if use:
         named["kvboost"] = use
@@ -112,28 +116,29 @@ def _converse(console: Console, partner: _Partner, system: str) -> None:
     """Read user messages until the end of input."""
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
-    console.print(f"[dim]{_HELP}[/dim]")
-    while (line := _read_line(console)) is not None:
+    console.print(_HELP, style="dim")
+    lines = Lines(console, "you ›", "bold cyan")
+    while (line := _read_line(lines, console)) is not None:
         if line == "/quit":
             return
         if line == "/reset":
             messages = list(opening)
-            console.print("[dim]a new conversation[/dim]")
+            console.print("a new conversation", style="dim")
         elif line == "/stats":
             try:
                 partner.show_stats()
             except RequestError as error:  # a server may keep its figures to itself; the conversation goes on
                 print(f"no figures: {error}", file=sys.stderr)
         elif line.startswith("/"):
-            console.print(f"[dim]{_HELP}[/dim]")
+            console.print(_HELP, style="dim")
         elif line:
             _take_turn(partner, console, messages, line)
 
 
-def _read_line(console: Console) -> str | None:
+def _read_line(lines: Lines, console: Console) -> str | None:
     """One stripped line from the user; None at the end of input and on Ctrl-C at the prompt."""
     try:
-        return console.input("[bold cyan]you ›[/bold cyan] ").strip()
+        return lines.read().strip()
     except (EOFError, KeyboardInterrupt):
         console.print()
         return None
@@ -153,7 +158,7 @@ def _take_turn(partner: _Partner, console: Console, messages: Messages, line: st
         print(f"this turn was refused: {error}", file=sys.stderr)
         return
     except KeyboardInterrupt:
-        console.print("\n[dim]stopped; this turn is forgotten[/dim]")
+        console.print("\nstopped; this turn is forgotten", style="dim")
         return
-    console.print(f"\n[dim]{figures}[/dim]")
+    console.print(f"\n{figures}", style="dim")
     messages[:] = [*turn, message]

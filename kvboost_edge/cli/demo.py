@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from kvboost_edge.cli.console import open_console, spinner
 from kvboost_edge.cli.render import pool_panel
 from kvboost_edge.cli.session import loaded_engine
 from kvboost_edge.config import GenerationMode
@@ -38,13 +40,14 @@ SETTINGS: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0}
 
 def run_demo(model: str, options: dict[str, Any]) -> None:
     """Print the whole demonstration; needs the bundled model and no network."""
-    console = Console()
+    console = open_console()
     document = resources.files("kvboost_edge").joinpath("assets/demo_document.txt").read_text(encoding="utf-8").strip()
     with loaded_engine(model, options, console) as engine:
-        with console.status("warming up (not counted below) …"):
+        with spinner(console, "warming up (not counted below) …"):
             _warm_up(engine)
-        console.print(f"\n[bold]One shared document[/bold], {len(document.split())} words, put before every question:")
-        console.print(f"[dim]{document[:200]} …[/dim]\n")
+        counted = f", {len(document.split())} words, put before every question:"
+        console.print(Text.assemble("\n", ("One shared document", "bold"), counted))
+        console.print(f"{document[:200]} …\n", style="dim")
         _one_by_one(engine, console, document)
         stats, states = _all_at_once(engine, console, document)
         console.print(pool_panel(states, stats, width=console.width, title="Block pool while the batch ran"))
@@ -79,10 +82,9 @@ def _one_by_one(engine: CPUPagedEngine, console: Console, document: str) -> None
     _add_row(table, "off", question, expected, off)
     console.print(table)
     same = "the same tokens" if off.output_token_ids == result.output_token_ids else "OTHER TOKENS"
-    console.print(
-        f"The last question with the cache off and on: first token after {off.ttft_ms:.0f} and {result.ttft_ms:.0f} "
-        f"ms, [bold]{off.ttft_ms / result.ttft_ms:.1f} times sooner[/bold], and {same}.\n"
-    )
+    after = f"first token after {off.ttft_ms:.0f} and {result.ttft_ms:.0f} ms, "
+    sooner = (f"{off.ttft_ms / result.ttft_ms:.1f} times sooner", "bold")
+    console.print(Text.assemble("The last question with the cache off and on: ", after, sooner, f", and {same}.\n"))
 
 
 def _ask(
@@ -93,7 +95,9 @@ def _ask(
 
 def _add_row(table: Table, kind: str, question: str, expected: str, result: GenerationResult) -> None:
     right = expected in result.output_text
-    shown = result.output_text.strip() + ("" if right else f" [red](expected {expected})[/red]")
+    shown = Text(result.output_text.strip())
+    if not right:
+        shown.append(f" (expected {expected})", "red")
     cells = (f"{result.prompt_tokens}", f"{result.cached_tokens}", f"{result.ttft_ms:.0f} ms")
     table.add_row(kind, question, shown, *cells, style="bold" if kind == "warm" else "")
 
@@ -112,9 +116,10 @@ def _all_at_once(engine: CPUPagedEngine, console: Console, document: str) -> tup
     right = sum(expected in result.output_text for (_, expected), result in zip(QUESTIONS, results, strict=True))
     tokens = sum(result.generated_tokens for result in results)
     private = sum(-(-result.prompt_tokens // stats["block_size"]) for result in results)
-    console.print(
-        f"[bold]{len(QUESTIONS)} questions in one batch[/bold]: {seconds * 1000:.0f} ms, {tokens / seconds:.0f} tokens "
+    figures = (
+        f": {seconds * 1000:.0f} ms, {tokens / seconds:.0f} tokens "
         f"per second, {right} of {len(QUESTIONS)} answers right.\n{stats['shared_blocks']} blocks are shared: "
         f"{stats['used_blocks']} blocks in use, {private} would be needed for the prompts without sharing.\n"
     )
+    console.print(Text.assemble((f"{len(QUESTIONS)} questions in one batch", "bold"), figures))
     return stats, states

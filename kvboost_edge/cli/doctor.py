@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvboost_edge.backends.select import choose_backend
-from kvboost_edge.cli.inspect import installed_route, shown
+from kvboost_edge.cli.console import open_console
+from kvboost_edge.cli.inspect import installed_route, report_table
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.compat.flash import get_flash_attn_tier
 from kvboost_edge.config import EngineConfig
@@ -46,12 +45,9 @@ def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report, ensure_ascii=False, default=str))
     else:
-        console = Console()
+        console = open_console()
         for section, figures in report.items():
-            table = Table(title=section, title_justify="left", show_header=False)
-            for name, value in figures.items():
-                table.add_row(name.replace("_", " "), shown(name, value))
-            console.print(table)
+            console.print(report_table(figures, section))
     if not report[f"Model {model}"].get("fits"):
         raise typer.Exit(1)
 
@@ -145,7 +141,7 @@ def _versions() -> dict[str, Any]:
 
 def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
     try:
-        with found_model(model, options, Console(stderr=True)) as path:
+        with found_model(model, options, open_console(stderr=True)) as path:
             cache_dir = None if config.pack_cache else NO_CACHE
             checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
             found = installed_route(checkpoint, config)

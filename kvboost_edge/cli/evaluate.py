@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
+from kvboost_edge.cli.console import open_console, text_column
 from kvboost_edge.cli.options import engine_options
 from kvboost_edge.cli.session import loaded_engine
+from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.perplexity import TextScore, score_text
 from kvboost_edge.errors import ConfigError, RequestError
 
@@ -29,8 +31,10 @@ def run_eval(
     """Print the perplexity, and with `against` the distance of each other set of options; each is loaded in turn
     beside the first."""
     others = [(text, {**options, **parse_against(text)}) for text in against]
+    for _, changed in others:
+        EngineConfig.from_options(**changed)  # before the first of them is loaded
     text = _read(file)
-    notes = Console(stderr=True, quiet=as_json)
+    notes = open_console(stderr=True, quiet=as_json)
     with loaded_engine(model, options, notes) as engine:
         ids = engine.tokenizer.encode(text)
         size = min(512, engine.runner_info.max_context) if window is None else window
@@ -68,9 +72,9 @@ def _read(file: str) -> str:
 def _bar(notes: Console, what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar over tokens."""
     columns = (
-        TextColumn("{task.description}"),
+        text_column("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:.0f} of {task.total:.0f} tokens"),
+        text_column("{task.completed:.0f} of {task.total:.0f} tokens"),
     )
     with Progress(*columns, TimeRemainingColumn(), console=notes, transient=True, disable=not notes.is_terminal) as bar:
         task = bar.add_task(what, total=1)
@@ -93,4 +97,4 @@ def _show(scores: Sequence[tuple[str, TextScore]], form: str) -> None:
             apart = score.difference
             cells = (f"{apart.mean_kl:.2e}", f"{apart.max_kl:.2e}", f"{apart.top1_agreement:.2%}")
             table.add_row(name, f"{apart.perplexity:.4f}", *cells)
-    Console().print(table)
+    open_console().print(table)

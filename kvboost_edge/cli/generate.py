@@ -7,9 +7,10 @@ import json
 import sys
 from typing import Any
 
-from rich.console import Console
-
+from kvboost_edge.cli.console import open_console
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line
+from kvboost_edge.engine.precheck import check_request
+from kvboost_edge.engine.prompts import check_text
 
 __all__ = ["run_generate"]
 
@@ -18,17 +19,19 @@ def run_generate(
     prompt: str, model: str, options: dict[str, Any], settings: dict[str, Any], *, chat: bool, as_json: bool
 ) -> None:
     """Stream the text to standard output and a summary to standard error, or print the whole result as JSON."""
+    check_request(settings)  # before the prompt is waited for
     text = sys.stdin.read() if prompt == "-" else prompt
-    notes = Console(stderr=True, quiet=as_json)
+    check_text("the prompt", text)
+    notes = open_console(stderr=True, quiet=as_json)
     request: Any = [{"role": "user", "content": text}] if chat else text
-    with loaded_engine(model, options, notes) as engine:
+    with loaded_engine(model, options, notes, settings) as engine:
         result = answer(engine, request, settings, _ignore if as_json else _write, notes)
     if as_json:
         shown = {**dataclasses.asdict(result), "approximate": result.approximate}
         print(json.dumps(shown, ensure_ascii=False, default=str))
     else:
         _write("\n")
-        notes.print(f"[dim]{timing_line(result)}[/dim]")
+        notes.print(timing_line(result), style="dim")
 
 
 def _write(piece: str) -> None:

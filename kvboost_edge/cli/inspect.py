@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from kvboost_edge.cli.console import open_console, spinner
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.selection import planned_kv_spec, select_path, usable_context
@@ -20,19 +21,22 @@ from kvboost_edge.models.config.architectures import (
 from kvboost_edge.models.config.file import size_of, text_config
 from kvboost_edge.runners.choice import RUNNERS, plan_of
 
-__all__ = ["installed_route", "model_report", "print_report", "route", "run_inspect", "shown"]
+__all__ = ["installed_route", "model_report", "report_table", "route", "run_inspect", "shown"]
+
+_REFUSED = "refused: "
+_LONG = 80
 
 
 def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
     """Print the report of `model`; a damaged or missing file is an error that names it."""
-    notes = Console(stderr=True, quiet=as_json)
-    with found_model(model, options, notes) as path, notes.status(f"checking {model} …"):
+    notes = open_console(stderr=True, quiet=as_json)
+    with found_model(model, options, notes) as path, spinner(notes, f"checking {model} …"):
         config = EngineConfig.from_options(**options)
         report = {"model": model, **model_report(Checkpoint.open(path, rope_range=config.rope_range), config)}
     if as_json:
         print(json.dumps(report, ensure_ascii=False, default=str))
     else:
-        print_report(report, title=f"Model {model}")
+        open_console().print(report_table(report, f"Model {model}"))
 
 
 def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
@@ -83,7 +87,7 @@ def route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
         "tested": compatibility.tested,
         "compatibility": compatibility.reason,
         "runner": "none",
-        "runner_reason": f"refused: {compatibility.reason}",
+        "runner_reason": f"{_REFUSED}{compatibility.reason}",
         "weights": "none",
         "backend": "none",
         "device": "none",
@@ -94,7 +98,7 @@ def route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
     try:
         selected = select_path(checkpoint, config)
     except KVBoostError as error:
-        return {**report, "runner_reason": f"refused: {error}", "backend_reason": str(error)}
+        return {**report, "runner_reason": f"{_REFUSED}{error}", "backend_reason": str(error)}
     return report | {
         "runner": selected.runner.name,
         "runner_reason": selected.runner.reason,
@@ -115,12 +119,18 @@ def installed_route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, A
     return report
 
 
-def print_report(report: dict[str, Any], *, title: str) -> None:
-    """A two-column table of a report; large numbers of bytes are also given in MB."""
+def report_table(report: Mapping[str, Any], title: str) -> Table:
+    """Names and values. A long reason that stands there already is named, not said again."""
     table = Table(title=title, title_justify="left", show_header=False)
+    said: dict[str, str] = {}
     for name, value in report.items():
-        table.add_row(name.replace("_", " "), shown(name, value))
-    Console().print(table)
+        text, words = shown(name, value), name.replace("_", " ")
+        reason = text.removeprefix(_REFUSED)
+        if len(reason) > _LONG and reason in said:
+            text = f"{text.removesuffix(reason)}see {said[reason]}"
+        said.setdefault(reason, words)
+        table.add_row(words, text)
+    return table
 
 
 def shown(name: str, value: Any) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from kvboost_edge.cli.console import open_console, spinner
 from kvboost_edge.cli.inspect import installed_route
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import KVBoostError
@@ -23,15 +22,15 @@ _REFUSED = "refused"
 
 def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
     """Print a row for each model whose name holds `word`; a model that cannot be read is a row with its reason."""
-    console = Console()
+    console = open_console()
     config = EngineConfig.from_options(**options)
-    with Console(stderr=True, quiet=as_json).status("looking at what is here …"):
+    with spinner(open_console(stderr=True, quiet=as_json), "looking at what is here …"):
         rows = model_rows(word, config)
     if as_json:
         print(json.dumps(rows))  # ASCII: a name may hold bytes that are no UTF-8
         return
     if not rows:
-        console.print("No model is here yet. Try [bold]kvboost-edge demo[/bold], or -m owner/name-GGUF:Q4_K_M.")
+        console.print("No model is here yet. Try kvboost-edge demo, or -m owner/name-GGUF:Q4_K_M.")
         return
     table = Table(title="Models on this machine; the name is what -m takes", title_justify="left")
     for name in ("name", "in", "format"):
@@ -41,7 +40,7 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
     for row in rows:
         runs = row["runs"] if row["runs"] != _REFUSED else f"{_REFUSED}: {row['reason']}"
         size = f"{row['bytes'] / 1e6:,.0f} MB" if row["bytes"] else ""
-        cells = [escape(_printable(text)) for text in (row["name"], row["store"], row["format"], size, runs)]
+        cells = [_printable(text) for text in (row["name"], row["store"], row["format"], size, runs)]
         table.add_row(*cells, style="dim" if row["runs"] == _REFUSED else "")
     console.print(table)
 

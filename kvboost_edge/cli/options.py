@@ -7,15 +7,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from kvboost_edge.config import GenerationMode, RecomputeStrategy, kv_bits_from_text
 from kvboost_edge.errors import ConfigError, RequestError
 
-__all__ = ["CACHE_USE", "cache_use", "engine_options", "parse_value", "remote_options", "sampling_options"]
+__all__ = [
+    "CACHE_USE", "cache_use", "engine_options", "one_model", "parse_value", "remote_options", "sampling_options",
+    "token_limit",
+]  # fmt: skip
 
 CACHE_USE = ("mode", "recompute_strategy", "recompute_overlap", "recompute_ratio")
 """Settings of a request that a server takes in its `kvboost` object."""
 
 _WORDS = {"true": True, "false": False, "none": None}
+_NO_LIMIT = ("max", "none")
 # These stay text whatever they look like.
 _ENGINE_TEXT = frozenset({"revision", "token", "tenant", "device"})
 
@@ -30,6 +36,16 @@ def parse_value(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+def token_limit(text: str | int) -> int | None:
+    """An integer; None, which fills the context, for 'max' and 'none'. BadParameter for anything else."""
+    if str(text).lower() in _NO_LIMIT:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor max") from None
 
 
 def engine_options(
@@ -70,6 +86,8 @@ def sampling_options(pairs: Iterable[str] | None, schema_file: str | None = None
             raise RequestError(f"sampling parameter {pair!r} must have the form NAME=VALUE, for example top_p=0.9")
         if name == "stop":
             stops.append(text)
+        elif name == "max_new_tokens" and text.lower() in _NO_LIMIT:
+            options[name] = None
         else:
             options[name] = parse_value(text)
     if stops:
@@ -92,6 +110,16 @@ def _schema(file: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ConfigError(f"--json-schema {file!r} must hold an object, not {type(schema).__name__}")
     return schema
+
+
+def one_model(argument: str | None, option: str | None, default: str | None = None) -> str:
+    """A model that may be given as an argument or as --model. BadParameter for both, and for none without default."""
+    if argument is not None and option is not None:
+        raise typer.BadParameter(f"the model is given twice, as {argument!r} and by --model; give it once")
+    found = argument or option or default
+    if found is None:
+        raise typer.BadParameter("give a model: a directory, a GGUF file, a hub id, ollama:NAME:TAG")
+    return found
 
 
 def cache_use(

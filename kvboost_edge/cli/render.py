@@ -10,11 +10,12 @@ from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from kvboost_edge.cli.console import text_column
 from kvboost_edge.engine.progress import Progress
 
 __all__ = ["PromptBar", "block_map", "pool_panel", "reuse_words"]
@@ -53,7 +54,7 @@ class PromptBar:
         if not self.is_wanted or time.monotonic() - self._begun < _PATIENCE_SECONDS:
             return
         if self._bar is None:
-            columns = (TextColumn("[dim]{task.description}[/dim]"), BarColumn(), TextColumn("[dim]{task.fields[told]}"))
+            columns = (text_column("{task.description}", "dim"), BarColumn(), text_column("{task.fields[told]}", "dim"))
             self._bar = Bar(*columns, console=self._console, transient=True)
             self._bar.add_task("", told="")
             self._bar.start()

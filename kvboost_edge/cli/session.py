@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress
 
+from kvboost_edge.cli.console import text_column
 from kvboost_edge.cli.render import PromptBar, reuse_words
 from kvboost_edge.models.locate import locate_model
 
@@ -31,46 +32,62 @@ def found_model(model: str, options: dict[str, Any], notes: Console) -> Iterator
 
 
 @contextmanager
-def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterator[CPUPagedEngine]:
-    """An engine over `model`, closed at the end whatever happens. Notes and the spinner go to `notes`."""
+def loaded_engine(
+    model: str, options: dict[str, Any], notes: Console, settings: Mapping[str, Any] | None = None
+) -> Iterator[CPUPagedEngine]:
+    """An engine over `model`, closed at the end whatever happens. Notes and the spinner go to `notes`. settings: of the
+    requests it is for; what can be known to be wrong with them is refused before the model is fetched, or packed."""
+    from kvboost_edge.config import EngineConfig
+    from kvboost_edge.engine.precheck import check_limit, check_request
+
     started = time.perf_counter()
-    with found_model(model, options, notes) as path, _loading_bar(notes, model) as progress:
+    config = EngineConfig.from_options(**options)
+    check_request(settings or {})
+    with found_model(model, options, notes) as path:
+        check_limit(path, config, (settings or {}).get("max_new_tokens"))
+    with _loading_bar(notes, model) as progress:
         from kvboost_edge.engine.engine import CPUPagedEngine
         from kvboost_edge.engine.tiering import tier_places
         from kvboost_edge.kernels.jit import on_first_compilation
 
         engine = CPUPagedEngine.from_pretrained(str(path), progress=progress, **options)
-    on_first_compilation(lambda: notes.print("[dim]compiling more kernels for this machine, once …[/dim]"))
+    on_first_compilation(lambda: notes.print("compiling more kernels for this machine, once …", style="dim"))
     with engine:
         stats = engine.paged_stats()
         notes.print(
-            f"[dim]{model}: runner {stats['runner']} ({engine.runner_info.dtype} weights), backend {stats['backend']}, "
+            f"{model}: runner {stats['runner']} ({engine.runner_info.dtype} weights), backend {stats['backend']}, "
             f"{stats['num_threads']} threads, "
             f"pool of {stats['num_blocks']} blocks ({stats['pool_bytes'] / 1e6:.0f} MB), "
-            f"loaded in {time.perf_counter() - started:.1f} s[/dim]"
+            f"loaded in {time.perf_counter() - started:.1f} s",
+            style="dim",
         )
         places = tier_places(engine.config)
         for name, tier in stats["tiers"].items():
             held = "shared" if tier["blocks"] is None else f"{tier['blocks']} blocks, {tier['bytes'] / 1e6:.0f} MB"
-            notes.print(f"tier {name}: {tier['state'] or held}, {places[name]}", style="dim", markup=False)
+            notes.print(f"tier {name}: {tier['state'] or held}, {places[name]}", style="dim")
         yield engine
 
 
 @contextmanager
 def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that only moves to and fro while the model is loaded, and fills while its weights are packed. Before that
-    it counts the kernels that are compiled."""
+    """A bar that only moves to and fro while the model is loaded, and fills while kernels are compiled or its weights
+    are packed, with how many of them are."""
     from kvboost_edge.kernels.ahead import on_compiling
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    columns = (text_column("{task.description}"), BarColumn(), text_column("{task.fields[told]}"))
     with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
-        task = bar.add_task(f"loading {model}", total=None)
+        loading = bar.add_task(f"loading {model}", total=None, told="")
+        counting = bar.add_task("", total=1, told="", visible=False)
+
+        def show(description: str, done: int, total: int, told: str) -> None:
+            bar.update(counting, description=description, completed=done, total=total, told=told, visible=done < total)
+            bar.update(loading, visible=done >= total)
 
         def packed(done: int, total: int) -> None:
-            bar.update(task, description=f"packing the weights of {model}", completed=done, total=total)
+            show(f"packing the weights of {model}", done, total, f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
 
         def compiled(done: int, total: int) -> None:
-            bar.update(task, description=f"compiling kernels for this machine, once: {done} of {total}")
+            show("compiling kernels for this machine, once", done, total, f"{done} of {total}")
 
         on_compiling(compiled)
         try:

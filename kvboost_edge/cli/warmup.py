@@ -6,8 +6,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
+from kvboost_edge.cli.console import counted, open_console, text_column
 from kvboost_edge.cli.session import found_model, loaded_engine
 from kvboost_edge.config import KV_BIT_PAIRS, GenerationMode
 from kvboost_edge.models.locate import BUNDLED_MODEL
@@ -28,12 +29,12 @@ def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None 
     through the bundled model; then run `model` as it would be used, so that its weights are packed in that one format.
     Says where compiled code lies and how long it took. With mode chunk_kv_reuse `model` is tested for it, so that its
     first such request need not wait for that; a model that is refused it is said so, with the figures."""
-    console = Console()
+    console = open_console()
     started = time.perf_counter()
     with found_model(model, options, console):
         pass  # a wrong name is told before anything is compiled
     forms = _forms(options)
-    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    columns = (text_column("compiling"), BarColumn(), MofNCompleteColumn(), text_column("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(forms))
         for form in forms:
@@ -52,9 +53,8 @@ def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None 
     from kvboost_edge.kernels.jit import cache_path
 
     seconds = time.perf_counter() - started
-    console.print(
-        f"{len(forms)} form(s) compiled, {model} ready after {seconds:.1f} s; compiled kernels lie in {cache_path()}"
-    )
+    compiled = counted(len(forms), "form", "forms")
+    console.print(f"{compiled} compiled, {model} ready after {seconds:.1f} s; compiled kernels lie in {cache_path()}")
 
 
 def _forms(options: dict[str, Any]) -> list[dict[str, Any]]:

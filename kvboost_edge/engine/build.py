@@ -29,7 +29,7 @@ from kvboost_edge.models.config.architectures import attends_both_ways, check_mo
 from kvboost_edge.models.config.file import generation_defaults
 from kvboost_edge.models.config.pooling import UNSAID, Pooling
 from kvboost_edge.models.fingerprint import fingerprint_of_module
-from kvboost_edge.models.locate import locate_model
+from kvboost_edge.models.locate import locate_model, model_name
 from kvboost_edge.models.packed.file import Progress
 from kvboost_edge.models.weights.dense import Matrices
 from kvboost_edge.reuse.cutting import chunk_options
@@ -100,7 +100,8 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     fingerprint = checkpoint.fingerprint()
     runner = _load_runner(checkpoint, config, selected, progress)
     eos = frozenset(defaults.eos_token_ids)
-    parts = _assemble(config, selected.backend, runner, tokenizer, eos, fingerprint, beside)
+    name = model_name(checkpoint.path)
+    parts = _assemble(config, selected.backend, runner, tokenizer, eos, fingerprint, beside, name)
     return dataclasses.replace(parts, pooling=pooling, dense=dense, suppressed=defaults.suppressed_token_ids)
 
 
@@ -193,8 +194,9 @@ def _assemble(
     eos_token_ids: frozenset[int],
     fingerprint: str,
     beside: int | None = None,
+    name: str = "",
 ) -> EngineParts:
-    """beside: memory for the pool, as it was planned before the weights were loaded."""
+    """beside: memory for the pool, as it was planned before the weights were loaded. name: of the model, for people."""
     info = runner.info
     with _closed_on_error(runner):
         available = available_on(choice.device) if beside is None else min(beside, available_on(choice.device))
@@ -231,7 +233,7 @@ def _assemble(
     if config.rope_range != "short":
         kv_format += f"/rope {config.rope_range}"
     with _closed_on_error(runner), _closed_on_error(backend):
-        tiers = open_tiers(config, fingerprint, kv_format, info.architecture)
+        tiers = open_tiers(config, fingerprint, kv_format, info.architecture, name)
     return EngineParts(
         runner=runner,
         backend=backend,

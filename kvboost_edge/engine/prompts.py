@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from kvboost_edge.text.answers import FindAnswer
     from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["Document", "Prompt", "encode_document", "encode_prompt", "resolve_max_tokens"]
+__all__ = ["LIMIT_ADVICE", "Document", "Prompt", "check_text", "encode_document", "encode_prompt", "resolve_max_tokens"]
+
+LIMIT_ADVICE = "lower max_new_tokens, or give None to fill the context (on the command line -n max)"
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text (the tokenizer's special tokens are added), token ids, or chat messages (the chat template is applied)."""
@@ -83,7 +85,7 @@ def resolve_max_tokens(num_prompt_tokens: int, params: SamplingParams, max_conte
     if total > max_context:
         raise RequestError(
             f"{num_prompt_tokens} prompt tokens + max_new_tokens={params.max_new_tokens} make {total}; the model's "
-            f"context is {max_context} tokens; lower max_new_tokens, or give None to fill the context"
+            f"context is {max_context} tokens; {LIMIT_ADVICE}"
         )
     return total
 
@@ -99,13 +101,18 @@ def _as_list(prompt: object, name: str = "a prompt", kinds: str = _KINDS) -> lis
     return list(prompt)
 
 
-def _encode_text(name: str, text: str, tokenizer: Tokenizer, add_special_tokens: bool = True) -> list[int]:
+def check_text(name: str, text: str) -> None:
+    """RequestError for what is no text, or none at all."""
     if not text:
         raise RequestError(f"{name} is empty; give at least one character")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"{name} holds a lone surrogate at character {error.start}; it is no valid text") from None
+
+
+def _encode_text(name: str, text: str, tokenizer: Tokenizer, add_special_tokens: bool = True) -> list[int]:
+    check_text(name, text)
     return tokenizer.encode(text, add_special_tokens)
 
 

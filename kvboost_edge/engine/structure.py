@@ -27,10 +27,10 @@ from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.lark import JSON_OPTIONS
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["Structure", "Structures", "prepare_masks"]
+__all__ = ["Structure", "Structures", "check_grammar", "prepare_masks"]
 
 Floats = npt.NDArray[np.float32]
 T = TypeVar("T")
@@ -122,8 +122,7 @@ class Structures:
     def make(self, grammar: Grammar) -> Structure:
         """A parser at its beginning, the first mask known. RequestError where the grammar is not sound, uses what is
         not supported or is too large; BackendUnavailable without the package."""
-        if not _is_installed():
-            raise BackendUnavailable(f"{grammar.kind}= {_NOT_INSTALLED}")
+        _check_installed(grammar)
         prepare_masks()
         tokenizer = self._vocabulary()
         return _on_deep_stack(lambda: self._compile(grammar, tokenizer))
@@ -141,19 +140,9 @@ class Structures:
             self._reader.join()
 
     def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> Structure:
-        from llguidance import LLMatcher, LLParserLimits, grammar_from
+        from llguidance import LLMatcher
 
-        try:
-            if grammar.kind == "json_schema":
-                text = LLMatcher.grammar_from_json_schema(
-                    grammar.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS)
-                )
-            else:
-                text = grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise RequestError(f"{grammar.kind} is not understood: {_first_line(str(error))}") from None
-        limits = LLParserLimits(**_limits_of(grammar))
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, _compiler_text(grammar), log_level=0, limits=_limits_of(grammar))
         if matcher.is_error():
             raise RequestError(f"{grammar.kind} is not supported: {_first_line(matcher.get_error())}")
         try:
@@ -191,6 +180,39 @@ class Structures:
         return LLTokenizer(codec.to_json(), n_vocab=self._vocab_size, eos_token=known)
 
 
+def check_grammar(grammar: Grammar) -> None:
+    """What is wrong with it whatever the model: RequestError and BackendUnavailable as `Structures.make`."""
+    _check_installed(grammar)
+    _on_deep_stack(lambda: _check_text(grammar))
+
+
+def _check_text(grammar: Grammar) -> None:
+    from llguidance import LLMatcher
+
+    text = _compiler_text(grammar)
+    if grammar.kind != "grammar":  # which may name tokens of the vocabulary
+        refusal = LLMatcher.validate_grammar(text, None, limits=_limits_of(grammar))
+        if refusal:
+            raise RequestError(f"{grammar.kind} is not supported: {_first_line(refusal)}")
+
+
+def _compiler_text(grammar: Grammar) -> str:
+    """What the compiler reads; RequestError where it is not sound."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        if grammar.kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS))
+        return grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise RequestError(f"{grammar.kind} is not understood: {_first_line(str(error))}") from None
+
+
+def _check_installed(grammar: Grammar) -> None:
+    if not _is_installed():
+        raise BackendUnavailable(f"{grammar.kind}= {_NOT_INSTALLED}")
+
+
 def _is_installed() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
@@ -220,10 +242,13 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
 _STACK_SIZE = threading.Lock()  # the size is the process's, for threads that start
 
 
-def _limits_of(grammar: Grammar) -> dict[str, Any]:
+def _limits_of(grammar: Grammar) -> LLParserLimits:
     """The compiler's limits; grammars of many tools need more in their first steps."""
+    from llguidance import LLParserLimits
+
     more = 1 + len(grammar.text) // _FUELLED_BYTES if isinstance(grammar.text, MadeGrammar) else 1
-    return {**_LIMITS, **{name: more * _LIMITS[name] for name in ("initial_lexer_fuel", "step_lexer_fuel")}}
+    fuel = {name: more * _LIMITS[name] for name in ("initial_lexer_fuel", "step_lexer_fuel")}
+    return LLParserLimits(**{**_LIMITS, **fuel})
 
 
 def _first_line(text: str) -> str:

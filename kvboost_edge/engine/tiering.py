@@ -37,9 +37,14 @@ _IDLE_BYTES = 4 << 20  # at a time while nothing runs: a request that comes mean
 _CLOSING_SECONDS = 10.0  # for what is left when an engine is closed
 
 
-def open_tiers(config: EngineConfig, fingerprint: str, kv_format: str, architecture: str) -> tuple[Tier, ...]:
+def open_tiers(
+    config: EngineConfig, fingerprint: str, kv_format: str, architecture: str, name: str = ""
+) -> tuple[Tier, ...]:
     """The tiers that a config asks for, the nearest first. One that cannot be used says so in the log and in its
-    statistics, and the engine does without. Raises ConfigError and BackendUnavailable as `check_tiers`."""
+    statistics, and the engine does without. Raises ConfigError and BackendUnavailable as `check_tiers`.
+
+    name   of the model, for people; "" where it has none
+    """
     # One space for all tenants: their chains have roots of their own.
     space = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
     shared = () if config.redis_url is None else (_redis_tier(config, space),)  # first: it may raise
@@ -48,6 +53,7 @@ def open_tiers(config: EngineConfig, fingerprint: str, kv_format: str, architect
     from kvboost_edge.tiers.disk.tier import DiskTier
 
     description = {"model": fingerprint[:16], "architecture": architecture, "kv_format": kv_format}
+    description |= {"name": name} if name else {}
     try:
         disk: Tier = DiskTier.open(
             config.disk_cache_dir, space, max_bytes=config.max_disk_bytes, description=description

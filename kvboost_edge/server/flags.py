@@ -10,10 +10,18 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from kvboost_edge.config import CHOICES, EngineConfig, RecomputeStrategy
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.server.settings import CONTEXT_OVERFLOWS, LOG_FORMATS, LOG_LEVELS, ServerSettings, collect_api_keys
+from kvboost_edge.server.settings import (
+    CONTEXT_OVERFLOWS,
+    LOG_FORMATS,
+    LOG_LEVELS,
+    NORMALISERS,
+    ServerSettings,
+    collect_api_keys,
+)
 from kvboost_edge.tiers.disk.survey import default_directory
 
 __all__ = ["DEMO_MODEL", "NamedModel", "ServeOptions", "parse_flags"]
@@ -38,12 +46,14 @@ as so many others. That goes for every place where keys are given."""
 
 
 class _Flag(NamedTuple):
-    """A flag that fills a field of the same name; `kind` reads its text."""
+    """A flag that fills a field of the same name; `kind` reads its text. Where it is None unless given, `text` says
+    what that means. metavar: what the help calls its value; else the choices, or what `kind` reads."""
 
     name: str
     kind: Callable[[str], Any]
     text: str
     choices: tuple[str, ...] | None = None
+    metavar: str = ""
 
 
 class NamedModel(NamedTuple):
@@ -103,7 +113,7 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 
 _SERVER_FLAGS = (
-    _Flag("host", str, "address to listen on; beyond loopback an API key is required"),
+    _Flag("host", str, "address to listen on; beyond loopback an API key is required", metavar="ADDRESS"),
     _Flag("port", int, "port to listen on; 0 takes a free one"),
     _Flag("max_batch_size", int, "requests computed together; default: one for 512 tokens of the pool, at most 64"),
     _Flag("batch_window_ms", _number, "longest wait for company of a request whose prefix is being computed"),
@@ -120,44 +130,50 @@ _SERVER_FLAGS = (
     _Flag("request_history", _number, "seconds that requests are kept in memory, to say why a prompt was read again"),
     _Flag("keep_alive", _number, "seconds until an idle model is unloaded; default: the first stays, others 300"),
     _Flag("max_model_bytes", _whole_bytes, "memory of all loaded models, such as 8e9; default: what is free at start"),
-    _Flag("normalise", _kinds, "what is put back as it was first given: tools,arguments,billing,thinking, or off"),
+    _Flag(
+        "normalise",
+        _kinds,
+        f"what is put back as it was first given, some of {','.join(NORMALISERS)}, or off",
+        metavar="KINDS",
+    ),
     _Flag(
         "context_overflow", str, "of a chat that does not fit: error, or drop_oldest turns", choices=CONTEXT_OVERFLOWS
     ),
     _Flag("log_level", str, "least severe message to log", choices=LOG_LEVELS),
-    _Flag("log_format", str, "JSON lines, or key=value for people", choices=LOG_FORMATS),
+    _Flag("log_format", str, "auto: plain lines in a terminal, else JSON lines; text: key=value", choices=LOG_FORMATS),
 )
 _ENGINE_FLAGS = (
-    _Flag("device", str, "cpu, cuda, mps"),
-    _Flag("dtype", str, "auto, float32, bfloat16, float16"),
-    _Flag("backend", str, "auto, cpu, torch, reference; 'default' and 'cpu-paged' mean auto and cpu"),
-    _Flag("runner", str, "auto, native, torch"),
-    _Flag("weights", str, "format of the native runner: auto, int8, int4, int4-asym, bf16, f32"),
-    _Flag("rope_range", str, "short, or long: context of longrope models beyond their original length (short)"),
-    _Flag("max_cache_bytes", _bytes, "size of the pool in bytes, such as 4e9"),
+    _Flag("device", str, "cpu, cuda, cuda:1, mps; default: what the backend runs on"),
+    _Flag("dtype", str, "of what is computed", CHOICES["dtype"]),
+    _Flag("backend", str, "keeps keys and values; 'default' and 'cpu-paged' mean auto and cpu", CHOICES["backend"]),
+    _Flag("runner", str, "computes the model", CHOICES["runner"]),
+    _Flag("weights", str, "format of the native runner", CHOICES["weights"]),
+    _Flag("rope_range", str, "long: context of longrope models beyond their original length", CHOICES["rope_range"]),
+    _Flag("max_cache_bytes", _bytes, "size of the pool, such as 4e9; default: auto, at most 1/4 of free memory"),
     _Flag("max_state_bytes", _bytes, "room for states of models that keep some, such as Qwen3.5; default: 1/4 of that"),
     _Flag("block_size", int, "tokens of a block"),
-    _Flag("num_blocks", int, "size of the pool in blocks"),
-    _Flag("kv_cache_bits", _kv_bits, "16, 8, 4, or keys and values apart: 8,4"),
+    _Flag("num_blocks", int, "size of the pool in blocks; default: auto, as many as max_cache_bytes holds"),
+    _Flag("kv_cache_bits", _kv_bits, "of keys and values: 16, 8, 4, or apart: 8,4"),
     _Flag("max_batch_tokens", int, "tokens computed in one step"),
     _Flag("max_pinned_blocks", int, "blocks that may be pinned; default, and at most: half of the pool"),
-    _Flag("num_threads", int, "threads that compute"),
-    _Flag("recompute_strategy", str, "repair of reuse elsewhere: none, selective, cacheblend, query (cacheblend)"),
-    _Flag("recompute_overlap", int, "tokens computed behind each seam of it (16)"),
-    _Flag("recompute_ratio", _number, "share of the other tokens that cacheblend and query compute (0.1)"),
+    _Flag("num_threads", int, "threads that compute; default: auto, the CPUs that this process may use"),
+    _Flag("recompute_strategy", str, "repair of reuse elsewhere", tuple(RecomputeStrategy)),
+    _Flag("recompute_overlap", int, "tokens computed behind each seam of it"),
+    _Flag("recompute_ratio", _number, "share of the other tokens that cacheblend and query compute"),
     _Flag("chunk_size", int, "tokens of a chunk that warmed documents are cut into; default: documents are not cut"),
     _Flag("chunk_boundary_window", int, "tokens that such a cut may move to the end of a sentence"),
     _Flag("overlap_k", int, "tokens before a chunk that are computed with it"),
     _Flag("sink_tokens", int, "first tokens of its document that are computed with it"),
     _Flag("primer_tokens", int, "tokens that documents are computed behind: of the others, or of neutral text"),
-    _Flag("reuse_gate", str, "auto: a model is tested before reuse at other positions; off"),
-    _Flag("speculation", str, "tokens guessed ahead from what was said before: auto, on, off (auto)"),
+    _Flag("reuse_gate", str, "auto: a model is tested before reuse at other positions", CHOICES["reuse_gate"]),
+    _Flag("speculation", str, "tokens guessed ahead from what was said before", CHOICES["speculation"]),
     _Flag("max_draft_tokens", int, "most of them in a step; default: 31, fewer where states leave no room"),
-    _Flag("revision", str, "revision of a hub model"),
+    _Flag("revision", str, "of a hub model; default: its main branch"),
     _Flag("disk_cache_dir", str, "keeps blocks of keys and values below it; 'off': nowhere; default: the user's cache"),
     _Flag("redis_url", str, "shares them through a Redis server; with a password better in KVBOOST_EDGE_REDIS_URL"),
     _Flag("max_disk_bytes", _bytes, "most it may take, such as 8e9; default: 16 GiB, or a fifth of what is free"),
 )
+_METAVARS: dict[Callable[[str], Any], str] = {str: "TEXT", _bytes: "BYTES", _whole_bytes: "BYTES", _kv_bits: "BITS"}
 _MOST_WORKERS = 1000
 _REDIS_VARIABLE = "KVBOOST_EDGE_REDIS_URL"
 
@@ -203,9 +219,17 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in a line: all flags in front of it would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
+        usage="%(prog)s [--model MODEL] [--host ADDRESS] [--port N] [FLAG …]",
         description="Serve a model over HTTP with OpenAI's endpoints and a web page.",
         epilog=_EXAMPLES.format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -229,7 +253,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         metavar="TEXT",
         help="cached at start for mode chunk_kv_reuse, which finds it wherever it stands in a prompt; @FILE reads it",
     )
-    parser.add_argument("--workers", type=int, default=1, help="engines, each in a process of its own; extra [ray]")
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="engines, each in a process of its own (1); extra [ray]"
+    )
     parser.add_argument("--ray-address", metavar="TEXT", help="of a running Ray cluster for them, or 'auto'")
     safety = parser.add_argument_group("who may come in")
     safety.add_argument("--api-key", action="append", default=[], metavar="KEY", help="repeatable; shows in `ps`")
@@ -240,7 +266,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     safety.add_argument("--allowed-host", action="append", default=[], metavar="NAME", help="Host header to accept")
     safety.add_argument("--cors-origin", action="append", default=[], metavar="URL", help="pages that may call")
     serving = parser.add_argument_group("serving")
-    defaults = {field.name: field.default for field in dataclasses.fields(ServerSettings)}
     serving.add_argument(
         "--model-name",
         action="append",
@@ -249,12 +274,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="names of the only model that clients may use, commas between them; repeatable; by default its own",
     )
     for flag in _SERVER_FLAGS:
-        default = defaults[flag.name]
-        shown = f" ({default:g})" if isinstance(default, float) else f" ({default})"
-        _add(serving, flag, flag.text if defaults[flag.name] is None else flag.text + shown)
+        # A value that is none of them is wrong usage; one of the engine's is the engine's to refuse.
+        _add(serving, flag, ServerSettings).choices = flag.choices
     engine = parser.add_argument_group("the engine")
     for flag in _ENGINE_FLAGS:
-        _add(engine, flag, flag.text)
+        _add(engine, flag, EngineConfig)
     engine.add_argument(
         "--no-pack-cache",
         dest="pack_cache",
@@ -271,11 +295,22 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add(group: Any, flag: _Flag, text: str) -> None:
-    metavar = None if flag.choices else "TEXT" if flag.kind is str else "N"
-    group.add_argument(
-        f"--{flag.name.replace('_', '-')}", type=flag.kind, choices=flag.choices, metavar=metavar, help=text
-    )
+def _add(group: Any, flag: _Flag, fields: type[ServerSettings | EngineConfig]) -> argparse.Action:
+    """A flag with its default, which is that of the field."""
+    default = next(field.default for field in dataclasses.fields(fields) if field.name == flag.name)
+    told = "" if default is None else f" ({_told(default)})"
+    listed = "" if flag.choices is None else f"{{{','.join(flag.choices)}}}"
+    metavar = flag.metavar or listed or _METAVARS.get(flag.kind, "N")
+    name = f"--{flag.name.replace('_', '-')}"
+    action: argparse.Action = group.add_argument(name, type=flag.kind, metavar=metavar, help=flag.text + told)
+    return action
+
+
+def _told(default: object) -> str:
+    """As it would be given."""
+    if isinstance(default, tuple):
+        return ",".join(default)
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel]:

@@ -1,4 +1,5 @@
-"""Log lines with facts in fields: JSON, or key=value for people. No prompt, no answer, no key ever reaches them.
+"""Log lines with facts in fields: JSON, key=value, or plain lines in a terminal. No prompt, no answer, no key reaches
+them.
 
 Exceptions appear by type and place only, because messages of libraries may quote what a client sent.
 """
@@ -13,7 +14,7 @@ from typing import Any, TextIO
 
 from kvboost_edge.server.settings import ServerSettings
 
-__all__ = ["LOGGER_NAME", "configure_logging", "failure_place", "log_facts"]
+__all__ = ["LOGGER_NAME", "configure_logging", "failure_place", "is_watched", "log_facts"]
 
 LOGGER_NAME = "kvboost_edge.server"
 _LOGGERS = (LOGGER_NAME, "uvicorn.error")
@@ -26,6 +27,19 @@ class _JsonLines(logging.Formatter):
         return json.dumps(_fields(record), ensure_ascii=True, default=str)
 
 
+class _Plain(logging.Formatter):
+    """For who looks on: the time of day, what happened, and the facts."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = _fields(record)
+        event, level = fields.pop("event"), fields.pop("level")
+        del fields["time"]
+        facts = [f"{name}={_plain(value)}" for name, value in fields.items()]
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        severe = [f"{level}:"] if record.levelno > logging.INFO else []
+        return " ".join([clock, *severe, _printable(event), *facts])
+
+
 class _KeyValues(logging.Formatter):
     """`key=value` pairs; values with spaces, quotes or control characters are quoted as JSON."""
 
@@ -35,13 +49,25 @@ class _KeyValues(logging.Formatter):
 
 def configure_logging(settings: ServerSettings, stream: TextIO | None = None) -> None:
     """Send the server's and uvicorn's messages to `stream` (standard error) in the chosen format."""
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(_JsonLines() if settings.log_format == "json" else _KeyValues())
+    stream = sys.stderr if stream is None else stream
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_formatter(settings, stream))
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(settings.log_level.upper())
+
+
+def is_watched(settings: ServerSettings, stream: TextIO | None = None) -> bool:
+    """Whether lines go to a terminal, where somebody reads them as they come."""
+    return settings.log_format == "auto" and (sys.stderr if stream is None else stream).isatty()
+
+
+def _formatter(settings: ServerSettings, stream: TextIO) -> logging.Formatter:
+    if is_watched(settings, stream):
+        return _Plain()
+    return _KeyValues() if settings.log_format == "text" else _JsonLines()
 
 
 def log_facts(level: int, event: str, **facts: Any) -> None:
@@ -74,6 +100,10 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
         fields["error"] = type(record.exc_info[1]).__name__
         fields["place"] = failure_place(record.exc_info[1])
     return fields
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _plain(value: Any) -> str:

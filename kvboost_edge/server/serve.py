@@ -24,7 +24,7 @@ import uvicorn
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.server.http.protocol import make_protocol
-from kvboost_edge.server.logs import log_facts
+from kvboost_edge.server.logs import is_watched, log_facts
 from kvboost_edge.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class DrainingServer(uvicorn.Server):
             log_facts(logging.WARNING, "exiting at once", signal=signal.Signals(sig).name)
             sys.stderr.flush()
             os._exit(128 + sig)
-        log_facts(logging.INFO, "draining", signal=signal.Signals(sig).name, in_flight=self._state.sequences)
+        running = self._state.sequences
+        hint = "another signal, or Ctrl-C, stops at once" if running else None
+        log_facts(logging.INFO, "draining", signal=signal.Signals(sig).name, in_flight=running, hint=hint)
         self.drain()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -148,10 +150,13 @@ def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) 
         listener.listen(_BACKLOG)
     except OSError as error:  # another process bound the same address and was the first to listen
         raise _not_listening(settings, error) from error
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    if is_watched(settings):
+        print(f"Open {_opened(host, url)}", file=sys.stderr, flush=True)
     log_facts(
         logging.INFO,
         "listening",
-        url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        url=url,
         model=settings.model_name,
         others=", ".join(one.name for one in app.state.kv.models.all[1:]) or None,
         api_keys=len(settings.all_keys),
@@ -164,6 +169,11 @@ def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) 
     finally:
         gc.unfreeze()
     log_facts(logging.INFO, "stopped")
+
+
+def _opened(host: str, url: str) -> str:
+    """As a browser on this machine reaches it: an address that stands for all is none to go to."""
+    return url.replace(host, "127.0.0.1", 1) if host == "0.0.0.0" else url.replace("[::]", "[::1]", 1)
 
 
 def freeze_heap() -> None:

@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-LOG_FORMATS = ("json", "text")
+LOG_FORMATS = ("auto", "json", "text")
 MAX_KEEP_ALIVE = 365 * 86_400.0
 CONTEXT_OVERFLOWS = ("error", "drop_oldest")
 NORMALISERS = ("tools", "arguments", "billing", "thinking")
@@ -70,6 +70,7 @@ class ServerSettings:
     max_model_bytes     memory that weights, pools and states of all loaded models may take; None: what was free
     context_overflow    of a chat that has outgrown the context: "error", or "drop_oldest" leaves out its oldest turns
     normalise           what is put back as it was first given, see doctor/normalise.py
+    log_format          "auto": lines for people where they are written to a terminal, else JSON
     """
 
     host: str = "127.0.0.1"
@@ -99,7 +100,7 @@ class ServerSettings:
     context_overflow: str = "error"
     normalise: tuple[str, ...] = NORMALISERS
     log_level: str = "info"
-    log_format: str = "json"
+    log_format: str = "auto"
 
     def __post_init__(self) -> None:
         for name, (low, high) in _INTEGERS.items():

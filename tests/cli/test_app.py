@@ -330,7 +330,7 @@ def test_warmup_says_where_the_kernels_are(tiny_model_dir, capsys):
     argv = ["warmup", "-m", str(tiny_model_dir), "-o", "weights=int8", "--kv-cache-bits", "16"]
     assert run(argv) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert f"1 form(s) compiled, {tiny_model_dir} ready" in out
+    assert f"1 form compiled, {tiny_model_dir} ready" in out
     assert "(int8 weights)" in out
     assert "compiled kernels lie in" in out
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from kvboost_edge.cli.options import engine_options, parse_value, sampling_options
+import pytest
+import typer
+
+from kvboost_edge import __version__
+from kvboost_edge.cli.app import run
+from kvboost_edge.cli.chat import _for_server
+from kvboost_edge.cli.options import engine_options, one_model, parse_value, sampling_options, token_limit
 from kvboost_edge.errors import ConfigError, RequestError
 
 
@@ -56,3 +62,61 @@ def test_the_pack_cache_is_switched_off_either_way():
 def test_nothing_given_is_no_option():
     assert engine_options(None) == {}
     assert sampling_options(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"), [("5", 5), (64, 64), ("-1", -1), ("max", None), ("MAX", None), ("None", None)]
+)
+def test_a_limit_of_tokens_is_a_number_or_a_word_for_none(text, limit):
+    assert token_limit(text) == limit
+
+
+def test_what_is_no_limit_is_wrong_usage():
+    with pytest.raises(typer.BadParameter, match="'many' is neither a whole number nor max"):
+        token_limit("many")
+
+
+@pytest.mark.parametrize("word", ["max", "none", "None"])
+def test_no_limit_is_said_alike_among_the_sampling_parameters(word):
+    assert sampling_options([f"max_new_tokens={word}"]) == {"max_new_tokens": None}
+    assert sampling_options(["max_new_tokens=7"]) == {"max_new_tokens": 7}
+
+
+def test_a_server_is_sent_no_limit_where_there_is_none():
+    assert _for_server({"max_new_tokens": None, "top_k": 4}) == {"top_k": 4}
+    assert _for_server({"max_new_tokens": 0}) == {"max_tokens": 0}
+
+
+def test_a_model_is_an_argument_or_an_option():
+    assert one_model("a", None) == one_model(None, "a") == one_model(None, None, "a") == "a"
+    with pytest.raises(typer.BadParameter, match="given twice"):
+        one_model("a", "b")
+    with pytest.raises(typer.BadParameter, match="give a model"):
+        one_model(None, None)
+
+
+def test_commands_about_a_model_take_it_like_the_others(tiny_model_dir, capsys):
+    found = []
+    for argv in ([str(tiny_model_dir)], ["-m", str(tiny_model_dir)], ["--model", str(tiny_model_dir)]):
+        assert run(["inspect", *argv, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["fingerprint"])
+    assert found[0] == found[1] == found[2]
+    assert run(["doctor", "-m", str(tiny_model_dir), "--json"]) == 0
+    assert f"Model {tiny_model_dir}" in json.loads(capsys.readouterr().out)
+    for wrong in (["inspect"], ["inspect", "a", "-m", "b"], ["doctor", "a", "-m", "b"]):
+        assert run(wrong) == 2
+        assert "model" in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvboost-edge {__version__}\n"
+
+
+def test_the_known_families_are_listed_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "4000")
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    assert run(["doctor", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert out.count("known are ") == 1
+    assert out.count("refused: see compatibility") == 2

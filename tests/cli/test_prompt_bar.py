@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.test_remote import GOOD, Script, chunk
-from cli.test_remote import server as server
+from cli.servers.test_remote import GOOD, Script, chunk
+from cli.servers.test_remote import server as server
 from engine.fake_runner import fake_engine, runner_of
 from kvboost_edge.cli.chat import _remote
-from kvboost_edge.cli.remote import RemoteAnswer, RemoteChat
 from kvboost_edge.cli.render import PromptBar, progress_words
+from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat
 from kvboost_edge.cli.session import answer
 from kvboost_edge.engine.progress import Progress
 from live_servers import wait_until

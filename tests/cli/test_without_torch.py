@@ -61,6 +61,7 @@ def test_every_command_runs_where_torch_is_missing() -> None:
     sections = dict(part.split("\n", 1) for part in done.stdout.split("== ")[1:])
     assert list(sections) == ["doctor", "inspect", "generate", "chat", "demo", "eval", "warmup"]
     assert "native" in sections["doctor"]
+    assert "install the extra [torch]" in " ".join(sections["doctor"].replace("│", " ").split())
     assert "native" in sections["inspect"]
     assert "from the cache" in sections["chat"]
     assert "the same tokens" in sections["demo"]

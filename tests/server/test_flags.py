@@ -12,7 +12,7 @@ import pytest
 
 from engine.fake_runner import expected_tokens, fake_engine
 from kvboost_edge.cli.app import run
-from kvboost_edge.config import EngineConfig
+from kvboost_edge.config import CHOICES, EngineConfig
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.__main__ import main
@@ -243,6 +243,37 @@ def test_wrong_usage_exits_with_2(argv, capsys):
             code = stop.code
         assert code == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def help_of(capsys) -> str:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_help_lists_choices_and_defaults(capsys):
+    shown = help_of(capsys)
+    for flag in ("runner", "backend", "dtype", "weights", "rope-range", "reuse-gate", "speculation"):
+        assert f"--{flag} {{{','.join(CHOICES[flag.replace('-', '_')])}}}" in shown
+    assert "--recompute-strategy {none,selective,cacheblend,query}" in shown
+    assert "--normalise KINDS what is put back" in shown
+    assert "(tools,arguments,billing,thinking)" in shown
+    assert "'" not in shown.split("--normalise")[1].split("--context-overflow")[0], "no repr"
+    sections = shown.split("serving:")[1].split("Examples")[0]
+    for part in sections.split(" --")[1:]:
+        name = part.split()[0]
+        if name not in ("model-name", "redis-url", "no-pack-cache", "redis-trust"):
+            assert "default" in part or part.strip().removesuffix(" the engine:").endswith(")"), part
+
+
+def test_wrong_usage_is_one_line_and_where_help_is(capsys):
+    for argv, named in (["--modl", "x"], "--modl"), (["--log-level", "loud"], "loud"), (["--port", "many"], "many"):
+        with pytest.raises(SystemExit):
+            parse(*argv)
+        first, second = capsys.readouterr().err.splitlines()
+        assert first.startswith("kvboost-server: error: ")
+        assert named in first
+        assert second == "Try 'kvboost-server --help'."
 
 
 def test_serve_is_a_command_of_the_package(capsys):

@@ -123,6 +123,47 @@ def test_a_second_signal_exits_at_once():
             assert time.monotonic() - started < 5
 
 
+@contextlib.contextmanager
+def in_a_terminal(*flags: str) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
+    """A server whose log goes to a terminal, and what stands there so far."""
+    terminal, end = os.openpty()
+    argv = [sys.executable, "-m", "kvboost_edge.server", "--port", "0", "--num-blocks", "512", *flags]
+    process = subprocess.Popen(argv, cwd=ROOT, stderr=end, stdout=subprocess.DEVNULL)
+    os.close(end)
+    pieces: list[str] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the process has ended
+            while piece := os.read(terminal, 4096):
+                pieces.append(piece.decode())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield process, pieces
+    finally:
+        process.kill()
+        process.wait()
+        reader.join(timeout=10)
+        os.close(terminal)
+
+
+def test_a_terminal_gets_plain_lines_the_address_and_what_ctrl_c_does():
+    with in_a_terminal() as (process, pieces):
+        wait_until(lambda: "Open http" in "".join(pieces), "the server to listen", 60)
+        found = re.search(r"^Open (http://127\.0\.0\.1:\d+)\r$", "".join(pieces), re.MULTILINE)
+        assert found
+        assert re.search(r"^\d\d:\d\d:\d\d loading model=kvboost-edge/demo\r$", "".join(pieces), re.MULTILINE)
+        body = {**TEXT, "max_tokens": 2000, "n": 64}
+        with httpx.stream("POST", f"{found[1]}/v1/completions", json=body, timeout=60) as stream:
+            next(stream.iter_lines())
+            process.send_signal(signal.SIGINT)
+            wait_until(lambda: "Ctrl-C, stops at once" in "".join(pieces), "the drain to begin")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 128 + signal.SIGINT
+        assert "{" not in "".join(pieces)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_it_closes_exits_at_once(number, monkeypatch, caplog):
     """It does not say that the model was loading. Later all is as before."""

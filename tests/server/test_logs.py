@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 
 import pytest
 
@@ -44,12 +45,34 @@ def test_text_lines_are_key_value(lines):
     assert 'empty=""' in line
 
 
-@pytest.mark.parametrize("style", ["json", "text"])
-def test_a_line_cannot_be_forged(lines, style):
-    seen = lines(log_format=style)
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_lines_are_plain_in_a_terminal_unless_asked_otherwise(kept_logging):
+    def written(stream, **settings):
+        configure_logging(ServerSettings(**settings), stream)
+        log_facts(logging.INFO, "two words", route="/v1/models", odd='a"b=c')
+        log_facts(logging.WARNING, "exiting at once")
+        return stream.getvalue().splitlines()
+
+    first, second = written(Terminal())
+    assert re.fullmatch(r'\d\d:\d\d:\d\d two words route=/v1/models odd="a\\"b=c"', first)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d warning: exiting at once", second)
+    assert json.loads(written(Terminal(), log_format="json")[0])["event"] == "two words"
+    assert json.loads(written(io.StringIO())[0])["event"] == "two words"
+    assert 'event="two words"' in written(Terminal(), log_format="text")[0]
+
+
+@pytest.mark.parametrize("style", ["json", "text", "auto"])
+def test_a_line_cannot_be_forged(kept_logging, style):
+    stream = Terminal()
+    configure_logging(ServerSettings(log_format=style), stream)
     log_facts(logging.INFO, "request", path='x\n{"event": "forged"}\x1b[2J\u2028')
-    assert len(seen()) == 1
-    assert "\x1b" not in seen()[0]
+    log_facts(logging.INFO, "re\nquest\x1b[2J")
+    assert len(stream.getvalue().splitlines()) == 2
+    assert "\x1b" not in stream.getvalue()
 
 
 def test_an_exception_shows_type_and_place_only(lines):

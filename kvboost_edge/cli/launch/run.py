@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 
 from kvboost_edge.cli.launch.clients import CLIENTS, Launch, Served
-from kvboost_edge.cli.remote import RemoteChat
+from kvboost_edge.cli.servers.remote import RemoteChat
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 
 __all__ = ["run_launch"]

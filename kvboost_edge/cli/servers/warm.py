@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvboost_edge.cli.remote import RemoteChat
+from kvboost_edge.cli.servers.remote import RemoteChat
 from kvboost_edge.errors import ConfigError
 
 __all__ = ["run_warm"]

@@ -8,11 +8,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvboost_edge.cli.remote import RemoteChat
+from kvboost_edge.cli.console import open_console
+from kvboost_edge.cli.servers.remote import RemoteChat
 from kvboost_edge.errors import RequestError
 
 __all__ = ["WORDS", "run_why"]
@@ -62,7 +63,7 @@ def run_why(request_id: str, url: str, api_key: str, *, lists: bool, as_json: bo
     if as_json:
         print(json.dumps(found, ensure_ascii=False))
     else:
-        Console().print(_listed(found["data"]) if lists else _explained(found))
+        open_console().print(_listed(found["data"]) if lists else _explained(found))
 
 
 def _explained(found: Mapping[str, Any]) -> RenderableType:

@@ -12,7 +12,7 @@ from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.locate.hub import HubName, gguf_file, snapshot
 from kvboost_edge.models.locate.ollama import OLLAMA, ollama_model
 
-__all__ = ["BUNDLED_MODEL", "locate_model"]
+__all__ = ["BUNDLED_MODEL", "bundled_directory", "locate_model"]
 
 BUNDLED_MODEL = "kvboost-edge/demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -42,7 +42,7 @@ def locate_model(
     if not name:
         raise ModelFormatError("the model's name is empty; give a directory or a hub id such as 'owner/name'")
     if name == BUNDLED_MODEL:
-        return _bundled()
+        return bundled_directory()
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
@@ -76,7 +76,8 @@ def _file(path: Path) -> Path:
     )
 
 
-def _bundled() -> Path:
+def bundled_directory() -> Path:
+    """Where the bundled model lies."""
     directory = Path(__file__).resolve().parents[2] / "assets" / "demo"
     if not (directory / "config.json").is_file():
         raise ModelFormatError(f"the bundled model is missing from {directory}; reinstall the package")

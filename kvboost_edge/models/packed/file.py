@@ -31,21 +31,25 @@ from kvboost_edge.errors import CapacityError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_digest import digest_in_parts
+from kvboost_edge.host.file_lock import hold_open
 from kvboost_edge.host.file_memo import NO_CACHE, FileStamp, cache_directory, recall, remember
 from kvboost_edge.host.memory import Region
 from kvboost_edge.host.unfinished import finish_file, open_unfinished, synced_meanwhile
 from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.vectors import LANES
+from kvboost_edge.models.locate import model_name
 from kvboost_edge.models.packed.conversions import log_conversions
 from kvboost_edge.models.packed.plan import PackEntry
 from kvboost_edge.models.packed.stream import Piece, pack_stream
 from kvboost_edge.models.weights.source import WeightSource
 
-__all__ = ["Packable", "PackedWeights", "Progress", "free_bytes", "load_packed", "packed_path"]
+__all__ = ["MODEL_FACT", "Packable", "PackedWeights", "Progress", "free_bytes", "load_packed", "packed_path"]
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBPACK\0"
 PACKED_VERSION = 4  # of the file's form and of the quantization: with either changed, older files are packed again
+MODEL_FACT = "model"
+"""Under which the model's name is remembered of a file of its packed weights."""
 _ALIGN = 64
 _DIGEST_BYTES = 16
 _PART_BYTES = 8 << 20  # that one thread digests
@@ -113,6 +117,7 @@ class _Job(NamedTuple):
     header: bytes
     num_threads: int
     progress: Progress | None
+    name: str
 
 
 def load_packed(
@@ -133,11 +138,11 @@ def load_packed(
     """
     fingerprint = model.fingerprint(cache_dir=cache_dir)  # what is packed is what it was taken of, or refused
     header = _header(plan, fingerprint, weights)
-    job = _Job(model, plan, weights, header, num_threads or default_num_threads(), progress)
+    job = _Job(model, plan, weights, header, num_threads or default_num_threads(), progress, model_name(model.path))
     if cache_dir == NO_CACHE:
         return _pack_into_memory(job)
     path = packed_path(fingerprint, weights, cache_dir)
-    found = _open_checked(path, header, cache_dir)
+    found = _open_checked(path, job.header, cache_dir, job.name)
     if found is not None:
         return found
     try:
@@ -208,17 +213,17 @@ def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeig
         with contextlib.suppress(OSError):
             os.unlink(file.name)
         raise
-    return _take(path, own, job.header, cache_dir)
+    return _take(path, own, job, cache_dir)
 
 
-def _take(path: Path, own: FileStamp, header: bytes, cache_dir: Path | None) -> PackedWeights:
+def _take(path: Path, own: FileStamp, job: _Job, cache_dir: Path | None) -> PackedWeights:
     """The file just written, or what another process that packed the same has put in its place since."""
     with open(path, "rb") as file:
         stamp = FileStamp.of_open(file, path)
         if (stamp.inode, stamp.modified_ns, stamp.size) == (own.inode, own.modified_ns, own.size):
-            remember(stamp, {"packed": PACKED_VERSION}, cache_dir)
-            return _map(file, header)
-    found = _open_checked(path, header, cache_dir)
+            remember(stamp, _facts(job.name), cache_dir)
+            return _map(file, job.header)
+    found = _open_checked(path, job.header, cache_dir, job.name)
     if found is None:
         raise ModelFormatError(f"{path} was replaced by another process while it was opened; start again")
     return found
@@ -248,7 +253,12 @@ def _size(header: bytes) -> int:
     return len(header) + int(_fields(header)["end"]) + _DIGEST_BYTES
 
 
-def _open_checked(path: Path, header: bytes, cache_dir: Path | None) -> PackedWeights | None:
+def _facts(name: str) -> dict[str, Any]:
+    """What is remembered of a sound file: the version that checked it, and whose weights it holds."""
+    return {"packed": PACKED_VERSION, **({MODEL_FACT: name} if name else {})}
+
+
+def _open_checked(path: Path, header: bytes, cache_dir: Path | None, name: str = "") -> PackedWeights | None:
     """The file if it is there, of this header, and sound."""
     try:
         with open(path, "rb") as file:
@@ -256,11 +266,12 @@ def _open_checked(path: Path, header: bytes, cache_dir: Path | None) -> PackedWe
             if stamp.size != _size(header) or file.read(len(header)) != header:
                 _LOG.warning("%s is of another version or damaged; the weights are packed again", path)
                 return None
-            if recall(stamp, cache_dir).get("packed") != PACKED_VERSION:
-                if not _sound(file, stamp.size):
-                    _LOG.warning("%s is damaged (checksum); the weights are packed again", path)
-                    return None
-                remember(stamp, {"packed": PACKED_VERSION}, cache_dir)
+            known, facts = recall(stamp, cache_dir), _facts(name)
+            if known.get("packed") != PACKED_VERSION and not _sound(file, stamp.size):
+                _LOG.warning("%s is damaged (checksum); the weights are packed again", path)
+                return None
+            if {**known, **facts} != known:
+                remember(stamp, facts, cache_dir)
             return _map(file, header)
     except (FileNotFoundError, IsADirectoryError):
         return None
@@ -292,6 +303,7 @@ def _places(header: bytes) -> dict[str, tuple[int, int]]:
 
 
 def _map(file: IO[bytes], header: bytes) -> PackedWeights:
+    hold_open(file)  # the mapping keeps it open
     return PackedWeights(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), _places(header))
 
 

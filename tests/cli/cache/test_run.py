@@ -45,6 +45,7 @@ def test_list_and_status_say_what_is_there(home, capsys):
     assert row["bytes"] == bytes_of(home, SPACE) > 0
     assert (row["kind"], row["in_use"], row["days"]) == ("blocks", False, 0.0)
     assert row["description"] == {"model": "alpha-7b", "kv_format": "int8"}
+    assert row["model"] == ""
     assert found["bytes"] == bytes_of(home, SPACE) + bytes_of(home, OTHER_SPACE) + 5000
     assert list(answer(capsys, "list", "BETA")["rows"]) == ["beta-1b float16"]
     assert run(["cache", "status"]) == 0
@@ -52,7 +53,9 @@ def test_list_and_status_say_what_is_there(home, capsys):
     assert "in 2 spaces" in text
     assert str(home / "blocks") in text
     assert run(["cache", "list"]) == 0
-    assert "alpha-7b int8" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "alpha-7b int8" in out
+    assert all(name in out for name in ("what", "model", "fingerprint and format", "size", "days", "state"))
 
 
 def test_what_is_open_is_said_and_stays(home, capsys):

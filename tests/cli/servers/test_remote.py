@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvboost_edge.cli.app import run
-from kvboost_edge.cli.remote import RemoteAnswer, RemoteChat, Thought, ToolCall
+from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, Thought, ToolCall
 from kvboost_edge.errors import BackendUnavailable, ConfigError, RequestError
 
 USAGE = {"prompt_tokens": 30, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 16}}

@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
+import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress
 from rich.table import Table
 
+from kvboost_edge.cli.cache.kept import (
+    BLOCKS,
+    TOKENIZER,
+    WEIGHTS,
+    Kept,
+    delete,
+    find_kept,
+    packed_directory,
+    printable,
+)
+from kvboost_edge.cli.console import counted, open_console, text_column
 from kvboost_edge.errors import ConfigError, KVBoostError
-from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.room import default_cap
-from kvboost_edge.tiers.disk.survey import FoundSpace, default_directory, delete_space, find_spaces, verify_space
+from kvboost_edge.tiers.disk.survey import default_directory, verify_space
 
 __all__ = ["run_cache"]
 
 _DAY_S = 86_400.0
-_MODEL = ("model", "kv_format", "block_size", "numerics")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Kept:
-    """One row: the blocks of a space, or one file of packed weights. `changed` in seconds since 1970."""
-
-    kind: str
-    name: str
-    path: Path
-    nbytes: int
-    changed: float
-    in_use: bool
-    space: FoundSpace | None = None
-
-    def row(self) -> dict[str, Any]:
-        described = self.space.description if self.space is not None else {}
-        days = max(0.0, (time.time() - self.changed) / _DAY_S)
-        fields = {"kind": self.kind, "name": self.name, "path": str(self.path), "bytes": self.nbytes}
-        return {**fields, "days": round(days, 2), "in_use": self.in_use, "description": described}
+_KINDS = {
+    BLOCKS: ("space of keys and values", "spaces of keys and values"),
+    WEIGHTS: ("file of packed weights", "files of packed weights"),
+    TOKENIZER: ("tokenizer", "tokenizers"),
+}
 
 
 def run_cache(
@@ -54,27 +48,32 @@ def run_cache(
     max_disk_bytes: int | None,
     older_than: float | None,
     dry_run: bool,
+    sure: bool,
     as_json: bool,
 ) -> None:
-    """Do one of status, list, verify, prune, clear with what `word` names; see `kvboost-edge cache --help`.
+    """Do one of status, list, verify, prune, clear with what `word` names; see `kvboost-edge cache --help`. Whoever
+    clears everything at a terminal is asked, unless `sure`.
 
     Raises ConfigError for options the action does not have, KVBoostError where blocks turn out to be damaged.
     """
     _check(action, max_disk_bytes, older_than, dry_run)
     root = Path(disk_cache_dir).expanduser().absolute() if disk_cache_dir else default_directory()
-    files, console = Files(), Console(quiet=as_json)
+    files, console = Files(), open_console(quiet=as_json)
     try:
-        kept = [one for one in _kept(root, files) if word.lower() in one.name.lower()]
+        kept = [one for one in find_kept(root, files) if one.matches(word)]
         if action == "verify":
-            answer = _verify(kept, files, Console(stderr=True, quiet=as_json))
+            answer = _verify(kept, files, open_console(stderr=True, quiet=as_json))
         elif action in ("prune", "clear"):
             going = _pruned(kept, root, files, max_disk_bytes, older_than) if action == "prune" else kept
+            if action == "clear" and going and not (word or dry_run or sure or as_json or _agreed(going)):
+                console.print("Nothing was removed.")
+                return
             answer = _remove(going, files, dry_run)
         else:
             answer = {"rows": [one.row() for one in kept]}
     except OSError as error:
         raise ConfigError(f"disk_cache_dir {str(root)!r}: {error}") from error
-    answer |= {"disk_cache_dir": str(root), "packed_dir": str(cache_directory() / "packed")}
+    answer |= {"disk_cache_dir": str(root), "packed_dir": str(packed_directory())}
     answer["bytes"] = sum(row["bytes"] for row in answer["rows"])
     if as_json:
         print(json.dumps(answer))  # in ASCII: a path may hold bytes that no encoding has
@@ -101,63 +100,39 @@ def _check(action: str, max_disk_bytes: int | None, older_than: float | None, dr
         raise ConfigError(f"--dry-run belongs to cache prune and cache clear, not to cache {action}")
 
 
-def _kept(root: Path, files: Files) -> list[_Kept]:
-    """What there is, blocks first, each in the order in which it would go."""
-    rows = []
-    for space in find_spaces(root, files):
-        name = _printable(" ".join(str(space.description[key]) for key in _MODEL if key in space.description))
-        rows.append(
-            _Kept("blocks", name or space.path.name[:12], space.path, space.nbytes, space.changed, space.in_use, space)
-        )
-    packed = cache_directory() / "packed"
-    weights = []
-    for path in packed.glob("*.kvpack") if packed.is_dir() else ():
-        stat = path.lstat()
-        if not S_ISREG(stat.st_mode):
-            continue
-        weights.append(_Kept("weights", path.stem, path, stat.st_size, max(stat.st_mtime, stat.st_atime), in_use=False))
-    return rows + sorted(weights, key=lambda one: one.changed)
-
-
-def _printable(text: str) -> str:
-    """What a terminal shows as it is: no escape of a damaged or forged file, nor what no encoding has."""
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
 def _pruned(
-    kept: Sequence[_Kept], root: Path, files: Files, max_disk_bytes: int | None, older_than: float | None
-) -> list[_Kept]:
-    """What was not used for so many days; and of the blocks, in the order of use, what is beyond the cap."""
+    kept: Sequence[Kept], root: Path, files: Files, max_disk_bytes: int | None, older_than: float | None
+) -> list[Kept]:
+    """What was not used for so many days; and of the blocks, in the order of use, what is beyond the cap. What a
+    process has open is among it, so that it is said to stay."""
     cap = default_cap(root, files) if max_disk_bytes is None else max_disk_bytes
     excess = sum(one.nbytes for one in kept if one.space is not None) - cap
     going = []
     for one in kept:
         old = older_than is not None and time.time() - one.changed > older_than * _DAY_S
-        if old or (one.space is not None and excess > 0 and not one.in_use):
+        if old or (one.space is not None and excess > 0):
             going.append(one)
-            excess -= one.nbytes if one.space is not None else 0
+            excess -= one.nbytes if one.space is not None and not one.in_use else 0
     return going
 
 
-def _remove(going: Sequence[_Kept], files: Files, dry_run: bool) -> dict[str, Any]:
+def _remove(going: Sequence[Kept], files: Files, dry_run: bool) -> dict[str, Any]:
     """Delete, but for what a process has open, whose rows stay with `in_use`, and what the system keeps (`error`)."""
     rows = []
     for one in going:
         row = one.row()
         try:
-            if not dry_run and one.space is not None:
-                row["in_use"] = not delete_space(one.space, files)
-            elif not dry_run:
-                files.unlink(one.path)
+            if not dry_run:
+                row["in_use"] = not delete(one, files)
         except OSError as error:
             row["error"] = str(error)
         rows.append({**row, "removed": not dry_run and not row["in_use"] and "error" not in row})
     return {"rows": rows, "dry_run": dry_run}
 
 
-def _verify(kept: Sequence[_Kept], files: Files, console: Console) -> dict[str, Any]:
+def _verify(kept: Sequence[Kept], files: Files, console: Console) -> dict[str, Any]:
     spaces = [one for one in kept if one.space is not None]
-    columns = (TextColumn("checking"), BarColumn(), DownloadColumn())
+    columns = (text_column("checking"), BarColumn(), DownloadColumn())
     rows = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=sum(one.nbytes for one in spaces))
@@ -169,17 +144,23 @@ def _verify(kept: Sequence[_Kept], files: Files, console: Console) -> dict[str, 
     return {"rows": rows}
 
 
-def _print_status(kept: Sequence[_Kept], root: Path, console: Console) -> None:
-    for kind, place in (("blocks", root), ("weights", cache_directory() / "packed")):
+def _agreed(going: Sequence[Kept]) -> bool:
+    """Whether all of that may go; where nobody sits at a terminal nobody is asked."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return True
+    size = sum(one.nbytes for one in going) / 1e6
+    return typer.confirm(f"Remove everything that no process has open, {size:,.1f} MB at most?")
+
+
+def _print_status(kept: Sequence[Kept], root: Path, console: Console) -> None:
+    for kind, (one_of, many) in _KINDS.items():
         of_kind = [one for one in kept if one.kind == kind]
         used = sum(one.in_use for one in of_kind)
-        what = "spaces of keys and values" if kind == "blocks" else "files of packed weights"
         open_now = f", {used} open in a process" if used else ""
         total = sum(one.nbytes for one in of_kind)
-        console.print(
-            f"{total / 1e6:,.1f} MB in {len(of_kind)} {what}{open_now}: {escape(_printable(str(place)))}",
-            soft_wrap=True,
-        )
+        place = root if kind == BLOCKS else packed_directory()
+        number = counted(len(of_kind), one_of, many)
+        console.print(f"{total / 1e6:,.1f} MB in {number}{open_now}: {printable(str(place))}", soft_wrap=True)
 
 
 def _print_rows(rows: Sequence[dict[str, Any]], action: str, console: Console, *, dry_run: bool) -> None:
@@ -187,25 +168,25 @@ def _print_rows(rows: Sequence[dict[str, Any]], action: str, console: Console, *
         console.print("Nothing to remove." if action in ("prune", "clear") else "Nothing is kept.")
         return
     table = Table()
-    for name in ("what", "of"):
+    for name in ("what", "model", "fingerprint and format"):
         table.add_column(name, overflow="fold")
     for name in ("size", "days"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    table.add_column("state")
     for row in rows:
         size, days = f"{row['bytes'] / 1e6:,.1f} MB", f"{row['days']:.1f}"
-        table.add_row(row["kind"], escape(row["name"]), size, days, _said(row, action, dry_run))
+        table.add_row(row["kind"], row["model"] or "unknown", row["name"], size, days, _said(row, action, dry_run))
     console.print(table)
 
 
 def _said(row: dict[str, Any], action: str, dry_run: bool) -> str:
     if action == "verify":
         damaged = f", {row['damaged']:,} damaged" if row["damaged"] else ""
-        return f"{row['blocks']:,} blocks sound{damaged}"
+        return f"{counted(row['blocks'], 'block', 'blocks')} sound{damaged}"
     if "error" in row:
         return "stays: it cannot be removed"
     if row["in_use"]:
         return "open in a process" if action == "list" else "stays: open in a process"
     if action in ("prune", "clear"):
         return "would go" if dry_run else "removed"
-    return ""
+    return "not open"

@@ -1,0 +1,1 @@
+"""What the command line says of blocks and packed weights on this machine's disk."""

@@ -1,0 +1,139 @@
+"""What there is on this machine's disk: spaces of keys and values, packed weights, tokenizers; of which model each is,
+and whether a process has it open."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+from kvboost_edge.host.file_memo import FileStamp, cache_directory, recall
+from kvboost_edge.models.packed.file import MODEL_FACT
+from kvboost_edge.tiers.disk.files import READ, Files
+from kvboost_edge.tiers.disk.survey import FoundSpace, delete_space, find_spaces
+
+__all__ = ["BLOCKS", "TOKENIZER", "WEIGHTS", "Kept", "delete", "find_kept", "packed_directory", "printable"]
+
+BLOCKS, WEIGHTS, TOKENIZER = "blocks", "weights", "tokenizer"
+_ENDINGS = {".kvpack": WEIGHTS, ".kvtok": TOKENIZER}
+_DAY_S = 86_400.0
+_DESCRIBED = ("model", "kv_format", "block_size", "numerics")
+_SHORT = 16  # of a fingerprint in a space's description
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """One row: the blocks of a space, a file of packed weights, or a tokenizer. model: its name, "" where nothing says
+    it; name: the fingerprint and the format. `changed` in seconds since 1970."""
+
+    kind: str
+    model: str
+    name: str
+    path: Path
+    nbytes: int
+    changed: float
+    in_use: bool
+    space: FoundSpace | None = None
+
+    @property
+    def days(self) -> float:
+        """Since it was last used."""
+        return max(0.0, (time.time() - self.changed) / _DAY_S)
+
+    def matches(self, word: str) -> bool:
+        """Whether the model's name, or the row's, holds a word."""
+        return word.lower() in f"{self.model} {self.name}".lower()
+
+    def row(self) -> dict[str, Any]:
+        """As JSON has it."""
+        described = self.space.description if self.space is not None else {}
+        fields = {"kind": self.kind, "model": self.model, "name": self.name, "path": str(self.path)}
+        figures = {"bytes": self.nbytes, "days": round(self.days, 2), "in_use": self.in_use}
+        return {**fields, **figures, "description": described}
+
+
+def packed_directory() -> Path:
+    """Where packed weights and tokenizers lie."""
+    return cache_directory() / "packed"
+
+
+def printable(text: str) -> str:
+    """What a terminal shows as it is: no escape of a damaged or forged file, nor what no encoding has."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def find_kept(root: Path, files: Files) -> list[Kept]:
+    """What there is, blocks first, each in the order in which it would go. Raises OSError."""
+    spaces = find_spaces(root, files)
+    packed = sorted(_packed(files), key=lambda one: one.changed)
+    # One of a model's files may know its name where others do not.
+    names = {_fingerprint(one.name): one.model for one in packed if one.model}
+    for space in spaces:
+        described = {key: space.description.get(key) for key in ("model", "name")}
+        if all(isinstance(value, str) and value for value in described.values()):
+            names[_fingerprint(str(described["model"]))] = printable(str(described["name"]))
+    rows = [_blocks(space) for space in spaces] + packed
+    return [dataclasses.replace(one, model=one.model or names.get(_fingerprint(one.name), "")) for one in rows]
+
+
+def delete(one: Kept, files: Files) -> bool:
+    """Delete it; False: a process has it open. Raises OSError."""
+    if one.space is not None:
+        return delete_space(one.space, files)
+    handle = files.open(one.path, READ)
+    try:
+        if _is_held(handle, files):
+            return False
+        files.unlink(one.path)
+    finally:
+        files.close(handle)
+    return True
+
+
+def _fingerprint(name: str) -> str:
+    """The beginning of a row's name or of a description, by which rows of one model are known."""
+    return name[:_SHORT]
+
+
+def _blocks(space: FoundSpace) -> Kept:
+    name = printable(" ".join(str(space.description[key]) for key in _DESCRIBED if key in space.description))
+    name = name or space.path.name[:12]
+    model = space.description.get("name")
+    shown = printable(model) if isinstance(model, str) else ""
+    return Kept(BLOCKS, shown, name, space.path, space.nbytes, space.changed, space.in_use, space)
+
+
+def _packed(files: Files) -> Iterator[Kept]:
+    directory = packed_directory()
+    for path in directory.iterdir() if directory.is_dir() else ():
+        kind = _ENDINGS.get(path.suffix)
+        if kind is None:
+            continue
+        stat = path.lstat()
+        if S_ISREG(stat.st_mode):
+            model = recall(FileStamp.of(path)).get(MODEL_FACT)
+            shown = printable(model) if isinstance(model, str) else ""
+            used = max(stat.st_mtime, stat.st_atime)
+            yield Kept(kind, shown, path.stem, path, stat.st_size, used, _is_open(path, files))
+
+
+def _is_open(path: Path, files: Files) -> bool:
+    try:
+        handle = files.open(path, READ)
+    except OSError:
+        return False
+    try:
+        return _is_held(handle, files)
+    finally:
+        files.close(handle)
+
+
+def _is_held(handle: int, files: Files) -> bool:
+    """Whether a process has mapped an open file; where files cannot be locked nobody knows, and it is taken as free."""
+    try:
+        return not files.lock(handle)
+    except OSError:
+        return False

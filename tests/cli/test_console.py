@@ -1,0 +1,136 @@
+"""What the commands print is text: names, reasons and answers with brackets in them come out as they are."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.progress import Progress
+from rich.table import Table
+
+from disk_cases import SPACE, chain, opened, write
+from kvboost_edge.cli.app import run
+from kvboost_edge.cli.console import open_console, spinner, text_column
+from kvboost_edge.cli.demo import _add_row
+
+COMMANDS = Path(__file__).parents[2] / "kvboost_edge" / "cli"
+NAMES = ("em[b]x", "a[/b]", "[red]c :smile: \\[dim]")
+SMALL = ("-o", "num_blocks=32", "-o", "dtype=float32")
+MARKUP = re.compile(r"\[/?(b|i|u|bold|dim|italic|red|green|blue|cyan|yellow|magenta)( [a-z]+)*\]")
+# What reads strings as markup wherever it is used; console.py is where they are made so that they do not.
+READERS = {"Console", "TextColumn", "from_markup", "render_markup", "status", "Status", "Spinner"}
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.fixture
+def model(tiny_model_dir: Path, tmp_path: Path) -> str:
+    """A model below directories of hostile names."""
+    return str(shutil.copytree(tiny_model_dir, tmp_path.joinpath(*NAMES)))
+
+
+def test_each_command_shows_the_path_as_it_is(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("Hello there, how are you today?")
+    for argv in (
+        ["inspect", model],
+        ["doctor", model],
+        ["generate", "Hello", "-m", model, "-n", "2", *SMALL],
+        ["chat", "-m", model, "-n", "2", *SMALL],
+        ["eval", str(text), "-m", model, "--window", "8", "--against", "kv_cache_bits=8", *SMALL],
+        ["warmup", "-m", model, "-o", "weights=f32", "--kv-cache-bits", "16"],
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+        assert run(argv) == 0, argv
+        assert model in "".join(capsys.readouterr()), argv
+    assert run(["doctor", f"{model}/none"]) == 1
+    assert f"{model}/none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lists_show_names_as_they_are(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / name))
+    with opened(tmp_path / name / "blocks", SPACE, description={"model": name}) as tier:
+        write(tier, chain(2))
+    for action in ("list", "status", "verify"):
+        assert run(["cache", action]) == 0
+        assert name in capsys.readouterr().out
+    row = {"name": name, "store": "", "format": "", "bytes": 0, "runs": "refused", "reason": f"no {name}"}
+    monkeypatch.setattr("kvboost_edge.cli.models.model_rows", lambda word, config: [row])
+    assert run(["models"]) == 0
+    out = capsys.readouterr().out
+    assert name in out
+    assert f"refused: no {name}" in out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bars_spinners_and_answers_show_text_as_it_is(name: str) -> None:
+    console = open_console()
+    console.file = io.StringIO()
+    with Progress(text_column("{task.description}"), console=console) as bar:
+        bar.add_task(name, total=1)
+    status = spinner(console, name)
+    console.print(status.renderable)
+    table = Table(*"abcdef")
+    _add_row(table, "cold", "?", "x", SimpleNamespace(output_text=name, prompt_tokens=1, cached_tokens=0, ttft_ms=1.0))
+    console.print(table)
+    assert console.file.getvalue().count(name) == 3
+
+
+@pytest.mark.parametrize("argv", [["[/b]"], ["generate", "x", "--no[/b]"]])
+def test_wrong_usage_is_shown_as_it_is(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(argv) == 2
+    assert "[/b]" in capsys.readouterr().err
+
+
+def test_json_keeps_names_too(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = shutil.copytree(tiny_model_dir, tmp_path / NAMES[2])
+    assert run(["inspect", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(path)
+
+
+def found_markup(source: str) -> list[str]:
+    """Lines that make what reads markup, or hold a tag of it."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        called: Any = node.func if isinstance(node, ast.Call) else None
+        name = getattr(called, "attr", getattr(called, "id", None))
+        tags = isinstance(node, ast.Constant) and isinstance(node.value, str) and MARKUP.search(node.value)
+        asks = isinstance(node, ast.keyword) and node.arg == "markup"
+        if name in READERS or asks or (tags and not node.value.startswith("[b]Examples[/b]\n\n")):
+            found.append(f"{node.lineno if hasattr(node, 'lineno') else 0}: {ast.unparse(node)[:80]}")
+    return found
+
+
+def test_no_command_makes_what_reads_markup() -> None:
+    """Every console and every column of a bar is console.py's, and no text but the help's has a tag."""
+    found = {
+        str(path.relative_to(COMMANDS)): lines
+        for path in sorted(COMMANDS.rglob("*.py"))
+        if path.name != "console.py" and (lines := found_markup(path.read_text(encoding="utf-8")))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['c = Console(stderr=True)', 'TextColumn("{x}")', 'c.status(f"{x}")', 'c.print(f"[dim]{x}[/dim]")',
+     "Text.from_markup(x)", "c.print(x, markup=True)"],
+)  # fmt: skip
+def test_what_reads_markup_is_found(source: str) -> None:
+    assert found_markup(source)

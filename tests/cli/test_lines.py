@@ -1,0 +1,80 @@
+"""Lines typed at a terminal: edited, found again, and never written to a file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvboost_edge.cli.lines import Lines
+from live_servers import wait_until
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+from kvboost_edge.cli.console import open_console
+from kvboost_edge.cli.lines import Lines
+lines = Lines(open_console(), "you ›", "bold cyan")
+while True:
+    try:
+        print("read", repr(lines.read()), flush=True)
+    except EOFError:
+        break
+print("the end", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_a_terminal_edits_lines_and_finds_those_before(tmp_path: Path) -> None:
+    pytest.importorskip("readline")
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "HOME": str(tmp_path), "TERM": "xterm", "INPUTRC": os.devnull}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment
+    )
+    os.close(theirs)
+    pieces: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the process has ended
+            while piece := os.read(ours, 4096):
+                pieces.append(piece)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for typed, got in (
+            (b"Hello\n", "read 'Hello'"),
+            (b"ac\x1b[Db\n", "read 'abc'"),  # one to the left
+            (b"\x1b[A\x1b[A!\n", "read 'Hello!'"),  # two up
+            (b"\x04", "the end"),
+        ):
+            wait_until(lambda: b"".join(pieces).count("you ›".encode()) > b"".join(pieces).count(b"read "), "a prompt")
+            os.write(ours, typed)
+            wait_until(lambda got=got: got.encode() in b"".join(pieces), got)
+    finally:
+        process.kill()
+        process.wait()
+        reader.join(timeout=10)
+        os.close(ours)
+    assert not list(tmp_path.iterdir()), "no prompt is kept in a file"
+
+
+def test_without_a_terminal_lines_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    lines = Lines(Console(file=io.StringIO()), "you ›", "bold cyan")
+    assert [lines.read(), lines.read()] == ["one", "two"]
+    with pytest.raises(EOFError):
+        lines.read()
+
+
+def test_colours_of_the_prompt_take_no_room() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
+    shown = Lines(console, "you ›", "bold cyan")._shown()
+    assert shown == "\x01\x1b[1;36m\x02you ›\x01\x1b[0m\x02 "

@@ -1,0 +1,119 @@
+"""What is wrong with a request is said before a model is looked for, loaded or packed."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvboost_edge.cli.app import run
+
+COMMANDS = [["generate", "Hi"], ["chat"]]
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model must not even be looked for."""
+
+    def looked_for(*args: object, **options: object) -> None:
+        raise AssertionError("a model was looked for")
+
+    monkeypatch.setattr("kvboost_edge.cli.session.locate_model", looked_for)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert run([*argv]) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("kvboost-edge: error: ")
+    return line
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["generate", "chat"])
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        (["-s", "temperature=hot"], "temperature='hot' must be a number"),
+        (["-s", "tempratur=1"], "unknown sampling option 'tempratur'"),
+        (["-n", "-1"], "max_new_tokens=-1"),
+        (["-s", "priority=high"], "priority='high'"),
+        (["-s", "regex=("], "regex is not supported: "),
+        (["-s", "regex=a", "-s", "grammar=b"], "grammar= and regex= are both given"),
+        (["-o", "block_size=7"], "block_size"),
+    ],
+)
+def test_settings_are_checked_first(
+    no_model: None, command: list[str], extra: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert named in refusal(capsys, *command, *extra)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["generate", "chat"])
+def test_a_schema_is_checked_first(
+    no_model: None,
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "schema.json"
+    wrong = {"Invalid type: objct": {"type": "objct"}, "does not exist": {"$ref": "#/none"}}
+    for named, schema in wrong.items():
+        file.write_text(json.dumps(schema))
+        line = refusal(capsys, *command, "--json-schema", str(file))
+        assert "json_schema is not supported: " in line
+        assert named in line
+    monkeypatch.setattr("kvboost_edge.engine.structure._is_installed", lambda: False)
+    assert "kvboost-edge[structured]" in refusal(capsys, *command, "--json-schema", str(file))
+
+
+@pytest.mark.parametrize("extra", [[], ["--chat"]])
+def test_an_empty_prompt_is_refused_first(
+    no_model: None, extra: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    for prompt in ("-", ""):
+        assert "the prompt is empty" in refusal(capsys, "generate", prompt, *extra)
+
+
+def test_settings_are_checked_before_a_prompt_is_waited_for(
+    no_model: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "temperature" in refusal(capsys, "generate", "-", "-s", "temperature=hot")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["generate", "chat"])
+def test_more_tokens_than_the_context_are_refused_before_anything_is_packed(
+    command: list[str],
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
+    line = refusal(capsys, *command, "-m", str(tiny_model_dir), "-n", "100000")
+    assert "the model's context is 512 tokens" in line
+    assert "-n max" in line
+    assert not (tmp_path / "packed").exists()
+
+
+def test_other_options_of_an_evaluation_are_checked_first(
+    no_model: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("Hello")
+    argv = ["eval", str(tmp_path / "text"), "--against", "weights=int4", "--against", "wieghts=int8"]
+    assert "wieghts" in refusal(capsys, *argv)
+
+
+def test_an_answer_may_fill_the_context(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "Hello", "-m", str(tiny_model_dir), "--json", "-s", "ignore_eos=true", "-o", "num_blocks=64"]
+    found = []
+    for limit in (["-n", "max"], ["-n", "None"], ["-s", "max_new_tokens=None"]):
+        assert run([*argv, *limit]) == 0
+        result = json.loads(capsys.readouterr().out)
+        found.append(result["prompt_tokens"] + result["generated_tokens"])
+    assert found == [512, 512, 512]
+    assert "-n max" in refusal(capsys, *argv, "-n", "511")

@@ -1,0 +1,56 @@
+"""Files that are held open."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvboost_edge.host.file_lock import hold_open
+from kvboost_edge.tiers.disk.files import READ, Files
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
+
+
+def is_free(path: Path) -> bool:
+    files = Files()
+    handle = files.open(path, READ)
+    try:
+        return files.lock(handle)
+    finally:
+        files.close(handle)
+
+
+def test_a_mapping_holds_its_file_until_it_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    maps = []
+    for _ in range(2):  # beside one another
+        with open(path, "rb") as file:
+            hold_open(file)
+            maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    assert not is_free(path)
+    maps.pop().close()
+    assert not is_free(path)
+    maps.pop().close()
+    assert is_free(path)
+
+
+def test_whoever_looks_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    files = Files()
+    handle = files.open(path, READ)
+    assert files.lock(handle)
+    timer = threading.Timer(0.1, files.close, [handle])
+    timer.start()
+    begun = time.monotonic()
+    with open(path, "rb") as file:
+        hold_open(file)
+        assert time.monotonic() - begun < 5
+        timer.join()
+        assert not is_free(path)
