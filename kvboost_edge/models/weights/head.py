@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.nested import is_nested
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 
@@ -28,15 +29,13 @@ def with_found_head(config: Mapping[str, Any], model_dir: Path, *, is_embedding:
         unknown = None in said or said[0] != said[1]  # versions of transformers differ in which of them counts
     else:
         unknown = is_embedding and not said[0] and not config.get("quantization_config")
-    if said[0] is False and not unknown:
-        return config
-    with SafetensorsSource(model_dir, split_experts=False) as source:
-        if unknown:
+    if unknown:
+        with SafetensorsSource(model_dir, split_experts=False) as source:
             return {**config, "tie_word_embeddings": not any(name.startswith("lm_head.") for name in source.names())}
-        if not _has_other_head(source):
-            return config
-        where = source.file_of(_HEAD)
-    _LOG.warning("%s holds a head that differs from the embedding: it is used, whatever the config says of it", where)
+    other = _other_head(model_dir) if said[0] is not False else None
+    if other is None:
+        return config
+    _LOG.warning("%s holds a head that differs from the embedding: it is used, whatever the config says of it", other)
     return {**config, "tie_word_embeddings": False}
 
 
@@ -44,10 +43,19 @@ def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return (config, config["text_config"]) if is_nested(config) else (config,)
 
 
-def _has_other_head(source: SafetensorsSource) -> bool:
-    """Whether both are there and differ in shape or any number."""
-    if not {_EMBEDDING, _HEAD} <= source.names():
-        return False
+def _other_head(model_dir: Path) -> Path | None:
+    """The file with a head that is not the embedding; None: there is none, or no file that can be read, which is said
+    when weights are."""
+    try:
+        with SafetensorsSource(model_dir, split_experts=False) as source:
+            has_both = {_EMBEDDING, _HEAD} <= source.names()
+            return source.file_of(_HEAD) if has_both and _differ(source) else None
+    except ModelFormatError:
+        return None
+
+
+def _differ(source: SafetensorsSource) -> bool:
+    """Whether head and embedding differ in shape or any number."""
     shape = source.shape(_HEAD)
     if source.shape(_EMBEDDING) != shape or len(shape) != 2:
         return True
