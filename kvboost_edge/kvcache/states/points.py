@@ -28,8 +28,8 @@ def backbone_points(start: int, stop: int, step: int, num_slots: int, *, small: 
 
 
 def hint_points(hints: Sequence[int], num_slots: int) -> Sequence[int]:
-    """Which of a prompt's message borders, ascending, are kept: the first, behind its system message, and of many the
-    last ones at doubling distances."""
+    """Which of the message borders ahead, ascending, are kept: the first, which stands behind the system message of a
+    new conversation, and of many the last ones at doubling distances."""
     most = max(2, num_slots // _HINT_SHARE)
     return hints if len(hints) <= most else sorted({hints[0], *_doubling(hints)[: most - 1]})
 
