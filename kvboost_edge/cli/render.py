@@ -18,7 +18,7 @@ from rich.text import Text
 from kvboost_edge.cli.console import text_column
 from kvboost_edge.engine.progress import Progress
 
-__all__ = ["PromptBar", "block_map", "pool_panel", "reuse_words"]
+__all__ = ["PromptBar", "block_map", "pool_panel", "reuse_words", "tokens_words"]
 
 # State of a block -> (glyph, style, meaning); the glyphs differ, so that the picture works without colour too.
 STATES = (
@@ -116,10 +116,15 @@ def reuse_words(
     it, where there is any, what was reused at other positions, and what was found there and recomputed."""
     outside = [f"{tokens} from {tier}" for tier, tokens in hit_tokens.items() if tier != "pool" and tokens]
     more = f" ({', '.join(outside)})" if outside else ""
-    words = f"{prompt_tokens} prompt tokens, {cached_tokens} from the cache{more}"
+    words = f"{tokens_words(prompt_tokens, 'prompt token')}, {cached_tokens} from the cache{more}"
     if not reused_span_tokens:
         return words
     return f"{words} · approximate: {reused_span_tokens} tokens reused at other positions, {recomputed} recomputed"
+
+
+def tokens_words(number: int, kind: str = "token") -> str:
+    """ "1 token", "2 tokens"."""
+    return f"{number} {kind}{'' if number == 1 else 's'}"
 
 
 def _stats_table(stats: dict[str, Any], columns: int) -> Table:

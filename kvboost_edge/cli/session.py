@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress
 
 from kvboost_edge.cli.console import text_column
-from kvboost_edge.cli.render import PromptBar, reuse_words
+from kvboost_edge.cli.render import PromptBar, reuse_words, tokens_words
 from kvboost_edge.models.locate import locate_model
 
 if TYPE_CHECKING:
@@ -120,6 +120,6 @@ def timing_line(result: GenerationResult) -> str:
     spans = (result.reused_span_tokens, result.recomputed_tokens)
     return (
         f"{reuse_words(result.prompt_tokens, result.cached_tokens, result.hit_tokens, *spans)} · "
-        f"first token {result.ttft_ms:.0f} ms · {result.generated_tokens} tokens, "
+        f"first token {result.ttft_ms:.0f} ms · {tokens_words(result.generated_tokens)}, "
         f"{result.tokens_per_sec:.1f} per second · {result.finish_reason}"
     )

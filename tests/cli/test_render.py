@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from kvboost_edge.cli.render import MAX_CELLS, STATES, block_map, pool_panel, reuse_words
+from kvboost_edge.cli.render import MAX_CELLS, STATES, block_map, pool_panel, reuse_words, tokens_words
 
 
 def drawn(renderable, width=100):
@@ -69,3 +69,8 @@ def test_what_was_reused_at_other_positions_is_said_to_be_approximate():
     words = reuse_words(90, 16, {"pool": 16}, 48, 16)
     assert words.startswith("90 prompt tokens, 16 from the cache · ")
     assert words.endswith(" · approximate: 48 tokens reused at other positions, 16 recomputed")
+
+
+def test_one_token_is_no_tokens():
+    assert [tokens_words(number) for number in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
+    assert reuse_words(1, 0, {}, 0, 0) == "1 prompt token, 0 from the cache"

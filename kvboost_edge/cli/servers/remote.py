@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from kvboost_edge.cli.render import reuse_words
+from kvboost_edge.cli.render import reuse_words, tokens_words
 from kvboost_edge.engine.progress import Progress
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, RequestError
 
@@ -66,7 +66,7 @@ class RemoteAnswer(NamedTuple):
         parts.append(f"first token {self.ttft_ms:.0f} ms")
         if self.generated_tokens is not None:
             rate = self.generated_tokens / self.total_ms * 1e3
-            parts.append(f"{self.generated_tokens} tokens, {rate:.1f} per second")
+            parts.append(f"{tokens_words(self.generated_tokens)}, {rate:.1f} per second")
         return " · ".join([*parts, self.finish_reason])
 
 
