@@ -89,6 +89,27 @@ LAYER_FAULTS = (
         "for rank in range(used - 1):\n        # The",
         *_ROUTED,
     ),
+    (
+        "powers of logits overflow",
+        _ROUTE,
+        "exp_f32(load_f32(row + 4 * index) - largest)",
+        "exp_f32(load_f32(row + 4 * index))",
+        f"{_ROUTED[0]}::test_logits_beyond_any_power_have_shares",
+    ),
+    (
+        "shares are divided by less than the least",
+        _ROUTE,
+        "total = max(total, params[lt.P_EPS])",
+        "total = total + np.float32(0.0)",
+        f"{_ROUTED[0]}::test_routing_equals_the_specification",
+    ),
+    (
+        "layers behind the last mixture have experts",
+        _OF_CONFIG,
+        "start <= index <= end",
+        "start <= index",
+        "tests/runners/native/test_families.py::test_variant_equals_transformers[ernie4_5_moe-end]",
+    ),
     ("shares are not divided by their sum", _OF_CONFIG, 'return "add" if', 'return "" if', *_SPARSE),
     (
         "shares are divided by their sum unasked",
