@@ -193,9 +193,15 @@ class Bench:
                 if number:
                     self.note(f"share_{_SHARING}x{_PREFIX}_tok_s", worker.label, _SHARING * count / (more - one))
 
-    def memory(self) -> None:
+    def memory(self, model: Path) -> None:
+        """Peak memory; of ours beside the model's file, pool and states. The bundled model has no file of its own."""
         for worker in self.workers:
-            self.note("peak_rss_mb", worker.label, worker.ask("memory")["peak_mb"])
+            peak_mb = worker.ask("memory")["peak_mb"]
+            self.note("peak_rss_mb", worker.label, peak_mb)
+            about = worker.about["about"]
+            if worker.label.startswith(_OURS) and model.is_file():
+                known = model.stat().st_size + about["pool_bytes"] + about["state_bytes"]
+                self.note("beside_file_pool_states_mb", worker.label, peak_mb - known / 1e6)
 
     def check(self, model: Path, shape: Shape) -> None:
         """Relative L2 distance of the logits to float64 on the same weights (OpenVINO shows none); for shapes without a
@@ -337,7 +343,7 @@ def main() -> None:
     bench.slope(options.depths)
     if not options.bundled and not options.short:
         bench.share(32)
-    bench.memory()
+    bench.memory(model)
     if not options.bundled:
         bench.check(model, shape)
     for worker in workers:
