@@ -4,7 +4,8 @@ A random model of a real one's shape is written once as GGUF. Each engine lives 
 round all of them answer the same request in turn, and the figures are medians over the rounds (least to most in
 brackets). One clock around the whole call for everyone. Beside decode at the first depth stands what it reads of our
 weights a second, keys and values not counted, and a plain read of as many bytes by as many threads in the same process
-right after; the share is taken in each round; of a mixture of experts the weights of those that a token goes to count.
+right after; the share is taken in each round; of a mixture of experts the weights of those that a token goes to count. Beside
+peak memory stands what ours is above the model's file, pool and states.
 Engines that are not installed are skipped by name; `make bench-peers` installs them into `.venv-peers`.
 
     python benchmarks/bench_peers.py                         # 0.5B shape, Q4_0
@@ -193,9 +194,15 @@ class Bench:
                 if number:
                     self.note(f"share_{_SHARING}x{_PREFIX}_tok_s", worker.label, _SHARING * count / (more - one))
 
-    def memory(self) -> None:
+    def memory(self, model: Path) -> None:
+        """Peak memory; of ours beside the model's file, pool and states. The bundled model has no file of its own."""
         for worker in self.workers:
-            self.note("peak_rss_mb", worker.label, worker.ask("memory")["peak_mb"])
+            peak_mb = worker.ask("memory")["peak_mb"]
+            self.note("peak_rss_mb", worker.label, peak_mb)
+            about = worker.about["about"]
+            if worker.label.startswith(_OURS) and model.is_file():
+                known = model.stat().st_size + about["pool_bytes"] + about["state_bytes"]
+                self.note("beside_file_pool_states_mb", worker.label, peak_mb - known / 1e6)
 
     def check(self, model: Path, shape: Shape) -> None:
         """Relative L2 distance of the logits to float64 on the same weights (OpenVINO shows none); for shapes without a
@@ -337,7 +344,7 @@ def main() -> None:
     bench.slope(options.depths)
     if not options.bundled and not options.short:
         bench.share(32)
-    bench.memory()
+    bench.memory(model)
     if not options.bundled:
         bench.check(model, shape)
     for worker in workers:

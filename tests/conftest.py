@@ -209,7 +209,7 @@ def scale() -> Callable[[int, int], int]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if find_chromium() is None:
         terminalreporter.write_line(
-            "chromium is not on the PATH: tests/server/page, which drive it, were not collected"
+            "chromium is not on the PATH: tests/server/http/page, which drive it, were not collected"
         )
     if find_compiler() is None:
         terminalreporter.write_line(

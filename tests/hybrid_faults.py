@@ -144,6 +144,13 @@ HYBRID_FAULTS = (
         f"{_PACKED}[nemotron_h]",
     ),
     (
+        "shares of Nemotron's files are divided whatever they say",
+        "models/gguf/hybrids.py",
+        'bool(keys.header.value(keys.name("expert_weights_norm"), bool))',
+        "True",
+        f"{_GGUF}::test_a_nemotron_file_says_whether_shares_are_divided_by_their_sum",
+    ),
+    (
         "what the gate is multiplied with is not taken back",
         "models/config/special/falcon.py",
         "mlp_out=down / gate",
@@ -176,6 +183,13 @@ HYBRID_FAULTS = (
         "text/turns/unshown/keyword_calls.py",
         "is_token(_CALL) and is_token(_CALL_END)",
         "is_token(_CALL) or is_token(_CALL_END)",
+        "tests/text/turns/unshown/test_keyword_calls.py",
+    ),
+    (
+        "tools that were not offered are shown as well",
+        "text/turns/unshown/keyword_calls.py",
+        " and len(listed) == len(names)",
+        "",
         "tests/text/turns/unshown/test_keyword_calls.py",
     ),
     (

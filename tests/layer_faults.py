@@ -16,6 +16,7 @@ _BITS = ("tests/runners/native/test_gemma4.py",)
 _ROUTE, _EXPERTS, _OF_CONFIG = "kernels/program/route.py", "kernels/program/experts.py", "models/config/experts.py"
 _ROUTED, _MIXED = ("tests/kernels/program/test_experts.py",), ("tests/runners/native/test_mixtures.py",)
 _COLUMNS, _OF_COLUMNS = "models/weights/columns/experts.py", "tests/models/weights/columns/test_experts.py"
+_FEW_ROWS = "tests/models/packed/test_memory.py::test_a_few_rows_of_an_expert_are_read_alone"
 _ACTIVATIONS, _CHANNELS = "kernels/program/activations.py", "text/turns/channels/"
 _OF_GPT_OSS = "tests/runners/native/test_gpt_oss.py"
 _GPT_OSS = (f"{_OF_GPT_OSS}::test_all_logits_of_prompts_around_window_and_block",)
@@ -88,6 +89,27 @@ LAYER_FAULTS = (
         "for rank in range(used):\n        # The",
         "for rank in range(used - 1):\n        # The",
         *_ROUTED,
+    ),
+    (
+        "powers of logits overflow",
+        _ROUTE,
+        "exp_f32(load_f32(row + 4 * index) - largest)",
+        "exp_f32(load_f32(row + 4 * index))",
+        f"{_ROUTED[0]}::test_logits_beyond_any_power_have_shares",
+    ),
+    (
+        "shares are divided by less than the least",
+        _ROUTE,
+        "total = max(total, params[lt.P_EPS])",
+        "total = total + np.float32(0.0)",
+        f"{_ROUTED[0]}::test_routing_equals_the_specification",
+    ),
+    (
+        "layers behind the last mixture have experts",
+        _OF_CONFIG,
+        "start <= index <= end",
+        "start <= index",
+        "tests/runners/native/test_families.py::test_variant_equals_transformers[ernie4_5_moe-end]",
     ),
     ("shares are not divided by their sum", _OF_CONFIG, 'return "add" if', 'return "" if', *_SPARSE),
     (
@@ -207,6 +229,23 @@ LAYER_FAULTS = (
         "return min(op[lt.F_EXPERTS], job.tokens * op[lt.F_USED])",
         "return count_active(job) - 1",
         *_ROUTED,
+    ),
+    (
+        "an expert's matrix is read whole for every piece of it",
+        "models/gguf/source.py",
+        "first, last, pick = start, stop, None",
+        "first, last, pick = 0, tensor.shape[0], np.arange(start, stop)",
+        _FEW_ROWS,
+    ),
+    (
+        "blocks of all experts are read for every piece",
+        _COLUMNS,
+        """        packed = self._span(f"{piece.whole}_blocks", 4, first, rows, groups * _BLOCK_BYTES)
+""",
+        """        every = self._files.stored_shape(f"{piece.whole}_blocks", "U8", 4)[0] * each
+        packed = self._span(f"{piece.whole}_blocks", 4, 0, every, groups * _BLOCK_BYTES)[first : first + rows]
+""",
+        _FEW_ROWS,
     ),
     (
         "gate and up take each other's turns",

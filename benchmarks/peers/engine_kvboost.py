@@ -34,6 +34,7 @@ class Engine:
             "attention_path",
             "num_threads",
             "pool_bytes",
+            "state_bytes",
             "weight_bytes",
         )
         self.about = {key: stats[key] for key in keys}

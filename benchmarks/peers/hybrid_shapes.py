@@ -1,4 +1,5 @@
-"""Shapes of models with layers that keep a state: LFM2, Qwen3.5, Granite 4. Those with experts: mixture_shapes.py."""
+"""Shapes of models with layers that keep a state: LFM2, Qwen3.5, Granite 4, Nemotron-H, Falcon-H1. Those with experts:
+mixture_shapes.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ import gguf
 
 from peers.shapes import Heads, Shape, Tensor
 
-__all__ = ["HYBRID_SHAPES", "DenseTwin", "GraniteShape", "LFM2Shape", "Qwen35Shape"]
+__all__ = [
+    "HYBRID_SHAPES", "DenseTwin", "FalconShape", "GraniteShape", "LFM2Shape", "NemotronShape", "Qwen35Shape",
+    "StateSpaceShape",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,20 +98,47 @@ class Qwen35Shape(Shape):
 
 
 @dataclasses.dataclass(frozen=True)
-class GraniteShape(Shape):
-    """Granite 4: state spaces (Mamba2), attention without rope in the layers of `attends`. `wide` is the width of the
-    MLPs that all tokens go through."""
+class StateSpaceShape(Shape):
+    """What models with state spaces (Mamba2) share."""
 
-    architecture = "granitehybrid"
     wide_ends = True
     epsilon = 1e-5
 
-    attends: tuple[int, ...] = (5, 15, 25, 35)
     value_heads: int = 48
     value_dim: int = 64
     groups: int = 1
     state_dim: int = 128
     taps: int = 4
+
+    def describe_states(self, writer: gguf.GGUFWriter) -> None:
+        writer.add_ssm_conv_kernel(self.taps)
+        writer.add_ssm_state_size(self.state_dim)
+        writer.add_ssm_group_count(self.groups)
+        writer.add_ssm_inner_size(self.value_heads * self.value_dim)
+        writer.add_ssm_time_step_rank(self.value_heads)
+
+    def mixer(self, *, has_norm: bool = True) -> Iterator[Tensor]:
+        values = self.value_heads * self.value_dim
+        channels = values + 2 * self.groups * self.state_dim
+        yield "ssm_in.weight", (values + channels + self.value_heads, self.hidden)
+        yield "ssm_conv1d.weight", (channels, self.taps)
+        yield "ssm_conv1d.bias", (channels,)
+        yield "ssm_dt.bias", (self.value_heads,)
+        yield "ssm_a", (self.value_heads, 1)
+        yield "ssm_d", (self.value_heads, 1)
+        if has_norm:
+            yield "ssm_norm.weight", (self.groups, values // self.groups)
+        yield "ssm_out.weight", (self.hidden, values)
+
+
+@dataclasses.dataclass(frozen=True)
+class GraniteShape(StateSpaceShape):
+    """Granite 4: state spaces (Mamba2), attention without rope in the layers of `attends`. `wide` is the width of the
+    MLPs that all tokens go through."""
+
+    architecture = "granitehybrid"
+
+    attends: tuple[int, ...] = (5, 15, 25, 35)
     logit_scale: float = 6.0
 
     @property
@@ -130,28 +161,76 @@ class GraniteShape(Shape):
         writer.add_embedding_scale(12.0)
         writer.add_residual_scale(0.22)
         writer.add_logit_scale(self.logit_scale)
-        writer.add_ssm_conv_kernel(self.taps)
-        writer.add_ssm_state_size(self.state_dim)
-        writer.add_ssm_group_count(self.groups)
-        writer.add_ssm_inner_size(self.value_heads * self.value_dim)
-        writer.add_ssm_time_step_rank(self.value_heads)
+        self.describe_states(writer)
 
     def layer(self, index: int) -> Iterator[Tensor]:
         yield "attn_norm.weight", (self.hidden,)
         if index in self.attends:
             yield from self.attention()
         else:
-            values = self.value_heads * self.value_dim
-            channels = values + 2 * self.groups * self.state_dim
-            yield "ssm_in.weight", (values + channels + self.value_heads, self.hidden)
-            yield "ssm_conv1d.weight", (channels, self.taps)
-            yield "ssm_conv1d.bias", (channels,)
-            yield "ssm_dt.bias", (self.value_heads,)
-            yield "ssm_a", (self.value_heads, 1)
-            yield "ssm_d", (self.value_heads, 1)
-            yield "ssm_norm.weight", (self.groups, values // self.groups)
-            yield "ssm_out.weight", (self.hidden, values)
+            yield from self.mixer()
         yield "ffn_norm.weight", (self.hidden,)
+        yield from self.behind(index)
+
+
+@dataclasses.dataclass(frozen=True)
+class NemotronShape(StateSpaceShape):
+    """Nemotron-H: each layer a state space, attention without rope, or an MLP without a gate; of `kinds` "M", "*" or
+    "-", as the makers write them."""
+
+    architecture = "nemotron_h"
+    tied = False
+
+    kinds: str = ""
+
+    @property
+    def widths(self) -> list[int]:
+        return [self.wide * (kind == "-") for kind in self.kinds[: self.layers]]
+
+    @property
+    def kv_counts(self) -> list[int]:
+        return [self.kv_heads * (kind == "*") for kind in self.kinds[: self.layers]]
+
+    def describe(self, writer: gguf.GGUFWriter) -> None:
+        self.describe_sizes(writer)
+        writer.add_vocab_size(self.vocab)
+        writer.add_key_length(self.head_dim)
+        writer.add_value_length(self.head_dim)
+        writer.add_layer_norm_eps(self.epsilon)
+        writer.add_layer_norm_rms_eps(self.epsilon)
+        writer.add_rope_dimension_count(self.hidden // self.heads)  # as its converter writes it, for no rope
+        writer.add_rope_scaling_finetuned(False)
+        self.describe_states(writer)
+
+    def layer(self, index: int) -> Iterator[Tensor]:
+        yield "attn_norm.weight", (self.hidden,)
+        kind = self.kinds[index]
+        if kind == "*":
+            yield from self.attention()
+        elif kind == "M":
+            yield from self.mixer()
+        else:
+            yield "ffn_up.weight", (self.wide, self.hidden)
+            yield "ffn_down.weight", (self.hidden, self.wide)
+
+
+@dataclasses.dataclass(frozen=True)
+class FalconShape(StateSpaceShape):
+    """Falcon-H1: a state space beside attention in every layer; what its config multiplies with is in the weights."""
+
+    architecture = "falcon-h1"
+    tied = False
+
+    def describe(self, writer: gguf.GGUFWriter) -> None:
+        super().describe(writer)
+        writer.add_vocab_size(self.vocab)
+        self.describe_states(writer)
+
+    def layer(self, index: int) -> Iterator[Tensor]:
+        yield "attn_norm.weight", (self.hidden,)
+        yield from self.attention()
+        yield from self.mixer(has_norm=False)
+        yield "ffn_norm", (self.hidden,)  # so called in its files, as nothing else is
         yield from self.behind(index)
 
 
@@ -184,5 +263,19 @@ HYBRID_SHAPES = {
     ),
     "granite-4-tiny": GraniteShape(
         256, 4, 4, 2, 512, vocab=1024, context=4096, attends=(1,), value_heads=8, state_dim=32, groups=2
+    ),
+    "nemotron-3-nano-4b": NemotronShape(
+        3136, 42, 40, 8, 12544, vocab=131072, context=262144, own_head_dim=128, value_heads=96, value_dim=80, groups=8,
+        kinds="M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
+    ),
+    "nemotron-h-tiny": NemotronShape(
+        256, 5, 4, 2, 512, vocab=1024, context=4096, own_head_dim=64, value_heads=8, state_dim=32, groups=2,
+        kinds="M-*M-",
+    ),
+    "falcon-h1-1.5b": FalconShape(
+        2048, 24, 8, 2, 4608, vocab=65537, context=131072, own_head_dim=128, theta=1e11, state_dim=256
+    ),
+    "falcon-h1-tiny": FalconShape(
+        256, 4, 4, 2, 512, vocab=1024, context=4096, own_head_dim=64, value_heads=8, state_dim=32, groups=2
     ),
 }  # fmt: skip

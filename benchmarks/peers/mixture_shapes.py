@@ -1,7 +1,7 @@
 """Shapes of mixtures of experts: Qwen3, gpt-oss, Gemma 4, and with layers that keep a state LFM2, Qwen3.5 and
 Granite 4.
 
-The large ones are measured with as many of their layers as fit (`Shape.cut`).
+The large ones are measured with their first layers alone (`Shape.cut`).
 """
 
 from __future__ import annotations

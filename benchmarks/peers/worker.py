@@ -39,7 +39,7 @@ def memory() -> dict[str, float]:
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
         if name in ("VmRSS", "VmHWM"):
-            found[name] = int(value.split()[0]) / 1000
+            found[name] = int(value.split()[0]) * 1024 / 1e6  # "kB" there are of 1,024 bytes
     return {"rss_mb": found["VmRSS"], "peak_mb": found["VmHWM"]}
 
 

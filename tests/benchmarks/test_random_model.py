@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
+from gguf_models import gguf_tensors
 from kvboost_edge import CPUPagedEngine
 from peers.float64_qwen import last_logits
 from peers.hybrid_shapes import HYBRID_SHAPES
@@ -13,6 +14,7 @@ from peers.k_blocks import more_bits, random_mxfp4, random_q4_0, random_q4_k, ra
 from peers.mixture_shapes import MIXTURE_SHAPES
 from peers.random_model import write_gguf
 from peers.shapes import SHAPES, Shape
+from tiny_models import save_tiny_model
 
 QWEN2 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096)
 QWEN3 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096, own_head_dim=128)
@@ -73,8 +75,30 @@ def test_files_of_states_and_experts_are_read_and_computed(tmp_path, name):
     assert 0.05 < logits.std() < 50
 
 
+@pytest.mark.parametrize(("name", "family"), [("nemotron-h-tiny", "nemotron_h"), ("falcon-h1-tiny", "falcon_h1")])
+def test_tensors_are_called_and_shaped_as_in_files_of_the_converter(tmp_path, name, family):
+    """Of a model of transformers with the sizes of the shape."""
+    shape = HYBRID_SHAPES[name]
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    own = (
+        {"layers_block_type": [kinds[kind] for kind in shape.kinds], "mamba_num_heads": shape.value_heads,
+         "mamba_head_dim": shape.value_dim, "n_groups": shape.groups, "ssm_state_size": shape.state_dim}
+        if family == "nemotron_h"
+        else {"mamba_n_heads": shape.value_heads, "mamba_d_head": shape.value_dim, "mamba_n_groups": shape.groups,
+              "mamba_d_ssm": shape.value_heads * shape.value_dim, "mamba_d_state": shape.state_dim}
+    )  # fmt: skip
+    sizes = {
+        "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "intermediate_size": shape.wide, "vocab_size": shape.vocab,
+        "head_dim": shape.head_dim,
+    }  # fmt: skip
+    expected = gguf_tensors(save_tiny_model(family, tmp_path, **sizes, **own))
+    assert dict(shape.tensors()) == {found: values.shape for found, values in expected.items()}
+
+
 @pytest.mark.parametrize(
-    ("name", "layers"), [("lfm2-tiny", 2), ("granite-4-tiny", 3), ("gemma-4-moe-tiny", 3), ("gemma-4-tiny", 5)]
+    ("name", "layers"),
+    [("lfm2-tiny", 2), ("granite-4-tiny", 3), ("nemotron-h-tiny", 3), ("gemma-4-moe-tiny", 3), ("gemma-4-tiny", 5)],
 )
 def test_a_shape_is_cut_to_its_first_layers(tmp_path, name, layers):
     path, shape = tmp_path / "model.gguf", {**SHAPES, **LAYERED}[name]

@@ -85,6 +85,23 @@ def test_steps_of_time_are_limited_as_the_config_says(tmp_path: Path) -> None:
     assert _distance(expected, _of_transformers(build_tiny_model("granitemoehybrid-groups"))) > 1e-2
 
 
+def test_experts_may_be_chosen_without_a_bias(tmp_path: Path) -> None:
+    """There is no tensor of it in the file then."""
+    without = {"use_expert_bias": False}
+    spec, weights = plan_floats(save_tiny_model("lfm2_moe", tmp_path, **without))
+    assert not [name for name in load_file(tmp_path / "model.safetensors") if "expert_bias" in name]
+    expected = _of_transformers(build_tiny_model("lfm2_moe", **without))
+    assert _distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
+
+
+def test_shares_of_sigmoids_are_divided_where_the_config_says_so(tmp_path: Path) -> None:
+    as_they_are = {"norm_topk_prob": False}
+    spec, weights = plan_floats(save_tiny_model("nemotron_h-moe", tmp_path, **as_they_are))
+    expected = _of_transformers(build_tiny_model("nemotron_h-moe", **as_they_are))
+    assert _distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
+    assert _distance(expected, _of_transformers(build_tiny_model("nemotron_h-moe"))) > 1e-3
+
+
 # -- tensors --
 
 

@@ -96,6 +96,9 @@ ROUTINGS = {
     "lfm": Routing(4, score="sigmoid", renorm="add", eps=1e-6, scale=2.5),
     "one": Routing(1, renorm="add"),
     "all": Routing(20),
+    # Sums of shares are on either side of it.
+    "at least": Routing(2, renorm="least", eps=0.5),
+    "and more": Routing(4, score="sigmoid", renorm="add", eps=0.5),
 }
 
 
@@ -114,6 +117,18 @@ def test_routing_equals_the_specification(name: str, biased: bool, scaled: bool)
         np.testing.assert_allclose(routed.shares, shares, rtol=3e-6)
     expected = [(expert, slots.tolist()) for expert, slots in slots_of(chosen, 20)]
     assert _slots(routed) == expected
+
+
+@pytest.mark.parametrize("score", ["softmax", "chosen"])
+def test_logits_beyond_any_power_have_shares(score: str) -> None:
+    """The power of 200 is no float32."""
+    logits = np.array([[200, 199, -200, 198], [-200, -199, -400, -201], [200, 200, 200, 200]], np.float32)
+    routing = Routing(2, score=score)
+    routed = _routed(logits, routing)
+    chosen, shares = route_rows(logits.astype(np.float64), routing)
+    np.testing.assert_array_equal(routed.chosen, chosen)
+    np.testing.assert_allclose(routed.shares, shares, rtol=3e-6)
+    assert shares.min() > 0.2
 
 
 def test_the_bias_chooses_and_is_no_part_of_the_share() -> None:

@@ -105,6 +105,29 @@ def test_every_nth_layer_attends_where_a_gguf_file_lists_none(tmp_path: Path) ->
     assert [layer.attends for layer in describe_model(Checkpoint.open(path).config).layers] == [False, True] * 2
 
 
+def test_every_fourth_layer_attends_where_a_gguf_file_says_nothing_of_it(tmp_path: Path) -> None:
+    """As in a config that says nothing of it."""
+    fields = {"linear_key_head_dim": 32, "num_hidden_layers": 9, "layer_types": None}
+    model = save_tiny_model("qwen3_5_text", tmp_path / "model", **fields)
+    path = write_gguf(
+        model, tmp_path / "m.gguf", keys={"attention.recurrent_layers": None, "full_attention_interval": None}
+    )
+    found = [layer.attends for layer in describe_model(Checkpoint.open(path).config).layers]
+    config = json.loads((model / "config.json").read_text())
+    assert found == [kind == "full_attention" for kind in config["layer_types"]]
+    assert found == [False, False, False, True] * 2 + [False]
+
+
+def test_a_nemotron_file_says_whether_shares_are_divided_by_their_sum(tmp_path: Path) -> None:
+    fields = {**HYBRID_FAMILIES["nemotron_h-moe"], "norm_topk_prob": False}
+    model = save_tiny_model("nemotron_h-moe", tmp_path / "model", **fields)
+    expected = hybrid_logits(*plan_floats(model), TOKENS)
+    path = write_gguf(model, tmp_path / "m.gguf")
+    assert _distance(hybrid_logits(*plan_floats(path), TOKENS), expected) < 1e-6
+    path = write_gguf(model, tmp_path / "divided.gguf", keys={"expert_weights_norm": True})
+    assert _distance(hybrid_logits(*plan_floats(path), TOKENS), expected) > 1e-3
+
+
 def test_a_granite_file_says_whether_there_is_rope(tmp_path: Path) -> None:
     """Files of the makers' models say that there is none; one that says nothing has it, as llama.cpp computes it."""
     model = save_model("granitemoehybrid-h", tmp_path / "model")

@@ -6,9 +6,15 @@ import json
 import math
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
+
+from gpt_oss_files import save_gpt_oss
+from kvboost_edge.models.checkpoint import Checkpoint
+from peers.mixture_shapes import Experts, Qwen3MoeShape
+from peers.random_model import write_gguf
 
 LAYERS, VOCAB, HIDDEN, WIDE = 3, 49152, 320, 24576
 CONFIG = {
@@ -17,9 +23,15 @@ CONFIG = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 EXPERTS, WIDTH = 64, 1024
+WEIGHTS = EXPERTS * 2 * WIDTH * HIDDEN
 MIXTURE = {
     **CONFIG, "model_type": "qwen3_moe", "vocab_size": 512, "num_hidden_layers": 1, "head_dim": 64,
     "num_experts": EXPERTS, "num_experts_per_tok": 4, "moe_intermediate_size": WIDTH, "norm_topk_prob": True,
+}  # fmt: skip
+GPT_OSS = {
+    **CONFIG, "model_type": "gpt_oss", "vocab_size": 512, "num_hidden_layers": 1, "head_dim": 64, "sliding_window": 32,
+    "num_local_experts": EXPERTS, "num_experts_per_tok": 4, "intermediate_size": WIDTH,
+    "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
 PACK = """
 import sys
@@ -33,14 +45,14 @@ from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
 model = Checkpoint.open(sys.argv[1])
-plan = pack_plan(describe_model(model.config), "int4")
 with model.open_source() as source:
+    plan = pack_plan(describe_model(model.config), sys.argv[3], source)
     compile_ahead(packing_entries(plan, source), 2)
 cache = Path(sys.argv[2])
 model.fingerprint(cache_dir=cache)
 before = process_peak()
-load_packed(model, plan, weights="int4", cache_dir=cache, num_threads=2).close()
-print(process_peak() - before, packed_place(model, "int4", [], 2).peak)
+load_packed(model, plan, weights=sys.argv[3], cache_dir=cache, num_threads=2).close()
+print(process_peak() - before, packed_place(model, sys.argv[3], [], 2).peak)
 """
 SCRIPT = """
 import sys
@@ -75,10 +87,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _save_zeros(directory: Path, shapes: dict[str, tuple[int, ...]], config: dict[str, object]) -> Path:
+    """Of float32, but for blocks and scales."""
     header, end = {}, 0
     for name, shape in shapes.items():
-        start, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
+        is_bytes = name.endswith(("_blocks", "_scales"))
+        start, end = end, end + (1 if is_bytes else 4) * math.prod(shape)
+        header[name] = {"dtype": "U8" if is_bytes else "F32", "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header).encode()
     with open(directory / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -98,25 +112,72 @@ def test_peak_memory(is_kept: bool, model_dir: Path, tmp_path: Path) -> None:
     assert peak < packed + 250e6
 
 
-@pytest.mark.alone
-def test_a_tensor_of_all_experts_is_never_held_whole(tmp_path: Path) -> None:
-    """Packing reads one expert's rows at a time: beside the file it takes what `doctor` says, and less than one of the
-    tensors."""
+def _around_experts() -> dict[str, tuple[int, ...]]:
     at = "model.layers.0."
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (512, HIDDEN), "lm_head.weight": (512, HIDDEN), "model.norm.weight": (HIDDEN,),
-        f"{at}self_attn.o_proj.weight": (HIDDEN, HIDDEN), f"{at}mlp.gate.weight": (EXPERTS, HIDDEN),
-        f"{at}mlp.experts.gate_up_proj": (EXPERTS, 2 * WIDTH, HIDDEN),
-        f"{at}mlp.experts.down_proj": (EXPERTS, HIDDEN, WIDTH),
     }  # fmt: skip
-    shapes |= {f"{at}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkv"}
-    shapes |= {f"{at}self_attn.{name}_norm.weight": (64,) for name in "qk"}
-    shapes |= {f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
-    model = tmp_path / "model"
-    model.mkdir()
-    _save_zeros(model, shapes, MIXTURE)
-    command = [sys.executable, "-c", PACK, str(model), str(tmp_path / "cache")]
+    shapes |= {f"{at}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
+    return shapes | {f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+
+
+def _mixture(kind: str, directory: Path) -> Path:
+    """A model of one layer with experts, its largest tensor of `WEIGHTS` weights."""
+    at = "model.layers.0."
+    directory.mkdir()
+    if kind == "Q4_0":
+        path, wide = directory / "model.gguf", 2 * WIDTH
+        experts = Experts(EXPERTS, 4, wide)
+        write_gguf(path, Qwen3MoeShape(HIDDEN, 1, 5, 5, wide, vocab=512, own_head_dim=64, experts=experts), kind)
+        return path
+    if kind == "F32":
+        shapes = {
+            f"{at}mlp.gate.weight": (EXPERTS, HIDDEN),
+            f"{at}mlp.experts.gate_up_proj": (EXPERTS, 2 * WIDTH, HIDDEN),
+            f"{at}mlp.experts.down_proj": (EXPERTS, HIDDEN, WIDTH),
+            **{f"{at}self_attn.{name}_norm.weight": (64,) for name in "qk"},
+        }
+        return _save_zeros(directory, {**_around_experts(), **shapes}, MIXTURE)
+    shapes = {f"{at}mlp.router.{name}": (EXPERTS, HIDDEN)[: 1 + (name == "weight")] for name in ("weight", "bias")}
+    shapes |= {f"{at}self_attn.{name}_proj.bias": (HIDDEN,) for name in "qkvo"} | {f"{at}self_attn.sinks": (5,)}
+    for name, rows, inputs in (("gate_up_proj", 2 * WIDTH, HIDDEN), ("down_proj", HIDDEN, WIDTH)):
+        whole, blocks = f"{at}mlp.experts.{name}", (EXPERTS, rows, inputs // 32)
+        shapes |= {f"{whole}_blocks": (*blocks, 16), f"{whole}_scales": blocks, f"{whole}_bias": blocks[:2]}
+    return _save_zeros(directory, {**_around_experts(), **shapes}, GPT_OSS)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("kind", ["F32", "Q4_0", "MXFP4"])
+def test_a_tensor_of_all_experts_is_never_held_whole(kind: str, tmp_path: Path) -> None:
+    """Packing reads one expert's rows at a time: beside the file it takes what `doctor` says, which is less than two
+    threads would that hold 4 bits and a code of each weight."""
+    model = _mixture(kind, tmp_path / "model")
+    weights = "int4" if kind == "F32" else "auto"
+    command = [sys.executable, "-c", PACK, str(model), str(tmp_path / "cache"), weights]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     grown, bound = (int(number) for number in done.stdout.split())
-    assert grown < bound < 4 * math.prod(shapes[f"{at}mlp.experts.gate_up_proj"])
-    assert bound < 1e9
+    assert grown < bound < 2 * 1.5 * WEIGHTS < 1e9
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M", "MXFP4"])
+def test_a_few_rows_of_an_expert_are_read_alone(kind: str, tmp_path: Path) -> None:
+    """They take less than half the expert's matrix in the file: packing cuts large ones into pieces."""
+    if kind == "MXFP4":
+        sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_local_experts": 2}
+        path = save_gpt_oss(tmp_path / "model", mxfp4=True, num_hidden_layers=1, **sizes)
+    else:
+        path = tmp_path / "model.gguf"
+        shape = Qwen3MoeShape(256, 1, 4, 2, 2048, vocab=512, own_head_dim=64, experts=Experts(2, 2, 2048))
+        write_gguf(path, shape, kind)
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    with Checkpoint.open(path).open_source() as source:
+        assert source.shape(name) == (2048, 256)
+        for read in (source.quant_rows, source.rows):
+            read(name, 0, 16)  # what is made once
+            tracemalloc.start()
+            try:
+                read(name, 1000, 1016)
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert 16 * 256 // 2 < peak < 2048 * 256 // 2 // 2

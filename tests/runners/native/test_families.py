@@ -39,6 +39,7 @@ VARIANTS = {
     "granite_swa-thetas": ("granite_swa", {"layer_rope_theta": [1000.0, 0, 50.0, 1000.0]}),
     "granite_swa-odd": ("granite_swa", {"hidden_size": 80}),
     "granite_swa-nope": ("granite_swa", {"layer_rope_theta": [0, 0, 0, 0], "tie_word_embeddings": True}),
+    "ernie4_5_moe-end": ("ernie4_5_moe", {"moe_layer_end_index": 1}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }  # fmt: skip
 

@@ -81,6 +81,7 @@ OTHER_WAYS = {
     "no end": ("<|tool_list_end|>", ""),
     "something else between them": ("tools | tojson +", "tools[0].function.name + tools[1].function.name +"),
     "one tool of two": ("tools | tojson +", "tools[:1] | tojson +"),
+    "one tool more": ("tools | tojson +", "(tools + tools[:1]) | tojson +"),
     "no list": ("tools | tojson +", "{'tools': tools} | tojson +"),
     "calls in an unknown way": (
         "'<|im_end|>\\\\n' }}{% endfor",
