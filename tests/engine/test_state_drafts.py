@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import VOCAB_SIZE, Bench
+from engine.fake_runner import ROOT, VOCAB_SIZE, Bench
 from engine.fake_states import HybridBackend, HybridRunner, expected_hybrid, hybrid_parts, next_state
 from engine.hostile_drafts import CutDrafter
 from engine.test_speculation import finish, prompt
@@ -109,6 +109,17 @@ def test_a_stop_inside_a_draft_leaves_the_state_of_the_tokens_that_are_kept() ->
         finish(bench, [following])
         assert following.result(0).cached_tokens == (len(longer) - 3) // SIZE * SIZE
         assert list(following.result(0).output_token_ids) == expected_hybrid(longer, 3)
+
+
+def test_right_drafts_of_a_request_that_stores_nothing_publish_nothing() -> None:
+    """Though they run over the ends of blocks."""
+    bench = drafting(6)
+    handle = bench.submit(prompt(1, 20), 40, terms={**DRAFTS, "stores_nothing": True})
+    finish(bench, [handle])
+    assert handle.result(0).accepted_tokens > SIZE
+    states = bench.manager.states
+    assert states is not None
+    assert (bench.manager.content.under(ROOT), states.slots.num_used) == ([], 0)
 
 
 def test_all_sequences_together_have_no_more_drafts_than_there_are_rows_for() -> None:

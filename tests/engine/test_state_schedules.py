@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from engine.fake_runner import EOS_ID, ROOT, VOCAB_SIZE, Bench
-from engine.fake_states import HybridRunner, expected_hybrid, hybrid_parts
+from engine.fake_states import HybridBackend, HybridRunner, expected_hybrid, hybrid_parts
 from engine.hand_mover import DictTier
 from engine.hostile_drafts import KINDS, hostile
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.errors import KVBoostError
+from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.kvcache.content import ContentKey
 from kvboost_edge.runners.base import ForwardBatch
 
@@ -289,6 +289,20 @@ def test_the_state_of_a_request_that_fails_is_found_by_nobody() -> None:
     assert bench.manager.states.slots.num_used == 0
     bench.runner.nan_for = set()
     assert computed_by(bench, prompt)[0] == 41
+
+
+def test_a_runner_that_writes_into_a_snapshot_is_found_out() -> None:
+    """By the checks of a bench, after the pass that did."""
+    bench, prompt = bench_of(), list(range(50))
+    computed_by(bench, prompt)
+    backend, states = bench.parts.backend, bench.manager.states
+    assert isinstance(backend, HybridBackend)
+    assert states is not None
+    ((block_id, slot),) = states.slots.snapshots().items()
+    bench.runner.on_forward = lambda batch: backend.write_state(slot, (1, 1))
+    bench.submit([7, 8, 9], 1)
+    with pytest.raises(CacheCorruption, match=f"behind block {block_id}, in slot {slot}, was written while it was"):
+        bench.run()
 
 
 def test_a_request_for_logits_and_one_with_logprobs_of_the_prompt_are_exact() -> None:

@@ -196,6 +196,19 @@ def test_a_tier_is_asked_for_the_deepest_states_first_and_no_further_than_one_is
     assert (computed, tier.num_asked) == (220 - 64, 5)
 
 
+@pytest.mark.parametrize("gone", [(), (6,)])
+def test_where_the_first_block_is_lost_no_state_behind_it_is_asked_for_twice_and_no_block_is_read(
+    gone: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover_module, "_ASKED_AT_ONCE", 2)
+    tier = filled(knows=False)
+    tier.drop([block(1), *map(state, gone)])
+    bench = bench_of(tiers=[tier])
+    monkeypatch.setattr(tier, "read", lambda blocks, into: pytest.fail("a block without those before it was read"))
+    computed, handle = computed_by(bench, PROMPT)
+    assert (computed, handle.result(0).cached_tokens, tier.num_asked) == (100, 0, 1)
+
+
 def test_what_a_near_tier_has_to_the_end_no_far_one_is_asked_for() -> None:
     near, far = filled(knows=True), filled(knows=False)
     far.name = "far"

@@ -163,7 +163,7 @@ class TableStates:
         state = self._states[table._serial]
         if self._has_own(state):
             return
-        slot = self.slots.take()
+        slot = self.slots.take(owner=table.owner)
         if slot is None:
             raise CapacityError(
                 f"all {self.slots.num_slots} slots of states belong to running sequences; lower max_num_seqs or "

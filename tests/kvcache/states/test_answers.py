@@ -146,3 +146,31 @@ def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more() -> None:
     manager.free(table)
     assert states.drain_kept() == [last]
     manager.check_invariants(())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_block_that_is_another_prompts_by_now_keeps_its_snapshot_when_an_answer_moves_on_or_ends(ends: bool) -> None:
+    """The answer's was behind an equal of its own block, which nobody held."""
+    manager, tokens = manager_of(num_blocks=8), list(range(4 * B + 1))
+    states = states_of(manager)
+    equal = manager.open_table(tokens, ROOT)
+    run_pass(manager, equal, tokens)
+    table, sequence = manager.open_table(tokens[:6], ROOT, use_cache=False), tokens[:6]
+    for token in tokens[6 : 2 * B + 1]:
+        run_pass(manager, table, sequence)
+        sequence.append(token)
+    block_id = equal.block_ids[1]
+    assert states.slots.of_block(block_id) is not None
+    manager.free(equal)
+    other, answer = manager.open_table([200], ROOT), [200]
+    while block_id not in other.block_ids or states.slots.of_block(block_id) is None:
+        run_pass(manager, other, answer)
+        answer.append(len(answer))
+    states.drain_kept()
+    if ends:
+        manager.free(table)
+        assert block_id not in states.drain_kept(), "the other one's moves on"
+    else:
+        sequence += range(B - 1)
+        run_pass(manager, table, sequence)
+    assert states.slots.of_block(block_id) is not None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.states.points import backbone_points, hint_points
+from kvboost_edge.kvcache.states.slots import REASONS
+from kvboost_edge.kvcache.states.tables import StateSizes
 from kvcache_cases import ROOT, B
 from table_cases import cold, manager_of, rows, run_pass, states_of
 
@@ -77,6 +80,27 @@ def test_who_waits_asks_for_the_state_behind_what_it_waits_for() -> None:
     assert rows(run_pass(manager, first, tokens)) == [3 * B, 5 * B]
     assert manager.awaited_hash(branch, ROOT) is None
     assert manager.open_table(branch, ROOT).num_cached_tokens == 3 * B
+
+
+@pytest.mark.parametrize(("hints", "reason"), [((3 * B,), "hint"), ((), "junction")])
+def test_who_waits_makes_the_end_of_a_prompt_a_junction_and_leaves_a_border_one(
+    hints: tuple[int, ...], reason: str
+) -> None:
+    manager, tokens = manager_of(), list(range(5 * B + 1))
+    length = 5 * B + 1 if hints else 3 * B + 1
+    table = manager.open_table(tokens[:length], ROOT, hints=hints)
+    assert manager.is_in_flight(manager.awaited_hash([*tokens[: 3 * B], 7, 7], ROOT))
+    run_pass(manager, table, tokens[:length])
+    assert states_of(manager).slots.counts() == {
+        **dict.fromkeys(REASONS, 0),
+        "prompt": len(hints),
+        reason: 1,
+    }
+
+
+def test_where_nobody_says_otherwise_a_backbone_has_1024_tokens_between() -> None:
+    manager = KVCacheManager(600, B, state_sizes=StateSizes(40))
+    assert rows(cold(manager, list(range(2100)))) == [1024, 2048, 2096, 2100]
 
 
 def test_what_conversations_begin_with_outlasts_a_long_one() -> None:

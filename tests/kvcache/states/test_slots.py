@@ -79,6 +79,19 @@ def test_the_least_recently_used_goes_first_within_a_class() -> None:
     assert blocks(slots) == {10, 12, 13}
 
 
+def test_what_is_kept_again_for_the_same_reason_is_young_again() -> None:
+    """An equal prompt was computed once more, and had the same end."""
+    slots = StateSlots(3)
+    kept(slots, 10, PROMPT)
+    kept(slots, 11, PROMPT)
+    again = slots.take(PROMPT)
+    assert again is not None
+    assert not slots.attach(again, 10, PROMPT)
+    for block_id in (12, 13):
+        kept(slots, block_id, PROMPT)
+    assert blocks(slots) == {10, 12, 13}
+
+
 def test_a_backbone_goes_first_then_ends_of_prompts_borders_and_ends_of_answers() -> None:
     slots = StateSlots(4)
     kept(slots, 10, ANSWER)
@@ -131,11 +144,12 @@ def test_a_backbone_and_an_answer_that_moves_let_nobody_grow_older() -> None:
     slots.check(())
 
 
-def test_who_goes_on_uses_what_more_conversations_begin_with() -> None:
+@pytest.mark.parametrize("reason", [JUNCTION, HINT])
+def test_who_goes_on_uses_what_more_conversations_begin_with(reason: str) -> None:
     slots = StateSlots(4)
     kept(slots, 1, BACKBONE)
     for block_id in (2, 3, 4):
-        kept(slots, block_id, HINT)
+        kept(slots, block_id, reason)
     slots.use_first([1, 2, 3])
     slots.use_first([7, 8])
     for expected in ({2, 3, 4}, {2, 4}, {2}, set()):
@@ -144,14 +158,16 @@ def test_who_goes_on_uses_what_more_conversations_begin_with() -> None:
 
 
 def test_a_pinned_block_keeps_its_snapshot_but_from_who_runs() -> None:
-    slots = StateSlots(2, pinned={10, 11})
+    slots = StateSlots(4, pinned={10, 11})
     kept(slots, 10, PROMPT)
     kept(slots, 11, BACKBONE)
-    kept(slots, 12, PROMPT)
-    assert blocks(slots) == {10, 12}, "of a pinned prompt the backbone is not promised"
-    kept(slots, 13, PROMPT)
-    assert blocks(slots) == {10, 13}
-    assert [slots.take(PROMPT) is None, slots.take() is None, slots.take() is None] == [False, False, True]
+    for block_id in (12, 13, 14):
+        kept(slots, block_id, PROMPT)
+    assert blocks(slots) == {10, 12, 13, 14}, "of a pinned prompt the backbone is not promised"
+    kept(slots, 15, PROMPT)
+    assert blocks(slots) == {10, 13, 14, 15}
+    assert [slots.take(PROMPT) is None for _ in range(4)] == [False, False, False, True]
+    assert [slots.take() is None, slots.take() is None] == [False, True]
 
 
 def test_pins_leave_half_the_slots_to_others() -> None:
@@ -175,6 +191,15 @@ def test_a_flood_leaves_other_owners_their_part() -> None:
     for _ in range(8):
         assert slots.take(owner=b"loud") is not None, "who runs finds a slot whoever's it was"
     assert blocks(slots) == set()
+
+
+def test_who_has_none_yet_counts_among_the_owners_whose_parts_are_left() -> None:
+    slots = StateSlots(8)
+    for block_id in range(8):
+        kept(slots, block_id, PROMPT, b"old")
+    taken = [slots.take(PROMPT, b"new") for _ in range(8)]
+    assert [slot is None for slot in taken] == [False] * 6 + [True] * 2
+    assert blocks(slots) == {6, 7}
 
 
 def test_an_equal_snapshot_is_not_kept_twice_and_counts_for_the_better_reason() -> None:

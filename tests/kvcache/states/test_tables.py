@@ -149,6 +149,31 @@ def test_a_fork_reads_what_its_parent_had_and_neither_writes_it() -> None:
     manager.check_invariants([table, child])
 
 
+def test_a_fork_keeps_what_its_parent_was_to_keep() -> None:
+    manager, tokens = manager_of(), list(range(3 * B + 1))
+    table = manager.open_table(tokens, ROOT, hints=(2 * B,))
+    run_pass(manager, table, tokens, 2)
+    child = manager.fork(table)
+    manager.free(table)
+    assert rows(run_pass(manager, child, tokens)) == [2 * B - 2, 3 * B - 2]
+    assert manager.peek([*tokens[: 2 * B], 7], ROOT) == 2 * B
+
+
+def test_what_is_computed_again_for_its_state_counts_once() -> None:
+    """Also where the table takes a slot once more, as it is forked."""
+    manager, tokens = manager_of(), list(range(3 * B + 2))
+    cold(manager, tokens)
+    branch = [*tokens[: 2 * B], 7, 7]
+    table = manager.open_table(branch, ROOT)
+    run_pass(manager, table, branch)
+    child = manager.fork(table)
+    branch.append(7)
+    for one in (table, child):
+        run_pass(manager, one, branch)
+    assert states_of(manager).num_replayed == 2 * B
+    manager.check_invariants([table, child])
+
+
 def test_passes_that_do_not_go_on_from_the_state_are_refused() -> None:
     manager, tokens = manager_of(), list(range(3 * B))
     table = manager.open_table(tokens, ROOT)

@@ -57,6 +57,18 @@ async def test_a_state_that_was_not_kept_is_the_cause_once(hybrid: Any) -> None:
     assert 'kvboost:prompt_causes_total{cause="state",model_name="fake"} 1.0' in metrics
 
 
+async def test_tokens_that_matched_are_told_beside_those_that_were_served(hybrid: Any) -> None:
+    head = "A beginning that both prompts have, longer than some blocks of the pool are. "
+    found = []
+    async with app_of(hybrid) as app:
+        for tail in ("One goes on with these words, and with more of them. ", "Two does not. ", "Three has its own. "):
+            answer = (await app.post("/v1/completions", json={"prompt": head + tail, "max_tokens": 2})).json()
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            found.append((answer["kvboost"]["matched_tokens"], cached, answer["kvboost"]["miss_reason"]))
+    whole = len(head) // 16 * 16
+    assert found == [(0, 0, "first_seen"), (whole, 0, "state"), (whole, whole, "first_seen")]
+
+
 async def test_slots_and_snapshots_are_told_beside_the_blocks(hybrid: Any) -> None:
     head = "A beginning that both prompts have, longer than some blocks of the pool are. "
     async with app_of(hybrid) as app:

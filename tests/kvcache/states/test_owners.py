@@ -1,0 +1,74 @@
+"""Snapshots of several owners under one manager: whatever one of them does, the other has its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvcache_cases import OTHER, ROOT, B
+from table_cases import manager_of, run_pass, states_of
+
+LOUD = b"loud"
+
+
+def ends_of_prompts(manager: KVCacheManager, number: int) -> None:
+    table = manager.open_table([number] * (2 * B + 1), OTHER, owner=LOUD)
+    run_pass(manager, table, [number] * (2 * B + 1))
+    manager.free(table)
+
+
+def answers(manager: KVCacheManager, number: int) -> None:
+    """Each of which is kept behind its last full block, whose slot the pass takes as it ends."""
+    table = manager.open_table([number], OTHER, owner=LOUD)
+    for stop in range(1, 2 * B + 2):
+        run_pass(manager, table, [number] * stop)
+    manager.free(table)
+
+
+def preempted(manager: KVCacheManager, number: int) -> None:
+    """Leaves its state where it was."""
+    table = manager.open_table([number] * (3 * B), OTHER, owner=LOUD)
+    run_pass(manager, table, [number] * (3 * B), B)
+    manager.free(table)
+
+
+def arrivals(manager: KVCacheManager, number: int) -> None:
+    """States from elsewhere, each behind the block before the last that came."""
+    tokens = [number] * (2 * B)
+    table = manager.open_load(tokens, OTHER, owner=LOUD)
+    manager.extend(table, 2 * B)
+    manager.commit(table, tokens, 2 * B)
+    states_of(manager).arrive(table, 1, lambda slot: None)
+    manager.free(table)
+
+
+@pytest.mark.parametrize("flood", [ends_of_prompts, answers, preempted, arrivals])
+def test_whatever_an_owner_floods_the_slots_with_another_is_served_its_part(
+    flood: Callable[[KVCacheManager, int], None],
+) -> None:
+    manager = manager_of(num_blocks=200, num_slots=12)
+    quiet = [[100 + number] * (2 * B + 1) for number in range(3)]  # a quarter of the slots, for each of two
+    for tokens in quiet:
+        table = manager.open_table(tokens, ROOT, owner=b"quiet")
+        run_pass(manager, table, tokens)
+        manager.free(table)
+    for number in range(20):
+        flood(manager, number)
+        manager.check_invariants([])
+    assert [manager.peek(tokens, ROOT) for tokens in quiet] == [2 * B] * 3
+    assert states_of(manager).slots.num_free <= 1, "the other has all the rest, but for what it runs with"
+
+
+def test_who_runs_takes_a_pinned_snapshot_last_though_its_owner_has_few() -> None:
+    manager, tokens = manager_of(num_slots=8), [list(range(n, n + B + 1)) for n in (0, 100)]
+    for one in tokens:
+        table = manager.open_table(one, ROOT, owner=b"one")
+        run_pass(manager, table, one)
+        manager.free(table)
+    manager.pins.add(tokens[0][:B], ROOT, until=1)
+    running = [manager.open_table([200 + number], ROOT, owner=b"one") for number in range(7)]
+    for table in running:
+        manager.extend(table, 1)
+    assert [manager.peek(one, ROOT) for one in tokens] == [B, 0]
