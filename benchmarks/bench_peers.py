@@ -4,8 +4,8 @@ A random model of a real one's shape is written once as GGUF. Each engine lives 
 round all of them answer the same request in turn, and the figures are medians over the rounds (least to most in
 brackets). One clock around the whole call for everyone. Beside decode at the first depth stands what it reads of our
 weights a second, keys and values not counted, and a plain read of as many bytes by as many threads in the same process
-right after; the share is taken in each round; of a mixture of experts the weights of those that a token goes to count. Beside
-peak memory stands what ours is above the model's file, pool and states.
+right after; the share is taken in each round; of a mixture of experts the weights of those that a token goes to count.
+Beside peak memory stands what ours is above the model's file, pool and states.
 Engines that are not installed are skipped by name; `make bench-peers` installs them into `.venv-peers`.
 
     python benchmarks/bench_peers.py                         # 0.5B shape, Q4_0
