@@ -25,6 +25,8 @@ DRAFT_FAULTS = (
      _OF_DRAFTS),
     ("drafts: states among them are kept one token early", _ACCEPTED, "[(i, rows, slot) for rows, slot in",
      "[(i, max(1, rows - 1), slot) for rows, slot in", _OF_DRAFTS),
+    ("drafts: of who stores nothing are published", _ACCEPTED, "publish = sequence.request.publishes",
+     "publish = True", _OF_DRAFTS),
     ("drafts: all tokens of a pass are certain", _BATCH, "certain=np.array([one.certain_stop - one.start",
      "certain=np.array([one.stop - one.start", _OF_DRAFTS),
     ("drafts: more than there are rows for", "engine/scheduler.py", "room = min(room, manager.states.num_draft_rows)",

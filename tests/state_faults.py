@@ -7,6 +7,7 @@ from draft_faults import DRAFT_FAULTS
 _SLOTS, _TABLES, _LOOKUP = "kvcache/states/slots.py", "kvcache/states/tables.py", "kvcache/lookup.py"
 _BATCH, _BUDGET, _BORDERS = "engine/batch.py", "engine/state_budget.py", "text/borders.py"
 _OF_SLOTS, _OF_TABLES = "tests/kvcache/states/test_slots.py", "tests/kvcache/states"
+_OF_OWNERS = "tests/kvcache/states/test_owners.py"
 _OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_state_schedules.py", "tests/engine/test_state_budget.py"
 _OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/test_state_tiers.py"
 _MOVER, _TWINS, _OF_TWINS = "tiers/mover.py", "kvcache/twins.py", "tests/kvcache/test_twins.py"
@@ -33,6 +34,13 @@ STATE_FAULTS = (
      _OF_SLOTS),
     ("state: a flood takes every owner's part", _SLOTS, "snapshot.owner] <= part", "snapshot.owner] < -part",
      _OF_SLOTS),
+    ("state: who has none yet is no owner", _SLOTS, " + (owner not in self._num_owned)", "", _OF_SLOTS),
+    ("state: a pinned backbone stays", _SLOTS, "return snapshot.reason != BACKBONE and snapshot.block_id",
+     "return snapshot.block_id", _OF_SLOTS),
+    ("state: who runs takes another owner's part", _TABLES, "self.slots.take(owner=table.owner)",
+     "self.slots.take()", _OF_OWNERS),
+    ("state: what is kept is nobody's", _TABLES, "reason, table.owner, moved=moved)", "reason, moved=moved)",
+     _OF_OWNERS),
     ("state: saves in the order of positions", _TABLES, "(point[1] != BACKBONE, point[0]), reverse=True)",
      "point[0])", _OF_TABLES),
     ("state: a backbone before ends", _TABLES, "(point[1] != BACKBONE, point[0])", "point[0]", _OF_TABLES),
@@ -41,6 +49,11 @@ STATE_FAULTS = (
     ("state: an answer of small states leaves ends behind", _TABLES, "self.slots.demote(block_id)", "pass", _OF_TABLES),
     ("state: what conversations begin with is not used", _TABLES, "self.slots.use_first(match.block_ids[:-1])", "pass",
      _OF_TABLES),
+    ("state: a junction that more go on from is not used", _SLOTS, "in (JUNCTION, HINT):", "in (HINT,):", _OF_SLOTS),
+    ("state: a fork does not keep what its parent was to", _TABLES, "wanted = dict(state.wanted)",
+     "wanted: dict[int, str] = {}", _OF_TABLES),
+    ("state: an answer's goes with another prompt's block", _TABLES,
+     "entry.serial == serial and self.slots.is_passed", "self.slots.is_passed", _OF_TABLES),
     ("state: borders take all slots", "kvcache/states/points.py", "if len(hints) <= most", "if True", _OF_TABLES),
     ("state: outlives its block", _TABLES, "        self.slots.drop(block_id)\n        self._kept",
      "        self._kept", _OF_TABLES),
@@ -75,6 +88,12 @@ STATE_FAULTS = (
     ("state: blocks in the pool are read again", "engine/loads.py", "self._shelf.fetch(ticket, keys[num_there:],",
      "self._shelf.fetch(ticket, keys,", _OF_TIERS),
     ("state: behind blocks in the pool it needs others", _MOVER, "else load.num_there\n", "else 0\n", _OF_TIERS),
+    ("state: asked for behind a lost block", _MOVER,
+     "reach = max(asked) if all(found[: len(heads)]) else load.num_there", "reach = max(asked)", _OF_TIERS),
+    ("state: copied out whatever steps have to spare", "engine/state_saving.py",
+     "self._unsaved and self._credit >= size and", "self._unsaved and", "tests/engine/test_state_saving.py"),
+    ("state: a runner that writes into a snapshot is not found out", "engine/debug.py",
+     "if self._snapshots.get((block, slot), checksum) != checksum:", "if False:", _OF_SCHEDULES),
     ("state: put behind another block", _TABLES, "standing_for(table, num_blocks - 1,",
      "standing_for(table, num_blocks,", _OF_TIERS),
     ("twins: an evicted one is not put back", _TWINS, "self._index.restore(table.block_ids[index], entry)", "pass",
