@@ -107,11 +107,7 @@ cuda-test: setup  ## on a machine with a GPU: build cuda_ext, run the contract o
 redis-server:  ## a redis-server for the tests, unpacked into .redis (Debian, Ubuntu; nothing is installed)
 	tests/unpack_redis.sh .redis
 
-<<<<<<< HEAD
-mutants: setup  ## plant about 240 faults one at a time; each must turn the tests red
-=======
 mutants: setup  ## plant about 250 faults one at a time; each must turn the tests red
->>>>>>> cfae75dcd5605ef9511ac6befce0d8a5154638c5
 	$(BIN)/python tests/mutants.py
 
 bench: bench-kernels bench-block-pool bench-eviction bench-snapshots bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled  ## all benchmarks without peers, several minutes
