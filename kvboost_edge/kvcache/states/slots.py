@@ -132,9 +132,9 @@ class StateSlots:
         return slot is not None and self._snapshots[slot].reason == ANSWER and slot not in self._read
 
     def take(self, reason: str | None = None, owner: bytes = b"") -> int | None:
-        """A slot, with one reference: for a running sequence, or to keep a state of an owner for some reason. The
-        oldest snapshot makes room, for a state that is to be kept only if it counts as older than that will, and is
-        none of another owner's part. None: there is none."""
+        """A slot, with one reference: for an owner's running sequence, or to keep a state of its for some reason. The
+        oldest snapshot makes room, one of another owner's part or pinned only for who runs, where no other goes; for a
+        state that is to be kept only if it counts as older than that will. None: there is none."""
         if not self._free:
             victim = self._victim(owner, spares=True)
             if victim is None and reason is None:
