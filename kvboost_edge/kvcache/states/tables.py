@@ -130,14 +130,14 @@ class TableStates:
                 state.slot, state.position = slot, len(match.block_ids) * size
             state.replayed = match.beyond * size
         wanted = dict.fromkeys(self._backbone(state.position, num_tokens), BACKBONE)
-        borders = sorted({position // size * size for position in hints if position <= num_tokens})
+        # The same prompt again is served up to the block of its last token, one that goes on with all full blocks.
+        ends = {max(num_tokens - 1, 0) // size * size, num_tokens // size * size}
+        borders = sorted({position // size * size for position in hints if position <= num_tokens} - ends)
         ahead = [position for position in borders if position > state.position]
         wanted |= dict.fromkeys(hint_points(ahead, self._sizes.num_slots), HINT)
         if matched > state.position:
             wanted[matched] = JUNCTION
-        # The same prompt again is served up to the block of its last token, one that goes on with all full blocks.
-        for position in (max(num_tokens - 1, 0) // size * size, num_tokens // size * size):
-            wanted[position] = PROMPT
+        wanted |= dict.fromkeys(ends, PROMPT)
         state.wanted = {position: why for position, why in wanted.items() if position > state.position}
 
     def _backbone(self, start: int, stop: int) -> Iterable[int]:

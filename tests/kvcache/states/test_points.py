@@ -21,6 +21,10 @@ def test_hints_are_kept_at_the_border_before_them() -> None:
     assert rows(cold(manager_of(), list(range(41)), hints=(0, 3, 9, 21, 22, 44, 999))) == [8, 20, 40]
 
 
+def test_a_border_at_the_prompts_end_takes_no_other_borders_place() -> None:
+    assert rows(cold(manager_of(num_slots=8), list(range(20)), hints=(5, 9, 20))) == [4, 8, 16, 20]
+
+
 def test_a_backbone_is_thinned_where_slots_are_few() -> None:
     assert rows(cold(manager_of(num_slots=80, interval=8), list(range(83)))) == [*range(8, 81, 8)]
     assert rows(cold(manager_of(num_slots=40, interval=8), list(range(83)))) == [8, 24, 56, 72, 80]
