@@ -21,7 +21,7 @@ from kvboost_edge.backends.select import (
     load_module,
     make_backend,
 )
-from kvboost_edge.config import _CHOICES
+from kvboost_edge.config import CHOICES
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 
 SPEC = KVSpec((LayerKVSpec(2, 16),), 16, "float32")
@@ -199,7 +199,7 @@ def test_arrays_are_known_before_a_backend_is_made() -> None:
 
 
 def test_the_options_are_the_backends_there_are() -> None:
-    assert sorted(_CHOICES["backend"]) == sorted(BACKEND_NAMES)
+    assert sorted(CHOICES["backend"]) == sorted(BACKEND_NAMES)
 
 
 def test_choosing_compiled_kernels_loads_none_and_no_torch() -> None:

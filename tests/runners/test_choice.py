@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvboost_edge.backends.select import choose_backend, make_backend
-from kvboost_edge.config import _CHOICES, EngineConfig
+from kvboost_edge.config import CHOICES, EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
@@ -213,7 +213,7 @@ def test_a_quantized_checkpoint_keeps_its_formats_unless_others_are_asked_for() 
 
 
 def test_the_options_are_the_formats_there_are() -> None:
-    assert sorted(_CHOICES["weights"]) == sorted([*WEIGHT_FORMATS, STORED])
+    assert sorted(CHOICES["weights"]) == sorted([*WEIGHT_FORMATS, STORED])
     with pytest.raises(ConfigError, match=r"weights='int3' is not one of .*'int4-asym'"):
         EngineConfig.from_options(weights="int3")
 
@@ -253,14 +253,14 @@ def test_float16_is_computed_in_float32_on_the_cpu(asked: str, stored: str, devi
 
 
 def test_the_options_are_the_runners_there_are() -> None:
-    assert sorted(_CHOICES["runner"]) == sorted(["auto", *RUNNERS])
+    assert sorted(CHOICES["runner"]) == sorted(["auto", *RUNNERS])
 
 
 @pytest.mark.parametrize("name", RUNNERS)
 def test_a_runner_decides_by_its_plan_and_is_loaded_by_its_module(name: str) -> None:
     plan = plan_of(name)
     assert plan.WORKS_WITH
-    assert plan.AUTO_BACKEND in _CHOICES["backend"]
+    assert plan.AUTO_BACKEND in CHOICES["backend"]
     assert plan.unsupported_reason(ModelTraits(LLAMA, onnx_refusal="" if name == "onnx" else None)) is None
     assert plan.missing_package(LLAMA) is None
     assert plan.wish(EngineConfig(), ModelTraits(LLAMA)) == ""

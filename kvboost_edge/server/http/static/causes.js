@@ -1,6 +1,6 @@
-/** Why a prompt was read again, in words: what each cause is called, whether it is worth a look, and what helps. */
+/** Why a prompt was read again: what each cause is called, whether it is worth a look, and what helps. */
 
-/** By cause: its words, its kind ("look": something helps; "plain"; "good": nothing was lost), and what helps. */
+/** By cause: its words, its kind ("look": something helps; "good": nothing was lost), what helps. */
 export const CAUSES = {
   changed_text: ["another text", "look", "Put what changes behind what stays the same."],
   tool_order: ["tools in another order", "look", "Send the tools in the same order every turn."],
@@ -24,12 +24,12 @@ export const CAUSES = {
 
 const LITTLE = 0.1; // of a prompt
 
-/** The shapes of the kinds: told apart without colours. */
+/** Shapes of the kinds. */
 export const SHAPES = { look: "▲", plain: "●", good: "○" };
 
 export const causeInWords = (cause) => known(cause)?.[0] ?? String(cause).replaceAll("_", " ");
 
-/** The kind of a request: little that was computed is not worth a look whatever its cause. */
+/** The kind of a request: little that was computed is not worth a look. */
 export function kindOf({ cause, prompt_tokens: prompt, computed_tokens: computed }) {
   const kind = known(cause)?.[1] ?? "plain";
   return kind === "look" && computed <= LITTLE * prompt ? "plain" : kind;
