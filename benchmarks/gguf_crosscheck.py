@@ -27,13 +27,13 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "text"))
 
 from test_gguf_words import OTHERWISE
 
-from gguf_hybrids import HYBRID_FAMILIES
-from gguf_models import FAMILIES, add_keys, save_model, write_gguf
-from hostile_words import GEMMA4_TEXTS, TEXTS, gemma4_metadata, metadata_of
+from helpers.gguf.hybrids import HYBRID_FAMILIES
+from helpers.gguf.writer import FAMILIES, add_keys, save_model, write_gguf
+from helpers.oracles.transformers_logits import driver_of
+from helpers.text.hostile_words import GEMMA4_TEXTS, TEXTS, gemma4_metadata, metadata_of
 from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
 from kvboost_edge.text.pre_tokenizers import PRE_TOKENIZERS
-from native_oracle import driver_of
 
 PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 KINDS = ("F32", "Q8_0")

@@ -23,10 +23,10 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.models.checkpoint import Checkpoint
-from tiny_models import build_tiny_model, save_tiny_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

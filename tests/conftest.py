@@ -20,9 +20,9 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from browser import find_chromium
-from clocks import REAL_CLOCK
-from cuda_on_cpu import find_compiler
+from helpers.clocks import REAL_CLOCK
+from helpers.cuda.on_cpu import find_compiler
+from helpers.server.browser import find_chromium
 
 LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
 QUICK = os.environ.get("KVBOOST_EDGE_TEST_QUICK") == "1"
@@ -185,7 +185,7 @@ def nothing_left_running(isolated_cache: Path) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete directory of a tiny random Llama with a byte-level tokenizer; do not write into it."""
-    from tiny_models import save_tiny_model
+    from helpers.models.tiny_models import save_tiny_model
 
     return save_tiny_model("llama", tmp_path_factory.mktemp("tiny-llama"))
 

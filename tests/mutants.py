@@ -17,11 +17,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cuda_faults import CUDA_FAULTS
-from layer_faults import LAYER_FAULTS
-from reuse_faults import REUSE_FAULTS
-from state_faults import STATE_FAULTS
-from table_faults import TABLE_FAULTS
+from faults.cuda import CUDA_FAULTS
+from faults.layers import LAYER_FAULTS
+from faults.recurrent import STATE_FAULTS
+from faults.reuse import REUSE_FAULTS
+from faults.weight_tables import TABLE_FAULTS
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 900

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend_makers import MAKERS, MIX, UNMADE, Arrays, Maker, opened
+from helpers.backends.makers import MAKERS, MIX, UNMADE, Arrays, Maker, opened
+from helpers.kernels.paged_cases import DTYPES, num_blocks_for, random_rows, round_to
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
-from paged_cases import DTYPES, num_blocks_for, random_rows, round_to
 
 DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
 

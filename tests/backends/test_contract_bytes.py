@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fake_mps import FakeMpsBackend
+from helpers.backends.fake_mps import FakeMpsBackend
+from helpers.kernels.paged_cases import DTYPES, Case, make_case
 from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
@@ -18,7 +19,6 @@ from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.coded.layout import BIT_PAIRS
 from kvboost_edge.kvcache.block_table import CopyOp
-from paged_cases import DTYPES, Case, make_case
 
 
 def _as_on_a_device(spec: KVSpec, num_blocks: int) -> TorchBackend:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from coded_cases import (
+from helpers.kernels.paged_cases import Case, make_case, random_rows
+from helpers.kernels.quantized_kv_cases import (
     KERNELS,
     KINDS,
     MAKERS,
@@ -27,7 +28,6 @@ from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKV
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
-from paged_cases import Case, make_case, random_rows
 
 PLAIN = AttentionParams(0.2)
 # Relative L2 and absolute. Weights become bytes, each off by up to 1/510 of a tile's largest; scores lose much less.

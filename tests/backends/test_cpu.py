@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
+from helpers.kernels.paged_cases import make_case
 from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.host.cpu import default_num_threads
-from paged_cases import make_case
 
 SPEC = KVSpec((LayerKVSpec(2, 24),), 16, "float32")
 CASE = make_case(np.random.default_rng(0), ((1, 1300), (50, 90)), kv_heads=2, per_group=3, dim=24, block_size=16)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cuda_standin import StandIn, needs_kernels, standing_in
+from helpers.cuda.standin import StandIn, needs_kernels, standing_in
 from kvboost_edge.backends import cuda, cuda_check
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cuda import CUDABackend

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.kernels.shifted_cases import Pieces, Row, blocks_from, layout_of, plain
 from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
@@ -17,7 +18,6 @@ from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch, T
 from kvboost_edge.kernels.attention.parts import Part, deltas_of, entry_of, entry_positions, has_delta, turned_positions
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.reference import attention as reference
-from moved_cases import Pieces, Row, blocks_from, layout_of, plain
 
 SIZE, BLOCKS, HEADS, DIM = 16, 32, 2, 16
 KINDS = [ReferenceBackend, CPUBackend, TorchBackend]

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.kernels.paged_cases import Case, assert_close, make_case
 from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.parts import Part, entry_of, entry_positions
-from paged_cases import Case, assert_close, make_case
 
 SIZE, BLOCKS = 16, 128
 HEADS, PER_HEAD, DIM = 2, 3, 24

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bench_cuda
-from cuda_standin import needs_kernels, standing_in
+from helpers.cuda.standin import needs_kernels, standing_in
 
 
 @needs_kernels

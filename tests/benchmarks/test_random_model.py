@@ -6,7 +6,8 @@ import gguf
 import numpy as np
 import pytest
 
-from gguf_models import gguf_tensors
+from helpers.gguf.writer import gguf_tensors
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from peers.float64_qwen import last_logits
 from peers.hybrid_shapes import HYBRID_SHAPES
@@ -14,7 +15,6 @@ from peers.k_blocks import more_bits, random_mxfp4, random_q4_0, random_q4_k, ra
 from peers.mixture_shapes import MIXTURE_SHAPES
 from peers.random_model import write_gguf
 from peers.shapes import SHAPES, Shape
-from tiny_models import save_tiny_model
 
 QWEN2 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096)
 QWEN3 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096, own_head_dim=128)

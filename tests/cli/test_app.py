@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.cli.app import run
-from tiny_models import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("generate", "chat", "demo", "doctor", "models", "inspect", "eval", "warmup", "launch")

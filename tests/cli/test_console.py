@@ -16,7 +16,7 @@ import pytest
 from rich.progress import Progress
 from rich.table import Table
 
-from disk_cases import SPACE, chain, opened, write
+from helpers.tiers.disk_cases import SPACE, chain, opened, write
 from kvboost_edge.cli.app import run
 from kvboost_edge.cli.console import open_console, spinner, text_column
 from kvboost_edge.cli.demo import _add_row

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.cli.app import run
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.fit import plan_fit
 from kvboost_edge.engine.selection import select_path
 from kvboost_edge.models.checkpoint import Checkpoint
-from tiny_models import save_tiny_model
 
 
 def test_room_for_fewer_drafts_than_there_would_be_is_said_of_a_model_that_fits(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
 from kvboost_edge.cli.app import run
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from helpers.server.live_servers import wait_until
 from kvboost_edge.cli.lines import Lines
-from live_servers import wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

@@ -13,7 +13,7 @@ import gguf
 import pytest
 from huggingface_hub import constants
 
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
 from kvboost_edge.cli import models
 from kvboost_edge.cli.app import run
 from kvboost_edge.models.checkpoint import Checkpoint

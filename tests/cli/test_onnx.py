@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from helpers.models.tiny_models import build_tiny_model
+from helpers.onnx.blocks import Form
+from helpers.onnx.concat import ConcatDecoder
+from helpers.onnx.writer import write_onnx
 from kvboost_edge.cli.doctor import doctor_report
 from kvboost_edge.cli.inspect import model_report
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.models.checkpoint import Checkpoint
-from onnx_blocks import Form
-from onnx_concat import ConcatDecoder
-from onnx_models import write_onnx
-from tiny_models import build_tiny_model
 
 
 def test_inspect_says_what_a_folder_holds_and_what_runs_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import fake_engine
+from helpers.engine.fake_runner import fake_engine
 from kvboost_edge.cli import generate
 from kvboost_edge.cli.app import run
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from helpers.models.tiny_models import EOS_ID, PAD_ID, build_tiny_model
 from kvboost_edge.compat.hf_batches import (
     batched_decode,
     broadcast_kv,
@@ -16,7 +17,6 @@ from kvboost_edge.compat.hf_batches import (
     pad_and_mask,
 )
 from kvboost_edge.errors import RequestError
-from tiny_models import EOS_ID, PAD_ID, build_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

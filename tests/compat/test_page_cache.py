@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.kvcache.manager_cases import BASELINE, held
 from kvboost_edge.compat.page_cache import KVCache
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
-from kvcache_cases import BASELINE, held
 
 # ---- attach, get, detach ---------------------------------------------------------------------------------------------
 

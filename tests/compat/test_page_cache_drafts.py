@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from helpers.kvcache.manager_cases import BASELINE, held
 from kvboost_edge.compat.page_cache import KVCache
 from kvboost_edge.errors import CapacityError, RequestError
-from kvcache_cases import BASELINE, held
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 6])

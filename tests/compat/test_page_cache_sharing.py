@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from helpers.kvcache.manager_cases import BASELINE, held
 from kvboost_edge.compat.page_cache import KVCache
-from kvcache_cases import BASELINE, held
 
 
 def test_equal_prefixes_hold_their_pages_once() -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from cuda_on_cpu import find_compiler
+from helpers.cuda.on_cpu import find_compiler
 
 collect_ignore_glob = [] if find_compiler() else ["test_*.py"]

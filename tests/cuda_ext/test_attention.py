@@ -8,8 +8,8 @@ import itertools
 import numpy as np
 import pytest
 
-from cuda_cases import Case, check, make_inputs, oracle, run
-from cuda_on_cpu import BF16, F16, HEAD_DIMS, Form, Library, Schedule, library
+from helpers.cuda.cases import Case, check, make_inputs, oracle, run
+from helpers.cuda.on_cpu import BF16, F16, HEAD_DIMS, Form, Library, Schedule, library
 
 FIRST = Schedule(0, 0)
 OTHERS = (Schedule(1, 1), Schedule(2, 1))

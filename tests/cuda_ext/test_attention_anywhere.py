@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuda_cases import Call, Case, check, make_inputs, oracle, run
-from cuda_on_cpu import BF16, F16, Form, Schedule, library
+from helpers.cuda.cases import Call, Case, check, make_inputs, oracle, run
+from helpers.cuda.on_cpu import BF16, F16, Form, Schedule, library
 
 MAP_NORESERVE = 0x4000  # of Linux; Python 3.11 does not name it
 SCHEDULES = [Schedule(order, timing) for order in (0, 1, 2) for timing in (0, 1)]

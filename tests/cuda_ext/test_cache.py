@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from cuda_on_cpu import CopyBlocksParams, Library, Schedule, WriteKVParams, library
+from helpers.cuda.on_cpu import CopyBlocksParams, Library, Schedule, WriteKVParams, library
 
 SCHEDULES = [Schedule(order, 0) for order in (0, 1, 2)]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuda_cases import to_bits
-from cuda_on_cpu import BF16, F16, SHIM, built, find_compiler, sanitizer
+from helpers.cuda.cases import to_bits
+from helpers.cuda.on_cpu import BF16, F16, SHIM, built, find_compiler, sanitizer
 
 NUM_THREADS = 128
 SCHEDULES = tuple(itertools.product((0, 1, 2), (0, 1)))
@@ -105,9 +105,13 @@ def test_numbers_round_to_the_nearest_and_ties_to_even(functions):
 
 
 def sanitized(argument: str) -> subprocess.CompletedProcess[str]:
-    script = Path(__file__).parents[1] / "cuda_sanitized.py"
+    script = Path(__file__).parents[1] / "helpers" / "cuda" / "sanitized.py"
     preload = str(sanitizer(str(find_compiler())))
-    environment = os.environ | {"LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0:exitcode=77"}
+    environment = os.environ | {
+        "LD_PRELOAD": preload,
+        "ASAN_OPTIONS": "detect_leaks=0:exitcode=77",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     return subprocess.run(
         [sys.executable, script, argument], env=environment, capture_output=True, text=True, timeout=900
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_standin import DEVICE, StandIn, standing_in
+from helpers.cuda.standin import DEVICE, StandIn, standing_in
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import fake_tokenizer
+from helpers.engine.fake_runner import fake_tokenizer
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.text.answers import encode_with_answers

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import expected_tokens, fake_engine, hold_passes, runner_of
+from helpers.engine.fake_runner import expected_tokens, fake_engine, hold_passes, runner_of
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.request import Request

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, expected_tokens, fake_engine
+from helpers.engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, expected_tokens, fake_engine
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine

@@ -14,13 +14,13 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
-from embedding_models import DENSE, save_two_way_model
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
+from helpers.models.embedding_models import DENSE, save_two_way_model
+from helpers.models.tiny_checkpoints import EOS_ID
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import ConfigError, ModelFormatError, RequestError
-from tiny_checkpoints import EOS_ID
-from tiny_models import build_tiny_model, save_tiny_model
 
 RNG = np.random.default_rng(7)
 # The window of 24 reaches 12 tokens to either side: around it, around blocks of 16 and tiles of 64, and far beyond.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gpt_oss_files import save_gpt_oss
+from helpers.models.gpt_oss_files import save_gpt_oss
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.models.packed import stream

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import KVBoostError
-from tiny_models import save_tiny_model
 
 BAD = 200  # the only token with something in channel 0, with which inputs of a mixer are large
 GOOD = [i % 190 for i in range(40)]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.runners.torch.attention import PagedPass
-from tiny_models import build_tiny_model, save_tiny_model
 
 BAD = 200  # the token whose embedding is broken
 WINDOW = 24

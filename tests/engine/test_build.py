@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from awq_gptq_files import quantize_dir
+from helpers.models.awq_gptq_files import quantize_dir
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine import build
 from kvboost_edge.errors import BackendUnavailable, CapacityError
@@ -16,7 +17,6 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
-from tiny_checkpoints import save_tiny_checkpoint
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.fake_runner import (
+from helpers.engine.fake_runner import (
     ROOT,
     Bench,
     assert_clean,
@@ -17,7 +17,7 @@ from engine.fake_runner import (
     runner_of,
     token_logits,
 )
-from engine.hand_mover import DictTier
+from helpers.engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.intake import Terms

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.fake_runner import fake_engine, runner_of
+from helpers.engine.fake_runner import fake_engine, runner_of
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.drafting import Draft, Drafter, Memory, most_drafted
 from kvboost_edge.errors import ConfigError, RequestError

@@ -14,14 +14,14 @@ import torch
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
-from embedding_models import HIDDEN, make_embedding_model
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
+from helpers.models.embedding_models import HIDDEN, make_embedding_model
+from helpers.models.tiny_checkpoints import EOS_ID, VOCAB_SIZE, save_tiny_checkpoint
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.server.work.prepare import prepare
-from tiny_checkpoints import EOS_ID, VOCAB_SIZE, save_tiny_checkpoint
-from tiny_models import build_tiny_model, save_tiny_model
 
 RNG = np.random.default_rng(3)
 STEM = RNG.integers(0, 250, 40).tolist()

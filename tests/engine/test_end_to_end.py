@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers.models.tiny_models import EOS_ID, FAMILIES, save_tiny_model
 from kvboost_edge import CPUPagedEngine, GenerationMode
 from kvboost_edge.engine import build
 from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError, RequestError
-from tiny_models import EOS_ID, FAMILIES, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import Bench, expected_tokens
+from helpers.engine.fake_runner import Bench, expected_tokens
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Terms
 from kvboost_edge.engine.sequence import SequenceStatus

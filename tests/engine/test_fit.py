@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.onnx.blocks import Form
+from helpers.onnx.concat import ConcatDecoder
+from helpers.onnx.writer import write_onnx
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine import build
@@ -21,11 +26,6 @@ from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.packed.plan import WEIGHT_FORMATS
-from onnx_blocks import Form
-from onnx_concat import ConcatDecoder
-from onnx_models import write_onnx
-from tiny_checkpoints import save_tiny_checkpoint
-from tiny_models import build_tiny_model, save_tiny_model
 
 GB = 10**9
 SIZES = {"hidden_size": 256, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}

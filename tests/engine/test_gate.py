@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine.fake_runner import assert_clean, expected_tokens, fake_engine, hold_passes, runner_of
-from engine.hand_mover import DictTier
+from helpers.engine.fake_runner import assert_clean, expected_tokens, fake_engine, hold_passes, runner_of
+from helpers.engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.gate import Gate

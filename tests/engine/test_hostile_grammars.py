@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.fake_runner import fake_engine
+from helpers.engine.fake_runner import fake_engine
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.grammars import MadeGrammar
 from kvboost_edge.errors import KVBoostError, RequestError

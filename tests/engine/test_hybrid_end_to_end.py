@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, ModelFormatError
-from tiny_models import save_tiny_model
 
 TESTS = Path(__file__).parents[1]
 PROMPT = np.random.default_rng(3).integers(3, 250, 100).tolist()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import assert_clean, fake_engine, hold_passes, runner_of, wait_until_idle
+from helpers.engine.fake_runner import assert_clean, fake_engine, hold_passes, runner_of, wait_until_idle
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
 

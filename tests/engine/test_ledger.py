@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine import ledger
 from kvboost_edge.engine.ledger import MemoryLedger

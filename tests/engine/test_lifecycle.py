@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import (
+from helpers.engine.fake_runner import (
     Bench,
     FakeRunner,
     assert_clean,
@@ -21,6 +21,7 @@ from engine.fake_runner import (
     runner_of,
     wait_until_idle,
 )
+from helpers.server.live_servers import wait_until
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.sequence import Sequence
@@ -28,7 +29,6 @@ from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
-from live_servers import wait_until
 
 
 @pytest.fixture

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engine.hand_mover import DictTier
-from engine.hostile_drafts import KINDS, hostile
-from engine.native_bench import BLOCK, ROOT, Bits, Machine, NativeBench
-from gpt_oss_files import save_gpt_oss
+from helpers.engine.hand_mover import DictTier
+from helpers.engine.hostile_drafts import KINDS, hostile
+from helpers.engine.native_bench import BLOCK, ROOT, Bits, Machine, NativeBench
+from helpers.models.gpt_oss_files import save_gpt_oss
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import Request, SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.reuse.repair import Repair
-from tiny_checkpoints import save_tiny_checkpoint
 
 ALL_BITS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4), (4, 4))
 BAD = 255  # in no prompt but the one that shall fail

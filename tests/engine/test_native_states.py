@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine.hand_mover import DictTier
-from engine.hostile_drafts import KINDS, CutDrafter, hostile
-from engine.native_bench import Bits, Machine, NativeBench
 from engine.test_native_schedules import check
+from helpers.engine.hand_mover import DictTier
+from helpers.engine.hostile_drafts import KINDS, CutDrafter, hostile
+from helpers.engine.native_bench import Bits, Machine, NativeBench
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import Request, SamplingParams
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.kvcache.states.tables import StateSizes
-from tiny_models import save_tiny_model
 
 ALL_BITS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4), (4, 4))
 FAMILIES = ("lfm2", "qwen3_5_text", "granitemoehybrid-experts", "nemotron_h-moe", "falcon_h1")

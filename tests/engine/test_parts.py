@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.native_bench import BLOCK, Bits, Machine, NativeBench
+from helpers.engine.native_bench import BLOCK, Bits, Machine, NativeBench
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import TableEntry, TablePart
-from tiny_models import save_tiny_model
 
 TOKENS = [(7 * index) % 61 + 1 for index in range(70)]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from clocks import give_clock
-from engine.fake_runner import Bench, expected_tokens, fake_engine, hold_passes, runner_of
+from helpers.clocks import give_clock
+from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine, hold_passes, runner_of
 from kvboost_edge.engine import core
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.fake_runner import Bench, fake_engine, hold_passes
+from helpers.engine.fake_runner import Bench, fake_engine, hold_passes
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.scheduler import StepPlan

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.server.live_servers import wait_until
+from helpers.tiers.redis_servers import RedisServer, running_redis
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.tiering import tier_places
 from kvboost_edge.errors import ConfigError
-from live_servers import wait_until
-from redis_servers import RedisServer, running_redis
 
 MODEL = "kvboost-edge/demo"
 TOKENS = np.random.default_rng(5).integers(10, 250, 230).tolist()  # 14 full blocks and six tokens

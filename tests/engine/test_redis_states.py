@@ -12,11 +12,11 @@ import numpy.typing as npt
 import pytest
 import redis
 
+from helpers.models.tiny_models import save_tiny_model
+from helpers.server.live_servers import wait_until
+from helpers.tiers.redis_servers import RedisServer, running_redis
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.kvcache.hashing import prefix_hashes, state_hash
-from live_servers import wait_until
-from redis_servers import RedisServer, running_redis
-from tiny_models import save_tiny_model
 
 TOKENS: list[int] = np.random.default_rng(5).integers(10, 250, 150).tolist()  # nine full blocks and six tokens
 HINTS = (70,)  # states behind four blocks and, at the prompt's end, nine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from engine.fake_runner import fake_engine
+from helpers.engine.fake_runner import fake_engine
 from kvboost_edge.kvcache.hashing import shared_root
 from kvboost_edge.serve_ray.routing.chain import prefix_hashes
 

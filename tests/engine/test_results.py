@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine.fake_runner import EOS_ID, Bench, expected_tokens, fake_engine, runner_of, token_logits
+from helpers.engine.fake_runner import EOS_ID, Bench, expected_tokens, fake_engine, runner_of, token_logits
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.request import SamplingParams

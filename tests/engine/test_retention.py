@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from clocks import give_clock
-from engine.fake_runner import Bench, expected_tokens, fake_engine
-from engine.hand_mover import DictTier
+from helpers.clocks import give_clock
+from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine
+from helpers.engine.hand_mover import DictTier
 from kvboost_edge.engine import core
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.retention import KEY_SECONDS, CacheKeys

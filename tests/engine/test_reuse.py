@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.fake_runner import Bench, expected_tokens
+from helpers.engine.fake_runner import Bench, expected_tokens
 from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.stats import BLOCK_SPAN, block_details, block_map, cache_stats, paged_stats
 from kvboost_edge.errors import KVBoostError

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from engine.fake_runner import Bench, expected_tokens
-from engine.hand_mover import DictTier
+from helpers.engine.fake_runner import Bench, expected_tokens
+from helpers.engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.reuse.repair import Repair

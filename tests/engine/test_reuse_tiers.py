@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.fake_runner import Bench, expected_tokens, fake_engine
-from engine.hand_mover import DictTier
+from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine
+from helpers.engine.hand_mover import DictTier
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.handle import RequestHandle

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from engine.fake_runner import EOS_ID, Bench, expected_tokens
-from engine.hand_mover import DictTier
+from helpers.engine.fake_runner import EOS_ID, Bench, expected_tokens
+from helpers.engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import CapacityError

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from engine.fake_runner import fake_engine
+from helpers.engine.fake_runner import fake_engine
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.seeds import Seeds
 

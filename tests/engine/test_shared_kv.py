@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engine.hand_mover import DictTier
-from engine.native_bench import Machine
 from engine.test_native_schedules import ALL_BITS, Truth, run_schedule
-from tiny_models import save_tiny_model
+from helpers.engine.hand_mover import DictTier
+from helpers.engine.native_bench import Machine
+from helpers.models.tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.fake_runner import VOCAB_SIZE, Bench, expected_tokens
-from engine.hostile_drafts import KINDS, HostileDrafter, hostile
+from helpers.engine.fake_runner import VOCAB_SIZE, Bench, expected_tokens
+from helpers.engine.hostile_drafts import KINDS, HostileDrafter, hostile
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import Request
 from kvboost_edge.errors import KVBoostError

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import fake_parts
-from engine.fake_states import hybrid_parts
+from helpers.engine.fake_hybrid import hybrid_parts
+from helpers.engine.fake_runner import fake_parts
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.engine import CPUPagedEngine

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import ROOT, VOCAB_SIZE, Bench
-from engine.fake_states import HybridBackend, HybridRunner, expected_hybrid, hybrid_parts, next_state
-from engine.hostile_drafts import CutDrafter
 from engine.test_speculation import finish, prompt
+from helpers.engine.fake_hybrid import HybridBackend, HybridRunner, expected_hybrid, hybrid_parts, next_state
+from helpers.engine.fake_runner import ROOT, VOCAB_SIZE, Bench
+from helpers.engine.hostile_drafts import CutDrafter
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle

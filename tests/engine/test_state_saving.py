@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import pytest
 
-from engine.fake_runner import ROOT, Bench
-from engine.hand_mover import DictTier, HandMover
 from engine.test_state_schedules import bench_of, computed_by
+from helpers.engine.fake_runner import ROOT, Bench
+from helpers.engine.hand_mover import DictTier, HandMover
 from kvboost_edge.engine.state_saving import SavedStates
 
 PROMPT = list(range(100))

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from engine.fake_runner import EOS_ID, ROOT, VOCAB_SIZE, Bench
-from engine.fake_states import HybridBackend, HybridRunner, expected_hybrid, hybrid_parts
-from engine.hand_mover import DictTier
-from engine.hostile_drafts import KINDS, hostile
+from helpers.engine.fake_hybrid import HybridBackend, HybridRunner, expected_hybrid, hybrid_parts
+from helpers.engine.fake_runner import EOS_ID, ROOT, VOCAB_SIZE, Bench
+from helpers.engine.hand_mover import DictTier
+from helpers.engine.hostile_drafts import KINDS, hostile
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import CacheCorruption, KVBoostError

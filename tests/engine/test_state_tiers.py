@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import Bench
-from engine.fake_states import expected_hybrid
-from engine.hand_mover import DictTier
 from engine.test_state_schedules import bench_of, computed_by, keys_of
+from helpers.engine.fake_hybrid import expected_hybrid
+from helpers.engine.fake_runner import Bench
+from helpers.engine.hand_mover import DictTier
 from kvboost_edge.tiers import mover as mover_module
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier

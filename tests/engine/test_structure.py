@@ -16,8 +16,8 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, Bench, fake_engine, fake_tokenizer, runner_of
-from engine.schemas_made import made_schema
+from helpers.engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, Bench, fake_engine, fake_tokenizer, runner_of
+from helpers.engine.schemas_made import made_schema
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.grammars import Grammar
 from kvboost_edge.engine.structure import Structure, Structures

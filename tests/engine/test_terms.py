@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clocks import give_clock
-from engine.fake_runner import (
+from helpers.clocks import give_clock
+from helpers.engine.fake_runner import (
     Bench,
     expected_tokens,
     fake_engine,

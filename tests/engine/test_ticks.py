@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.models.tiny_models import save_tiny_model
+from helpers.ticks import assert_ticks_go_on
 from kvboost_edge import CPUPagedEngine
-from ticks import assert_ticks_go_on
-from tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.alone
 

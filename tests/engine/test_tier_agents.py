@@ -8,8 +8,8 @@ import random
 import pytest
 
 from agent_turns import Turns, play
-from engine.fake_runner import Bench, expected_tokens
-from engine.hand_mover import DictTier
+from helpers.engine.fake_runner import Bench, expected_tokens
+from helpers.engine.hand_mover import DictTier
 
 AGENT = Turns(head=160, chats=2, turns=3, message=20, answer=8, side=70, sides=3, vocab=250)
 

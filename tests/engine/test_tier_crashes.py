@@ -32,7 +32,7 @@ PROMPTS = [_HEAD[: 32 * (i % 3)] + np.random.default_rng(i).integers(10, 250, 90
 
 TEMPLATE = """
 import json, os, signal, sys, threading
-import disk_faults
+from helpers.tiers import disk_faults
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.tiering import Tiering
 from kvboost_edge.tiers.disk import tier

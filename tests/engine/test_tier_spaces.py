@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge import CPUPagedEngine
-from tiny_checkpoints import save_tiny_checkpoint
 
 PROMPT = np.random.default_rng(3).integers(10, 250, 410).tolist()
 CAP = 1 << 20

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from conftest import LONG
-from disk_cases import chain, scratch
-from disk_faults import FaultyFiles, PowerOff, fails, moves_half, powers_off
-from engine.fake_runner import Bench, expected_tokens
+from helpers.engine.fake_runner import Bench, expected_tokens
+from helpers.tiers.disk_cases import chain, scratch
+from helpers.tiers.disk_faults import FaultyFiles, PowerOff, fails, moves_half, powers_off
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.tiers.disk import tier as module

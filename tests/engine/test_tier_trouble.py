@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.fake_runner import assert_clean, expected_tokens, fake_engine, runner_of
+from helpers.engine.fake_runner import assert_clean, expected_tokens, fake_engine, runner_of
+from helpers.server.live_servers import wait_until
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.tiers.disk.tier import DiskTier
-from live_servers import wait_until
 
 SPACE = bytes(32)
 SECONDS = 30  # nothing here takes as long

@@ -7,9 +7,9 @@ import errno
 import numpy as np
 import pytest
 
-from disk_faults import FaultyFiles, fails
-from engine.fake_runner import Bench, expected_tokens, fake_engine
-from engine.hand_mover import DictTier
+from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine
+from helpers.engine.hand_mover import DictTier
+from helpers.tiers.disk_faults import FaultyFiles, fails
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request import Entry

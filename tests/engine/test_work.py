@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.fake_runner import ROOT, fake_tokenizer
+from helpers.engine.fake_runner import ROOT, fake_tokenizer
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import Request, SamplingParams

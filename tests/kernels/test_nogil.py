@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from helpers.kernels.paged_cases import make_case
+from helpers.ticks import assert_ticks_go_on
 from kvboost_edge.kernels.attention import storage
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
-from paged_cases import make_case
-from ticks import assert_ticks_go_on
 
 pytestmark = pytest.mark.alone
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from helpers.kernels.paged_cases import round_to
 from kvboost_edge.kernels.attention.tiles import TILE, softmax_rows, stage_rows
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.vectors import (
@@ -22,7 +23,6 @@ from kvboost_edge.kernels.vectors import (
     store_i64,
     store_scalar,
 )
-from paged_cases import round_to
 
 ALL_16_BITS = np.arange(1 << 16, dtype=np.uint16)
 

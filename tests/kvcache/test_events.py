@@ -7,15 +7,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
+from helpers.kvcache.manager_cases import ROOT, B
+from helpers.kvcache.pool_model import ROOTS
+from helpers.kvcache.recurrent_tables import cold, manager_of, states_of
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.hashing import prefix_hashes, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.states.tables import StateSizes
-from kvcache.pool_model import ROOTS
 from kvcache.states.test_state_machine_states import StatesMachine
 from kvcache.test_state_machine import NUM_EXAMPLES, PoolMachine
-from kvcache_cases import ROOT, B
-from table_cases import cold, manager_of, states_of
 
 
 def held(manager: KVCacheManager) -> set[bytes]:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.kvcache.manager_cases import OTHER, ROOT, B, prefill
 from kvboost_edge.kvcache.hashing import HASH_BYTES, chain_hash, known_hash, prefix_hashes
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvcache_cases import OTHER, ROOT, B, prefill
 
 TOKENS = list(range(30))
 tokens_of = st.lists(st.integers(0, 1), min_size=1, max_size=24)

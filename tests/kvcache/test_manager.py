@@ -6,9 +6,9 @@ import copy
 
 import pytest
 
+from helpers.kvcache.manager_cases import ROOT, B, prefill
 from kvboost_edge.errors import CacheCorruption, ConfigError, RequestError
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
-from kvcache_cases import ROOT, B, prefill
 
 # ---- misuse ----------------------------------------------------------------------------------------------------------
 

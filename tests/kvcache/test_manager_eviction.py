@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.kvcache.manager_cases import ROOT, B, prefill
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.kvcache.manager import BLOCK_FREE, KVCacheManager
-from kvcache_cases import ROOT, B, prefill
 
 # ---- eviction --------------------------------------------------------------------------------------------------------
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.kvcache.manager_cases import ROOT, B, prefill
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvcache_cases import ROOT, B, prefill
 
 
 def test_only_computed_full_blocks_are_published() -> None:

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from helpers.kvcache.manager_cases import OTHER, ROOT, B, prefill
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvcache_cases import OTHER, ROOT, B, prefill
 
 # ---- sharing ---------------------------------------------------------------------------------------------------------
 

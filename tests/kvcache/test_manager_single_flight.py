@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from helpers.kvcache.manager_cases import OTHER, ROOT, B, prefill
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvcache_cases import OTHER, ROOT, B, prefill
 
 
 def test_a_prompt_being_computed_is_waited_for_block_by_block() -> None:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from helpers.kvcache.manager_cases import OTHER, ROOT, B, prefill
 from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvcache_cases import OTHER, ROOT, B, prefill
 
 
 def run(manager: KVCacheManager, tokens: list[int], owner: bytes = b"", root: bytes = ROOT, ttl: float = 0.0) -> int:

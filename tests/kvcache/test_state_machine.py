@@ -24,12 +24,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from helpers.kvcache.pool_model import POISON, ROOTS, Live, Prefix, cut_hash, go_over, picks, tokens_lists
 from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
-from kvcache.pool_model import POISON, ROOTS, Live, Prefix, cut_hash, go_over, picks, tokens_lists
 
 LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
 NUM_EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCALE", "10000" if LONG else "100" if QUICK else "1000"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.kvcache.manager_cases import ROOT, B, prefill
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.states.tables import StateSizes
-from kvcache_cases import ROOT, B, prefill
 
 
 def compute(manager: KVCacheManager, table: BlockTable, tokens: list[int]) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.cli.app import run
 from kvboost_edge.engine.build import load_tokenizer
@@ -19,7 +20,6 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf import file as gguf_file
 from kvboost_edge.text.tokenizer import Tokenizer
-from tiny_models import save_tiny_model
 
 
 @pytest.fixture

@@ -157,7 +157,7 @@ def test_shards_and_their_names_count(model: Path, cache: Path) -> None:
 
 
 def test_module_fingerprint_sees_every_parameter() -> None:
-    from tiny_models import build_tiny_model
+    from helpers.models.tiny_models import build_tiny_model
 
     tokenizer = object()
     model = build_tiny_model("llama")

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from gguf_models import write_gguf
-from hybrid_models import HYBRID_NESTED, HYBRIDS
-from hybrid_oracle import hybrid_logits, plan_floats
+from helpers.gguf.writer import write_gguf
+from helpers.models.hybrid_models import HYBRID_NESTED, HYBRIDS
+from helpers.models.tiny_models import build_nested_model, build_tiny_model, save_nested_model, save_tiny_model
+from helpers.oracles.packed_plan import hybrid_logits, plan_floats
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.mixers import Mixer
 from kvboost_edge.models.packed.plan import pack_plan
-from tiny_models import build_nested_model, build_tiny_model, save_nested_model, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from helpers.models.tiny_models import NESTED, build_nested_model, save_nested_model
+from helpers.oracles.transformers_logits import assert_native_equals
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.runners.native.runner import NativeRunner
-from native_oracle import assert_native_equals
-from tiny_models import NESTED, build_nested_model, save_nested_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

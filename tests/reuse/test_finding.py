@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.reuse.index_cases import OTHER, ROOT, Offered, told
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kernels.reference.spans import StoredBlock
 from kvboost_edge.kernels.spans.scan import scan, scan_entry
@@ -18,7 +19,6 @@ from kvboost_edge.kernels.spans.table import MOST_TRIED
 from kvboost_edge.reuse.finding import find_runs
 from kvboost_edge.reuse.runs import Piece
 from kvboost_edge.reuse.spans import SpanIndex
-from reuse_cases import OTHER, ROOT, Offered, told
 
 HEADER, LAST = list(range(900, 910)), [999]
 A, B, C = list(range(100, 141)), list(range(200, 237)), list(range(300, 350))

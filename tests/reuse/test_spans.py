@@ -7,6 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from helpers.kvcache.manager_cases import B, prefill
+from helpers.reuse.index_cases import OTHER, ROOT, Offered, told
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kernels.reference.spans import StoredBlock
 from kvboost_edge.kvcache.block_table import BlockTable
@@ -15,8 +17,6 @@ from kvboost_edge.kvcache.hashing import encode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL
 from kvboost_edge.reuse.spans import SpanIndex
-from kvcache_cases import B, prefill
-from reuse_cases import OTHER, ROOT, Offered, told
 
 TEXT = list(range(50, 74))
 TOKENS = encode_tokens(range(4))

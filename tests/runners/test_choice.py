@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.config import CHOICES, EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
@@ -21,7 +22,6 @@ from kvboost_edge.runners.base import LoadOptions, ModelTraits
 from kvboost_edge.runners.choice import RUNNERS, choose_runner, load_runner, plan_of
 from kvboost_edge.runners.native.plan import choose_weights, native_kv_spec
 from kvboost_edge.runners.torch.plan import compute_dtype
-from tiny_models import save_tiny_model
 
 LLAMA = {
     "model_type": "llama",

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from live_servers import LiveServer, serving
-from ray_cases import Running, options_of, running_replicas
+from helpers.serve_ray.replica_cases import Running, options_of, running_replicas
+from helpers.server.live_servers import LiveServer, serving
 
 SECRET = "a secret of the test suite"
 NUM_CPUS = 4  # Ray's own count: replicas share what CPUs there are

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from helpers.serve_ray.replica_cases import Running, options_of, replica_processes, running_replicas
+from helpers.server.live_servers import wait_until
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
 from kvboost_edge.kvcache.hashing import encode_tokens
 from kvboost_edge.models.locate import locate_model
-from live_servers import wait_until
-from ray_cases import Running, options_of, replica_processes, running_replicas
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers.serve_ray.replica_cases import replica_processes
+from helpers.server.live_servers import wait_until
 from kvboost_edge.models.locate import locate_model
-from live_servers import wait_until
-from ray_cases import replica_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from helpers.models.tiny_models import save_tiny_model
+from helpers.server.live_servers import wait_until
+from helpers.tiers.redis_servers import running_redis
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Terms
 from kvboost_edge.engine.request import SamplingParams
@@ -21,9 +24,6 @@ from kvboost_edge.serve_ray.messages import Asked, Computed, Sent, Told
 from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
-from live_servers import wait_until
-from redis_servers import running_redis
-from tiny_models import save_tiny_model
 
 PROMPT = [10 + number % 200 for number in range(1003)]  # 62 full blocks, of which a router is told about 16
 OPTIONS = {"num_blocks": 128, "max_num_seqs": 4, "num_threads": 1, "reuse_gate": "off"}

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.server.live_servers import wait_until
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.errors import CapacityError, RequestError
 from kvboost_edge.serve_ray.flight import ReplicaLost
-from live_servers import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from helpers.server.live_servers import wait_until
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.serve_ray.directory import MEMORY_PLACE
@@ -24,7 +25,6 @@ from kvboost_edge.serve_ray.replica import own_options
 from kvboost_edge.serve_ray.start import _OWN, flags_of, loading_error, own_cluster
 from kvboost_edge.server.__main__ import _ended_by_signal, main
 from kvboost_edge.server.flags import parse_flags
-from live_servers import wait_until
 
 
 def test_a_replica_computes_with_its_cpus_and_takes_no_memory_that_is_not_there() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from helpers.serve_ray.replica_cases import Running, options_of, running_replicas
+from helpers.server.live_servers import wait_until
+from helpers.tiers.redis_servers import RedisServer, running_redis
 from kvboost_edge.serve_ray.flight import ReplicaLost
-from live_servers import wait_until
-from ray_cases import Running, options_of, running_replicas
-from redis_servers import RedisServer, running_redis
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

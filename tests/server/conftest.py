@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from live_servers import ADMIN_KEY, ENGINE_OPTIONS, KEYS, LiveServer, app_client, serving
+from helpers.server.live_servers import ADMIN_KEY, ENGINE_OPTIONS, KEYS, LiveServer, app_client, serving
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.fake_runner import expected_tokens, fake_engine
+from helpers.engine.fake_runner import expected_tokens, fake_engine
 from kvboost_edge.cli.app import run
 from kvboost_edge.config import CHOICES, EngineConfig
 from kvboost_edge.errors import ConfigError

@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from helpers.server.live_servers import wait_until
 from kvboost_edge.server.__main__ import _close_from_now, _ended_by_signal
-from live_servers import wait_until
 
 pytestmark = pytest.mark.alone
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clocks import give_clock
+from helpers.clocks import give_clock
 from kvboost_edge.server import __main__ as command
 
 

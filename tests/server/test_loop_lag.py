@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.server.live_servers import LiveServer, raw_answer, serving, wait_until
+from helpers.server.loop_lag import MOST_LAG, check, in_threads, lags, least_lag
 from kvboost_edge.server.serve import freeze_heap
-from live_servers import LiveServer, raw_answer, serving, wait_until
-from loop_lag import MOST_LAG, check, in_threads, lags, least_lag
 
 pytestmark = pytest.mark.alone
 

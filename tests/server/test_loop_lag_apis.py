@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from api_bodies import ASKED, asked, said
-from engine.fake_runner import fake_engine
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.api_bodies import ASKED, asked, said
+from helpers.server.live_servers import LiveServer, serving, wait_until
+from helpers.server.loop_lag import check, in_threads, least_lag
+from helpers.server.scripted_model import TEMPLATE
 from kvboost_edge.server.serve import freeze_heap
-from live_servers import LiveServer, serving, wait_until
-from loop_lag import check, in_threads, least_lag
-from spoken_turns import TEMPLATE
 
 pytestmark = pytest.mark.alone
 

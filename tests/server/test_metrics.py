@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from live_servers import ADMIN_KEY, KEYS, serving
+from helpers.server.live_servers import ADMIN_KEY, KEYS, serving
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docs" / "grafana" / "kvboost-edge.json"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from helpers.server.live_servers import LiveServer, raw_answer, serving, wait_until
 from kvboost_edge.server import serve
 from kvboost_edge.server.serve import freeze_heap
-from live_servers import LiveServer, raw_answer, serving, wait_until
 
 TEXT = {"prompt": "Hello", "max_tokens": 1900, "ignore_eos": True, "n": 8, "stream": True, "logprobs": 5}
 LONG = {"content": "steady " * 5000, "with_pieces": True}

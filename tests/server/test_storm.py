@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from api_bodies import ASKED, GENERATING, asked
+from helpers.server.api_bodies import ASKED, GENERATING, asked
+from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving, wait_until
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api.dialects.anthropic import blocks
-from live_servers import ENGINE_OPTIONS, KEYS, serving, wait_until
 
 pytestmark = pytest.mark.alone
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from helpers.server.live_servers import ENGINE_OPTIONS, LiveServer, serving
 from kvboost_edge import CPUPagedEngine
-from live_servers import ENGINE_OPTIONS, LiveServer, serving
 
 BODY = {"model": "kvboost-edge/demo", "prompt": "The mine of North Romin is nickel. " * 12, "max_tokens": 2}
 

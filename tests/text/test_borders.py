@@ -6,10 +6,10 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from helpers.text.chat_templates import HERMES
 from kvboost_edge.text.borders import user_starts
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
-from turn_families import HERMES
 
 LLAMA = """{{ '<|begin|>' }}{% for m in messages %}{{ '<|head|>' + m.role + '<|/head|>\\n\\n' + m.content + '<|eot|>' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\\n\\n' }}{% endif %}"""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hostile_words import GEMMA4_TEXTS, TEXTS, gemma4_metadata, metadata_of
+from helpers.text.hostile_words import GEMMA4_TEXTS, TEXTS, gemma4_metadata, metadata_of
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.text.codec import StreamKind
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer

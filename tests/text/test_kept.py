@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
 from kvboost_edge.engine.build import load_tokenizer
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.text import kept

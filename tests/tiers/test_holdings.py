@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.fake_runner import fake_engine
-from engine.hand_mover import DictTier, HandMover
+from helpers.engine.fake_runner import fake_engine
+from helpers.engine.hand_mover import DictTier, HandMover
+from helpers.server.live_servers import wait_until
 from kvboost_edge.kvcache.hashing import prefix_hashes
 from kvboost_edge.tiers.base import BlockAddress, ClosedTier
 from kvboost_edge.tiers.disk.tier import DiskTier
 from kvboost_edge.tiers.holdings import Holdings
-from live_servers import wait_until
 
 numbers = st.sets(st.integers(0, 9))
 

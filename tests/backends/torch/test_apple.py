@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fake_mps import DEVICE, FakeMpsBackend, fake_device
+from helpers.backends.fake_mps import DEVICE, FakeMpsBackend, fake_device
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.select import choose_backend
 from kvboost_edge.backends.torch import apple

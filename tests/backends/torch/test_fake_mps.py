@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from fake_mps import DEVICE, FakeMpsBackend, Refused, fake_device, recorded
+from helpers.backends.fake_mps import DEVICE, FakeMpsBackend, Refused, fake_device, recorded
+from helpers.backends.mps_kernels import CALLEES, problem_of, read_table
+from helpers.kernels.paged_cases import make_case
 from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
 from kvboost_edge.backends.torch.attend import attend, visible_slots
-from mps_kernels import CALLEES, problem_of, read_table
-from paged_cases import make_case
 
 BITS = [((16, 16), "float32"), ((16, 16), "float16"), ((8, 8), "float16")]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from disk_cases import SPACE, chain, opened, write
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
+from helpers.tiers.disk_cases import SPACE, chain, opened, write
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.cli.app import run
 from kvboost_edge.tiers.disk.files import Files

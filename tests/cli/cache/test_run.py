@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from disk_cases import OTHER_SPACE, SPACE, chain, opened, read, segments, space_dir, write
+from helpers.tiers.disk_cases import OTHER_SPACE, SPACE, chain, opened, read, segments, space_dir, write
 from kvboost_edge.cli.app import run
 
 

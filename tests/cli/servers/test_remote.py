@@ -208,8 +208,8 @@ def test_a_whole_conversation(
 
 
 def test_a_real_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving
     from kvboost_edge import CPUPagedEngine
-    from live_servers import ENGINE_OPTIONS, KEYS, serving
 
     with (
         CPUPagedEngine.from_pretrained("kvboost-edge/demo", **ENGINE_OPTIONS) as engine,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import fake_engine
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.live_servers import LiveServer, serving
+from helpers.server.scripted_model import TEMPLATE
 from kvboost_edge.cli.app import run
-from live_servers import LiveServer, serving
-from spoken_turns import TEMPLATE
 
 BLOCK = 16
 TOOLS = [

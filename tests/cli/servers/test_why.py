@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.fake_runner import fake_engine
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.live_servers import KEYS, LiveServer, serving
 from kvboost_edge.cli.app import run
 from kvboost_edge.cli.servers.why import WORDS
 from kvboost_edge.server.doctor.diagnosis import CAUSES
-from live_servers import KEYS, LiveServer, serving
 
 TEXTS = [f"Today is {day}. Answer as a helper of few words would, and in English." for day in ("Monday", "Tuesday")]
 

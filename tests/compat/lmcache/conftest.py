@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_cases import BACKENDS, make_engine
-from redis_servers import RedisServer, running_redis
+from helpers.compat.lmcache_cases import BACKENDS, make_engine
+from helpers.tiers.redis_servers import RedisServer, running_redis
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
+from helpers.compat.lmcache_cases import kv_of
 from kvboost_edge import LMCacheEngineBuilder, LMCacheEngineConfig, LMCacheEngineMetadata
 from kvboost_edge.errors import RequestError
-from lmcache_cases import kv_of
 
 CONFIG = LMCacheEngineConfig(4)
 METADATA = LMCacheEngineMetadata("m", 1, 0, "vllm")

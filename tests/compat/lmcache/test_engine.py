@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.compat.lmcache_cases import HEAD_SIZE, HEADS, LAYERS, equal, kv_of, kv_slice, num_tokens_of
 from kvboost_edge.errors import RequestError
-from lmcache_cases import HEAD_SIZE, HEADS, LAYERS, equal, kv_of, kv_slice, num_tokens_of
 
 T, F = True, False
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.compat.lmcache_cases import BACKENDS, equal, kv_of, kv_slice, make_engine, num_tokens_of
+from helpers.tiers.redis_servers import running_redis
 from kvboost_edge.compat.lmcache import LMCacheEngine
-from lmcache_cases import BACKENDS, equal, kv_of, kv_slice, make_engine, num_tokens_of
-from redis_servers import running_redis
 
 TOKENS = st.lists(st.integers(0, 1), max_size=9)  # so few that prefixes are shared
 STORE = st.tuples(st.just("store"), TOKENS, st.integers(0, 3), st.booleans(), st.booleans(), st.integers(0, 3))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from helpers.compat.lmcache_cases import equal, kv_of, kv_slice, make_engine, num_tokens_of
+from helpers.tiers.redis_servers import running_redis
 from kvboost_edge.compat.lmcache.arrays import Shape
 from kvboost_edge.compat.lmcache.chunks import chunk_addresses, token_bytes
 from kvboost_edge.compat.lmcache.stores import Chunk, MemoryStore, TierStore
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk.tier import DiskTier
-from lmcache_cases import equal, kv_of, kv_slice, make_engine, num_tokens_of
-from redis_servers import running_redis
 
 SPACE = bytes(range(32))
 CHUNK = 2 * 2 * 3 * 4 * 4 * 4 + 16  # of make_engine's: layers, k and v, heads, head size, tokens, float32; its tokens

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.compat.lmcache_cases import equal, kv_of
 from kvboost_edge.errors import BackendUnavailable
-from lmcache_cases import equal, kv_of
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8, torch.bool]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.compat.lmcache_cases import HEAD_SIZE, HEADS, LAYERS, equal, kv_of, kv_slice
 from kvboost_edge.compat.lmcache.v1 import LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata
 from kvboost_edge.errors import ConfigError, RequestError
-from lmcache_cases import HEAD_SIZE, HEADS, LAYERS, equal, kv_of, kv_slice
 
 GIB = 1 << 30
 ANY = LMCacheMetadata("model")

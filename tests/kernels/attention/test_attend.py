@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from helpers.kernels.paged_cases import DTYPES, NUMPY_DTYPES, Case, assert_close, make_case, num_blocks_for, random_rows
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
 from kvboost_edge.kernels.attention.storage import merge_state, to_storage
 from kvboost_edge.kernels.reference import attention as reference
-from paged_cases import DTYPES, NUMPY_DTYPES, Case, assert_close, make_case, num_blocks_for, random_rows
 
 Span = tuple[int, int, int]  # sequence, first position, position after the last
 Result = tuple[np.ndarray, np.ndarray]

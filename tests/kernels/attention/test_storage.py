@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from helpers.kernels.paged_cases import DTYPES, NUMPY_DTYPES, attend_densely, random_rows, round_to, round_with_torch
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention import storage
 from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, aligned_empty
 from kvboost_edge.kernels.attention.storage import STORAGE_DTYPES, from_storage, merge_state, to_storage
 from kvboost_edge.kernels.reference import attention as reference
-from paged_cases import DTYPES, NUMPY_DTYPES, attend_densely, random_rows, round_to, round_with_torch
 
 MERGES = [storage.merge_state, reference.merge_state]
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from helpers.kernels.paged_cases import DTYPES, NUMPY_DTYPES, attend_densely, random_rows
+from helpers.kernels.shifted_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ConfigError
@@ -29,8 +31,6 @@ from kvboost_edge.kernels.coded.layout import BIT_PAIRS
 from kvboost_edge.kernels.reference import attention as reference
 from kvboost_edge.kernels.reference.coded import decode_block
 from kvboost_edge.kernels.reference.coded import paged_attention_coded as reference_coded
-from moved_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
-from paged_cases import DTYPES, NUMPY_DTYPES, attend_densely, random_rows
 
 SIZE, BLOCKS, STORED = 16, 192, 1280
 KV_HEADS, PER_GROUP = 2, 3

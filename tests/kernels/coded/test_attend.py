@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from llvmlite import binding
 
-from coded_cases import before_new, make_backend, random_passes, run, run_all, whole, write
+from helpers.kernels.paged_cases import Case, make_case
+from helpers.kernels.quantized_kv_cases import before_new, make_backend, random_passes, run, run_all, whole, write
 from kvboost_edge.backends.base import AttentionParams
 from kvboost_edge.kernels.coded.layout import BIT_PAIRS
-from paged_cases import Case, make_case
 
 OPTIONS = (
     AttentionParams(0.3),
@@ -101,11 +101,11 @@ def test_large_biases_of_keys_cost_no_accuracy() -> None:
 PROGRAM = """
 import hashlib
 import numpy as np
-from coded_cases import make_backend, run, whole
+from helpers.kernels.quantized_kv_cases import make_backend, run, whole
 from kvboost_edge.backends.base import AttentionParams
 from kvboost_edge.kernels.coded.dot import coded_dot_form
 from kvboost_edge.kernels.coded.layout import BIT_PAIRS
-from paged_cases import make_case
+from helpers.kernels.paged_cases import make_case
 
 case = make_case(np.random.default_rng(0), ((1, 30), (3, 600)), kv_heads=2, per_group=7, dim=64, block_size=16)
 digest = hashlib.sha256()

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 from llvmlite import binding
 
-import amx_emulator
-from block_weights import random_blocks, random_table_rows
+from helpers.kernels import amx_emulator
+from helpers.kernels.block_weights import random_blocks, random_table_rows
+from helpers.kernels.linear_driver import Extra, panel_sizes, run_linear
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.kernels.linear import amx_choice
 from kvboost_edge.kernels.linear.blocks import pack_blocks
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, QUANTIZED, TABLE_FORMATS, pack_rows
 from kvboost_edge.runners.native import runner as native
-from linear_driver import Extra, panel_sizes, run_linear
-from paged_driver import PagedDriver
-from tiny_checkpoints import save_tiny_checkpoint
 
 # Linux shows the flags where it gives tiles; there, without asking, some of the instructions would run and others trap.
 EMULATED = not binding.get_host_cpu_features().get("amx-int8", False)

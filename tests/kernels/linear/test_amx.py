@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from llvmlite import binding
 
+from helpers.kernels.tile_assembly import tile_assembly
 from kvboost_edge.kernels.integers import dot_form
 from kvboost_edge.kernels.linear import amx as linear_amx
 from kvboost_edge.kernels.linear.tiles import INT_KINDS
-from tile_assembly import tile_assembly
 
 pytestmark = pytest.mark.skipif(
     dot_form() != "vnni512" or platform.system() != "Linux",

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 from llvmlite import binding
 
+from helpers.kernels.tile_assembly import compiled_tile, tile_module
 from kvboost_edge.kernels.linear import amx as linear_amx
 from kvboost_edge.kernels.linear import loads
 from kvboost_edge.kernels.linear.dot import BLOCK_KINDS, KIND_INT4T, OFFSET
@@ -22,7 +23,6 @@ from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes, minima_
 from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles, Target, Tile
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.reference import linear as reference
-from tile_assembly import compiled_tile, tile_module
 
 GROUPS, TILES = 17, 2
 NAMES = {number: name for name, number in NUMBERS.items()}

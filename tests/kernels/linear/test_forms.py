@@ -9,11 +9,11 @@ import sys
 import pytest
 from llvmlite import binding
 
+from helpers.kernels.tile_assembly import tile_assembly, tile_module
 from kvboost_edge.kernels import integers
 from kvboost_edge.kernels.integers import dot_form, follows_pages
 from kvboost_edge.kernels.linear.dot import KIND_INT4, KIND_INT4T, KIND_INT8, KIND_Q5K, KIND_Q6K
 from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles
-from tile_assembly import tile_assembly, tile_module
 
 PROGRAM = """
 import hashlib

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 from llvmlite import binding
 
+from helpers.kernels.tile_assembly import compiled_tile, tile_assembly, tile_module
 from kvboost_edge.kernels.linear.dot import BLOCK_KINDS
 from kvboost_edge.kernels.linear.int_tiles import IntTiles, Target, Tile
 from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes, minima_bytes
@@ -16,7 +17,6 @@ from kvboost_edge.kernels.linear.tiles import INT_KINDS
 from kvboost_edge.kernels.linear.unpacked import UnpackedTiles
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.reference import linear as reference
-from tile_assembly import compiled_tile, tile_assembly, tile_module
 
 NAMES = {number: name for name, number in NUMBERS.items()}
 TOKENS = {False: 4, True: 2}

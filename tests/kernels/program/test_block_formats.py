@@ -7,14 +7,22 @@ import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType, quants
 
-from block_weights import random_blocks
+from helpers.kernels.block_weights import random_blocks
+from helpers.kernels.linear_driver import (
+    PLAIN,
+    Extra,
+    Program,
+    assert_gated_in_one,
+    matrix_fields,
+    panel_sizes,
+    run_linear,
+)
 from kvboost_edge.kernels.linear.blocks import pack_blocks
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, PackedRows, packed_sizes
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from linear_driver import PLAIN, Extra, Program, assert_gated_in_one, matrix_fields, panel_sizes, run_linear
 
 Floats = npt.NDArray[np.float32]
 TYPES = {"q4k": GGMLQuantizationType.Q4_K, "q5k": GGMLQuantizationType.Q5_K, "q6k": GGMLQuantizationType.Q6_K}

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from block_weights import random_blocks, random_table_rows
+from helpers.kernels.block_weights import random_blocks, random_table_rows
+from helpers.kernels.linear_driver import PLAIN, Extra, Program, matrix_fields, run_linear
 from kvboost_edge.kernels.linear.blocks import pack_blocks
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.weights import (
@@ -24,7 +25,6 @@ from kvboost_edge.kernels.program.activations import ACT_CLAMPED_SWIGLU, ACT_REL
 from kvboost_edge.kernels.program.route import dispatch_numbers
 from kvboost_edge.kernels.reference.experts import ExpertWeights, Routing, expert_rows, mixed_rows, route_rows, slots_of
 from kvboost_edge.kernels.reference.linear import activate_rows, squared_rows
-from linear_driver import PLAIN, Extra, Program, matrix_fields, run_linear
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]

@@ -6,13 +6,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from helpers.kernels.linear_driver import (
+    PLAIN,
+    Extra,
+    Program,
+    assert_gated_in_one,
+    matrix_fields,
+    panel_sizes,
+    run_linear,
+)
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED, PackedRows, pack_rows, packed_sizes
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import ACT_RELU2, ACT_SILU
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from linear_driver import PLAIN, Extra, Program, assert_gated_in_one, matrix_fields, panel_sizes, run_linear
 
 Floats = npt.NDArray[np.float32]
 SHAPES = [(1, 16, 32), (2, 50, 100), (3, 33, 64), (5, 16, 31), (15, 130, 96), (16, 7, 1500)]

@@ -6,7 +6,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from block_weights import random_blocks, random_table_rows
+from helpers.kernels.block_weights import random_blocks, random_table_rows
+from helpers.kernels.linear_driver import (
+    PLAIN,
+    Extra,
+    Program,
+    assert_gated_in_one,
+    matrix_fields,
+    panel_sizes,
+    run_linear,
+)
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.linear.blocks import pack_blocks
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
@@ -14,7 +23,6 @@ from kvboost_edge.kernels.linear.weights import NUMBERS, PackedRows, pack_codes,
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from linear_driver import PLAIN, Extra, Program, assert_gated_in_one, matrix_fields, panel_sizes, run_linear
 
 Floats = npt.NDArray[np.float32]
 KIND = "int4t"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.kvcache.manager_cases import OTHER, ROOT, B, prefill
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError, RequestError
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_REFERENCED, KVCacheManager
-from kvcache_cases import OTHER, ROOT, B, prefill
 
 
 def cached(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> int:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from helpers.kvcache.manager_cases import ROOT, B, prefill
 from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.eviction.uses import Uses
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvcache_cases import ROOT, B, prefill
 
 
 def used_again(manager: KVCacheManager, tokens: list[int]) -> list[int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache_cases import ROOT, B
-from table_cases import cold, manager_of, run_pass, states_of
+from helpers.kvcache.manager_cases import ROOT, B
+from helpers.kvcache.recurrent_tables import cold, manager_of, run_pass, states_of
 
 
 def test_an_answer_leaves_one_snapshot_that_moves() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache_cases import ROOT, B
-from table_cases import cold, manager_of, states_of
+from helpers.kvcache.manager_cases import ROOT, B
+from helpers.kvcache.recurrent_tables import cold, manager_of, states_of
 
 
 def test_a_state_that_could_not_be_written_is_no_snapshot() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from helpers.kvcache.manager_cases import OTHER, ROOT, B
+from helpers.kvcache.recurrent_tables import manager_of, run_pass, states_of
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvcache_cases import OTHER, ROOT, B
-from table_cases import manager_of, run_pass, states_of
 
 LOUD = b"loud"
 

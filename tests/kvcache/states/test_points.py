@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.kvcache.manager_cases import ROOT, B
+from helpers.kvcache.recurrent_tables import cold, manager_of, rows, run_pass, states_of
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.states.points import backbone_points, hint_points
 from kvboost_edge.kvcache.states.slots import REASONS
 from kvboost_edge.kvcache.states.tables import StateSizes
-from kvcache_cases import ROOT, B
-from table_cases import cold, manager_of, rows, run_pass, states_of
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, []), (B, [B]), (B + 1, [B]), (2 * B, [B, 2 * B])])

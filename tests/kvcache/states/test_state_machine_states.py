@@ -21,12 +21,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from helpers.kvcache.pool_model import POISON, ROOTS, Prefix, picks, tokens_lists
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, chain_hash, encode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.states.tables import PassSlots, StateSizes, TableStates
-from kvcache.pool_model import POISON, ROOTS, Prefix, picks, tokens_lists
 
 LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
 NUM_EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCALE", "10000" if LONG else "60" if QUICK else "400"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.kvcache.manager_cases import OTHER, ROOT, B
+from helpers.kvcache.recurrent_tables import cold, manager_of, rows, run_pass, states_of
 from kvboost_edge.errors import CacheCorruption, CapacityError
-from kvcache_cases import OTHER, ROOT, B
-from table_cases import cold, manager_of, rows, run_pass, states_of
 
 
 def test_a_first_pass_reads_zeros_and_later_ones_their_own_slot() -> None:

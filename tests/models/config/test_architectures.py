@@ -15,10 +15,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from gguf_hybrids import HYBRID_ARCHS, HYBRID_FAMILIES
-from gguf_models import ARCHS
-from gguf_models import FAMILIES as GGUF_FAMILIES
-from hybrid_models import HYBRID_NESTED, HYBRIDS
+from helpers.gguf.hybrids import HYBRID_ARCHS, HYBRID_FAMILIES
+from helpers.gguf.writer import ARCHS
+from helpers.gguf.writer import FAMILIES as GGUF_FAMILIES
+from helpers.models.hybrid_models import HYBRID_NESTED, HYBRIDS
+from helpers.models.tiny_models import FAMILIES, NESTED
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config import architectures
 from kvboost_edge.models.config.architectures import (
@@ -31,7 +32,6 @@ from kvboost_edge.models.config.families import FAMILIES as NATIVE
 from kvboost_edge.models.config.file import read_config
 from kvboost_edge.models.config.nested import WRAPPERS
 from kvboost_edge.models.gguf.names import ARCHITECTURES as GGUF
-from tiny_models import FAMILIES, NESTED
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.config import EngineConfig
@@ -19,8 +21,6 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import LONG_RANGE, pin_notice
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver
-from tiny_models import build_tiny_model, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gguf_models import q4_k_m, write_gguf
+from helpers.gguf.writer import q4_k_m, write_gguf
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
@@ -16,8 +18,6 @@ from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.packed.plan import check_tensors, pack_plan, plan_bytes, plan_label
 from kvboost_edge.runners.native.runner import NativeRunner
-from tiny_checkpoints import save_tiny_checkpoint
-from tiny_models import save_tiny_model
 
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 6, "num_hidden_layers": 2, "head_dim": 64}
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter, quants
 
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.engine.build import load_tokenizer
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf.file import read_gguf
-from tiny_models import save_tiny_model
 
 MUTATIONS = 1000
 MAX_BYTES = 200e6

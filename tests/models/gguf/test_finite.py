@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
-from tiny_models import save_tiny_model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 

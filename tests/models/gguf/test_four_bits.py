@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 
-from bit_cases import logits_in_any_pass
-from gguf_models import iq4_xs, write_gguf
+from helpers.gguf.writer import iq4_xs, write_gguf
+from helpers.models.tiny_models import save_tiny_model
+from helpers.oracles.bit_cases import logits_in_any_pass
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -21,7 +22,6 @@ from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_bytes
 from kvboost_edge.runners.native.runner import NativeRunner
-from tiny_models import save_tiny_model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 # gpt-oss is 2880 wide: 90 groups of 32, and no whole blocks of 256.

@@ -12,9 +12,10 @@ import torch
 from safetensors.numpy import load_file
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-from gguf_gemma4 import makers_config
-from gguf_models import write_gguf
-from hostile_words import gemma4_metadata
+from helpers.gguf.gemma4 import makers_config
+from helpers.gguf.writer import write_gguf
+from helpers.models.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
+from helpers.text.hostile_words import gemma4_metadata
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import NO_CACHE
@@ -27,7 +28,6 @@ from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.plan import pack_plan, row_tables
 from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.native.runner import NativeRunner
-from tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gguf_hybrids import HYBRID_FAMILIES, draft_layer, tiled_heads
-from gguf_models import gguf_tensors, save_model, write_gguf
-from hybrid_oracle import hybrid_logits, plan_floats
+from helpers.gguf.hybrids import HYBRID_FAMILIES, draft_layer, tiled_heads
+from helpers.gguf.writer import gguf_tensors, save_model, write_gguf
+from helpers.models.tiny_models import save_tiny_model
+from helpers.oracles.packed_plan import hybrid_logits, plan_floats
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
-from tiny_models import save_tiny_model
 
 TOKENS = np.random.default_rng(5).integers(0, 256, 70).tolist()
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bit_cases import logits_in_any_pass
-from gguf_models import q4_k_m, write_gguf
+from helpers.gguf.writer import q4_k_m, write_gguf
+from helpers.models.tiny_models import save_tiny_model
+from helpers.oracles.bit_cases import logits_in_any_pass
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.packed.plan import check_tensors, pack_plan, plan_bytes
-from tiny_models import save_tiny_model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 

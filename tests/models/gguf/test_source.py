@@ -12,7 +12,9 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file, save_file
 
-from gguf_models import FAMILIES, gguf_tensors, q4_k_m, save_model, write_gguf
+from helpers.gguf.writer import FAMILIES, gguf_tensors, q4_k_m, save_model, write_gguf
+from helpers.models.tiny_models import save_nested_model, save_tiny_model
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ConfigError, ModelFormatError
@@ -25,8 +27,6 @@ from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.weights.columns.experts import ColumnExperts
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver
-from tiny_models import save_nested_model, save_tiny_model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 

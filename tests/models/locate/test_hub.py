@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from embedding_models import save_two_way_model
-from fake_hub import FakeHub, fake_hub
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
+from helpers.models.embedding_models import save_two_way_model
+from helpers.models.fake_hub import FakeHub, fake_hub
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from helpers.models.ollama_store import add
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.locate.ollama import ollama_names
-from ollama_store import add
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from helpers.models.ollama_store import DATA, add
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.locate.stores import own_models, stored_models
-from ollama_store import DATA, add
 
 COMMIT, OLDER = "0" * 39 + "1", "0" * 39 + "2"
 

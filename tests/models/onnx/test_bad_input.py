@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import onnx_wire as wire
+from helpers.models.tiny_models import build_tiny_model
+from helpers.onnx import wire
+from helpers.onnx.blocks import Form
+from helpers.onnx.wire import damaged
+from helpers.onnx.writer import Decoder, write_onnx
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.onnx.file import read_onnx
-from onnx_blocks import Form
-from onnx_models import Decoder, write_onnx
-from onnx_wire import damaged
-from tiny_models import build_tiny_model
 
 ONE_LAYER = {"num_hidden_layers": 1}
 
@@ -148,7 +148,7 @@ def written(folder: Path, change: Callable[[Decoder], None] | None = None, form:
             change(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onnx_models.Decoder", Changed)
+        patch.setattr("helpers.onnx.writer.Decoder", Changed)
         return write_onnx(model, folder, form)
 
 

@@ -11,6 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.onnx.blocks import Form
+from helpers.onnx.writer import Decoder, write_onnx
+from helpers.oracles.transformers_logits import assert_native_equals
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ModelFormatError
@@ -20,11 +25,6 @@ from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.conversions import conversion_error
 from kvboost_edge.models.packed.plan import pack_plan
 from kvboost_edge.runners.native.runner import NativeRunner
-from native_oracle import assert_native_equals
-from onnx_blocks import Form
-from onnx_models import Decoder, write_onnx
-from paged_driver import PagedDriver
-from tiny_models import build_tiny_model, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

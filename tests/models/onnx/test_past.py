@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import onnx_wire as wire
+from helpers.onnx import wire
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.onnx.file import OnnxModel, read_onnx
 from kvboost_edge.models.onnx.past import past_layout

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.packed.conversions import conversion_error, log_conversions
 from kvboost_edge.models.packed.plan import STORED, pack_plan
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
-from tiny_models import save_tiny_model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 QUERY = "model.layers.1.self_attn.q_proj.weight"

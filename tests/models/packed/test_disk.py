@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.models.packed_files import content, load, only_file
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import NO_CACHE
@@ -19,8 +21,6 @@ from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed import file as packed_file
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
-from packed_files import content, load, only_file
-from tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module")

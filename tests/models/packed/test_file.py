@@ -14,6 +14,8 @@ from typing import IO
 import numpy as np
 import pytest
 
+from helpers.models.packed_files import content, load, only_file
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.reference import linear as reference
@@ -24,8 +26,6 @@ from kvboost_edge.models.packed import file as packed_file
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import WEIGHT_FORMATS, check_tensors, pack_plan
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
-from packed_files import content, load, only_file
-from tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module")

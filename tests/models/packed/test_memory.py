@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt_oss_files import save_gpt_oss
+from helpers.models.gpt_oss_files import save_gpt_oss
 from kvboost_edge.models.checkpoint import Checkpoint
 from peers.mixture_shapes import Experts, Qwen3MoeShape
 from peers.random_model import write_gguf

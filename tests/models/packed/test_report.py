@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
 from kvboost_edge.models.packed.report import weight_error
-from tiny_models import save_tiny_model
 
 
 # Format, relative error at most and at least, bits per weight.

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from native_oracle import assert_native_equals
-from tiny_models import build_tiny_model, save_tokenizer
+from helpers.models.tiny_models import build_tiny_model, save_tokenizer
+from helpers.oracles.transformers_logits import assert_native_equals
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

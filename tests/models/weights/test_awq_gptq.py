@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from awq_gptq_files import quantize_dir
+from helpers.models.awq_gptq_files import quantize_dir
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
-from tiny_models import save_tiny_model
 
 SHAPES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 32}
 CASES = [

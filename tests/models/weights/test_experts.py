@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.weights.experts import expert_number, expert_rows
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.runners.native.runner import NativeRunner
-from tiny_checkpoints import save_tiny_checkpoint
 
 Tensors = dict[str, np.ndarray]
 LAYER = "model.layers.1.mlp."

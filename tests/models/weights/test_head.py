@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from helpers.models.tiny_models import build_tiny_model, save_nested_model, save_tiny_model
+from helpers.oracles.transformers_logits import assert_native_equals
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
-from native_oracle import assert_native_equals
-from tiny_models import build_tiny_model, save_nested_model, save_tiny_model
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

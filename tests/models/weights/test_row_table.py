@@ -13,14 +13,14 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
-from awq_gptq_files import quantize_dir
-from gguf_models import K_SCALES, write_gguf
+from helpers.gguf.writer import K_SCALES, write_gguf
+from helpers.models.awq_gptq_files import quantize_dir
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError, RequestError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.weights import file_bytes
 from kvboost_edge.models.weights.row_table import ROW_TYPES, RowTable
-from tiny_models import save_tiny_model
 
 TABLE = "model.embed_tokens.weight"  # any tensor with a row for each token will do
 ROWS, WIDTH = 300, 64

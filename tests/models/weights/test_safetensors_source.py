@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
-from tiny_models import save_tiny_model
 
 
 def test_some_rows_are_those_of_the_whole(tmp_path: Path) -> None:

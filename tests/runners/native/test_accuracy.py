@@ -10,12 +10,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver
-from tiny_models import build_tiny_model, save_tiny_model
 
 
 def _as_quantized(weight: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.float64]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bit_cases import (
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.oracles.bit_cases import (
     BLOCK,
     PROMPTS,
     TwiceThreaded,
@@ -16,7 +17,6 @@ from bit_cases import (
     assert_same_when_computed_again,
     same,
 )
-from tiny_checkpoints import save_tiny_checkpoint
 
 
 @pytest.fixture(scope="module", params=["int4", "int4-asym", "int8", "bf16", "f32"])

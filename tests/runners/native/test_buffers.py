@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from helpers.models.tiny_models import save_tiny_model
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver
-from tiny_models import save_tiny_model
 
 SMALL, LARGE = ([np.random.default_rng(n).integers(0, 256, n).tolist() for n in counts] for counts in ((5, 9), (1030,)))
 

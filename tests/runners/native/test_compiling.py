@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.storage import copy_entry
 from kvboost_edge.kernels.linear.weights import NUMBERS, fit_entry, floats_entry
@@ -18,8 +20,6 @@ from kvboost_edge.kernels.program.entries import entries_of, pass_entries
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.native.program import possible_operations
 from kvboost_edge.runners.native.runner import NativeRunner
-from tiny_checkpoints import save_tiny_checkpoint
-from tiny_models import save_tiny_model
 
 PLAIN = lt.OPERATIONS[lt.K_PROGRAM]
 APART = {

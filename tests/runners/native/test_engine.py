@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ConfigError
-from tiny_models import build_tiny_model, save_tiny_model
 
 NATIVE = {"runner": "native", "num_blocks": 64, "backend": "cpu"}
 PROMPT = "the quick brown fox jumps over the lazy dog and then it sleeps for the rest of the day"

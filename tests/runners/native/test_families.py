@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers.models.tiny_models import FAMILIES, build_tiny_model, save_tiny_model
+from helpers.oracles.transformers_logits import assert_native_equals
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ConfigError, ModelFormatError, RequestError
 from kvboost_edge.runners.native.runner import NativeRunner
-from native_oracle import assert_native_equals
-from paged_driver import PagedDriver
-from tiny_models import FAMILIES, build_tiny_model, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

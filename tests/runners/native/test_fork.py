@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine.native_bench import Bits
+from helpers.engine.native_bench import Bits
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.runners.paged_driver import PagedDriver, Sequence_
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver, Sequence_
-from tiny_checkpoints import save_tiny_checkpoint
 
 BLOCK = 16
 LENGTH = 580  # past the end of attention's first partition of 512 tokens

@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from bit_cases import BLOCK, TwiceThreaded, assert_same_behind_a_prefix, same
-from engine.native_bench import Bits
-from gguf_models import write_gguf
+from helpers.engine.native_bench import Bits
+from helpers.gguf.writer import write_gguf
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.oracles.bit_cases import BLOCK, TwiceThreaded, assert_same_behind_a_prefix, same
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver
-from tiny_models import build_tiny_model, save_tiny_model
 
 LENGTHS = (90, 1, 40, 600)  # past the windows of 24, and past attention's first partition of 512 tokens
 PROMPTS = [np.random.default_rng(seed).integers(0, 256, length).tolist() for seed, length in enumerate(LENGTHS)]

@@ -11,18 +11,18 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gguf_experts import dequantized
-from gguf_models import write_gguf
-from gpt_oss_files import ROPE, save_gpt_oss
-from gpt_oss_oracle import GptOssOracle
+from helpers.gguf.experts import dequantized
+from helpers.gguf.writer import write_gguf
+from helpers.models.gpt_oss_files import ROPE, save_gpt_oss
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.oracles.gpt_oss import GptOssOracle
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.experts import ExpertNames, Experts
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver
-from tiny_models import build_tiny_model, save_tiny_model
 
 WINDOW, BLOCK = 24, 16
 PROMPT = np.random.default_rng(7).integers(0, 256, 100).tolist()

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gguf_hybrids import HYBRID_FAMILIES
-from gguf_models import save_model, write_gguf
-from hybrid_models import HYBRID_NESTED, HYBRIDS
-from hybrid_oracle import hybrid_logits, plan_floats
+from helpers.gguf.hybrids import HYBRID_FAMILIES
+from helpers.gguf.writer import save_model, write_gguf
+from helpers.models.hybrid_models import HYBRID_NESTED, HYBRIDS
+from helpers.models.tiny_models import build_nested_model, build_tiny_model, save_nested_model, save_tiny_model
+from helpers.oracles.packed_plan import hybrid_logits, plan_floats
+from helpers.oracles.transformers_logits import assert_native_equals, driver_of
 from kvboost_edge.kernels.linear.weights import NUMBERS, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.packed.plan import VECTOR, pack_plan
 from kvboost_edge.runners.native.runner import NativeRunner
-from native_oracle import assert_native_equals, driver_of
-from tiny_models import build_nested_model, build_tiny_model, save_nested_model, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.native_bench import BLOCK, Bits, Floats, Machine, NativeBench
+from helpers.engine.native_bench import BLOCK, Bits, Floats, Machine, NativeBench
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.models.tiny_models import FAMILIES, NESTED, build_tiny_model, save_nested_model, save_tiny_model
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.kvcache.states.tables import StateSizes
 from kvboost_edge.models.config.families import FAMILIES as KNOWN
-from tiny_checkpoints import save_tiny_checkpoint
-from tiny_models import FAMILIES, NESTED, build_tiny_model, save_nested_model, save_tiny_model
 
 PARTITION, CONTEXT, BLOCKS = 512, 2048, 100
 LONG = np.random.default_rng(3).integers(0, 256, 1210).tolist()

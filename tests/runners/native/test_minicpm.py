@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from gguf_models import write_gguf
+from helpers.gguf.writer import write_gguf
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import check_model_compatibility
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver
-from tiny_checkpoints import save_tiny_checkpoint
 
 Doubles = np.ndarray
 PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()

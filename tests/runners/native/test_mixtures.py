@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from bit_cases import (
+from helpers.models.gpt_oss_files import save_gpt_oss
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.oracles.bit_cases import (
     PROMPTS,
     TwiceThreaded,
     assert_same_behind_a_prefix,
@@ -19,14 +21,12 @@ from bit_cases import (
     assert_same_when_computed_again,
     same,
 )
-from gpt_oss_files import save_gpt_oss
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver
-from tiny_checkpoints import save_tiny_checkpoint
 
 # GGUF types -> what their tensors become; widths of 256 for those in blocks.
 STORED = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
@@ -46,8 +46,8 @@ def _save(name: str, directory: Path) -> Path:
         return save_gpt_oss(directory, mxfp4=name.endswith("MXFP4"))
     if name not in STORED and name not in GEMMA4:
         return save_tiny_checkpoint("qwen3_moe", directory, hidden_size=80, num_hidden_layers=2)
-    from gguf_models import write_gguf
-    from tiny_models import save_tiny_model
+    from helpers.gguf.writer import write_gguf
+    from helpers.models.tiny_models import save_tiny_model
 
     if name in GEMMA4:
         model, kind = save_tiny_model("gemma4-moe", directory / "model"), name.removeprefix("gemma4 ")

@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.kernels.shifted_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
@@ -29,8 +31,6 @@ from kvboost_edge.runners.attended import asked_layer
 from kvboost_edge.runners.base import ForwardBatch, Runner, StoredKeys
 from kvboost_edge.runners.native.plan import moved_keys_refusal
 from kvboost_edge.runners.native.runner import NativeRunner
-from moved_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
-from tiny_models import save_tiny_model
 
 Bits = tuple[int, int]
 SIZE, BLOCKS = 16, 160

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from tiny_checkpoints import save_tiny_checkpoint
 
 Floats = npt.NDArray[np.float64]
 FAMILIES = ("llama", "qwen2", "qwen3")

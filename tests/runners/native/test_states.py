@@ -12,15 +12,15 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from exact_granite import ExactGranite
-from exact_hybrid import ExactHybrid
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.oracles.granite import ExactGranite
+from helpers.oracles.hybrid import ExactHybrid
+from helpers.runners.recurrent_driver import StateDriver
 from kvboost_edge.backends.base import Backend, PassStates
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.runners.native.plan import RECURRENT, moved_keys_refusal
 from kvboost_edge.runners.native.runner import NativeRunner
-from state_driver import StateDriver
-from tiny_models import build_tiny_model, save_tiny_model
 
 Floats = npt.NDArray[np.float32]
 # The last two: layers that are one thing each, and layers with keys, values and a state.

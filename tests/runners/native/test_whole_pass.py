@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from helpers.models.tiny_models import save_tiny_model
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.runners.native.whole_pass import WholePass
-from paged_driver import PagedDriver
-from tiny_models import save_tiny_model
 
 STEPS = 10  # each sequence fills a block in them that was begun in an earlier pass
 PROMPTS = [np.random.default_rng(seed).integers(0, 256, length).tolist() for seed, length in enumerate((700, 40, 10))]

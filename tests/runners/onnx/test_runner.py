@@ -13,6 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.models.tiny_models import build_tiny_model
+from helpers.onnx.blocks import Form
+from helpers.onnx.concat import ConcatDecoder
+from helpers.onnx.wire import damaged
+from helpers.onnx.writer import Decoder, write_onnx
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import choose_backend, make_backend
@@ -20,12 +26,6 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, M
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.runners.base import LoadOptions
 from kvboost_edge.runners.onnx.runner import OnnxRunner, load
-from onnx_blocks import Form
-from onnx_concat import ConcatDecoder
-from onnx_models import Decoder, write_onnx
-from onnx_wire import damaged
-from paged_driver import PagedDriver
-from tiny_models import build_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from fake_mps import DEVICE, FakeMps, counting, fake_device, place, recorded
+from helpers.backends.fake_mps import DEVICE, FakeMps, counting, fake_device, place, recorded
+from helpers.models.tiny_models import FAMILIES, build_tiny_model
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.runners.torch.runner import TorchRunner
-from paged_driver import PagedDriver
-from tiny_models import FAMILIES, build_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -9,10 +9,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from helpers.models.tiny_models import FAMILIES, build_tiny_model
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.runners.torch.runner import TorchRunner
-from paged_driver import PagedDriver
-from tiny_models import FAMILIES, build_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 import kvboost_edge
-from cuda_standin import StandIn, needs_kernels, standing_in
+from helpers.cuda.standin import StandIn, needs_kernels, standing_in
+from helpers.models.tiny_models import build_tiny_model
 from kvboost_edge.backends import cuda
 from kvboost_edge.errors import ModelFormatError, RequestError
 from kvboost_edge.runners.torch import flash
-from tiny_models import build_tiny_model
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("one_torch_thread")]
 

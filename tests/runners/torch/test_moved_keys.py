@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.kernels.shifted_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
+from helpers.models.tiny_models import FAMILIES, build_tiny_model
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.kernels.attention.parts import deltas_of, entry_of
 from kvboost_edge.runners.base import ForwardBatch, StoredKeys
 from kvboost_edge.runners.torch.runner import TorchRunner
-from moved_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
-from tiny_models import FAMILIES, build_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.models.tiny_models import build_tiny_model
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.runners.torch.runner import TorchRunner
-from paged_driver import PagedDriver
-from tiny_models import build_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
-from cuda_standin import needs_kernels, standing_in
+from helpers.cuda.standin import needs_kernels, standing_in
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.backends.cuda import CUDABackend
 from kvboost_edge.backends.select import choose_backend, make_backend
@@ -22,8 +24,6 @@ from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.runners.base import ForwardBatch
 from kvboost_edge.runners.torch.runner import TorchRunner
-from paged_driver import PagedDriver
-from tiny_models import build_tiny_model, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

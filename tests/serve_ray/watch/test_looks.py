@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers.server.live_servers import wait_until
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.serve_ray import pool, replicas
 from kvboost_edge.serve_ray.messages import Asked, Description, Figures, Told
@@ -18,7 +19,6 @@ from kvboost_edge.serve_ray.replicas import Replicas
 from kvboost_edge.serve_ray.routing.records import ReplicaReport
 from kvboost_edge.serve_ray.watch.looks import Looks
 from kvboost_edge.server.errors import NoReplica
-from live_servers import wait_until
 
 ABOUT = {"model": "m", "root": b"r".hex()}
 NEVER = 600.0  # seconds: longer than any test

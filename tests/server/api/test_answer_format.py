@@ -12,13 +12,13 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from engine.fake_runner import fake_engine
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.live_servers import app_client
 from kvboost_edge.engine.grammars import Grammar
 from kvboost_edge.engine.structure import Structure, Structures
 from kvboost_edge.server import serve
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from live_servers import app_client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {

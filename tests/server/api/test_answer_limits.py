@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers.server.live_servers import LiveServer
 from kvboost_edge.server.api.bounds import COUNTS
-from live_servers import LiveServer
 
 MESSAGES = [{"role": "user", "content": "What grinds the corn?"}]
 CHAT = "/v1/chat/completions"

@@ -9,13 +9,13 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from braced_turns import GEMMA4
-from engine import fake_runner
-from engine.fake_runner import fake_engine
+from helpers.engine import fake_runner
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.live_servers import app_client
+from helpers.server.scripted_model import Speaker
+from helpers.text.gemma_templates import GEMMA4
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from live_servers import app_client
-from spoken_turns import Speaker
 
 CHAT = "/v1/chat/completions"
 WEATHER: dict[str, Any] = {

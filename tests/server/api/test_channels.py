@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from engine import fake_runner
-from gpt_oss_files import save_gpt_oss
+from helpers.engine import fake_runner
+from helpers.models.gpt_oss_files import save_gpt_oss
+from helpers.server.live_servers import app_client
+from helpers.text.chat_templates import CHANNELS as TEMPLATE
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.text.tokenizer import Tokenizer
-from live_servers import app_client
 from server.api.test_tools import ARGUMENTS, ASK, CLOCK, WEATHER
-from turn_families import CHANNELS as TEMPLATE
 
 MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 VOCAB_SIZE = fake_runner.VOCAB_SIZE + len(MARKERS)

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from live_servers import LiveServer
+from helpers.server.live_servers import LiveServer
 
 MODEL = "kvboost-edge/demo"
 MESSAGES: Any = [

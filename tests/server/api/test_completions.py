@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from live_servers import LiveServer
+from helpers.server.live_servers import LiveServer
 
 MODEL = "kvboost-edge/demo"
 PROMPT = "The water mill of the old town"

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from doctor_cases import CHAT, COMPLETIONS, EXPLAIN, SYSTEM, app_of, ask, complete
-from engine.fake_runner import fake_engine, hold_passes, runner_of
+from helpers.engine.fake_runner import fake_engine, hold_passes, runner_of
+from helpers.server.cache_miss_cases import CHAT, COMPLETIONS, EXPLAIN, SYSTEM, app_of, ask, complete
+from helpers.server.scripted_model import Speaker
 from kvboost_edge.server.doctor.records import NOT_SAID
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
-from spoken_turns import Speaker
 
 
 async def test_a_date_in_the_system_message_is_found_with_both_texts(

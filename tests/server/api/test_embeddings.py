@@ -14,16 +14,16 @@ import pytest
 from langchain_openai import OpenAIEmbeddings
 from tokenizers import AddedToken, Tokenizer
 
-from embedding_models import DENSE, save_two_way_model
+from helpers.models.embedding_models import DENSE, save_two_way_model
+from helpers.models.tiny_checkpoints import VOCAB_SIZE, save_tiny_checkpoint
+from helpers.models.tiny_models import build_tiny_model
+from helpers.onnx.blocks import Form
+from helpers.onnx.concat import ConcatDecoder
+from helpers.onnx.writer import write_onnx
+from helpers.server.live_servers import ENGINE_OPTIONS, LiveServer, serving, wait_until
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.vectors import EmbeddingAnswer, RerankAnswer
-from live_servers import ENGINE_OPTIONS, LiveServer, serving, wait_until
-from onnx_blocks import Form
-from onnx_concat import ConcatDecoder
-from onnx_models import write_onnx
-from tiny_checkpoints import VOCAB_SIZE, save_tiny_checkpoint
-from tiny_models import build_tiny_model
 
 HIDDEN = 64
 TEXTS = ["How are you?", "A cat sat on a mat. " * 8, "x"]

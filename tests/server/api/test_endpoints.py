@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 
+from helpers.server.live_servers import LiveServer, app_client
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from live_servers import LiveServer, app_client
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from doctor_cases import SYSTEM, app_of, ask
-from engine.fake_runner import fake_engine
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.cache_miss_cases import SYSTEM, app_of, ask
+from helpers.server.scripted_model import Speaker
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.replay import thought_key
-from spoken_turns import Speaker
 
 STRIPS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from api_bodies import ASKED, GENERATING, MODEL, error_text, said
+from helpers.server.api_bodies import ASKED, GENERATING, MODEL, error_text, said
+from helpers.server.live_servers import app_client
 from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from live_servers import app_client
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
 _PENALTIES = {name: name for name in ("presence_penalty", "frequency_penalty")}

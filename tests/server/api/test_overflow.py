@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from doctor_cases import CHAT, app_of
-from engine import fake_runner
-from engine.fake_runner import fake_engine
+from helpers.engine import fake_runner
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.cache_miss_cases import CHAT, app_of
+from helpers.server.scripted_model import TEMPLATE, Speaker
 from kvboost_edge.server.api.chat import _tokens_around
-from spoken_turns import TEMPLATE, Speaker
 
 CONTEXT = 600
 DROP = {"context_overflow": "drop_oldest"}

@@ -12,10 +12,10 @@ import httpx
 import openai
 import pytest
 
+from helpers.server.live_servers import HeldForward, LiveServer, serving, wait_until
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api import generation
 from kvboost_edge.server.errors import ShuttingDown
-from live_servers import HeldForward, LiveServer, serving, wait_until
 
 MODEL = "kvboost-edge/demo"
 CHUNK = 64  # tokens a step

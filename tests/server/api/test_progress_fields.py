@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from live_servers import LiveServer
+from helpers.server.live_servers import LiveServer
 
 CHAT = [{"role": "user", "content": "What grinds the corn?"}]
 PATHS: dict[str, dict[str, Any]] = {

@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from clocks import give_clock
-from engine.fake_runner import fake_engine
+from helpers.clocks import give_clock
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.live_servers import app_client
 from kvboost_edge.engine import core
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.work import admission
-from live_servers import app_client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "A text of 64 characters, which is four full blocks of the pool.."

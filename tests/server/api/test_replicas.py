@@ -6,10 +6,10 @@ from typing import Any
 
 import httpx
 
+from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.work.admission import Admission
-from live_servers import app_client
 
 
 class Pair:

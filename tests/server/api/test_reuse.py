@@ -17,7 +17,8 @@ from typing import Any, get_args
 import httpx
 import pytest
 
-from engine.fake_runner import expected_tokens, fake_engine, runner_of
+from helpers.engine.fake_runner import expected_tokens, fake_engine, runner_of
+from helpers.server.live_servers import app_client
 from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.engine.stats import BLOCK_SPAN
@@ -29,7 +30,6 @@ from kvboost_edge.server.api.schemas.cache_use import CacheUse
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from live_servers import app_client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, settings
 from schemathesis.config import SchemathesisConfig
 from schemathesis.specs.openapi import checks
 
-from api_bodies import PATHS, READ
 from conftest import LONG
+from helpers.server.api_bodies import PATHS, READ
+from helpers.server.live_servers import LiveServer
 from kvboost_edge.server.app import ROUTERS
-from live_servers import LiveServer
 
 # Schemathesis gives all its tests one name, of which workers would run one.
 pytestmark = pytest.mark.alone

@@ -11,12 +11,12 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from engine import fake_runner
-from engine.fake_runner import fake_engine
+from helpers.engine import fake_runner
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.live_servers import app_client
+from helpers.server.scripted_model import TEMPLATE, Speaker
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from live_servers import app_client
-from spoken_turns import TEMPLATE, Speaker
 
 CHAT = "/v1/chat/completions"
 WEATHER = {

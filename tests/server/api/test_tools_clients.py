@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from live_servers import LiveServer
+from helpers.server.live_servers import LiveServer
 
 MODEL = "kvboost-edge/demo"
 PARAMETERS = {

@@ -11,9 +11,9 @@ import jsonschema_rs
 import pytest
 from tokenizers import AddedToken
 
-import spoken_turns
-from engine import fake_runner
-from hybrid_turns import LFM2_UNSHOWN
+from helpers.engine import fake_runner
+from helpers.server import scripted_model
+from helpers.text.hybrid_templates import LFM2_UNSHOWN
 from kvboost_edge.text.tokenizer import Tokenizer
 from server.api.test_tools import ARGUMENTS, ASK, CHAT, CLOCK, TOOLS, WEATHER, ask, calls_of, refused
 
@@ -32,7 +32,7 @@ def spoken_engine(monkeypatch: pytest.MonkeyPatch, markers: tuple[str, ...]) -> 
     raw, size = fake_runner.fake_tokenizer().codec.to_json(), fake_runner.VOCAB_SIZE + len(markers)
     monkeypatch.setattr(fake_runner, "fake_tokenizer", lambda: _with_markers(raw, markers))
     monkeypatch.setattr(fake_runner, "VOCAB_SIZE", size)
-    monkeypatch.setattr(spoken_turns, "VOCAB_SIZE", size)
+    monkeypatch.setattr(scripted_model, "VOCAB_SIZE", size)
     with fake_runner.fake_engine(num_blocks=1024, max_context=8000) as engine:
         engine.tokenizer.chat_template = LFM2_UNSHOWN
         yield engine
@@ -45,8 +45,8 @@ def _with_markers(raw: str, markers: tuple[str, ...]) -> Tokenizer:
 
 
 @pytest.fixture
-def speaker(spoken_engine: Any, monkeypatch: pytest.MonkeyPatch) -> spoken_turns.Speaker:
-    speaker = spoken_turns.Speaker(spoken_engine)
+def speaker(spoken_engine: Any, monkeypatch: pytest.MonkeyPatch) -> scripted_model.Speaker:
+    speaker = scripted_model.Speaker(spoken_engine)
     speaker.text, speaker.openings = SAID, ["<|im_start|>assistant\n"]
     monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
     return speaker
@@ -58,7 +58,7 @@ def results_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 async def test_calls_and_an_answer_from_their_results(
-    app: httpx.AsyncClient, speaker: spoken_turns.Speaker, spoken_engine: Any, monkeypatch: pytest.MonkeyPatch
+    app: httpx.AsyncClient, speaker: scripted_model.Speaker, spoken_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await ask(app)
     assert (calls_of(first), first["choices"][0]["finish_reason"]) == (CALLS, "tool_calls")
@@ -87,7 +87,7 @@ async def test_calls_and_an_answer_from_their_results(
     assert f"{turn}{edited}{2 * result}" in spoken_engine.tokenizer.decode(seen[0], False)
 
 
-async def test_a_stream_says_what_a_whole_answer_says(app: httpx.AsyncClient, speaker: spoken_turns.Speaker) -> None:
+async def test_a_stream_says_what_a_whole_answer_says(app: httpx.AsyncClient, speaker: scripted_model.Speaker) -> None:
     speaker.text = f"Let me look. {SAID}"
     body = {"messages": ASK, "tools": TOOLS, "max_tokens": 300, "temperature": 0, "stream": True}
     content, made = "", dict[int, list[str]]()
@@ -118,7 +118,7 @@ async def test_a_required_call_fits_its_schema_whatever_the_model_wants(
     assert ended >= 2
 
 
-async def test_no_call_where_none_is_wanted(app: httpx.AsyncClient, speaker: spoken_turns.Speaker) -> None:
+async def test_no_call_where_none_is_wanted(app: httpx.AsyncClient, speaker: scripted_model.Speaker) -> None:
     message = (await ask(app, tool_choice="none"))["choices"][0]["message"]
     assert "tool_calls" not in message
     assert "<|tool_call_start|>" not in message["content"]

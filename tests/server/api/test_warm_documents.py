@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.fake_runner import fake_engine, runner_of
+from helpers.engine.fake_runner import fake_engine, runner_of
+from helpers.server.live_servers import app_client
 from kvboost_edge.engine.request import Request
 from kvboost_edge.server.api.answers import Warmed
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from live_servers import app_client
 
 WARM, COMPLETIONS = "/v1/warm", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
+from helpers.server.live_servers import KEYS, LiveServer, raw_answer, serving, wait_until
 from kvboost_edge.server.http import closing
-from live_servers import KEYS, LiveServer, raw_answer, serving, wait_until
 
 LARGE = 50_000_000
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from helpers.server.live_servers import serving
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.http.hosts import HostList
 from kvboost_edge.server.settings import ServerSettings, is_loopback
-from live_servers import serving
 
 
 def check(settings: ServerSettings, *headers: tuple[str, str], address: str = "127.0.0.1") -> int:

@@ -9,13 +9,13 @@ import re
 
 import pytest
 
+from helpers.server.live_servers import ADMIN_KEY, KEYS, raw_answer, wait_until
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.server.errors import ApiError, error_body
 from kvboost_edge.server.http.keys import KeyRing
 from kvboost_edge.server.http.middleware import ADMIN_PATHS
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings, collect_api_keys, tenant_of_key
-from live_servers import ADMIN_KEY, KEYS, raw_answer, wait_until
 
 OPEN = {"/health", "/ready", "/version", "/"}
 # Each becomes an open path, or another route, once somebody decodes, normalises or folds it.

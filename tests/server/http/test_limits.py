@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from live_servers import LiveServer, raw_answer, serving, wait_until
+from helpers.server.live_servers import LiveServer, raw_answer, serving, wait_until
 
 pytestmark = pytest.mark.alone
 

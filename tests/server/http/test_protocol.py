@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import h11
 import pytest
 
+from helpers.server.live_servers import raw_answer, serving, wait_until
 from kvboost_edge.server.http import protocol
-from live_servers import raw_answer, serving, wait_until
 
 HOST = b"Host: localhost\r\n"
 CLOSE = b"Connection: close\r\n"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from api_bodies import ASKED, GENERATING, MODEL, READ, asked, error_text, said
-from live_servers import LiveServer, raw_answer, serving, wait_until
+from helpers.server.api_bodies import ASKED, GENERATING, MODEL, READ, asked, error_text, said
+from helpers.server.live_servers import LiveServer, raw_answer, serving, wait_until
 
 NUM_CASES = 756  # three of each kind for each path
 CANARY = {"model": MODEL, "prompt": "The capital of France", "max_tokens": 12, "temperature": 0, "logprobs": 3}

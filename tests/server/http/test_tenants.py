@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from api_bodies import ASKED, READ, asked, error_text
+from helpers.server.api_bodies import ASKED, READ, asked, error_text
+from helpers.server.live_servers import ADMIN_KEY, KEYS, LiveServer
 from kvboost_edge.server.http.middleware import ADMIN_PATHS
-from live_servers import ADMIN_KEY, KEYS, LiveServer
 
 SECRET = "The first tenant's secret is the word marmalade"
 OPEN = ("/", "/health", "/ready", "/version")

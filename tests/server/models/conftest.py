@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from helpers.server.live_servers import serving
+from helpers.server.model_budget import SIZE, Room
+from helpers.server.served_models import ASKED, CountedSource
 from kvboost_edge.server.models import loader
-from live_servers import serving
-from model_rooms import SIZE, Room
-from served_models import ASKED, CountedSource
 
 
 @pytest.fixture(scope="session")
 def second_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny_models import save_tiny_model
+    from helpers.models.tiny_models import save_tiny_model
 
     return save_tiny_model("qwen3", tmp_path_factory.mktemp("tiny-qwen3"))
 

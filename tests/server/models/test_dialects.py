@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from live_servers import LiveServer, serving, wait_until
-from served_models import CountedSource
+from helpers.server.live_servers import LiveServer, serving, wait_until
+from helpers.server.served_models import CountedSource
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 ROUTES: dict[str, dict[str, Any]] = {

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from doctor_cases import app_of, complete
-from engine.fake_states import hybrid_parts
+from helpers.engine.fake_hybrid import hybrid_parts
+from helpers.models.tiny_models import save_tiny_model
+from helpers.server.cache_miss_cases import app_of, complete
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import MemoryLedger
@@ -20,7 +21,6 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.server.__main__ import _load, _planned
 from kvboost_edge.server.flags import parse_flags
 from kvboost_edge.server.models.loader import reserved_bytes
-from tiny_models import save_tiny_model
 
 
 @pytest.fixture

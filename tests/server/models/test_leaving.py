@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers.server.model_budget import Room, until
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.server.models import loader
 from kvboost_edge.server.work import threads
 from kvboost_edge.server.work.threads import in_thread
-from model_rooms import Room, until
 
 pytestmark = pytest.mark.usefixtures("all_of_one_size")
 

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from helpers.server.live_servers import HeldForward, LiveServer, serving, wait_until
+from helpers.server.served_models import ASKED, CountedSource
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.models import loader
-from live_servers import HeldForward, LiveServer, serving, wait_until
-from served_models import ASKED, CountedSource
 
 
 @contextmanager

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from helpers.server.model_budget import SIZE, Room, until
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.server.models import loader
-from model_rooms import SIZE, Room, until
 
 pytestmark = pytest.mark.usefixtures("all_of_one_size")
 

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from api_bodies import ASKED, GENERATING, asked
-from live_servers import LiveServer, serving, wait_until
-from loop_lag import check, in_threads, least_lag
-from served_models import ASKED as CANARY
-from served_models import CountedSource
+from helpers.server.api_bodies import ASKED, GENERATING, asked
+from helpers.server.live_servers import LiveServer, serving, wait_until
+from helpers.server.loop_lag import check, in_threads, least_lag
+from helpers.server.served_models import ASKED as CANARY
+from helpers.server.served_models import CountedSource
 
 pytestmark = pytest.mark.alone
 

@@ -15,11 +15,11 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from helpers.server.live_servers import HeldForward, LiveServer, raw_answer, serving, wait_until
 from kvboost_edge.server.app import ROUTERS
 from kvboost_edge.server.http.middleware import ADMIN_PATHS, ADMITTED_PATHS
 from kvboost_edge.server.work.admission import Ticket
 from kvboost_edge.server.work.grouping import PrefixGroups
-from live_servers import HeldForward, LiveServer, raw_answer, serving, wait_until
 
 MODEL = "kvboost-edge/demo"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40, "ignore_eos": True}

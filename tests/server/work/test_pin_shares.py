@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.fake_runner import fake_engine
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from live_servers import app_client
 
 KEYS = ("first", "second weight=2", "third")  # of 16 blocks: 4, 8, 4
 

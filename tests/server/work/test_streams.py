@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
+from helpers.server.live_servers import LiveServer, wait_until
 from kvboost_edge.server.work.streams import dumps, dumps_long, send_json
-from live_servers import LiveServer, wait_until
 
 MODEL = "kvboost-edge/demo"
 MESSAGES: Any = [{"role": "user", "content": "What grinds the corn?"}]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from helpers.text.chat_templates import TEMPLATES, format_of, template
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import ID_SLOT, ReasoningFormat
-from turn_families import TEMPLATES, format_of, template
 
 THINK = ReasoningFormat("<think>", "</think>")
 CALLS: dict[str, dict[str, Any]] = {

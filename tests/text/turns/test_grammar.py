@@ -16,12 +16,12 @@ import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 import kvboost_edge
+from helpers.text.chat_templates import CALLING, MARKERS, TOOLS, Calls, format_of, written
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, TurnParser
-from turn_families import CALLING, MARKERS, TOOLS, Calls, format_of, written
 
 DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 PARIS = ("get_weather", {"city": "Paris", "days": 3, "unit": "c"})

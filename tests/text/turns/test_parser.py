@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.text.chat_templates import CALLING, TOOLS, Calls, format_of, written
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.parser import (
@@ -21,7 +22,6 @@ from kvboost_edge.text.turns.parser import (
     TurnParser,
     folded,
 )
-from turn_families import CALLING, TOOLS, Calls, format_of, written
 
 ODD = 'Zürich 🙂 "quoted" \\ {[ </x> \n\t<tool'
 CALLS: list[Calls] = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from disk_cases import (
+from helpers.tiers.disk_cases import (
     CAP,
     OTHER_SPACE,
     PAYLOAD_BYTES,
@@ -24,7 +24,7 @@ from disk_cases import (
     space_dir,
     write,
 )
-from disk_faults import FaultyFiles
+from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.tiers.disk import tier as stores
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from disk_cases import CAP, OTHER_SPACE, SPACE, chain, opened, read, space_dir, write
-from disk_faults import FaultyFiles, fails
+from helpers.tiers.disk_cases import CAP, OTHER_SPACE, SPACE, chain, opened, read, space_dir, write
+from helpers.tiers.disk_faults import FaultyFiles, fails
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk.tier import DiskTier
 

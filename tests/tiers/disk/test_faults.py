@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from disk_cases import chain, opened, present, read, segments, space_dir, write
-from disk_faults import ERRORS, FaultyFiles, fails, moves_half, moves_nothing
+from helpers.tiers.disk_cases import chain, opened, present, read, segments, space_dir, write
+from helpers.tiers.disk_faults import ERRORS, FaultyFiles, fails, moves_half, moves_nothing
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk.tier import DiskTier
 

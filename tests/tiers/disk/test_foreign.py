@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from disk_cases import CAP, SPACE, chain, opened, present, read, segments, space_dir, write
-from disk_faults import FaultyFiles
+from helpers.tiers.disk_cases import CAP, SPACE, chain, opened, present, read, segments, space_dir, write
+from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.cli.app import run
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk.files import Files

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from disk_cases import SPACE, chain, opened, present, read, segments, space_dir, write
-from disk_faults import FaultyFiles
+from helpers.tiers.disk_cases import SPACE, chain, opened, present, read, segments, space_dir, write
+from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.tiers.disk.sidecar import decode_sidecar
 
 CHAINS = [chain(10, seed) for seed in range(30)]
@@ -22,8 +22,8 @@ NBYTES = 18_000
 CHILD = """
 import sys
 from pathlib import Path
-import disk_faults
-from disk_cases import chain, opened, read, write
+from helpers.tiers import disk_faults
+from helpers.tiers.disk_cases import chain, opened, read, write
 directory, at, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 files = disk_faults.FaultyFiles(at, getattr(disk_faults, fault, None))
 with opened(directory, files=files, max_bytes=4 << 20) as tier:

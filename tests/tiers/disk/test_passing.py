@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from disk_cases import SPACE, chain, opened, present, read, segments, space_dir, write
-from disk_faults import FaultyFiles, fails
+from helpers.tiers.disk_cases import SPACE, chain, opened, present, read, segments, space_dir, write
+from helpers.tiers.disk_faults import FaultyFiles, fails
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk.sidecar import decode_sidecar, encode_sidecar
 
@@ -109,7 +109,7 @@ def test_an_opening_that_fails_for_now_loses_nothing_either(tmp_path, at):
 CHILD = """
 import os, resource, sys
 from pathlib import Path
-from disk_cases import chain, opened, read, write
+from helpers.tiers.disk_cases import chain, opened, read, write
 blocks = chain(400)
 with opened(Path(sys.argv[1])) as tier:
     assert write(tier, blocks[:200]) == 200

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disk_cases import CAP, OTHER_SPACE, SPACE, chain, opened, present, read, segments, space_dir, write
-from disk_faults import FaultyFiles
+from helpers.server.live_servers import wait_until
+from helpers.tiers.disk_cases import CAP, OTHER_SPACE, SPACE, chain, opened, present, read, segments, space_dir, write
+from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.tiers import mover as movers
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
-from live_servers import wait_until
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be deleted or moved")
 
@@ -211,7 +211,7 @@ def test_a_failing_look_is_no_loss(tmp_path, caplog):
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from disk_cases import chain, opened, write
+from helpers.tiers.disk_cases import chain, opened, write
 with opened(Path(sys.argv[1])) as tier:
     if sys.argv[2] != "open":
         write(tier, chain(40))

@@ -10,8 +10,19 @@ from typing import Any
 
 import pytest
 
-from disk_cases import CAP, OTHER_SPACE, RECORD_BYTES, SPACE, chain, opened, present, read, segments, write
-from disk_faults import FaultyFiles
+from helpers.tiers.disk_cases import (
+    CAP,
+    OTHER_SPACE,
+    RECORD_BYTES,
+    SPACE,
+    chain,
+    opened,
+    present,
+    read,
+    segments,
+    write,
+)
+from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk import room
 from kvboost_edge.tiers.disk.files import Files

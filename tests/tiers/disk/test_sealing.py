@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from disk_cases import CAP, chain, read, segments
-from disk_cases import write as write_blocks
+from helpers.tiers.disk_cases import CAP, chain, read, segments
+from helpers.tiers.disk_cases import write as write_blocks
 from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.sealing import Sealer
 from kvboost_edge.tiers.disk.tier import DiskTier

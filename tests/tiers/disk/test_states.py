@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from conftest import LONG
-from disk_cases import CAP, SPACE, chain, payload, scratch
-from disk_faults import FaultyFiles, PowerOff, powers_off
+from helpers.tiers.disk_cases import CAP, SPACE, chain, payload, scratch
+from helpers.tiers.disk_faults import FaultyFiles, PowerOff, powers_off
 from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.disk import tier as module
 from kvboost_edge.tiers.disk.sealing import InlineSealer

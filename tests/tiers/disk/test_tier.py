@@ -10,7 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from disk_cases import CAP, OTHER_SPACE, RECORD_BYTES, SPACE, chain, opened, payload, present, read, segments, write
+from helpers.tiers.disk_cases import (
+    CAP,
+    OTHER_SPACE,
+    RECORD_BYTES,
+    SPACE,
+    chain,
+    opened,
+    payload,
+    present,
+    read,
+    segments,
+    write,
+)
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.disk.tier import DiskTier
@@ -142,7 +154,7 @@ def test_two_threads_write_and_read_one_store(tmp_path):
 CHILD = """
 import sys
 from pathlib import Path
-from disk_cases import chain, opened, present, read, write
+from helpers.tiers.disk_cases import chain, opened, present, read, write
 with opened(Path(sys.argv[1])) as tier:
     state = tier.stat()
     print(int(state.writable), write(tier, chain(9)), read(tier, chain(9)), state.state)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from redis_servers import RedisServer, running_redis
+from helpers.tiers.redis_servers import RedisServer, running_redis
 
 
 @pytest.fixture(scope="module")

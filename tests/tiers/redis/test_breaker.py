@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from helpers.tiers.redis_cases import Clock
 from kvboost_edge.tiers.redis.breaker import CircuitBreaker
-from redis_cases import Clock
 
 
 def test_the_third_failure_in_a_row_opens_it_for_a_while():

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from redis_cases import Clock, chain, opened, reads, stored_keys
-from redis_servers import running_redis
+from helpers.tiers.redis_cases import Clock, chain, opened, reads, stored_keys
+from helpers.tiers.redis_servers import running_redis
 
 MIB = 1 << 20
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers.tiers.redis_cases import SECRET, SPACE, Clock, chain, opened, reads, stored_keys
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.tiers.redis import tier as tier_module
 from kvboost_edge.tiers.redis.tier import SECRET_VARIABLE
 from kvboost_edge.tiers.redis.values import PIECE_BYTES, Seal, pieces_of
-from redis_cases import SECRET, SPACE, Clock, chain, opened, reads, stored_keys
 
 MIB = 1 << 20
 

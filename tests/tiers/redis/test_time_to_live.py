@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.tiers.redis_cases import Clock, chain, opened, reads, stored_keys
+from helpers.tiers.redis_servers import running_redis
 from kvboost_edge.tiers.redis import tier as tier_module
-from redis_cases import Clock, chain, opened, reads, stored_keys
-from redis_servers import running_redis
 
 MIB = 1 << 20
 

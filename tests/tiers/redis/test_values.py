@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from helpers.tiers.redis_cases import SECRET, SPACE, chain
 from kvboost_edge.tiers.redis.values import (
     PIECE_BYTES,
     Seal,
@@ -15,7 +16,6 @@ from kvboost_edge.tiers.redis.values import (
     stored_bytes,
     value_bytes_at,
 )
-from redis_cases import SECRET, SPACE, chain
 
 OTHER_SPACE = bytes(32)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mixer_cases import Conv
-from state_cases import Piece, poisoned_pool
+from helpers.kernels.mixer_cases import Conv
+from helpers.kernels.recurrent_cases import Piece, poisoned_pool
 
 
 @pytest.mark.parametrize(

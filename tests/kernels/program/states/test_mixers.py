@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from mixer_cases import Conv, Delta, DeltaShape, Mixer, Ssd, SsdShape, assert_same
-from state_cases import Piece, poisoned_pool
+from helpers.kernels.mixer_cases import Conv, Delta, DeltaShape, Mixer, Ssd, SsdShape, assert_same
+from helpers.kernels.recurrent_cases import Piece, poisoned_pool
 
 LENGTHS = (1, 2, 15, 16, 17, 64, 300)
 CONVS: dict[str, Mixer] = {

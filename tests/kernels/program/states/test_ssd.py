@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mixer_cases import Ssd, SsdShape
-from state_cases import Piece, poisoned_pool
+from helpers.kernels.mixer_cases import Ssd, SsdShape
+from helpers.kernels.recurrent_cases import Piece, poisoned_pool
 
 NO_NORM = SsdShape(1, 3, 64, 32, "none", (0.01, 0.5))
 

@@ -16,8 +16,8 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
 )
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHMamba2Mixer
 
-from mixer_cases import SSD_EPS, Ssd, SsdShape
-from state_cases import Piece, poisoned_pool
+from helpers.kernels.mixer_cases import SSD_EPS, Ssd, SsdShape
+from helpers.kernels.recurrent_cases import Piece, poisoned_pool
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

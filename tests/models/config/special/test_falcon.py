@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.config.layers import NO_FACTORS
 from kvboost_edge.runners.native.plan import native_kv_spec
-from tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module")

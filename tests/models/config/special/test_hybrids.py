@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.native.plan import native_kv_spec
-from tiny_models import save_tiny_model
 
 
 def test_the_width_of_an_mlp_is_what_follows_from_the_config(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gpt_oss_files import save_gpt_oss
+from helpers.models.gpt_oss_files import save_gpt_oss
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.weights.columns.experts import ColumnExperts

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api_bodies import named_events
+from helpers.server.api_bodies import named_events
 from kvboost_edge.server.api.dialects.anthropic.answers import ErrorAnswer, MessageAnswer
 from server.api.test_tools import ARGUMENTS, CALL, CLOCK, WEATHER, Speaker
 

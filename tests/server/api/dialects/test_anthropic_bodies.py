@@ -11,15 +11,15 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from engine import fake_runner
-from engine.fake_runner import fake_engine
+from helpers.engine import fake_runner
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.live_servers import HeldForward, LiveServer, app_client, raw_answer, wait_until
 from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.api.dialects.anthropic.schemas import CountTokensRequest, MessagesRequest
 from kvboost_edge.server.api.dialects.anthropic.translate import translated
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.settings import ServerSettings
-from live_servers import HeldForward, LiveServer, app_client, raw_answer, wait_until
 from server.api.dialects.test_anthropic import ASK, PATH, TOOLS, ask, gathered, refused
 from server.api.test_tools import TEMPLATE, Speaker
 

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine import fake_runner
-from engine.fake_runner import fake_engine
+from helpers.engine import fake_runner
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from live_servers import app_client
 from server.api.dialects.test_anthropic import ASK, TOOLS, ask, gathered, told
 from server.api.test_tools import TEMPLATE, Speaker
 

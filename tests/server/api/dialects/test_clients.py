@@ -13,7 +13,7 @@ import anthropic
 import ollama
 import pytest
 
-from live_servers import KEYS, LiveServer, wait_until
+from helpers.server.live_servers import KEYS, LiveServer, wait_until
 from server.api.test_tools_clients import PARAMETERS
 
 MODEL = "kvboost-edge/demo"

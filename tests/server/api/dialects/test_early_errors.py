@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from api_bodies import GENERATING, asked, error_text
-from engine.fake_runner import hold_passes, runner_of
+from helpers.engine.fake_runner import hold_passes, runner_of
+from helpers.server.api_bodies import GENERATING, asked, error_text
+from helpers.server.live_servers import wait_until
 from kvboost_edge.engine.handle import RequestHandle
-from live_servers import wait_until
 from server.api.test_tools import Speaker
 
 CASES = [(path, more) for path in GENERATING for more in ({"stream": False}, {"stream": True})]

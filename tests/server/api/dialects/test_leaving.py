@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from api_bodies import GENERATING, MODEL, asked
-from engine.fake_runner import fake_engine
-from live_servers import HeldForward, LiveServer, serving, wait_until
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.api_bodies import GENERATING, MODEL, asked
+from helpers.server.live_servers import HeldForward, LiveServer, serving, wait_until
 from server.api.test_tools import TEMPLATE
 
 PATHS = [*GENERATING, "/v1/warm"]

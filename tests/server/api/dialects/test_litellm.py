@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from live_servers import KEYS, LiveServer
+from helpers.server.live_servers import KEYS, LiveServer
 
 RECORDED = json.loads((Path(__file__).parents[3] / "data" / "agents" / "litellm.json").read_text(encoding="utf-8"))
 CASES = {f"{number} {one['case']}": one for number, one in enumerate(RECORDED)}

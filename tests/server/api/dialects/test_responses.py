@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api_bodies import named_events
+from helpers.server.api_bodies import named_events
 from kvboost_edge.server.api.dialects.responses.answers import ResponseAnswer
 from server.api.test_tools import ARGUMENTS, CALL, WEATHER, Speaker
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from browser import find_chromium, running_chromium
+from helpers.server.browser import find_chromium, running_chromium
 
 # Without a browser there is nothing to drive; tests/conftest.py says so in the summary.
 collect_ignore_glob = [] if find_chromium() else ["test_*.py"]

@@ -34,7 +34,7 @@ OTHERS = ("What is the hobby of Brot Gorbel?", "What is the mine of Lake Brilo?"
 
 
 def main() -> None:
-    from browser import running_chromium
+    from helpers.server.browser import running_chromium
 
     FOLDER.mkdir(parents=True, exist_ok=True)
     document = resources.files("kvboost_edge").joinpath("assets/demo_document.txt").read_text(encoding="utf-8").strip()
@@ -102,8 +102,8 @@ def _ask_all_morning(server: Any, document: str) -> str:
 
 @contextmanager
 def _served(**options: Any) -> Iterator[tuple[Any, Any]]:
+    from helpers.server.live_servers import serving
     from kvboost_edge import CPUPagedEngine
-    from live_servers import serving
 
     with (
         CPUPagedEngine.from_pretrained("kvboost-edge/demo", max_num_seqs=8, **options) as engine,

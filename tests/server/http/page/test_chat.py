@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import expect
 
-from live_servers import serving, wait_until
+from helpers.server.live_servers import serving, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from live_servers import serving
-from served_models import CountedSource
+from helpers.server.live_servers import serving
+from helpers.server.served_models import CountedSource
 
 pytestmark = pytest.mark.slow
 

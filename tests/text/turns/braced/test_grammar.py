@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 import kvboost_edge
+from helpers.text.chat_templates import MARKERS, format_of, written
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.turns.braced.grammar import _NOT_HELD, _SHAPES
 from kvboost_edge.text.turns.formats import Tool
 from kvboost_edge.text.turns.grammar import calls_grammar
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, TurnParser
-from turn_families import MARKERS, format_of, written
 
 DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 EITHER = pytest.mark.parametrize("markers", [False, True], ids=["as text", "as special tokens"])

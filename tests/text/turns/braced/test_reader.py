@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.text.chat_templates import format_of, written
 from kvboost_edge.text.turns.formats import Tool
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, TurnParser, folded
-from turn_families import format_of, written
 
 ANY = [Tool("f", {}), Tool("find", {"type": "object", "properties": {"text": {"type": "string"}}})]
 QUOTES = {"gemma4": '<|"|>', "escaped": "<escape>"}

@@ -9,13 +9,13 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from braced_turns import GEMMA4
+from helpers.text.chat_templates import HERMES, format_of
+from helpers.text.gemma_templates import GEMMA4
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.formats import Tool
 from kvboost_edge.text.turns.reader import Turn, TurnReader
 from kvboost_edge.text.turns.replay import call_keys
-from turn_families import HERMES, format_of
 
 SPECIALS = ["<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>",
             "<tool_response|>", "<|channel>", "<channel|>", "<|im_start|>", "<|im_end|>"]  # fmt: skip

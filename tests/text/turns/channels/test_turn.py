@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 import kvboost_edge
+from helpers.text.chat_templates import CHANNELS as TEMPLATE
+from helpers.text.chat_templates import TOOLS
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -25,8 +27,6 @@ from kvboost_edge.text.turns.formats import CHANNELS, Tool, TurnFormat
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, Reasoning, TurnParser, folded
 from kvboost_edge.text.turns.reader import Turn, TurnReader
-from turn_families import CHANNELS as TEMPLATE
-from turn_families import TOOLS
 
 DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 FORMAT = turn_format(ChatTemplate(TEMPLATE, model_name="m", variables={}).render)

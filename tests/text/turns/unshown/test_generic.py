@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from helpers.text.chat_templates import TOOLS, template
 from kvboost_edge.text.turns.formats import TurnFormat
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, TurnParser
 from kvboost_edge.text.turns.unshown.generic import GENERIC, with_tools_described
-from turn_families import TOOLS, template
 
 GIVEN = [{"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in TOOLS]
 CALL = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":  "Zürich"}'}}

@@ -11,7 +11,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
 import kvboost_edge
-from hybrid_turns import LFM2_UNSHOWN
+from helpers.text.chat_templates import TOOLS, format_of
+from helpers.text.hybrid_templates import LFM2_UNSHOWN
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -20,7 +21,6 @@ from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, TurnParser, folded
 from kvboost_edge.text.turns.replay import call_keys
 from kvboost_edge.text.turns.unshown.keyword_calls import KEYWORD_CALLS, with_calls_written
-from turn_families import TOOLS, format_of
 
 DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 MARKERS = tuple(

@@ -1,0 +1,1 @@
+"""Planted faults for `make mutants`, by subject."""

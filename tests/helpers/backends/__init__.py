@@ -1,0 +1,1 @@
+"""Backends for the contract tests, and a stand-in for MPS."""

@@ -1,0 +1,1 @@
+"""The CUDA kernels on a CPU."""

@@ -1,0 +1,93 @@
+"""The CUDA extension on this processor: its own binding and Python, its kernels over fibers, tensors of the host.
+
+What is not proven so is what only a GPU has: its scheduling, its memory, its arithmetic to the last bit. With
+KVBOOST_EDGE_TEST_GPU=1 (`make cuda-test`) the installed extension and the GPU are taken instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.cuda.on_cpu import CSRC, HEAD_DIMS, ROOT, SHIM, built, find_compiler
+
+__all__ = ["CAN_RUN", "DEVICE", "ON_GPU", "StandIn", "needs_kernels", "standing_in"]
+
+ON_GPU = os.environ.get("KVBOOST_EDGE_TEST_GPU") == "1"
+DEVICE = "cuda" if ON_GPU else "cpu"
+CAN_RUN = ON_GPU or find_compiler() is not None
+needs_kernels = pytest.mark.skipif(not CAN_RUN, reason="no g++ compiles the CUDA kernels for this processor")
+if not ON_GPU:
+    sys.path.insert(0, str(ROOT / "cuda_ext"))  # the package is not installed where there is no GPU
+
+_TORCH = Path(torch.__file__).parent
+_INCLUDES = (CSRC, _TORCH / "include", _TORCH / "include" / "torch" / "csrc" / "api" / "include")
+
+
+class StandIn:
+    """What the stand-in's launchers count and obey. `launches`: how many launches there were so far."""
+
+    def __init__(self, path: Path) -> None:
+        torch.ops.load_library(str(path))
+        library = ctypes.CDLL(str(path))
+        self._major = ctypes.c_int.in_dll(library, "kvboost_edge_cuda_on_cpu_major")
+        self._launches = ctypes.c_int.in_dll(library, "kvboost_edge_cuda_on_cpu_launches")
+
+    @property
+    def launches(self) -> int:
+        return self._launches.value
+
+    @contextlib.contextmanager
+    def of(self, major: int) -> Iterator[None]:
+        """A device of this compute capability: below 8 the wmma kernels run, else the mma kernels."""
+        before, self._major.value = self._major.value, major
+        try:
+            yield
+        finally:
+            self._major.value = before
+
+
+@contextlib.contextmanager
+def standing_in() -> Iterator[tuple[Any, StandIn | None]]:
+    """The package `kvboost_edge_cuda`, its compiled part replaced by the stand-in, and that; None on a GPU."""
+    import kvboost_edge_cuda
+    from kvboost_edge_cuda import library
+
+    if ON_GPU:
+        yield kvboost_edge_cuda, None
+        return
+    loaded = _loaded()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "unavailable_reason", lambda: None)
+        patch.setattr(kvboost_edge_cuda, "unavailable_reason", lambda: None)
+        yield kvboost_edge_cuda, loaded
+
+
+@functools.cache
+def _loaded() -> StandIn:
+    kernels = built(SHIM / "launches.cpp", (f"-DHEAD_DIMS={','.join(map(str, HEAD_DIMS))}",))
+    sources = [CSRC / "binding.cpp", SHIM / "launch_on_cpu.cpp"]
+    texts = [path.read_bytes() for path in (*sources, *sorted(CSRC.glob("*.h")), CSRC / "params.cuh")]
+    digest = hashlib.sha256(b"\0".join([torch.__version__.encode(), kernels.name.encode(), *texts])).hexdigest()[:16]
+    path = ROOT / "build" / "cuda_on_cpu" / f"binding-{digest}.so"
+    if not path.exists():
+        flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-DKVBOOST_EDGE_CUDA_DEVICE=CPU"]
+        command = ["g++", *flags, *(f"-I{folder}" for folder in _INCLUDES), *map(str, sources), str(kernels)]
+        command += [f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
+        with tempfile.TemporaryDirectory(dir=kernels.parent) as folder:
+            made = Path(folder) / path.name
+            subprocess.run([*command, "-o", str(made)], check=True, timeout=900)
+            os.replace(made, path)
+    return StandIn(path)

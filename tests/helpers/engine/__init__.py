@@ -1,0 +1,1 @@
+"""Fake runners and movers for engine tests."""

@@ -1,0 +1,400 @@
+"""A runner without a model: the next token is a hash of the tokens read back through the block table.
+
+Every slot of the fake pool stores (token id, position). The logits of a row hash all tokens the row would attend to,
+and a slot that is poisoned, stale or at a wrong position raises, so each error of the bookkeeping shows as an error or
+as other tokens than `expected_tokens` computes from the prompt alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from helpers.engine.hand_mover import HandMover
+from kvboost_edge.backends.base import AttentionParams, Backend, BackendInfo, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.config import EngineConfig, GenerationMode
+from kvboost_edge.engine.build import EngineParts
+from kvboost_edge.engine.core import EngineCore
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.ledger import MemoryLedger
+from kvboost_edge.engine.loads import Loads, NoShelf
+from kvboost_edge.engine.request import Request, SamplingParams
+from kvboost_edge.engine.scheduler import Scheduler
+from kvboost_edge.engine.sequences import Sequences
+from kvboost_edge.engine.tiering import MoverShelf, Tiering
+from kvboost_edge.kernels.attention.parts import Part
+from kvboost_edge.kvcache.block_table import CopyOp
+from kvboost_edge.kvcache.eviction.policy import TenantFloors
+from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.runners.base import ForwardBatch, RunnerInfo, StoredKeys
+from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.tiers.base import Tier
+
+VOCAB_SIZE = 260
+EOS_ID = 259
+CONTEXT = 400
+POISON = -7
+ROOT = root_hash(model_fingerprint="fake", kv_format="fake")
+
+
+def token_logits(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Logits [VOCAB_SIZE] after these tokens, a pure function of them."""
+    seed = zlib.crc32(np.asarray(token_ids, "<i8").tobytes())
+    logits = np.random.default_rng(seed).normal(0.0, 3.0, VOCAB_SIZE).astype(np.float32)
+    logits[EOS_ID] -= 6.0  # seldom, so that outputs have some length
+    return logits
+
+
+def expected_tokens(
+    prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    """The greedy output, computed without any engine."""
+    ids = list(prompt_ids)
+    for _ in range(max_new_tokens):
+        ids.append(int(np.argmax(token_logits(ids))))
+        if ids[-1] in stop_ids:
+            break
+    return ids[len(prompt_ids) :]
+
+
+class FakeBackend:
+    """Stores token ids and positions where a backend stores keys and values."""
+
+    name = "fake"
+    array_kind = "numpy"
+    device = "cpu"
+    states: Any = None
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.spec = KVSpec((LayerKVSpec(1, 1),), block_size, "float32")  # 8 bytes a token: its id and its position
+        self.num_blocks = num_blocks
+        self.tokens, self.positions = (np.full((num_blocks, block_size), POISON, np.int64) for _ in range(2))
+        self.closed = False
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.spec.bytes_per_block
+
+    def describe(self) -> BackendInfo:
+        return BackendInfo(self.name, self.device)
+
+    def prepare(self, layout: BatchLayout) -> BatchLayout:
+        return layout
+
+    def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
+        for op in ops:
+            self.tokens[op.dst] = self.tokens[op.src]
+            self.positions[op.dst] = self.positions[op.src]
+
+    def write_kv(self, layer: int, keys: Any, values: Any, batch: BatchLayout) -> None:
+        self.tokens.reshape(-1)[batch.slot_mapping] = keys
+        self.positions.reshape(-1)[batch.slot_mapping] = values
+
+    def attention(self, layer: int, queries: Any, batch: Any, params: AttentionParams) -> tuple[Any, Any]:
+        raise AssertionError("the fake runner reads the pool itself")
+
+    def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        both = np.stack([self.tokens[list(block_ids)], self.positions[list(block_ids)]], axis=1).astype("<i4")
+        return both.reshape(len(block_ids), -1).view(np.uint8)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        both = data.view("<i4").reshape(len(block_ids), 2, -1)
+        self.tokens[list(block_ids)], self.positions[list(block_ids)] = both[:, 0], both[:, 1]
+
+    def poison_blocks(self, block_ids: Sequence[int]) -> None:
+        self.tokens[list(block_ids)] = POISON
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
+        return [zlib.crc32(self.tokens[b].tobytes() + self.positions[b].tobytes()) for b in block_ids]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeRunner:
+    """`on_forward(batch)` runs before each pass and may raise or wait; `computed` counts tokens, `batches` holds how
+    many sequences each pass had."""
+
+    def __init__(self, backend: FakeBackend, max_context: int = CONTEXT) -> None:
+        self.info = RunnerInfo("fake", "fake", "float32", VOCAB_SIZE, max_context, 1000, backend.spec)
+        self.backend = backend
+        self.moved_keys_refusal: str | None = None
+        self.on_forward: Callable[[ForwardBatch], None] | None = None
+        self.nan_for: set[int] = set()  # a last token in here gives NaN logits
+        self.computed = self.probed = self.asked = 0
+        self.batches: list[int] = []
+        self.closed = False
+
+    def bind(self, backend: Backend) -> None:
+        raise AssertionError("bound at construction")
+
+    def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
+        if self.on_forward is not None:
+            self.on_forward(batch)
+        backend, layout = self.backend, batch.layout
+        backend.write_kv(0, batch.token_ids, batch.positions, layout)
+        self.computed += len(batch.token_ids)
+        self.batches.append(len(layout.seq_lens))
+        return np.stack([self._row(batch, int(row)) for row in batch.logit_rows])
+
+    def deviations(
+        self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
+        """Some number for each token, once it was seen that what is stored is this token and all before it is there."""
+        self._look(batch)
+        assert (self.backend.tokens.reshape(-1)[slots] == batch.token_ids[rows]).all()
+        return np.random.default_rng(len(slots)).random(len(rows), dtype=np.float32)
+
+    def masses(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys) -> npt.NDArray[np.float32]:
+        """The same for what is stored; nothing where nobody asks."""
+        self._look(batch)
+        positions = self.backend.positions.reshape(-1)[stored.slots]
+        assert (positions + stored.deltas == stored.positions).all()
+        assert len(rows) == 0 or batch.positions[rows].min() > stored.positions.max()
+        self.asked += len(rows)
+        return len(rows) * np.random.default_rng(len(stored.slots)).random(len(stored.slots), dtype=np.float32)
+
+    def _look(self, batch: ForwardBatch) -> None:
+        """Store the tokens, once it was seen that all before them is there."""
+        backend, layout = self.backend, batch.layout
+        backend.write_kv(0, batch.token_ids, batch.positions, layout)
+        for sequence, length in enumerate(layout.seq_lens.tolist()):
+            tokens, positions = self._read(layout, sequence, length)
+            assert (tokens != POISON).all()
+            assert (positions == np.arange(length)).all()
+        self.probed += len(batch.token_ids)
+
+    def _row(self, batch: ForwardBatch, row: int) -> npt.NDArray[np.float32]:
+        layout = batch.layout
+        sequence = int(np.searchsorted(layout.cu_seqlens_q, row, side="right")) - 1
+        _, stop = layout.cu_seqlens_q[sequence : sequence + 2]
+        length = int(layout.seq_lens[sequence]) - (int(stop) - row) + 1
+        tokens, positions = self._read(layout, sequence, length)
+        assert (tokens != POISON).all(), "memory that was never written was read"
+        assert (positions == np.arange(length)).all(), "a slot holds a token of another position"
+        assert batch.positions[row] == length - 1
+        if int(tokens[-1]) in self.nan_for:
+            return np.full(VOCAB_SIZE, np.nan, np.float32)
+        return token_logits(tokens)
+
+    def _read(self, layout: BatchLayout, sequence: int, length: int) -> tuple[Any, Any]:
+        """Tokens and positions [length] of a sequence, those at other positions moved to where they are used."""
+        size = self.backend.spec.block_size
+        tokens, positions = np.full(length, POISON), np.full(length, POISON)
+        rows = [[sequence, 0, 0, 0, 0]] if layout.parts is None else layout.parts.tolist()
+        parts = [part for part in (Part(*row) for row in rows) if part.sequence == sequence]
+        for part, end in zip(parts, [*(other.valid_from for other in parts[1:]), length], strict=True):
+            slots = np.arange(part.valid_from, min(end, length)) - part.first_position
+            blocks = layout.block_tables[sequence][part.first_index + slots // size]
+            assert (blocks >= 0).all(), "a block of the sequence is missing from its table"
+            tokens[part.valid_from : end] = self.backend.tokens[blocks, slots % size]
+            positions[part.valid_from : end] = self.backend.positions[blocks, slots % size] + part.delta
+        return tokens, positions
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fake_tokenizer() -> Tokenizer:
+    """Bytes are tokens 0..255 in the alphabet's order; those behind are special and have no text in answers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([f"<|special {number}|>" for number in range(256, VOCAB_SIZE)])
+    return Tokenizer.from_transformers(raw)
+
+
+def fake_parts(
+    num_blocks: int = 64,
+    block_size: int = 16,
+    max_context: int = CONTEXT,
+    max_num_seqs: int | None = None,
+    max_pinned_blocks: int | None = None,
+    tiers: Sequence[Tier] = (),
+) -> EngineParts:
+    """All parts of an engine around a `FakeRunner`."""
+    backend = FakeBackend(num_blocks, block_size)
+    return EngineParts(
+        runner=FakeRunner(backend, max_context),
+        backend=backend,
+        manager=KVCacheManager(num_blocks, block_size, policy=TenantFloors, max_pinned_blocks=max_pinned_blocks),
+        tokenizer=fake_tokenizer(),
+        eos_token_ids=frozenset({EOS_ID}),
+        root=ROOT,
+        identity=ROOT,
+        ledger=MemoryLedger(1000, backend.pool_bytes),
+        backend_reason="a test",
+        max_num_seqs=max_num_seqs or 16,
+        tiers=tuple(tiers),
+    )
+
+
+def fake_engine(
+    num_blocks: int = 64, max_context: int = CONTEXT, *, tiers: Sequence[Tier] = (), **options: Any
+) -> CPUPagedEngine:
+    """A running engine around a `FakeRunner`, debug checks on, reuse untested unless asked for; close it."""
+    config = EngineConfig.from_options(**{"debug_checks": True, "reuse_gate": "off", **options})
+    return CPUPagedEngine._from_parts(
+        fake_parts(num_blocks, config.block_size, max_context, config.max_num_seqs, config.max_pinned_blocks, tiers),
+        config,
+    )
+
+
+def runner_of(engine: CPUPagedEngine) -> FakeRunner:
+    runner = engine._parts.runner
+    assert isinstance(runner, FakeRunner)
+    return runner
+
+
+class Bench:
+    """An engine core without its thread: requests go in, `step` is called by hand, invariants are checked each time."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        *,
+        max_num_seqs: int = 16,
+        max_batch_tokens: int = 64,
+        debug_checks: bool = True,
+        tiers: Sequence[Tier] = (),
+        parts: EngineParts | None = None,
+    ) -> None:
+        self.parts = parts or fake_parts(num_blocks)
+        self.manager, self.runner = self.parts.manager, self.parts.runner
+        self.mover = HandMover(tiers, self.parts.backend.spec.bytes_per_block, self.parts.backend.spec.bytes_per_state)
+        loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
+        self.scheduler = Scheduler(
+            self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, loads=loads
+        )
+        sequences = Sequences(self.parts.tokenizer, self.scheduler.speculation, VOCAB_SIZE, self.parts.eos_token_ids)
+        self.core = EngineCore(self.parts.runner, self.parts.backend, self.scheduler, sequences, debug_checks)
+        if tiers:
+            self.core.use_tiers(Tiering(self.manager, self.parts.backend, loads, self.mover))
+        self.num_requests = 0
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int = 8,
+        mode: GenerationMode = GenerationMode.PREFIX_CACHE,
+        stop_ids: frozenset[int] = frozenset(),
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
+        pin: bool = False,
+        ttl: float | None = None,
+        terms: Mapping[str, Any] | None = None,
+        repair: Repair | None = None,
+        **options: Any,
+    ) -> RequestHandle:
+        """terms: other fields of the `Request`, such as its cache_key."""
+        params = SamplingParams(max_new_tokens=max_new_tokens, **options)
+        self.num_requests += 1
+        request = Request(
+            index=self.num_requests,
+            prompt="",
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            mode=mode,
+            max_tokens=len(prompt_ids) + max_new_tokens,
+            seed=params.seed or 0,
+            stop_ids=stop_ids,
+            tenant=tenant.encode(),
+            weight=weight,
+            tokenized_at=0.0,
+            priority=priority,
+            deadline=deadline,
+            pin=pin,
+            ttl=ttl,
+            **{
+                "entered_at": 0.0,
+                "root": narrowed_root(ROOT, "tenant", tenant) if tenant else ROOT,
+                **(terms or {}),
+            },
+            repair=repair,
+        )
+        return self.core.submit(request)
+
+    def submit_logits(
+        self, token_ids: Sequence[int], start: int = 0, *, terms: Mapping[str, Any] | None = None
+    ) -> tuple[RequestHandle, list[npt.NDArray[np.float32]]]:
+        """A request for the logits of token_ids[start:]; the list holds them when the handle is done. terms: as
+        above."""
+        self.num_requests += 1
+        request = Request(
+            index=self.num_requests,
+            prompt="",
+            prompt_ids=tuple(token_ids),
+            params=SamplingParams(),
+            max_tokens=len(token_ids),
+            seed=0,
+            stop_ids=frozenset(),
+            root=ROOT,
+            entered_at=0.0,
+            tokenized_at=0.0,
+            logits_start=start,
+            **{"mode": GenerationMode.PREFIX_CACHE, **(terms or {})},
+        )
+        return self.core.submit_logits(request)
+
+    def step(self) -> bool:
+        worked = self.core.step()
+        self.check()
+        return worked
+
+    def check(self) -> None:
+        running, loads = self.scheduler.running, self.scheduler.loads
+        tables = [s.table for s in running if s.table is not None] + [load.table for load in loads]
+        self.manager.check_invariants(tables)
+        assert all(loads.of(load.sequence) is load for load in loads)
+        assert all(s.table is None for s in self.scheduler.waiting)
+        assert [s.rank for s in running] == sorted(s.rank for s in running)
+
+    def run(self, limit: int = 10_000) -> int:
+        """Step until nothing is left, and all is on its tier; returns the number of steps."""
+        for count in range(limit):
+            if not self.step() and not self.mover.pump():
+                self.core.tiering.save_more()
+                if not self.mover.pump():
+                    return count
+        raise AssertionError(f"not done after {limit} steps")
+
+
+def hold_passes(engine: CPUPagedEngine, go: threading.Event) -> None:
+    """Every forward pass waits until `go` is set."""
+
+    def hold(batch: ForwardBatch) -> None:
+        assert go.wait(30)
+
+    runner_of(engine).on_forward = hold
+
+
+CANARY = list(range(100, 140))
+
+
+def assert_clean(engine: CPUPagedEngine) -> None:
+    """Every block is back and a canary prompt gives its known output."""
+    stats = engine.paged_stats()
+    assert (stats["used_blocks"], stats["num_running"], stats["num_waiting"]) == (0, 0, 0)
+    with engine._core.reading():
+        engine._parts.manager.check_invariants([])
+    assert not engine._core._live
+    assert list(engine.generate(CANARY, max_new_tokens=9).output_token_ids) == expected_tokens(CANARY, 9)
+
+
+def wait_until_idle(engine: CPUPagedEngine) -> None:
+    """A request queued behind a cancel is done after it."""
+    engine.generate([1], max_new_tokens=1)

@@ -1,0 +1,169 @@
+"""A tiny model on the native runner behind an engine core that is stepped by hand, and what each prompt gives alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from helpers.engine.fake_runner import fake_tokenizer
+from helpers.engine.hand_mover import HandMover
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.core import EngineCore
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.loads import Loads, NoShelf
+from kvboost_edge.engine.request import Request, SamplingParams
+from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.scheduler import Scheduler
+from kvboost_edge.engine.sequences import Sequences
+from kvboost_edge.engine.tiering import MoverShelf, Tiering
+from kvboost_edge.kvcache.hashing import root_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.kvcache.states.tables import StateSizes
+from kvboost_edge.runners.native.runner import NativeRunner
+from kvboost_edge.tiers.base import Tier
+
+BLOCK = 16
+ROOT = root_hash(model_fingerprint="tiny", kv_format="tiny")
+Bits = tuple[int, int]
+Floats = npt.NDArray[np.float32]
+
+
+class Machine:
+    """Runners and backends over one model directory, made once: a schedule gets a fresh manager over an old pool, so
+    whatever former schedules left in memory is in its way. `states` of benches that do not say themselves."""
+
+    def __init__(self, directory: Path, weights: str = "int8", states: StateSizes | None = None) -> None:
+        self._directory, self._weights, self.states = directory, weights, states
+        self._runners: dict[tuple[Bits, int], NativeRunner] = {}
+        self._backends: dict[tuple[Bits, int, int, int, int, int], CPUBackend] = {}
+
+    def parts(
+        self, bits: Bits, threads: int, num_blocks: int, num_open: int, states: StateSizes | None
+    ) -> tuple[NativeRunner, CPUBackend]:
+        if (bits, threads) not in self._runners:
+            self._runners[bits, threads] = NativeRunner.from_dir(
+                self._directory, weights=self._weights, num_threads=threads, kv_bits=bits
+            )
+        runner = self._runners[bits, threads]
+        rooms = (0, 0) if states is None else (states.num_slots, states.num_draft_rows)
+        key = (bits, threads, num_blocks, num_open, *rooms)
+        if key not in self._backends:
+            self._backends[key] = CPUBackend(
+                runner.info.kv_spec,
+                num_blocks,
+                num_threads=threads,
+                num_open=num_open,
+                num_state_slots=rooms[0],
+                num_draft_rows=rooms[1],
+            )
+        runner.bind(self._backends[key])
+        return runner, self._backends[key]
+
+    def close(self) -> None:
+        for part in (*self._runners.values(), *self._backends.values()):
+            part.close()
+
+
+class NativeBench:
+    """Requests go in, `step` is called by hand; invariants hold after each."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        bits: Bits = (16, 16),
+        threads: int = 1,
+        num_blocks: int = 64,
+        max_num_seqs: int = 8,
+        max_batch_tokens: int = 64,
+        tiers: Sequence[Tier] = (),
+        states: StateSizes | None = None,
+    ) -> None:
+        states = machine.states if states is None else states
+        runner, self.backend = machine.parts(bits, threads, num_blocks, max_num_seqs + 1, states)
+        self.manager = KVCacheManager(num_blocks, BLOCK, whole_blocks=bits != (16, 16), state_sizes=states)
+        self.mover = HandMover(tiers, self.backend.spec.bytes_per_block, self.backend.spec.bytes_per_state)
+        loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
+        self.scheduler = Scheduler(
+            self.manager,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            loads=loads,
+            closes_blocks=bits != (16, 16),
+        )
+        sequences = Sequences(fake_tokenizer(), self.scheduler.speculation, runner.info.vocab_size, frozenset())
+        self.core = EngineCore(runner, self.backend, self.scheduler, sequences, True)
+        if tiers:
+            self.core.use_tiers(Tiering(self.manager, self.backend, loads, self.mover))
+        self._num_requests = 0
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        mode: GenerationMode = GenerationMode.PREFIX_CACHE,
+        **fields: Any,
+    ) -> RequestHandle:
+        return self.core.submit(self._request(prompt_ids, params, mode, fields))
+
+    def submit_logits(self, token_ids: Sequence[int], start: int = 0) -> tuple[RequestHandle, list[Floats]]:
+        params = SamplingParams(max_new_tokens=0)
+        fields = {"logits_start": start}
+        return self.core.submit_logits(self._request(token_ids, params, GenerationMode.PREFIX_CACHE, fields))
+
+    def _request(
+        self, prompt_ids: Sequence[int], params: SamplingParams, mode: GenerationMode, fields: dict[str, Any]
+    ) -> Request:
+        self._num_requests += 1
+        count = params.max_new_tokens or 0
+        return Request(
+            index=self._num_requests,
+            prompt="",
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            mode=mode,
+            max_tokens=len(prompt_ids) + count,
+            seed=params.seed or 0,
+            stop_ids=frozenset(),
+            root=ROOT,
+            entered_at=0.0,
+            tokenized_at=0.0,
+            prefill_only=count == 0,
+            **fields,
+        )
+
+    def step(self) -> bool:
+        worked = self.core.step()
+        tables = [s.table for s in self.scheduler.running if s.table is not None]
+        self.manager.check_invariants([*tables, *(load.table for load in self.scheduler.loads)])
+        return worked
+
+    def run(self, limit: int = 3000) -> None:
+        """Until nothing is left, and all is on its tier."""
+        for _ in range(limit):
+            if not self.step() and not self.mover.pump():
+                self.core.tiering.save_more()
+                if not self.mover.pump():
+                    return
+        raise AssertionError(f"not done after {limit} steps")
+
+    def generate(self, prompt_ids: Sequence[int], params: SamplingParams, **fields: Any) -> GenerationResult:
+        handle = self.submit(prompt_ids, params, **fields)
+        self.run()
+        return handle.result(0)
+
+    def logits(self, token_ids: Sequence[int], start: int = 0) -> Floats:
+        handle, rows = self.submit_logits(token_ids, start)
+        self.run()
+        handle.result(0)
+        return np.concatenate(rows)
+
+    def assert_clean(self) -> None:
+        assert self.manager.used_block_count == 0
+        self.manager.check_invariants([])
+        assert not self.core._live

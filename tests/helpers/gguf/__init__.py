@@ -1,0 +1,1 @@
+"""Writers of GGUF files, by the rules of llama.cpp's converters."""

@@ -1,0 +1,67 @@
+"""Falcon-H1 in GGUF files for tests, by the rules of llama.cpp's converter (conversion/falcon_h1.py and what it is made
+of, conversion/mamba.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH, GGUFWriter
+
+from helpers.gguf.layers import mamba_values, named
+
+__all__ = ["falcon_tensors", "write_falcon_sizes"]
+
+
+def falcon_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """float32 tensors under GGUF's names, multiplied with what the config says."""
+
+    def parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        return {name.replace(".dt_bias", ".dt_proj.bias"): _changed(name, values, config)}
+
+    return named(tensors, MODEL_ARCH.FALCON_H1, config, parts)
+
+
+def _changed(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    into = config["attention_in_multiplier"]
+    factors = {
+        "down_proj": config["mlp_multipliers"][1],
+        "gate_proj": config["mlp_multipliers"][0],
+        "k_proj": config["key_multiplier"] * into,
+        "q_proj": into,
+        "v_proj": into,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    if name.endswith("mamba.in_proj.weight"):
+        groups = config["mamba_n_groups"] * config["mamba_d_state"]
+        rows = (config["mamba_d_ssm"], config["mamba_d_ssm"], groups, groups, config["mamba_n_heads"])
+        by_row = np.repeat(config["ssm_multipliers"], rows).astype(np.float32)
+        return values * np.float32(config["ssm_in_multiplier"]) * by_row[:, None]
+    values = mamba_values(name, values, config["mamba_n_groups"])
+    return values * np.float32(next((factor for part, factor in factors.items() if part in name), 1.0))
+
+
+def write_falcon_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    """The converter wants head_dim, which transformers does not write."""
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_inner_size(config["mamba_d_ssm"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_time_step_rank(config["mamba_d_ssm"] // config["mamba_d_head"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])

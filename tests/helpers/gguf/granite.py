@@ -1,0 +1,86 @@
+"""Granite 4 with layers that keep a state in GGUF files for tests, by the rules of llama.cpp's converters
+(conversion/granite.py and conversion/mamba.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH, GGUFWriter
+
+from helpers.gguf.layers import mamba_values, named, permuted
+
+__all__ = ["granite_tensors", "has_states", "write_granite_factors", "write_granite_sizes"]
+
+
+def has_states(config: Mapping[str, Any]) -> bool:
+    """Whether a Granite 4 has layers with a state; without it is of architecture granite."""
+    return "linear_attention" in config["layer_types"]
+
+
+def granite_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """float32 tensors under GGUF's names, of transformers' with experts merged."""
+
+    def parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        if "shared_mlp." in name:
+            return _of_shared(name, values, "mlp.shared_expert" if config["num_local_experts"] else "mlp")
+        values = mamba_values(name, permuted(name, values, config), config["mamba_n_groups"])
+        return {name.replace(".dt_bias", ".dt_proj.bias"): values}
+
+    return named(tensors, MODEL_ARCH.GRANITE_HYBRID, config, parts)
+
+
+def _of_shared(name: str, values: np.ndarray, room: str) -> dict[str, np.ndarray]:
+    base = f"{name.partition('shared_mlp.')[0]}{room}"
+    if "output_linear" in name:
+        return {f"{base}.down_proj.weight": values}
+    gate, up = np.split(values, 2)
+    return {f"{base}.gate_proj.weight": gate, f"{base}.up_proj.weight": up}
+
+
+def write_granite_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Files of the makers' models say that there is no rope; those with some that there is, as Bamba's are."""
+    turned = config["position_embedding_type"] == "rope"
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"] if turned else 2**20)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    attends = [kind == "full_attention" for kind in config["layer_types"]]
+    writer.add_head_count_kv([config["num_key_value_heads"] * attending for attending in attends])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_rope_scaling_finetuned(turned)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    _write_state_sizes(writer, config)
+    _write_multipliers(writer, config)
+
+
+def write_granite_factors(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    """What Granites multiply by, and of one without states the sizes of layers that it has none of."""
+    if config["model_type"] == "granitemoehybrid":
+        writer.add_expert_count(0)
+        writer.add_expert_used_count(0)
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+        _write_state_sizes(writer, config)
+    _write_multipliers(writer, config)
+
+
+def _write_state_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+
+
+def _write_multipliers(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])

@@ -1,0 +1,208 @@
+"""Hybrids in GGUF files for tests, by the rules of llama.cpp's converters (conversion/lfm2.py, conversion/qwen.py).
+
+Of models with more value heads than key heads these write value heads in the order of tiles, everywhere: the first one
+of each key head, then the second ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import MODEL_ARCH, GGUFWriter
+
+from helpers.gguf.falcon_h1 import falcon_tensors, write_falcon_sizes
+from helpers.gguf.granite import granite_tensors, has_states, write_granite_sizes
+from helpers.gguf.layers import named
+from helpers.gguf.nemotron_h import nemotron_arch, nemotron_tensors, write_nemotron_sizes
+
+__all__ = [
+    "HYBRID_ARCHS",
+    "HYBRID_FAMILIES",
+    "arch_of",
+    "draft_layer",
+    "hybrid_tensors",
+    "is_hybrid",
+    "tiled_heads",
+    "write_hybrid_sizes",
+]
+
+HYBRID_ARCHS = {
+    "lfm2": MODEL_ARCH.LFM2, "lfm2_moe": MODEL_ARCH.LFM2MOE, "qwen3_5_text": MODEL_ARCH.QWEN35,
+    "qwen3_5": MODEL_ARCH.QWEN35, "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE, "qwen3_5_moe": MODEL_ARCH.QWEN35MOE,
+    "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID, "nemotron_h": MODEL_ARCH.NEMOTRON_H,
+    "falcon_h1": MODEL_ARCH.FALCON_H1,
+}  # fmt: skip
+# Heads of keys and values have one size there, shares of LFM2's experts have no scale, and llama.cpp takes a state
+# space's convolution to have biases.
+HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
+    "lfm2": {},
+    "lfm2-plain": {},
+    "lfm2_moe": {"routed_scaling_factor": 1.0},
+    "qwen3_5_text": {"linear_key_head_dim": 32},
+    "qwen3_5_text-even": {},
+    "qwen3_5_moe_text": {"linear_key_head_dim": 32},
+    "qwen3_5": {"linear_key_head_dim": 32},
+    "qwen3_5_moe": {"linear_key_head_dim": 32},
+    "granitemoehybrid-h": {},
+    "granitemoehybrid-groups": {"mamba_conv_bias": True},
+    "granitemoehybrid-experts": {},
+    "falcon_h1": {},
+    # There is a norm behind the gate, or none, and a head that is not the embedding, of which the file holds a multiple
+    # and does not say which. Convolutions have biases: llama.cpp ends with a signal where they have none.
+    "falcon_h1-after": {"mamba_conv_bias": True},
+    "nemotron_h": {},
+    # With experts they have no MLPs.
+    "nemotron_h-moe": {
+        "layers_block_type": ["full_attention", "moe", "linear_attention", "linear_attention"],
+        "use_conv_bias": True,
+    },
+}
+_OWN_TENSORS = {"granitemoehybrid": granite_tensors, "nemotron_h": nemotron_tensors, "falcon_h1": falcon_tensors}
+_OWN_SIZES = {
+    "granitemoehybrid": write_granite_sizes,
+    "nemotron_h": write_nemotron_sizes,
+    "falcon_h1": write_falcon_sizes,
+}
+_PLAIN_NORM = "linear_attn.norm.weight"
+
+
+def is_hybrid(config: Mapping[str, Any]) -> bool:
+    """Whether a model is one of these architectures."""
+    model_type = config["model_type"]
+    return model_type in HYBRID_ARCHS and (model_type != "granitemoehybrid" or has_states(config))
+
+
+def arch_of(config: Mapping[str, Any]) -> MODEL_ARCH:
+    """The architecture of a model that is one of these."""
+    return nemotron_arch(config) if config["model_type"] == "nemotron_h" else HYBRID_ARCHS[config["model_type"]]
+
+
+def tiled_heads(values: np.ndarray, axis: int, config: Mapping[str, Any], dim: int) -> np.ndarray:
+    """Value heads of `dim` entries each along an axis, from the order of key heads into that of tiles."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    before, behind = values.shape[:axis], values.shape[axis + 1 :]
+    cut = values.reshape(*before, keys, heads // keys, dim, *behind)
+    return np.ascontiguousarray(cut.swapaxes(axis, axis + 1)).reshape(values.shape)
+
+
+def hybrid_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """float32 tensors under GGUF's names, of transformers' without the prefix of a language model inside another."""
+    if config["model_type"] in _OWN_TENSORS:
+        return _OWN_TENSORS[config["model_type"]](tensors, config)
+
+    def parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        found = _split_experts(name, _changed(name, values, config))
+        return {_renamed(new): part for new, part in found.items()}
+
+    return named(tensors, HYBRID_ARCHS[config["model_type"]], config, parts)
+
+
+def _changed(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    if "conv.conv" in name:
+        return values.squeeze(1)
+    if "linear_attn." in name:
+        values = _with_tiled_heads(name, values, config)
+    if name.endswith("A_log"):
+        return -np.exp(values.astype(np.float64)).astype(np.float32)
+    if "conv1d" in name:
+        return values.squeeze()
+    is_offset = config["model_type"].startswith("qwen3_5") and name.endswith("norm.weight")
+    return values + np.float32(1) if is_offset and not name.endswith(_PLAIN_NORM) else values
+
+
+def _with_tiled_heads(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    keys, dim = config["linear_num_key_heads"] * config["linear_key_head_dim"], config["linear_value_head_dim"]
+    if "in_proj_qkv" in name or "conv1d" in name:
+        return np.concatenate([values[: 2 * keys], tiled_heads(values[2 * keys :], 0, config, dim)])
+    if "in_proj_z" in name:
+        return tiled_heads(values, 0, config, dim)
+    if "out_proj" in name:
+        return tiled_heads(values, 1, config, dim)
+    return values if name.endswith(_PLAIN_NORM) else tiled_heads(values, 0, config, 1)
+
+
+def _renamed(name: str) -> str:
+    name = name.replace(".expert_bias", ".expert_bias.bias").replace(".dt_bias", ".dt_proj.bias")
+    return name.removeprefix("model.") if "feed_forward.experts." in name else name
+
+
+def _split_experts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    if ".mlp.experts." not in name:
+        return {name: values}
+    base = name.removesuffix(".weight")
+    if not base.endswith("gate_up_proj"):
+        return {f"{base}.weight": values}
+    gate, up = np.split(values, 2, axis=1)
+    base = base.removesuffix("gate_up_proj")
+    return {f"{base}gate_proj.weight": gate, f"{base}up_proj.weight": up}
+
+
+def write_hybrid_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    """The keys of `TextModel.set_gguf_parameters`, and those of the single converters."""
+    if config["model_type"] in _OWN_SIZES:
+        _OWN_SIZES[config["model_type"]](writer, config)
+        return
+    rope, attends = config["rope_parameters"], [kind == "full_attention" for kind in config["layer_types"]]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if config.get("num_experts"):
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config["model_type"].startswith("lfm2"):
+        writer.add_head_count_kv([config["num_key_value_heads"] if attending else 0 for attending in attends])
+        writer.add_layer_norm_rms_eps(config["norm_eps"])
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+        writer.add_feed_forward_length(_lfm2_width(config))
+        if config["model_type"] == "lfm2_moe":
+            writer.add_leading_dense_block_count(config["num_dense_layers"])
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        return
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    writer.add_rope_dimension_count(int(config["head_dim"] * rope["partial_rotary_factor"]))
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    # Models of tests do not all attend in every n-th layer, which is all that the converters write.
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", [not attending for attending in attends])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    else:
+        writer.add_feed_forward_length(config["intermediate_size"])
+
+
+def _lfm2_width(config: Mapping[str, Any]) -> int:
+    width = config["intermediate_size"]
+    if config["model_type"] == "lfm2_moe" or not config["block_auto_adjust_ff_dim"]:
+        return int(width)
+    width, multiple = int(2 * width / 3), config["block_multiple_of"]
+    if config["block_ffn_dim_multiplier"] is not None:
+        width = int(config["block_ffn_dim_multiplier"] * width)
+    return int(multiple * ((width + multiple - 1) // multiple))
+
+
+def draft_layer(tensors: Mapping[str, np.ndarray], layers: int) -> dict[str, np.ndarray]:
+    """Tensors of a layer behind the others that guesses one more token: those of a full layer, which `tensors` must
+    have, and how it joins the model's."""
+    full = next(name.split(".")[1] for name in tensors if ".attn_q." in name)
+    found = {
+        name.replace(f"blk.{full}.", f"blk.{layers}."): values
+        for name, values in tensors.items()
+        if name.startswith(f"blk.{full}.")
+    }
+    hidden = tensors["output_norm.weight"].size
+    ones = {f"blk.{layers}.nextn.{name}.weight": np.ones(hidden, np.float32) for name in ("enorm", "hnorm")}
+    return {**found, **ones, f"blk.{layers}.nextn.eh_proj.weight": np.ones((hidden, 2 * hidden), np.float32)}

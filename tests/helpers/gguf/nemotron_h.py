@@ -1,0 +1,66 @@
+"""Nemotron-H in GGUF files for tests, by the rules of llama.cpp's converter (conversion/nemotron.py and what it is made
+of, conversion/granite.py and conversion/mamba.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH, GGUFWriter
+
+from helpers.gguf.layers import mamba_values, named, permuted
+
+__all__ = ["nemotron_arch", "nemotron_tensors", "write_nemotron_sizes"]
+
+
+def nemotron_arch(config: Mapping[str, Any]) -> MODEL_ARCH:
+    """Files with experts are another architecture."""
+    return MODEL_ARCH.NEMOTRON_H_MOE if "moe" in config["layers_block_type"] else MODEL_ARCH.NEMOTRON_H
+
+
+def nemotron_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """float32 tensors under GGUF's names, of transformers' with experts merged."""
+
+    def parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        values = mamba_values(name, permuted(name, values, config), config["n_groups"])
+        if ".mixer.experts." in name:
+            name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
+        return {name.replace(".dt_bias", ".dt.bias"): values}
+
+    sizes = {**config, "num_hidden_layers": len(config["layers_block_type"])}  # transformers writes the types alone
+    return named(tensors, nemotron_arch(config), sizes, parts)
+
+
+def write_nemotron_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Makers' configs have norm_eps beside layer_norm_epsilon, and so do files; transformers writes the other alone."""
+    types = config["layers_block_type"]
+    has_experts = "moe" in types
+    writer.add_block_count(len(types))
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in types])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
+    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+    width = config["moe_intermediate_size" if has_experts else "intermediate_size"]
+    writer.add_feed_forward_length([width * (kind == ("moe" if has_experts else "mlp")) for kind in types])
+    if has_experts:
+        writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+        writer.add_expert_count(config["n_routed_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])

@@ -1,0 +1,1 @@
+"""Inputs, drivers and float64 references for kernels."""

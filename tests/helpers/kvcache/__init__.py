@@ -1,0 +1,1 @@
+"""Small managers and a model of the block pool."""

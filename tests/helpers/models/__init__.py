@@ -1,0 +1,1 @@
+"""Tiny models on disk, and a hub to fetch them from."""

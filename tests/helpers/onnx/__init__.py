@@ -1,0 +1,1 @@
+"""Writers of ONNX files, without the `onnx` package."""

@@ -1,0 +1,1 @@
+"""Independent implementations of whole models, in float64 or by transformers."""

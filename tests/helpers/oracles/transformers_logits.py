@@ -1,0 +1,45 @@
+"""transformers as the oracle of the native runner: the same checkpoint with float32 weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from helpers.runners.paged_driver import PagedDriver
+from helpers.runners.recurrent_driver import StateDriver
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.runners.native.runner import NativeRunner
+
+__all__ = ["assert_native_equals", "driver_of"]
+
+NEW_TOKENS = 24
+
+
+def driver_of(runner: NativeRunner, num_threads: int = 1) -> PagedDriver:
+    """A driver with 32 blocks, and with slots where the model keeps states."""
+    slots = 4 if runner.info.kv_spec.states else 0
+    backend = CPUBackend(runner.info.kv_spec, 32, num_threads=num_threads, num_state_slots=slots)
+    return StateDriver(runner, backend) if slots else PagedDriver(runner, backend)
+
+
+def assert_native_equals(model: Any, directory: Path) -> None:
+    """Logits of a prompt within 1e-4 of the transformers model's, in pieces, and the same greedy tokens after it."""
+    model.set_attn_implementation("eager")
+    prompt = np.random.default_rng(7).integers(0, 256, 61).tolist()
+    with torch.inference_mode():
+        whole = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        )[0].tolist()  # fmt: skip
+        expected = model(torch.tensor([whole]), use_cache=False).logits[0].numpy()[: len(prompt)]
+    runner = NativeRunner.from_dir(directory, weights="f32")
+    driver = driver_of(runner)
+    sequence = driver.open(prompt)
+    logits = driver.prefill(sequence, 23)
+    assert np.linalg.norm(logits - expected) <= 1e-4 * np.linalg.norm(expected)
+    driver.decode([sequence], [logits[-1]], NEW_TOKENS)
+    assert sequence.token_ids == whole
+    runner.close()

@@ -1,0 +1,1 @@
+"""Inputs for the index of non-prefix reuse."""

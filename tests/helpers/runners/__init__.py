@@ -1,0 +1,1 @@
+"""Drivers of a runner without an engine."""

@@ -1,0 +1,58 @@
+"""Drives a runner of a model with states without an engine: slots are given by hand, beside the blocks of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from helpers.runners.paged_driver import PagedDriver, Sequence_
+from kvboost_edge.backends.base import Backend, PassStates
+from kvboost_edge.runners.base import Runner
+
+__all__ = ["StateDriver"]
+
+
+class StateDriver(PagedDriver):
+    """A sequence has a slot that it reads and writes; slots are poisoned before, so that what was never written shows.
+
+    `wanted`: positions behind which states of sequences, by id, are to be saved, with their slots. `drafts`: how many
+    of a sequence's tokens, the last ones, are drafts in its next pass.
+    """
+
+    def __init__(self, runner: Runner, backend: Backend) -> None:
+        super().__init__(runner, backend)
+        assert backend.states is not None
+        self.pool = backend.states
+        self.pool.poison(range(self.pool.num_slots))
+        self.free = list(range(self.pool.num_slots))
+        self.slots: dict[int, tuple[int, int]] = {}
+        self.wanted: dict[int, dict[int, int]] = {}
+        self.drafts: dict[int, int] = {}
+
+    def open(self, token_ids: Sequence[int], read: int = -1) -> Sequence_:
+        """A sequence whose first pass reads a slot; -1: from its first token on."""
+        sequence = super().open(token_ids)
+        self.slots[id(sequence)] = (read, self.free.pop())
+        return sequence
+
+    def save(self, sequence: Sequence_, position: int) -> int:
+        """The slot in which the state behind so many tokens will be."""
+        slot = self.free.pop()
+        self.wanted.setdefault(id(sequence), {})[position] = slot
+        return slot
+
+    def states(self, work: Sequence[tuple[Sequence_, int]]) -> PassStates:
+        saves = []
+        for index, (sequence, count) in enumerate(work):
+            start = sequence.table.num_computed_tokens
+            for position, slot in sorted(self.wanted.get(id(sequence), {}).items()):
+                if start < position <= start + count:
+                    saves.append((index, position - start, slot))
+        both = [self.slots[id(sequence)] for sequence, _ in work]
+        for sequence, _ in work:
+            own = self.slots[id(sequence)][1]
+            self.slots[id(sequence)] = (own, own)
+        read, written = (np.array(each, np.int32) for each in zip(*both, strict=True))
+        certain = np.array([count - self.drafts.pop(id(sequence), 0) for sequence, count in work], np.int32)
+        return PassStates(read, written, np.array(saves, np.int32).reshape(-1, 3), certain)

@@ -1,0 +1,1 @@
+"""Live servers, request bodies, scripted models and browsers."""

@@ -1,0 +1,1 @@
+"""Small disk and Redis tiers, and faulty ones."""

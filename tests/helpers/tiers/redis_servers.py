@@ -1,0 +1,114 @@
+"""A real redis-server for tests: found on the PATH or unpacked by `make redis-server`, gone when its block is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from helpers.server.live_servers import wait_until
+
+__all__ = ["RedisServer", "find_redis", "running_redis"]
+
+UNPACKED = Path(__file__).parents[3] / ".redis"
+# redis-check-rdb is the same program: it is the server when it is called so.
+NAMES = ("redis-server", "valkey-server", "redis-check-rdb")
+HOW = "no redis-server: `make redis-server` unpacks one (Debian, Ubuntu), or put one on the PATH"
+
+
+def find_redis() -> Path | None:
+    """Path of the program, or None."""
+    unpacked = str(UNPACKED / "usr" / "bin")
+    found = [shutil.which(name) for name in NAMES] + [shutil.which(name, path=unpacked) for name in NAMES]
+    return next((Path(path) for path in found if path is not None), None)
+
+
+@dataclasses.dataclass
+class RedisServer:
+    """`url` and `client` reach it by its socket file; `port` is its own, or what PORT in an option stood for."""
+
+    folder: Path
+    port: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.folder}/s"
+
+    def client(self, **options: object) -> redis.Redis:
+        """A connection of the test's own, without any of the tier's code."""
+        return redis.Redis(unix_socket_path=f"{self.folder}/s", socket_timeout=10, protocol=2, **options)  # type: ignore[arg-type]
+
+    def kill(self) -> None:
+        """End it as a power cut would; what it held is gone."""
+        self.process.kill()
+        self.process.wait()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Connections are accepted by the system and nobody answers, while the block runs."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.process.pid, signal.SIGCONT)
+
+
+@contextmanager
+def running_redis(*options: str, tcp: bool = False, folder: Path | None = None) -> Iterator[RedisServer]:
+    """Start one in a folder of its own (sockets' paths are short), or again in the folder of one that was killed."""
+    program = find_redis()
+    if program is None:
+        if "CI" in os.environ or "KVBOOST_EDGE_REQUIRE_REDIS" in os.environ:
+            pytest.fail(HOW)
+        pytest.skip(HOW)
+    own = Path(tempfile.mkdtemp(prefix="kvb-redis-")) if folder is None else folder
+    port = _free_port() if tcp or "PORT" in options else 0
+    plain = [] if "--tls-port" in options else ["--port", str(port if tcp else 0)]
+    chosen = [str(port) if option == "PORT" else option for option in options]
+    process = subprocess.Popen(
+        ["redis-server", "--unixsocket", f"{own}/s", "--save", "", "--dir", str(own), *plain, *chosen],
+        executable=program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment(program),
+    )  # fmt: skip
+    server = RedisServer(own, port, process)
+    try:
+        wait_until(lambda: process.poll() is not None or _accepts(own), "redis-server to listen")
+        assert process.poll() is None, f"{program} {chosen} ended with {process.returncode}"
+        yield server
+    finally:
+        server.kill()
+        if folder is None:
+            shutil.rmtree(own, ignore_errors=True)
+
+
+def _accepts(folder: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(f"{folder}/s")
+        except OSError:
+            return False
+    return True
+
+
+def _environment(program: Path) -> dict[str, str]:
+    """The unpacked program finds its libraries beside it."""
+    if UNPACKED not in program.parents:
+        return dict(os.environ)
+    folders: Sequence[str] = sorted({str(path.parent) for path in UNPACKED.rglob("*.so*")})
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
