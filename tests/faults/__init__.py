@@ -1,1 +1,42 @@
-"""Planted faults for `make mutants`, by subject."""
+"""The faults that `make mutants` plants, by room of the package or by subject."""
+
+from __future__ import annotations
+
+from faults import (
+    backends,
+    compat,
+    cuda,
+    drafts,
+    engine,
+    kernels,
+    kvcache,
+    models,
+    recurrent,
+    reuse,
+    runners,
+    text,
+    tiers,
+    weight_tables,
+)
+from faults.fault import Fault, fault
+
+__all__ = ["FAULTS", "Fault", "fault"]
+
+_MODULES = (
+    kernels,
+    backends,
+    kvcache,
+    tiers,
+    models,
+    text,
+    runners,
+    compat,
+    reuse,
+    engine,
+    recurrent,
+    drafts,
+    weight_tables,
+    cuda,
+)
+
+FAULTS = tuple(one for module in _MODULES for one in module.FAULTS)

@@ -1,12 +1,14 @@
-"""Faults of `make mutants` in the CUDA kernels, found over fibers: (name, file, old, new, tests)."""
+"""Faults in the CUDA kernels, found over fibers."""
 
 from __future__ import annotations
+
+from faults.fault import faults
 
 _CSRC = "cuda_ext/kvboost_edge_cuda/csrc"
 _WORK, _MMA, _WMMA = f"{_CSRC}/work.cuh", f"{_CSRC}/attention_mma.cuh", f"{_CSRC}/attention_wmma.cuh"
 _ATTENTION, _CACHE = "tests/cuda_ext/test_attention.py", "tests/cuda_ext/test_cache.py"
 
-CUDA_FAULTS = (
+FAULTS = faults(
     ("a tile needs no mask if any row sees it", _WORK, "clear = {last.begin, first.end}", "clear = first", _ATTENTION),
     ("blocks are taken to hold 16 tokens", _WORK, "(key - index * block_size)", "(key % 16)", _ATTENTION),
     ("the last tiles of an uneven split are lost", _WORK, "(num_tiles + p.num_splits - 1)", "num_tiles", _ATTENTION),

@@ -1,13 +1,15 @@
-"""Faults of `make mutants` in drafts of models with states: (name, file, old, new, tests)."""
+"""Faults in drafts of models with states."""
 
 from __future__ import annotations
+
+from faults.fault import faults
 
 _ACCEPTED, _STATES, _BATCH = "engine/accepted.py", "runners/native/states.py", "engine/batch.py"
 _CONV, _SCAN = "kernels/program/states/conv.py", "kernels/program/states/scan.py"
 _OF_MIXERS = "tests/kernels/program/states/test_mixers.py"
 _OF_DRAFTS, _OF_BUDGET = "tests/engine/test_state_drafts.py", "tests/engine/test_state_budget.py"
 
-DRAFT_FAULTS = (
+FAULTS = faults(
     ("drafts: one row too many is taken in", _STATES, "pool, own.tolist(),",
      "pool, np.minimum(own + 1, drafted[which]).tolist(),", _OF_MIXERS),
     ("drafts: one row too few is taken in", _STATES, "pool, own.tolist(),", "pool, (own - 1).tolist(),",

@@ -1,8 +1,8 @@
-"""Faults of `make mutants` in states beside keys and values: (name, file, old, new, tests)."""
+"""Faults in states beside keys and values."""
 
 from __future__ import annotations
 
-from faults.drafts import DRAFT_FAULTS
+from faults.fault import faults
 
 _SLOTS, _TABLES, _LOOKUP = "kvcache/states/slots.py", "kvcache/states/tables.py", "kvcache/lookup.py"
 _BATCH, _BUDGET, _BORDERS = "engine/batch.py", "engine/state_budget.py", "text/borders.py"
@@ -15,8 +15,7 @@ _KERNELS = "kernels/program/states/"
 _ROUTER, _OF_ROUTER = "serve_ray/routing/router.py", "tests/serve_ray/routing/test_router_states.py"
 _OF_MIXERS, _OF_PIECES = "tests/kernels/program/states/test_mixers.py", "tests/models/weights/test_pieces.py"
 
-STATE_FAULTS = (
-    *DRAFT_FAULTS,
+FAULTS = faults(
     ("state: one block ahead of its snapshot", _TABLES,
      "standing_for(table, position // self._size - 1, self._index) if",
      "standing_for(table, position // self._size - 2, self._index) if", _OF_TABLES),

@@ -1,6 +1,8 @@
-"""Faults of `make mutants` in reuse at other positions: (name, file, old, new, tests)."""
+"""Faults in reuse at other positions."""
 
 from __future__ import annotations
+
+from faults.fault import faults
 
 _SCAN, _SPANS, _CUTTING = "kernels/spans/scan.py", "reuse/spans.py", "reuse/cutting.py"
 _FINDING = "tests/reuse/test_finding.py"
@@ -11,7 +13,7 @@ _UNITS = "kernels/attention/units.py"
 _POOL, _PLAN, _PROBE = "kvcache/spans.py", "reuse/plan.py", "reuse/probe.py"
 _SHARING = "tests/engine/test_reuse.py"
 
-REUSE_FAULTS = (
+FAULTS = faults(
     (
         "a hash suffices",
         _SCAN,

@@ -1,6 +1,8 @@
-"""Faults of `make mutants` in codes that are looked up in a table, and in Q3_K: (name, file, old, new, tests)."""
+"""Faults in codes that are looked up in a table, and in Q3_K."""
 
 from __future__ import annotations
+
+from faults.fault import faults
 
 _MXFP4 = "models/weights/columns/mxfp4.py"
 _TABLES, _BLOCKS, _SOURCE = "models/gguf/tables.py", "models/gguf/blocks.py", "models/gguf/source.py"
@@ -10,7 +12,7 @@ _OF_BLOCKS, _OF_FILES = "tests/models/gguf/test_blocks.py", "tests/models/gguf/t
 _OF_STREAM, _OF_HALVED = "tests/models/packed/test_stream.py", "tests/models/weights/test_halved.py"
 _OF_KERNELS, _OF_FORMS = "tests/kernels/program/test_table_format.py", "tests/kernels/linear/test_every_form.py"
 
-TABLE_FAULTS = (
+FAULTS = faults(
     ("table of another type", _TABLES, "np.array(_NL, dtype=np.int8)", "mxfp4.TABLE", _OF_BLOCKS),
     ("table: nibbles of a file in the other order", _TABLES, "[packed & np.uint8(15), packed >> np.uint8(4)]",
      "[packed >> np.uint8(4), packed & np.uint8(15)]", _OF_BLOCKS),

@@ -1,0 +1,94 @@
+"""Faults in the engine."""
+
+from __future__ import annotations
+
+from faults.fault import fault
+
+_SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/test_schedules.py")
+
+FAULTS = (
+    fault(
+        "a second choice counts as a second call",
+        "engine/retention.py",
+        "known.began == began:",
+        "False:",
+        "tests/engine/test_retention.py",
+    ),
+    fault(
+        "rope positions off by one after a cut",
+        "engine/batch.py",
+        "positions += range(one.start, one.stop)",
+        "positions += range(one.start + (one.start > 0), one.stop + (one.start > 0))",
+        "tests/engine/test_end_to_end.py",
+    ),
+    fault(
+        "temperature ignored",
+        "engine/sampling.py",
+        "/ temperature)",
+        "/ 1.0)",
+        *_SAMPLING,
+    ),
+    fault(
+        "in a batch the first request's sampling counts for all",
+        "engine/intake.py",
+        "[resolve_sampling(item, options) for item in sampling]",
+        "[resolve_sampling(sampling[0], options) for item in sampling]",
+        "tests/engine/test_per_request.py",
+    ),
+    fault(
+        "random numbers do not depend on the position",
+        "engine/sampling.py",
+        "np.array([seed, position], dtype=np.uint64)",
+        "np.array([seed, 0], dtype=np.uint64)",
+        *_SAMPLING,
+    ),
+    fault(
+        "top_p keeps one token too many",
+        "engine/sampling.py",
+        'side="left")) + 1',
+        'side="left")) + 2',
+        *_SAMPLING,
+    ),
+    fault(
+        "cancel is not heard",
+        "engine/core.py",
+        'reason="cancelled")',
+        'reason="cancelled") if self._closing else None',
+        "tests/engine/test_lifecycle.py",
+    ),
+    fault(
+        "equal prefixes in flight are computed twice",
+        "engine/scheduler.py",
+        "sequence.awaited_hash = awaited",
+        "sequence.awaited_hash = None",
+        "tests/engine/test_schedules.py",
+    ),
+    fault(
+        "NaN in the logits goes unseen",
+        "engine/core.py",
+        "if not all(map(",
+        "if False and all(map(",
+        "tests/engine/test_lifecycle.py",
+    ),
+    fault(
+        "only one EOS token is known",
+        "engine/build.py",
+        "eos = frozenset(defaults.eos_token_ids)",
+        "eos = frozenset(defaults.eos_token_ids[:1])",
+        "tests/engine/test_per_request.py",
+    ),
+    fault(
+        "deadlines are not kept",
+        "engine/core.py",
+        "        self._expire()\n",
+        "",
+        "tests/engine/test_terms.py",
+    ),
+    fault(
+        "blocks freed while they were open keep their buffers",
+        "engine/core.py",
+        "self._backend.release_blocks([block for block in self._kept if block not in wanted])",
+        "pass",
+        "tests/engine/test_native_schedules.py",
+    ),
+)

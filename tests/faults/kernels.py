@@ -1,0 +1,251 @@
+"""Faults in the kernels of the CPU."""
+
+from __future__ import annotations
+
+from faults.fault import fault
+from faults.suites import GEMMA4, GEMMA4_EXPERTS, SPARSE
+
+_ROOMS = ("tests/kernels", "tests/backends")
+_ROUTED = ("tests/kernels/program/test_experts.py",)
+
+FAULTS = (
+    fault(
+        "causal mask shows one token too many",
+        "kernels/attention/attend.py",
+        "// shape.heads_per_kv + 1 - start",
+        "// shape.heads_per_kv + 2 - start",
+        *_ROOMS,
+    ),
+    fault(
+        "window off by one",
+        "kernels/attention/attend.py",
+        "low = end - shape.window if",
+        "low = end - shape.window + 1 if",
+        *_ROOMS,
+    ),
+    fault(
+        "softcap dropped",
+        "kernels/attention/attend.py",
+        "if shape.softcap > 0:",
+        "if shape.softcap > 1e9:",
+        *_ROOMS,
+    ),
+    fault(
+        "attention sinks dropped",
+        "kernels/attention/units.py",
+        "if job.sinks != 0:",
+        "if job.sinks == -1:",
+        *_ROOMS,
+    ),
+    fault(
+        "merging partitions forgets the earlier ones' weight",
+        "kernels/attention/units.py",
+        "dim, keep, add)",
+        "dim, np.float32(1.0), add)",
+        *_ROOMS,
+    ),
+    fault(
+        "bfloat16 cut off instead of rounded",
+        "kernels/attention/storage.py",
+        "rounded = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))",
+        "rounded = bits",
+        *_ROOMS,
+    ),
+    fault(
+        "the last byte of a copied block is forgotten",
+        "kernels/attention/storage.py",
+        "for at in range(pool.shape[1]):",
+        "for at in range(pool.shape[1] - 1):",
+        *_ROOMS,
+    ),
+    fault(
+        "a step's plan outlives its window",
+        "kernels/attention/paged.py",
+        "    if window == 0:\n        return tile_end\n",
+        "    if window >= 0:\n        return tile_end\n",
+        "tests/kernels/attention/test_paged.py",
+    ),
+    fault(
+        "the norm of values is dropped",
+        "kernels/program/tokens.py",
+        "if op[lt.F_V_NORM] != 0:",
+        "if op[lt.F_V_NORM] == -1:",
+        *GEMMA4,
+    ),
+    fault(
+        "values that are keys are those behind the norm",
+        "kernels/program/tokens.py",
+        "        copy_floats(keys, kv_heads * dim, values)\n    late = op[lt.F_LATE_NORM] != 0\n",
+        "        _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)\n"
+        "        copy_floats(keys, kv_heads * dim, values)\n"
+        "    late = op[lt.F_LATE_NORM] != 0\n",
+        *GEMMA4,
+    ),
+    fault(
+        "a layer's number is dropped",
+        "kernels/program/tokens.py",
+        "value * params[lt.P_SUM_FACTOR])\n\n\n@kernel\ndef _per_layer",
+        "value)\n\n\n@kernel\ndef _per_layer",
+        *GEMMA4,
+    ),
+    fault(
+        "of equal scores the higher number is chosen",
+        "kernels/program/route.py",
+        "number > best)",
+        "number >= best)",
+        *_ROUTED,
+    ),
+    fault(
+        "one expert too few is chosen",
+        "kernels/program/route.py",
+        "for rank in range(used):\n        # The",
+        "for rank in range(used - 1):\n        # The",
+        *_ROUTED,
+    ),
+    fault(
+        "powers of logits overflow",
+        "kernels/program/route.py",
+        "exp_f32(load_f32(row + 4 * index) - largest)",
+        "exp_f32(load_f32(row + 4 * index))",
+        "tests/kernels/program/test_experts.py::test_logits_beyond_any_power_have_shares",
+    ),
+    fault(
+        "shares are divided by less than the least",
+        "kernels/program/route.py",
+        "total = max(total, params[lt.P_EPS])",
+        "total = total + np.float32(0.0)",
+        "tests/kernels/program/test_experts.py::test_routing_equals_the_specification",
+    ),
+    fault(
+        "the bias of the choice becomes a part of the share",
+        "kernels/program/route.py",
+        "        store_f32(shares + 4 * rank, load_f32(row + 4 * load_i64(chosen + 8 * rank)))",
+        "        store_f32(shares + 4 * rank, _wanted(row, op[lt.F_BIAS], load_i64(chosen + 8 * rank)))",
+        *_ROUTED,
+    ),
+    fault(
+        "the shared expert's gate is forgotten",
+        "kernels/program/experts.py",
+        "share = sigmoid_f32(gate) * factor",
+        "share = factor",
+        *SPARSE,
+    ),
+    fault(
+        "experts come in falling order",
+        "kernels/program/experts.py",
+        "    for index in range(count_active(job)):\n",
+        "    for index in range(count_active(job) - 1, -1, -1):\n",
+        *_ROUTED,
+    ),
+    fault(
+        "a token's experts keep the order of their ranks",
+        "kernels/program/route.py",
+        "while at > 0 and load_i64(chosen + 8 * (at - 1)) > found:",
+        "while at < 0:",
+        *_ROUTED,
+    ),
+    fault(
+        "experts add their rows and not their shares",
+        "kernels/program/experts.py",
+        "share = load_f32(job.buffers[lt.B_SHARES] + 4 * place) * factor",
+        "share = np.float32(factor)",
+        *_ROUTED,
+    ),
+    fault(
+        "an expert's panel is that of the pass",
+        "kernels/program/experts.py",
+        "token_place(slot - first, tokens, 0, job.matrix)",
+        "token_place(slot - first, job.tokens, 0, job.matrix)",
+        *_ROUTED,
+    ),
+    fault(
+        "an expert has the scales of the first",
+        "kernels/program/experts.py",
+        "op[lt.F_SCALE] + tile * groups * SCALE_BYTES",
+        "op[lt.F_SCALE]",
+        *_ROUTED,
+    ),
+    fault(
+        "factors of experts are dropped",
+        "kernels/program/route.py",
+        "if op[lt.F_SCALE] != 0:",
+        "if op[lt.F_SCALE] == -1:",
+        *GEMMA4_EXPERTS,
+    ),
+    fault(
+        "a share has another expert's factor",
+        "kernels/program/route.py",
+        "share *= load_f32(op[lt.F_SCALE] + 4 * load_i64(chosen + 8 * rank))",
+        "share *= load_f32(op[lt.F_SCALE] + 4 * rank)",
+        *GEMMA4_EXPERTS,
+        *_ROUTED,
+    ),
+    fault(
+        "experts are added to what was there",
+        "kernels/program/experts.py",
+        "if op[lt.F_ADD] == 0:",
+        "if op[lt.F_ADD] == -1:",
+        *_ROUTED,
+        *GEMMA4_EXPERTS,
+    ),
+    fault(
+        "a thread clears the tiles of others",
+        "kernels/program/experts.py",
+        "for index in range(begin * LANES, end * LANES):",
+        "for index in range(op[lt.F_COUNT]):",
+        *_ROUTED,
+    ),
+    fault(
+        "one expert too few is computed",
+        "kernels/program/route.py",
+        "return min(op[lt.F_EXPERTS], job.tokens * op[lt.F_USED])",
+        "return count_active(job) - 1",
+        *_ROUTED,
+    ),
+    fault(
+        "an expert's bias stands behind its share",
+        "kernels/program/experts.py",
+        "                bias = _bias_of(op, expert * op[lt.F_COUNT] + tile * LANES)\n"
+        "                target = Target(scratch, _LINE, 0, bias, 0, np.float32(1.0))\n"
+        "                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))\n"
+        "                _add_shares(job, op, factor, scratch, first + token, n, tile, 1)\n",
+        "                bias = _bias_of(op, expert * op[lt.F_COUNT] + tile * LANES)\n"
+        "                target = Target(scratch, _LINE, 0, 0, 0, np.float32(1.0))\n"
+        "                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))\n"
+        "                _add_shares(job, op, factor, scratch, first + token, n, tile, 1)\n"
+        "                for row in range(n):\n"
+        "                    at = place_at(job, experts, first + token + row) // op[lt.F_USED]"
+        " * op[lt.F_DST_STEP]\n"
+        "                    _add_scaled(bias, np.float32(1.0), 1, job.buffers[op[lt.F_DST]]"
+        " + 4 * (at + tile * LANES))\n",
+        "tests/kernels/program/test_experts.py::test_biased_experts_equal_plain_numpy",
+    ),
+    fault(
+        "gates have no limit",
+        "kernels/program/activations.py",
+        "x = b.select(is_clamped, _emit_limit(b, x, _SWIGLU_LIMIT), x)",
+        "x = b.select(is_clamped, x, x)",
+        "tests/kernels/program/test_experts.py::test_biased_experts_equal_plain_numpy",
+    ),
+    fault(
+        "the way up has a limit on one side",
+        "kernels/program/activations.py",
+        "both = _emit_limit(b, _emit_limit(b, up, _SWIGLU_LIMIT), -_SWIGLU_LIMIT)",
+        "both = _emit_limit(b, up, _SWIGLU_LIMIT)",
+        "tests/kernels/program/test_experts.py::test_biased_experts_equal_plain_numpy",
+    ),
+    fault(
+        "steps of time have no bias",
+        "kernels/program/states/gates.py",
+        "softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op[lt.F_DT_BIAS] + 4 * head))",
+        "softplus_f32(load_f32(wide_at + 4 * head))",
+        "tests/runners/native/test_hybrids.py::test_a_hybrid_equals_transformers[granitemoehybrid-h]",
+    ),
+    fault(
+        "what is below 0 is squared",
+        "kernels/program/activations.py",
+        'b.fcmp_ordered("<", raw, _splat(0.0))',
+        'b.fcmp_ordered("<", raw, _splat(-1e30))',
+        "tests/kernels/program/test_matrices.py::test_the_activation_without_a_gate",
+    ),
+)

@@ -1,0 +1,72 @@
+"""Faults in the runners."""
+
+from __future__ import annotations
+
+from faults.fault import fault
+from faults.suites import GEMMA4, GEMMA4_EXPERTS
+
+FAULTS = (
+    fault(
+        "rows of attention outlive their plan",
+        "runners/native/whole_pass.py",
+        "*(id(plan.items) for plan in plans))",
+        "*(0 for plan in plans))",
+        "tests/runners/native/test_long.py",
+    ),
+    fault(
+        "a layer takes another's input",
+        "runners/native/program.py",
+        "lt.F_BY_FIRST: index * width",
+        "lt.F_BY_FIRST: 0",
+        *GEMMA4,
+    ),
+    fault(
+        "open blocks that later layers read are written over",
+        "runners/native/plan.py",
+        "layer.kv + 1 if layer.kv in given else 0",
+        "0",
+        "tests/runners/native/test_gemma4.py",
+    ),
+    fault(
+        "rows go on with the inputs of others",
+        "runners/native/runner.py",
+        "per_layer(num_tokens)[rows]",
+        "per_layer(num_tokens)[: len(rows)]",
+        "tests/runners/native/test_gemma4.py",
+    ),
+    fault(
+        "the factors of the router's inputs are dropped",
+        "runners/native/mixture.py",
+        'out.norm(f"{layer}router_in", f"{layer}router")',
+        'out.norm(f"{layer}experts_in", f"{layer}router")',
+        *GEMMA4_EXPERTS,
+    ),
+    fault(
+        "the router's root of the width is dropped",
+        "runners/native/mixture.py",
+        "factor=spec.hidden_size**-0.5",
+        "factor=1.0",
+        *GEMMA4_EXPERTS,
+    ),
+    fault(
+        "experts read what the MLP beside them reads",
+        "runners/native/mixture.py",
+        'out.norm(f"{layer}experts_in", f"{layer}router")',
+        'out.norm(f"{layer}mlp_in", f"{layer}router")',
+        *GEMMA4_EXPERTS,
+    ),
+    fault(
+        "sinks are dropped",
+        "runners/native/whole_pass.py",
+        "np.array([0 if sinks is None else sinks.ctypes.data for sinks in self._sinks])",
+        "np.array([0 for sinks in self._sinks])",
+        "tests/runners/native/test_gpt_oss.py::test_all_logits_of_prompts_around_window_and_block",
+    ),
+    fault(
+        "what a mixer leaves waits where queries go",
+        "runners/native/states.py",
+        "lt.B_MIXED if builder.sizes.mixed else lt.B_QUERY",
+        "lt.B_QUERY",
+        "tests/runners/native/test_hybrids.py::test_a_hybrid_equals_transformers[falcon_h1]",
+    ),
+)
