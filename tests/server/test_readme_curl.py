@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from helpers.tools import find_curl, must_run
+
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^(curl (?:[^\n]*\\\n)*[^\n]*)$", README, flags=re.MULTILINE)
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.skipif(find_curl() is None and not must_run(), reason="curl is not installed")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: re.search(r"8000(\S+)", text).group(1))
 def test_example_answers(example, live_server):
     command = example.replace("http://127.0.0.1:8000", live_server.base_url)

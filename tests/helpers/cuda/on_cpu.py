@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import hashlib
 import os
-import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from helpers.tools import find_compiler
 
 __all__ = [
     "BF16",
@@ -31,9 +31,7 @@ __all__ = [
     "Schedule",
     "WriteKVParams",
     "built",
-    "find_compiler",
     "library",
-    "sanitizer",
 ]
 
 ROOT = Path(__file__).parents[3]
@@ -153,19 +151,6 @@ class Library:
 def _check(message: bytes | None) -> None:
     if message is not None:
         raise LaunchError(message.decode())
-
-
-@functools.cache
-def find_compiler() -> str | None:
-    """g++, where it comes with its address sanitizer; the fibers are made for Linux."""
-    compiler = shutil.which("g++") if sys.platform == "linux" else None
-    return compiler if compiler is not None and sanitizer(compiler).is_absolute() else None
-
-
-def sanitizer(compiler: str) -> Path:
-    """Its library, which a process must load before all else; no absolute path where there is none."""
-    command = [compiler, "-print-file-name=libasan.so"]
-    return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
 
 
 def built(source: Path, flags: Sequence[str] = (), include: Path = CSRC) -> Path:

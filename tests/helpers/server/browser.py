@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["find_chromium", "running_chromium"]
+from helpers.tools import find_chromium
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+__all__ = ["running_chromium"]
+
 # Nothing of the browser's own may start, connect or ask; every name but loopback fails to resolve.
 FLAGS = (
     "--headless",
@@ -24,11 +24,6 @@ FLAGS = (
 )
 
 
-def find_chromium() -> str | None:
-    """Path of the browser, or None: the page tests are not collected then."""
-    return next((path for path in map(shutil.which, NAMES) if path is not None), None)
-
-
 @contextmanager
 def running_chromium() -> Iterator[Any]:
     """A browser of Playwright's synchronous interface; gone, with its processes, when the block is left.
@@ -38,7 +33,7 @@ def running_chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     path = find_chromium()
-    assert path is not None, f"none of {', '.join(NAMES)} is on the PATH"
+    assert path is not None, "no Chromium on the PATH; install it: apt-get install chromium"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
         try:

@@ -17,20 +17,11 @@ import pytest
 import redis
 
 from helpers.server.live_servers import wait_until
+from helpers.tools import REDIS_FOLDER, find_redis, must_run
 
-__all__ = ["RedisServer", "find_redis", "running_redis"]
+__all__ = ["RedisServer", "running_redis"]
 
-UNPACKED = Path(__file__).parents[3] / ".redis"
-# redis-check-rdb is the same program: it is the server when it is called so.
-NAMES = ("redis-server", "valkey-server", "redis-check-rdb")
 HOW = "no redis-server: `make redis-server` unpacks one (Debian, Ubuntu), or put one on the PATH"
-
-
-def find_redis() -> Path | None:
-    """Path of the program, or None."""
-    unpacked = str(UNPACKED / "usr" / "bin")
-    found = [shutil.which(name) for name in NAMES] + [shutil.which(name, path=unpacked) for name in NAMES]
-    return next((Path(path) for path in found if path is not None), None)
 
 
 @dataclasses.dataclass
@@ -69,7 +60,7 @@ def running_redis(*options: str, tcp: bool = False, folder: Path | None = None) 
     """Start one in a folder of its own (sockets' paths are short), or again in the folder of one that was killed."""
     program = find_redis()
     if program is None:
-        if "CI" in os.environ or "KVBOOST_EDGE_REQUIRE_REDIS" in os.environ:
+        if must_run():
             pytest.fail(HOW)
         pytest.skip(HOW)
     own = Path(tempfile.mkdtemp(prefix="kvb-redis-")) if folder is None else folder
@@ -100,11 +91,11 @@ def _accepts(folder: Path) -> bool:
     return True
 
 
-def _environment(program: Path) -> dict[str, str]:
+def _environment(program: str) -> dict[str, str]:
     """The unpacked program finds its libraries beside it."""
-    if UNPACKED not in program.parents:
+    if REDIS_FOLDER not in Path(program).parents:
         return dict(os.environ)
-    folders: Sequence[str] = sorted({str(path.parent) for path in UNPACKED.rglob("*.so*")})
+    folders: Sequence[str] = sorted({str(path.parent) for path in REDIS_FOLDER.rglob("*.so*")})
     return {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
 
 
