@@ -26,7 +26,7 @@ TIMES := benchmarks/results/test-times.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-quick test-times lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router \
+.PHONY: help setup demo test test-all test-quick test-times coverage lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router \
 	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-states bench-onnx bench-peers bench-embeddings bench-tiers bench-agents real-model quality clean test-arm64 redis-server
 
 help:  ## list the targets
@@ -75,6 +75,12 @@ test-times: setup  ## run `make test` and record its times by file and package i
 	$(MAKE) --no-print-directory test PYTEST="$(PYTEST) --durations=0 --durations-min=0.02" > $(TIMES).log
 	$(BIN)/python tests/times.py $(TIMES).log > $(TIMES) && rm $(TIMES).log
 	@sed -n '1,/^$$/p' $(TIMES)
+
+coverage: setup  ## line and branch coverage of the package without kernels, subprocesses included
+	$(BIN)/coverage erase
+	$(MAKE) --no-print-directory test PYTEST="$(BIN)/coverage run -m pytest -q"
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report --sort=cover
 
 # An arm64 Debian of its own, made by the first run in about 5 minutes. Needs root and Debian or Ubuntu.
 ARM64_ROOT ?= /var/tmp/kvboost-edge-arm64
@@ -189,5 +195,5 @@ $(PEERS)/.setup-stamp:
 	@touch $@
 
 clean:  ## remove build products and caches, keep .venv
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.*
 	find kvboost_edge tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -96,7 +96,7 @@ def one_thread_if_asked() -> Iterator[None]:
 @functools.cache
 def takes_all_threads(path: Path) -> bool:
     """Whether tests of a file in a room that computes may leave it to the machine how many threads there are: those
-    `make test-one-thread` runs a second time, with one."""
+    `make test-all` runs a second time, with one."""
     room = path.relative_to(Path(__file__).parent).parts[0]
     return room not in ("kernels", "runners") or "from_pretrained" in path.read_text(encoding="utf-8")
 
