@@ -2,26 +2,24 @@
 
 `build_tiny_model("gemma2")` gives a seeded float32 model whose weights are scaled up so that attention is sharp: a
 wrong mask, position, window or scale changes the logits by far more than rounding does. `save_tiny_model` writes a
-complete model directory: weights, config, generation config, and a byte-level tokenizer with a chat template.
+complete model directory: weights, config, generation config, and a byte-level tokenizer with a chat template. It builds
+a model once and copies its files from then on, without torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    GenerationConfig,
-    PreTrainedModel,
-)
-
+from helpers.models.built import copy_of
 from helpers.models.gpt_oss_files import SIZES as GPT_OSS
 from helpers.models.hybrid_models import HYBRID_NESTED, HYBRIDS
 from helpers.models.tiny_checkpoints import BOS_ID, COMMON_FIELDS, EOS_ID, PAD_ID, VOCAB_SIZE, save_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 __all__ = [
     "EOS_ID", "FAMILIES", "NESTED", "PAD_ID", "VOCAB_SIZE", "build_nested_model", "build_tiny_model",
@@ -306,6 +304,9 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """As `build_tiny_model`, of several parts; `model_type` is a key of NESTED, `overrides` of the language model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
     text_type, fields, vision = {**NESTED, **HYBRID_NESTED}[model_type]
     model_type = model_type.partition("-")[0]
     fields = {"model_type": text_type, **COMMON_FIELDS, **fields, **overrides}
@@ -313,20 +314,25 @@ def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> P
     config = AutoConfig.for_model(model_type, text_config=fields, vision_config=vision, tie_word_embeddings=tied)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    _sharpen(model, torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        _sharpen(model, torch.Generator().manual_seed(seed))
     return model.eval()
 
 
 def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A seeded float32 model in eval mode. `model_type` is a key of FAMILIES or any transformers model type;
     `overrides` are config fields."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     fields = {"model_type": model_type, **COMMON_FIELDS, **{**FAMILIES, **HYBRIDS}.get(model_type, {}), **overrides}
     hf_type = fields.pop("model_type").partition("-")[0]
     fields = {name: value for name, value in fields.items() if value is not None or name in overrides}
     config = AutoConfig.for_model(hf_type, **fields)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _sharpen(model, torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        _sharpen(model, torch.Generator().manual_seed(seed))
     return model.eval()
 
 
@@ -336,9 +342,10 @@ _HEAD_NORMS = (
 )  # fmt: skip
 
 
-@torch.no_grad()
 def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Weights of unit gain, queries and keys of about twice that; norms and biases away from their neutral values."""
+    import torch
+
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
         if "norm" in name and name.endswith("weight"):
@@ -373,16 +380,23 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 def save_tiny_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a complete model directory (safetensors) and return its path."""
-    return _save(build_tiny_model(model_type, seed=seed, **overrides), Path(directory))
+    return _save(build_tiny_model, Path(directory), model_type, seed, overrides)
 
 
 def save_nested_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:
     """As `save_tiny_model`, of a model that `build_nested_model` makes."""
-    return _save(build_nested_model(model_type, seed=seed, **overrides), Path(directory))
+    return _save(build_nested_model, Path(directory), model_type, seed, overrides)
 
 
-def _save(model: PreTrainedModel, directory: Path) -> Path:
-    model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
-    model.save_pretrained(directory)
-    save_tokenizer(directory)
-    return directory
+def _save(
+    build: Callable[..., PreTrainedModel], directory: Path, model_type: str, seed: int, overrides: dict[str, Any]
+) -> Path:
+    def save(folder: Path) -> None:
+        from transformers import GenerationConfig
+
+        model = build(model_type, seed=seed, **overrides)
+        model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+        model.save_pretrained(folder)
+        save_tokenizer(folder)
+
+    return copy_of(directory, save, build.__name__, model_type, seed, overrides)
