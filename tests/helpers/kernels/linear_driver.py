@@ -10,12 +10,11 @@ import numpy.typing as npt
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL, panel_tokens
 from kvboost_edge.kernels.linear.weights import NUMBERS, PackedRows
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.activations import ACT_RELU2, ACT_SILU
 from kvboost_edge.kernels.program.entries import kernel_table
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 
-__all__ = ["PLAIN", "Extra", "Program", "assert_gated_in_one", "matrix_fields", "panel_sizes", "run_linear"]
+__all__ = ["PLAIN", "Extra", "Program", "matrix_fields", "panel_sizes", "run_linear"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -120,40 +119,3 @@ def run_linear(
     program.add(lt.OP_LINEAR, {**source, **weights, **target, **rest}, {lt.P_FACTOR: extra.factor})
     program.run(extra.threads)
     return out[:, :rows], panel
-
-
-def assert_gated_in_one(
-    kinds: tuple[str, str], x: Floats, wide: Floats, packed: PackedRows, bias: Floats | None = None, act: int = ACT_SILU
-) -> None:
-    """One operation does what a matrix, the activation and quantization do apart.
-
-    kinds  of the gate and up matrix, or of up alone where the activation has no gate, and of the reader of what comes
-           out
-    wide   what the matrix makes of x, [tokens, inner] for each of its parts
-    """
-    tokens, hidden = x.shape
-    parts = 1 if act == ACT_RELU2 else 2
-    inner = wide.shape[1] // parts
-    program = Program(tokens)
-    groups = max(-(-hidden // 32), -(-inner // 32))
-    apart, panel, together = (np.zeros(tokens * groups * LARGEST_CELL, np.uint8) for _ in range(3))
-    program.buffer(lt.B_ATTENDED, x)
-    program.buffer(lt.B_PANEL, panel)
-    program.buffer(lt.B_INNER, together)
-    program.buffer(lt.B_WIDE, np.ascontiguousarray(wide))
-    program.buffer(lt.B_NORMED, np.zeros((tokens, inner), np.float32))
-    program.buffer(lt.B_LOGITS, apart)
-    rows = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: hidden, lt.F_COUNT: hidden}
-    program.add(lt.OP_QUANT, {**rows, lt.F_QUANT: NUMBERS[kinds[0]], lt.F_PANEL: lt.B_PANEL})
-    how = {lt.F_COUNT: inner, lt.F_QUANT: NUMBERS[kinds[1]], lt.F_ACT: act}
-    steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: parts * inner, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: inner}
-    if parts == 1:
-        steps |= {lt.F_BY: lt.B_WIDE, lt.F_BY_STEP: inner}
-    program.add(lt.OP_ACT, {**how, **steps, lt.F_PANEL: lt.B_LOGITS})
-    matrix = {**matrix_fields(program, packed), lt.F_KIND: NUMBERS[kinds[0]], lt.F_INPUTS: hidden, lt.F_UNIT: 2}
-    target = {lt.F_PANEL_IN: lt.B_PANEL, lt.F_PANEL: lt.B_INNER}
-    target[lt.F_BIAS] = 0 if bias is None else bias.ctypes.data
-    program.add(lt.OP_GATED, {**how, **matrix, **target})
-    program.run(2)
-    assert apart.any()
-    np.testing.assert_array_equal(together, apart)

@@ -18,15 +18,13 @@ import numpy as np
 from llvmlite import binding
 
 from helpers.kernels import amx_emulator
-from helpers.kernels.block_weights import random_blocks, random_table_rows
 from helpers.kernels.linear_driver import Extra, panel_sizes, run_linear
+from helpers.kernels.weight_formats import INTEGERS, in_blocks, random_weights
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.kernels.linear import amx_choice
-from kvboost_edge.kernels.linear.blocks import pack_blocks
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, QUANTIZED, TABLE_FORMATS, pack_rows
 from kvboost_edge.runners.native import runner as native
 
 # Linux shows the flags where it gives tiles; there, without asking, some of the instructions would run and others trap.
@@ -37,19 +35,13 @@ def matrices() -> dict[str, Any]:
     """Every kind, one plane and two, a number of tokens and of tiles that leaves a rest, tokens that are not finite:
     the bits of AVX512-VNNI."""
     rng = np.random.default_rng(0)
-    for kind in (*QUANTIZED, *BLOCK_FORMATS, *TABLE_FORMATS):
-        in_blocks = kind in BLOCK_FORMATS
+    for kind in INTEGERS:
         for tokens, rows, inputs in ((32, 16, 32), (33, 50, 100), (79, 130, 224)):
-            inputs = -(-inputs // 256) * 256 if in_blocks else inputs
+            inputs = in_blocks(kind, inputs)
             x = rng.standard_normal((tokens, inputs)).astype(np.float32)
             x[:, :32] = rng.choice([-1, 1], (tokens, 32))
             x[3, 5], x[9, 6], x[12, 1], x[20] = np.inf, -np.inf, np.nan, -0.0
-            if in_blocks:
-                packed = pack_blocks(random_blocks(kind, rows, inputs // 256), BLOCK_FORMATS[kind])
-            elif kind in TABLE_FORMATS:
-                packed = random_table_rows(rows, inputs)
-            else:
-                packed = pack_rows(rng.standard_normal((rows, inputs)).astype(np.float32), KINDS[kind])
+            packed = random_weights(kind, rows, inputs)
             bias, before = (rng.standard_normal(shape).astype(np.float32) for shape in (rows, (tokens, rows)))
             for fine in (False, True):
                 sizes = panel_sizes(tokens, Extra(fine=fine, matrix=1))

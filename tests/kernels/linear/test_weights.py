@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGMLQuantizationType, quants
 
+from helpers.kernels.weight_formats import random_blocks
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.linear.blocks import pack_blocks
 from kvboost_edge.kernels.linear.weights import (
     KINDS,
     LARGEST,
+    NUMBERS,
     QUANTIZED,
     PackedRows,
     pack_codes,
@@ -104,34 +110,74 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
             np.testing.assert_array_equal(_back(weights[start:stop], kind)[0], whole[start:stop])
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("kind", [*QUANTIZED, "int4t"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_codes_are_packed_as_they_are(kind: str, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(4)
-    top, offset = {"int8": (256, 128), "int4": (16, 8), "int4-asym": (16, 0)}[kind]
-    codes = rng.integers(0, top, shape).astype(np.uint8)
+    table = rng.permutation(256)[:16].astype(np.uint8).view(np.int8)
+    values = {"int8": np.arange(-128, 128), "int4": np.arange(-8, 8), "int4-asym": np.arange(16), "int4t": table}[kind]
+    codes = rng.integers(0, len(values), shape).astype(np.uint8)
     halves = rng.standard_normal((2, shape[0], -(-shape[1] // 32))).astype(np.float16)
     scales, minima = halves[0], halves[1] if kind == "int4-asym" else None
-    packed = pack_codes(codes, scales, minima, KINDS[kind])
-    expected = (codes.astype(np.float32) - offset) * scales.astype(np.float32).repeat(32, axis=1)[:, : shape[1]]
+    packed = pack_codes(codes, scales, minima, NUMBERS[kind], table if kind == "int4t" else None)
+    assert tuple(array.size for array in packed[:3]) == packed_sizes(*shape, NUMBERS[kind])
+    expected = values[codes].astype(np.float32) * scales.astype(np.float32).repeat(32, axis=1)[:, : shape[1]]
     if minima is not None:
         expected -= minima.astype(np.float32).repeat(32, axis=1)[:, : shape[1]]
     np.testing.assert_array_equal(unpack_rows(packed, *shape, kind), expected)
     assert (packed.error, packed.energy) == (0.0, 0.0)
 
 
-def test_codes_that_do_not_fit_are_refused() -> None:
-    codes, scales = np.zeros((16, 64), np.uint8), np.zeros((16, 2), np.float16)
-    with pytest.raises(ConfigError, match="above 15"):
-        pack_codes(codes + np.uint8(16), scales, None, KINDS["int4"])
-    with pytest.raises(ConfigError, match="minima"):
-        pack_codes(codes, scales, None, KINDS["int4-asym"])
-    with pytest.raises(ConfigError, match="minima"):
-        pack_codes(codes, scales, scales, KINDS["int8"])
-    with pytest.raises(ConfigError, match="shape"):
-        pack_codes(codes, scales[:, :1], None, KINDS["int8"])
+@pytest.mark.parametrize("rows", [16, 37])
+@pytest.mark.parametrize(("kind", "file_type"), [("q4k", "Q4_K"), ("q5k", "Q5_K"), ("q6k", "Q6_K")])
+def test_blocks_keep_the_values_of_the_file_to_the_bit(kind: str, file_type: str, rows: int) -> None:
+    raw = random_blocks(kind, rows, 3)
+    packed = pack_blocks(raw, NUMBERS[kind])
+    assert tuple(array.size for array in packed[:3]) == packed_sizes(rows, 768, NUMBERS[kind])
+    expected = quants.dequantize(raw, GGMLQuantizationType[file_type])
+    np.testing.assert_array_equal(unpack_rows(packed, rows, 768, kind), expected)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("q4k", 1.028), ("q5k", 1.023), ("q6k", 1.0)])
+def test_packed_sizes_are_nearly_the_files(kind: str, most: float) -> None:
+    assert sum(packed_sizes(160, 2048, NUMBERS[kind])) <= most * random_blocks(kind, 160, 8).nbytes
+
+
+def test_tables_take_next_to_nothing() -> None:
+    both = [sum(packed_sizes(9728, 2560, NUMBERS[kind])) for kind in ("int4t", "int4")]
+    assert both[0] / both[1] < 1.001
+    assert both[1] == 9728 * 2560 * 0.5625
+
+
+CODES, SCALES, TABLE = np.zeros((16, 64), np.uint8), np.ones((16, 2), np.float16), np.zeros(16, np.int8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "codes", "scales", "minima", "table", "message"),
+    [
+        ("int4", CODES + np.uint8(16), SCALES, None, None, "code 16 of weight kind .* is above 15"),
+        ("int4t", CODES + np.uint8(16), SCALES, None, TABLE, "code 16 of weight kind 9 is above 15"),
+        ("int4-asym", CODES, SCALES, None, None, "minima"),
+        ("int8", CODES, SCALES, SCALES, None, "minima"),
+        ("int4t", CODES, SCALES, SCALES, TABLE, "with minima"),
+        ("int8", CODES, SCALES[:, :1], None, None, "shape"),
+        ("int4t", CODES, SCALES, None, None, "table"),
+        ("int4t", CODES, SCALES, None, TABLE[:8], "table"),
+        ("int4", CODES, SCALES, None, TABLE, "table"),
+    ],
+)
+def test_codes_that_do_not_fit_are_refused(
+    kind: str, codes: Any, scales: Any, minima: Any, table: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pack_codes(codes, scales, minima, NUMBERS[kind], table)
+
+
+def test_unknown_kinds_and_floats_in_a_table_are_refused() -> None:
     with pytest.raises(ConfigError, match="weight kind"):
         packed_sizes(16, 32, 99)
+    with pytest.raises(ConfigError, match="floats are not packed as weight kind 9"):
+        pack_rows(np.ones((16, 32), np.float32), NUMBERS["int4t"])
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])

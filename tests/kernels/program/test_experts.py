@@ -8,28 +8,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from helpers.kernels.block_weights import random_blocks, random_table_rows
 from helpers.kernels.linear_driver import PLAIN, Extra, Program, matrix_fields, run_linear
-from kvboost_edge.kernels.linear.blocks import pack_blocks
+from helpers.kernels.weight_formats import FORMATS, in_blocks, random_weights
+from helpers.pairwise import pairwise
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
-from kvboost_edge.kernels.linear.weights import (
-    BLOCK_FORMATS,
-    KINDS,
-    NUMBERS,
-    TABLE_FORMATS,
-    PackedRows,
-    pack_rows,
-)
+from kvboost_edge.kernels.linear.weights import KINDS, NUMBERS, PackedRows, pack_rows
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import ACT_CLAMPED_SWIGLU, ACT_RELU2, ACT_SILU
 from kvboost_edge.kernels.program.route import dispatch_numbers
 from kvboost_edge.kernels.reference.experts import ExpertWeights, Routing, expert_rows, mixed_rows, route_rows, slots_of
 from kvboost_edge.kernels.reference.linear import activate_rows, squared_rows
+from kvboost_edge.kernels.reference.weights import unpack_rows
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
-NEW_FORMATS = (*BLOCK_FORMATS, *TABLE_FORMATS)
-FORMATS = (*KINDS, *NEW_FORMATS)
 
 
 class Routed(NamedTuple):
@@ -102,9 +94,7 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize(("name", "biased", "scaled"), pairwise(ROUTINGS, (False, True), (False, True)))
 def test_routing_equals_the_specification(name: str, biased: bool, scaled: bool) -> None:
     rng, routing = np.random.default_rng(3), ROUTINGS[name]
     logits = (3 * rng.standard_normal((37, 20))).astype(np.float32)
@@ -183,15 +173,7 @@ class Layer(NamedTuple):
 
 def _packed(kind: str, rows: int, inputs: int, seed: int) -> tuple[PackedRows, list[PackedRows]]:
     """Random matrices of all experts as one, and each alone."""
-    alone = []
-    for expert in range(EXPERTS):
-        if kind in BLOCK_FORMATS:
-            alone.append(pack_blocks(random_blocks(kind, rows, inputs // 256, seed + expert), NUMBERS[kind]))
-        elif kind in TABLE_FORMATS:
-            alone.append(random_table_rows(rows, inputs, seed + expert))
-        else:
-            rng = np.random.default_rng(seed + expert)
-            alone.append(pack_rows((rng.standard_normal((rows, inputs)) / inputs**0.5).astype(np.float32), KINDS[kind]))
+    alone = [random_weights(kind, rows, inputs, seed + expert, inputs**-0.5) for expert in range(EXPERTS)]
     return PackedRows(*(np.concatenate([one[index] for one in alone]) for index in range(3))), alone
 
 
@@ -204,9 +186,7 @@ HOWS: dict[str, dict[str, bool]] = {"silu": {}, "swiglu": {"biased": True}, "rel
 
 def _layer(kind: str, *, biased: bool = False, gated: bool = True) -> Layer:
     """biased: as gpt-oss's; of gates from -20 to 20 or so. gated: False: as Nemotron's."""
-    hidden, inner = (256, 256) if kind in BLOCK_FORMATS else (80, 96)
-    if kind in TABLE_FORMATS:
-        hidden = 96
+    hidden, inner = in_blocks(kind, 80), in_blocks(kind, 96)
     all_gate_up, gate_up = _packed(kind, (1 + gated) * inner, hidden, seed=0)
     all_down, down = _packed(kind, hidden, inner, seed=10)
     layer = Layer(kind, EXPERTS, hidden, inner, gate_up, down, all_gate_up, all_down)
@@ -266,12 +246,10 @@ def _data(layer: Layer, tokens: int) -> tuple[Floats, Floats, Floats]:
     shapes = ((tokens, layer.hidden), (tokens, layer.experts), (tokens, layer.hidden))
     x, logits, before = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
     # Weights of random blocks are large.
-    return np.float32(0.01 if layer.kind in NEW_FORMATS else 1) * x, 2 * logits, before
+    return np.float32(1 if layer.kind in KINDS else 0.01) * x, 2 * logits, before
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("tokens", [1, 4, 23])
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("kind", "tokens", "how"), pairwise(FORMATS, (1, 4, 23), HOWS))
 def test_experts_equal_the_specification(kind: str, tokens: int, how: str) -> None:
     """Each expert's matrices are those of the linear kernels, which have an oracle of their own, row by row; then the
     walk over the experts."""
@@ -314,15 +292,18 @@ def test_biased_experts_equal_plain_numpy(tokens: int) -> None:
     """Nothing of the kernels is in the expectation: biases before the share, gates limited on one side, ups on both."""
     layer = _layer("f32", biased=True)
     x, logits, before = _data(layer, tokens)
-    experts = []
-    for expert in range(EXPERTS):
-        matrices = [np.random.default_rng(seed + expert) for seed in (0, 10)]
-        shapes = ((2 * layer.inner, layer.hidden), (layer.hidden, layer.inner))
-        gate_up, down = (
-            (rng.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32)
-            for rng, shape in zip(matrices, shapes, strict=True)
+    shapes = (2 * layer.inner, layer.hidden), (layer.hidden, layer.inner)
+    experts = [
+        ExpertWeights(
+            *(
+                unpack_rows(matrix[expert], *shape, "f32")
+                for matrix, shape in zip((layer.gate_up, layer.down), shapes, strict=True)
+            ),
+            layer.bias(0, expert),
+            layer.bias(1, expert),
         )
-        experts.append(ExpertWeights(gate_up, down, layer.bias(0, expert), layer.bias(1, expert)))
+        for expert in range(EXPERTS)
+    ]
 
     def swiglu(gate: Floats, up: Floats) -> Floats:
         gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
@@ -336,9 +317,7 @@ def test_biased_experts_equal_plain_numpy(tokens: int) -> None:
     assert np.linalg.norm(out - expected) <= 1e-6 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("matrix", [0, 1])
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("kind", "matrix", "how"), pairwise(FORMATS, (0, 1), HOWS))
 def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind: str, matrix: int, how: str) -> None:
     layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, 150)

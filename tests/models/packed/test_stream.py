@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from helpers.kernels.block_weights import random_blocks
+from helpers.kernels.weight_formats import random_blocks
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, pack_blocks
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, NUMBERS, PackedRows, pack_rows

@@ -1,0 +1,92 @@
+"""Random packed weights of every format, and what they and a product with them are by the NumPy specification."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, pack_blocks
+from kvboost_edge.kernels.linear.dot import CODE_BITS, KIND_INT4T, KIND_Q6K
+from kvboost_edge.kernels.linear.weights import (
+    BLOCK_FORMATS,
+    KINDS,
+    NUMBERS,
+    TABLE_FORMATS,
+    PackedRows,
+    pack_codes,
+    pack_rows,
+)
+from kvboost_edge.kernels.reference import linear as reference
+
+__all__ = ["FORMATS", "INTEGERS", "in_blocks", "product", "random_blocks", "random_weights"]
+
+Floats = npt.NDArray[np.float32]
+FORMATS = tuple(NUMBERS)
+INTEGERS = tuple(kind for kind in FORMATS if kind not in ("f32", "bf16"))
+"""Formats whose products are sums of integers."""
+
+
+def in_blocks(kind: str, inputs: int) -> int:
+    """The number of inputs, rounded up to whole blocks where the format has blocks of 256."""
+    return -(-inputs // 256) * 256 if kind in BLOCK_FORMATS else inputs
+
+
+def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """Rows of random bits with ordinary float16 numbers, uint8 [rows, bytes]; the first block of row 0 is at the
+    extremes: the largest codes, and scales of the largest magnitude."""
+    rng, number = np.random.default_rng(seed), BLOCK_FORMATS[kind]
+    nbytes = BLOCK_BYTES[number]
+    raw = rng.integers(0, 256, (rows * blocks, nbytes), dtype=np.uint8)
+    raw[0] = 255
+    if number == KIND_Q6K:
+        raw[0, 192:208] = 128
+    for at in (208,) if number == KIND_Q6K else (0, 2):
+        halves = (0.01 * rng.standard_normal((len(raw), 1))).astype(np.float16)
+        raw[:, at : at + 2] = halves.view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def random_weights(kind: str, rows: int, inputs: int, seed: int = 0, spread: float = 1.0) -> PackedRows:
+    """A packed matrix: of formats of files random codes, else normal numbers times `spread`."""
+    if kind in BLOCK_FORMATS:
+        return pack_blocks(random_blocks(kind, rows, inputs // 256, seed), NUMBERS[kind])
+    if kind in TABLE_FORMATS:
+        return _table_rows(rows, inputs, seed)
+    weights = spread * np.random.default_rng(seed).standard_normal((rows, inputs))
+    return pack_rows(weights.astype(np.float32), KINDS[kind])
+
+
+def _table_rows(rows: int, inputs: int, seed: int) -> PackedRows:
+    """Random codes of int4t, and tables that differ from tile to tile, with both ends of a byte in each."""
+    rng, parts = np.random.default_rng(seed), []
+    for start in range(0, rows, 16):
+        count = min(16, rows - start)
+        table = rng.integers(-128, 128, 16).astype(np.int8)
+        table[rng.permutation(16)[:2]] = -128, 127
+        codes = rng.integers(0, 16, (count, inputs)).astype(np.uint8)
+        scales = (0.01 * rng.standard_normal((count, -(-inputs // 32)))).astype(np.float16)
+        parts.append(pack_codes(codes, scales, None, KIND_INT4T, table))
+    return PackedRows(*(np.concatenate([part[index] for part in parts]) for index in range(3)))
+
+
+def product(kind: str, x: Floats, packed: PackedRows, rows: int, *, fine: bool = False) -> Floats:
+    """float32 [tokens, rows]: what the specification makes of tokens and a packed matrix."""
+    inputs, minima = x.shape[1], None
+    if kind not in INTEGERS:
+        stored = packed.codes.view(np.float32 if kind == "f32" else np.uint16)
+        return reference.linear_float(x, reference.unpack_floats(stored, rows, inputs))
+    if kind in BLOCK_FORMATS:
+        halves = packed.minima.view(np.float16)
+        codes = reference.unpack_block_codes(packed.codes, rows, inputs, kind)
+        scales, minima = reference.unpack_block_scales(packed.scales, halves, rows, inputs, kind)
+    else:
+        scales = reference.unpack_scales(packed.scales.view(np.float16), rows, inputs)
+        if kind in TABLE_FORMATS:
+            codes = reference.unpack_table_codes(packed.codes, packed.minima, rows, inputs)
+        else:
+            codes = reference.unpack_codes(packed.codes, rows, inputs, CODE_BITS[KINDS[kind]])
+        if kind == "int4-asym":
+            minima = reference.unpack_scales(packed.minima.view(np.float16), rows, inputs)
+            codes = codes + 8
+    quantized, token_scales, _ = reference.quantize_rows(x, fine=fine)
+    return reference.linear_int(quantized, token_scales, codes, scales, minima)[:, :rows]

@@ -1,0 +1,47 @@
+"""The part of a product of parameters that `make test` runs: each value once, or each pair of values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+__all__ = ["each_once", "pairwise"]
+
+
+def pairwise(*axes: Iterable[Any]) -> list[Any]:
+    """All cases of a product, for `parametrize`; marked `full` but for some that show every pair of values.
+
+    The choice is greedy: next comes the first of the cases that show the most new pairs.
+    """
+    choices = [list(axis) for axis in axes]
+    shown = {case: set(combinations(enumerate(case), 2)) for case in product(*map(_places, choices))}
+    missing, kept = set().union(*shown.values()), set()
+    while missing:
+        best = max(shown, key=lambda case: len(shown[case] & missing))
+        kept.add(best)
+        missing -= shown[best]
+    return _marked(choices, kept)
+
+
+def each_once(*axes: Iterable[Any]) -> list[Any]:
+    """All cases of a product, for `parametrize`; marked `full` but for some that show every value."""
+    choices = [list(axis) for axis in axes]
+    turns = range(max(map(len, choices)))
+    return _marked(choices, {tuple(turn % len(axis) for axis in choices) for turn in turns})
+
+
+def _places(axis: list[Any]) -> range:
+    return range(len(axis))
+
+
+def _marked(choices: list[list[Any]], kept: set[tuple[int, ...]]) -> list[Any]:
+    return [
+        pytest.param(
+            *(axis[index] for axis, index in zip(choices, case, strict=True)),
+            marks=() if case in kept else pytest.mark.full,
+        )
+        for case in product(*map(_places, choices))
+    ]

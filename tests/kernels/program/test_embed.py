@@ -1,0 +1,31 @@
+"""Embedding rows of every weight format."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from helpers.kernels.linear_driver import Program, matrix_fields
+from helpers.kernels.weight_formats import FORMATS, in_blocks, random_weights
+from kvboost_edge.kernels.linear.weights import NUMBERS
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.reference.weights import unpack_rows
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_embedding_rows_are_the_stored_weights(kind: str, factor: float) -> None:
+    """To the bit, but for the fma of minima."""
+    inputs = in_blocks(kind, 300)
+    width = -(-inputs // 32) * 32
+    packed, ids = random_weights(kind, 50, inputs), np.array([49, 0, 17])
+    out, program = np.full((3, width), np.nan, np.float32), Program(3)
+    program.buffer(lt.B_TOKENS, ids)
+    program.buffer(lt.B_HIDDEN, out)
+    fields = {lt.F_DST: lt.B_HIDDEN, lt.F_DST_STEP: width, lt.F_COUNT: inputs, lt.F_KIND: NUMBERS[kind]}
+    program.add(lt.OP_EMBED, {**fields, **matrix_fields(program, packed)}, {lt.P_FACTOR: factor})
+    program.run()
+    expected = np.float32(factor) * unpack_rows(packed, 50, inputs, kind)[ids]
+    off = 1e-6 if kind == "int4-asym" else 0
+    np.testing.assert_allclose(out[:, :inputs], expected, rtol=off, atol=off)
+    np.testing.assert_array_equal(out[:, inputs:], 0)

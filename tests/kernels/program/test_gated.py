@@ -1,0 +1,63 @@
+"""A gate and up matrix of every weight format, the activation and quantization in one operation."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from helpers.kernels.linear_driver import Extra, Program, matrix_fields, run_linear
+from helpers.kernels.weight_formats import in_blocks, random_weights
+from kvboost_edge.kernels.linear.panel import LARGEST_CELL
+from kvboost_edge.kernels.linear.weights import NUMBERS
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.activations import ACT_RELU2, ACT_SILU
+
+Floats = npt.NDArray[np.float32]
+# Formats of the matrix and of the reader of what comes out.
+KINDS = [
+    ("int4", "int4"), ("int8", "int4-asym"), ("int4-asym", "int8"), ("q4k", "q6k"), ("q5k", "q4k"), ("q6k", "q5k"),
+    ("q4k", "int8"), ("int4t", "int4t"), ("int4t", "int4"), ("int4t", "q6k"),
+]  # fmt: skip
+EVERY_TIME = [(ACT_SILU, 1), (ACT_RELU2, 3), (ACT_SILU, 8), (ACT_RELU2, 15)]
+
+
+@pytest.mark.parametrize(
+    ("act", "tokens"),
+    [
+        pytest.param(*case, marks=[] if case in EVERY_TIME else pytest.mark.full)
+        for case in product((ACT_SILU, ACT_RELU2), (1, 3, 8, 15))
+    ],
+)
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+def test_gated_in_one_operation_is_the_three_apart(kinds: tuple[str, str], act: int, tokens: int) -> None:
+    """The activation without a gate takes a matrix of the way up alone."""
+    hidden, inner, parts = in_blocks(kinds[0], 64), in_blocks(kinds[1], 96), 1 if act == ACT_RELU2 else 2
+    x = np.random.default_rng(tokens).standard_normal((tokens, hidden)).astype(np.float32)
+    packed = random_weights(kinds[0], parts * inner, hidden)
+    bias = np.linspace(-1, 1, parts * inner, dtype=np.float32)
+    wide, _ = run_linear(kinds[0], x, packed, parts * inner, Extra(bias=bias))
+    program = Program(tokens)
+    groups = max(-(-hidden // 32), -(-inner // 32))
+    apart, panel, together = (np.zeros(tokens * groups * LARGEST_CELL, np.uint8) for _ in range(3))
+    program.buffer(lt.B_ATTENDED, x)
+    program.buffer(lt.B_PANEL, panel)
+    program.buffer(lt.B_INNER, together)
+    program.buffer(lt.B_WIDE, np.ascontiguousarray(wide))
+    program.buffer(lt.B_NORMED, np.zeros((tokens, inner), np.float32))
+    program.buffer(lt.B_LOGITS, apart)
+    rows = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: hidden, lt.F_COUNT: hidden}
+    program.add(lt.OP_QUANT, {**rows, lt.F_QUANT: NUMBERS[kinds[0]], lt.F_PANEL: lt.B_PANEL})
+    how = {lt.F_COUNT: inner, lt.F_QUANT: NUMBERS[kinds[1]], lt.F_ACT: act}
+    steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: parts * inner, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: inner}
+    if parts == 1:
+        steps |= {lt.F_BY: lt.B_WIDE, lt.F_BY_STEP: inner}
+    program.add(lt.OP_ACT, {**how, **steps, lt.F_PANEL: lt.B_LOGITS})
+    matrix = {**matrix_fields(program, packed), lt.F_KIND: NUMBERS[kinds[0]], lt.F_INPUTS: hidden, lt.F_UNIT: 2}
+    target = {lt.F_PANEL_IN: lt.B_PANEL, lt.F_PANEL: lt.B_INNER, lt.F_BIAS: bias.ctypes.data}
+    program.add(lt.OP_GATED, {**how, **matrix, **target})
+    program.run(2)
+    assert apart.any()
+    np.testing.assert_array_equal(together, apart)
