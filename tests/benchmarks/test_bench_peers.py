@@ -18,6 +18,7 @@ def _options(only: str) -> Namespace:
     return Namespace(only=[only], peers_python=Path("nothing"), threads=2, capacity=1024, short=True, cpu_features=None)
 
 
+@pytest.mark.full
 def test_memory_is_recorded_beside_file_pool_and_states(tmp_path: Path) -> None:
     path, shape = tmp_path / "model.gguf", ALL_SHAPES["granite-4-tiny"]
     write_gguf(path, shape, "Q4_0")

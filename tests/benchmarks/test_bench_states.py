@@ -10,7 +10,9 @@ from kvboost_edge import CPUPagedEngine
 from peers.random_model import write_gguf
 
 
-@pytest.mark.parametrize("name", ["lfm2-tiny", "qwen3.5-tiny", "granite-4-tiny"])
+@pytest.mark.parametrize(
+    "name", ["lfm2-tiny", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3.5-tiny", "granite-4-tiny"))]
+)
 def test_a_tiny_model_finds_what_the_bars_ask_for(tmp_path, name):
     asked, rows, more = run(options_from(["--quick", "--shape", name, "--layers", "4", "--models", str(tmp_path)]))
     assert asked == f"bench_states {name}, 4 of 4 layers, Q4_0"

@@ -19,7 +19,7 @@ from reuse_texts import make_passages, make_questions
 SEED = "tested"
 
 
-@pytest.fixture(scope="module", params=[16, 8], ids=["kv16", "kv8"])
+@pytest.fixture(scope="module", params=[16, pytest.param(8, marks=pytest.mark.full)], ids=["kv16", "kv8"])
 def engine(request: pytest.FixtureRequest) -> Iterator[CPUPagedEngine]:
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=256, kv_cache_bits=request.param) as made:
         yield made
