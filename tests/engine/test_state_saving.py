@@ -45,7 +45,6 @@ def test_a_state_that_a_tier_has_is_not_copied_out_again(monkeypatch: pytest.Mon
     computed_by(one.bench, PROMPT)
     assert one.save(None) == 1
     states = one.bench.manager.states
-    assert states is not None
     for block_id in states.slots.snapshots():
         states.slots.drop(block_id)
     assert computed_by(one.bench, PROMPT)[0] == 100, "its state is kept once more"
@@ -59,7 +58,6 @@ def test_a_state_behind_a_block_that_stays_inside_goes_to_no_tier() -> None:
     one = saving()
     one.bench.manager.content.keep_inside(ROOT)
     computed_by(one.bench, PROMPT)
-    assert one.bench.manager.states is not None
     assert len(one.bench.manager.states.slots.snapshots()) == 1
     assert one.save(None) == 0
 

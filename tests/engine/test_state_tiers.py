@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.test_state_schedules import bench_of, computed_by, keys_of
-from helpers.engine.fake_hybrid import expected_hybrid
-from helpers.engine.fake_runner import Bench
+from engine.test_state_schedules import bench_of, computed_by
+from helpers.engine.fake_runner import ROOT, Bench
 from helpers.engine.hand_mover import DictTier
 from kvboost_edge.tiers import mover as mover_module
 from kvboost_edge.tiers.disk.sealing import InlineSealer
@@ -23,14 +22,24 @@ PROMPT = list(range(100))  # six full blocks and four tokens
 HINTS = {"snapshot_hints": (35, 70)}  # states behind two and four blocks; and behind six, the prompt's end
 
 
+KEYS = list(bench_of().manager.content.keys_after(PROMPT, ROOT).keys)
+
+
 def block(number: int) -> bytes:
-    """What the prompt's n-th block is known by."""
-    return keys_of(PROMPT)[number - 1].prefix_hash
+    """The name of the prompt's n-th block."""
+    return KEYS[number - 1].prefix_hash
 
 
 def state(number: int) -> bytes:
-    """And the state behind it."""
-    return keys_of(PROMPT)[number - 1].state.prefix_hash
+    """The name of the state at its end."""
+    return KEYS[number - 1].state.prefix_hash
+
+
+def damage(tier: DictTier, *names: bytes) -> None:
+    """Make a tier hold something else by these names."""
+    for name in names:
+        address, data = tier.blocks[name]
+        tier.blocks[name] = (address._replace(tokens=b""), data)
 
 
 def filled(*, knows: bool) -> DictTier:
@@ -47,8 +56,8 @@ def filled(*, knows: bool) -> DictTier:
 def test_blocks_come_up_to_the_deepest_state_and_no_further(knows: bool, length: int, blocks: int) -> None:
     tier = filled(knows=knows)
     prompt = [*PROMPT[:length], 7, 7, 7]
-    computed, handle = computed_by(bench_of(tiers=[tier]), prompt)
-    assert handle.result(0).hit_tokens == ({"pool": 0, "shelf": 16 * blocks} if blocks else {"pool": 0})
+    computed, result = computed_by(bench_of(tiers=[tier]), prompt)
+    assert result.hit_tokens == ({"pool": 0, "shelf": 16 * blocks} if blocks else {"pool": 0})
     assert computed == len(prompt) - 16 * blocks
     assert tier.num_read == (blocks + 1 if blocks else 0), "the blocks and one state"
     assert tier.num_asked == (not knows), "once, where it cannot say without"
@@ -72,14 +81,13 @@ def test_what_a_tier_lost_or_got_wrong_costs_time_alone(knows: bool, how: str, g
     tier = filled(knows=knows)
     if how == "lost":
         tier.drop(gone)
-    for name in gone if how == "damaged" else ():
-        address, data = tier.blocks[name]
-        tier.blocks[name] = (address._replace(tokens=b""), data)
+    else:
+        damage(tier, *gone)
     bench = bench_of(tiers=[tier])
-    computed, handle = computed_by(bench, PROMPT, terms=HINTS)
-    assert (computed, handle.result(0).cached_tokens) == (100 - cached, cached)
+    computed, result = computed_by(bench, PROMPT, terms=HINTS)
+    assert (computed, result.cached_tokens) == (100 - cached, cached)
     if how == "damaged" and gone[0] == state(6):  # all blocks had come before that was known
-        assert (handle.result(0).matched_tokens, handle.result(0).miss_reason) == (96, "state")
+        assert (result.matched_tokens, result.miss_reason) == (96, "state")
     assert computed_by(bench, PROMPT)[0] == 4
     computed_by(bench_of(tiers=[tier]), PROMPT)  # finds damage behind what was lost
     assert computed_by(bench_of(tiers=[tier]), PROMPT)[0] == 4, "it was kept again"
@@ -90,11 +98,9 @@ def without_states(tier: DictTier, *numbers: int) -> Bench:
     bench = bench_of(tiers=[tier])
     computed_by(bench, PROMPT, terms=HINTS)
     states = bench.manager.states
-    assert states is not None
     kept = {state(number) for number in numbers}
     for block_id in states.slots.snapshots():
         key = bench.manager.content.key(block_id)
-        assert key is not None
         if key.state.prefix_hash not in kept:
             states.slots.drop(block_id)
     tier.num_read = tier.num_asked = 0
@@ -108,8 +114,8 @@ def test_where_only_states_were_dropped_from_memory_one_state_is_read_and_no_blo
 ) -> None:
     tier = filled(knows=knows)
     bench = without_states(tier, *here)
-    computed, handle = computed_by(bench, PROMPT)
-    assert (computed, handle.result(0).cached_tokens, handle.result(0).hit_tokens) == (4, 96, {"pool": 96})
+    computed, result = computed_by(bench, PROMPT)
+    assert (computed, result.cached_tokens, result.hit_tokens) == (4, 96, {"pool": 96})
     assert (tier.num_read, tier.num_asked) == (1, not knows)
     assert (bench.manager.used_block_count, bench.mover.staging_bytes) == (0, 0)
 
@@ -119,8 +125,8 @@ def test_of_blocks_that_are_partly_here_the_others_are_read(knows: bool) -> None
     tier = filled(knows=knows)
     bench = without_states(tier, 2)
     bench.manager.reset([block_id for block_id in range(bench.manager.num_blocks) if is_one_of(bench, block_id, 5, 6)])
-    computed, handle = computed_by(bench, PROMPT)
-    assert (computed, handle.result(0).hit_tokens) == (4, {"pool": 64, "shelf": 32})
+    computed, result = computed_by(bench, PROMPT)
+    assert (computed, result.hit_tokens) == (4, {"pool": 64, "shelf": 32})
     assert (tier.num_read, tier.num_asked) == (3, not knows)
 
 
@@ -146,19 +152,18 @@ def test_a_state_goes_with_blocks_that_are_here_whatever_its_tier_has_of_them(
     tier = filled(knows=knows)
     bench = without_states(tier)
     tier.drop(gone)
-    computed, handle = computed_by(bench, PROMPT)
-    assert (computed, handle.result(0).cached_tokens, tier.num_read) == (100 - cached, cached, cached > 0)
-    assert handle.result(0).matched_tokens == 96
+    computed, result = computed_by(bench, PROMPT)
+    assert (computed, result.cached_tokens, tier.num_read) == (100 - cached, cached, cached > 0)
+    assert result.matched_tokens == 96
 
 
 @pytest.mark.parametrize("knows", [True, False])
 def test_behind_a_damaged_state_of_blocks_that_are_here_the_one_before_is_taken(knows: bool) -> None:
     tier = filled(knows=knows)
     bench = without_states(tier)
-    address, data = tier.blocks[state(6)]
-    tier.blocks[state(6)] = (address._replace(tokens=b""), data)
-    computed, handle = computed_by(bench, PROMPT)
-    assert (computed, handle.result(0).cached_tokens, tier.num_read) == (36, 64, 1)
+    damage(tier, state(6))
+    computed, result = computed_by(bench, PROMPT)
+    assert (computed, result.cached_tokens, tier.num_read) == (36, 64, 1)
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -168,15 +173,13 @@ def test_where_no_slot_is_left_for_a_state_alone_the_prompt_is_computed_as_if_it
     tier = filled(knows=knows)
     bench = without_states(tier)
     states = bench.manager.states
-    assert states is not None
     handle = bench.submit(PROMPT, 1)
     bench.step()
     bench.mover.pump()
     (load,), has_room = bench.scheduler.loads, states.has_room
     monkeypatch.setattr(states, "has_room", lambda table: table is not load.table and has_room(table))
     bench.run()
-    assert list(handle.result(0).output_token_ids) == expected_hybrid(PROMPT, 1)
-    assert (handle.result(0).cached_tokens, tier.num_read) == (0, 1)
+    assert (bench.answer(handle).cached_tokens, tier.num_read) == (0, 1)
     assert (bench.manager.used_block_count, bench.mover.staging_bytes) == (0, 0)
 
 
@@ -205,15 +208,15 @@ def test_where_the_first_block_is_lost_no_state_behind_it_is_asked_for_twice_and
     tier.drop([block(1), *map(state, gone)])
     bench = bench_of(tiers=[tier])
     monkeypatch.setattr(tier, "read", lambda blocks, into: pytest.fail("a block without those before it was read"))
-    computed, handle = computed_by(bench, PROMPT)
-    assert (computed, handle.result(0).cached_tokens, tier.num_asked) == (100, 0, 1)
+    computed, result = computed_by(bench, PROMPT)
+    assert (computed, result.cached_tokens, tier.num_asked) == (100, 0, 1)
 
 
 def test_what_a_near_tier_has_to_the_end_no_far_one_is_asked_for() -> None:
     near, far = filled(knows=True), filled(knows=False)
     far.name = "far"
-    _, handle = computed_by(bench_of(tiers=[near, far]), PROMPT)
-    assert (handle.result(0).hit_tokens, far.num_asked) == ({"pool": 0, "shelf": 96}, 0)
+    _, result = computed_by(bench_of(tiers=[near, far]), PROMPT)
+    assert (result.hit_tokens, far.num_asked) == ({"pool": 0, "shelf": 96}, 0)
 
 
 def test_blocks_of_one_tier_and_the_state_of_another_go_together() -> None:
@@ -221,23 +224,9 @@ def test_blocks_of_one_tier_and_the_state_of_another_go_together() -> None:
     far.name = "far"
     near.drop(map(state, (2, 4, 6)))
     far.drop(map(block, range(1, 4)))
-    computed, handle = computed_by(bench_of(tiers=[near, far]), PROMPT)
-    assert (computed, handle.result(0).hit_tokens) == (4, {"pool": 0, "shelf": 96})
+    computed, result = computed_by(bench_of(tiers=[near, far]), PROMPT)
+    assert (computed, result.hit_tokens) == (4, {"pool": 0, "shelf": 96})
     assert far.num_read == 1
-
-
-@pytest.mark.parametrize("knows", [True, False])
-def test_those_who_share_a_prefix_wait_for_one_load_of_it(knows: bool) -> None:
-    tier = filled(knows=knows)
-    bench = bench_of(tiers=[tier])
-    prompts = [[*PROMPT, number] for number in range(3)]
-    handles = [bench.submit(prompt, 1) for prompt in prompts]
-    bench.run()
-    assert [list(handle.result(0).output_token_ids) for handle in handles] == [
-        expected_hybrid(one, 1) for one in prompts
-    ]
-    assert [handle.result(0).cached_tokens for handle in handles] == [96] * 3
-    assert tier.num_read == 7
 
 
 def test_who_waits_for_a_load_that_brings_another_state_gets_one_of_its_own() -> None:
@@ -247,10 +236,7 @@ def test_who_waits_for_a_load_that_brings_another_state_gets_one_of_its_own() ->
     prompts = [PROMPT, [*PROMPT[:40], *range(200, 230)]]
     handles = [bench.submit(prompt, 1) for prompt in prompts]
     bench.run()
-    assert [list(handle.result(0).output_token_ids) for handle in handles] == [
-        expected_hybrid(one, 1) for one in prompts
-    ]
-    assert [handle.result(0).cached_tokens for handle in handles] == [96, 32]
+    assert [bench.answer(handle).cached_tokens for handle in handles] == [96, 32]
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -273,18 +259,16 @@ def test_who_has_its_blocks_waits_for_a_load_only_where_it_may_bring_a_state_of_
     monkeypatch.undo()
     deliver(last)
     bench.run()
-    assert [handle.result(0).cached_tokens for handle in handles] == [96, 32, 96]
+    assert [bench.answer(handle).cached_tokens for handle in handles] == [96, 32, 96]
 
 
 def test_what_came_behind_the_state_that_is_taken_up_is_no_hit_of_its_tier() -> None:
     tier = filled(knows=False)
-    for number in (4, 6):
-        address, data = tier.blocks[state(number)]
-        tier.blocks[state(number)] = (address._replace(tokens=b""), data)
+    damage(tier, state(4), state(6))
     bench = bench_of(tiers=[tier])
     computed_by(bench, PROMPT[:40])
-    _, handle = computed_by(bench, PROMPT)
-    assert (handle.result(0).cached_tokens, handle.result(0).hit_tokens) == (32, {"pool": 32})
+    _, result = computed_by(bench, PROMPT)
+    assert (result.cached_tokens, result.hit_tokens) == (32, {"pool": 32})
 
 
 def test_what_came_of_a_load_whose_state_never_came_is_no_hit_of_its_tier(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,16 +284,15 @@ def test_what_came_of_a_load_whose_state_never_came_is_no_hit_of_its_tier(monkey
     assert load.arrived == {"shelf": 64}
     monkeypatch.setattr("kvboost_edge.engine.loads.PATIENCE", 0.0)
     bench.run()
-    assert (handle.result(0).cached_tokens, handle.result(0).hit_tokens) == (32, {"pool": 32})
+    result = bench.answer(handle)
+    assert (result.cached_tokens, result.hit_tokens) == (32, {"pool": 32})
 
 
 @pytest.mark.parametrize(("damaged", "cached"), [((4, 6), 48), ((3, 4, 6), 0)])
 def test_of_the_states_of_a_load_three_are_tried(damaged: tuple[int, ...], cached: int) -> None:
     tier = DictTier(knows=False)
     computed_by(bench_of(tiers=[tier]), PROMPT, terms={"snapshot_hints": (20, 35, 52, 70)})
-    for number in damaged:
-        address, data = tier.blocks[state(number)]
-        tier.blocks[state(number)] = (address._replace(tokens=b""), data)
+    damage(tier, *map(state, damaged))
     assert computed_by(bench_of(tiers=[tier]), PROMPT)[0] == 100 - cached
     assert tier.lost == set(map(state, damaged))
     assert {state(1), state(2)} < tier.blocks.keys()
@@ -332,38 +315,22 @@ def test_where_memory_for_one_state_is_refused_no_other_is_tried(monkeypatch: py
     assert len(refused) == 1
 
 
-@pytest.mark.parametrize("knows", [True, False])
-def test_a_cancelled_load_gives_everything_back(knows: bool) -> None:
-    tier = filled(knows=knows)
-    bench = bench_of(tiers=[tier])
-    handle = bench.submit(PROMPT, 1)
-    bench.step()
-    handle.cancel()
-    bench.step()
-    bench.run()
-    assert handle.result(0).finish_reason == "cancelled"
-    assert tier.num_read == tier.num_asked == 0
-    assert (bench.manager.used_block_count, bench.mover.staging_bytes) == (0, 0)
-
-
 def test_behind_a_damaged_state_on_disk_the_one_before_is_taken(tmp_path: Path) -> None:
     def opened() -> DiskTier:
         return DiskTier.open(tmp_path, bytes(32), max_bytes=1 << 20, sealer=InlineSealer())
 
     tier = opened()
     computed_by(bench_of(tiers=[tier]), PROMPT, terms=HINTS)
-    assert tier._store is not None
     entry = tier._store.index.get(state(6))
-    assert entry is not None
     tier.close()
     (segment,) = tmp_path.glob("*/*.kvs")
     data = bytearray(segment.read_bytes())
     data[entry.offset + entry.header_bytes] ^= 1
     segment.write_bytes(data)
     tier = opened()
-    computed, handle = computed_by(bench_of(tiers=[tier]), PROMPT)
-    assert handle.result(0).hit_tokens == {"pool": 0, "disk": 64}
+    computed, result = computed_by(bench_of(tiers=[tier]), PROMPT)
+    assert result.hit_tokens == {"pool": 0, "disk": 64}
     assert (computed, tier.stat().refused) == (36, 1)
-    computed, handle = computed_by(bench_of(tiers=[tier]), PROMPT)
-    assert (computed, handle.result(0).hit_tokens) == (4, {"pool": 0, "disk": 96})
+    computed, result = computed_by(bench_of(tiers=[tier]), PROMPT)
+    assert (computed, result.hit_tokens) == (4, {"pool": 0, "disk": 96})
     tier.close()

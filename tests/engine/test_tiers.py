@@ -9,6 +9,7 @@ import pytest
 
 from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine
 from helpers.engine.hand_mover import DictTier
+from helpers.engine.model_kinds import HYBRID, PLAIN, ModelKind
 from helpers.tiers.disk_faults import FaultyFiles, fails
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode
@@ -21,29 +22,35 @@ from kvboost_edge.tiers.disk.tier import DiskTier
 PROMPT = list(range(70))  # four full blocks and six tokens
 
 
-def kept(*prompts: list[int], tier: DictTier | None = None) -> DictTier:
+def kept(*prompts: list[int], kind: ModelKind = PLAIN, tier: DictTier | None = None) -> DictTier:
     """A tier that holds what these prompts left, filled by another engine."""
     tier = tier or DictTier()
-    bench = Bench(tiers=[tier])
+    bench = kind.bench(tiers=[tier])
     for prompt in prompts:
-        bench.submit(prompt, 1)
-        bench.run()
+        bench.ask(prompt, 1)
+    tier.num_read = tier.num_asked = 0
     return tier
 
 
-def test_full_blocks_are_kept_and_come_back():
-    tier = kept(PROMPT)
-    assert len(tier.blocks) == 4
-    bench = Bench(tiers=[tier])
-    handle = bench.submit(PROMPT, 8)
-    bench.run()
-    result = handle.result(0)
-    assert list(result.output_token_ids) == expected_tokens(PROMPT, 8)
+def num_records(kind: ModelKind) -> int:
+    """Of the prompt: its blocks, and the recurrent state at their end."""
+    return 4 + (kind is HYBRID)
+
+
+@pytest.mark.parametrize("num_blocks", [64, 6])
+def test_full_blocks_are_kept_and_come_back(kind, num_blocks):
+    tier = kept(PROMPT, kind=kind)
+    assert len(tier.blocks) == num_records(kind)
+    bench = kind.bench(num_blocks, tiers=[tier])
+    result = bench.ask(PROMPT, 8)
     assert (result.cached_tokens, result.hit_tokens) == (64, {"pool": 0, "shelf": 64})
-    assert bench.runner.computed == 6 + 7
+    assert (bench.runner.computed, tier.num_read) == (6 + 7, num_records(kind))
     assert result.load_ms > 0
     assert sum(result.phases.values()) == pytest.approx(result.total_ms)
     assert bench.manager.used_block_count == 0
+    turn = [*PROMPT, *result.output_token_ids, *range(9)]
+    bench.ask(turn, 1)
+    assert kind.bench(tiers=[tier]).ask(turn, 2).hit_tokens == {"pool": 0, "shelf": 80}
 
 
 def test_a_prefix_comes_from_the_pool_and_two_tiers():
@@ -51,12 +58,8 @@ def test_a_prefix_comes_from_the_pool_and_two_tiers():
     kept(PROMPT, tier=far)
     kept(PROMPT[:48], tier=near)
     bench = Bench(tiers=[near, far])
-    bench.submit([*PROMPT[:16], 99], 1)
-    bench.run()
-    handle = bench.submit(PROMPT, 4)
-    bench.run()
-    assert handle.result(0).hit_tokens == {"pool": 16, "near": 32, "far": 16}
-    assert list(handle.result(0).output_token_ids) == expected_tokens(PROMPT, 4)
+    bench.ask([*PROMPT[:16], 99], 1)
+    assert bench.ask(PROMPT, 4).hit_tokens == {"pool": 16, "near": 32, "far": 16}
     assert len(near.blocks) == 4  # what came from afar is kept near
 
 
@@ -67,13 +70,9 @@ def test_a_miss_names_the_places_that_dropped_its_block():
     def dropped(tier, *before):
         bench = Bench(6, tiers=[tier])
         for prompt in before:
-            bench.submit(prompt, 1)
-            bench.run()
+            bench.ask(prompt, 1)
         tier.drop(list(tier.blocks))
-        handle = bench.submit(PROMPT, 2)
-        bench.run()
-        result = handle.result(0)
-        assert list(result.output_token_ids) == expected_tokens(PROMPT, 2)
+        result = bench.ask(PROMPT, 2)
         assert result.cached_tokens == 0
         return result.miss_reason, result.evicted_from
 
@@ -100,14 +99,12 @@ def test_a_missing_state_is_no_eviction_though_a_tier_dropped_the_block_once(rea
 def test_what_was_not_looked_up_was_dropped_from_nowhere():
     tier = kept(PROMPT)
     tier.drop(list(tier.blocks))
-    bench = Bench(tiers=[tier])
-    handle = bench.submit(PROMPT, 1, mode=GenerationMode.BASELINE)
-    bench.run()
-    assert (handle.result(0).miss_reason, handle.result(0).evicted_from) == ("bypassed", ())
+    result = Bench(tiers=[tier]).ask(PROMPT, 1, GenerationMode.BASELINE)
+    assert (result.miss_reason, result.evicted_from) == ("bypassed", ())
 
 
-def test_others_run_while_a_prefix_is_on_its_way():
-    bench = Bench(tiers=[kept(PROMPT)])
+def test_others_run_while_a_prefix_is_on_its_way(kind):
+    bench = kind.bench(tiers=[kept(PROMPT, kind=kind)])
     waiting = bench.submit(PROMPT, 4)
     bench.step()
     other = bench.submit([200, 201, 202], 4)
@@ -118,16 +115,17 @@ def test_others_run_while_a_prefix_is_on_its_way():
     assert bench.scheduler.only_waits
     assert not bench.step()
     bench.run()
-    assert list(waiting.result(0).output_token_ids) == expected_tokens(PROMPT, 4)
+    bench.answer(waiting)
 
 
-def test_one_load_serves_all_who_share_the_prefix():
-    tier = kept(PROMPT)
-    bench = Bench(tiers=[tier])
+@pytest.mark.parametrize("knows", [True, False])
+def test_one_load_serves_all_who_share_the_prefix(kind, knows):
+    tier = kept(PROMPT, kind=kind, tier=DictTier(knows=knows))
+    bench = kind.bench(tiers=[tier])
     handles = [bench.submit([*PROMPT[:64], 100 + i], 3) for i in range(4)]
     bench.run()
-    assert tier.num_read == 4
-    assert [handle.result(0).hit_tokens for handle in handles] == [{"pool": 0, "shelf": 64}, *[{"pool": 64}] * 3]
+    assert tier.num_read == num_records(kind)
+    assert [bench.answer(handle).hit_tokens for handle in handles] == [{"pool": 0, "shelf": 64}, *[{"pool": 64}] * 3]
 
 
 def test_what_a_tier_lost_is_computed_and_nobody_waits_for_it():
@@ -143,17 +141,17 @@ def test_what_a_tier_lost_is_computed_and_nobody_waits_for_it():
     assert third in tier.blocks  # kept again
 
 
-def test_a_baseline_request_loads_nothing():
-    tier = kept(PROMPT)
-    bench = Bench(tiers=[tier])
-    handle = bench.submit(PROMPT, 1, GenerationMode.BASELINE)
-    bench.run()
-    assert (tier.num_read, handle.result(0).cached_tokens) == (0, 0)
+def test_a_baseline_request_loads_nothing(kind):
+    tier = kept(PROMPT, kind=kind)
+    result = kind.bench(tiers=[tier]).ask(PROMPT, 1, GenerationMode.BASELINE)
+    assert (tier.num_read, result.cached_tokens) == (0, 0)
 
 
+@pytest.mark.parametrize("knows", [True, False])
 @pytest.mark.parametrize("arrived", [False, True])
-def test_a_cancelled_request_gives_its_blocks_back(arrived):
-    bench = Bench(tiers=[kept(PROMPT)])
+def test_a_cancelled_request_gives_its_blocks_back(kind, knows, arrived):
+    tier = kept(PROMPT, kind=kind, tier=DictTier(knows=knows))
+    bench = kind.bench(tiers=[tier])
     handle = bench.submit(PROMPT, 4)
     bench.step()
     if arrived:
@@ -161,12 +159,12 @@ def test_a_cancelled_request_gives_its_blocks_back(arrived):
     handle.cancel()
     bench.run()
     assert handle.result(0).finish_reason == "cancelled"
-    assert bench.manager.used_block_count == 0
-    assert len(bench.scheduler.loads) == bench.mover.staging_bytes == 0
+    assert tier.num_read == arrived * num_records(kind)
+    assert bench.manager.used_block_count == len(bench.scheduler.loads) == bench.mover.staging_bytes == 0
 
 
-def test_a_deadline_ends_a_request_whose_prefix_does_not_come():
-    bench = Bench(tiers=[kept(PROMPT)])
+def test_a_deadline_ends_a_request_whose_prefix_does_not_come(kind):
+    bench = kind.bench(tiers=[kept(PROMPT, kind=kind)])
     handle = bench.submit(PROMPT, 4, deadline=0.0)
     bench.step()
     bench.step()
@@ -187,30 +185,19 @@ def test_what_is_evicted_before_it_was_copied_is_copied_then():
     chains = {bytes(address.tokens)[:4] for address, _ in tier.blocks.values()}
     assert {int.from_bytes(tokens, "little") for tokens in chains} >= {32, 48}
     bench.run()
-    handle = bench.submit(list(range(64)), 2)
-    bench.run()
-    assert handle.result(0).cached_tokens >= 48
-    assert list(handle.result(0).output_token_ids) == expected_tokens(list(range(64)), 2)
+    assert bench.ask(list(range(64)), 2).cached_tokens >= 48
 
 
-def test_a_tier_that_does_not_store_is_given_nothing():
+def test_what_was_computed_while_no_tier_stored_is_kept_once_one_does(kind):
     tier = DictTier()
+    bench = kind.bench(tiers=[tier])
     tier.writable = False
-    kept(PROMPT, tier=tier)
-    assert tier.num_written == 0
-
-
-def test_what_was_computed_while_no_tier_stored_is_kept_once_one_does():
-    tier = DictTier()
-    bench = Bench(tiers=[tier])
-    tier.writable = False
-    bench.submit(PROMPT, 1)
-    bench.run()
+    bench.ask(PROMPT, 1)
     assert not bench.core.tiering.save_more()  # nothing to wait for
+    assert tier.num_written == 0
     tier.writable = True
-    bench.submit([1], 1)
-    bench.run()
-    assert len(tier.blocks) == 4
+    bench.ask([1], 1)
+    assert len(tier.blocks) == num_records(kind)
 
 
 def test_after_a_failed_write_the_disk_is_tried_again(tmp_path):
@@ -219,67 +206,57 @@ def test_after_a_failed_write_the_disk_is_tried_again(tmp_path):
     tier = DiskTier.open(tmp_path, bytes(32), max_bytes=1 << 20, files=files, clock=lambda: now[0])
     bench = Bench(tiers=[tier])
     files.at, files.fault, files.lasting = files.calls, fails(errno.ENOSPC), True
-    bench.submit(PROMPT, 1)
-    bench.run()
+    bench.ask(PROMPT, 1)
     files.at = -1
     assert (tier.stat().writable, tier.stat().written_blocks) == (False, 0)
     assert "No space left" in tier.stat().state
     now[0] += 60
-    bench.submit([*range(100, 120)], 1)
-    bench.run()
+    bench.ask([*range(100, 120)], 1)
     assert (tier.stat().state, tier.stat().written_blocks) == ("", 1)
     tier.close()
 
 
-def test_a_tier_that_raises_is_not_asked_again(caplog):
+def test_a_tier_that_raises_is_not_asked_again(kind, caplog):
     class Broken(DictTier):
         def read(self, blocks, into):
             raise RuntimeError("a fault")
 
-    tier = kept(PROMPT, tier=Broken())
-    bench = Bench(tiers=[tier])
-    handle = bench.submit(PROMPT, 3)
-    bench.run()
-    assert list(handle.result(0).output_token_ids) == expected_tokens(PROMPT, 3)
+    tier = kept(PROMPT, kind=kind, tier=Broken())
+    kind.bench(tiers=[tier]).ask(PROMPT, 3)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-def test_a_load_yields_to_who_runs():
+def test_a_load_yields_to_who_runs(kind):
     """A pool of six blocks: a running sequence that grows takes the blocks that a load holds."""
-    bench = Bench(6, tiers=[kept(PROMPT)])
+    bench = kind.bench(6, tiers=[kept(PROMPT, kind=kind)])
     growing = bench.submit([250, 251], 50)
     bench.step()
     waiting = bench.submit(PROMPT[:66], 2)
     bench.run()
-    assert list(growing.result(0).output_token_ids) == expected_tokens([250, 251], 50)
-    assert list(waiting.result(0).output_token_ids) == expected_tokens(PROMPT[:66], 2)
+    for handle in (growing, waiting):
+        bench.answer(handle)
 
 
-def test_a_tier_that_hangs_costs_its_patience_once(monkeypatch, caplog):
+def test_a_tier_that_hangs_costs_its_patience_once(kind, monkeypatch, caplog):
     monkeypatch.setattr("kvboost_edge.engine.loads.PATIENCE", 0.0)
-    bench = Bench(tiers=[kept(PROMPT)])
+    bench = kind.bench(tiers=[kept(PROMPT, kind=kind)])
     handles = [bench.submit([*PROMPT, 100 + i], 3) for i in range(2)]
     for _ in range(20):
         bench.step()
-    assert [list(h.result(0).output_token_ids) for h in handles] == [
-        expected_tokens([*PROMPT, 100 + i], 3) for i in range(2)
-    ]
+    for handle in handles:
+        bench.answer(handle)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     bench.run()  # the piece arrives after all
     assert bench.mover.staging_bytes == 0
     bench.manager.reset()
     monkeypatch.setattr("kvboost_edge.engine.loads.PATIENCE", 30.0)
-    again = bench.submit(PROMPT, 3)
-    bench.run()
-    assert again.result(0).hit_tokens == {"pool": 0, "shelf": 64}
+    assert bench.ask(PROMPT, 3).hit_tokens == {"pool": 0, "shelf": 64}
 
 
-def test_use_counts_on_the_tier_too():
-    tier = kept(PROMPT)
-    bench = Bench(tiers=[tier])
-    bench.submit(PROMPT, 1)
-    bench.run()
-    assert tier.touched == list(tier.blocks)
+def test_use_counts_on_the_tier_too(kind):
+    tier = kept(PROMPT, kind=kind)
+    kind.bench(tiers=[tier]).ask(PROMPT, 1)
+    assert sorted(tier.touched) == sorted(tier.blocks)
 
 
 @pytest.fixture(scope="module")
@@ -352,12 +329,9 @@ def test_a_chain_from_outside_that_lies_reads_no_other_prefix():
         known = b"".join(prefix_hashes(lie, bench.parts.root, 16))
         handles = [bench.submit(PROMPT, 8, terms={"prefix_hashes": known}) for _ in range(2)]
         bench.run()
-        for handle in handles:
-            assert list(handle.result(0).output_token_ids) == expected_tokens(PROMPT, 8)
-        assert handles[0].result(0).cached_tokens == (64 if lie is PROMPT else 0)
-        plain = bench.submit(PROMPT, 8)
-        bench.run()
-        assert plain.result(0).hit_tokens == {"pool": 64}, "what was read has its own name"
+        cached = [bench.answer(handle).cached_tokens for handle in handles]
+        assert cached[0] == (64 if lie is PROMPT else 0)
+        assert bench.ask(PROMPT, 8).hit_tokens == {"pool": 64}, "what was read has its own name"
 
 
 def test_hashes_of_more_blocks_than_the_prompt_has_are_refused():

@@ -8,7 +8,7 @@ _SLOTS, _TABLES, _LOOKUP = "kvcache/states/slots.py", "kvcache/states/tables.py"
 _BATCH, _BUDGET, _BORDERS = "engine/batch.py", "engine/state_budget.py", "text/borders.py"
 _OF_SLOTS, _OF_TABLES = "tests/kvcache/states/test_slots.py", "tests/kvcache/states"
 _OF_OWNERS = "tests/kvcache/states/test_owners.py"
-_OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_state_schedules.py", "tests/engine/test_state_budget.py"
+_OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_schedules.py", "tests/engine/test_state_budget.py"
 _OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/test_state_tiers.py"
 _MOVER, _TWINS, _OF_TWINS = "tiers/mover.py", "kvcache/twins.py", "tests/kvcache/test_twins.py"
 _KERNELS = "kernels/program/states/"
@@ -92,7 +92,8 @@ FAULTS = faults(
     ("state: copied out whatever steps have to spare", "engine/state_saving.py",
      "self._unsaved and self._credit >= size and", "self._unsaved and", "tests/engine/test_state_saving.py"),
     ("state: a runner that writes into a snapshot is not found out", "engine/debug.py",
-     "if self._snapshots.get((block, slot), checksum) != checksum:", "if False:", _OF_SCHEDULES),
+     "if self._snapshots.get((block, slot), checksum) != checksum:", "if False:",
+     "tests/engine/test_state_schedules.py"),
     ("state: put behind another block", _TABLES, "standing_for(table, num_blocks - 1,",
      "standing_for(table, num_blocks,", _OF_TIERS),
     ("twins: an evicted one is not put back", _TWINS, "self._index.restore(table.block_ids[index], entry)", "pass",

@@ -88,6 +88,7 @@ class HybridRunner(FakeRunner):
     `on_accept` runs before those are."""
 
     backend: HybridBackend
+    expected = staticmethod(expected_hybrid)
 
     def __init__(self, backend: HybridBackend, max_context: int = CONTEXT) -> None:
         super().__init__(backend, max_context)

@@ -7,6 +7,7 @@ as other tokens than `expected_tokens` computes from the prompt alone.
 
 from __future__ import annotations
 
+import functools
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.ledger import MemoryLedger
 from kvboost_edge.engine.loads import Loads, NoShelf
 from kvboost_edge.engine.request import Request, SamplingParams
+from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.engine.scheduler import Scheduler
 from kvboost_edge.engine.sequences import Sequences
 from kvboost_edge.engine.tiering import MoverShelf, Tiering
@@ -48,10 +50,15 @@ ROOT = root_hash(model_fingerprint="fake", kv_format="fake")
 
 
 def token_logits(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Logits [VOCAB_SIZE] after these tokens, a pure function of them."""
-    seed = zlib.crc32(np.asarray(token_ids, "<i8").tobytes())
+    """Logits [VOCAB_SIZE] after these tokens, a pure function of them. Read-only."""
+    return _logits(zlib.crc32(np.asarray(token_ids, "<i8").tobytes()))
+
+
+@functools.lru_cache(1 << 14)
+def _logits(seed: int) -> npt.NDArray[np.float32]:
     logits = np.random.default_rng(seed).normal(0.0, 3.0, VOCAB_SIZE).astype(np.float32)
     logits[EOS_ID] -= 6.0  # seldom, so that outputs have some length
+    logits.flags.writeable = False
     return logits
 
 
@@ -123,7 +130,9 @@ class FakeBackend:
 
 class FakeRunner:
     """`on_forward(batch)` runs before each pass and may raise or wait; `computed` counts tokens, `batches` holds how
-    many sequences each pass had."""
+    many sequences each pass had. `expected` computes the greedy output without any engine."""
+
+    expected = staticmethod(expected_tokens)
 
     def __init__(self, backend: FakeBackend, max_context: int = CONTEXT) -> None:
         self.info = RunnerInfo("fake", "fake", "float32", VOCAB_SIZE, max_context, 1000, backend.spec)
@@ -282,6 +291,7 @@ class Bench:
         if tiers:
             self.core.use_tiers(Tiering(self.manager, self.parts.backend, loads, self.mover))
         self.num_requests = 0
+        self._asked: dict[int, tuple[Any, ...]] = {}  # what `answer` needs of a request, by its index
 
     def submit(
         self,
@@ -303,6 +313,7 @@ class Bench:
         """terms: other fields of the `Request`, such as its cache_key."""
         params = SamplingParams(max_new_tokens=max_new_tokens, **options)
         self.num_requests += 1
+        self._asked[self.num_requests] = prompt_ids, max_new_tokens, stop_ids
         request = Request(
             index=self.num_requests,
             prompt="",
@@ -327,6 +338,20 @@ class Bench:
             repair=repair,
         )
         return self.core.submit(request)
+
+    def ask(self, prompt_ids: Sequence[int], max_new_tokens: int = 8, *args: Any, **options: Any) -> GenerationResult:
+        """Run one more request to its end; `submit` has the arguments, `answer` the result."""
+        handle = self.submit(prompt_ids, max_new_tokens, *args, **options)
+        self.run()
+        return self.answer(handle)
+
+    def answer(self, handle: RequestHandle) -> GenerationResult:
+        """Result of a greedy request whose tokens are the expected ones, or the first of them if it was cut short."""
+        result = handle.result(0)
+        tokens, expected = list(result.output_token_ids), self.runner.expected(*self._asked[handle.index])
+        is_whole = result.finish_reason not in ("cancelled", "timeout")
+        assert tokens == (expected if is_whole else expected[: len(tokens)]), f"request {handle.index}"
+        return result
 
     def submit_logits(
         self, token_ids: Sequence[int], start: int = 0, *, terms: Mapping[str, Any] | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from helpers.engine.fake_runner import VOCAB_SIZE, Bench
 from kvboost_edge.engine.drafting import Draft, Drafter, Memory
 from kvboost_edge.engine.request import Request
 
@@ -61,14 +62,14 @@ class CutDrafter(Drafter):
         self.outcomes.append((num_drafted, num_accepted))
 
 
-def hostile(
-    truth_of: Callable[[Request], Sequence[int]], kind_of: Callable[[Request], str], vocab_size: int
-) -> Callable[[Request], Drafter | None]:
-    """What stands in for `Speculation.drafter`."""
+def hostile(bench: Bench, kinds: Sequence[str] = KINDS, answer: Sequence[int] = ()) -> Bench:
+    """Give the requests of a bench drafts of these kinds in turn. answer: what they sample, if it is not the greedy."""
 
     def drafter(request: Request) -> Drafter | None:
         if not request.max_draft_tokens:
             return None
-        return HostileDrafter(kind_of(request), truth_of(request), vocab_size, request.index)
+        truth = [*request.prompt_ids, *(answer or bench.runner.expected(request.prompt_ids, 200))]
+        return HostileDrafter(kinds[request.index % len(kinds)], truth, VOCAB_SIZE, request.index)
 
-    return drafter
+    bench.scheduler.speculation.drafter = drafter
+    return bench

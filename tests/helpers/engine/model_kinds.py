@@ -1,0 +1,47 @@
+"""The two kinds of models that engine tests run by hand: plain ones, and hybrids, which have recurrent states."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from helpers.engine.fake_hybrid import hybrid_parts
+from helpers.engine.fake_runner import Bench, fake_parts
+from kvboost_edge.engine.build import EngineParts
+
+__all__ = ["HYBRID", "PLAIN", "ModelKind"]
+
+
+class ModelKind(enum.Enum):
+    """A kind of model."""
+
+    PLAIN = "plain"
+    HYBRID = "hybrid"
+
+    def parts(self, num_blocks: int = 64, num_slots: int = 40, **states: Any) -> EngineParts:
+        """Make the parts of an engine. A plain model has no use for what is said about states."""
+        return fake_parts(num_blocks) if self is PLAIN else hybrid_parts(num_blocks, num_slots, **states)
+
+    def bench(
+        self,
+        num_blocks: int = 64,
+        num_slots: int = 40,
+        *,
+        interval: int = 1024,
+        every_block: bool = False,
+        num_draft_rows: int = 31,
+        **options: Any,
+    ) -> Bench:
+        """Make an engine that is stepped by hand."""
+        states = {"interval": interval, "every_block": every_block, "num_draft_rows": num_draft_rows}
+        return Bench(parts=self.parts(num_blocks, num_slots, **states), **options)
+
+    def cached(self, length: int) -> int:
+        """Count the tokens of a prompt of this length that a cache of all of it serves.
+
+        The last token is always computed; a state is kept where a block ends.
+        """
+        return length - 1 if self is PLAIN else (length - 1) // 16 * 16
+
+
+PLAIN, HYBRID = ModelKind
