@@ -26,7 +26,7 @@ TIMES := benchmarks/results/test-times.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-quick test-times coverage lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router \
+.PHONY: help setup demo test test-all test-quick test-times test-loaded coverage lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router \
 	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-states bench-onnx bench-peers bench-embeddings bench-tiers bench-agents real-model quality clean test-arm64 redis-server
 
 help:  ## list the targets
@@ -75,6 +75,11 @@ test-times: setup  ## run `make test` and record its times by file and package i
 	$(MAKE) --no-print-directory test PYTEST="$(PYTEST) --durations=0 --durations-min=0.02" > $(TIMES).log
 	$(BIN)/python tests/times.py $(TIMES).log > $(TIMES) && rm $(TIMES).log
 	@sed -n '1,/^$$/p' $(TIMES)
+
+RUNS ?= 10
+
+test-loaded: setup  ## the tests that load could break, RUNS=10 times, with a busy process on every core
+	$(BIN)/python tests/loaded.py --runs $(RUNS)
 
 coverage: setup  ## line and branch coverage of the package without kernels, subprocesses included
 	$(BIN)/coverage erase
