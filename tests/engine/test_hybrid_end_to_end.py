@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from helpers.models.tiny_models import save_tiny_model
+from helpers.pairwise import each_once
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, ModelFormatError
@@ -39,7 +40,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text", "granitemoehybrid-h", "nemotron_h-moe", "falcon_h1"])
+FAMILIES = ("lfm2", "qwen3_5_text", "granitemoehybrid-h", "nemotron_h-moe", "falcon_h1")
+ALL_BITS = (16, 8, (8, 4), 4)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -52,7 +57,7 @@ def same(one: GenerationResult, other: GenerationResult) -> bool:
     return one.output_token_ids == other.output_token_ids and one.logprobs == other.logprobs
 
 
-@pytest.mark.parametrize("bits", [16, 8, (8, 4), 4], ids=str)
+@pytest.mark.parametrize(("model", "bits"), each_once(FAMILIES, ALL_BITS), indirect=["model"])
 def test_cold_hit_and_branch_are_equal_to_the_bit(model: Path, bits: Any) -> None:
     with engine_of(model, kv_cache_bits=bits, debug_checks=True) as engine:
         cold = [engine.generate(prompt, mode="baseline", **ANSWER) for prompt in (PROMPT, OTHER)]
@@ -69,7 +74,7 @@ def test_cold_hit_and_branch_are_equal_to_the_bit(model: Path, bits: Any) -> Non
         assert stats["other_bytes"] >= 0
 
 
-@pytest.mark.parametrize("bits", [16, 8, (8, 4), 4], ids=str)
+@pytest.mark.parametrize(("model", "bits"), each_once(FAMILIES, ALL_BITS), indirect=["model"])
 def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model: Path, bits: Any, tmp_path: Path) -> None:
     """The second time the tenant asks, its answer is known; and after a restart the states of that are on disk."""
     options = {"kv_cache_bits": bits, "debug_checks": True, "disk_cache_dir": tmp_path, "max_disk_bytes": 64 << 20}
@@ -105,20 +110,9 @@ def test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it(t
     assert same(found, cold)
 
 
-def test_states_survive_the_engine_on_disk(model: Path, tmp_path: Path) -> None:
-    options = {"disk_cache_dir": tmp_path / "blocks", "max_disk_bytes": 64 << 20}
-    with engine_of(model, **options) as engine:
-        cold = engine.generate(PROMPT, **ANSWER)
-    with engine_of(model, debug_checks=True, **options) as engine:
-        restored = engine.generate(PROMPT, **ANSWER)
-        assert restored.hit_tokens == {"pool": 0, "disk": 96}
-        assert same(restored, cold)
-        turn = [*PROMPT, *cold.output_token_ids, 5, 6, 7]
-        following = engine.generate(turn, **ANSWER)
-        assert following.cached_tokens == 112
-        assert same(following, engine.generate(turn, mode="baseline", **ANSWER))
-
-
+@pytest.mark.parametrize(
+    "model", [FAMILIES[0], *(pytest.param(one, marks=pytest.mark.full) for one in FAMILIES[1:])], indirect=True
+)
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_states_survive_the_death_of_the_process(model: Path, tmp_path: Path) -> None:
     options = {

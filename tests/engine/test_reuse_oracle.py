@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvboost_edge
+from helpers.pairwise import each_once, pairwise
 from kvboost_edge import CPUPagedEngine, SamplingParams
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.intake import Terms
@@ -189,8 +190,7 @@ def test_logits_are_those_of_keys_turned_by_hand(
     assert distance(seen.logits, expected) < 1e-4
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("repair", [BARE, BLEND, QUERY], ids=["none", "default", "query"])
+@pytest.mark.parametrize(("runner", "repair"), each_once(RUNNERS, [BARE, BLEND, QUERY]), ids=str)
 def test_keys_of_8_bits_are_turned_as_near_as_they_are_stored(
     runner: str, repair: Repair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,20 +237,17 @@ def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(
     assert seen.result.phases["probe"] > 0
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{}, {"kv_cache_bits": 8}, RUNNERS["torch"], {**RUNNERS["torch"], "kv_cache_bits": 8}],
-    ids=["native", "KV 8", "torch", "torch KV 8"],
-)
-@pytest.mark.parametrize("repair", [BLOCKS, QUERY], ids=["values", "query"])
+@pytest.mark.parametrize(("runner", "bits", "repair"), pairwise(RUNNERS, (16, 8), [BLOCKS, QUERY]), ids=str)
 def test_the_same_blocks_are_chosen_however_the_prompt_is_cut(
-    repair: Repair, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    runner: str, bits: int, repair: Repair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces that are computed and not looked at are there for those behind them."""
     chosen = []
     for budget in (512, 48, 16):
-        options: dict[str, Any] = {**given, "max_batch_tokens": budget, "debug_checks": True}
-        with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=128, **options) as made:
+        options: dict[str, Any] = {**RUNNERS[runner], "kv_cache_bits": bits, "debug_checks": True}
+        with CPUPagedEngine.from_pretrained(
+            "kvboost-edge/demo", num_blocks=128, max_batch_tokens=budget, **options
+        ) as made:
             served, ids = prompts(made)
             made.generate(served, max_new_tokens=0)
             chosen.append(Seen(made, ids, repair, monkeypatch).chosen)

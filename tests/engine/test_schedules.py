@@ -11,7 +11,7 @@ import pytest
 
 from helpers.engine.fake_runner import EOS_ID, Bench, expected_tokens
 from helpers.engine.hand_mover import DictTier
-from helpers.engine.hostile_drafts import hostile
+from helpers.engine.hostile_drafts import draft_in_turn
 from helpers.engine.model_kinds import HYBRID, PLAIN, ModelKind
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.handle import RequestHandle
@@ -51,7 +51,7 @@ class RandomSchedule:
             tiers=([], [near], [far], [near, far])[seed // 2 % 4],
         )
         self.bench.scheduler.speculation._closes_blocks = rng.random() < 0.3
-        hostile(self.bench)
+        draft_in_turn(self.bench)
         if self.fails:
             self.bench.runner.on_forward, self.bench.runner.on_accept = self.fail_sometimes, self.fail_accepting
         self.stems = [[rng.randrange(256) for _ in range(rng.choice((15, 16, 17, 32, 48)))] for _ in range(2)]

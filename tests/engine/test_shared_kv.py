@@ -23,7 +23,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     machine.close()
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in (1, 2))])
 def test_random_schedules_equal_uncached_single_runs(
     machine: Machine, part: int, scale: Callable[[int, int], int]
 ) -> None:

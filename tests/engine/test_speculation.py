@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from helpers.engine.fake_runner import VOCAB_SIZE, Bench
-from helpers.engine.hostile_drafts import KINDS, HostileDrafter, hostile
+from helpers.engine.hostile_drafts import KINDS, HostileDrafter, draft_in_turn
 from helpers.engine.model_kinds import PLAIN, ModelKind
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.results import GenerationResult
@@ -25,7 +25,7 @@ SIZE = 16
 
 def drafting(kind: ModelKind, drafts: Sequence[str] = KINDS, *, closes_blocks: bool = False, **options: Any) -> Bench:
     """A bench whose requests get drafts of these kinds in turn."""
-    bench = hostile(kind.bench(**options), drafts)
+    bench = draft_in_turn(kind.bench(**options), drafts)
     bench.scheduler.speculation._closes_blocks = closes_blocks
     return bench
 
@@ -150,10 +150,10 @@ def test_samples_penalties_and_log_probabilities_are_those_without_drafts(kind: 
         bench.run()
         return handle.result(0)
 
-    truth = sampled(hostile(kind.bench(), ["wrong"]))
+    truth = sampled(draft_in_turn(kind.bench(), ["wrong"]))
     assert truth.accepted_tokens == 0
     for drafts in KINDS:
-        result = sampled(hostile(kind.bench(), [drafts], truth.output_token_ids))
+        result = sampled(draft_in_turn(kind.bench(), [drafts], truth.output_token_ids))
         assert (result.output_token_ids, result.logprobs) == (truth.output_token_ids, truth.logprobs)
         assert result.drafted_tokens > 0
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from helpers.engine.fake_runner import VOCAB_SIZE, Bench
 from kvboost_edge.engine.drafting import Draft, Drafter, Memory
 from kvboost_edge.engine.request import Request
 
-__all__ = ["KINDS", "CutDrafter", "HostileDrafter", "hostile"]
+__all__ = ["KINDS", "CutDrafter", "HostileDrafter", "draft_in_turn", "hostile"]
 
 KINDS = ("right", "wrong", "random", "one off", "repeating")
 
@@ -62,14 +62,24 @@ class CutDrafter(Drafter):
         self.outcomes.append((num_drafted, num_accepted))
 
 
-def hostile(bench: Bench, kinds: Sequence[str] = KINDS, answer: Sequence[int] = ()) -> Bench:
-    """Give the requests of a bench drafts of these kinds in turn. answer: what they sample, if it is not the greedy."""
+def hostile(
+    truth_of: Callable[[Request], Sequence[int]], kind_of: Callable[[Request], str], vocab_size: int
+) -> Callable[[Request], Drafter | None]:
+    """What stands in for `Speculation.drafter`."""
 
     def drafter(request: Request) -> Drafter | None:
         if not request.max_draft_tokens:
             return None
-        truth = [*request.prompt_ids, *(answer or bench.runner.expected(request.prompt_ids, 200))]
-        return HostileDrafter(kinds[request.index % len(kinds)], truth, VOCAB_SIZE, request.index)
+        return HostileDrafter(kind_of(request), truth_of(request), vocab_size, request.index)
 
-    bench.scheduler.speculation.drafter = drafter
+    return drafter
+
+
+def draft_in_turn(bench: Bench, kinds: Sequence[str] = KINDS, answer: Sequence[int] = ()) -> Bench:
+    """Give the requests of a bench drafts of these kinds in turn. answer: what they sample, if it is not the greedy."""
+    bench.scheduler.speculation.drafter = hostile(
+        lambda request: [*request.prompt_ids, *(answer or bench.runner.expected(request.prompt_ids, 200))],
+        lambda request: kinds[request.index % len(kinds)],
+        VOCAB_SIZE,
+    )
     return bench

@@ -56,7 +56,7 @@ FAULTS = {**{errno.errorcode[code]: fails(code) for code in ERRORS}, "half": mov
 def test_every_call_fails_in_turn(tmp_path, name, lasting, scale):
     """Each n in turn: then the faults end, half a minute passes, and the tier stores and serves as before."""
     calls = number_of_calls(tmp_path / "count")
-    step = scale(60, 1)
+    step = scale(120, 1)
     for at in range(first_call(name, step), calls, step):
         clock, directory = Clock(), tmp_path / str(at)
         files = FaultyFiles(at, FAULTS[name], lasting=lasting)
