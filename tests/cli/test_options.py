@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from kvboost_edge import __version__
-from kvboost_edge.cli.app import run
+from kvboost_edge.cli.app import app, run
 from kvboost_edge.cli.chat import _for_server
 from kvboost_edge.cli.options import engine_options, one_model, parse_value, sampling_options, token_limit
 from kvboost_edge.errors import ConfigError, RequestError
@@ -120,3 +120,38 @@ def test_the_known_families_are_listed_once(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert out.count("known are ") == 1
     assert out.count("refused: see compatibility") == 2
+
+
+def _spellings() -> list[tuple[str, str, str]]:
+    """Return (command, one spelling, the other) of every option that has several."""
+    commands = typer.main.get_command(app).commands
+    return [
+        (name, parameter.opts[0], other)
+        for name, command in commands.items()
+        for parameter in command.params
+        if parameter.param_type_name == "option"
+        for other in parameter.opts[1:]
+    ]
+
+
+def _parsed(command: str, *words: str) -> dict[str, object]:
+    """Return what the command's function would be given."""
+    known = typer.main.get_command(app).commands[command]
+    needed = [p for p in known.params if p.param_type_name == "argument" and p.required]
+    given = [{"action": "status", "client": "claude"}.get(p.name, "text") for p in needed]
+    return known.make_context(command, [*given, *words]).params
+
+
+@pytest.mark.parametrize(("command", "one", "other"), _spellings())
+def test_spellings_of_an_option_mean_the_same(command, one, other):
+    (option,) = (p for p in typer.main.get_command(app).commands[command].params if one in p.opts)
+    value = [] if option.is_flag else ["3"]
+    first, second = (_parsed(command, spelling, *value) for spelling in (one, other))
+    assert first == second
+    assert first[option.name] != _parsed(command)[option.name]
+
+
+@pytest.mark.parametrize("command", ["chat", "demo", "eval", "generate"])
+def test_pack_cache_and_its_opposite(command):
+    assert _parsed(command, "--pack-cache")["pack_cache"] is True
+    assert _parsed(command, "--no-pack-cache")["pack_cache"] is False

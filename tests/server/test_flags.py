@@ -167,6 +167,8 @@ def test_repeatable_flags_and_keys(tmp_path, monkeypatch):
     assert options.settings.admin_api_keys == ("e", "f")
     assert options.settings.allowed_hosts == ("x.example", "y.example")
     assert options.settings.cors_origins == ("https://z.example",)
+    admin_only = parse("--admin-api-key-file", str(tmp_path / "keys"))
+    assert admin_only.settings.admin_api_keys == ("b", "f")
 
 
 def test_the_served_name_shows_no_path(tmp_path):
