@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from helpers.backends.fake_mps import FakeMpsBackend
-from helpers.kernels.paged_cases import Case, attend_densely, num_blocks_for
+from helpers.kernels.paged_cases import Case, attend_densely, make_case, num_blocks_for
 from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
-from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.kernels.attention.paged import KVPool
+from kvboost_edge.kernels.coded.dot import coded_dot_form
 from kvboost_edge.kernels.coded.layout import BIT_PAIRS, code_layout
 from kvboost_edge.kernels.reference.coded import decode_block, quantize_blocks
 
 
-class _OnArrays:
-    """NumPy arrays into a torch backend and out of it."""
+def _torch(device: str) -> Callable[..., Backend]:
+    """Makes a torch backend that takes NumPy arrays and returns them."""
 
-    array_kind = "numpy"
+    def make(spec: KVSpec, num_blocks: int, **options: Any) -> Backend:
+        import torch
 
-    def write_kv(self, layer: int, keys: np.ndarray, values: np.ndarray, batch: Any) -> None:
-        super().write_kv(layer, torch.from_numpy(keys), torch.from_numpy(values), batch)  # type: ignore[misc]
+        from helpers.backends.fake_mps import FakeMpsBackend
+        from kvboost_edge.backends.torch_backend import TorchBackend
 
-    def attention(self, layer: int, queries: np.ndarray, *more: Any) -> tuple[np.ndarray, np.ndarray]:
-        out, lse = super().attention(layer, torch.from_numpy(queries), *more)  # type: ignore[misc]
-        return out.numpy(), lse.numpy()
+        class OnArrays(FakeMpsBackend if device == "mps" else TorchBackend):  # type: ignore[misc]
+            array_kind = "numpy"
 
+            def write_kv(self, layer: int, keys: np.ndarray, values: np.ndarray, batch: Any) -> None:
+                super().write_kv(layer, torch.from_numpy(keys), torch.from_numpy(values), batch)
 
-class _Torch(_OnArrays, TorchBackend):
-    pass
+            def attention(self, layer: int, queries: np.ndarray, *more: Any) -> tuple[np.ndarray, np.ndarray]:
+                out, lse = super().attention(layer, torch.from_numpy(queries), *more)
+                return out.numpy(), lse.numpy()
 
+        return OnArrays(spec, num_blocks, **options)
 
-class _TorchMps(_OnArrays, FakeMpsBackend):
-    pass
+    return make
 
 
 MAKERS: dict[str, Callable[..., Backend]] = {
     "reference": ReferenceBackend,
     "cpu": CPUBackend,
-    "torch-cpu": _Torch,
-    "torch-mps": _TorchMps,
+    "torch-cpu": _torch("cpu"),
+    "torch-mps": _torch("mps"),
 }
 KERNELS = ("reference", "cpu")
 """Those that round as the kernels do, and have codes of all widths; the others are of 8 bits, in float32."""
@@ -146,3 +148,15 @@ def expected(
             )
             results.append(attend_densely(case.queries[sequence][position : position + 1], keys, values, params))
     return np.concatenate([out for out, _ in results]), np.concatenate([lse for _, lse in results])
+
+
+def form_and_digest() -> tuple[str, str]:
+    """The form of this process's byte dot product, and a digest of what attention gives with each pair of bits."""
+    case = make_case(np.random.default_rng(0), ((1, 30), (3, 600)), kv_heads=2, per_group=7, dim=64, block_size=16)
+    digest = hashlib.sha256()
+    for bits in BIT_PAIRS:
+        backend = make_backend("cpu", case, bits)
+        for array in run(backend, case, whole(case), AttentionParams(0.125, window=300)):
+            digest.update(array.tobytes())
+        backend.close()
+    return coded_dot_form(), digest.hexdigest()

@@ -10,6 +10,7 @@ import pytest
 
 from helpers.kernels.paged_cases import DTYPES, NUMPY_DTYPES, attend_densely, random_rows
 from helpers.kernels.shifted_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
+from helpers.pairwise import pairwise
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ConfigError
@@ -175,13 +176,11 @@ def test_the_specification_is_attention_over_keys_computed_where_they_are_attend
     assert_near(got, attend_densely(queries, keys, moved.values, options), 2e-5)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("last", [1, 30])
+@pytest.mark.parametrize(("rope", "dtype", "name", "last"), pairwise(ROPES, DTYPES, OPTIONS, (1, 30)))
 def test_turned_queries_attend_what_turned_keys_give(
-    rope: str, dtype: str, options: AttentionOptions, last: int, two_threads: AttentionWorkspace
+    rope: str, dtype: str, name: str, last: int, two_threads: AttentionWorkspace
 ) -> None:
+    options = OPTIONS[name]
     moved = make(rope, 30)
     pool, row = float_pool(moved, dtype), moved.row.last(last)
     queries, turning = moved.new(row)
@@ -194,15 +193,14 @@ def test_turned_queries_attend_what_turned_keys_give(
         assert_far(paged_attention(queries, pool, wrong, options, turning=turning), wanted)
 
 
-@pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
 @pytest.mark.parametrize(
-    ("rope", "name"), [("whole", "plain"), ("wide", "softcap"), ("part", "window 300"), ("yarn", "plain")]
+    ("bits", "rope", "last"),
+    pairwise(BIT_PAIRS, {"whole": "plain", "wide": "softcap", "part": "window 300", "yarn": "plain"}.items(), (1, 13)),
 )
-@pytest.mark.parametrize("last", [1, 13])
-def test_turned_queries_over_codes(bits: tuple[int, int], rope: str, name: str, last: int) -> None:
+def test_turned_queries_over_codes(bits: tuple[int, int], rope: tuple[str, str], last: int) -> None:
     """The specification's rounding steps to 1e-5; and what the codes stand for, as far as integers reach. The rows' own
     block is merged last, by whichever unit ends last: it must not see turned rows."""
-    options, moved = OPTIONS[name], make(rope, 13)
+    options, moved = OPTIONS[rope[1]], make(rope[0], 13)
     dim = moved.keys.shape[2]
     backend = CPUBackend(KVSpec((LayerKVSpec(KV_HEADS, dim),), SIZE, "float16", bits), BLOCKS, num_threads=2)
     backend.poison_blocks(range(BLOCKS))

@@ -11,7 +11,16 @@ import pytest
 from llvmlite import binding
 
 from helpers.kernels.paged_cases import Case, make_case
-from helpers.kernels.quantized_kv_cases import before_new, make_backend, random_passes, run, run_all, whole, write
+from helpers.kernels.quantized_kv_cases import (
+    before_new,
+    form_and_digest,
+    make_backend,
+    random_passes,
+    run,
+    run_all,
+    whole,
+    write,
+)
 from kvboost_edge.backends.base import AttentionParams
 from kvboost_edge.kernels.coded.layout import BIT_PAIRS
 
@@ -98,42 +107,17 @@ def test_large_biases_of_keys_cost_no_accuracy() -> None:
     assert np.linalg.norm(got - plain) <= 0.02 * np.linalg.norm(plain)
 
 
-PROGRAM = """
-import hashlib
-import numpy as np
-from helpers.kernels.quantized_kv_cases import make_backend, run, whole
-from kvboost_edge.backends.base import AttentionParams
-from kvboost_edge.kernels.coded.dot import coded_dot_form
-from kvboost_edge.kernels.coded.layout import BIT_PAIRS
-from helpers.kernels.paged_cases import make_case
-
-case = make_case(np.random.default_rng(0), ((1, 30), (3, 600)), kv_heads=2, per_group=7, dim=64, block_size=16)
-digest = hashlib.sha256()
-for bits in BIT_PAIRS:
-    backend = make_backend("cpu", case, bits)
-    for array in run(backend, case, whole(case), AttentionParams(0.125, window=300)):
-        digest.update(array.tobytes())
-    backend.close()
-print(coded_dot_form(), digest.hexdigest())
-"""
-
-
-def _digest(features: str | None) -> list[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    if features is not None:
-        environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 def test_without_512_bit_vectors_and_vnni_the_bits_are_the_same() -> None:
     """The plain form is the one furthest from the others; test_dot.py has the sums of all."""
     without = ("avx512", "avx10", "evex512", "amx", "avxvnni", "dotprod")
     flags = binding.get_host_cpu_features().items()
     plain = ",".join(("+" if on and not name.startswith(without) else "-") + name for name, on in flags)
-    form, digest = _digest(plain)
-    assert form == "plain"
-    assert digest == _digest(None)[1]
+    program = "from helpers.kernels import quantized_kv_cases as cases; print(*cases.form_and_digest())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": plain},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["plain", form_and_digest()[1]]

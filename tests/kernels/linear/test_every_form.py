@@ -16,6 +16,7 @@ import pytest
 from llvmlite import binding
 
 from helpers.kernels.tile_assembly import compiled_tile, tile_module
+from helpers.pairwise import each_once, pairwise
 from kvboost_edge.kernels.linear import amx as linear_amx
 from kvboost_edge.kernels.linear import loads
 from kvboost_edge.kernels.linear.dot import BLOCK_KINDS, KIND_INT4T, OFFSET
@@ -162,9 +163,7 @@ def _run(tiles: IntTiles, functions: dict[str, Any], definitions: str = "") -> n
     return out
 
 
-@pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("kind", INT_KINDS)
-@pytest.mark.parametrize("form", INSTRUCTIONS)
+@pytest.mark.parametrize(("form", "kind", "fine"), pairwise(INSTRUCTIONS, INT_KINDS, (False, True)))
 def test_forms_of_the_dot_product(form: str, kind: int, fine: bool) -> None:
     name, lanes, signed = INSTRUCTIONS[form]
     plain = _run(IntTiles(kind, 1, 2, fine, "plain"), {})
@@ -175,8 +174,7 @@ def test_forms_of_the_dot_product(form: str, kind: int, fine: bool) -> None:
         np.testing.assert_array_equal(_run(one, {}, definitions), plain)
 
 
-@pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("kind", INT_KINDS)
+@pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
 def test_tile_registers(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_amx, "MATRIX_TOKENS", 32)
     monkeypatch.setattr(linear_amx, "MATRIX_FINE_TOKENS", 16)
