@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,22 @@ from kvboost_edge.kvcache.block_table import CopyOp
 DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
 
 
+KINDS = {name: [dtype for dtype in DTYPES if (name, dtype) not in UNMADE] for name in MAKERS}
+
+
+def with_each(name: str, values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Each value with each backend, in `make test` in one of its storage dtypes."""
+    cases = []
+    for number, value in enumerate(values):
+        for backend, dtypes in KINDS.items():
+            for dtype in dtypes:
+                marks = () if dtype == dtypes[number % len(dtypes)] else pytest.mark.full
+                cases.append(pytest.param((backend, dtype), value, marks=marks, id=f"{backend}-{dtype}-{number}"))
+    return pytest.mark.parametrize(("make", name), cases, indirect=["make"])
+
+
 @pytest.fixture(
-    params=[(name, dtype) for name in MAKERS for dtype in DTYPES if (name, dtype) not in UNMADE],
+    params=[(name, dtype) for name, dtypes in KINDS.items() for dtype in dtypes],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def make(request: pytest.FixtureRequest) -> Iterator[Maker]:
@@ -33,7 +47,7 @@ def make_f32(request: pytest.FixtureRequest) -> Iterator[Maker]:
         yield maker
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@with_each("dim", DIMS)
 def test_random_shapes_and_options(make: Maker, dim: int) -> None:
     """Each head dim meets each block size in one of the storage dtypes."""
     block_size = (16, 32, 64)[(DIMS.index(dim) + DTYPES.index(make.dtype)) % 3]
@@ -64,7 +78,7 @@ def test_random_shapes_and_options(make: Maker, dim: int) -> None:
     make.assert_close(arrays.attend_new(case, params), case.expected(case.spans, params, make.dtype))
 
 
-@pytest.mark.parametrize(
+@with_each(
     "params",
     [
         AttentionParams(0.3),
@@ -76,7 +90,6 @@ def test_random_shapes_and_options(make: Maker, dim: int) -> None:
         AttentionParams(0.3, sinks=np.array([-9, 0, 1, 2, 3, 9], np.float32)),
         AttentionParams(0.3, window=33, softcap=4.0, sinks=np.array([5, 4, 3, 2, 1, 0], np.float32)),
     ],
-    ids=lambda params: f"window {params.window} softcap {params.softcap} sinks {params.sinks is not None}",
 )
 def test_each_option_in_a_ragged_batch(make: Maker, params: AttentionParams) -> None:
     case = make.case(1)

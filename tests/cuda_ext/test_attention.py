@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
 
 from helpers.cuda.cases import Case, check, make_inputs, oracle, run
 from helpers.cuda.on_cpu import BF16, F16, HEAD_DIMS, Form, Library, Schedule, library
+from helpers.pairwise import each_once, pairwise
 
 FIRST = Schedule(0, 0)
 OTHERS = (Schedule(1, 1), Schedule(2, 1))
-FORMS = [
-    Form(is_wmma, dtype, head_dim, warps_m)
-    for (is_wmma, dtype), head_dim, warps_m in itertools.product(
-        [(False, F16), (False, BF16), (True, F16)], HEAD_DIMS, (4, 1)
-    )
-]
+KINDS = {"mma-f16": (False, F16), "mma-bf16": (False, BF16), "wmma-f16": (True, F16)}
 NO_MASK = (-1, -1)
 # Run by every form.
 CORE = {
@@ -70,10 +65,6 @@ def kernels() -> Library:
     return library()
 
 
-def name_of(form: Form) -> str:
-    return f"{'wmma' if form.is_wmma else 'mma'}-{('f16', 'bf16')[form.dtype]}-{form.head_dim}-{16 * form.warps_m}"
-
-
 def is_right_in_every_order(kernels: Library, case: Case, form: Form) -> None:
     inputs = make_inputs(case, form)
     result = run(kernels, case, form, inputs, FIRST)
@@ -84,21 +75,19 @@ def is_right_in_every_order(kernels: Library, case: Case, form: Form) -> None:
             np.testing.assert_array_equal(one, two)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=name_of)
-@pytest.mark.parametrize("case", CORE.values(), ids=CORE)
-def test_attention_of_every_form_is_the_oracles_in_every_order(kernels, case, form):
-    is_right_in_every_order(kernels, case, form)
+@pytest.mark.parametrize(("case", "kind", "head_dim", "warps_m"), pairwise(CORE, KINDS, HEAD_DIMS, (4, 1)))
+def test_attention_of_every_form_is_the_oracles_in_every_order(kernels, case, kind, head_dim, warps_m):
+    is_right_in_every_order(kernels, CORE[case], Form(*KINDS[kind], head_dim, warps_m))
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form.head_dim == 64], ids=name_of)
-@pytest.mark.parametrize("case", MORE.values(), ids=MORE)
-def test_attention_is_the_oracles_in_every_order(kernels, case, form):
-    is_right_in_every_order(kernels, case, form)
+@pytest.mark.parametrize(("case", "kind", "warps_m"), each_once(MORE, KINDS, (4, 1)))
+def test_attention_is_the_oracles_in_every_order(kernels, case, kind, warps_m):
+    is_right_in_every_order(kernels, MORE[case], Form(*KINDS[kind], 64, warps_m))
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 72, 80, 112, 160, 192, 248])
-@pytest.mark.parametrize("warps_m", [4, 1])
-@pytest.mark.parametrize("is_wmma", [False, True], ids=["mma", "wmma"])
+@pytest.mark.parametrize(
+    ("head_dim", "warps_m", "is_wmma"), pairwise((8, 40, 72, 80, 112, 160, 192, 248), (4, 1), (False, True))
+)
 def test_a_head_dim_between_two_forms_takes_the_larger(kernels, head_dim, warps_m, is_wmma):
     form = Form(is_wmma, F16, min(dim for dim in HEAD_DIMS if dim >= head_dim), warps_m)
     for splits in (1, 2):

@@ -16,6 +16,7 @@ import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 import kvboost_edge
+from helpers.pairwise import pairwise
 from helpers.text.chat_templates import CALLING, MARKERS, TOOLS, Calls, format_of, written
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.codec import FastCodec
@@ -187,9 +188,7 @@ def test_reasoning_stands_in_front(name: str, markers: bool) -> None:
     assert not words.takes(none, f"Hm</think>{call}")
 
 
-@EACH
-@EITHER
-@pytest.mark.parametrize("reasoning", ["closed", "possible"])
+@pytest.mark.parametrize(("name", "markers", "reasoning"), pairwise(CALLING, (False, True), ("closed", "possible")))
 def test_noise_under_a_grammar_parses_into_calls_that_fit(name: str, markers: bool, reasoning: str) -> None:
     format = format_of(name)
     words, schemas = vocabulary(markers), {tool.name: tool.parameters for tool in TOOLS}

@@ -92,9 +92,12 @@ def values(quote: str) -> st.SearchStrategy[Any]:
     return st.recursive(leaves, lambda one: st.lists(one) | st.dictionaries(KEYS, one), max_leaves=9)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_what_a_template_writes_is_read_back(data: st.DataObject) -> None:
+@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.full)])
+def test_what_a_template_writes_is_read_back(examples: int) -> None:
+    settings(max_examples=examples)(given(st.data())(check_written))()
+
+
+def check_written(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*QUOTES]))
     arguments = data.draw(st.dictionaries(KEYS, values(QUOTES[name]), max_size=4))
     text = written(name, [("f", arguments)])
