@@ -4,19 +4,17 @@ restarts and crashes: every answer is the one the prompt has alone."""
 from __future__ import annotations
 
 import errno
-import functools
 import random
 import shutil
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from conftest import LONG
-from helpers.engine.fake_runner import Bench, expected_tokens
+from helpers.engine.model_kinds import ModelKind
 from helpers.tiers.disk_cases import chain, scratch
 from helpers.tiers.disk_faults import FaultyFiles, PowerOff, fails, moves_half, powers_off
 from kvboost_edge.config import GenerationMode
@@ -30,16 +28,12 @@ HEADS = [[(7 * head + 3 * place) % 250 for place in range(80)] for head in range
 PROMPTS = [head[:length] + [tail] * (tail % 20) for head in HEADS for length in (33, 48, 80) for tail in (16, 101, 202)]
 MODES = (GenerationMode.PREFIX_CACHE, GenerationMode.PREFIX_CACHE, GenerationMode.PREFIX_CACHE, GenerationMode.BASELINE)
 
-hits: Counter[str] = Counter()
-
-
-@functools.lru_cache
-def expected(which: int, count: int) -> list[int]:
-    return expected_tokens(PROMPTS[which], count)
-
 
 class TieredMachine(RuleBasedStateMachine):
     """`asked`: requests whose answers are wanted. A crash forgets them; what is on disk stays, or part of it."""
+
+    kind: ModelKind
+    hits: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,12 +46,12 @@ class TieredMachine(RuleBasedStateMachine):
         parts = {"files": self.files, "sealer": InlineSealer(), "clock": lambda: self.now}
         self.tier = DiskTier.open(self.directory, SPACE, max_bytes=CAP, **parts)
         assert self.tier.stat().writable
-        self.bench = Bench(num_blocks, tiers=[self.tier], max_num_seqs=3)
-        self.asked: list[tuple[RequestHandle, list[int] | None]] = []
+        self.bench = self.kind.bench(num_blocks, 6, tiers=[self.tier], max_num_seqs=3)
+        self.asked: list[RequestHandle] = []
 
     @rule(which=st.integers(0, len(PROMPTS) - 1), count=st.sampled_from((1, 2, 18)), mode=st.sampled_from(MODES))
     def submit(self, which: int, count: int, mode: GenerationMode) -> None:
-        self.asked.append((self.bench.submit(PROMPTS[which], count, mode), expected(which, count)))
+        self.asked.append(self.bench.submit(PROMPTS[which], count, mode))
 
     @rule(steps=st.integers(1, 6), moves=st.integers(0, 2))
     def work(self, steps: int, moves: int) -> None:
@@ -68,19 +62,15 @@ class TieredMachine(RuleBasedStateMachine):
     @rule()
     def finish(self) -> None:
         self.bench.run()
-        for handle, tokens in self.asked:
-            result = handle.result(0)
-            assert tokens is None or list(result.output_token_ids) == tokens
-            hits.update(result.hit_tokens)
+        for handle in self.asked:
+            self.hits.update(self.bench.answer(handle).hit_tokens)
         self.asked = []
         assert self.bench.manager.used_block_count == self.bench.mover.staging_bytes == 0
 
     @precondition(lambda self: self.asked)
     @rule(pick=st.integers(0, 100))
     def cancel(self, pick: int) -> None:
-        handle, _ = self.asked[pick % len(self.asked)]
-        handle.cancel()
-        self.asked[pick % len(self.asked)] = (handle, None)
+        self.asked[pick % len(self.asked)].cancel()
 
     @rule()
     def reset(self) -> None:
@@ -114,7 +104,7 @@ class TieredMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.sampled_from((8, 12, 40)), save=st.booleans())
     def restart(self, num_blocks: int, save: bool) -> None:
-        for handle, _ in self.asked:
+        for handle in self.asked:
             handle.cancel()
         self.bench.step()
         if save:
@@ -164,10 +154,19 @@ class TieredMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
+class PlainTieredMachine(TieredMachine):
+    kind = ModelKind.PLAIN
+
+
+class HybridTieredMachine(TieredMachine):
+    kind = ModelKind.HYBRID
+
+
 @pytest.mark.slow
-def test_whatever_happens_every_answer_is_right():
-    run_state_machine_as_test(
-        TieredMachine, settings=settings(max_examples=10_000 if LONG else 1000, stateful_step_count=8)
-    )
-    assert hits["pool"] > 1000
-    assert hits["disk"] > 1000
+@pytest.mark.parametrize("machine", [PlainTieredMachine, HybridTieredMachine])
+def test_whatever_happens_every_answer_is_right(machine, scale):
+    machine.hits.clear()
+    count = scale(150, 5000)
+    run_state_machine_as_test(machine, settings=settings(max_examples=count, stateful_step_count=8))
+    assert machine.hits["pool"] > count
+    assert machine.hits["disk"] > count

@@ -3,64 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from helpers.kvcache.manager_cases import ROOT, B
-from helpers.kvcache.pool_model import ROOTS
+from helpers.kvcache.pool_model import ROOTS, held
 from helpers.kvcache.recurrent_tables import cold, manager_of, states_of
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.hashing import prefix_hashes, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.states.tables import StateSizes
-from kvcache.states.test_state_machine_states import StatesMachine
-from kvcache.test_state_machine import NUM_EXAMPLES, PoolMachine
-
-
-def held(manager: KVCacheManager) -> set[bytes]:
-    """The hashes of all published blocks, block by block, and of the states behind them, slot by slot."""
-    keys = [manager.content.key(block_id) for block_id in range(manager.num_blocks)]
-    kept = () if manager.states is None else manager.states.slots.snapshots()
-    states = {state_hash(key.prefix_hash) for block_id in kept if (key := keys[block_id]) is not None}
-    return states | {key.prefix_hash for key in keys if key is not None}
-
-
-class Asking:
-    """Somebody who asks now and then what changed, beside a machine of random operations."""
-
-    manager: KVCacheManager
-
-    @initialize()
-    def know_nothing(self) -> None:
-        self.told: set[bytes] = set()
-        self.asked = False
-
-    @rule(whole=st.booleans())
-    def ask(self, whole: bool) -> None:
-        events = self.manager.events.take(whole)
-        assert len(set(events.published)) == len(events.published)
-        assert not set(events.published) & set(events.evicted)
-        assert events.is_whole or self.asked
-        assert events.is_whole or not whole
-        self.told = set(events.published) | (set() if events.is_whole else self.told - set(events.evicted))
-        self.asked = True
-        assert self.told == held(self.manager)
-
-
-class AskingMachine(Asking, PoolMachine):
-    pass
-
-
-class AskingOfStatesMachine(Asking, StatesMachine):
-    pass
-
-
-@pytest.mark.parametrize("machine", [AskingMachine, AskingOfStatesMachine])
-def test_events_add_up_to_the_index(machine: type[PoolMachine | StatesMachine]) -> None:
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=NUM_EXAMPLES // 4, stateful_step_count=40, deadline=None)
-    )
 
 
 def fill(manager: KVCacheManager, tokens: list[int]) -> None:

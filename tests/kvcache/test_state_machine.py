@@ -16,7 +16,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
@@ -24,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from helpers.kvcache.pool_model import POISON, ROOTS, Live, Prefix, cut_hash, go_over, picks, tokens_lists
+from helpers.kvcache.pool_model import POISON, ROOTS, Asking, Live, Prefix, cut_hash, go_over, picks, tokens_lists
 from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
@@ -32,10 +31,11 @@ from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
 
 LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
-NUM_EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCALE", "10000" if LONG else "100" if QUICK else "1000"))
+NUM_EXAMPLES = 10_000 if LONG else 100 if QUICK else 1000
+STEPS = 40 if LONG else 30
 
 
-class PoolMachine(RuleBasedStateMachine):
+class PoolMachine(Asking):
     @initialize(
         num_blocks=st.integers(4, 10),
         block_size=st.sampled_from([1, 2, 4]),
@@ -390,5 +390,5 @@ class PoolMachine(RuleBasedStateMachine):
 
 def test_random_operations_agree_with_the_model() -> None:
     run_state_machine_as_test(
-        PoolMachine, settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=40, deadline=None)
+        PoolMachine, settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=STEPS, deadline=None)
     )

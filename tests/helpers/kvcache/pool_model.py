@@ -1,4 +1,4 @@
-"""What the model of a pool knows of tables, and prompts that often begin alike."""
+"""What models of a pool share: tables, prompts that often begin alike, and a watcher of its events."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import dataclasses
 from typing import Any
 
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvboost_edge.kvcache.block_table import BlockTable
-from kvboost_edge.kvcache.hashing import chain_hash
+from kvboost_edge.kvcache.hashing import chain_hash, state_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
 
-__all__ = ["POISON", "ROOTS", "Live", "Prefix", "cut_hash", "go_over", "picks", "tokens_lists"]
+__all__ = ["POISON", "ROOTS", "Asking", "Live", "Prefix", "cut_hash", "go_over", "held", "picks", "tokens_lists"]
 
 Prefix = tuple[bytes, tuple[int, ...]]
 POISON: Prefix = (b"poison", ())
@@ -71,3 +73,33 @@ def cut_hash(bits: int) -> Any:
         return bytes([chain_hash(parent, tokens)[0] & ((1 << bits) - 1)])
 
     return cut
+
+
+def held(manager: KVCacheManager) -> set[bytes]:
+    """The hashes of all published blocks, block by block, and of the states behind them, slot by slot."""
+    keys = [manager.content.key(block_id) for block_id in range(manager.num_blocks)]
+    kept = () if manager.states is None else manager.states.slots.snapshots()
+    states = {state_hash(key.prefix_hash) for block_id in kept if (key := keys[block_id]) is not None}
+    return states | {key.prefix_hash for key in keys if key is not None}
+
+
+class Asking(RuleBasedStateMachine):
+    """A machine of random operations that asks now and then what changed, and adds it up."""
+
+    manager: KVCacheManager
+
+    @initialize()
+    def know_nothing(self) -> None:
+        self.told: set[bytes] = set()
+        self.asked = False
+
+    @rule(whole=st.booleans())
+    def ask(self, whole: bool) -> None:
+        events = self.manager.events.take(whole)
+        assert len(set(events.published)) == len(events.published)
+        assert not set(events.published) & set(events.evicted)
+        assert events.is_whole or self.asked
+        assert events.is_whole or not whole
+        self.told = set(events.published) | (set() if events.is_whole else self.told - set(events.evicted))
+        self.asked = True
+        assert self.told == held(self.manager)

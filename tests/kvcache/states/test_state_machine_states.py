@@ -8,12 +8,10 @@ ahead, of a pass that failed, or in a slot that somebody else got shows as a slo
 from __future__ import annotations
 
 import dataclasses
-import os
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
@@ -21,15 +19,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from helpers.kvcache.pool_model import POISON, ROOTS, Prefix, picks, tokens_lists
+from helpers.kvcache.pool_model import POISON, ROOTS, Asking, Prefix, picks, tokens_lists
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, chain_hash, encode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.states.tables import PassSlots, StateSizes, TableStates
-
-LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
-NUM_EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCALE", "10000" if LONG else "60" if QUICK else "400"))
+from kvcache.test_state_machine import LONG, NUM_EXAMPLES, STEPS
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,7 +41,7 @@ class Open:
         return self.root, tuple(self.tokens[:num_tokens])
 
 
-class StatesMachine(RuleBasedStateMachine):
+class StatesMachine(Asking):
     @initialize(
         num_blocks=st.integers(4, 12),
         block_size=st.sampled_from([1, 2, 4]),
@@ -299,6 +295,7 @@ class StatesMachine(RuleBasedStateMachine):
 
 
 def test_random_operations_keep_every_state_where_it_belongs() -> None:
+    count = NUM_EXAMPLES if LONG else NUM_EXAMPLES * 2 // 5
     run_state_machine_as_test(
-        StatesMachine, settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=40, deadline=None)
+        StatesMachine, settings=settings(max_examples=count, stateful_step_count=STEPS, deadline=None)
     )

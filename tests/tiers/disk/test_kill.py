@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from helpers.tiers.crashing import crashing
 from helpers.tiers.disk_cases import SPACE, chain, opened, present, read, segments, space_dir, write
 from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.tiers.disk.sidecar import decode_sidecar
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
 CHAINS = [chain(10, seed) for seed in range(30)]
 NBYTES = 18_000
 
-# Writes chain after chain, and says which it wrote; ends itself at the call that is asked for.
-CHILD = """
-import sys
+# Writes chain after chain; ends itself at the call that is asked for, or leaves a list of its calls.
+CODE = """
 from pathlib import Path
 from helpers.tiers import disk_faults
 from helpers.tiers.disk_cases import chain, opened, read, write
-directory, at, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-files = disk_faults.FaultyFiles(at, getattr(disk_faults, fault, None))
-with opened(directory, files=files, max_bytes=4 << 20) as tier:
-    for seed in range(30):
-        write(tier, chain(10, seed), 18_000)
-        read(tier, chain(10, 0), 18_000)
-print(files.calls)
-print(*files.trace)
+
+def run(directory, at, fault):
+    directory = Path(directory)
+    files = disk_faults.FaultyFiles(at, getattr(disk_faults, fault, None))
+    with opened(directory, files=files, max_bytes=4 << 20) as tier:
+        for seed in range(30):
+            write(tier, chain(10, seed), 18_000)
+            read(tier, chain(10, 0), 18_000)
+    (directory / "trace").write_text(" ".join(files.trace))
 """
 
 
-def start(directory: Path, at: int = -1, fault: str = "none") -> subprocess.Popen[str]:
-    tests = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
-    command = [sys.executable, "-c", CHILD, str(directory), str(at), fault]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+@pytest.fixture(scope="module")
+def crash() -> Iterator[Callable[..., bool]]:
+    with crashing(CODE) as crash:
+        yield crash
 
 
 def check(directory: Path) -> None:
@@ -73,13 +73,11 @@ def sealed_hashes(directory: Path) -> set[bytes]:
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The calls of a child that comes to its end."""
-    done = start(tmp_path_factory.mktemp("trace"))
-    out = done.communicate(timeout=120)[0].splitlines()
-    assert done.returncode == 0
-    assert len(out[1].split()) == int(out[0])
-    return out[1].split()
+def trace(crash: Callable[..., bool], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The calls of a process that comes to its end."""
+    directory = tmp_path_factory.mktemp("trace")
+    assert not crash(str(directory), -1, "none")
+    return (directory / "trace").read_text().split()
 
 
 NAMED = (
@@ -98,23 +96,19 @@ NAMED = (
 
 
 @pytest.mark.parametrize("fault", ["ends_before", "ends_within"])
-def test_killed_at_every_kind_of_call(trace, tmp_path, fault, scale):
-    """At the first, one in the middle and the last call of every kind."""
+def test_killed_at_every_kind_of_call(crash, trace, tmp_path, fault, scale):
+    """One in the middle; in the long form at the first and the last of every kind, too."""
     for name in NAMED:
         places = [number for number, call in enumerate(trace) if call == name]
         for which in scale([len(places) // 2], [0, len(places) // 4, len(places) // 2, len(places) - 1]):
             directory = tmp_path / f"{name}-{which}"
-            child = start(directory, places[which], fault)
-            child.communicate(timeout=120)
-            assert child.returncode == -signal.SIGKILL, name
+            assert crash(str(directory), places[which], fault), name
             check(directory)
 
 
-def test_killed_at_random_times(trace, tmp_path, scale):
+def test_killed_at_random_times(crash, trace, tmp_path, scale):
     draw = random.Random(0)
-    for number in range(scale(20, 200)):
+    for number in range(scale(10, 200)):
         directory = tmp_path / str(number)
-        child = start(directory, draw.randrange(len(trace)), "ends_within")
-        child.communicate(timeout=120)
-        assert child.returncode == -signal.SIGKILL
+        assert crash(str(directory), draw.randrange(len(trace)), "ends_within")
         check(directory)

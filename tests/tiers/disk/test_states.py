@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from conftest import LONG
 from helpers.tiers.disk_cases import CAP, SPACE, chain, payload, scratch
 from helpers.tiers.disk_faults import FaultyFiles, PowerOff, powers_off
 from kvboost_edge.tiers.base import BlockAddress
@@ -145,7 +144,6 @@ def test_the_oldest_block_of_a_chain_is_not_given_up_for_its_others():
 
 
 @pytest.mark.slow
-def test_a_tier_may_lose_and_never_lies():
-    run_state_machine_as_test(
-        DiskMachine, settings=settings(max_examples=10_000 if LONG else 1000, stateful_step_count=8)
-    )
+def test_a_tier_may_lose_and_never_lies(scale):
+    count = scale(400, 10_000)
+    run_state_machine_as_test(DiskMachine, settings=settings(max_examples=count, stateful_step_count=8))
