@@ -15,8 +15,6 @@ from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, Lay
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
 
 

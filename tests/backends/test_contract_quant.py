@@ -29,8 +29,6 @@ from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 PLAIN = AttentionParams(0.2)
 # Relative L2 and absolute. Weights become bytes, each off by up to 1/510 of a tile's largest; scores lose much less.
 OUT_ERROR, LSE_ERROR = 8e-3, 1e-3
