@@ -103,33 +103,6 @@ def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
     assert found.factor == pytest.approx(factor)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "fields", "message"),
-    [
-        ("seed_oss", {}, "seed_oss"),
-        ("gpt_oss", {"swiglu_limit": 9.0}, "swiglu_limit=9.0 is not known"),
-        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not known"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "not read of model_type='gpt_oss'"),
-        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "not read of model_type='llama'"),
-        ("llama", {"hidden_act": "relu"}, "relu"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope.*list of 8 numbers"),
-        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("gemma3_text", {"use_bidirectional_attention": "vision"}, "use_bidirectional_attention='vision'"),
-        ("gemma2", {"layer_types": ["chunked_attention"] * 8}, "layer_types"),
-        ("gemma2", {"layer_types": ["full_attention"] * 7}, "layer_types"),
-        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
-        ("granite", {"logits_scaling": 0}, "logits_scaling"),
-        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope settings"),
-    ],
-)
-def test_what_is_not_known_is_refused_with_the_reason(model_type: str, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelFormatError, match=message):
-        _spec(model_type, **fields)
-
-
 def test_a_window_reaches_half_its_size_to_either_side_where_attention_is_both_ways() -> None:
     fields = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 4}
     spec = _spec("gemma3_text", use_bidirectional_attention=True, **fields)
@@ -140,54 +113,10 @@ def test_a_window_reaches_half_its_size_to_either_side_where_attention_is_both_w
     assert [(layer.window, layer.ahead) for layer in spec.layers[:2]] == [(512, 0), (0, 0)]
 
 
-NAN, INF = float("nan"), float("inf")
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-
-
-@pytest.mark.parametrize("value", ["x", None, NAN, -1, INF, True, []])
+@pytest.mark.parametrize("value", ["x", None, math.nan, -1, math.inf, True, []])
 def test_eps_must_be_a_number(value: Any) -> None:
     with pytest.raises(ModelFormatError, match=r"rms_norm_eps=.* must be a number from 0 to 1"):
         _spec("llama", rms_norm_eps=value)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "fields", "key"),
-    [
-        ("mistral", {"sliding_window": "a"}, "sliding_window"),
-        ("mistral", {"sliding_window": -3}, "sliding_window"),
-        ("gemma2", {"sliding_window": 4.5}, "sliding_window"),
-        ("mistral", {"layer_types": 5}, "layer_types"),
-        ("gemma2", {"layer_types": [["sliding_attention"]] * 8}, "layer_types"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers"),
-        ("gemma3_text", {"sliding_window_pattern": "x"}, "sliding_window_pattern"),
-        ("gemma3_text", {"rope_scaling": 5}, "rope settings 5"),
-        ("gemma3_text", {"rope_parameters": {"full_attention": 5, "sliding_attention": {}}}, "rope settings"),
-        ("gemma2", {"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar"),
-        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
-        ("gemma2", {"attn_logit_softcapping": NAN}, "attn_logit_softcapping"),
-        ("gemma2", {"final_logit_softcapping": "x"}, "final_logit_softcapping"),
-        ("granite", {"attention_multiplier": NAN}, "attention_multiplier"),
-        ("granite", {"residual_multiplier": 1e40}, "residual_multiplier"),
-        ("granite", {"logits_scaling": 1e-40}, "logits_scaling"),
-        ("smollm3", {"no_rope_layer_interval": "x"}, "no_rope_layer_interval"),
-        ("smollm3", {"no_rope_layers": 5}, "no_rope_layers"),
-        ("llama", {"hidden_act": ["silu"]}, "activation"),
-        ("llama", {"partial_rotary_factor": "x"}, "partial_rotary_factor"),
-        ("llama", {"partial_rotary_factor": 7}, "partial_rotary_factor"),
-        ("llama", {"rope_theta": INF}, "rope_theta"),
-        ("llama", {"rope_theta": 1, "rope_scaling": YARN}, "rope_theta=1 must be above 1"),
-        ("llama", {"rope_scaling": {**YARN, "beta_fast": "x"}}, "beta_fast"),
-        ("llama", {"rope_scaling": {**YARN, "beta_slow": -1}}, "beta_slow"),
-        ("llama", {"rope_scaling": {**YARN, "attention_factor": "x"}}, "attention_factor"),
-        ("llama", {"rope_scaling": {**YARN, "mscale": "x", "mscale_all_dim": 1}}, "mscale"),
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 2, "high_freq_factor": 2}},
-         "high_freq_factor=2 must be above"),
-        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be an integer from 1 to 10000"),
-    ],
-)  # fmt: skip
-def test_what_is_no_number_in_range_is_named(model_type: str, fields: dict[str, Any], key: str) -> None:
-    with pytest.raises(ModelFormatError, match=key):
-        _spec(model_type, **fields)
 
 
 def test_null_and_zero_mean_none() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from helpers.models.tiny_models import save_tiny_model
-from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.families import describe_model, may_keep_states
 from kvboost_edge.runners.native.plan import native_kv_spec
 
@@ -53,33 +52,6 @@ def test_without_states_other_runners_have_it_too(config: dict[str, Any]) -> Non
     assert (spec.hybrid, spec.mixer, spec.experts) == (None, None, None)
     # Sizes of what no layer has are not looked at.
     assert describe_model({**config, **dense, "mamba_n_heads": 7}) == spec
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "all layers keep a state": ({"layer_types": None}, "no layer of the model attends"),
-    "kinds that are not known": ({"layer_types": ["mamba", "attention", "rwkv"]}, "must be 3 of"),
-    "too few kinds": ({"layer_types": ["mamba", "attention"]}, "must be 3 of"),
-    "kinds that are no names": ({"layer_types": ["mamba", "attention", ["mamba"]]}, "must be 3 of"),
-    "biases of the projections": ({"mamba_proj_bias": True}, "mamba_proj_bias=True is not known for layers with a st"),
-    "a bias that is a number": ({"mamba_conv_bias": 1}, "mamba_conv_bias=1 is not known for layers with a state"),
-    "another activation": ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh' is not known for"),
-    "heads of another size": ({"mamba_d_head": 16}, "mamba_n_heads=4 x mamba_d_head=16 are not mamba_expand=2 x hid"),
-    "heads that have no size": ({"mamba_d_head": "half"}, "mamba_d_head='half' must be an integer"),
-    "groups that do not fit": ({"mamba_n_groups": 3}, "mamba_n_heads=4 is not a multiple of mamba_n_groups=3"),
-    "an uneven state": ({"mamba_d_state": 24}, "mamba_d_state=24 is no multiple of 16"),
-    "a long convolution": ({"mamba_d_conv": 17}, "mamba_d_conv=17 is above 16"),
-    "steps that end before they begin": ({"time_step_limit": [1.0, 0.5]}, "time_step_limit="),
-    "too many experts for a token": ({"num_experts_per_tok": 13}, "num_experts_per_tok=13 is above num_local_experts"),
-    "experts that are no number": ({"num_local_experts": False}, "num_local_experts=False must be an integer"),
-    "no shared expert": ({"shared_intermediate_size": 0}, "shared_intermediate_size=0 must be an integer"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_config_that_makes_no_sense_is_refused(name: str, config: dict[str, Any]) -> None:
-    change, message = REFUSED[name]
-    with pytest.raises(ModelFormatError, match=message):
-        describe_model({**config, **change})
 
 
 def _granite(hidden: int, heads: int, kv_heads: int, state_heads: int, **fields: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from helpers.models.tiny_models import save_tiny_model
-from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model, may_keep_states
 from kvboost_edge.runners.native.plan import native_kv_spec
@@ -83,37 +82,3 @@ def test_steps_of_time_are_limited_by_time_step_limit_alone(configs: dict[str, d
 def test_a_model_without_states_keeps_none(configs: dict[str, dict[str, Any]]) -> None:
     assert may_keep_states(configs["nemotron_h"])
     assert not may_keep_states({**configs["nemotron_h"], "layers_block_type": ["full_attention", "mlp"]})
-
-
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "kinds that are not known": (
-        "nemotron_h", {"layers_block_type": ["mlp", "full_attention", "conv"]}, "must say of each layer which of",
-    ),
-    "no kinds": ("nemotron_h", {"layers_block_type": None}, "hybrid_override_pattern=None must say of each layer"),
-    "letters that are not known": (
-        "nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M*X"}, "must say of each layer which of",
-    ),
-    "no attention": (
-        "nemotron_h", {"layers_block_type": ["linear_attention", "mlp"]}, "no layer of the model attends",
-    ),
-    "another activation": ("nemotron_h", {"mlp_hidden_act": "silu"}, "activation 'silu' is not known"),
-    "another activation of mixers": ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu' is not"),
-    "biases of attention": ("nemotron_h", {"attention_bias": True}, "attention_bias=True is not known"),
-    "biases of mixers": ("nemotron_h", {"use_bias": True}, "use_bias=True is not known"),
-    "a window": ("nemotron_h", {"sliding_window": 64}, "sliding_window=64 is not known"),
-    "groups of experts": ("nemotron_h-moe", {"n_group": 4}, "n_group=4 is not known"),
-    "a narrower projection": ("nemotron_h-moe", {"moe_latent_size": 32}, "moe_latent_size=32 is not known"),
-    "two shared experts": ("nemotron_h-moe", {"n_shared_experts": 2}, "n_shared_experts=2 is not known"),
-    "too many experts of a token": (
-        "nemotron_h-moe", {"num_experts_per_tok": 13}, "num_experts_per_tok=13 is above n_routed_experts=12",
-    ),
-    "heads that do not share": ("nemotron_h", {"n_groups": 3}, "mamba_num_heads=4 is not a multiple of n_groups=3"),
-    "a limit that is none": ("nemotron_h", {"time_step_limit": [0.2, 0.1]}, "0 <= least <= most"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_config_that_makes_no_sense_is_refused(name: str, configs: dict[str, dict[str, Any]]) -> None:
-    family, change, message = REFUSED[name]
-    with pytest.raises(ModelFormatError, match=message):
-        describe_model({**configs[family], **change})
