@@ -5,9 +5,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-import cuda_standin  # noqa: F401  the package is found through it
 import pytest
 
+import helpers.cuda.standin  # noqa: F401  the package is found through it
 from compile_check.cubin import opcodes, read_int
 from compile_check.forms import Form, Row, programs, requirements
 from compile_check.machines import MACHINES, Machine, ctas_that_fit

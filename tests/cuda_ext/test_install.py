@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cuda_standin  # noqa: F401  the package is found through it
 import pytest
 import torch
 from torch.utils import cpp_extension
 
+import helpers.cuda.standin  # noqa: F401  the package is found through it
 from helpers.cuda.on_cpu import CSRC, ROOT
 
 
