@@ -101,7 +101,6 @@ def _save_zeros(directory: Path, shapes: dict[str, tuple[int, ...]], config: dic
     return directory
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_peak_memory(is_kept: bool, model_dir: Path, tmp_path: Path) -> None:
     """All weights are read in the end: pages of the mapped file count as memory in private do."""
@@ -146,7 +145,6 @@ def _mixture(kind: str, directory: Path) -> Path:
     return _save_zeros(directory, {**_around_experts(), **shapes}, GPT_OSS)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "MXFP4"])
 def test_a_tensor_of_all_experts_is_never_held_whole(kind: str, tmp_path: Path) -> None:
     """Packing reads one expert's rows at a time: beside the file it takes what `doctor` says, which is less than two
