@@ -48,19 +48,6 @@ def test_a_rejected_draft_leaves_no_trace() -> None:
         draft.get()
 
 
-def test_drafts_write_into_no_page_of_another_sequence() -> None:
-    cache = KVCache(page_size=4, max_pages=100)
-    cache.attach("a", list("abcdef"), list(range(6)))
-    cache.attach("b", list("abcdef"), list(range(6)))
-    assert cache.stats()["shared_pages_count"] == 2
-    draft = cache.hook_speculative_decode("a", ["x", "y"])
-    draft.accept(2)
-    assert (cache.get("a"), cache.get("b")) == (list("abcdefxy"), list("abcdef"))
-    cache.attach("c", list("abcdef"), list(range(6)))
-    assert cache.get("c") == list("abcdef")
-    cache.check_invariants()
-
-
 def test_a_second_draft_closes_with_the_first_that_is_accepted() -> None:
     cache = KVCache(page_size=4, max_pages=100)
     cache.attach("s", [0])

@@ -116,13 +116,3 @@ def test_thousands_of_cycles_leak_no_page_and_hand_out_no_foreign_one() -> None:
     cache.check_invariants()
     cache.attach("all", list(range(400)))  # every page can still be had
     assert cache.get("all") == list(range(400))
-
-
-def test_a_pool_of_a_hundred_pages_survives_the_cycle_that_emptied_the_forebears() -> None:
-    cache = KVCache(page_size=16, max_pages=100)
-    prefix = list(range(32))
-    for cycle in range(1_000):
-        cache.attach(cycle, [*prefix, *range(cycle, cycle + 16)], prefix)
-        if cycle >= 4:
-            cache.detach(cycle - 4)
-    assert cache.stats()["allocated_pages"] == 2 + 4

@@ -20,49 +20,6 @@ def compute(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> N
     manager.check_invariants([])
 
 
-@pytest.mark.parametrize(
-    ("length", "served", "served_whole"),
-    [(1, 0, 0), (15, 0, 0), (16, 15, 0), (17, 16, 16), (31, 16, 16), (32, 31, 16), (33, 32, 32), (48, 47, 32)],
-)
-def test_whole_blocks_leave_out_the_block_of_the_last_token(length: int, served: int, served_whole: int) -> None:
-    tokens = list(range(length))
-    for whole, expected in ((False, served), (True, served_whole)):
-        manager = KVCacheManager(8, BLOCK, whole_blocks=whole)
-        compute(manager, tokens)
-        assert manager.peek(tokens, ROOT) == expected
-        table = manager.open_table(tokens, ROOT)
-        assert table.num_cached_tokens == table.num_computed_tokens == expected
-        assert manager.extend(table, length) == [] or not whole, "nothing is copied, nothing rewritten"
-        assert manager.cow_copies == 0
-        manager.commit(table, tokens, length)
-        manager.check_invariants([table])
-        manager.free(table)
-        manager.check_invariants([])
-        assert manager.peek([*tokens, 99], ROOT) == length // BLOCK * BLOCK, "all of it is there for longer prompts"
-
-
-def test_whole_blocks_do_not_wait_for_a_block_they_could_not_use() -> None:
-    tokens = list(range(48))
-    manager = KVCacheManager(12, BLOCK, whole_blocks=True)
-    first = manager.open_table(tokens, ROOT)
-    manager.extend(first, 48)
-    assert manager.is_in_flight(manager.awaited_hash(tokens, ROOT))
-    manager.commit(first, tokens, 32)
-    assert manager.awaited_hash(tokens, ROOT) is None, "the third block is the last token's own"
-    assert manager.awaited_hash([*tokens, 1], ROOT) is not None, "which a longer prompt can use"
-    second = manager.open_table(tokens, ROOT)
-    assert second.num_cached_tokens == 32
-    manager.extend(second, 48)
-    manager.commit(first, tokens, 48)
-    third = manager.open_table(tokens, ROOT)
-    assert manager.awaited_hash(tokens, ROOT) is None
-    manager.commit(second, tokens, 48)
-    manager.check_invariants([first, second, third])
-    for table in (third, first, second):
-        manager.free(table)
-    manager.check_invariants([])
-
-
 def reason(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> str:
     table = manager.open_table(tokens, root)
     manager.free(table)

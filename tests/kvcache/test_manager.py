@@ -1,4 +1,4 @@
-"""The manager's promises one by one, here what it refuses and shows; test_state_machine.py holds them together."""
+"""What the manager refuses, shows, evicts and waits for; what it shares and copies is in test_state_machine.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B, prefill
-from kvboost_edge.errors import CacheCorruption, ConfigError, RequestError
+from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError, RequestError
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
 
 # ---- misuse ----------------------------------------------------------------------------------------------------------
@@ -147,22 +147,159 @@ def test_new_blocks_are_told_once_and_copies_are_not_among_them() -> None:
     manager.free(shared)
 
 
-def test_hits_and_misses_count_tokens_once_a_table_is_extended() -> None:
-    manager = KVCacheManager(8, B)
-    prefill(manager, list(range(8)))
-    for _ in range(3):  # a request that finds no room is opened and freed again
-        manager.free(manager.open_table([*range(8), 1, 2], ROOT))
-    assert (manager.hit_tokens, manager.miss_tokens) == (0, 8)
-    for tokens in ([*range(8), 1, 2], list(range(8))):
-        table = manager.open_table(tokens, ROOT)
-        manager.extend(table, len(tokens) - 1)
-        manager.extend(table, len(tokens))
-        manager.extend(manager.fork(table), len(tokens))
-    assert (manager.hit_tokens, manager.miss_tokens) == (8 + 7, 8 + 2 + 1)
-
-
 def test_a_table_shows_itself() -> None:
     manager = KVCacheManager(8, B)
     table = prefill(manager, list(range(5)))
     assert repr(table) == "BlockTable(block_ids=[0, 1], num_cached_tokens=0, num_computed_tokens=5)"
     assert len(table) == 2
+
+
+# ---- eviction --------------------------------------------------------------------------------------------------------
+
+
+def test_chains_are_evicted_tail_first_and_the_least_recently_used_chain_first() -> None:
+    manager = KVCacheManager(8, B)
+    one, two = [1] * 16, [2] * 16
+    manager.free(prefill(manager, one))
+    manager.free(prefill(manager, two))
+    left = []
+    for _ in range(8):
+        filler = manager.open_table([], ROOT, use_cache=False)
+        manager.extend(filler, B)
+        left.append((manager.peek([*one, 0], ROOT), manager.peek([*two, 0], ROOT)))
+    assert left == [(12, 16), (8, 16), (4, 16), (0, 16), (0, 12), (0, 8), (0, 4), (0, 0)]
+    assert manager.evictions == 8
+
+
+def test_a_hit_makes_a_chain_recently_used() -> None:
+    manager = KVCacheManager(4, B)
+    one, two = [1] * 8, [2] * 8
+    manager.free(prefill(manager, one))
+    manager.free(prefill(manager, two))
+    manager.free(manager.open_table([*one, 0], ROOT))  # a hit
+    filler = manager.open_table([], ROOT, use_cache=False)
+    manager.extend(filler, 2 * B)
+    assert (manager.peek([*one, 0], ROOT), manager.peek([*two, 0], ROOT)) == (8, 0)
+
+
+def test_peeking_changes_nothing() -> None:
+    manager = KVCacheManager(4, B)
+    manager.free(prefill(manager, [1] * 8))
+    manager.free(prefill(manager, [2] * 8))
+    order = manager._pool.free_ids()
+    manager.peek([1] * 9, ROOT)
+    manager.awaited_hash([1] * 9, ROOT)
+    assert manager._pool.free_ids() == order
+    assert (manager.hit_tokens, manager.miss_tokens) == (0, 16)
+
+
+def test_what_was_never_published_is_taken_before_anything_cached() -> None:
+    manager = KVCacheManager(4, B)
+    manager.free(prefill(manager, [1] * 8))
+    manager.free(prefill(manager, [2] * 7))  # one full block, one partial
+    filler = manager.open_table([], ROOT, use_cache=False)
+    manager.extend(filler, B)
+    assert (manager.peek([1] * 9, ROOT), manager.peek([2] * 9, ROOT)) == (8, 4)
+
+
+# ---- capacity --------------------------------------------------------------------------------------------------------
+
+
+def test_extend_is_all_or_nothing() -> None:
+    manager = KVCacheManager(4, B)
+    held = prefill(manager, [1] * 6)
+    table = manager.fork(held)
+    before = (table.block_ids.copy(), manager.block_states(), manager.drain_new_blocks())
+    assert manager.blocks_needed(table, 14) == 3  # two new ones and the copy of the shared tail
+    with pytest.raises(CapacityError, match=r"14 tokens need 3 more blocks of 4 tokens, 2 of 4 are free; enlarge"):
+        manager.extend(table, 14)
+    assert before == (table.block_ids, manager.block_states(), [0, 1])
+    assert manager.drain_new_blocks() == []
+    assert manager.cow_copies == 0
+    manager.check_invariants([held, table])
+    assert len(manager.extend(table, 12)) == 1
+    manager.check_invariants([held, table])
+
+
+def test_extending_to_what_exists_takes_nothing() -> None:
+    manager = KVCacheManager(4, B)
+    table = prefill(manager, [1] * 6)
+    assert manager.extend(table, 8) == []
+    assert manager.extend(table, 3) == []
+    assert manager.extend(table, 0) == []
+    assert manager.used_block_count == 2
+
+
+# ---- publishing ------------------------------------------------------------------------------------------------------
+
+
+def test_an_unpublished_commit_ends_the_publishing_of_a_table_and_its_forks() -> None:
+    manager = KVCacheManager(8, B)
+    tokens = list(range(16))
+    table = manager.open_table(tokens, ROOT)
+    manager.extend(table, 16)
+    manager.commit(table, tokens, 4)
+    manager.commit(table, tokens, 8, publish=False)
+    child = manager.fork(table)
+    manager.commit(table, tokens, 12)
+    manager.commit(child, tokens, 16)
+    assert manager.peek([*tokens, 0], ROOT) == 4
+    manager.check_invariants([table, child])
+
+
+@pytest.mark.parametrize("num_computed", [3, 9, 13])
+def test_a_commit_must_grow_and_fit(num_computed: int) -> None:
+    manager = KVCacheManager(8, B)
+    table = prefill(manager, list(range(4)))
+    manager.extend(table, 12)
+    with pytest.raises(CacheCorruption, match=rf"commit of {num_computed} tokens"):
+        manager.commit(table, list(range(8 if num_computed == 9 else 20)), num_computed)
+
+
+def test_a_rewrite_with_other_tokens_raises() -> None:
+    manager = KVCacheManager(8, B)
+    manager.free(prefill(manager, [1, 2, 3, 4]))
+    table = manager.open_table([1, 2, 3, 4], ROOT)
+    manager.extend(table, 4)
+    with pytest.raises(CacheCorruption, match="changed while it was rewritten"):
+        manager.commit(table, [1, 2, 3, 5], 4)
+
+
+# ---- prompts in flight -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_waited_for_is_the_last_block_another_one_promised() -> None:
+    manager = KVCacheManager(16, B)
+    tokens = list(range(12))
+    owner = manager.open_table(tokens, ROOT)
+    manager.extend(owner, 12)
+    awaited = manager.awaited_hash([*tokens, *range(50, 60)], ROOT)
+    assert awaited == manager.awaited_hash(tokens, ROOT) != manager.awaited_hash(tokens[:8], ROOT)
+    for computed in (4, 8, 12):
+        assert manager.is_in_flight(awaited)
+        manager.commit(owner, tokens, computed)
+    assert not manager.is_in_flight(awaited)
+    assert not manager.is_in_flight(None)
+
+
+def test_progress_counts_what_can_make_room() -> None:
+    manager = KVCacheManager(16, B)
+    table = manager.open_table(list(range(10)), ROOT)
+    manager.extend(table, 10)
+    assert manager.progress == 0
+    manager.commit(table, list(range(10)), 10)
+    assert manager.progress == 2  # two full blocks
+    manager.free(table)
+    assert manager.progress == 3
+    again = manager.open_table(list(range(8)), ROOT)
+    manager.extend(again, 8)  # takes back the block its last token goes into
+    manager.commit(again, list(range(8)), 8)
+    assert manager.progress == 4
+
+
+def test_a_table_that_is_not_counted_is_served_all_the_same() -> None:
+    manager = KVCacheManager(16, B)
+    manager.free(prefill(manager, list(range(8))))
+    table = manager.open_table(list(range(12)), ROOT, count=False)
+    manager.extend(table, 12)
+    assert (table.num_cached_tokens, manager.hit_tokens, manager.miss_tokens) == (8, 0, 8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 from collections import Counter
 from typing import Any
 
@@ -392,3 +393,28 @@ def test_random_operations_agree_with_the_model() -> None:
     run_state_machine_as_test(
         PoolMachine, settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=STEPS, deadline=None)
     )
+
+
+@pytest.mark.parametrize("bits", [1, 8])
+def test_ten_thousand_lookups_under_a_weak_hash_without_a_wrong_hit(bits: int) -> None:
+    rng = random.Random(bits)
+    manager = KVCacheManager(64, 2, hash_fn=cut_hash(bits))
+    # The oracle: what each published block stands for, told by who wrote it and not by any hash.
+    content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+    lookups = hits = 0
+    while lookups < 10_000:
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 13))]
+        root = rng.choice(ROOTS)
+        lookups += 1
+        table = manager.open_table(tokens, root)
+        for index, block_id in enumerate(table.block_ids):
+            assert content[block_id] == (root, tuple(tokens[: 2 * (index + 1)]))
+            hits += 1
+        for src, dst in manager.extend(table, len(tokens)):
+            content[dst] = content[src]
+        for index, block_id in enumerate(table.block_ids):
+            content[block_id] = (root, tuple(tokens[: 2 * (index + 1)]))
+        manager.commit(table, tokens, len(tokens))
+        manager.free(table)
+    assert hits > 5_000  # the test would be idle without real hits
+    manager.check_invariants([])

@@ -81,23 +81,6 @@ def test_a_copy_takes_the_place_of_what_it_was_copied_from_if_that_is_evicted_me
     manager.check_invariants([second])
 
 
-def test_a_copy_goes_over_to_what_took_the_place_of_the_evicted_one() -> None:
-    manager, tokens = KVCacheManager(6, B), list(range(8))
-    first = prefill(manager, tokens)
-    second = manager.open_table(tokens, ROOT)
-    manager.extend(second, 8)
-    manager.free(first)
-    take_all(manager)
-    third = prefill(manager, tokens)
-    manager.commit(second, tokens, 8)
-    assert second.block_ids == third.block_ids
-    running = [*tokens, *range(4)]
-    manager.extend(second, 12)
-    manager.commit(second, running, 12)
-    assert manager.peek([*running, 0], ROOT) == 12
-    manager.check_invariants([second, third])
-
-
 @pytest.mark.parametrize("forked", [False, True])
 def test_a_table_without_the_cache_keeps_its_own_and_its_equals_outlive_what_hangs_on_them(forked: bool) -> None:
     manager, tokens = KVCacheManager(8, B), list(range(8))

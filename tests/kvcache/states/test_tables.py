@@ -4,53 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.kvcache.manager_cases import OTHER, ROOT, B
+from helpers.kvcache.manager_cases import ROOT, B
 from helpers.kvcache.recurrent_tables import cold, manager_of, rows, run_pass, states_of
 from kvboost_edge.errors import CacheCorruption, CapacityError
-
-
-def test_a_first_pass_reads_zeros_and_later_ones_their_own_slot() -> None:
-    manager, tokens = manager_of(), list(range(3 * B))
-    table = manager.open_table(tokens, ROOT)
-    first = run_pass(manager, table, tokens, 5).plan
-    second = run_pass(manager, table, tokens, 9).plan
-    assert first.read == -1
-    assert first.write == second.read == second.write
-
-
-def test_a_hit_reads_the_snapshot_and_writes_another_slot() -> None:
-    manager, tokens = manager_of(), list(range(2 * B + 1))
-    kept = cold(manager, tokens)
-    assert rows(kept) == [2 * B]
-    table = manager.open_table(tokens, ROOT)
-    assert (table.num_cached_tokens, table.num_matched_tokens, table.miss_reason) == (2 * B, 2 * B, "")
-    manager.extend(table, len(tokens))
-    again = states_of(manager).plan(table, 2 * B, len(tokens))
-    assert again.read == kept.slots[2 * B]
-    assert again.write != again.read
-
-
-def test_a_snapshot_is_found_once_its_pass_has_ended_and_not_before() -> None:
-    manager, tokens = manager_of(), list(range(2 * B + 1))
-    table = manager.open_table(tokens, ROOT)
-    manager.extend(table, len(tokens))
-    states_of(manager).plan(table, 0, len(tokens))
-    assert manager.peek(tokens, ROOT) == 0
-    manager.commit(table, tokens, len(tokens))
-    assert manager.peek(tokens, ROOT) == 2 * B
-    assert manager.peek(tokens, OTHER) == 0
-
-
-def test_a_pass_that_failed_leaves_no_snapshot() -> None:
-    manager, tokens = manager_of(), list(range(4 * B))
-    table = manager.open_table(tokens, ROOT)
-    run_pass(manager, table, tokens, 2 * B)
-    manager.extend(table, 3 * B)
-    states_of(manager).plan(table, 2 * B, 3 * B)
-    manager.free(table)  # its slot holds what the failed pass wrote
-    manager.check_invariants([])
-    assert states_of(manager).slots.num_used == 0
-    assert manager.peek(tokens, ROOT) == 0
 
 
 def test_a_preempted_table_leaves_its_state_where_a_block_ends() -> None:
@@ -95,18 +51,6 @@ def test_a_state_that_another_kept_meanwhile_is_not_kept_twice() -> None:
     manager.check_invariants([])
 
 
-def test_nobody_evicts_a_snapshot_between_lookup_and_pass() -> None:
-    manager, tokens = manager_of(num_slots=3), list(range(2 * B + 1))
-    slot = cold(manager, tokens).slots[2 * B]
-    reader = manager.open_table(tokens, ROOT)
-    manager.reset()
-    for number in range(3):
-        cold(manager, [100 + number] * (2 * B + 1), reader)
-    manager.extend(reader, len(tokens))
-    assert states_of(manager).plan(reader, 2 * B, len(tokens)).read == slot
-    assert slot not in states_of(manager).unwritten()
-
-
 def test_a_snapshot_goes_with_its_block() -> None:
     manager, tokens = manager_of(num_blocks=4), list(range(2 * B + 1))
     cold(manager, tokens)
@@ -129,24 +73,6 @@ def test_a_table_without_a_slot_fails_and_changes_nothing() -> None:
     manager.free(first)
     assert manager.progress > progress
     assert states_of(manager).has_room(second)
-
-
-def test_a_fork_reads_what_its_parent_had_and_neither_writes_it() -> None:
-    manager, tokens = manager_of(), list(range(B + 2))
-    table = manager.open_table(tokens, ROOT)
-    before = run_pass(manager, table, tokens).plan
-    child = manager.fork(table)
-    manager.check_invariants([table, child])
-    tokens.append(1)
-    plans = []
-    for one in (table, child):
-        manager.extend(one, len(tokens))
-        plans.append(states_of(manager).plan(one, B + 2, B + 3))
-    assert [plan.read for plan in plans] == [before.write] * 2
-    assert len({before.write, plans[0].write, plans[1].write}) == 3
-    for one in (table, child):
-        manager.commit(one, tokens, len(tokens))
-    manager.check_invariants([table, child])
 
 
 def test_a_fork_keeps_what_its_parent_was_to_keep() -> None:
