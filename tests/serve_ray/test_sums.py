@@ -22,3 +22,15 @@ def test_snapshots_of_all_replicas_are_counted_by_reason() -> None:
 
 def test_replicas_without_states_have_no_snapshots() -> None:
     assert summed_paged([replica(1), replica(2)])["state_snapshots"] == {}
+
+
+def test_blocks_of_a_shared_server_are_counted_once() -> None:
+    def tiers(blocks: int) -> dict[str, Any]:
+        tier = {"blocks": blocks, "max_bytes": None, "read_blocks": 2, "writable": blocks > 3}
+        state = "it is full" if blocks > 3 else ""
+        return {"disk": {**tier, "state": ""}, "redis": {**tier, "state": state}}
+
+    summed = summed_paged([{**replica(1), "tiers": tiers(blocks)} for blocks in (3, 5)])["tiers"]
+    same = {"max_bytes": None, "read_blocks": 4, "writable": True}
+    assert summed["disk"] == {"blocks": 8, "state": "", **same}
+    assert summed["redis"] == {"blocks": 5, "state": "it is full", **same}

@@ -64,5 +64,13 @@ def test_nothing_new_makes_no_batch_but_the_first():
     assert [batch.is_whole for batch in journal.since(Cursor(5, 9))] == [True]  # knows more than there is
 
 
+def test_of_two_hashes_with_one_key_the_one_that_came_counts():
+    """A belief in a block too many costs time; a block that is not believed in is not used."""
+    journal, one, other = Journal(epoch=5), hash_of(1), hash_of(1)[:-1] + b"x"
+    journal.add(CacheEvents(True, (one,), ()))
+    assert journal.add(CacheEvents(False, (other,), (one,))) is None
+    assert keys(journal.since(NOTHING_KNOWN)[0].published) == {1}
+
+
 def test_two_lives_have_two_epochs():
     assert len({Journal().add(CacheEvents(True, (), ())).epoch for _ in range(4)} - {0}) == 4

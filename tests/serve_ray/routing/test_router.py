@@ -235,6 +235,12 @@ def test_what_was_routed_counts_until_it_is_reported_and_drains_by_itself():
     assert router.choose(other, 1.0)[0].expected_seconds == pytest.approx(0.4 + 0.017)
 
 
+def test_what_is_routed_to_a_replica_that_was_idle_counts_from_now_on():
+    router, prompt = router_of(1), chain(list(range(100)))
+    router.note_routed(router.choose(prompt, 1000.0)[0], prompt, 1000.0)
+    assert router.choose(chain([5000]), 1000.0)[0].expected_seconds == pytest.approx(1.601 + 0.017)
+
+
 def test_what_never_arrived_does_not_wait():
     router, prompt = router_of(1), chain(list(range(100)))
     choice = router.choose(prompt, 0.0)[0]
