@@ -1,30 +1,40 @@
-"""The mutation gate, `make mutants`: plants one fault at a time in a copy of the tree; the tests must turn red.
+"""The mutation gate, `make mutants`: plants one fault at a time in a copy; tests must turn red.
 
-It guards against tests that cannot fail. A fault is one or more replacements in one file, and the tests that have to
-notice it. The gate fails if a fault survives, if its text is no longer in the file, or if the unchanged tests fail.
+It guards against tests that cannot fail. A fault is one or more replacements in one file, and the
+tests that have to notice it; tests/faults/ holds them. The gate fails if a fault survives, if its
+text is no longer in the file, if `make test` and `make test-all` leave out a test that it names, or
+if the unchanged tests fail.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
+MODELS = Path("build", "test-models")  # the tests' tiny models, see tests/helpers/models/built.py
 TIMEOUT_S = 900
-PASSED, FAILED = 0, 1  # what pytest returns; anything else means that the tests did not run
+# What pytest returns; anything else means that the tests did not run.
+PASSED, FAILED, NOTHING = 0, 1, 5
+# Which cases a target of the Makefile runs, by their markers. A fault is looked for in this order.
+TARGETS = {"make test": "not full and not cluster", "make test-all": "full or cluster"}
+FIRST = next(iter(TARGETS))
 
 
 def planted(text: str, fault: Fault) -> str:
-    """The file's text with the fault in it; ValueError unless each `old` is there exactly once."""
+    """Return the file's text with the fault in it; ValueError unless each `old` is there once."""
     for old, new in fault.edits:
         if text.count(old) != 1:
             raise ValueError(f"{fault.file} holds {text.count(old)} times, not once: {old!r}")
@@ -32,72 +42,235 @@ def planted(text: str, fault: Fault) -> str:
     return text
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int | None, str]:
-    """pytest's exit status (None: it hung) and the end of its output. The copy of the package is the one imported."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+@contextmanager
+def changed(path: Path, text: str) -> Iterator[None]:
+    """Give a file another text while the block runs; then its own, with its time.
+
+    Compiled kernels are valid by the times of their sources.
+    """
+    original, stat = path.read_text(encoding="utf-8"), path.stat()
+    path.write_text(text, encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.write_text(original, encoding="utf-8")
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def pytest_in(tree: Path, *arguments: str) -> tuple[int | None, str]:
+    """Run pytest in one process; return its exit status (None: it hung) and its output.
+
+    The package that the tests import is the one in the tree.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     try:
         done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command,
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return None, f"no end after {TIMEOUT_S} s"
-    return done.returncode, (done.stdout + done.stderr)[-3000:]
+    return done.returncode, done.stdout + done.stderr
+
+
+def run_tests(tree: Path, tests: Sequence[str], markers: str) -> tuple[int | None, str]:
+    """Run the cases of these markers up to a failure; return the status and the output's end.
+
+    Cases marked `alone` measure time: what else runs would make them red.
+    """
+    status, output = pytest_in(tree, "-x", "-m", f"({markers}) and not alone", *tests)
+    return status, output[-3000:]
+
+
+def is_of(case: str, test: str) -> bool:
+    """Tell whether a test as faults name it, a folder, a file or a function, holds a case."""
+    return case == test or case.startswith((f"{test}/", f"{test}::", f"{test}["))
+
+
+def collected(tests: Sequence[str], markers: str) -> list[str]:
+    """Return the ids of the cases of these markers; RuntimeError where pytest fails."""
+    status, output = pytest_in(ROOT, "--collect-only", "-m", markers, *tests)
+    if status not in (PASSED, NOTHING):
+        raise RuntimeError(output[-3000:])
+    return [line for line in output.splitlines() if line.startswith("tests/") and "::" in line]
+
+
+def targets_of(tests: Iterable[str]) -> dict[str, list[str]]:
+    """Return for each test the targets of the Makefile that run a case of it, in their order."""
+    named = sorted(set(tests))
+    cases = {target: collected(named, markers) for target, markers in TARGETS.items()}
+
+    def runs(target: str, test: str) -> bool:
+        return any(is_of(case, test) for case in cases[target])
+
+    return {test: [target for target in TARGETS if runs(target, test)] for test in named}
 
 
 def copied_tree(parent: Path) -> Path:
-    """A copy of what the tests need, with modification times kept, so that compiled kernels stay valid."""
-    tree = parent / "tree"
-    ignored = shutil.ignore_patterns(".git", ".venv*", ".redis", ".hypothesis", ".*_cache", "*.egg-info", "*-Q*.gguf")
-    shutil.copytree(ROOT, tree, ignore=ignored)
+    """Copy what the tests need, with the files' times; return the copy."""
+    tree = Path(tempfile.mkdtemp(dir=parent)) / "tree"
+    left_out = (".git", ".venv*", ".redis", ".hypothesis", ".*_cache", "*.egg-info", "*-Q*.gguf")
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*left_out, "build"))
+    if (ROOT / MODELS).is_dir():  # 400 MB that are only read; what a fault spoils stays in the copy
+        unfinished = shutil.ignore_patterns("new-*")
+        shutil.copytree(ROOT / MODELS, tree / MODELS, ignore=unfinished, copy_function=_link)
+    if (ROOT / ".redis").is_dir():  # the server that the Redis tier's tests start
+        (tree / ".redis").symlink_to(ROOT / ".redis")
     done = subprocess.run(
         [sys.executable, "-c", "import kvboost_edge; print(kvboost_edge.__file__)"],
-        cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     if not Path(done.stdout.strip()).is_relative_to(tree):
         raise RuntimeError(f"the tests would import {done.stdout.strip()}, not the copy in {tree}")
     return tree
 
 
-def try_fault(tree: Path, fault: Fault) -> str:
-    """Plant, test, take back. Returns "killed" or what is wrong."""
-    path = tree / fault.file
-    original, stat = path.read_text(encoding="utf-8"), path.stat()
+def _link(source: str, target: str) -> None:
     try:
-        path.write_text(planted(original, fault), encoding="utf-8")
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
+def try_fault(tree: Path, fault: Fault) -> str:
+    """Plant, test, take back. Return "killed", perhaps with by what alone, or what is wrong."""
+    path, ran = tree / fault.file, False
+    try:
+        broken = planted(path.read_text(encoding="utf-8"), fault)
     except ValueError as error:
         return f"NOT PLANTED: {error}"
+    for target, markers in TARGETS.items():
+        with changed(path, broken):
+            status, output = run_tests(tree, fault.tests, markers)
+        if status in (FAILED, None):
+            if target == FIRST:
+                return "killed"
+            status, output = run_tests(tree, fault.tests, markers)  # without the fault
+            if status == PASSED:
+                return f"killed, by `{target}` alone"
+            return _not_run(status, output)
+        if status not in (PASSED, NOTHING):
+            return _not_run(status, output)
+        ran |= status == PASSED
+    return "SURVIVED" if ran else _not_run(NOTHING, "no case is collected, or all are marked alone")
+
+
+def _not_run(status: int | None, output: str) -> str:
+    return f"TESTS DID NOT RUN (status {status})\n{output}"
+
+
+def unchanged_failure(trees: Sequence[Path], tests: Iterable[str]) -> str:
+    """Run the tests without a fault, some in each tree; return what fails, else ""."""
+    named = sorted(set(tests))
+    apart = [one for one in named if not any(is_of(one, other) for other in named if other != one)]
+    files = sorted({test.partition("::")[0] for test in apart})
+    parts = [
+        [test for test in apart if test.partition("::")[0] in files[number :: len(trees)]]
+        for number in range(len(trees))
+    ]
+    chosen = [(tree, part) for tree, part in zip(trees, parts, strict=True) if part]
+    with ThreadPoolExecutor(len(trees)) as pool:
+        results = pool.map(lambda one: run_tests(*one, TARGETS[FIRST]), chosen)
+        return "\n".join(output for status, output in results if status not in (PASSED, NOTHING))
+
+
+def try_all(trees: Sequence[Path], faults: Sequence[Fault]) -> Iterator[tuple[Fault, float, str]]:
+    """Try faults, one in each tree at a time; yield each with its seconds and its verdict."""
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for tree in trees:
+        free.put(tree)
+
+    def tried(fault: Fault) -> tuple[Fault, float, str]:
+        tree, started = free.get(), time.monotonic()
+        try:
+            verdict = try_fault(tree, fault)
+            return fault, time.monotonic() - started, verdict
+        finally:
+            free.put(tree)
+
+    pool = ThreadPoolExecutor(len(trees))
     try:
-        status, output = run_tests(tree, fault.tests)
+        for done in as_completed([pool.submit(tried, fault) for fault in faults]):
+            yield done.result()
     finally:
-        path.write_text(original, encoding="utf-8")
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    if status in (FAILED, None):
-        return "killed"
-    return "SURVIVED" if status == PASSED else f"TESTS DID NOT RUN (status {status})\n{output}"
+        pool.shutdown(cancel_futures=True)
+
+
+def show(faults: Sequence[Fault], targets: Mapping[str, Sequence[str]]) -> None:
+    """Print each fault, its file, and its tests with the targets that run them."""
+    for fault in faults:
+        print(f"{fault.name}\n    {fault.file}")
+        for test in fault.tests:
+            print(f"    {test} ({', '.join(targets[test])})")
+
+
+def show_targets(faults: Sequence[Fault], targets: Mapping[str, Sequence[str]]) -> None:
+    """Print how many faults `make test` can notice, and the names of those that it cannot."""
+    later = [f.name for f in faults if not any(FIRST in targets[test] for test in f.tests)]
+    print(f"{FIRST}: runs tests of {len(faults) - len(later)} of {len(faults)} faults")
+    for target in list(TARGETS)[1:]:
+        print("\n    ".join([f"{target} alone: {len(later)}", *later]), flush=True)
 
 
 def main() -> int:
-    """Run the gate; 0 if every fault was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the gate; return 0 if every fault was found."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("words", nargs="*", help="only faults whose name contains one of these")
-    words = parser.parse_args().words
-    chosen = [f for f in FAULTS if not words or any(word in f.name for word in words)]
-    verdicts = []
+    parser.add_argument("--jobs", type=int, default=2, help="faults tried at a time (default: 2)")
+    parser.add_argument("--list", action="store_true", help="print faults and tests, try none")
+    options = parser.parse_args()
+    words = options.words or [""]
+    chosen = [f for f in FAULTS if any(word in f.name for word in words)]
+    if not chosen or options.jobs < 1:
+        parser.error("no fault has such a name" if not chosen else "--jobs must be at least 1")
+    tests = [test for f in chosen for test in f.tests]
+    try:
+        targets = targets_of(tests)
+    except RuntimeError as error:
+        print(f"the tests that the faults name cannot be collected:\n{error}")
+        return 1
+    for test in (lost := [test for test, found in targets.items() if not found]):
+        print(f"neither {' nor '.join(TARGETS)} runs {test}")
+    if lost:
+        return 1
+    if options.list:
+        show(chosen, targets)
+    show_targets(chosen, targets)
+    return 0 if options.list else _gate(chosen, tests, min(options.jobs, len(chosen)))
+
+
+def _gate(chosen: Sequence[Fault], tests: Sequence[str], num_jobs: int) -> int:
+    found = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        tree = copied_tree(Path(directory))
-        selection = sorted({test for f in chosen for test in f.tests})
-        status, output = run_tests(tree, selection)
-        if status != PASSED:
-            print(f"the unchanged tests do not pass:\n{output}")
+        trees = [copied_tree(Path(directory)) for _ in range(num_jobs)]
+        if failure := unchanged_failure(trees, tests):
+            print(f"the unchanged tests do not pass:\n{failure}")
             return 1
         width = max(len(f.name) for f in chosen)
-        for chosen_fault in chosen:
-            started = time.monotonic()
-            verdict = try_fault(tree, chosen_fault)
-            verdicts.append(verdict)
-            print(f"{chosen_fault.name:<{width}}  {time.monotonic() - started:6.1f} s  {verdict}", flush=True)
-    found = verdicts.count("killed")
+        for fault, seconds, verdict in try_all(trees, chosen):
+            found += verdict.startswith("killed")
+            print(f"{fault.name:<{width}}  {seconds:6.1f} s  {verdict}", flush=True)
     print(f"{found} of {len(chosen)} faults found")
     return 0 if found == len(chosen) else 1
 

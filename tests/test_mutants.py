@@ -1,12 +1,16 @@
-"""The mutation gate (`make mutants`) itself: its faults can still be planted, and it reports what it should."""
+"""The mutation gate (`make mutants`) itself: faults can be planted, it reports what it should."""
 
 from __future__ import annotations
 
+import importlib
 import re
+from pathlib import Path
 
 import pytest
 
-from mutants import FAULTS, ROOT, Fault, copied_tree, planted, try_fault
+import mutants
+from faults import FAULTS, Fault
+from mutants import ROOT, copied_tree, is_of, planted, targets_of, try_all, try_fault
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -16,11 +20,23 @@ def test_fault_can_be_planted(fault):
     assert broken != text
     if fault.file.endswith(".py"):
         compile(broken, fault.file, "exec")
-    assert all((ROOT / test.partition("::")[0]).exists() for test in fault.tests)
+    for test in fault.tests:
+        file, _, name = test.partition("::")
+        assert (ROOT / file).exists(), test
+        if name:
+            function = f"def {name.partition('[')[0]}("
+            assert function in (ROOT / file).read_text(encoding="utf-8"), test
 
 
 def test_there_are_enough_faults_with_names_of_their_own():
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 300
+
+
+def test_every_module_of_faults_is_planted():
+    names = [file.stem for file in (ROOT / "tests" / "faults").glob("*.py")]
+    modules = [importlib.import_module(f"faults.{name}") for name in names if name != "__init__"]
+    held = [fault for module in modules for fault in getattr(module, "FAULTS", ())]
+    assert sorted(fault.name for fault in held) == sorted(fault.name for fault in FAULTS)
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "Makefile"])
@@ -34,6 +50,59 @@ def test_text_that_is_gone_or_ambiguous_is_an_error():
     for text in ("", "aa"):
         with pytest.raises(ValueError, match="not once"):
             planted(text, fault)
+
+
+def test_a_case_is_of_the_test_that_names_it_and_of_no_other():
+    case = "tests/a/test_b.py::test_c[d]"
+    of = ("tests/a", "tests/a/test_b.py", "tests/a/test_b.py::test_c", case)
+    other = ("tests/a/test_b", "tests/a/test_b.py::test_", "tests/b", f"{case[:-2]}e]")
+    assert all(is_of(case, test) for test in of)
+    assert not any(is_of(case, test) for test in other)
+
+
+def test_a_test_is_run_by_the_targets_that_its_markers_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    _write_tests(
+        tmp_path,
+        "import pytest\n\n"
+        "@pytest.mark.parametrize('n', [1, pytest.param(2, marks=pytest.mark.full)])\n"
+        "def test_both(n):\n    pass\n\n"
+        "@pytest.mark.cluster\ndef test_later():\n    pass\n",
+    )
+    first, later = "make test", "make test-all"
+    file = "tests/test_x.py"
+    expected = {file: [first, later], f"{file}::test_both[1]": [first]}
+    expected |= {f"{file}::test_both[2]": [later], f"{file}::test_later": [later]}
+    assert targets_of(expected) == expected
+    with pytest.raises(RuntimeError, match="not found"):
+        targets_of(["tests/test_x.py::test_gone"])
+
+
+def test_what_is_seen_later_alone_is_said_and_what_is_red_anyway_is_no_kill(tmp_path):
+    (tmp_path / "kept.py").write_text("good = True\n")
+    _write_tests(
+        tmp_path,
+        "from pathlib import Path\n\nimport pytest\n\n"
+        "TEXT = (Path(__file__).parents[1] / 'kept.py').read_text()\n\n"
+        "@pytest.mark.full\ndef test_later():\n    assert 'True' in TEXT\n\n"
+        "@pytest.mark.full\ndef test_red():\n    assert False\n\n"
+        "@pytest.mark.alone\ndef test_time():\n    assert 'True' in TEXT\n",
+    )
+    changed = (("True", "False"),)
+    names, file = ("later", "red", "time"), "tests/test_x.py"
+    faults = [Fault(name, "kept.py", changed, (f"{file}::test_{name}",)) for name in names]
+    verdicts = {fault.name: verdict for fault, _, verdict in try_all([tmp_path], faults)}
+    assert verdicts["later"] == "killed, by `make test-all` alone"
+    assert verdicts["red"].startswith("TESTS DID NOT RUN")
+    assert verdicts["time"].startswith("TESTS DID NOT RUN")
+    assert (tmp_path / "kept.py").read_text() == "good = True\n"
+
+
+def _write_tests(root: Path, text: str) -> None:
+    markers = "\n".join(f'    "{name}",' for name in ("alone", "cluster", "full"))
+    (root / "pyproject.toml").write_text(f"[tool.pytest.ini_options]\nmarkers = [\n{markers}\n]\n")
+    (root / "tests").mkdir()
+    (root / "tests" / "test_x.py").write_text(text)
 
 
 @pytest.mark.slow
