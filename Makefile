@@ -121,7 +121,7 @@ cuda-test: setup  ## on a machine with a GPU: build cuda_ext, run the contract o
 redis-server:  ## a redis-server for the tests, unpacked into .redis (Debian, Ubuntu; nothing is installed)
 	tests/unpack_redis.sh .redis
 
-mutants: setup  ## plant about 250 faults one at a time; each must turn the tests red
+mutants: setup  ## plant about 420 faults, two at a time; each must turn the tests red
 	$(BIN)/python tests/mutants.py
 
 bench: bench-kernels bench-block-pool bench-eviction bench-snapshots bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled  ## all benchmarks without peers, several minutes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from faults import (
     backends,
+    cli,
     compat,
     cuda,
     drafts,
@@ -14,6 +15,9 @@ from faults import (
     recurrent,
     reuse,
     runners,
+    serve_ray,
+    server,
+    server_apis,
     text,
     tiers,
     weight_tables,
@@ -33,6 +37,10 @@ _MODULES = (
     compat,
     reuse,
     engine,
+    server,
+    server_apis,
+    serve_ray,
+    cli,
     recurrent,
     drafts,
     weight_tables,

@@ -1,22 +1,233 @@
-"""Faults in the tiers below the pool."""
+"""Faults in the tiers below the pool: the disk, a Redis server, what is said of them."""
 
 from __future__ import annotations
 
 from faults.fault import fault
 
-FAULTS = (
+_FAULTY = "tests/tiers/disk/test_faults.py"
+_ROOM, _TIER = "tests/tiers/disk/test_room.py", "tests/tiers/disk/test_tier.py"
+_DIRECTORY, _DAMAGE = "tests/tiers/disk/test_directory.py", "tests/tiers/disk/test_damage.py"
+_REDIS, _LIVING = "tests/tiers/redis/test_tier.py", "tests/tiers/redis/test_time_to_live.py"
+_SERVERS = "tests/tiers/redis/test_server.py"
+_VALUES, _BREAKER = "tests/tiers/redis/test_values.py", "tests/tiers/redis/test_breaker.py"
+
+_DISK = (
+    fault(
+        "a damaged payload is served from disk",
+        "tiers/disk/store.py",
+        "                and is_intact(found, payload)\n",
+        "",
+        f"{_DAMAGE}::test_a_damaged_record_in_the_middle_costs_no_other",
+    ),
+    fault(
+        "a block of another address is served from disk",
+        "tiers/disk/store.py",
+        "and (found.space, found.address) == (self._space, address)",
+        "and found.space == self._space",
+        f"{_TIER}::test_a_block_of_the_same_hash_and_another_address_is_refused_and_dropped",
+    ),
+    fault(
+        "a header is believed without its checksum",
+        "tiers/record.py",
+        "if xxhash.xxh3_128_digest(body) != bytes(data[length - _SUM_BYTES : length]):",
+        "if not body:",
+        "tests/tiers/test_record.py",
+    ),
+    fault(
+        "a second process writes too",
+        "tiers/disk/directory.py",
+        'return self.why_not == ""',
+        "return True",
+        f"{_TIER}::test_a_second_process_reads_only_and_says_so",
+    ),
+    fault(
+        "others can read what is stored on disk",
+        "tiers/disk/directory.py",
+        "        files.make_private(path)\n",
+        "",
+        f"{_DIRECTORY}::test_a_directory_that_others_could_read_is_closed_to_them",
+    ),
+    fault(
+        "a link in the place of a space is followed",
+        "tiers/disk/directory.py",
+        "if path.is_symlink():",
+        "if path.is_symlink() and not path.exists():",
+        f"{_DIRECTORY}::test_a_link_in_the_place_of_a_spaces_directory_is_refused",
+    ),
+    fault(
+        "the disk is filled to its last byte",
+        "tiers/disk/room.py",
+        "of_disk = own_bytes + free - free_floor(total)",
+        "of_disk = own_bytes + free",
+        f"{_ROOM}::test_a_file_system_that_fills_up_takes_room_back_and_gives_it_again",
+    ),
+    fault(
+        "what other models store counts for no cap",
+        "tiers/disk/room.py",
+        "return min(self.max_bytes - theirs, of_disk)",
+        "return min(self.max_bytes, of_disk)",
+        _ROOM,
+    ),
+    fault(
+        "segments of a space that is open are deleted by others",
+        "tiers/disk/room.py",
+        "                if handle is None:\n                    continue\n",
+        "",
+        f"{_ROOM}::test_a_space_that_is_open_is_left_alone_by_others",
+    ),
+    fault(
+        "prompts that come once push out what is used",
+        "tiers/disk/index.py",
+        "if self._probation_bytes > _ON_PROBATION * room or probation.last_use",
+        "if probation.last_use",
+        f"{_ROOM}::test_what_was_asked_for_outlives_a_scan_of_prompts_that_come_once",
+    ),
+    fault(
+        "a block leaves the disk before those behind it",
+        "tiers/disk/index.py",
+        "order.update(dict.fromkeys(reversed(path)))",
+        "order.update(dict.fromkeys(path))",
+        f"{_ROOM}::test_of_a_chain_the_tail_goes_before_the_head",
+    ),
+    fault(
+        "blocks that were dropped are there after a restart",
+        "tiers/disk/index.py",
+        "last = frontier[1] if number == frontier[0] else",
+        "last = -1 if number == frontier[0] else",
+        f"{_TIER}::test_dropped_blocks_stay_away_over_a_restart",
+    ),
+    fault(
+        "blocks that count go with the segment they lie in",
+        "tiers/disk/cleaning.py",
+        "            self._copy(victim)\n",
+        "",
+        "tests/tiers/disk",
+    ),
+    fault(
+        "a failed write stops writing for ever",
+        "tiers/disk/store.py",
+        "return bool(self._problem) and self._clock() < self._retry_at",
+        "return bool(self._problem)",
+        f"{_FAULTY}::test_a_full_or_broken_disk_is_read_and_written_again_later",
+    ),
+)
+
+_SERVER = (
     fault(
         "a sealed value is believed without its MAC",
         "tiers/redis/values.py",
         " or not hmac.compare_digest(self._mac(view[:end]), view[end:])",
         "",
-        "tests/tiers/redis/test_values.py",
+        _VALUES,
     ),
     fault(
         "a value of another block is opened",
         "tiers/redis/values.py",
         " or header.address != address",
         "",
-        "tests/tiers/redis/test_values.py",
+        _VALUES,
+    ),
+    fault(
+        "a value of another space is opened",
+        "tiers/redis/values.py",
+        "header.space != self._space or header.address",
+        "header.address",
+        "tests/tiers/redis",
+    ),
+    fault(
+        "a length that a stranger wrote is believed",
+        "tiers/redis/values.py",
+        "return length if length <= _LONGEST_VALUE else 0",
+        "return length",
+        f"{_VALUES}::test_a_value_says_its_length_and_an_absurd_one_is_not_believed",
+    ),
+    fault(
+        "the fourth failure leaves the server alone",
+        "tiers/redis/breaker.py",
+        "if self._in_a_row < self._failures:",
+        "if self._in_a_row <= self._failures:",
+        f"{_BREAKER}::test_the_third_failure_in_a_row_opens_it_for_a_while",
+    ),
+    fault(
+        "failures count though the server answered in between",
+        "tiers/redis/breaker.py",
+        "        self._in_a_row = 0\n        self._closed_again_at = None\n        return",
+        "        self._closed_again_at = None\n        return",
+        _BREAKER,
+    ),
+    fault(
+        "TLS takes any certificate",
+        "tiers/redis/address.py",
+        '"ssl_cert_reqs": "required"',
+        '"ssl_cert_reqs": "none"',
+        "tests/tiers/redis/test_address.py",
+    ),
+    fault(
+        "a short secret is taken",
+        "tiers/redis/tier.py",
+        "if secret is not None and len(secret) < _SHORTEST_SECRET:",
+        "if secret is not None and not secret:",
+        f"{_REDIS}::test_without_a_secret_the_tier_is_refused_unless_trusted",
+    ),
+    fault(
+        "blocks on the server live for ever",
+        "tiers/redis/tier.py",
+        '("SET", key, piece, "EX", self._ttl_s, *condition)',
+        '("SET", key, piece, *condition)',
+        _LIVING,
+    ),
+    fault(
+        "what is served from the pool dies on the server",
+        "tiers/redis/tier.py",
+        "        self._refresh(_MOST_TOUCHED)\n\n    def stat",
+        "\n    def stat",
+        f"{_LIVING}::test_a_read_or_write_renews_some_and_a_look_after_the_tier_the_rest",
+    ),
+    fault(
+        "a block is believed to be on the server for ever",
+        "tiers/redis/tier.py",
+        "return True if seen is not None and self._clock() - seen < self._seen_s else None",
+        "return True if seen is not None else None",
+        f"{_REDIS}::test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise",
+    ),
+    fault(
+        "behind a lost block the others are not written again",
+        "tiers/redis/tier.py",
+        "self._lost(*(block.prefix_hash for block in blocks[index:]))",
+        "self._lost(blocks[index].prefix_hash)",
+        _REDIS,
+    ),
+    fault(
+        "a value with bytes behind it is believed",
+        "tiers/redis/tier.py",
+        '("GETRANGE", key, 0, length)  # a byte more than there should be',
+        '("GETRANGE", key, 0, length - 1)',
+        f"{_REDIS}::test_a_value_not_to_be_believed_is_a_miss_dropped_and_written_anew",
+    ),
+    fault(
+        "a full server is not read from either",
+        "tiers/redis/server.py",
+        'frozenset({"WRONGTYPE", "OOM", ',
+        'frozenset({"WRONGTYPE", ',
+        f"{_SERVERS}::test_a_full_server_is_read_and_written_to_again_when_there_is_room",
     ),
 )
+
+_TOLD = (
+    fault(
+        "what nobody knows is told as held",
+        "tiers/holdings.py",
+        "if one not in told and holds(one) is True)",
+        "if one not in told and holds(one) is not False)",
+        "tests/tiers/test_holdings.py",
+    ),
+    fault(
+        "a block that left a tier is told as there",
+        "tiers/holdings.py",
+        "            for one in asked:\n                del told[one]\n",
+        "",
+        "tests/tiers/test_holdings.py",
+    ),
+)
+
+FAULTS = (*_DISK, *_SERVER, *_TOLD)

@@ -1,0 +1,125 @@
+"""Faults in the command line."""
+
+from __future__ import annotations
+
+from faults.fault import fault
+
+_REMOTE, _CACHE = "tests/cli/servers/test_remote.py", "tests/cli/cache/test_run.py"
+_OPTIONS, _RENDER = "tests/cli/test_options.py", "tests/cli/test_render.py"
+
+FAULTS = (
+    fault(
+        "a dry run removes what it names",
+        "cli/cache/run.py",
+        "            if not dry_run:\n",
+        "            if dry_run is not None:\n",
+        f"{_CACHE}::test_a_dry_run_removes_nothing",
+    ),
+    fault(
+        "what was used lately is pruned",
+        "cli/cache/run.py",
+        "time.time() - one.changed > older_than * _DAY_S",
+        "time.time() - one.changed < older_than * _DAY_S",
+        f"{_CACHE}::test_prune_removes_what_was_not_used_for_so_many_days",
+    ),
+    fault(
+        "pruning removes one space too many",
+        "cli/cache/run.py",
+        "(one.space is not None and excess > 0)",
+        "(one.space is not None and excess >= 0)",
+        f"{_CACHE}::test_prune_removes_blocks_beyond_the_cap_those_used_longest_ago_first",
+    ),
+    fault(
+        "everything is cleared unasked",
+        "cli/cache/run.py",
+        "if not (sys.stdin.isatty() and sys.stdout.isatty()):",
+        "if not (sys.stdin.isatty() and sys.stderr.isatty()):",
+        "tests/cli/cache/test_names.py::test_whoever_clears_everything_at_a_terminal_is_asked",
+    ),
+    fault(
+        "damaged blocks are no failure",
+        "cli/cache/run.py",
+        'if any(row.get("damaged") for row in answer["rows"]):',
+        'if any(row.get("damage") for row in answer["rows"]):',
+        f"{_CACHE}::test_verify_counts_damaged_blocks_and_fails",
+    ),
+    fault(
+        "of a call's arguments the last piece is kept",
+        "cli/servers/remote.py",
+        "known.arguments + arguments)",
+        "arguments)",
+        f"{_REMOTE}::test_pieces_of_calls_are_put_together",
+    ),
+    fault(
+        "thoughts are a part of the answer",
+        "cli/servers/remote.py",
+        "                yield Thought(thought)\n",
+        "                yield thought\n",
+        f"{_REMOTE}::test_thoughts_come_apart_from_the_answer",
+    ),
+    fault(
+        "the key in the environment is not sent",
+        "cli/servers/remote.py",
+        'key = api_key or os.environ.get(_KEY_VARIABLE, "")',
+        "key = api_key",
+        f"{_REMOTE}::test_the_key_is_sent_and_a_wrong_one_is_named",
+    ),
+    fault(
+        "a turn that was refused stays in the conversation",
+        "cli/chat.py",
+        '    turn = [*messages, {"role": "user", "content": line}]\n',
+        '    messages.append({"role": "user", "content": line})\n    turn = list(messages)\n',
+        "tests/cli/test_app.py::test_chat_survives_a_refused_turn",
+        _REMOTE,
+    ),
+    fault(
+        "a new conversation has no system message",
+        "cli/chat.py",
+        '        if line == "/reset":\n            messages = list(opening)\n',
+        '        if line == "/reset":\n            messages = []\n',
+        "tests/cli/test_app.py",
+        _REMOTE,
+    ),
+    fault(
+        "whole numbers are read as fractions",
+        "cli/options.py",
+        "for kind in (int, float):",
+        "for kind in (float, int):",
+        f"{_OPTIONS}::test_values_take_the_type_they_look_like",
+    ),
+    fault(
+        "of several stop strings the last one counts",
+        "cli/options.py",
+        "            stops.append(text)\n",
+        "            stops[:] = [text]\n",
+        f"{_OPTIONS}::test_stop_may_be_repeated_and_stays_text",
+    ),
+    fault(
+        "a recorded request is warmed without what its answer begins with",
+        "cli/servers/warm.py",
+        'body = {"add_generation_prompt": True, **_recorded(Path(file))}',
+        "body = _recorded(Path(file))",
+        "tests/cli/servers/test_warm.py::test_the_request_finds_all_full_blocks",
+    ),
+    fault(
+        "a client is sent to /v1 twice",
+        "cli/launch/run.py",
+        'Served(url.rstrip("/").removesuffix("/v1"), key,',
+        'Served(url.rstrip("/"), key,',
+        "tests/cli/launch/test_run.py::test_claude_gets_the_address_and_one_model_for_all_sizes",
+    ),
+    fault(
+        "several blocks to a glyph show the idlest",
+        "cli/render.py",
+        "cells = [max(states[start : start + per_cell])",
+        "cells = [min(states[start : start + per_cell])",
+        f"{_RENDER}::test_a_large_pool_is_drawn_several_blocks_to_a_glyph_and_shows_the_busiest",
+    ),
+    fault(
+        "brackets in a path are markup",
+        "cli/console.py",
+        "quiet=quiet, markup=False,",
+        "quiet=quiet, markup=True,",
+        "tests/cli/test_console.py",
+    ),
+)

@@ -1,0 +1,131 @@
+"""Faults in replicas on Ray, all of which tests without a cluster notice; see also recurrent.py."""
+
+from __future__ import annotations
+
+from faults.fault import fault
+
+_RESIDENCY = "tests/serve_ray/routing/test_residency.py"
+_JOURNAL = "tests/serve_ray/routing/test_journal.py"
+_ROUTER, _METER = "tests/serve_ray/routing/test_router.py", "tests/serve_ray/routing/test_meter.py"
+
+FAULTS = (
+    fault(
+        "a missing batch of events is not noticed",
+        "serve_ray/routing/residency.py",
+        "batch.serial != known.cursor.serial + 1:",
+        "batch.serial < known.cursor.serial + 1:",
+        f"{_RESIDENCY}::test_a_gap_is_seen_and_doubted_and_healed",
+    ),
+    fault(
+        "a batch of events that comes late is believed",
+        "serve_ray/routing/residency.py",
+        "elif batch.serial < known.cursor.serial or (",
+        "elif (",
+        f"{_RESIDENCY}::test_a_gap_is_seen_and_doubted_and_healed",
+    ),
+    fault(
+        "a belief that was renewed ends with the old one",
+        "serve_ray/routing/residency.py",
+        "for key in (until if keys is None else keys) if until.get(key, _TOLD) <= now]",
+        "for key in (until if keys is None else keys) if key in until]",
+        f"{_RESIDENCY}::test_what_is_sent_is_believed_renewed_and_forgotten",
+    ),
+    fault(
+        "what was sent to a replica is believed for ever",
+        "serve_ray/routing/residency.py",
+        "            self._hold(slot, new, at)\n",
+        "            self._hold(slot, new, _TOLD)\n",
+        f"{_RESIDENCY}::test_what_is_sent_is_believed_renewed_and_forgotten",
+    ),
+    fault(
+        "a replica that drains is chosen",
+        "serve_ray/routing/loads.py",
+        "self.usable[slot] = not report.is_draining",
+        "self.usable[slot] = True",
+        f"{_ROUTER}::test_nobody_is_chosen_who_is_not_there_or_drains",
+    ),
+    fault(
+        "a report that comes late is believed",
+        "serve_ray/routing/loads.py",
+        "if report.serial <= self._serials[slot]:",
+        "if report.serial == self._serials[slot]:",
+        f"{_ROUTER}::test_what_was_routed_counts_until_it_is_reported_and_drains_by_itself",
+    ),
+    fault(
+        "an idle replica seems to be busy since it was idle",
+        "serve_ray/routing/loads.py",
+        "busy[slot] = max(busy[slot], now) + num_tokens",
+        "busy[slot] = busy[slot] + num_tokens",
+        f"{_ROUTER}::test_what_is_routed_to_a_replica_that_was_idle_counts_from_now_on",
+    ),
+    fault(
+        "a prompt that is cached whole costs nothing",
+        "serve_ray/routing/router.py",
+        "most = chain.num_tokens - 1  #",
+        "most = chain.num_tokens  #",
+        f"{_ROUTER}::test_a_prompt_that_leaves_no_token_to_compute_computes_its_last",
+    ),
+    fault(
+        "of nearly equal replicas any is chosen",
+        "serve_ray/routing/choose.py",
+        "near[held == held.max()]",
+        "near",
+        f"{_ROUTER}::test_of_nearly_equal_replicas_the_one_that_holds_most_is_taken",
+    ),
+    fault(
+        "equal cache keys of two tenants are one",
+        "serve_ray/routing/chain.py",
+        'narrowed_root(root, "cache_key", prompt_cache_key)',
+        'narrowed_root(b"", "cache_key", prompt_cache_key)',
+        "tests/serve_ray/routing/test_chain.py::test_tenants_have_no_key_in_common",
+    ),
+    fault(
+        "a cancelled prompt counts as computed",
+        "serve_ray/routing/meter.py",
+        "            self._free_since = now  # what it took is nobody's measure\n",
+        "",
+        f"{_METER}::test_a_cancelled_prompt_measures_nothing",
+    ),
+    fault(
+        "tokens of a request that begins anew wait twice",
+        "serve_ray/routing/meter.py",
+        "        self._queued_tokens -= 0 if before is None else before[1]\n",
+        "",
+        f"{_METER}::test_queues_are_counted_whatever_comes",
+    ),
+    fault(
+        "the blocks of a server that all replicas share are counted for each",
+        "serve_ray/sums.py",
+        "            summed[field] = max(values)\n",
+        "            summed[field] = sum(values)\n",
+        "tests/serve_ray/test_sums.py::test_blocks_of_a_shared_server_are_counted_once",
+    ),
+    fault(
+        "a replica gets threads of several machines",
+        "serve_ray/places.py",
+        "return sum(cpus // each for cpus in machines)",
+        "return sum(machines) // each",
+        "tests/serve_ray/test_places.py::test_a_replica_is_on_one_machine",
+    ),
+    fault(
+        "what was cancelled before it began is sent",
+        "serve_ray/flight.py",
+        "            if self._is_cancelled:  # before this began\n",
+        "            if self._is_cancelled and self._has_begun:\n",
+        "tests/serve_ray/test_flight.py::test_what_is_cancelled_before_it_begins_is_never_sent",
+    ),
+    fault(
+        "a slow engine is taken for one that stands still",
+        "serve_ray/watch/stillness.py",
+        " or used > _CPU_SHARE * (now - self._since):",
+        ":",
+        "tests/serve_ray/watch/test_stillness.py",
+    ),
+    fault(
+        "a key that left and came counts as gone",
+        "serve_ray/routing/journal.py",
+        "(_keys(events.evicted, place) - published) & held",
+        "_keys(events.evicted, place) & held",
+        f"{_JOURNAL}::test_of_two_hashes_with_one_key_the_one_that_came_counts",
+    ),
+)

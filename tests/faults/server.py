@@ -1,0 +1,503 @@
+"""Faults in the HTTP server: admission, keys, tenants, models, metrics, the cache report."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, fault
+
+_ADMISSION, _SHARES = "tests/server/work/test_admission.py", "tests/server/work/test_shares.py"
+_KEYS, _HOSTS = "tests/server/http/test_keys.py", "tests/server/http/test_hosts.py"
+_PROTOCOL, _MODELS_OF = "tests/server/http/test_protocol.py", "tests/server/models/test_dialects.py"
+_LIMITS, _TENANTS = "tests/server/http/test_limits.py", "tests/server/http/test_tenants.py"
+_ON_DEMAND, _ROOM = "tests/server/models/test_on_demand.py", "tests/server/models/test_room.py"
+_DIAGNOSIS, _RECORDS = (
+    "tests/server/doctor/test_diagnosis.py",
+    "tests/server/doctor/test_records.py",
+)
+_METRICS, _SPEEDS = "tests/server/test_metrics.py", "tests/server/test_speeds.py"
+
+_ENTERING = (
+    # Admission and the queue.
+    fault(
+        "the last place of the queue stays empty",
+        "server/work/shares.py",
+        "self._growth(tenant, amount) <= self.limit",
+        "self._growth(tenant, amount) < self.limit",
+        f"{_SHARES}::test_with_one_tenant_the_bound_is_the_whole",
+    ),
+    fault(
+        "keys have equal shares whatever their weights",
+        "server/work/shares.py",
+        "least + int(rest * weight / whole)",
+        "least + int(rest / len(weights))",
+        f"{_SHARES}::test_half_is_kept_by_weight_and_half_is_everybodys",
+    ),
+    fault(
+        "a key below its share takes the room of others",
+        "server/work/shares.py",
+        "return max(kept, used + amount) - max(kept, used)",
+        "return amount",
+        f"{_SHARES}::test_the_rule_holds_in_any_order_of_requests",
+    ),
+    fault(
+        "what a key could never have is answered with try again",
+        "server/work/admission.py",
+        "self._places.most(tenant), self._tokens.most(tenant)",
+        "self._places.limit, self._tokens.limit",
+        f"{_ADMISSION}::test_what_a_key_could_never_have_beside_the_others_is_400",
+    ),
+    fault(
+        "the tokens of a request that ended stay counted",
+        "server/work/admission.py",
+        "        self._tokens.give_back(tenant, num_tokens)\n",
+        "",
+        f"{_ADMISSION}::test_the_deadline_ends_a_request_with_504_and_its_work",
+    ),
+    fault(
+        "a ticket outlives its request",
+        "server/work/admission.py",
+        "        admission.tickets.discard(self)\n",
+        "",
+        f"{_ADMISSION}::test_the_deadline_ends_a_request_with_504_and_its_work",
+    ),
+    fault(
+        "the deadline of a request is set to a time of the clock",
+        "server/work/admission.py",
+        "loop.call_later(self.deadline - self._entered,",
+        "loop.call_later(self.deadline,",
+        f"{_ADMISSION}::test_the_deadline_ends_a_request_with_504_and_its_work",
+    ),
+    fault(
+        "the watch for a disconnect outlives its request",
+        "server/work/admission.py",
+        "            self._watch.cancel()\n",
+        "            pass\n",
+        f"{_ADMISSION}::test_a_request_that_ended_leaves_nothing_for_the_garbage_collector",
+    ),
+    fault(
+        "the time a request waited for its model is not counted",
+        "server/work/admission.py",
+        ' - float(self.facts.get("load_wait_seconds", 0.0))',
+        "",
+        "tests/server/work/test_tickets.py",
+    ),
+    fault(
+        "a request waits in the batch window for another key's prompt",
+        "server/work/grouping.py",
+        'hashlib.sha256((tenant or "").encode() + b"\\0" + first)',
+        "hashlib.sha256(first)",
+        "tests/server/work/test_grouping.py",
+    ),
+    fault(
+        "who waited in the batch window lets all others through",
+        "server/work/grouping.py",
+        "            self._drop(key)  # one that waited computes nothing: the others wait on\n",
+        "            self.leave(key)\n",
+        f"{_ADMISSION}::test_a_cancelled_waiter_lets_nobody_through",
+    ),
+    fault(
+        "the bytes of a body stay counted behind its request",
+        "server/http/middleware.py",
+        "            self._state.bodies.free(body.tenant, body.num_bytes)\n",
+        "            pass\n",
+        f"{_LIMITS}::test_bodies_of_all_requests_together_are_bounded",
+    ),
+    fault(
+        "each chunk of a body has the limit of a whole one",
+        "server/http/middleware.py",
+        "if self.num_bytes + size > self._limit:",
+        "if size > self._limit:",
+        f"{_LIMITS}::test_a_chunked_body_over_the_limit_is_413",
+    ),
+    fault(
+        "a body of the largest size is refused",
+        "server/http/middleware.py",
+        "int(value) > limit",
+        "int(value) >= limit",
+        f"{_LIMITS}::test_a_body_at_the_limit_is_read",
+    ),
+    fault(
+        "bodies count for no key",
+        "server/http/middleware.py",
+        '_Body(receive, self._state, scope["kvboost"].get("tenant"))',
+        "_Body(receive, self._state, None)",
+        f"{_LIMITS}::test_the_bodies_of_one_key_leave_room_for_another_s",
+    ),
+    fault(
+        "a request may go before those of other keys by its priority",
+        "server/api/checks.py",
+        "if priority < 0 and len(state.settings.all_keys) > 1:",
+        "if priority < -1 and len(state.settings.all_keys) > 1:",
+        f"{_ADMISSION}::test_no_tenant_goes_before_another_by_its_priority",
+    ),
+    fault(
+        "many inputs take a place in the queue each",
+        "server/api/routes/embeddings.py",
+        "min(len(estimates), state.admission.batch)",
+        "len(estimates)",
+        "tests/server/api/test_embeddings.py",
+    ),
+    # Connections.
+    fault(
+        "a request with both Content-Length and Transfer-Encoding is served",
+        "server/http/protocol.py",
+        'if b"transfer-encoding" in names and b"content-length" in names:',
+        'if names.count(b"transfer-encoding") > 1:',
+        f"{_PROTOCOL}::test_an_ambiguous_request_is_400_and_the_connection_closed",
+    ),
+    fault(
+        "a line feed alone ends a header",
+        "server/http/protocol.py",
+        're.compile(rb"(?<!\\r)\\n|\\n[ \\t]")',
+        're.compile(rb"\\n[ \\t]")',
+        f"{_PROTOCOL}::test_an_ambiguous_head_is_refused_in_any_pieces",
+    ),
+    fault(
+        "a client that takes nothing is never dropped",
+        "server/http/protocol.py",
+        "if waiting >= size > 0:",
+        "if waiting > size > 0:",
+        f"{_LIMITS}::test_a_client_that_takes_nothing_is_dropped_and_its_work_stopped",
+    ),
+    fault(
+        "each byte gives a request more time to arrive",
+        "server/http/protocol.py",
+        "if self._read_timer is None and self._between_requests():",
+        "if self._between_requests():",
+        f"{_LIMITS}::test_bytes_that_trickle_do_not_move_the_deadline",
+    ),
+)
+
+_AUTHENTICATION = (
+    fault(
+        "an unauthenticated request reaches /metrics",
+        "server/app.py",
+        "open_paths=health.OPEN_PATHS | _PAGE_PATHS,",
+        'open_paths=health.OPEN_PATHS | _PAGE_PATHS | {"/metrics"},',
+        f"{_KEYS}::test_every_route_but_the_open_ones_needs_a_key",
+    ),
+    fault(
+        "a path that decodes to an open one needs no key",
+        "server/http/middleware.py",
+        'scope["raw_path"] not in self._open_paths',
+        'scope["path"].encode() not in self._open_paths',
+        f"{_KEYS}::test_no_spelling_of_a_path_opens_anything",
+    ),
+    fault(
+        "an escaped path of the admin is everybody's",
+        "server/http/middleware.py",
+        'if scope["path"] in ADMIN_PATHS:',
+        'if scope["raw_path"].decode() in ADMIN_PATHS:',
+        f"{_KEYS}::test_what_all_tenants_share_is_the_admins",
+    ),
+    fault(
+        "either of two keys is the admin's",
+        "server/http/keys.py",
+        "if len(self._digests) > 1 and tenant not in self._admins:",
+        "if len(self._digests) > 2 and tenant not in self._admins:",
+        f"{_KEYS}::test_without_an_admin_key_nobody_sees_what_several_tenants_share",
+    ),
+    fault(
+        "how long a key takes to check tells which one it is",
+        "server/http/keys.py",
+        "found |= hmac.compare_digest(digest, known)",
+        "found = found or hmac.compare_digest(digest, known)",
+        f"{_KEYS}::test_all_keys_are_compared_whichever_is_right",
+    ),
+    fault(
+        "a header with the key may be given twice",
+        "server/http/keys.py",
+        "if len(found_keys) != 1 or len(given) != len(dict(given)):",
+        "if len(found_keys) != 1:",
+        f"{_KEYS}::test_what_is_not_exactly_one_right_key_is_401",
+    ),
+    fault(
+        "a key without a scheme is taken",
+        "server/http/keys.py",
+        '    if scheme.lower() != b"bearer":\n',
+        '    if key and scheme.lower() != b"bearer":\n',
+        f"{_KEYS}::test_what_is_not_exactly_one_right_key_is_401",
+    ),
+    fault(
+        "a host is looked at up to the first character that is none",
+        "server/http/hosts.py",
+        "_HOST.fullmatch(host)",
+        "_HOST.match(host)",
+        f"{_HOSTS}::test_loopback_names_only_by_default",
+    ),
+    fault(
+        "a bind to all addresses is a name of the server",
+        "server/http/hosts.py",
+        "frozenset(named if bind in _WILDCARDS else named | {bind})",
+        "frozenset(named | {bind})",
+        f"{_HOSTS}::test_bind_address_allowed_hosts_and_the_connection_count",
+    ),
+    fault(
+        "pages of any site may call unless some are named",
+        "server/http/hosts.py",
+        'for origin in _values(scope, b"origin"):',
+        'for origin in _values(scope, b"origin") if self._origins else ():',
+        f"{_HOSTS}::test_pages_of_other_sites_may_not_call",
+    ),
+    fault(
+        "CORS names every origin",
+        "server/app.py",
+        "allow_origins=settings.cors_origins,",
+        'allow_origins=["*"],',
+        f"{_HOSTS}::test_no_cors_unless_asked",
+    ),
+    fault(
+        "a private address needs no key",
+        "server/settings.py",
+        'ip_address(host.strip("[]")).is_loopback',
+        'ip_address(host.strip("[]")).is_private',
+        f"{_HOSTS}::test_a_wider_bind_without_a_key_is_refused",
+    ),
+)
+
+_APART = (
+    fault(
+        "a request runs as nobody's",
+        "server/work/bridge.py",
+        "                        **job.options,\n                        tenant=ticket.tenant,\n",
+        "                        **job.options,\n",
+        f"{_KEYS}::test_tenants_do_not_see_what_others_cached",
+    ),
+    fault(
+        "a key's weight does not reach the scheduler",
+        "server/work/bridge.py",
+        "                        weight=ticket.weight,\n",
+        "",
+        f"{_ADMISSION}::test_a_keys_weight_is_its_requests",
+    ),
+    fault(
+        "embeddings find what other keys asked",
+        "server/api/routes/embeddings.py",
+        "                    tenant=ticket.tenant,\n",
+        "",
+        f"{_TENANTS}::test_nothing_of_an_answer_tells_what_another_key_asked",
+    ),
+    fault(
+        "a pin is ended by whoever sends its text",
+        "server/api/routes/cache.py",
+        'whose: dict[str, Any] = {"tenant": ticket.tenant, "cache_salt": body.cache_salt}',
+        'whose: dict[str, Any] = {"tenant": None, "cache_salt": body.cache_salt}',
+        "tests/server/api/test_endpoints.py",
+    ),
+    fault(
+        "a remembered response is shown to whoever knows its id",
+        "server/work/remembered.py",
+        "            return self._turns.get(tenant, OrderedDict()).get(name)\n",
+        "            return next((t[name] for t in self._turns.values() if name in t), None)\n",
+        f"{_TENANTS}::test_requests_and_responses_of_another_key_are_as_if_they_never_were",
+    ),
+    fault(
+        "the cache report of a request is shown to whoever knows its id",
+        "server/doctor/records.py",
+        "self._tenants[tenant].get(request_id) if tenant in self._tenants else None",
+        "next((k[request_id] for k in self._tenants.values() if request_id in k), None)",
+        f"{_TENANTS}::test_requests_and_responses_of_another_key_are_as_if_they_never_were",
+    ),
+    fault(
+        "a prompt is compared with those under another salt",
+        "server/doctor/records.py",
+        "for kept in reversed(earlier) if kept.salt == salt):",
+        "for kept in reversed(earlier)):",
+        f"{_RECORDS}::test_the_closest_is_the_longest_common_prefix_of_the_same_tenant_and_salt",
+    ),
+    Fault(
+        "tools are put into the order that another key gave them",
+        "kvboost_edge/server/doctor/normalise.py",
+        (
+            ("self._first.find(whose.root, key)", 'self._first.find(b"", key)'),
+            (
+                "self._first.keep(whose.owner, whose.root, key, value, size)",
+                'self._first.keep(whose.owner, b"", key, value, size)',
+            ),
+        ),
+        ("tests/server/doctor/test_normalise.py",),
+    ),
+    fault(
+        "several keys are told when a model was asked last",
+        "server/api/dialects/ollama/models.py",
+        " or len(server.settings.all_keys) > 1:",
+        ":",
+        _MODELS_OF,
+    ),
+    fault(
+        "a key may say how long a model of others stays",
+        "server/models/registry.py",
+        "return served.source is not None and len(self._shared.settings.all_keys) < 2",
+        "return served.source is not None",
+        f"{_MODELS_OF}::test_keep_alive_of_one_key_does_not_send_away_another_s_model",
+    ),
+    fault(
+        "the slots of all keys are shown to each",
+        "server/http/middleware.py",
+        '"/metrics", "/slots", "/v1/blocks"',
+        '"/metrics", "/v1/blocks"',
+        "tests/server/api/dialects",
+    ),
+)
+
+_MODELS = (
+    fault(
+        "a model is unloaded under its requests",
+        "server/models/served.py",
+        'self.phase == "loaded" and not self.in_use',
+        'self.phase == "loaded"',
+        f"{_ROOM}::test_one_that_is_in_use_stays_though_it_was_idle_for_longer",
+    ),
+    fault(
+        "the model that was used last leaves first",
+        "server/models/loader.py",
+        "sorted(idle, key=lambda one: one.idle_since)",
+        "sorted(idle, key=lambda one: -one.idle_since)",
+        f"{_ROOM}::test_the_one_that_was_not_used_for_longest_leaves",
+    ),
+    fault(
+        "an idle model leaves although that is not enough",
+        "server/models/loader.py",
+        "if sum(one.num_bytes for one in leaving) < missing:",
+        "if not leaving:",
+        f"{_ROOM}::test_nobody_leaves_where_that_is_not_enough",
+    ),
+    fault(
+        "two models that do not fit together are loaded in turns",
+        "server/models/served.py",
+        "return self.loaded_at + self.load_seconds",
+        "return self.loaded_at",
+        f"{_ROOM}::test_a_model_stays_for_as_long_as_its_loading_took",
+    ),
+    fault(
+        "the time until a model is unloaded counts from its loading",
+        "server/models/served.py",
+        "return self.idle_since + self.keep_alive if",
+        "return self.loaded_at + self.keep_alive if",
+        "tests/server/models/test_leaving.py",
+    ),
+    fault(
+        "a failed loading takes its memory for ever",
+        "server/models/loader.py",
+        'served.phase, served.num_bytes = "not_loaded", 0',
+        'served.phase = "not_loaded"',
+        f"{_ROOM}::test_where_the_machine_has_less_than_the_budget_idle_ones_leave",
+    ),
+    fault(
+        "a damaged model is loaded anew for each request",
+        "server/models/registry.py",
+        "if served.refusal is not None and time.monotonic() < served.refusal.again:",
+        "if served.refusal is not None and time.monotonic() < 0:",
+        f"{_ON_DEMAND}::test_a_damaged_model_is_a_503_that_says_why_until_it_is_repaired",
+    ),
+    fault(
+        "a place to wait for a model is never free again",
+        "server/models/registry.py",
+        "            self._waiting.give_back(tenant, 1)\n",
+        "",
+        _ON_DEMAND,
+    ),
+    fault(
+        "a request that fails holds its model for ever",
+        "server/models/registry.py",
+        "        finally:\n            served.in_use",
+        "        except ApiError:\n            raise\n        else:\n            served.in_use",
+        "tests/server/models/test_leaving.py",
+    ),
+    fault(
+        "a model is closed under who looks at it",
+        "server/models/loader.py",
+        "        await state.looks.over()\n",
+        "",
+        "tests/server/models/test_leaving.py",
+    ),
+    fault(
+        "a model with pinned blocks is unloaded",
+        "server/models/loader.py",
+        "        if pinned:  # somebody was promised that they stay\n",
+        "        if not pinned:\n",
+        "tests/server/models/test_leaving.py",
+    ),
+)
+
+_FIGURES = (
+    fault(
+        "cancelled requests are counted as answered",
+        "server/metrics.py",
+        '"cancelled": "abort", "timeout": "abort"}',
+        '"cancelled": "stop", "timeout": "abort"}',
+        f"{_ADMISSION}::test_the_deadline_ends_a_request_with_504_and_its_work",
+    ),
+    fault(
+        "milliseconds are told as seconds",
+        "server/metrics.py",
+        "self._first_token.observe(result.ttft_ms / 1e3)",
+        "self._first_token.observe(result.ttft_ms)",
+        _METRICS,
+    ),
+    fault(
+        "cached blocks are told as free too",
+        "server/metrics.py",
+        '("free", stats["free_blocks"] - stats["cached_blocks"]),',
+        '("free", stats["free_blocks"]),',
+        f"{_METRICS}::test_the_pool_agrees_with_the_engine",
+    ),
+    fault(
+        "of two models the metrics of one are told",
+        "server/models/exposition.py",
+        "families[family.name].samples += family.samples",
+        "families[family.name].samples = family.samples",
+        "tests/server/models",
+    ),
+    fault(
+        "cached tokens count as computed",
+        "server/speeds.py",
+        "sums.prompt_tokens += result.computed_prompt_tokens",
+        "sums.prompt_tokens += result.prompt_tokens",
+        f"{_SPEEDS}::test_recent_speeds_and_totals_leave_cached_tokens_out",
+    ),
+    fault(
+        "the last minute has 61 seconds",
+        "server/speeds.py",
+        "self._recent[0].second <= second - _WINDOW_SECONDS",
+        "self._recent[0].second < second - _WINDOW_SECONDS",
+        f"{_SPEEDS}::test_what_ended_a_minute_ago_counts_in_the_totals_only",
+    ),
+    # The cache report.
+    fault(
+        "a pool that went with its model is not named as what dropped a block",
+        "server/doctor/diagnosis.py",
+        "if record.loading != closest.loading else ()",
+        "if record.loading == closest.loading else ()",
+        f"{_DIAGNOSIS}::test_a_pool_that_went_with_its_model_dropped_what_it_held",
+    ),
+    fault(
+        "tools in another order are other tools",
+        "server/doctor/diagnosis.py",
+        '"tool_order" if sorted(mine.tools) == sorted(before.tools) else "tools"',
+        '"tool_order" if mine.tools == before.tools else "tools"',
+        f"{_DIAGNOSIS}::test_tools_in_another_order_and_other_tools",
+    ),
+    fault(
+        "the first token of stripped reasoning is no reasoning",
+        "server/doctor/diagnosis.py",
+        "reasoned = other.num_prompt <= common <",
+        "reasoned = other.num_prompt < common <",
+        f"{_DIAGNOSIS}::test_reasoning_that_was_stripped",
+    ),
+    fault(
+        "the report keeps any number of a key's requests",
+        "server/doctor/records.py",
+        "while len(kept) > _MAX_REQUESTS or (kept and",
+        "while (kept and",
+        f"{_RECORDS}::test_many_small_requests_are_bounded_in_number",
+    ),
+    fault(
+        "who does not ask is told the cache report",
+        "server/api/openai.py",
+        "explain=own.explain if body.explain else None,",
+        "explain=own.explain,",
+        "tests/server/api/test_doctor.py::test_who_does_not_ask_is_not_told",
+    ),
+)
+
+FAULTS = (*_ENTERING, *_AUTHENTICATION, *_APART, *_MODELS, *_FIGURES)

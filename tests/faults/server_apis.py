@@ -1,0 +1,321 @@
+"""Faults in the APIs of the server: streams, OpenAI's, Anthropic's, Ollama's, llama.cpp's."""
+
+from __future__ import annotations
+
+from faults.fault import fault
+
+_DIALECTS = "tests/server/api/dialects"
+_COMPLETIONS, _CHAT = "tests/server/api/test_completions.py", "tests/server/api/test_chat.py"
+_ADMISSION = "tests/server/work/test_admission.py"
+_STREAMS, _EMBEDDINGS = "tests/server/work/test_streams.py", "tests/server/api/test_embeddings.py"
+
+_STREAMING = (
+    fault(
+        "a stream of chunks has no end",
+        "server/work/streams.py",
+        "lambda error: event(error_body(error)), last=_DONE)",
+        "lambda error: event(error_body(error)))",
+        _STREAMS,
+    ),
+    fault(
+        "chunks before the last one leave out their usage",
+        "server/work/streams.py",
+        '            members.setdefault("usage", None)\n',
+        "            pass\n",
+        _STREAMS,
+    ),
+    fault(
+        "events have no names",
+        "server/work/streams.py",
+        'kind = f"event: {name}\\n".encode() if name else b""',
+        'kind = b""',
+        _DIALECTS,
+    ),
+    fault(
+        "a large answer of whole pieces loses its last one",
+        "server/work/streams.py",
+        "(len(body) - 1) // _SEND_BYTES",
+        "len(body) // _SEND_BYTES",
+        f"{_STREAMS}::test_a_large_answer_is_sent_in_pieces",
+    ),
+    fault(
+        "an error behind the first chunk is not told",
+        "server/api/generation.py",
+        "            await stream.fail(api_error)\n",
+        "            await stream.end()\n",
+        f"{_ADMISSION}::test_a_stream_past_its_deadline_ends_with_an_error_event",
+    ),
+    fault(
+        "a stream is sent when it is complete",
+        "server/api/generation.py",
+        "            if num_open:\n                await stream.flush()\n",
+        "            if not num_open:\n                await stream.flush()\n",
+        _STREAMS,
+    ),
+    fault(
+        "requests of a client that went run on",
+        "server/work/bridge.py",
+        "    finally:\n        for handle in handles:\n            handle.cancel()\n",
+        "    finally:\n        pass\n",
+        f"{_STREAMS}::test_a_stream_that_is_closed_ends_its_work",
+    ),
+    fault(
+        "the log probability of a token comes before its text",
+        "server/api/completions.py",
+        " if self._texts is None else sum(start < self._shown for start in self._starts)",
+        "",
+        _STREAMS,
+    ),
+    fault(
+        "a silent stream of Anthropic's has no ping",
+        "server/api/dialects/anthropic/order.py",
+        "dataclasses.replace(order, job=job, pings=True)",
+        "dataclasses.replace(order, job=job)",
+        "tests/server/api/test_progress.py::test_a_silent_stream_of_messages_has_pings",
+    ),
+)
+
+_OPENAI = (
+    fault(
+        "the prompt counts once for each choice",
+        "server/api/usage.py",
+        "prompt = sum(result.prompt_tokens for result in firsts)",
+        "prompt = sum(result.prompt_tokens for result in results)",
+        f"{_COMPLETIONS}::test_figures_count_a_prompt_once_and_times_from_its_arrival",
+    ),
+    fault(
+        "cached tokens are those of the choice that found most",
+        "server/api/usage.py",
+        "return [min(group, key=lambda result: result.cached_tokens)",
+        "return [max(group, key=lambda result: result.cached_tokens)",
+        _COMPLETIONS,
+    ),
+    fault(
+        "all choices of a seed are one",
+        "server/api/schemas/shared.py",
+        "(self.seed + choice) % 2**64",
+        "self.seed % 2**64",
+        f"{_COMPLETIONS}::test_seeds_repeat_and_choices_of_a_seed_differ",
+    ),
+    fault(
+        "best_of takes the least likely",
+        "server/api/completions.py",
+        "key=_mean_logprob, reverse=True)[:keep]",
+        "key=_mean_logprob)[:keep]",
+        f"{_COMPLETIONS}::test_best_of_takes_the_highest_mean_logprob",
+    ),
+    fault(
+        "a completion without a limit has 17 tokens",
+        "server/api/completions.py",
+        "_DEFAULT_MAX_TOKENS = 16",
+        "_DEFAULT_MAX_TOKENS = 17",
+        f"{_COMPLETIONS}::test_sixteen_tokens_unless_told_otherwise",
+    ),
+    fault(
+        "every choice echoes the first prompt",
+        "server/api/completions.py",
+        "run.prompts[index // body.num_choices] if body.echo",
+        "run.prompts[0] if body.echo",
+        _COMPLETIONS,
+    ),
+    fault(
+        "a prompt may have one token more than the context",
+        "server/api/checks.py",
+        "room = min(context, pool + 1) - num_prompt_tokens",
+        "room = min(context + 1, pool + 1) - num_prompt_tokens",
+        _CHAT,
+    ),
+    fault(
+        "a developer's message is nobody's",
+        "server/api/schemas/chat.py",
+        '"system" if self.role == "developer" else self.role',
+        "self.role",
+        f"{_CHAT}::test_developer_messages_and_text_parts",
+    ),
+    fault(
+        "top_logprobs without logprobs is taken and ignored",
+        "server/api/schemas/chat.py",
+        "if self.top_logprobs and not self.logprobs:",
+        "if self.top_logprobs and self.logprobs is False:",
+        f"{_DIALECTS}/test_contract.py::test_bad_fields_are_refused_by_name",
+    ),
+    # Responses.
+    fault(
+        "a response that was cut short is completed",
+        "server/api/dialects/responses/writer.py",
+        'return "incomplete" if reason == "length" else "completed"',
+        'return "completed"',
+        _DIALECTS,
+    ),
+    fault(
+        "a response is remembered against the client's will",
+        "server/api/routes/responses.py",
+        "keep if body.store is not False else None",
+        "keep",
+        _DIALECTS,
+    ),
+    fault(
+        "all events of a response have one number",
+        "server/api/dialects/responses/writer.py",
+        "        self._number += 1\n",
+        "",
+        _DIALECTS,
+    ),
+    fault(
+        "the last page of a response's items is not the last",
+        "server/api/routes/responses.py",
+        '"has_more": len(items) > limit',
+        '"has_more": len(items) >= limit',
+        _DIALECTS,
+    ),
+    fault(
+        "a conversation is continued from its last turn alone",
+        "server/work/remembered.py",
+        "                at = found[-1].previous\n",
+        "                at = None\n",
+        "tests/server/work/test_remembered.py",
+    ),
+    fault(
+        "of remembered turns those used last go first",
+        "server/work/remembered.py",
+        "                turns.move_to_end(at)\n",
+        "",
+        "tests/server/work/test_remembered.py",
+    ),
+    # Embeddings and reranking.
+    fault(
+        "vectors in base64 have their bytes in the other order",
+        "server/api/vectors.py",
+        'row.astype("<f4")',
+        'row.astype(">f4")',
+        _EMBEDDINGS,
+    ),
+    fault(
+        "the worst document is ranked first",
+        "server/api/vectors.py",
+        "key=lambda index: -scores[index])",
+        "key=lambda index: scores[index])",
+        f"{_EMBEDDINGS}::test_documents_are_ranked_by_the_scores_of_the_engine",
+    ),
+    fault(
+        "a ranking has all documents however many are asked for",
+        "server/api/routes/embeddings.py",
+        "body.top_n or len(scores)",
+        "len(scores)",
+        f"{_EMBEDDINGS}::test_documents_are_ranked_by_the_scores_of_the_engine",
+    ),
+    fault(
+        "ranked documents have the texts of the first ones",
+        "server/api/vectors.py",
+        '(texts or ())[item["index"]]',
+        "(texts or ())[ranked.index(item)]",
+        f"{_EMBEDDINGS}::test_documents_are_ranked_by_the_scores_of_the_engine",
+    ),
+)
+
+_OTHERS = (
+    # Anthropic.
+    fault(
+        "a failed tool looks like any other",
+        "server/api/dialects/anthropic/blocks.py",
+        'return f"Error: {text}" if self.is_error else text',
+        "return text",
+        _DIALECTS,
+    ),
+    fault(
+        "a message with a call ends as any other",
+        "server/api/dialects/anthropic/writer.py",
+        'return {"stop_reason": "tool_use", "stop_sequence": None}',
+        'return {"stop_reason": "end_turn", "stop_sequence": None}',
+        _DIALECTS,
+    ),
+    fault(
+        "tokens behind the last full block count as kept",
+        "server/api/dialects/anthropic/writer.py",
+        "max(0, length // size * size - cached)",
+        "max(0, length - cached)",
+        _DIALECTS,
+    ),
+    fault(
+        "thoughts are shown to who wants none",
+        "server/api/dialects/anthropic/writer.py",
+        'body.thinking is None or body.thinking.display != "omitted"',
+        "True",
+        _DIALECTS,
+    ),
+    fault(
+        "a mark for an hour holds five minutes",
+        "server/api/dialects/anthropic/blocks.py",
+        '_SECONDS = {"5m": 300.0, "1h": 3600.0}',
+        '_SECONDS = {"5m": 300.0, "1h": 300.0}',
+        _DIALECTS,
+    ),
+    # Ollama.
+    fault(
+        "lines of a stream run together",
+        "server/api/dialects/ollama/writer.py",
+        'self._stream.add(dumps(line) + b"\\n")',
+        "self._stream.add(dumps(line))",
+        _DIALECTS,
+    ),
+    fault(
+        "durations are told in microseconds",
+        "server/api/dialects/ollama/writer.py",
+        "return round(milliseconds * 1e6)",
+        "return round(milliseconds * 1e3)",
+        _DIALECTS,
+    ),
+    fault(
+        "num_predict -1 is a limit",
+        "server/api/dialects/ollama/translate.py",
+        '"max_tokens": None if limit is None or limit < 0 else limit,',
+        '"max_tokens": limit,',
+        _DIALECTS,
+    ),
+    fault(
+        "keep_alive -1 unloads a model at once",
+        "server/api/dialects/ollama/durations.py",
+        "return math.inf if seconds < 0 else float(seconds)",
+        "return float(max(0, seconds))",
+        "tests/server/models/test_dialects.py::test_the_last_request_says_how_long_a_model_stays",
+    ),
+    fault(
+        "a call is told before its arguments are there",
+        "server/api/dialects/ollama/writer.py",
+        "begun = max((part.index for part in parts if isinstance(part, CallStart))",
+        "begun = max((part.index + 1 for part in parts if isinstance(part, CallStart))",
+        _DIALECTS,
+    ),
+    # llama.cpp.
+    fault(
+        "an answer that a stop string ended ends by itself",
+        "server/api/dialects/llama_cpp/writer.py",
+        '"limit" if reason == "length" else "word" if word else "eos"',
+        '"limit" if reason == "length" else "eos"',
+        _DIALECTS,
+    ),
+    fault(
+        "each piece holds the ids of all before it",
+        "server/api/dialects/llama_cpp/writer.py",
+        "begin, self._told_ids = self._told_ids, len(self._ids)",
+        "begin, self._told_ids = 0, len(self._ids)",
+        _DIALECTS,
+    ),
+    fault(
+        "infill has the suffix in front",
+        "server/api/dialects/llama_cpp/translate.py",
+        "*filter(None, (prefix,)), [between], *filter(None, (body.input_suffix,)), [behind]]",
+        "*filter(None, (body.input_suffix,)), [between], *filter(None, (prefix,)), [behind]]",
+        _DIALECTS,
+    ),
+    # Errors.
+    fault(
+        "an error of Anthropic's API has OpenAI's shape below its path",
+        "server/error_shapes.py",
+        '_BY_PATH.get("/v1/messages" if path.startswith("/v1/messages/") else path, _openai)',
+        "_BY_PATH.get(path, _openai)",
+        "tests/server/test_error_shapes.py",
+    ),
+)
+
+FAULTS = (*_STREAMING, *_OPENAI, *_OTHERS)
