@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import functools
-import json
-import random
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
-import tokenizers
-from llguidance import LLMatcher, LLTokenizer
 
-import kvboost_edge
 from helpers.pairwise import pairwise
 from helpers.text.chat_templates import CALLING, MARKERS, TOOLS, Calls, format_of, written
+from helpers.text.grammars import Vocabulary
+from helpers.text.turn_parts import arguments_of, calls_of, parts_of
 from kvboost_edge.errors import RequestError
-from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
-from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, TurnParser
+from kvboost_edge.text.turns.parser import Reasoning
 
-DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 PARIS = ("get_weather", {"city": "Paris", "days": 3, "unit": "c"})
 POINT = ("get", {"at": {"x": -4}})
 PING: tuple[str, dict[str, Any]] = ("ping", {})
@@ -32,51 +26,9 @@ EITHER = pytest.mark.parametrize("markers", [False, True], ids=["as text", "as s
 EACH = pytest.mark.parametrize("name", CALLING)
 
 
-class Vocabulary:
-    """The demo model's tokens; with or without those of the families' markers."""
-
-    def __init__(self, markers: bool) -> None:
-        self.raw = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-        if markers:
-            self.raw.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in MARKERS[::2]])
-            self.raw.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in MARKERS[1::2]])
-        self.codec = FastCodec(self.raw)
-        self.eos = self.raw.token_to_id("<|end|>")
-        self.known = LLTokenizer(self.codec.to_json(), n_vocab=self.codec.vocab_size, eos_token=[self.eos])
-
-    def matcher(self, grammar: str) -> LLMatcher:
-        matcher = LLMatcher(self.known, LLMatcher.grammar_from_lark(grammar), log_level=0)
-        assert not matcher.is_error(), matcher.get_error() + grammar
-        return matcher
-
-    def takes(self, grammar: str, text: str) -> bool:
-        """Whether a whole answer may be this text."""
-        matcher = self.matcher(grammar)
-        ids = self.codec.encode(text, False)
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-    def sample(self, grammar: str, seed: int, wanted: Sequence[str] = (), most: int = 300) -> tuple[str, bool]:
-        """Noise that fits, and whether it ended; texts that are `wanted` come now and then."""
-        matcher, choose = self.matcher(grammar), random.Random(seed)
-        ids: list[int] = []
-        while len(ids) < most and not matcher.is_stopped():
-            text = self.codec.encode(choose.choice([*wanted, "1"]), False)
-            if choose.random() < 0.3 and matcher.validate_tokens(text) == len(text):
-                step = text
-            else:
-                bits = int.from_bytes(matcher.compute_bitmask(), "little")
-                allowed = [i for i in range(self.codec.vocab_size) if bits >> i & 1]
-                step = [self.eos if self.eos in allowed and choose.random() < 0.3 else choose.choice(allowed)]
-            if step == [self.eos]:
-                return self.codec.decode(ids, False), True
-            assert matcher.consume_tokens(step), matcher.get_error()
-            ids += step
-        return self.codec.decode(ids, False), matcher.is_stopped()
-
-
 @functools.cache
 def vocabulary(markers: bool) -> Vocabulary:
-    return Vocabulary(markers)
+    return Vocabulary(MARKERS[1::2], MARKERS[::2]) if markers else Vocabulary()
 
 
 def grammar(
@@ -157,10 +109,7 @@ def test_white_space_around_markers_is_free_and_bounded() -> None:
 
 def test_a_token_may_end_the_marker_and_say_more() -> None:
     """Where the marker is several tokens of text, any cut of it comes."""
-    words = Vocabulary(False)
-    words.raw.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in ('l>{"na', "_call>\n{", "see <to")])
-    words.codec = FastCodec(words.raw)
-    words.known = LLTokenizer(words.codec.to_json(), n_vocab=words.codec.vocab_size, eos_token=[words.eos])
+    words = Vocabulary((), ('l>{"na', "_call>\n{", "see <to"))
     made = calls_grammar(
         format_of("hermes"), TOOLS, choice="auto", parallel=True, reasoning="closed", special_id=words.codec.marker_id
     )
@@ -197,18 +146,15 @@ def test_noise_under_a_grammar_parses_into_calls_that_fit(name: str, markers: bo
     wanted = [piece for piece in ('"', format.calls.argument_after, format.calls.quote, end) if piece]
     ended = 0
     for seed in range(8):
-        text, whole = words.sample(grammar(name, markers, reasoning=reasoning), seed, wanted)
-        parser = TurnParser(format, TOOLS, reasoning=reasoning, calls=True)
-        parts = [*parser.push(text), *parser.close()]
+        text, whole = words.sample(grammar(name, markers, reasoning=reasoning), seed, [*wanted, "1"])
+        parts = parts_of(format, text, reasoning=reasoning)
         if not whole:
             continue
         ended += 1
-        assert not [part for part in parts if isinstance(part, Content)], text
-        names = [part.name for part in parts if isinstance(part, CallStart)]
-        arguments = [part.text for part in parts if isinstance(part, CallArguments)]
-        assert len(names) == len(arguments) > 0
-        for tool, given in zip(names, arguments, strict=True):
-            jsonschema_rs.validate(schemas[tool], json.loads(given))
+        calls = calls_of([part for part in parts if not isinstance(part, Reasoning)])
+        assert calls, text
+        for tool, given in calls:
+            jsonschema_rs.validate(schemas[tool], given)
     assert ended >= 3
 
 
@@ -261,10 +207,8 @@ def test_keywords_of_any_letters_are_taken_and_read() -> None:
     text = written("lfm2", [("find", dict.fromkeys(NAMES, "x"))])
     for markers in (False, True):
         assert vocabulary(markers).takes(grammar("lfm2", markers, tools=[tool]), text)
-    parser = TurnParser(format_of("lfm2"), [tool], reasoning="closed", calls=True)
-    parts = [part for letter in text for part in parser.push(letter)]
-    shown = "".join(part.text for part in [*parts, *parser.close()] if isinstance(part, CallArguments))
-    assert json.loads(shown) == dict.fromkeys(NAMES, "x")
+    (found,) = arguments_of(parts_of(format_of("lfm2"), *text, tools=[tool]))
+    assert found == dict.fromkeys(NAMES, "x")
 
 
 @pytest.mark.parametrize("wrong", ["a=b", "a[0]", 'say "x"', "a,b", " a", "", "a" * 257])

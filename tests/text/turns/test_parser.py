@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.text.chat_templates import CALLING, TOOLS, Calls, format_of, written
+from helpers.text.turn_parts import calls_of, parts_of
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.parser import (
@@ -31,21 +30,6 @@ CALLS: list[Calls] = [
     [("get_weather", {"city": ODD})],
     [("get_weather", {"city": "Rome"}), ("ping", {}), ("get", {"at": {"x": 1}})],
 ]
-
-
-def parts_of(name: str, *texts: str, reasoning: str = "closed", tools: Sequence[Tool] = TOOLS) -> list[Part]:
-    parser = TurnParser(format_of(name), tools, reasoning=reasoning, calls=True)
-    parts = [part for text in texts for part in parser.push(text)]
-    return folded([*parts, *parser.close()])
-
-
-def calls_of(parts: Sequence[Part]) -> Calls:
-    """Names and arguments; the parts must hold nothing else and number the calls."""
-    starts = [part for part in parts if isinstance(part, CallStart)]
-    arguments = [part for part in parts if isinstance(part, CallArguments)]
-    assert len(starts) + len(arguments) == len(parts)
-    assert [part.index for part in starts] == [part.index for part in arguments] == list(range(len(starts)))
-    return [(start.name, json.loads(given.text)) for start, given in zip(starts, arguments, strict=True)]
 
 
 @pytest.mark.parametrize("name", CALLING)

@@ -5,60 +5,41 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
-import kvboost_edge
 from helpers.text.chat_templates import MARKERS, format_of, written
+from helpers.text.grammars import Vocabulary
+from helpers.text.turn_parts import arguments_of, parts_of
 from kvboost_edge.errors import RequestError
-from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.turns.braced.grammar import _NOT_HELD, _SHAPES
 from kvboost_edge.text.turns.formats import Tool
 from kvboost_edge.text.turns.grammar import calls_grammar
-from kvboost_edge.text.turns.parser import CallArguments, CallStart, TurnParser
+from kvboost_edge.text.turns.parser import CallArguments, CallStart
 
-DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 EITHER = pytest.mark.parametrize("markers", [False, True], ids=["as text", "as special tokens"])
-END = "<|end|>"
 
 
 @functools.cache
-def vocabulary(markers: bool) -> tuple[FastCodec, LLTokenizer, int]:
-    raw = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    if markers:
-        raw.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in MARKERS])
-    codec = FastCodec(raw)
-    end = raw.token_to_id(END)
-    return codec, LLTokenizer(codec.to_json(), n_vocab=codec.vocab_size, eos_token=[end]), end
+def vocabulary(markers: bool) -> Vocabulary:
+    return Vocabulary(MARKERS if markers else ())
 
 
 def grammar(schema: dict[str, Any], markers: bool) -> str:
-    codec, _, _ = vocabulary(markers)
     return calls_grammar(
         format_of("gemma4"), [Tool("f", schema)], choice="required", parallel=False, reasoning="closed",
-        special_id=codec.marker_id,
+        special_id=vocabulary(markers).codec.marker_id,
     )  # fmt: skip
 
 
-def matcher(schema: dict[str, Any], markers: bool) -> LLMatcher:
-    text = grammar(schema, markers)
-    made = LLMatcher(vocabulary(markers)[1], LLMatcher.grammar_from_lark(text), log_level=0)
-    assert not made.is_error(), made.get_error() + text
-    return made
-
-
 def takes(schema: dict[str, Any], text: str, markers: bool) -> bool:
-    ids, made = vocabulary(markers)[0].encode(text, False), matcher(schema, markers)
-    return made.try_consume_tokens(ids) == len(ids) and made.is_accepting()
+    return vocabulary(markers).takes(grammar(schema, markers), text)
 
 
 def shaped(properties: dict[str, Any], *required: str, **more: Any) -> dict[str, Any]:
@@ -150,25 +131,14 @@ def test_members_stand_in_the_schemas_order_or_by_name(markers: bool) -> None:
         assert not takes(schema, f"<|tool_call>call:f{{{inner}}}<tool_call|>", markers), inner
 
 
-def sampled(schema: dict[str, Any], markers: bool, seed: int, most: int = 200) -> str | None:
+WANTED = ("<tool_call|>", '<|"|>', "}", "]", "1", ",", "x")
+
+
+def sampled(schema: dict[str, Any], markers: bool, seed: int) -> str | None:
     """Noise that fits, ends and brackets first; None where it did not end."""
-    codec, _, end = vocabulary(markers)
-    made, choose = matcher(schema, markers), random.Random(seed)
-    ids: list[int] = []
-    wanted = ["<tool_call|>", '<|"|>', "}", "]", "1", ",", "x"]
-    while len(ids) < most and not made.is_stopped():
-        text = codec.encode(choose.choice(wanted), False)
-        if choose.random() < 0.6 and made.validate_tokens(text) == len(text):
-            step = text
-        else:
-            bits = int.from_bytes(made.compute_bitmask(), "little")
-            allowed = [i for i in range(codec.vocab_size) if bits >> i & 1]
-            step = [end if end in allowed else choose.choice(allowed)]
-        if step == [end]:
-            return codec.decode(ids, False)
-        assert made.consume_tokens(step), made.get_error()
-        ids += step
-    return codec.decode(ids, False) if made.is_stopped() else None
+    words, made = vocabulary(markers), grammar(schema, markers)
+    text, ended = words.sample(made, seed, WANTED, often=0.6, ends=1.0, most=200)
+    return text if ended else None
 
 
 @EITHER
@@ -180,8 +150,7 @@ def test_noise_under_a_grammar_is_read_back_and_fits(name: str, markers: bool) -
         if text is None:
             continue
         ended += 1
-        parser = TurnParser(format_of("gemma4"), [Tool("f", SCHEMAS[name])], reasoning="closed", calls=True)
-        start, arguments = [*parser.push(text), *parser.close()]
+        start, arguments = parts_of(format_of("gemma4"), text, tools=[Tool("f", SCHEMAS[name])])
         assert start == CallStart(0, "f")
         assert isinstance(arguments, CallArguments)
         read = json.loads(arguments.text, parse_float=lambda text: min(float(text), 1e300))  # 1e999 is a number, too
@@ -244,23 +213,21 @@ def test_any_object_is_a_schema_or_is_refused(part: dict[str, Any], seed: int) -
         text = grammar(schema, True)
     except RequestError:
         return
-    made = LLMatcher(vocabulary(True)[1], LLMatcher.grammar_from_lark(text), log_level=0)
+    made = LLMatcher(vocabulary(True).known, LLMatcher.grammar_from_lark(text), log_level=0)
     if made.is_error():
         assert "lark" not in made.get_error().lower() or "json" in made.get_error().lower(), made.get_error()
         return
     told = sampled(schema, True, seed)
     if told is None:
         return
-    parser = TurnParser(format_of("gemma4"), [Tool("f", schema)], reasoning="closed", calls=True)
-    _, arguments = [*parser.push(told), *parser.close()]
-    assert isinstance(arguments, CallArguments)
+    (arguments,) = arguments_of(parts_of(format_of("gemma4"), told, tools=[Tool("f", schema)]))
     not_held = {"pattern", "minLength"}
     checked = json.loads(
         json.dumps(schema), object_hook=lambda one: {k: v for k, v in one.items() if k not in not_held}
     )
     with contextlib.suppress(jsonschema_rs.ValidationError):  # what is no schema has nothing to fit
         validator = jsonschema_rs.validator_for(checked)
-        assert validator.is_valid(json.loads(arguments.text)), (schema, arguments.text)
+        assert validator.is_valid(arguments), (schema, arguments)
 
 
 def test_a_schema_of_any_depth_is_refused_or_held() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.text import turn_parts
 from helpers.text.chat_templates import format_of, written
+from helpers.text.turn_parts import arguments_of
 from kvboost_edge.text.turns.formats import Tool
-from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, TurnParser, folded
+from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, TurnParser
 
 ANY = [Tool("f", {}), Tool("find", {"type": "object", "properties": {"text": {"type": "string"}}})]
 QUOTES = {"gemma4": '<|"|>', "escaped": "<escape>"}
@@ -19,14 +22,7 @@ EACH = pytest.mark.parametrize("name", QUOTES)
 DEEP = 300
 
 
-def parts_of(name: str, *texts: str) -> list[Part]:
-    parser = TurnParser(format_of(name), ANY, reasoning="closed", calls=True)
-    parts = [part for text in texts for part in parser.push(text)]
-    return folded([*parts, *parser.close()])
-
-
-def arguments_of(parts: list[Part]) -> list[Any]:
-    return [json.loads(part.text) for part in parts if isinstance(part, CallArguments)]
+parts_of = functools.partial(turn_parts.parts_of, tools=ANY)
 
 
 def deep(levels: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -13,11 +12,11 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
 
-import kvboost_edge
 from helpers.text.chat_templates import CHANNELS as TEMPLATE
 from helpers.text.chat_templates import TOOLS
+from helpers.text.grammars import DEMO, Vocabulary
+from helpers.text.turn_parts import parts_of
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -28,7 +27,6 @@ from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, Reasoning, TurnParser, folded
 from kvboost_edge.text.turns.reader import Turn, TurnReader
 
-DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 FORMAT = turn_format(ChatTemplate(TEMPLATE, model_name="m", variables={}).render)
 MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")  # the demo has <|end|>
 THOUGHT = "<|channel|>analysis<|message|>We need weather.<|end|><|start|>assistant"
@@ -116,10 +114,7 @@ TURNS: dict[str, tuple[str, list[Part]]] = {
 }  # fmt: skip
 
 
-def parts_of(*texts: str, state: str = "possible", calls: bool = True) -> list[Part]:
-    parser = TurnParser(FORMAT, TOOLS, reasoning=state, calls=calls)
-    parts = [part for text in texts for part in parser.push(text)]
-    return folded([*parts, *parser.close()])
+read = functools.partial(parts_of, FORMAT, reasoning="possible")
 
 
 def test_the_format_is_read_from_the_template() -> None:
@@ -144,10 +139,10 @@ def test_calls_in_other_words_are_not_known() -> None:
 @pytest.mark.parametrize("name", TURNS)
 def test_recorded_turns_cut_everywhere(name: str) -> None:
     text, wanted = TURNS[name]
-    assert parts_of(text) == wanted
-    assert parts_of(*text) == wanted, "character by character"
+    assert read(text) == wanted
+    assert read(*text) == wanted, "character by character"
     for at in range(1, len(text)):
-        assert parts_of(text[:at], text[at:]) == wanted, at
+        assert read(text[:at], text[at:]) == wanted, at
 
 
 @settings(deadline=None)
@@ -155,7 +150,7 @@ def test_recorded_turns_cut_everywhere(name: str) -> None:
 def test_recorded_turns_in_any_pieces(name: str, cuts: list[int]) -> None:
     text, wanted = TURNS[name]
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    assert parts_of(*(text[a:b] for a, b in itertools.pairwise(places))) == wanted
+    assert read(*(text[a:b] for a, b in itertools.pairwise(places))) == wanted
 
 
 @pytest.mark.parametrize("name", TURNS)
@@ -179,18 +174,17 @@ def test_what_is_shown_is_never_taken_back(name: str) -> None:
     ],
 )
 def test_prompts_that_end_inside_of_a_message(state: str, text: str, wanted: list[Part]) -> None:
-    assert parts_of(text, state=state) == parts_of(*text, state=state) == wanted
+    assert read(text, reasoning=state) == read(*text, reasoning=state) == wanted
 
 
 def test_a_tool_may_have_the_longest_name() -> None:
     name = "n" * 128
     text = f"{THOUGHT} to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>{{}}<|call|>"
-    parser = TurnParser(FORMAT, [Tool(name, {})], reasoning="possible", calls=True)
-    assert [*parser.push(text), *parser.close()][1:] == [CallStart(0, name), CallArguments(0, "{}")]
+    assert read(text, tools=[Tool(name, {})])[1:] == [CallStart(0, name), CallArguments(0, "{}")]
 
 
 def test_where_no_call_is_wanted_none_is_shown() -> None:
-    (part,) = parts_of(CALL, calls=False)
+    (part,) = read(CALL, calls=False)
     assert part == Content(CALL.removesuffix("<|call|>"))
 
 
@@ -296,28 +290,10 @@ def test_a_call_ends_a_turn() -> None:
 # -- grammars --
 
 
-class Words:
-    """The demo's tokens with the markers as special tokens; `<|end|>` ends no turn here."""
-
-    def __init__(self, *, special: bool) -> None:
-        raw = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-        raw.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in (MARKERS if special else ())])
-        raw.add_special_tokens([tokenizers.AddedToken("<eot>", normalized=False)])
-        self.codec = FastCodec(raw)
-        self.known = LLTokenizer(
-            self.codec.to_json(), n_vocab=self.codec.vocab_size, eos_token=[raw.token_to_id("<eot>")]
-        )
-
-    def takes(self, grammar: str, text: str) -> bool:
-        matcher = LLMatcher(self.known, LLMatcher.grammar_from_lark(grammar), log_level=0)
-        assert not matcher.is_error(), matcher.get_error() + grammar
-        ids = self.codec.encode(text, False)
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
 @functools.cache
-def words(special: bool) -> Words:
-    return Words(special=special)
+def words(special: bool) -> Vocabulary:
+    """With the markers as special tokens, or as text; `<|end|>` ends no turn here."""
+    return Vocabulary(MARKERS if special else (), end="<eot>")
 
 
 def _grammar(special: bool, choice: str, state: str = "possible", **more: Any) -> str:
@@ -385,7 +361,7 @@ def test_an_answer_in_json_stands_in_its_channel(special: bool) -> None:
 
 
 def test_what_a_grammar_takes_is_read_as_a_call_that_fits() -> None:
-    _, start, arguments = parts_of(THOUGHT + PLAIN_CALL)
+    _, start, arguments = read(THOUGHT + PLAIN_CALL)
     assert isinstance(start, CallStart)
     assert isinstance(arguments, CallArguments)
     jsonschema_rs.validator_for(TOOLS[0].parameters).validate(json.loads(arguments.text))
