@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -54,6 +55,25 @@ def kept_logging() -> Iterator[None]:
     for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
         logger.handlers, logger.propagate = handlers, propagate
         logger.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def _tiny_engine(tiny_model_dir: Path) -> Iterator[Any]:
+    from kvboost_edge import CPUPagedEngine
+
+    options = {"num_blocks": 64, "backend": "cpu", "dtype": "float32", "debug_checks": True, "reuse_gate": "off"}
+    with CPUPagedEngine.from_pretrained(str(tiny_model_dir), **options) as engine:
+        yield engine
+
+
+@pytest.fixture
+def tiny_engine(_tiny_engine: Any) -> Iterator[Any]:
+    """An engine that these tests share, with nothing in its pool; what a test does to it is undone."""
+    engine, runner = _tiny_engine, _tiny_engine._core._runner
+    forward = runner.forward
+    engine.reset_cache()
+    yield engine
+    runner.forward = forward
 
 
 @pytest.fixture

@@ -7,11 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import httpx
-
 from kvboost_edge.server.app import ROUTERS
 
-__all__ = ["ASKED", "GENERATING", "MODEL", "PATHS", "READ", "asked", "error_text", "named_events", "said"]
+__all__ = ["ASKED", "GENERATING", "MODEL", "PATHS", "READ", "TEXTS", "asked", "error_text", "said"]
 
 MODEL = "kvboost-edge/demo"
 Json = dict[str, Any]
@@ -55,6 +53,9 @@ GENERATING: dict[str, str] = {
 }
 """The paths that generate, and the field that says how many tokens. (/infill does with other models.)"""
 
+TEXTS = [path for path in ASKED if "hello" in json.dumps(ASKED[path]("hello"))]
+"""The paths whose bodies hold the text itself."""
+
 _ROUTES = [(route.path, route.methods) for router in ROUTERS for route in router.routes]
 PATHS = tuple(dict.fromkeys(path for path, methods in _ROUTES if "POST" in methods))
 READ = tuple(
@@ -92,15 +93,3 @@ def error_text(path: str, content: bytes) -> str:
         message = answer["error"]["message"]
     assert isinstance(message, str), answer
     return message
-
-
-def named_events(answer: httpx.Response) -> list[Json]:
-    """The events of a stream, each of which is named as its data says."""
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = []
-    for block in answer.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events

@@ -1,14 +1,59 @@
-"""A fake model that says what a test wrote, and a chat template with tools and reasoning."""
+"""A fake model that says what a test wrote, in each format of reasoning and calls that chat templates have."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken
 
-from helpers.engine.fake_runner import EOS_ID, VOCAB_SIZE
+from helpers.engine import fake_runner
+from helpers.engine.fake_runner import EOS_ID
+from helpers.text.chat_templates import CHANNELS
+from helpers.text.gemma_templates import GEMMA4
+from helpers.text.hybrid_templates import LFM2_UNSHOWN
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["TEMPLATE", "Speaker"]
+__all__ = [
+    "ARGUMENTS",
+    "ASK",
+    "CALL",
+    "CLOCK",
+    "FORMATS",
+    "TEMPLATE",
+    "TOOLS",
+    "WEATHER",
+    "Format",
+    "Speaker",
+    "scripted",
+]
+
+Call = tuple[str, dict[str, Any]]
+
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "description": "Weather of a city",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "at": {"type": "array", "items": {"enum": ["noon", "night"]}, "maxItems": 2},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+CLOCK: dict[str, Any] = {"name": "clock"}
+TOOLS = [{"type": "function", "function": one} for one in (WEATHER, CLOCK)]
+ASK = [{"role": "user", "content": "And the weather?"}]
+ARGUMENTS = {"city": 'Köln 🌧 "x", {a:1}<|"|', "days": 2, "at": ["noon"]}
 
 TEMPLATE = """
 {%- if tools %}<|system|>Tools:
@@ -35,29 +80,166 @@ TEMPLATE = """
 
 {% endif %}
 {%- endif %}"""
-
+_WORDS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
 _TURN, _NO_THOUGHTS = "<|assistant|>", "<think>\n\n</think>\n\n"
 
 
-class Speaker:
-    """What the model says in its turn, byte by byte; beyond it the end. `openings`: what a turn begins behind."""
+def _hermes(calls: Sequence[Call]) -> str:
+    made = [json.dumps({"name": name, "arguments": values}, ensure_ascii=False) for name, values in calls]
+    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in made)
 
-    def __init__(self, engine: Any) -> None:
-        self._codec = engine.tokenizer.codec
-        self.text = ""
-        self.openings = [_TURN, _TURN + _NO_THOUGHTS]
+
+def _gemma(calls: Sequence[Call]) -> str:
+    def value(one: Any) -> str:
+        if isinstance(one, list):
+            return f"[{','.join(map(value, one))}]"
+        return f'<|"|>{one}<|"|>' if isinstance(one, str) else str(one)
+
+    made = [(name, ",".join(f"{key}:{value(one)}" for key, one in values.items())) for name, values in calls]
+    return "".join(f"<|tool_call>call:{name}{{{values}}}<tool_call|>" for name, values in made)
+
+
+def _lfm2(calls: Sequence[Call]) -> str:
+    def value(one: Any) -> str:
+        return repr(one) if isinstance(one, str) else json.dumps(one)
+
+    made = [f"{name}({','.join(f'{key}={value(one)}' for key, one in values.items())})" for name, values in calls]
+    return f"<|tool_call_start|>[{', '.join(made)}]<|tool_call_end|>"
+
+
+def _harmony(calls: Sequence[Call]) -> str:
+    ((name, values),) = calls
+    arguments = json.dumps(values, ensure_ascii=False)
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a model writes its turns.
+
+    openings   its turn begins after one of these
+    call       what a call begins with
+    markers    special tokens of its vocabulary
+    thought    reasoning, and said: text in front of calls; None: it has no such thing
+    text       text that ends a turn
+    most       calls in one turn
+    ends       tokens that end a turn with calls, and one without; (): the fakes' own
+    """
+
+    template: str
+    openings: tuple[str, ...]
+    calls: Callable[[Sequence[Call]], str]
+    call: str
+    markers: tuple[str, ...] = ()
+    thought: str | None = "<think>\n{}\n</think>\n\n"
+    said: str = "{}\n"
+    text: str = "{}"
+    most: int = 2
+    ends: tuple[str, ...] = ()
+
+    def turn(self, thought: str = "", text: str = "", calls: Sequence[Call] = ()) -> str:
+        """A turn with these parts."""
+        begin = (self.thought or "").format(thought) if thought else ""
+        if not calls:
+            return begin + (self.text.format(text) if text else "")
+        return begin + (self.said.format(text) if text else "") + self.calls(calls)
+
+
+FORMATS = {
+    "hermes": Format(TEMPLATE, (_TURN, _TURN + _NO_THOUGHTS), _hermes, "<tool_call>"),
+    # A template without tools: the model is told of them in words.
+    "words": Format(_WORDS, (_TURN,), _hermes, "<tool_call>", thought=None),
+    "gemma": Format(
+        GEMMA4,
+        ("<|turn>model\n", "<tool_response|>"),
+        _gemma,
+        "<|tool_call>",
+        thought="<|channel>thought\n{}\n<channel|>",
+        said="{}",
+    ),
+    # A template that lists tools between markers and leaves calls out.
+    "lfm2": Format(
+        LFM2_UNSHOWN,
+        ("<|im_start|>assistant\n",),
+        _lfm2,
+        "<|tool_call_start|>",
+        ("<|im_start|>", "<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+        thought=None,
+    ),
+    "harmony": Format(
+        CHANNELS,
+        ("<|start|>assistant",),
+        _harmony,
+        "<|channel|>commentary to=",
+        ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
+        thought="<|channel|>analysis<|message|>{}<|end|><|start|>assistant",
+        said="<|channel|>commentary<|message|>{}<|end|><|start|>assistant",
+        text="<|channel|>final<|message|>{}",
+        most=1,
+        ends=("<|call|>", "<|return|>"),
+    ),
+}
+CALL = _hermes([("weather", ARGUMENTS)])
+
+
+class Speaker:
+    """What the model says in its turn, token by token, and then the end. `seen`: the tokens of the last pass."""
+
+    def __init__(self, engine: Any, form: Format = FORMATS["hermes"]) -> None:
+        self._tokenizer = engine.tokenizer
+        self.text = "Good day."
+        self.openings: Sequence[str] = form.openings
+        self.ends = [self._ids(end)[0] for end in form.ends] or [EOS_ID] * 2
+        self.seen: list[int] = []
 
     def logits(self, token_ids: Any) -> Any:
-        ids = [int(i) for i in token_ids]
-        begins = [self._behind(ids, self._codec.encode(text, False)) for text in self.openings]
-        whole, done = self._codec.encode(self.text, False), len(ids) - max(begins)
-        row = np.zeros(VOCAB_SIZE, np.float32)
-        row[EOS_ID] = 5.0
+        self.seen = np.asarray(token_ids).tolist()
+        ids, whole = self._letters(self.seen), self._letters(self._ids(self.text))
+        ends = [end for opening in self.openings for end in _ends(ids, self._letters(self._ids(opening)))]
+        # A turn may hold what opens one: it begins where all that follows was said.
+        begin = min((end for end in ends if whole.startswith(ids[end:])), default=max(ends, default=0))
+        done = len(ids) - begin
+        row = np.zeros(fake_runner.VOCAB_SIZE, np.float32)
+        row[self.ends[not self.text.endswith("}")]] = 5.0
         if done < len(whole):
-            row[whole[done]] = 50.0
+            row[ord(whole[done])] = 50.0
         return row
 
-    def _behind(self, ids: list[int], marker: list[int]) -> int:
-        """The position behind the last marker, 0 without one."""
-        size = len(marker)
-        return next((end for end in range(len(ids), size - 1, -1) if ids[end - size : end] == marker), 0)
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.codec.encode(text, False)
+        return ids
+
+    @staticmethod
+    def _letters(ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def _ends(text: str, marker: str) -> Iterator[int]:
+    at = text.find(marker)
+    while at >= 0:
+        yield at + len(marker)
+        at = text.find(marker, at + 1)
+
+
+@contextmanager
+def scripted(
+    patch: Any, form: Format = FORMATS["hermes"], num_blocks: int = 1024, max_context: int = 8000
+) -> Iterator[Any]:
+    """An engine of a model that writes so, and its `Speaker`; the fakes are patched until the test ends."""
+    raw = fake_runner.fake_tokenizer().codec.to_json()
+    patch.setattr(fake_runner, "fake_tokenizer", lambda: _with_markers(raw, form.markers))
+    patch.setattr(fake_runner, "VOCAB_SIZE", 260 + len(form.markers))
+    parts = fake_runner.fake_parts(num_blocks, max_context=max_context)
+    ends = frozenset(parts.tokenizer.encode(end, False)[0] for end in form.ends) or parts.eos_token_ids
+    config = EngineConfig.from_options(debug_checks=True, reuse_gate="off")
+    with CPUPagedEngine._from_parts(dataclasses.replace(parts, eos_token_ids=ends), config) as engine:
+        engine.tokenizer.chat_template = form.template
+        speaker = Speaker(engine, form)
+        patch.setattr(fake_runner, "token_logits", speaker.logits)
+        yield engine, speaker
+
+
+def _with_markers(raw: str, markers: Sequence[str]) -> Tokenizer:
+    backend = fake_runner.RawTokenizer.from_str(raw)
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in markers])
+    return Tokenizer.from_transformers(backend)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
-
-import httpx
 import pytest
 
-from helpers.engine import fake_runner
-from helpers.engine.fake_runner import fake_engine
 from helpers.server.live_servers import app_client
-from helpers.server.scripted_model import TEMPLATE, Speaker
+from helpers.server.scripted_model import FORMATS, scripted
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
@@ -19,29 +13,39 @@ KEYS = ("first-key", "second-key")
 
 
 @pytest.fixture
-def spoken_engine() -> Iterator[Any]:
+def form(request):
+    """The format of the model's turns; tests choose others by `indirect`."""
+    return getattr(request, "param", "hermes")
+
+
+@pytest.fixture
+def _scripted(form, monkeypatch):
+    with scripted(monkeypatch, FORMATS[form]) as found:
+        yield found
+
+
+@pytest.fixture
+def spoken_engine(_scripted):
     """A new one for each test, some milliseconds: tests change its template."""
-    with fake_engine(num_blocks=1024, max_context=8000) as engine:
-        engine.tokenizer.chat_template = TEMPLATE
-        yield engine
+    return _scripted[0]
 
 
 @pytest.fixture
-def speaker(spoken_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Speaker:
-    speaker = Speaker(spoken_engine)
-    speaker.text = "Good day."
-    monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
-    return speaker
+def speaker(_scripted):
+    return _scripted[1]
 
 
 @pytest.fixture
-async def app(spoken_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with app_client(create_app(spoken_engine, ServerSettings(model_name="fake"))) as client:
+async def app(spoken_engine):
+    """`app.engine` is the engine, `app.state` the model's."""
+    served = create_app(spoken_engine, ServerSettings(model_name="fake", max_queue_tokens=1 << 22))
+    async with app_client(served) as client:
+        client.engine, client.state = spoken_engine, served.state.kv.first
         yield client
 
 
 @pytest.fixture
-async def keyed_app(spoken_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def keyed_app(spoken_engine):
     """With two API keys, which are two tenants."""
     app = create_app(spoken_engine, ServerSettings(model_name="fake", api_keys=KEYS))
     async with app_client(app) as client:

@@ -94,27 +94,10 @@ async def test_other_forms(app: httpx.AsyncClient, spelled: dict[str, Any], form
     assert re.fullmatch(form, text_of(answer.json()))
 
 
-@pytest.mark.parametrize(
-    "spelled", [{}, {"response_format": None}, {"response_format": {"type": "text"}}, {"grammar": ""}], ids=str
-)
-async def test_nothing_asked_for_leaves_the_answer_as_it_is(app: httpx.AsyncClient, spelled: dict[str, Any]) -> None:
-    plain = await app.post(CHAT, json=body(CHAT, max_tokens=8))
-    answer = await app.post(CHAT, json=body(CHAT, max_tokens=8, **spelled))
-    assert text_of(answer.json()) == text_of(plain.json())
-
-
 async def test_any_object(app: httpx.AsyncClient) -> None:
     answer = await app.post(CHAT, json=body(CHAT, max_tokens=200, response_format={"type": "json_object"}))
     assert answer.status_code == 200
     assert text_of(answer.json()).startswith("{")
-
-
-async def test_a_stream_is_the_whole(app: httpx.AsyncClient) -> None:
-    whole = await app.post(CHAT, json=body(CHAT, response_format=NAMED))
-    async with app.stream("POST", CHAT, json=body(CHAT, response_format=NAMED, stream=True)) as answer:
-        events = [json.loads(line[6:]) async for line in answer.aiter_lines() if line.startswith("data: {")]
-    pieces = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
-    assert "".join(pieces) == text_of(whole.json())
 
 
 async def test_several_choices_fit_each(app: httpx.AsyncClient) -> None:
@@ -123,35 +106,6 @@ async def test_several_choices_fit_each(app: httpx.AsyncClient) -> None:
     assert len(set(texts)) > 1
     for text in texts:
         jsonschema_rs.validate(SCHEMA, json.loads(text))
-
-
-@pytest.mark.parametrize(
-    ("more", "param", "message"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format", "must be"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "must be"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format", "an object"),
-        ({"response_format": "json"}, "response_format", "must be"),
-        ({"json_schema": 3}, "json_schema", "an object"),
-        ({"guided_choice": "a"}, "guided_choice", "a list of strings"),
-        ({"structured_outputs": {"xml": 1}}, "structured_outputs", "with one of"),
-        ({"grammar": 'root ::= "a"', "guided_regex": "b"}, "guided_regex", "both given"),
-        ({"response_format": NAMED, "json_schema": {"type": "null"}}, "json_schema", "both given"),
-        ({"json_schema": {"type": "object", "not": {}}}, None, "not supported"),
-        ({"guided_regex": "("}, None, "regex is not supported"),
-        ({"kvboost": {"speculation": "often"}}, "kvboost", "speculation"),
-        ({"kvboost": {"max_draft_tokens": 64}}, "kvboost", "max_draft_tokens"),
-    ],
-    ids=str,
-)
-async def test_what_is_wrong_is_named(
-    app: httpx.AsyncClient, more: dict[str, Any], param: str | None, message: str
-) -> None:
-    answer = await app.post(CHAT, json=body(CHAT, **more))
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert message in error["message"]
-    assert param is None or error["param"] == param
 
 
 async def test_drafts_are_counted_and_change_nothing(app: httpx.AsyncClient) -> None:
@@ -172,23 +126,10 @@ async def test_drafts_are_counted_and_change_nothing(app: httpx.AsyncClient) -> 
     assert found["vllm:spec_decode_num_accepted_tokens_total"] >= answers["on"]["timings"]["draft_n_accepted"]
 
 
-@pytest.mark.parametrize(
-    ("schema", "match"),
-    [
-        ({"description": "x" * (5 << 20)}, "bytes"),
-        ({"type": "integer", "multipleOf": 999_983}, "multipleOf 999983"),
-        ({"$ref": "#"}, "not supported"),
-        ({"anyOf": [{"const": f"{number:09}"} for number in range(9000)]}, "objects"),
-    ],
-    ids=["5 MB", "a large divisor", "itself", "9,000 branches"],
-)
-async def test_a_hostile_schema_is_a_bad_request_by_name(
-    app: httpx.AsyncClient, schema: dict[str, Any], match: str
-) -> None:
-    answer = await app.post(CHAT, json=body(CHAT, json_schema=schema))
+async def test_a_schema_of_5_mb_is_refused(app: httpx.AsyncClient) -> None:
+    answer = await app.post(CHAT, json=body(CHAT, json_schema={"description": "x" * (5 << 20)}))
     assert 400 <= answer.status_code < 500
-    assert match in answer.text or answer.status_code == 413
-    assert (await app.post(CHAT, json=body(CHAT, max_tokens=2))).status_code == 200
+    assert "bytes" in answer.text or answer.status_code == 413
 
 
 async def test_what_is_compiled_does_not_hold_the_event_loop(

@@ -1,10 +1,7 @@
-"""/v1/chat/completions by the real client, LangChain and LlamaIndex: against the engine's own answers."""
+"""/v1/chat/completions by the real client: against the engine's own answers."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import openai
@@ -140,49 +137,3 @@ def test_what_the_template_refuses_is_a_bad_request(client: openai.OpenAI, live_
         client.chat.completions.create(model=MODEL, messages=messages)
     assert long.value.code == "context_length_exceeded"
     assert long.value.param == "messages"
-
-
-LANGCHAIN = """
-import json, sys
-from langchain_openai import ChatOpenAI
-options = {"api_key": "none", "model": "kvboost-edge/demo", "temperature": 0, "max_tokens": 10, "max_retries": 0}
-model = ChatOpenAI(base_url=sys.argv[1], **options)
-conversation = [("system", "Answer in one sentence."), ("human", "What grinds the corn?")]
-answer = model.invoke(conversation)
-pieces = [piece.content for piece in model.stream(conversation)]
-both = model.batch([conversation, conversation])
-print(json.dumps([answer.content, "".join(pieces), answer.usage_metadata["input_tokens"], [b.content for b in both]]))
-"""
-LLAMAINDEX = """
-import json, sys
-from llama_index.core.llms import ChatMessage
-from llama_index.llms.openai import OpenAI
-
-class Local(OpenAI):
-    @property
-    def metadata(self):  # theirs knows OpenAI's model names only
-        from llama_index.core.llms import LLMMetadata
-        return LLMMetadata(context_window=2048, num_output=10, is_chat_model=True, model_name=self.model)
-
-options = {"api_key": "none", "model": "kvboost-edge/demo", "temperature": 0, "max_tokens": 10, "max_retries": 0}
-model = Local(api_base=sys.argv[1], **options)
-system = ChatMessage(role="system", content="Answer in one sentence.")
-conversation = [system, ChatMessage(role="user", content="What grinds the corn?")]
-answer = model.chat(conversation)
-pieces = [piece.delta for piece in model.stream_chat(conversation)]
-usage = answer.additional_kwargs["prompt_tokens"]
-print(json.dumps([answer.message.content, "".join(pieces), usage, [answer.message.content] * 2]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", [LANGCHAIN, LLAMAINDEX], ids=["langchain", "llamaindex"])
-def test_other_clients_work_unchanged(program: str, live_server: LiveServer) -> None:
-    """In a process of their own: what they warn about and start is theirs."""
-    run = subprocess.run(
-        [sys.executable, "-c", program, f"{live_server.base_url}/v1"], capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    expected = live_server.engine.generate(MESSAGES, max_new_tokens=10)
-    text = expected.output_text
-    assert json.loads(run.stdout.splitlines()[-1]) == [text, text, expected.prompt_tokens, [text, text]]

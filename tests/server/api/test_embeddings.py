@@ -1,4 +1,4 @@
-"""/v1/embeddings and /v1/rerank: OpenAI's and LangChain's own clients against the engine, and bad input by name."""
+"""/v1/embeddings and /v1/rerank: OpenAI's own client against the engine, and bad input by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from langchain_openai import OpenAIEmbeddings
 from tokenizers import AddedToken, Tokenizer
 
 from helpers.models.embedding_models import DENSE, save_two_way_model
@@ -86,17 +85,6 @@ def test_every_kind_of_input_and_fewer_dimensions_are_answered(server: LiveServe
         answer = client.post("/v1/embeddings", json={"input": given, "dimensions": 5, "user": "me"}).json()
         EmbeddingAnswer.model_validate(answer, strict=True)
         assert (np.array([answer["data"][0]["embedding"]], np.float32) == expected).all()
-
-
-def test_langchains_client_gets_them_too(server: LiveServer) -> None:
-    embeddings = OpenAIEmbeddings(
-        base_url=f"{server.base_url}/v1",
-        api_key="none",  # type: ignore[arg-type]
-        model=name_of(server),
-        check_embedding_ctx_length=False,  # else it sends the token ids of another vocabulary
-    )
-    assert (np.array(embeddings.embed_documents(TEXTS), np.float32) == server.engine.embed(TEXTS)).all()
-    assert (np.array(embeddings.embed_query("x"), np.float32) == server.engine.embed(["x"])[0]).all()
 
 
 def test_many_more_inputs_than_run_at_once_are_answered_in_order(server: LiveServer, client: httpx.Client) -> None:

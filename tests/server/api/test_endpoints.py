@@ -218,21 +218,21 @@ async def test_stats_are_the_engines(tiny_app: httpx.AsyncClient, tiny_engine: A
     assert stats["throughput"]["generated_tokens_per_second"] > 0
 
 
-async def test_blocks_are_the_engines_map(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
+async def test_blocks_are_the_engines_map(app, spoken_engine):
     secret = "a text with the word xylophone in it, twice: xylophone. " * 3
-    await tiny_app.post("/v1/completions", json={"prompt": secret, "max_tokens": 2})
-    answer = await tiny_app.get("/v1/blocks")
+    await app.post("/v1/completions", json={"prompt": secret, "max_tokens": 2})
+    answer = await app.get("/v1/blocks")
     assert answer.headers["cache-control"] == "no-store"
     assert "xylophone" not in answer.text
     blocks = answer.json()
     states = list(base64.b64decode(blocks["states"]))
-    assert states == tiny_engine.block_map()
+    assert states == spoken_engine.block_map()
     assert sum(blocks["counts"].values()) == blocks["num_blocks"] == len(states)
     assert blocks["counts"]["cached"] == states.count(1) > 0
-    details = tiny_engine.block_details(10**6)
+    details = spoken_engine.block_details(10**6)
     assert list(base64.b64decode(blocks["refs"])) == [detail.refs for detail in details]
     assert list(base64.b64decode(blocks["tokens"])) == [detail.tokens for detail in details]
-    pool = tiny_engine.paged_stats()
+    pool = spoken_engine.paged_stats()
     assert blocks["memory"]["pool_bytes"] == pool["pool_bytes"]
     assert blocks["hit_rate"] == 0.0
     chunks = pool["loaded_chunks"]

@@ -4,16 +4,17 @@ that was asked."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_args, get_type_hints
 
-import httpx
 import pytest
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
 
 from helpers.server.api_bodies import ASKED, GENERATING, MODEL, error_text, said
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.api.bounds import BOUNDS
-from kvboost_edge.server.app import create_app
+from kvboost_edge.server.app import ROUTERS, create_app
 from kvboost_edge.server.settings import ServerSettings
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
@@ -95,11 +96,24 @@ TAKEN = {
 _CALL = {"function": {"name": "clock", "arguments": {}}}
 
 
+# Fields that hold what is bounded by its bytes and depth: schemas, arguments of calls.
+UNBOUNDED = ("json_schema", "guided_json", "format", "tools", "messages", "input", "output_config", "response_format")
+_ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+TOLD = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p")
+TOLD += ("repetition_penalty", "priority", "max_tokens", "best_of", "logprobs", "max_completion_tokens", "top_logprobs")
+BODIES: dict[str, Any] = {
+    route.path: get_type_hints(route.endpoint)["body"]
+    for route in _ROUTES
+    if route.path in ASKED and route.path != "/cache/reset"
+}
+"""The model of the body of each path."""
+
+
 @pytest.fixture
-async def app(tiny_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def app(tiny_engine):
     app = create_app(tiny_engine, ServerSettings(model_name=MODEL, max_queue_tokens=1 << 22))
     async with app_client(app) as client:
-        client.document = app.openapi()  # type: ignore[attr-defined]
+        client.served = app
         yield client
 
 
@@ -120,10 +134,11 @@ def numbers_of(schema: dict[str, Any], all_of_them: dict[str, Any], place: tuple
         yield from numbers_of(one, all_of_them, at)
 
 
-async def test_the_table_has_every_number_of_every_body(app: Any) -> None:
-    schemas = app.document["components"]["schemas"]
+async def test_the_table_has_every_number_of_every_body(app):
+    document = app.served.openapi()
+    schemas = document["components"]["schemas"]
     found: dict[str, dict[str, str]] = {}
-    for path, methods in app.document["paths"].items():
+    for path, methods in document["paths"].items():
         for operation in methods.values():
             body = operation.get("requestBody", {"content": {}})["content"].get("application/json", {"schema": {}})
             for place, schema in numbers_of(body["schema"], schemas):
@@ -183,18 +198,31 @@ def name_of(place: str) -> str:
 
 
 @pytest.mark.parametrize("path", NUMBERS)
-async def test_a_number_outside_of_its_bound_is_refused_by_name(app: httpx.AsyncClient, path: str) -> None:
+async def test_a_number_outside_of_its_bound_is_refused_by_name(app, path):
     for place, bound in NUMBERS[path].items():
         for kind, value in bad_values(bound, place).items():
             answer = await app.post(path, content=with_value(path, place, value))
             assert answer.status_code in (400, 422), (place, kind, answer.text)
-            message = error_text(path, answer.content)
+            message, error = error_text(path, answer.content), answer.json()["error"]
             assert name_of(place) in message, (place, kind, message)
             assert len(message) < 500, (place, kind)
+            if "param" in error:
+                assert error["param"].partition(".")[0] == place.partition(".")[0], (place, kind, error)
+            if kind in ("below", "above") and place in TOLD:
+                assert message.endswith(f", not {value}"), "the value and its limit"
 
 
 @pytest.mark.parametrize("path", NUMBERS)
-async def test_a_null_is_as_if_it_was_not_given(app: httpx.AsyncClient, path: str) -> None:
+async def test_the_bounds_themselves_are_allowed(path):
+    for place, bound in NUMBERS[path].items():
+        low, high, integer, open_low = BOUNDS[bound]
+        for value in [high] if open_low else [low, high]:
+            text = json.dumps(int(value) if integer else value)
+            BODIES[path].model_validate_json(with_value(path, place, text))
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+async def test_a_null_is_as_if_it_was_not_given(app, path):
     """Or it is refused by name, where there has to be a number. Without a limit an answer would fill the context."""
     plain = (await app.post(path, json=ASKED[path]("hello"))).status_code
     required = {"/v1/messages": "max_tokens", "/v1/warm": "position_offset"}
@@ -207,3 +235,17 @@ async def test_a_null_is_as_if_it_was_not_given(app: httpx.AsyncClient, path: st
             assert name_of(place) in error_text(path, answer.content)
         else:
             assert answer.status_code == plain, (place, answer.text)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_optional_field_may_be_null_and_none_takes_any_number(path):
+    """A field that takes 10^30 has no bound."""
+    model, base = BODIES[path], ASKED[path]("hello")
+    for name, field in model.model_fields.items():
+        if type(None) in get_args(field.annotation) and name not in base:
+            body = model.model_validate({**base, name: None})
+            getattr(body, "check_together", bool)()
+        for huge in (10**30, 1e300, [10**30], {"1": 10**30}, {"1": 1e300}):
+            if name not in UNBOUNDED:
+                with pytest.raises(ValidationError):
+                    model.model_validate({**base, name: huge})

@@ -284,18 +284,6 @@ def test_several_prompts_are_told_apart(server: LiveServer, held: HeldForward) -
         assert where == list(range(len(where))), "before the first token of that prompt"
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_who_leaves_while_the_prompt_is_read_frees_all_within_a_step(
-    server: LiveServer, held: HeldForward, path: str
-) -> None:
-    with asking(server, path) as told:
-        held.step()
-        told.until(CHUNK)
-    wait_until(lambda: not server.state.admission.tickets, "the server to see that")
-    held.step()  # the one that was running
-    wait_until(server.idle, "its blocks to be free")
-
-
 @pytest.mark.parametrize(
     ("path", "error"),
     [

@@ -24,14 +24,6 @@ from kvboost_edge.server.work.grouping import PrefixGroups
 MODEL = "kvboost-edge/demo"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40, "ignore_eos": True}
 TEXT = {"model": MODEL, "prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
-ROUTES = [
-    ("/v1/completions", TEXT),
-    ("/v1/completions", {**TEXT, "stream": True}),
-    ("/v1/completions", {**TEXT, "prompt": ["one", "two", "three"], "n": 2}),
-    ("/v1/chat/completions", CHAT),
-    ("/v1/chat/completions", {**CHAT, "stream": True, "n": 2}),
-    ("/v1/warm", {"text": "word " * 60}),
-]
 
 
 @pytest.fixture
@@ -143,26 +135,6 @@ def test_a_stream_past_its_deadline_ends_with_an_error_event(tiny_engine, held):
         assert [error["code"] for error in errors] == ["deadline_exceeded"]
         held.release()
         wait_until(server.idle, "the work to stop")
-
-
-@pytest.mark.parametrize("steps", [0, 1, 5], ids=["prefill", "first-token", "decode"])
-@pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_a_disconnect_stops_the_work_within_a_step(tiny_engine, held, path, body, steps):
-    with serving(tiny_engine) as server:
-        held.step(steps)
-        with server.connect() as sock:
-            sock.sendall(server.request_bytes(path, body))
-            wait_until(lambda: held.steps == steps + 1 or (server.idle() and held.steps), "the step to begin")
-        wait_until(lambda: not server.state.admission.tickets, "the ticket to be given back")
-        begun = held.steps
-        held.release()
-        wait_until(server.idle, "the work to stop")
-        assert held.steps <= begun + 1
-        sequences = len(body["prompt"]) * 2 if isinstance(body.get("prompt"), list) else body.get("n", 1)
-        all_there = path == "/v1/warm" and steps  # one step is all it takes
-        assert finished(server, "abort") == (0 if all_there else sequences)
-        assert finished(server, "length") == (1 if all_there else 0)
-        tiny_engine._scheduler.manager.check_invariants([])
 
 
 def test_a_disconnect_while_queued_stops_the_request(tiny_engine, held):

@@ -144,41 +144,6 @@ def test_the_client_reads_streams(client: openai.OpenAI, live_server: LiveServer
     assert "".join(c.choices[0].text for c in texts if c.choices) == plain.output_text
 
 
-async def test_an_error_before_the_first_token_has_its_status(tiny_app: httpx.AsyncClient) -> None:
-    answer = await tiny_app.post(CHAT[0], json={**CHAT[1], "stream": True, "max_tokens": 10_000})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
-    missing = await tiny_app.post(CHAT[0], json={**CHAT[1], "stream": True, "model": "other"})
-    assert missing.status_code == 404
-
-
-async def test_a_failure_in_the_middle_is_an_event(
-    tiny_app: httpx.AsyncClient, tiny_engine: Any, monkeypatch: Any
-) -> None:
-    runner = tiny_engine._parts.runner
-    forward, passes = runner.forward, []
-
-    def failing(batch: Any) -> Any:
-        passes.append(batch)
-        if len(passes) > 3:
-            raise RuntimeError("a secret of the runner")
-        return forward(batch)
-
-    monkeypatch.setattr(runner, "forward", failing)
-    body = {**CHAT[1], "max_tokens": 20, "stream": True, "ignore_eos": True}
-    chunks = events(await tiny_app.post(CHAT[0], json=body))
-    assert len(chunks) > 1
-    error = chunks[-1]["error"]
-    assert error["type"] == "server_error"
-    assert "secret" not in json.dumps(chunks)
-    whole = await tiny_app.post(CHAT[0], json={**body, "stream": False})
-    assert whole.status_code == 500
-    assert "secret" not in whole.text
-    monkeypatch.setattr(runner, "forward", forward)
-    assert (await tiny_app.post(CHAT[0], json={**body, "stream": False})).status_code == 200
-    assert tiny_engine.paged_stats()["used_blocks"] == 0
-
-
 @contextmanager
 def posted(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator[None]:
     """Send a request, and close the connection when the block is left."""
@@ -187,45 +152,6 @@ def posted(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator[None
     with socket.create_connection((server.host, server.port), timeout=30) as connection:
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         yield
-
-
-class Gate:
-    """Holds the engine's forward passes once closed."""
-
-    def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
-        self.reached = threading.Event()
-        self.open = threading.Event()
-        runner = engine._parts.runner
-        forward, passes = runner.forward, []
-
-        def held(batch: Any) -> Any:
-            passes.append(batch)
-            if len(passes) > allowed:
-                self.reached.set()
-                assert self.open.wait(30)
-            return forward(batch)
-
-        monkeypatch.setattr(runner, "forward", held)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("allowed", [0, 3], ids=["prefill", "decode"])
-def test_a_client_that_goes_ends_its_work(
-    live_server: LiveServer, monkeypatch: pytest.MonkeyPatch, stream: bool, allowed: int
-) -> None:
-    engine = live_server.engine
-    gate = Gate(engine, monkeypatch, allowed)
-    body = {**CHAT[1], "max_tokens": 1000, "stream": stream, "n": 2, "ignore_eos": True}
-    try:
-        with posted(live_server, CHAT[0], body):
-            assert gate.reached.wait(30)
-        wait_until(lambda: live_server.state.admission.sequences == 0, "the request to be given up")
-        before = engine.paged_stats()
-        assert before["num_running"] + before["num_waiting"] > 0, "the step is still held"
-    finally:
-        gate.open.set()
-    wait_until(lambda: not engine._core._live, "the engine to drop the requests")
-    assert engine.paged_stats()["used_blocks"] == 0
 
 
 def test_a_stream_that_is_closed_ends_its_work(client: openai.OpenAI, live_server: LiveServer) -> None:

@@ -8,17 +8,22 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.engine import fake_runner
-from helpers.engine.fake_runner import fake_engine
+from helpers.server.compat_apis import APIS
 from helpers.server.live_servers import app_client
+from helpers.server.scripted_model import ASK, TEMPLATE, scripted
+from helpers.server.scripted_model import TOOLS as FUNCTIONS
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from server.api.dialects.test_anthropic import ASK, TOOLS, ask, gathered, told
-from server.api.test_tools import TEMPLATE, Speaker
 
+API = APIS["/v1/messages"]
+TOOLS = API.tools(FUNCTIONS)
 FIVE = {"type": "ephemeral"}
 HOUR = {"type": "ephemeral", "ttl": "1h"}
 LONG = "You answer in few words, whatever is asked of you. " * 4
+
+
+async def ask(app: httpx.AsyncClient, *, streams: bool = False, **more: Any) -> dict[str, Any]:
+    return await API.ask(app, {**API.body(), **more}, streams=streams)
 
 
 def block(text: str, mark: dict[str, str] | None = None) -> dict[str, Any]:
@@ -37,13 +42,13 @@ def ends(engine: Any) -> list[float]:
 
 
 @pytest.fixture(autouse=True)
-def unpinned(spoken_engine: Any) -> None:
+def unpinned(spoken_engine):
     pins = spoken_engine._parts.manager.pins
     with spoken_engine._core.reading():
         pins.expire(time.monotonic() + 1e6)
 
 
-async def test_without_a_mark_nothing_is_pinned(app: httpx.AsyncClient, speaker: Speaker, spoken_engine: Any) -> None:
+async def test_without_a_mark_nothing_is_pinned(app, speaker, spoken_engine):
     usage = (await ask(app, system=LONG))["usage"]
     assert (usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"]) == (0, 0)
     assert pinned(spoken_engine) == 0
@@ -80,22 +85,14 @@ PLACES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("streams", [False, True])
-async def test_what_is_marked_is_pinned_and_counted(
-    app: httpx.AsyncClient, speaker: Speaker, spoken_engine: Any, place: str, streams: bool
-) -> None:
+async def test_what_is_marked_is_pinned_and_counted(app, speaker, spoken_engine, place, streams):
     body = PLACES[place]
-    speaker.text = "Fine."
     counted = await app.post("/v1/messages/count_tokens", json={"messages": ASK, **body})
     total = counted.json()["input_tokens"]
     size = spoken_engine.config.block_size
     for is_second in (False, True):
-        if streams:
-            events = await told(app, **body)
-            assert events[0]["message"]["usage"] | {"output_tokens": 0} == events[-2]["usage"] | {"output_tokens": 0}
-            usage, costs = gathered(events)["usage"], events[-2]["kvboost"]
-        else:
-            answer = await ask(app, **body)
-            usage, costs = answer["usage"], answer["kvboost"]
+        answer = await ask(app, streams=streams, **body)
+        usage, costs = answer["usage"], answer["kvboost"]
         names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
         assert sum(usage[name] for name in names) == total
         assert pinned(spoken_engine) == costs["pinned_tokens"] > 100
@@ -110,9 +107,8 @@ async def test_what_is_marked_is_pinned_and_counted(
         assert costs["pinned_tokens"] <= total - 16, "no more than the marked part"
 
 
-async def test_a_pin_is_of_the_marked_part_alone(app: httpx.AsyncClient, speaker: Speaker, spoken_engine: Any) -> None:
+async def test_a_pin_is_of_the_marked_part_alone(app, speaker, spoken_engine):
     """What follows may change: the pinned part is found all the same, and stays when the rest goes."""
-    speaker.text = "Fine."
     for day in ("Monday", "Tuesday"):
         system = [block(LONG, FIVE), block(f"It is {day}." * 20)]
         usage = (await ask(app, system=system))["usage"]
@@ -122,8 +118,7 @@ async def test_a_pin_is_of_the_marked_part_alone(app: httpx.AsyncClient, speaker
     assert (await ask(app, system=[block(LONG)]))["usage"]["cache_read_input_tokens"] >= 200 - 16
 
 
-async def test_an_hour_and_five_minutes(app: httpx.AsyncClient, speaker: Speaker, spoken_engine: Any) -> None:
-    speaker.text = "Fine."
+async def test_an_hour_and_five_minutes(app, speaker, spoken_engine):
     messages = [{"role": "user", "content": [block("And the weather? " * 10, FIVE)]}]
     answer = await ask(app, system=[block(LONG, HOUR)], messages=messages)
     usage = answer["usage"]
@@ -137,10 +132,7 @@ async def test_an_hour_and_five_minutes(app: httpx.AsyncClient, speaker: Speaker
     assert pinned(spoken_engine) == created["ephemeral_1h_input_tokens"]
 
 
-async def test_where_pins_leave_no_room_the_answer_comes_all_the_same(
-    app: httpx.AsyncClient, speaker: Speaker, spoken_engine: Any
-) -> None:
-    speaker.text = "Fine."
+async def test_where_pins_leave_no_room_the_answer_comes_all_the_same(app, speaker, spoken_engine):
     for text in ("a", "b"):  # of 16384 tokens half can be pinned
         answer = await ask(app, system=[block(text * 6000, FIVE)])
         assert answer["stop_reason"] == "end_turn"
@@ -148,11 +140,8 @@ async def test_where_pins_leave_no_room_the_answer_comes_all_the_same(
     assert pinned(spoken_engine) < 6100
 
 
-async def test_a_tenant_pins_no_more_than_its_share(
-    keyed_app: httpx.AsyncClient, speaker: Speaker, spoken_engine: Any
-) -> None:
+async def test_a_tenant_pins_no_more_than_its_share(keyed_app, speaker, spoken_engine):
     """Two keys: a quarter of the pool each."""
-    speaker.text = "Fine."
     found = []
     for key in ("first-key", "second-key"):
         keyed_app.headers["x-api-key"] = key
@@ -163,13 +152,9 @@ async def test_a_tenant_pins_no_more_than_its_share(
     assert found == [True, False, True, False]
 
 
-async def test_a_small_pool_retains_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_small_pool_retains_instead(monkeypatch):
     """Pins of half of it could leave no room for a request that fills the context."""
-    with fake_engine(num_blocks=100, max_context=1500) as engine:
-        engine.tokenizer.chat_template = TEMPLATE
-        speaker = Speaker(engine)
-        speaker.text = "Fine."
-        monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
+    with scripted(monkeypatch, num_blocks=100, max_context=1500) as (engine, _):
         async with app_client(create_app(engine, ServerSettings(model_name="fake"))) as app:
             answer = await ask(app, system=[block(LONG, FIVE)])
             assert answer["kvboost"]["pinned_tokens"] == pinned(engine) == 0
@@ -179,10 +164,7 @@ async def test_a_small_pool_retains_instead(monkeypatch: pytest.MonkeyPatch) -> 
             assert (await ask(app, system=LONG))["usage"]["cache_read_input_tokens"] >= len(LONG)
 
 
-async def test_a_template_that_takes_no_half_conversation_pins_nothing(
-    app: httpx.AsyncClient, speaker: Speaker, spoken_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    speaker.text = "Fine."
+async def test_a_template_that_takes_no_half_conversation_pins_nothing(app, speaker, spoken_engine, monkeypatch):
     strict = "{% if messages[-1].content != 'And the weather?' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
     tokenizer = spoken_engine.tokenizer
     tokenizer.turn_format  # noqa: B018 - derived before: it asks with messages of its own

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
-import httpx
 import pytest
 
+from helpers.server.compat_apis import APIS
 from kvboost_edge.server.api.dialects.arguments import arguments_of
-from server.api.test_tools import Speaker
 
 SCHEMA = {"type": "object", "properties": {"days": {"type": "number"}}, "required": ["days"]}
 MOST = sys.float_info.max
@@ -34,20 +34,10 @@ def test_what_is_no_json_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/api/chat"])
-async def test_an_answer_with_such_a_number_is_not_lost(path: str, app: httpx.AsyncClient, speaker: Speaker) -> None:
+async def test_an_answer_with_such_a_number_is_not_lost(path, app, speaker):
     """A grammar of numbers allows it."""
     speaker.text = '<tool_call>\n{"name": "weather", "arguments": {"days": -1e999}}\n</tool_call>'
-    asked: dict[str, Any] = {
-        "model": "fake",
-        "messages": [{"role": "user", "content": "And the weather?"}],
-        "stream": False,
-    }
-    if path == "/v1/messages":
-        tools = [{"name": "weather", "input_schema": SCHEMA}]
-        answer = (await app.post(path, json={**asked, "max_tokens": 200, "temperature": 0, "tools": tools})).json()
-        (call,) = (block["input"] for block in answer["content"] if block["type"] == "tool_use")
-    else:
-        tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
-        answer = (await app.post(path, json={**asked, "options": {"temperature": 0}, "tools": tools})).json()
-        call = answer["message"]["tool_calls"][0]["function"]["arguments"]
-    assert call == {"days": -MOST}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+    api = APIS[path]
+    answer = await api.ask(app, api.body(tools=[tool]))
+    assert api.said(answer).calls == [("weather", json.dumps({"days": -MOST}))]

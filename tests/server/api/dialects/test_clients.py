@@ -1,4 +1,4 @@
-"""The APIs by the clients people use: Anthropic's, Ollama's, and LangChain with OpenAI's responses."""
+"""The APIs by the clients people use: OpenAI's, Anthropic's, Ollama's, LangChain and LlamaIndex."""
 
 from __future__ import annotations
 
@@ -6,61 +6,143 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import numpy as np
 import ollama
+import openai
 import pytest
+from pydantic import BaseModel, Field
 
-from helpers.server.live_servers import KEYS, LiveServer, wait_until
-from server.api.test_tools_clients import PARAMETERS
+from helpers.server.live_servers import KEYS, wait_until
 
 MODEL = "kvboost-edge/demo"
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bonn", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 3}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
 ASK: list[Any] = [{"role": "user", "content": "Weather in Bonn?"}]
+CHAT: dict[str, Any] = {
+    "model": MODEL,
+    "tools": [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "max_tokens": 200,
+    "temperature": 0,
+}
+RESPONSES: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 200}
+RESPONSE_TOOLS: Any = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}]
 # Later versions of the client know no temperature, which the API has.
-FIELDS: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "extra_body": {"temperature": 0}}
-CALLS: dict[str, Any] = {**FIELDS, "max_tokens": 200, "tools": [{"name": "weather", "input_schema": PARAMETERS}]}
+MESSAGES: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "extra_body": {"temperature": 0}}
+CALLS: dict[str, Any] = {**MESSAGES, "max_tokens": 200, "tools": [{"name": "weather", "input_schema": PARAMETERS}]}
 CALLS["tool_choice"] = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+OPTIONS = {"temperature": 0, "num_predict": 60}
+
+
+class Weather(BaseModel):
+    city: str = Field(max_length=8)
+    days: int = Field(ge=1, le=3)
+
+
+# -- OpenAI's, of chats --
+
+
+def test_results_sent_back_find_the_calls_in_the_cache(client):
+    messages, written = [*ASK], 0
+    for _ in range(2):
+        answer = client.chat.completions.create(messages=messages, **CHAT)
+        usage, message = answer.usage, answer.choices[0].message
+        assert (usage.prompt_tokens_details.cached_tokens or 0) >= written - 17
+        assert answer.choices[0].finish_reason == "tool_calls"
+        written = usage.prompt_tokens + usage.completion_tokens
+        (call,) = message.tool_calls
+        messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "Rain."}]
+
+
+def test_the_clients_helpers_understand_streams_and_types(client):
+    whole = client.chat.completions.create(messages=ASK, **CHAT).choices[0].message.tool_calls
+    with client.chat.completions.stream(messages=ASK, **CHAT) as stream:
+        kinds = {event.type for event in stream}
+        streamed = stream.get_final_completion().choices[0].message.tool_calls
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert json.loads(streamed[0].function.arguments) == json.loads(whole[0].function.arguments)
+    named = {"type": "function", "function": {"name": "Weather"}}
+    typed = {**CHAT, "tools": [openai.pydantic_function_tool(Weather)], "tool_choice": named}
+    (call,) = client.chat.completions.parse(messages=ASK, **typed).choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+
+
+# -- and of responses --
+
+
+def test_the_client_reads_whole_answers_and_streams(client):
+    whole = client.responses.create(input="Hello", **RESPONSES)
+    with client.responses.stream(input="Hello", **RESPONSES) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == whole.output_text != ""
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+
+
+def test_the_client_continues_and_forgets(client):
+    first = client.responses.create(input="Hello", **RESPONSES)
+    second = client.responses.create(input="More", previous_response_id=first.id, **RESPONSES)
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    assert [item.type for item in client.responses.input_items.list(second.id)] == ["message"]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.create(input="x", previous_response_id=second.id, **RESPONSES)
+    assert caught.value.code == "response_not_found"
+
+
+def test_the_client_calls_a_tool_and_sends_the_result_back(client):
+    chosen: Any = {"tools": RESPONSE_TOOLS, "parallel_tool_calls": False, **RESPONSES}
+    first = client.responses.create(input=ASK, tool_choice="required", **chosen)
+    (call,) = first.output
+    assert call.type == "function_call"
+    assert set(json.loads(call.arguments)) == {"city", "days"}
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}
+    second = client.responses.create(input=[*ASK, call, result], **chosen)
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 17
+
+
+def test_the_client_parses_answers_of_a_type(client):
+    assert isinstance(client.responses.parse(input="x", text_format=Weather, **RESPONSES).output_parsed, Weather)
+
+
+# -- Anthropic's --
 
 
 @pytest.fixture(scope="module")
-def claude(live_server: LiveServer) -> Iterator[anthropic.Anthropic]:
+def claude(live_server):
     with anthropic.Anthropic(base_url=live_server.base_url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
-@pytest.fixture
-def llama(live_server: LiveServer) -> Iterator[ollama.Client]:
-    client = ollama.Client(host=live_server.base_url, timeout=60)
-    yield client
-    client.close()
-
-
-def test_anthropics_client_reads_whole_messages_and_streams(claude: anthropic.Anthropic) -> None:
-    whole = claude.messages.create(messages=ASK, system="Be brief.", **FIELDS)
-    with claude.messages.stream(messages=ASK, system="Be brief.", **FIELDS) as stream:
+def test_anthropics_client_reads_whole_messages_and_streams(claude):
+    whole = claude.messages.create(messages=ASK, system="Be brief.", **MESSAGES)
+    with claude.messages.stream(messages=ASK, system="Be brief.", **MESSAGES) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     (block,) = whole.content
-    assert block.type == "text"
-    assert text == block.text != ""
-    assert [one.model_dump(exclude={"citations", "parsed_output"}) for one in final.content] == [
-        one.model_dump(exclude={"citations", "parsed_output"}) for one in whole.content
-    ]
+    assert (block.type, text) == ("text", block.text)
+    assert text
+    assert [one.text for one in final.content] == [text]
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
-    events = list(claude.messages.create(messages=ASK, stream=True, **FIELDS))
+    events = list(claude.messages.create(messages=ASK, stream=True, **MESSAGES))
     assert (events[0].type, events[-1].type) == ("message_start", "message_stop")
 
 
-def test_anthropics_client_counts_what_a_prompt_takes(claude: anthropic.Anthropic) -> None:
+def test_anthropics_client_counts_what_a_prompt_takes(claude):
     counted = claude.messages.count_tokens(model=MODEL, messages=ASK, system="Be brief.").input_tokens
-    usage = claude.messages.create(messages=ASK, system="Be brief.", **FIELDS).usage
-    parts = (usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens)
-    assert counted == sum(part or 0 for part in parts)
+    usage = claude.messages.create(messages=ASK, system="Be brief.", **MESSAGES).usage
+    assert counted == usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
 
 
-def test_anthropics_client_calls_a_tool_and_sends_the_result_back(claude: anthropic.Anthropic) -> None:
+def test_anthropics_client_calls_a_tool_and_sends_the_result_back(claude):
     first = claude.messages.create(messages=ASK, **CALLS)
     (call,) = first.content
     assert (call.type, first.stop_reason) == ("tool_use", "tool_use")
@@ -68,21 +150,20 @@ def test_anthropics_client_calls_a_tool_and_sends_the_result_back(claude: anthro
     assert call.input["days"] in (1, 2, 3)
     with claude.messages.stream(messages=ASK, **CALLS) as stream:
         (streamed,) = stream.get_final_message().content
-    assert streamed.type == "tool_use"
-    assert (streamed.name, streamed.input) == (call.name, call.input)
+    assert (streamed.type, streamed.name, streamed.input) == ("tool_use", call.name, call.input)
     result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain."}
     said: Any = {"role": "assistant", "content": first.content}
     second = claude.messages.create(messages=[*ASK, said, {"role": "user", "content": [result]}], **CALLS)
-    written = first.usage.input_tokens + (first.usage.cache_read_input_tokens or 0) + first.usage.output_tokens
-    assert (second.usage.cache_read_input_tokens or 0) >= written - 17
+    written = first.usage.input_tokens + first.usage.cache_read_input_tokens + first.usage.output_tokens
+    assert second.usage.cache_read_input_tokens >= written - 17
 
 
-def test_anthropics_client_keeps_what_is_marked(claude: anthropic.Anthropic, live_server: LiveServer) -> None:
+def test_anthropics_client_keeps_what_is_marked(claude, live_server):
     system: Any = [{"type": "text", "text": "Be brief. " * 30, "cache_control": {"type": "ephemeral"}}]
-    first = claude.messages.create(messages=ASK, system=system, **FIELDS).usage
-    again = claude.messages.create(messages=[{"role": "user", "content": "And Rome?"}], system=system, **FIELDS).usage
-    assert (first.cache_creation_input_tokens or 0) + (first.cache_read_input_tokens or 0) > 16
-    assert (again.cache_read_input_tokens or 0) > 16
+    first = claude.messages.create(messages=ASK, system=system, **MESSAGES).usage
+    again = claude.messages.create(messages=[{"role": "user", "content": "And Rome?"}], system=system, **MESSAGES).usage
+    assert first.cache_creation_input_tokens + first.cache_read_input_tokens > 16
+    assert again.cache_read_input_tokens > 16
     assert again.cache_creation_input_tokens == 0
     with live_server.client() as client:  # other tests share the server
         marked = [{"role": "system", "content": system[0]["text"]}]
@@ -91,25 +172,25 @@ def test_anthropics_client_keeps_what_is_marked(claude: anthropic.Anthropic, liv
     assert live_server.engine.paged_stats()["pinned_blocks"] == 0
 
 
-def test_anthropics_client_raises_its_own_errors(claude: anthropic.Anthropic, keyed_server: LiveServer) -> None:
+def test_anthropics_client_raises_its_own_errors(claude, keyed_server):
     with pytest.raises(anthropic.BadRequestError, match="top_p"):
-        claude.messages.create(messages=ASK, **{**FIELDS, "extra_body": {"top_p": 7}})
+        claude.messages.create(messages=ASK, **{**MESSAGES, "extra_body": {"top_p": 7}})
     with pytest.raises(anthropic.NotFoundError, match="claude-none") as missing:
-        claude.messages.create(messages=ASK, **{**FIELDS, "model": "claude-none"})
+        claude.messages.create(messages=ASK, **{**MESSAGES, "model": "claude-none"})
     assert missing.value.request_id
-    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    assert missing.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match="context"):
-        claude.messages.create(messages=[{"role": "user", "content": "word " * 20_000}], stream=True, **FIELDS)
+        claude.messages.create(messages=[{"role": "user", "content": "word " * 20_000}], stream=True, **MESSAGES)
     keyed: Any = {"base_url": keyed_server.base_url, "max_retries": 0}
     with anthropic.Anthropic(api_key="wrong", **keyed) as other, pytest.raises(anthropic.AuthenticationError):
-        other.messages.create(messages=ASK, **FIELDS)
+        other.messages.create(messages=ASK, **MESSAGES)
     for key in ({"auth_token": KEYS[0]}, {"api_key": KEYS[0]}):
         with anthropic.Anthropic(**keyed, **key) as right:
-            assert right.messages.create(messages=ASK, **FIELDS).role == "assistant"
+            assert right.messages.create(messages=ASK, **MESSAGES).role == "assistant"
 
 
-async def test_anthropics_client_that_closes_its_stream_ends_the_work(live_server: LiveServer) -> None:
-    fields: Any = {**FIELDS, "max_tokens": 900, "messages": ASK}
+async def test_anthropics_client_that_closes_its_stream_ends_the_work(live_server):
+    fields: Any = {**MESSAGES, "max_tokens": 900, "messages": ASK}
     async with (
         anthropic.AsyncAnthropic(base_url=live_server.base_url, api_key="none", max_retries=0) as client,
         client.messages.stream(**fields) as stream,
@@ -119,11 +200,17 @@ async def test_anthropics_client_that_closes_its_stream_ends_the_work(live_serve
     await asyncio.to_thread(wait_until, live_server.idle, "the end of the request")
 
 
-OPTIONS = {"temperature": 0, "num_predict": 60}
-TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather", "parameters": PARAMETERS}}
+# -- Ollama's --
 
 
-def test_ollamas_client_reads_whole_answers_and_lines(llama: ollama.Client) -> None:
+@pytest.fixture
+def llama(live_server):
+    client = ollama.Client(host=live_server.base_url, timeout=60)
+    yield client
+    client.close()
+
+
+def test_ollamas_client_reads_whole_answers_and_lines(llama):
     whole = llama.chat(MODEL, ASK, options=OPTIONS)
     lines = list(llama.chat(MODEL, ASK, options=OPTIONS, stream=True))
     assert "".join(line.message.content or "" for line in lines) == whole.message.content != ""
@@ -135,31 +222,29 @@ def test_ollamas_client_reads_whole_answers_and_lines(llama: ollama.Client) -> N
     assert made.prompt_eval_count
 
 
-def test_ollamas_client_gets_answers_of_a_form(llama: ollama.Client) -> None:
+def test_ollamas_client_gets_answers_of_a_form_offers_tools_and_sends_results(llama):
     answer = llama.chat(MODEL, ASK, format=PARAMETERS, options={**OPTIONS, "num_predict": 200})
-    assert set(json.loads(answer.message.content or "")) == {"city", "days"}
-
-
-def test_ollamas_client_offers_tools_and_sends_results(llama: ollama.Client) -> None:
-    asked = llama.chat(MODEL, ASK, tools=[TOOL], options=OPTIONS)
+    assert set(json.loads(answer.message.content)) == {"city", "days"}
+    tools = [{"type": "function", "function": {"name": "weather", "description": "Weather", "parameters": PARAMETERS}}]
+    asked = llama.chat(MODEL, ASK, tools=tools, options=OPTIONS)
     call = {"function": {"name": "weather", "arguments": {"city": "Bonn", "days": 1}}}
     messages = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "Rain."}]
-    answered = llama.chat(MODEL, messages, tools=[TOOL], options=OPTIONS)
-    assert (answered.prompt_eval_count or 0) > (asked.prompt_eval_count or 0)
+    answered = llama.chat(MODEL, messages, tools=tools, options=OPTIONS)
+    assert answered.prompt_eval_count > asked.prompt_eval_count
     assert answered.done
 
 
-def test_ollamas_client_looks_at_the_model(llama: ollama.Client) -> None:
+def test_ollamas_client_looks_at_the_model(llama):
     (listed,) = {model.model for model in llama.list().models}
     assert listed
     assert [model.model for model in llama.ps().models] == [listed]
     shown = llama.show(listed)
-    assert "completion" in (shown.capabilities or [])
-    assert any(name.endswith("context_length") for name in shown.modelinfo or {})
+    assert "completion" in shown.capabilities
+    assert any(name.endswith("context_length") for name in shown.modelinfo)
     assert llama.chat(listed, [], options=OPTIONS).done_reason == "load"
 
 
-def test_ollamas_client_raises_its_own_errors(llama: ollama.Client, keyed_server: LiveServer) -> None:
+def test_ollamas_client_raises_its_own_errors(llama, keyed_server):
     with pytest.raises(ollama.ResponseError, match="not found") as missing:
         llama.chat("other", ASK)
     assert missing.value.status_code == 404
@@ -174,40 +259,95 @@ def test_ollamas_client_raises_its_own_errors(llama: ollama.Client, keyed_server
     other.close()
 
 
+# -- LangChain and LlamaIndex, each in one process of its own: what they warn about and start is theirs --
+
 LANGCHAIN = """
 import json, sys
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
 class Answer(BaseModel, extra="forbid"):
     days: int = Field(ge=1, le=3)
 
-options = {"api_key": "none", "model": "kvboost-edge/demo", "temperature": 0, "max_tokens": 200, "max_retries": 0}
-model = ChatOpenAI(base_url=sys.argv[1], use_responses_api=True, **options)
-whole = model.invoke("Weather?")
-streamed = "".join(chunk.text for chunk in model.stream("Weather?"))
-kept = model.invoke("And tomorrow?", previous_response_id=whole.response_metadata["id"])
-bound = model.bind_tools([Answer], tool_choice="required", parallel_tool_calls=False)
-messages = [HumanMessage("Weather?")]
-answer = bound.invoke(messages)
-(call,) = answer.tool_calls
-bound.invoke([*messages, answer, ToolMessage("Rain.", tool_call_id=call["id"])])
-shaped = model.with_structured_output(Answer, method="json_schema").invoke("x")
-tokens = [one.usage_metadata["input_tokens"] for one in (whole, kept)]
-print(json.dumps([whole.text, streamed, call["name"], call["args"], shaped.model_dump(), tokens]))
+@tool
+def weather(days: int) -> str:
+    "Weather of some days"
+    return "Rain"
+
+base = {"base_url": sys.argv[1], "api_key": "none", "model": "kvboost-edge/demo", "max_retries": 0}
+conversation = [("system", "Answer in one sentence."), ("human", "What grinds the corn?")]
+brief = ChatOpenAI(max_tokens=10, temperature=0, **base)
+whole = brief.invoke(conversation)
+streamed = "".join(piece.content for piece in brief.stream(conversation))
+both = [one.content for one in brief.batch([conversation, conversation])]
+made = []
+for responses in (False, True):
+    model = ChatOpenAI(max_tokens=200, temperature=0, use_responses_api=responses, **base)
+    bound = model.bind_tools([Answer], tool_choice="required", parallel_tool_calls=False)
+    messages = [HumanMessage("Weather?")]
+    answer = bound.invoke(messages)
+    (call,) = answer.tool_calls
+    bound.invoke([*messages, answer, ToolMessage("Rain.", tool_call_id=call["id"])])
+    model.bind_tools([weather]).invoke(messages)
+    ways = [model.with_structured_output(Answer, method=way) for way in ("function_calling", "json_schema")]
+    made += [call["args"], *[way.invoke("x").model_dump() for way in ways]]
+first = model.invoke("Weather?")
+again = "".join(chunk.text for chunk in model.stream("Weather?"))
+kept = model.invoke("And tomorrow?", previous_response_id=first.response_metadata["id"])
+tokens = [one.usage_metadata["input_tokens"] for one in (whole, first, kept)]
+# Otherwise it sends the token ids of another vocabulary.
+embeddings = OpenAIEmbeddings(check_embedding_ctx_length=False, **base)
+vectors = [*embeddings.embed_documents(["How are you?", "x"]), embeddings.embed_query("x")]
+print(json.dumps([[whole.content, streamed, *both], made, [first.text, again], tokens, vectors]))
 """
+LLAMAINDEX = """
+import json, sys
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai import OpenAI
+
+class Local(OpenAI):
+    @property
+    def metadata(self):  # theirs knows OpenAI's model names only
+        from llama_index.core.llms import LLMMetadata
+        return LLMMetadata(context_window=2048, num_output=10, is_chat_model=True, model_name=self.model)
+
+options = {"api_key": "none", "model": "kvboost-edge/demo", "temperature": 0, "max_tokens": 10, "max_retries": 0}
+model = Local(api_base=sys.argv[1], **options)
+system = ChatMessage(role="system", content="Answer in one sentence.")
+conversation = [system, ChatMessage(role="user", content="What grinds the corn?")]
+answer = model.chat(conversation)
+pieces = [piece.delta for piece in model.stream_chat(conversation)]
+print(json.dumps([[answer.message.content, "".join(pieces)], answer.additional_kwargs["prompt_tokens"]]))
+"""
+CONVERSATION = [
+    {"role": "system", "content": "Answer in one sentence."},
+    {"role": "user", "content": "What grinds the corn?"},
+]
+
+
+def told_by(program, server):
+    command = [sys.executable, "-c", program, f"{server.base_url}/v1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
-def test_langchain_speaks_responses(live_server: LiveServer) -> None:
-    """In a process of its own: what it warns about and starts is its own."""
-    command = [sys.executable, "-c", LANGCHAIN, f"{live_server.base_url}/v1"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr[-3000:]
-    whole, streamed, name, arguments, shaped, tokens = json.loads(run.stdout.splitlines()[-1])
-    assert whole == streamed != ""
-    assert name == "Answer"
-    assert {arguments["days"], shaped["days"]} <= {1, 2, 3}
-    assert tokens[1] > tokens[0]
+def test_langchain_chats_calls_tools_shapes_answers_and_embeds(live_server):
+    engine = live_server.engine
+    texts, made, (first, again), tokens, vectors = told_by(LANGCHAIN, live_server)
+    expected = engine.generate(CONVERSATION, max_new_tokens=10)
+    assert (texts, tokens[0]) == ([expected.output_text] * 4, expected.prompt_tokens)
+    assert len(made) == 6
+    assert all(answer["days"] in (1, 2, 3) for answer in made)
+    assert first == again != ""
+    assert tokens[2] > tokens[1]
+    assert (np.array(vectors, np.float32) == engine.embed(["How are you?", "x", "x"])).all()
+
+
+@pytest.mark.slow
+def test_llamaindex_chats(live_server):
+    expected = live_server.engine.generate(CONVERSATION, max_new_tokens=10)
+    assert told_by(LLAMAINDEX, live_server) == [[expected.output_text] * 2, expected.prompt_tokens]

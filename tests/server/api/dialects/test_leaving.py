@@ -1,25 +1,26 @@
-"""Whoever goes takes his work with him, within a step, whatever API he asked."""
+"""A client that leaves takes its work with it, within a step, whatever API it asked."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.api_bodies import GENERATING, MODEL, asked
-from helpers.server.live_servers import HeldForward, LiveServer, serving, wait_until
-from server.api.test_tools import TEMPLATE
+from helpers.server.live_servers import HeldForward, serving, wait_until
+from helpers.server.scripted_model import TEMPLATE
 
 PATHS = [*GENERATING, "/v1/warm"]
-BODIES = [(path, streams) for path in GENERATING for streams in (False, True)]
+BODIES = [(path, {"stream": streams}) for path in GENERATING for streams in (False, True)]
+BODIES += [
+    ("/v1/completions", {"prompt": ["one", "two"], "n": 2, "ignore_eos": True}),
+    ("/v1/chat/completions", {"n": 2, "stream": True, "ignore_eos": True}),
+]
 PASS_TOKENS = 64
 TEXT = "A prompt of more tokens than a few passes compute. " * 10
 
 
 @pytest.fixture(scope="module")
-def server() -> Any:
+def server():
     with fake_engine(num_blocks=512, max_context=6000, max_batch_tokens=PASS_TOKENS, max_num_seqs=4) as engine:
         engine.tokenizer.chat_template = TEMPLATE
         with serving(engine, model_name=MODEL, max_queue_size=64) as server:
@@ -27,7 +28,7 @@ def server() -> Any:
 
 
 @pytest.fixture
-def held(server: LiveServer) -> Iterator[HeldForward]:
+def held(server):
     """Passes of the model go when the test lets them."""
     runner = server.engine._core._runner
     before, held = runner.forward, HeldForward(server.engine)
@@ -39,40 +40,49 @@ def held(server: LiveServer) -> Iterator[HeldForward]:
         server.engine.reset_cache()
 
 
-def gone_within_a_step(server: LiveServer, held: HeldForward) -> None:
-    """Nobody waits any more: the request ends at once, and the pass that runs is the last."""
+def aborted(server):
+    """vLLM's count of sequences whose client left."""
+    labels = {"model_name": MODEL, "finished_reason": "abort"}
+    return server.state.metrics.registry.get_sample_value("vllm:request_success_total", labels) or 0
+
+
+def gone_within_a_step(server, held):
+    """The request ends at once, and the pass that runs is the last."""
     steps = held.steps
     wait_until(lambda: not server.state.admission.sequences, "the end of the request")
+    wait_until(lambda: not server.state.admission.tickets, "the ticket to be given back")
     held.step()
-    wait_until(server.idle, "the end of what nobody waits for")
+    wait_until(server.idle, "the end of the work")
     assert held.steps <= steps + 1
+    server.engine._scheduler.manager.check_invariants([])
 
 
-@pytest.mark.parametrize(("path", "streams"), BODIES)
-def test_a_client_that_goes_frees_all_within_a_step(
-    server: LiveServer, held: HeldForward, path: str, streams: bool
-) -> None:
+@pytest.mark.parametrize(("path", "more"), BODIES)
+def test_a_client_that_leaves_frees_all_within_a_step(server, held, path, more):
+    before, sequences = aborted(server), 4 if "prompt" in more else more.get("n", 1)
     with server.connect() as socket:
-        socket.sendall(server.request_bytes(path, asked(path, "hello", tokens=3000, stream=streams)))
+        limit = 3000 if sequences == 1 else 1000
+        socket.sendall(server.request_bytes(path, asked(path, "hello", tokens=limit, **more)))
         held.step(3)
         wait_until(lambda: held.steps == 4, "the fourth pass")
     gone_within_a_step(server, held)
+    assert aborted(server) == before + sequences
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_client_that_goes_before_the_first_token_ends_the_prompt(
-    server: LiveServer, held: HeldForward, path: str
-) -> None:
+def test_a_client_that_leaves_before_the_first_token_ends_the_prompt(server, held, path):
+    before = aborted(server)
     with server.connect() as socket:
         socket.sendall(server.request_bytes(path, asked(path, TEXT, tokens=3000, stream=True)))
         held.step(2)
         wait_until(lambda: held.steps == 3, "the third pass")
         assert held.steps * PASS_TOKENS < len(TEXT)  # a letter is a token
     gone_within_a_step(server, held)
+    assert aborted(server) == before + 1
 
 
-def test_who_goes_while_many_wait_takes_his_place_along(server: LiveServer, held: HeldForward) -> None:
-    """Requests of all APIs that wait behind one that runs: they leave the queue though nothing computes."""
+def test_clients_that_leave_while_many_wait_free_their_places(server, held):
+    """Requests of all APIs that wait for one that runs: they leave the queue though nothing computes."""
     sockets = []
     for number in range(40):
         path = PATHS[number % len(PATHS)]
@@ -83,5 +93,5 @@ def test_who_goes_while_many_wait_takes_his_place_along(server: LiveServer, held
         one.close()
     wait_until(lambda: not server.state.admission.sequences, "all to be out of it")
     held.step(2)
-    wait_until(server.idle, "the end of what nobody waits for")
+    wait_until(server.idle, "the end of the work")
     assert held.steps <= 2

@@ -1,260 +1,139 @@
-"""/v1/responses in OpenAI's shape: items, events, tools, reasoning. The model says what a test wrote."""
+"""What /v1/responses has of its own: namespaces, its fields shown again, the memory of responses, as Codex asks."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
 
-import httpx
-import pytest
+from helpers.server.compat_apis import APIS
+from helpers.server.scripted_model import ASK, CALL, FORMATS, TOOLS
+from kvboost_edge.server.api.dialects.responses.answers import DeletedResponse, ItemList
+from kvboost_edge.server.work.remembered import Turn
 
-from helpers.server.api_bodies import named_events
-from kvboost_edge.server.api.dialects.responses.answers import ResponseAnswer
-from server.api.test_tools import ARGUMENTS, CALL, WEATHER, Speaker
-
-PATH = "/v1/responses"
-TOOLS = [{"type": "function", **WEATHER}]
-THOUGHT = "<think>\nIt may rain.\n</think>\n\n"
-
-
-async def ask(app: httpx.AsyncClient, **more: Any) -> dict[str, Any]:
-    answer = await app.post(PATH, json={"input": "And the weather?", "temperature": 0, "store": False, **more})
-    assert answer.status_code == 200, answer.text
-    ResponseAnswer.model_validate_json(answer.content, strict=True)
-    found: dict[str, Any] = answer.json()
-    return found
+API = APIS["/v1/responses"]
+PATH, FUNCTIONS = API.path, API.tools(TOOLS)
+FIRST, SECOND = ({"Authorization": f"Bearer {key}"} for key in ("first-key", "second-key"))
+# What codex (npm, 0.169) sends with its third request, its long texts cut, its ids zeroed.
+CODEX = Path(__file__).parents[3] / "data" / "agents" / "codex.json"
 
 
-async def told(app: httpx.AsyncClient, **more: Any) -> list[dict[str, Any]]:
-    """The events of a stream; each is named as its data says, and they are numbered one by one."""
-    body = {"input": "And the weather?", "temperature": 0, "store": False, "stream": True, **more}
-    events = named_events(await app.post(PATH, json=body))
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    return events
+async def ask(app, **more):
+    return await API.ask(app, {**API.body(), **more})
 
 
-async def refused(app: httpx.AsyncClient, status: int = 400, **more: Any) -> dict[str, Any]:
-    body = json.dumps({"input": "hello", **more})  # ASCII, so that it may hold a lone surrogate
-    answer = await app.post(PATH, content=body)
-    assert answer.status_code == status, answer.text
-    error: dict[str, Any] = answer.json()["error"]
-    return error
-
-
-def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-    """What two answers to one question have in common."""
-    kept = {name: item for name, item in response.items() if not name.endswith("_at") and name != "id"}
-    kept["output"] = [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in response["output"]]
-    del kept["timings"], kept["kvboost"], kept["usage"]["input_tokens_details"]
-    return kept
-
-
-def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items that the pieces of a stream add up to, by the events' own places."""
-    items: list[dict[str, Any]] = []
-    for event in events:
-        match event["type"].removeprefix("response."):
-            case "output_item.added":
-                assert event["output_index"] == len(items)
-                items.append(event["item"])
-            case "content_part.added":
-                assert event["content_index"] == len(items[-1]["content"])
-                items[-1]["content"].append(event["part"])
-            case "output_text.delta" | "reasoning_text.delta":
-                items[event["output_index"]]["content"][event["content_index"]]["text"] += event["delta"]
-            case "function_call_arguments.delta":
-                items[event["output_index"]]["arguments"] += event["delta"]
-            case "output_text.done" | "reasoning_text.done":
-                assert items[event["output_index"]]["content"][0]["text"] == event["text"]
-            case "output_item.done":
-                items[event["output_index"]]["status"] = event["item"]["status"]
-                assert items[event["output_index"]] == event["item"]
-        assert event.get("item_id") in (None, items[-1]["id"] if items else None)
-    return items
-
-
-SAID = {
-    "text": "Sun, später Regen 🌧.",
-    "thoughts": f"{THOUGHT}Sun.",
-    "call": f"{THOUGHT}Let me look.\n{CALL}",
-    "calls": f"{CALL}\n{CALL}",
-    "nothing": "",
-}
-
-
-@pytest.mark.parametrize("said", SAID)
-async def test_a_stream_adds_up_to_the_whole(app: httpx.AsyncClient, speaker: Speaker, said: str) -> None:
-    speaker.text = SAID[said]
-    tools: dict[str, Any] = {"tools": TOOLS} if "call" in said else {}
-    whole, events = await ask(app, **tools), await told(app, **tools)
-    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
-    assert events[-1]["type"] == "response.completed"
-    last = events[-1]["response"]
-    assert rebuilt(events) == last["output"]
-    assert without_ids(last) == without_ids(whole)
-    assert last["id"] == events[0]["response"]["id"]
-    assert whole["status"] == "completed"
-
-
-async def test_reasoning_text_and_calls_are_items_in_this_order(app: httpx.AsyncClient, speaker: Speaker) -> None:
-    speaker.text = SAID["call"]
-    answer = await ask(app, tools=TOOLS)
-    reasoning, message, call = answer["output"]
-    assert reasoning["content"] == [{"type": "reasoning_text", "text": "It may rain."}]
-    assert message["content"] == [{"type": "output_text", "text": "Let me look.", "annotations": [], "logprobs": []}]
-    assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "weather", ARGUMENTS)
-    usage = answer["usage"]
-    assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
-    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
-
-
-@pytest.mark.parametrize("limit", [1, 30, 60, 80])
-async def test_an_answer_cut_short_is_incomplete(app: httpx.AsyncClient, speaker: Speaker, limit: int) -> None:
-    speaker.text = SAID["call"]
-    whole = await ask(app, tools=TOOLS, max_output_tokens=limit)
-    events = await told(app, tools=TOOLS, max_output_tokens=limit)
-    assert events[-1]["type"] == "response.incomplete"
-    assert without_ids(events[-1]["response"]) == without_ids(whole)
-    assert rebuilt(events) == events[-1]["response"]["output"]
-    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert whole["output"][-1]["status"] == "incomplete"
-    assert whole["usage"]["output_tokens"] == limit
-
-
-async def test_results_sent_back_are_read_from_the_cache(app: httpx.AsyncClient, speaker: Speaker) -> None:
-    speaker.text = SAID["call"]
-    first = await ask(app, tools=TOOLS)
-    asked = [{"role": "user", "content": "And the weather?"}, *first["output"]]
-    result = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "Rain."}
-    speaker.text = "It rains."
-    second = await ask(app, tools=TOOLS, input=[*asked, result])
-    assert second["output"][-1]["content"][0]["text"] == "It rains."
-    written = first["usage"]["total_tokens"] - first["usage"]["output_tokens_details"]["reasoning_tokens"]
-    assert second["usage"]["input_tokens"] > written
-    assert second["usage"]["input_tokens_details"]["cached_tokens"] > first["usage"]["input_tokens"] - 17
-
-
-async def test_the_form_of_the_text_binds(app: httpx.AsyncClient, speaker: Speaker) -> None:
-    speaker.text = "no JSON"
-    schema = {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"], "additionalProperties": False}
-    form = {"type": "json_schema", "name": "seven", "schema": schema, "strict": True}
-    answer = await ask(app, text={"format": form}, reasoning={"effort": "none"}, max_output_tokens=50)
-    assert json.loads(answer["output"][-1]["content"][0]["text"]) == {"n": 7}
-    assert answer["text"] == {"format": form}
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
-async def test_a_tool_that_has_to_be_called(app: httpx.AsyncClient, speaker: Speaker, choice: Any) -> None:
-    speaker.text = CALL
-    (call,) = (await ask(app, tools=TOOLS, tool_choice=choice))["output"]
-    assert call["name"] == "weather"
-    speaker.text = "No."
-    (message,) = (await ask(app, tools=TOOLS, tool_choice="none"))["output"]
-    assert message["type"] == "message"
-
-
-async def test_functions_of_a_namespace_are_called_by_both_names(app: httpx.AsyncClient, speaker: Speaker) -> None:
+async def test_functions_of_a_namespace_are_called_by_both_names(app, speaker):
     speaker.text = CALL.replace('"weather"', '"sky.weather"')
-    tools = [{"type": "namespace", "name": "sky", "description": "", "tools": TOOLS}]
-    answer = await ask(app, tools=tools)
-    (call,) = answer["output"]
+    tools = [{"type": "namespace", "name": "sky", "description": "", "tools": FUNCTIONS}]
+    (call,) = (await ask(app, tools=tools))["output"]
     assert (call["namespace"], call["name"]) == ("sky", "weather")
     parts = [{"type": "input_text", "text": "x"}]
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": parts}
     speaker.text = "Done."
-    again = await ask(app, tools=tools, input=[{"role": "user", "content": "?"}, call, output])
+    again = await ask(app, tools=tools, input=[*ASK, call, output])
     assert again["output"][0]["content"][0]["text"] == "Done."
 
 
-async def test_effort_none_turns_thinking_off(app: httpx.AsyncClient, speaker: Speaker) -> None:
-    speaker.text = f"{THOUGHT}Sun."
-    on, off = await ask(app, reasoning={"effort": "high"}), await ask(app, reasoning={"effort": "none"})
-    assert [item["type"] for item in on["output"]] == ["reasoning", "message"]
-    assert [item["type"] for item in off["output"]] == ["message"]
-    assert off["usage"]["input_tokens"] > on["usage"]["input_tokens"]  # the closed block is in the prompt
-    assert [one["reasoning"]["effort"] for one in (on, off)] == ["high", "none"]
-
-
-IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"input": []}, "input"),
-    ({"input": None}, "input"),
-    ({"input": [{"role": "tool", "content": "x"}]}, "input"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-    ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input"),
-    ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
-    ({"input": [{"type": "function_call", "call_id": "x", "name": "y", "arguments": "{"}]}, "input"),
-    ({"input": [{"role": "user", "content": "\ud800"}]}, "input"),
-    ({"input": IMAGE}, "input"),
-    ({"input": [{"role": "user", "content": "x" * 9000}]}, "input"),
-    ({"max_output_tokens": 10**6}, "max_output_tokens"),
-    ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"max_tokens": 5}, "max_tokens"),
-    ({"tools": [{"type": "web_search"}]}, "tools"),
-    ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools"),
-    ({"tools": [{"type": "function", "name": "x y"}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "clock"}}, "tool_choice"),
-    ({"text": {"format": {"type": "json_schema"}}}, "text"),
-    ({"text": {"verbosity": "low"}}, "text"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
-    ({"background": True}, "background"),
-    ({"conversation": "x"}, "conversation"),
-    ({"reasoning": {"effort": "most"}}, "reasoning"),
-    ({"temperature": 3}, "temperature"),
-    ({"stream_options": {}}, "stream_options"),
-    ({"unknown": 1}, "unknown"),
-]
-
-
-@pytest.mark.parametrize(("body", "field"), BAD)
-async def test_bad_fields_are_named(app: httpx.AsyncClient, body: dict[str, Any], field: str) -> None:
-    error = await refused(app, **body)
-    assert error["param"] == field, error
-    assert field in error["message"] or error["code"] == "context_length_exceeded"
-
-
-async def test_what_clients_send_without_need_is_taken(app: httpx.AsyncClient, speaker: Speaker) -> None:
-    speaker.text = "Hello."
-    neutral = {
-        "include": ["reasoning.encrypted_content"],
-        "truncation": "disabled",
-        "metadata": {"a": "b"},
-        "user": "u",
-        "text": {"verbosity": "medium"},
-        "service_tier": "auto",
-        "client_metadata": {"x": "y"},
-        "tools": [],
-        "prompt_cache_key": "k",
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "background": False,
-        "reasoning": {"summary": "auto"},
-    }
-    answer = await ask(app, **neutral)
+async def test_fields_are_shown_again(app, speaker):
+    answer = await ask(app, metadata={"a": "b"}, user="u", tools=[], reasoning={"effort": "high"})
     assert (answer["metadata"], answer["user"], answer["tools"]) == ({"a": "b"}, "u", [])
+    assert answer["reasoning"]["effort"] == "high"
+    form = API.form({"type": "object", "properties": {"n": {"const": 7}}})
+    assert (await ask(app, text=form, max_output_tokens=50))["text"] == form
 
 
-async def test_another_model_is_not_found(app: httpx.AsyncClient) -> None:
-    error = await refused(app, status=404, model="other")
-    assert (error["code"], error["param"]) == ("model_not_found", "model")
+async def test_what_codex_sends_is_answered_with_a_call_of_its_tools(app, speaker):
+    speaker.text = FORMATS["hermes"].calls([("exec_command", {"cmd": "ls"})])
+    body = {**json.loads(CODEX.read_text(encoding="utf-8")), "temperature": 0}
+    answer = await API.ask(app, body, streams=True)
+    assert API.said(answer).calls == [("exec_command", '{"cmd": "ls"}')]
+    assert (await app.get(f"{PATH}/{answer['id']}")).status_code == 404  # store is false
 
 
-async def test_an_error_behind_the_first_event_is_told_and_ends_the_stream(
-    app: httpx.AsyncClient, speaker: Speaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvboost_edge.server.api.dialects.responses.writer import ResponsesWriter
+async def test_a_conversation_goes_on_by_its_last_response(app, speaker):
+    speaker.text = CALL
+    known = {"tools": FUNCTIONS, "instructions": "Be brief."}
+    first = await ask(app, store=True, **known)
+    result = [{"type": "function_call_output", "call_id": first["output"][0]["call_id"], "output": "Rain."}]
+    speaker.text = "It rains."
+    second = await ask(app, input=result, previous_response_id=first["id"], store=True, **known)
+    whole = await ask(app, input=[*ASK, *first["output"], *result], **known)
+    assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert second["previous_response_id"] == first["id"]
+    third = await ask(app, input="Thanks.", previous_response_id=second["id"], **known)
+    assert third["usage"]["input_tokens"] > second["usage"]["total_tokens"]
+    # Instructions are of one response, and do not go on.
+    without = await ask(app, input=result, previous_response_id=first["id"], tools=FUNCTIONS)
+    assert without["usage"]["input_tokens"] < second["usage"]["input_tokens"]
 
-    def broken(*_: Any) -> None:
-        raise RuntimeError("secret")
 
-    speaker.text = "Hello. " * 40  # more than one batch of tokens
-    monkeypatch.setattr(ResponsesWriter, "closed", broken)
-    events = await told(app)
-    error, failed = events[-2:]
-    assert (error["type"], error["code"]) == ("error", "internal_error")
-    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
-    assert failed["response"]["error"]["code"] == "server_error"
-    assert "secret" not in json.dumps(events)
+async def test_a_stream_is_remembered_too(app, speaker):
+    streamed = await API.ask(app, {**API.body(), "store": None}, streams=True)
+    found = (await app.get(f"{PATH}/{streamed['id']}")).json()
+    assert (found["status"], found["store"]) == ("completed", True)
+    assert found["output"][0]["content"][0]["text"] == "Good day."
+
+
+async def test_a_remembered_response_is_shown_and_forgotten(app, speaker):
+    items = [{"role": "user", "content": str(number)} for number in range(3)]
+    answer = await ask(app, input=items, store=True)
+    path = f"{PATH}/{answer['id']}"
+    assert (await app.get(path)).json() == answer
+    assert (await app.get(path, params={"stream": "true"})).status_code == 400
+
+    async def listed(**query):
+        found = await app.get(f"{path}/input_items", params=query)
+        ItemList.model_validate_json(found.content, strict=True)
+        page = found.json()
+        return [item["content"][0]["text"] for item in page["data"]], page["has_more"], page["last_id"]
+
+    assert (await listed())[0] == ["2", "1", "0"]
+    texts, has_more, last = await listed(limit=2)
+    assert (texts, has_more, (await listed(after=last))[0]) == (["2", "1"], True, ["0"])
+    assert (await listed(order="asc"))[0] == ["0", "1", "2"]
+    for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "x"}):
+        assert (await app.get(f"{path}/input_items", params=wrong)).status_code == 400
+    deleted = await app.delete(path)
+    DeletedResponse.model_validate_json(deleted.content, strict=True)
+    assert deleted.json() == {"id": answer["id"], "object": "response", "deleted": True}
+    for method, at in (("GET", path), ("DELETE", path), ("GET", f"{path}/input_items")):
+        gone = await app.request(method, at)
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found")
+
+
+async def test_store_false_keeps_nothing(app, speaker):
+    answer = await ask(app, store=False)
+    assert not answer["store"]
+    assert (await app.get(f"{PATH}/{answer['id']}")).status_code == 404
+    again = await app.post(PATH, json={"input": "x", "previous_response_id": answer["id"]})
+    assert (again.status_code, again.json()["error"]["param"]) == (404, "previous_response_id")
+
+
+async def test_a_response_of_another_key_is_not_there(keyed_app, speaker):
+    mine = (await keyed_app.post(PATH, json={"input": "x"}, headers=FIRST)).json()["id"]
+    for headers, status in ((SECOND, 404), (FIRST, 200)):
+        assert (await keyed_app.get(f"{PATH}/{mine}", headers=headers)).status_code == status
+        assert (await keyed_app.get(f"{PATH}/{mine}/input_items", headers=headers)).status_code == status
+        body = {"input": "y", "previous_response_id": mine}
+        assert (await keyed_app.post(PATH, json=body, headers=headers)).status_code == status
+    assert (await keyed_app.delete(f"{PATH}/{mine}", headers=SECOND)).status_code == 404
+    assert (await keyed_app.get(f"{PATH}/{mine}")).status_code == 401
+
+
+async def test_a_response_larger_than_the_memory_says_that_it_is_not_kept(app, speaker):
+    remembered = app.state.remembered
+    remembered.max_bytes = 100
+    assert (await ask(app, store=True))["store"] is False
+    assert remembered.num_bytes == 0
+
+
+async def test_a_turn_that_left_the_memory_is_named(app, speaker):
+    first = await ask(app, store=True)
+    second = await ask(app, store=True, previous_response_id=first["id"])
+    assert (await app.delete(f"{PATH}/{first['id']}")).status_code == 200
+    answer = await app.post(PATH, json={"input": "x", "previous_response_id": second["id"]})
+    assert (answer.status_code, first["id"] in answer.json()["error"]["message"]) == (404, True)
+
+
+def test_turns_are_bytes():
+    """No object of a request is held by what is remembered."""
+    assert Turn(b"{}", b"[]", None).size == 4 + Turn(b"", b"", None).size
