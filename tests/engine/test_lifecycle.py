@@ -145,7 +145,7 @@ def test_nan_logits_end_their_request_alone_and_publish_nothing() -> None:
     bench.run()
     with pytest.raises(KVBoostError, match="NaN or infinite logits near token 47"):
         bad.result(0)
-    assert list(good.result(0).output_token_ids) == expected_tokens(range(60, 100), 5)
+    bench.answer(good)
     # The chunk that held the bad token was not published, whole blocks before it may be.
     assert bench.manager.peek([*range(47), 255, 1], bench.parts.root) < 48
 
@@ -174,11 +174,8 @@ def test_cancel_in_every_state() -> None:
         assert bench.manager.used_block_count == 0
         assert not bench.scheduler.has_work
         bench.manager.check_invariants([])
-        for handle, prompt in zip(handles, ([1] * 30, [2] * 30, [1] * 30 + [3]), strict=True):
-            result = handle.result(0)
-            assert result.finish_reason in ("cancelled", "length")
-            count = result.generated_tokens
-            assert list(result.output_token_ids) == expected_tokens(prompt, count)
+        for handle in handles:
+            assert bench.answer(handle).finish_reason in ("cancelled", "length")
 
 
 def test_cancel_of_a_preempted_request() -> None:
@@ -325,8 +322,7 @@ def test_a_contradiction_in_the_bookkeeping_stops_the_engine_and_tells_everyone(
 
 def test_debug_checks_notice_a_write_into_a_shared_block() -> None:
     bench = Bench()
-    bench.submit(list(range(32)), 1)
-    bench.run()
+    bench.ask(list(range(32)), 1)
     cached = bench.manager.block_states().index(1)
 
     def scribble(batch: Any) -> None:
@@ -343,9 +339,7 @@ def test_a_kernel_that_writes_garbage_outside_its_slots_does_not_matter_to_other
     bench = Bench(8)
     for round_number in range(20):
         prompt = [round_number] * 40
-        handle = bench.submit(prompt, 20)
-        bench.run()
-        assert list(handle.result(0).output_token_ids) == expected_tokens(prompt, 20)
+        bench.ask(prompt, 20)
     assert bench.manager.evictions > 0
 
 

@@ -66,8 +66,7 @@ def test_a_prompt_is_followed_to_its_first_token() -> None:
 
 def test_what_the_cache_has_is_there_at_once() -> None:
     bench = timed(Bench(max_batch_tokens=32))
-    bench.submit(range(100), max_new_tokens=1)
-    bench.run()
+    bench.ask(range(100), max_new_tokens=1)
     handle = bench.submit([*range(90), *range(200, 250)], max_new_tokens=1)
     bench.step()
     first = handle.progress()
@@ -81,8 +80,7 @@ def test_what_the_cache_has_is_there_at_once() -> None:
 
 def test_a_token_deep_in_a_prompt_costs_what_it_costs_there() -> None:
     bench = timed(Bench(num_blocks=600, max_batch_tokens=256), steep)
-    bench.submit([number % 251 for number in range(4000)], max_new_tokens=1)
-    bench.run()
+    bench.ask([number % 251 for number in range(4000)], max_new_tokens=1)
     handle = bench.submit([255 - number % 241 for number in range(6000)], max_new_tokens=1)
     for done in range(256, 6000, 256):
         bench.step()
@@ -125,8 +123,7 @@ def test_one_that_waits_counts_what_is_before_it_and_its_own_prompt() -> None:
 
 def test_one_that_waits_for_a_place_counts_the_outputs_before_it() -> None:
     bench = timed(Bench(max_num_seqs=1, max_batch_tokens=64))
-    bench.submit(range(64), max_new_tokens=5)
-    bench.run()
+    bench.ask(range(64), max_new_tokens=5)
     mean = bench.core._pace._step_seconds
     bench.submit(range(1, 65), max_new_tokens=40)
     bench.step()

@@ -193,14 +193,12 @@ def test_a_prompt_is_retained_for_its_time(clock: list[float]) -> None:
 
     def flush() -> None:
         for _ in range(20):
-            bench.submit([rng.randrange(200) for _ in range(64)], 2)
-            bench.run()
+            bench.ask([rng.randrange(200) for _ in range(64)], 2)
 
     def cached() -> int:
         return bench.manager.peek([*HEAD, 0], bench.parts.root)
 
-    bench.submit(HEAD, 40, terms={"retention": 86400.0})
-    bench.run()
+    bench.ask(HEAD, 40, terms={"retention": 86400.0})
     flush()
     assert (cached(), bench.manager.pins.num_retained) == (64, 4), "the prompt, not its answer"
     clock[0] += 86399
@@ -215,8 +213,7 @@ def test_what_is_retained_makes_nobody_wait_and_refuses_nothing(clock: list[floa
     """All that others asked for is retained, and a request as large as the pool runs at once."""
     bench = Bench(16)
     for number in range(20):
-        bench.submit([number] * 60, 2, tenant=str(number % 3), terms={"retention": 1e6})
-        bench.run()
+        bench.ask([number] * 60, 2, tenant=str(number % 3), terms={"retention": 1e6})
     handles = [bench.submit([200 + number] * 100, 20, tenant="x") for number in range(2)]
     large = bench.submit([7] * 200, 50, tenant="y")
     bench.run()

@@ -33,16 +33,14 @@ ASKED = [*document(3, 20), *TWO, *document(4, 5), *ONE, 7, 8]
 def flush(bench: Bench, first: int = 100) -> None:
     """Others take every block."""
     for number in range(first, first + 2):
-        bench.submit(document(number, 16 * (NUM_BLOCKS - 2)), 1)
-        bench.run()
+        bench.ask(document(number, 16 * (NUM_BLOCKS - 2)), 1)
 
 
 def served(*tiers: DictTier) -> Bench:
     """What was served and asked about once, driven out since."""
     bench = Bench(NUM_BLOCKS, tiers=tiers)
     bench.submit([1] * 40, 1, REUSE, repair=BARE)  # from the first question on it is kept in mind
-    bench.submit(SERVED, 1)
-    bench.run()
+    bench.ask(SERVED, 1)
     flush(bench)
     assert bench.manager.peek(SERVED, bench.parts.root) == 0
     return bench
@@ -94,10 +92,8 @@ def test_only_what_is_gone_is_read() -> None:
     tier = DictTier()
     bench = Bench(NUM_BLOCKS, tiers=[tier])
     bench.submit([1] * 40, 1, REUSE, repair=BARE)
-    bench.submit(SERVED, 1)
-    bench.run()
-    bench.submit(document(50, 16 * (NUM_BLOCKS - 6)), 1)
-    bench.run()
+    bench.ask(SERVED, 1)
+    bench.ask(document(50, 16 * (NUM_BLOCKS - 6)), 1)
     kept = bench.manager.peek(SERVED, bench.parts.root) // 16
     assert 0 < kept < len(SERVED) // 16
     read = tier.num_read
@@ -120,8 +116,7 @@ def test_nobody_finds_what_another_tenant_had() -> None:
     tier = DictTier()
     bench = Bench(NUM_BLOCKS, tiers=[tier])
     bench.submit([1] * 40, 1, REUSE, repair=BARE, tenant="a")
-    bench.submit(SERVED, 1, tenant="a")
-    bench.run()
+    bench.ask(SERVED, 1, tenant="a")
     flush(bench)
     read = tier.num_read
     assert not asked(bench, tenant="b").approximate
@@ -133,9 +128,8 @@ def test_an_exact_request_looks_for_no_runs() -> None:
     tier = DictTier()
     bench = served(tier)
     read = tier.num_read
-    handle = bench.submit(ASKED, 4)
-    bench.run()
-    assert (handle.result(0).mode, tier.num_read) == (GenerationMode.PREFIX_CACHE, read)
+    result = bench.ask(ASKED, 4)
+    assert (result.mode, tier.num_read) == (GenerationMode.PREFIX_CACHE, read)
 
 
 @pytest.mark.parametrize("steps", range(6))
@@ -158,8 +152,7 @@ def test_what_does_not_fit_beside_the_prompt_is_not_brought() -> None:
     bench = Bench(NUM_BLOCKS, tiers=[tier])
     bench.submit([1] * 40, 1, REUSE, repair=BARE)
     long = [*document(20, 16 * 15), *TWO, *document(21, 16)]
-    bench.submit(long, 1)
-    bench.run()
+    bench.ask(long, 1)
     flush(bench)
     read = tier.num_read
     result = asked(bench, [*document(22, 40), *TWO, *document(23, 16 * 5), 1])

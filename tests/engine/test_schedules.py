@@ -251,8 +251,7 @@ def test_two_fully_cached_prompts_at_once_copy_on_write() -> None:
     """The recompute of the last token goes into a block the other one reads."""
     bench = Bench(max_batch_tokens=64)
     prompt = list(range(32))
-    bench.submit(prompt, 1)
-    bench.run()
+    bench.ask(prompt, 1)
     long_runner = bench.submit([*prompt, 9, 9], 30)
     bench.step()
     bench.ask(prompt, 5)
@@ -263,8 +262,7 @@ def test_two_fully_cached_prompts_at_once_copy_on_write() -> None:
 def test_a_copy_that_fails_ends_the_requests_of_its_step_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(max_batch_tokens=64)
     prompt = list(range(32))
-    bench.submit(prompt, 1)
-    bench.run()
+    bench.ask(prompt, 1)
     running = bench.submit([*prompt, 9, 9], 30)
     bench.step()
     copying = bench.submit(prompt, 5)
