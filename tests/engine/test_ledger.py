@@ -97,7 +97,6 @@ with CPUPagedEngine.from_pretrained(sys.argv[1], max_cache_bytes=64e6) as engine
 
 
 @linux
-@pytest.mark.alone
 def test_first_and_later_starts_hold_little_beside_weights_and_pool(tmp_path: Path) -> None:
     # Kernels are compiled before: what that leaves behind is another matter.
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=64) as engine:

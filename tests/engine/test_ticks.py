@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from helpers.models.tiny_models import save_tiny_model
 from helpers.ticks import assert_ticks_go_on
 from kvboost_edge import CPUPagedEngine
-
-pytestmark = pytest.mark.alone
 
 TOKENS = 2048
 
