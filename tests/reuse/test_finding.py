@@ -17,7 +17,6 @@ from kvboost_edge.kernels.reference.spans import StoredBlock
 from kvboost_edge.kernels.spans.scan import scan, scan_entry
 from kvboost_edge.kernels.spans.table import MOST_TRIED
 from kvboost_edge.reuse.finding import find_runs
-from kvboost_edge.reuse.runs import Piece
 from kvboost_edge.reuse.spans import SpanIndex
 
 HEADER, LAST = list(range(900, 910)), [999]
@@ -39,23 +38,6 @@ def test_documents_in_another_order_are_found_to_the_token():
     assert told(offered.find(C + B + A + LAST)) == [(0, 50, -88), (50, 37, -1), (87, 41, 77)]
 
 
-def test_a_run_begins_and_ends_inside_blocks():
-    offered = served(HEADER, A, B)
-    (run,) = offered.find([1, 2, 3, *A[3:20], 4, 5])
-    assert (run.prompt_start, run.length, run.context, run.delta) == (3, 17, 13, -10)
-    assert [(piece.valid_from, piece.valid_to) for piece in run.pieces] == [(1, 4), (0, 4), (0, 4), (0, 4), (0, 2)]
-    assert [piece.block_id for piece in run.pieces] == [3, 4, 5, 6, 7]
-    assert run.pieces[0] == Piece(block_id=3, valid_from=1, valid_to=4)
-
-
-def test_nothing_of_another_root_is_found():
-    offered = served(HEADER, A, B)
-    assert offered.find(A + LAST, root=OTHER) == []
-    offered.chain(A[:8], root=OTHER)
-    assert told(offered.find(A + LAST, root=OTHER)) == [(0, 8, 0)]
-    assert told(offered.find(A + LAST)) == [(0, 41, -10)]
-
-
 def test_roots_whose_numbers_share_a_slot_are_told_apart():
     """Slots are fewer than roots ever known, and each number of a root comes by every slot once."""
     offered = Offered(2, 4)
@@ -72,29 +54,6 @@ def test_roots_whose_numbers_share_a_slot_are_told_apart():
     assert block in offered.blocks
 
 
-def test_the_last_token_is_left_and_nothing_before_the_start_is_covered():
-    offered = served(HEADER, A, B)
-    assert told(offered.find(A)) == [(0, 40, -10)]
-    for start in range(len(A)):
-        runs = offered.find(A, start)
-        assert runs[:1] == [] or runs[0].prompt_start == start
-    assert offered.find([], 0) == offered.find([1], 1) == offered.find(A, len(A)) == []
-
-
-def test_delta_zero_in_another_context_is_a_run():
-    offered = served(HEADER, A)
-    prompt = [*reversed(HEADER), *A, *LAST]
-    assert told(offered.find(prompt)) == [(10, 38, 0)]  # the last three of A fill no block
-
-
-@pytest.mark.parametrize("least", [1, 37, 38, 41, 42])
-def test_shorter_runs_are_left_out_and_cover_nothing(least):
-    offered = served(HEADER, A, B)
-    lengths = [run.length for run in offered.find(B + A + LAST, least=least)]
-    assert lengths == [length for length in (37, 41) if length >= least]
-    assert lengths or least == 42
-
-
 def test_of_several_blocks_the_longest_run_is_taken_then_more_context_then_the_newest():
     offered = Offered(64, 4)
     offered.chain(A[:20] + [1] * 4)
@@ -107,13 +66,6 @@ def test_of_several_blocks_the_longest_run_is_taken_then_more_context_then_the_n
     offered.withdraw(next(block for block in offered.blocks if block.first_position == 8 and block.tokens[0] == A[0]))
     (run,) = offered.find(A[:12] + LAST)
     assert (run.context, run.pieces[0].block_id) == (4, newest)
-
-
-def test_a_block_that_is_gone_parts_a_run_in_two_of_one_delta():
-    offered = served(HEADER, A, B)
-    offered.withdraw(offered.blocks[6])  # tokens 14 .. 17 of A
-    first, second = offered.find(A + LAST)
-    assert (told([first]), told([second])) == ([(0, 14, -10)], [(18, 23, -10)])
 
 
 def test_a_text_repeated_beyond_what_is_tried_is_joined_through_its_neighbours():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.kvcache.manager_cases import B, prefill
-from helpers.reuse.index_cases import OTHER, ROOT, Offered, told
+from helpers.reuse.index_cases import OTHER, ROOT, Offered
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kernels.reference.spans import StoredBlock
 from kvboost_edge.kvcache.block_table import BlockTable
@@ -76,37 +76,6 @@ def test_what_is_not_offered_cannot_be_withdrawn(block_id):
     with pytest.raises(CacheCorruption, match="block 0 is not offered"):
         index.withdraw(0)
     index.check()
-
-
-def test_a_withdrawn_block_is_not_found_and_comes_back_between_its_neighbours():
-    offered = Offered(8, 4)
-    chain = offered.chain(TEXT)
-    assert told(offered.find([*TEXT, 1])) == [(0, 24, 0)]
-    offered.withdraw(chain[2])
-    assert told(offered.find([*TEXT, 1])) == [(0, 8, 0), (12, 12, 0)]
-    offered.offer(chain[2])
-    assert told(offered.find([*TEXT, 1])) == [(0, 24, 0)]
-
-
-def test_blocks_may_be_offered_in_any_order():
-    offered = Offered(8, 4)
-    parent = None
-    for start in range(0, 24, 4):
-        parent = offered.make(TEXT[start : start + 4], parent)
-    for block_id, made in enumerate(random.Random(3).sample(offered.ever, 6)):
-        offered.offer(made._replace(block_id=block_id))
-        offered.index.check()
-    assert told(offered.find([*TEXT, 1])) == [(0, 24, 0)]
-
-
-def test_a_block_handed_out_again_has_nothing_of_what_it_held():
-    offered = Offered(8, 4)
-    chain = offered.chain(TEXT)
-    offered.withdraw(chain[1])
-    other = offered.offer(offered.make([1, 2, 3, 4], root=OTHER))
-    assert other.block_id == chain[1].block_id
-    assert told(offered.find([*TEXT, 1])) == [(0, 4, 0), (8, 16, 0)]
-    assert told(offered.find([*TEXT[4:8], 1, 2, 3, 4, 1], root=OTHER)) == [(4, 4, 4)]
 
 
 def test_roots_are_forgotten_with_their_last_block_and_numbered_anew():

@@ -149,51 +149,6 @@ def test_what_is_given_up_seldom_and_then_wanted_counts_for_more() -> None:
     assert order.once_share == 100 - 2 * 3 + 2
 
 
-def test_one_who_reads_much_flushes_no_other_below_the_floor() -> None:
-    order: CachedOrder[tuple[str, int]] = CachedOrder(100)
-    for number in range(40):
-        order.put(("a", number), b"a", again=number % 2)
-    for number in range(5000):
-        if len(order) == 100:
-            order.take(1, b"reader")
-        order.put(("reader", number), b"reader")
-    assert sum(owner == "a" for owner, _ in order.oldest_first()) == 25
-
-
-def test_what_is_retained_goes_after_all_else_of_its_owner_and_is_at_most_its_floor() -> None:
-    order: CachedOrder[str] = CachedOrder(10)
-    for key in "abcdefg":
-        order.put(key, b"", again=RETAINED)
-    for key in "hij":
-        order.put(key, b"", again=AGAIN)
-    assert order.oldest_first() == [*"ab", *"hij", *"cdefg"], "of ten blocks five; two were the least recently used"
-    order.refresh("c")
-    assert order.take(6, b"") == [*"ab", *"hij", "d"]
-
-
-def test_what_is_retained_takes_nothing_from_others_below_their_floor() -> None:
-    """At the floors age decides between owners: who retains is neither better nor worse off than before."""
-    for again in (ONCE, RETAINED):
-        order: CachedOrder[tuple[str, int]] = CachedOrder(12)
-        for number in range(3):
-            for owner in "abc":
-                order.put((owner, number), owner.encode(), again=again if owner == "a" else ONCE)
-        assert order.protected(b"d") == 6
-        assert sorted(order.take(3, b"d")) == [("a", 0), ("b", 0), ("c", 0)]
-        assert order.take(6, b"d") == [(owner, number) for number in (1, 2) for owner in "abc"]
-
-
-def test_a_scan_of_any_length_passes_by_what_is_retained() -> None:
-    order: CachedOrder[object] = CachedOrder(20)
-    for number in range(10):
-        order.put(number, b"a", again=RETAINED)
-    for number in range(1000):
-        if len(order) == 20:
-            order.take(1, b"a")
-        order.put(("scan", number), b"a")
-    assert all(number in order for number in range(10))
-
-
 def test_a_key_that_is_not_there() -> None:
     order: CachedOrder[int] = CachedOrder(4)
     for call in (order.remove, order.refresh):

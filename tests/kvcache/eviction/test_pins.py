@@ -7,7 +7,7 @@ import pytest
 from helpers.kvcache.manager_cases import OTHER, ROOT, B, prefill
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError, RequestError
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
-from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_REFERENCED, KVCacheManager
+from kvboost_edge.kvcache.manager import BLOCK_CACHED, KVCacheManager
 
 
 def cached(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> int:
@@ -45,36 +45,6 @@ def test_a_pinned_prompt_outlives_everything_until_it_is_unpinned() -> None:
     manager.check_invariants([])
 
 
-def test_a_pin_ends_when_its_time_is_over_and_pinning_again_gives_it_a_new_end() -> None:
-    manager = warmed(12, [1] * 8, [2] * 8)
-    pins = manager.pins
-    pins.add([1] * 8, ROOT, until=5.0)
-    pins.add([2] * 8, ROOT, until=9.0)
-    assert pins.next_end == 5.0
-    pins.add([1] * 8, ROOT, until=20.0)
-    assert (pins.next_end, len(pins), pins.num_blocks) == (9.0, 2, 4)
-    pins.expire(8.99)
-    assert len(pins) == 2
-    pins.expire(9.0)
-    assert (pins.next_end, len(pins), pins.num_blocks) == (20.0, 1, 2)
-    pins.add([1] * 8, ROOT)
-    assert pins.next_end is None
-    pins.expire(1e12)
-    assert len(pins) == 1
-    manager.check_invariants([])
-
-
-def test_what_two_pins_share_stays_until_both_are_over() -> None:
-    one, two = [1] * 8 + [2] * 4, [1] * 8 + [3] * 4
-    manager = warmed(8, one, two)
-    for tokens in (one, two, [1] * 8):
-        manager.pins.add(tokens, ROOT)
-    assert manager.pins.num_blocks == 4
-    assert [manager.pins.end(tokens, ROOT) for tokens in (one, one, [1] * 8, two)] == [1, 0, 0, 3]
-    assert manager.used_block_count == 0
-    manager.check_invariants([])
-
-
 def test_more_than_the_bound_is_refused_by_name_and_changes_nothing() -> None:
     manager = warmed(12, [1] * 8, [2] * 8, max_pinned_blocks=3)
     manager.pins.add([1] * 8, ROOT)
@@ -99,15 +69,6 @@ def test_at_most_half_of_the_pool_may_be_allowed(limit: int) -> None:
         KVCacheManager(12, B, max_pinned_blocks=limit)
 
 
-def test_pins_belong_to_their_root() -> None:
-    manager = warmed(12, [1] * 8)
-    manager.free(prefill(manager, [1] * 8, OTHER))
-    manager.pins.add([1] * 8, ROOT)
-    assert manager.pins.end([1] * 8, OTHER) == 0
-    assert (manager.pins.num_of([1] * 8, ROOT), manager.pins.num_of([1] * 8, OTHER)) == (2, 0)
-    assert manager.pins.num_blocks == 2
-
-
 def test_one_tenants_pins_leave_the_others_their_floors() -> None:
     """a pins all it may and reads on; b keeps the half of the pool that nobody can pin, as far as it is its share."""
     manager = KVCacheManager(40, B, policy=TenantFloors)
@@ -125,19 +86,6 @@ def test_one_tenants_pins_leave_the_others_their_floors() -> None:
         manager.free(table)
     assert cached(manager, [1] * (10 * B), OTHER) == 10
     assert cached(manager, [1] * (20 * B)) == 20
-
-
-def test_who_writes_into_a_pinned_block_gets_a_copy() -> None:
-    manager = warmed(8, [1] * 8)
-    manager.pins.add([1] * 8, ROOT)
-    pinned = [block_id for block_id, state in enumerate(manager.block_states()) if state == BLOCK_REFERENCED]
-    table = manager.open_table([1] * 8, ROOT)
-    assert manager.blocks_needed(table, 8) == 1
-    ops = manager.extend(table, 8)
-    assert [op.src in pinned and op.dst not in pinned for op in ops] == [True]
-    manager.check_invariants([table])
-    manager.free(table)
-    assert cached(manager, [1] * 8) == 2
 
 
 def test_the_bookkeeping_is_compared() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -93,20 +92,3 @@ def test_one_off_documents_do_not_flush_conversations(policy: Any, expected: int
         for number in range(3):
             manager.free(prefill(manager, [100 + 3 * turn + number] * 15 * B))
     assert hits == expected
-
-
-def test_an_ancestor_is_never_evicted_before_its_descendants() -> None:
-    rng = random.Random(3)
-    manager = KVCacheManager(60, B, policy=TenantFloors)
-    texts = [[rng.randrange(5)] * B * 2 for _ in range(3)]
-    for _ in range(400):
-        tokens = rng.choice(texts) + [token for _ in range(rng.randrange(8)) for token in [rng.randrange(3)] * B]
-        owner = rng.choice((b"a", b"b"))
-        table = manager.open_table(tokens, owner * 32, owner=owner)
-        manager.extend(table, len(tokens))
-        manager.commit(table, tokens, len(tokens))
-        manager.free(table)
-        entries = manager._index.entries().values()
-        serials = {0, *(entry.serial for entry in entries)}
-        assert all(entry.parent_serial in serials for entry in entries)
-    assert manager.evictions > 300
