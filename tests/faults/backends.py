@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from faults.fault import fault
+from faults.suites import GEMMA4_ROWS
 
 _CONTRACT = ("tests/backends",)
 
@@ -26,13 +27,13 @@ FAULTS = (
         "backends/cpu.py",
         "- behind + counts)",
         "- behind + counts - 1)",
-        "tests/runners/native/test_gemma4.py",
+        *GEMMA4_ROWS,
     ),
     fault(
         "rows that go on alone are one sequence",
         "backends/cpu.py",
         "(np.diff(rows, prepend=-2) != 1) | ",
         "",
-        "tests/runners/native/test_gemma4.py",
+        *GEMMA4_ROWS,
     ),
 )

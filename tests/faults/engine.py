@@ -89,6 +89,6 @@ FAULTS = (
         "engine/core.py",
         "self._backend.release_blocks([block for block in self._kept if block not in wanted])",
         "pass",
-        "tests/engine/test_native_schedules.py",
+        "tests/engine/test_native_failures.py",
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from faults.fault import fault
-from faults.suites import GEMMA4, GEMMA4_EXPERTS
+from faults.suites import GEMMA4, GEMMA4_EXPERTS, GEMMA4_ROWS
 
 FAULTS = (
     fault(
@@ -25,14 +25,14 @@ FAULTS = (
         "runners/native/plan.py",
         "layer.kv + 1 if layer.kv in given else 0",
         "0",
-        "tests/runners/native/test_gemma4.py",
+        *GEMMA4_ROWS,
     ),
     fault(
         "rows go on with the inputs of others",
         "runners/native/runner.py",
         "per_layer(num_tokens)[rows]",
         "per_layer(num_tokens)[: len(rows)]",
-        "tests/runners/native/test_gemma4.py",
+        *GEMMA4_ROWS,
     ),
     fault(
         "the factors of the router's inputs are dropped",

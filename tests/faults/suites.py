@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["GEMMA4", "GEMMA4_EXPERTS", "SPARSE"]
+__all__ = ["GEMMA4", "GEMMA4_EXPERTS", "GEMMA4_ROWS", "SPARSE"]
 
+_INVARIANCE = "tests/engine/test_invariance.py::test_bits_do_not_depend_on_how_a_token_is_computed"
 _FAMILY = "tests/runners/native/test_families.py::test_family_equals_transformers"
 
 GEMMA4 = (f"{_FAMILY}[gemma4]", f"{_FAMILY}[gemma4-wide]")
 GEMMA4_EXPERTS = (f"{_FAMILY}[gemma4-moe]",)
 SPARSE = tuple(f"{_FAMILY}[{name}]" for name in ("qwen3_moe", "qwen2_moe", "olmoe", "ernie4_5_moe", "granitemoe"))
+# Layers that share keys and values, of which some rows go on to the last layers.
+GEMMA4_ROWS = tuple(
+    f"{_INVARIANCE}[{row}]"
+    for row in ("gemma4 IQ4_NL 16-16 some rows", "gemma4-alike f32 8-8 some rows", "gemma4-alike bf16 8-4 chunked")
+)

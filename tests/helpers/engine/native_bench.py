@@ -1,4 +1,4 @@
-"""A tiny model on the native runner behind an engine core that is stepped by hand, and what each prompt gives alone."""
+"""A tiny model on the native runner in an engine core that is stepped by hand, and the results of each prompt alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.loads import Loads, NoShelf
 from kvboost_edge.engine.request import Request, SamplingParams
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.engine.scheduler import Scheduler
 from kvboost_edge.engine.sequences import Sequences
 from kvboost_edge.engine.tiering import MoverShelf, Tiering
@@ -30,6 +30,7 @@ from kvboost_edge.tiers.base import Tier
 BLOCK = 16
 ROOT = root_hash(model_fingerprint="tiny", kv_format="tiny")
 Bits = tuple[int, int]
+ALL_BITS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4), (4, 4))
 Floats = npt.NDArray[np.float32]
 
 
@@ -167,3 +168,44 @@ class NativeBench:
         assert self.manager.used_block_count == 0
         self.manager.check_invariants([])
         assert not self.core._live
+
+
+class Cold:
+    """Results of prompts alone, uncached, in one pass of one thread; each is computed when it is first asked for.
+
+    A bench that is in use when one is computed loses its backend: ask before making it, or after its last step.
+    """
+
+    def __init__(self, machine: Machine, bits: Bits) -> None:
+        self._machine, self._bits = machine, bits
+        self._logits: dict[tuple[int, ...], Floats] = {}
+        self._answers: dict[tuple[tuple[int, ...], str], GenerationResult] = {}
+
+    def _bench(self) -> NativeBench:
+        return NativeBench(self._machine, bits=self._bits, max_batch_tokens=512)
+
+    def logits(self, token_ids: Sequence[int]) -> Floats:
+        """Of every token; all are finite."""
+        key = tuple(token_ids)
+        if key not in self._logits:
+            self._logits[key] = self._bench().logits(token_ids)
+            assert np.isfinite(self._logits[key]).all()
+        return self._logits[key]
+
+    def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> GenerationResult:
+        key = tuple(prompt_ids), repr(params)
+        if key not in self._answers:
+            self._answers[key] = self._bench().generate(prompt_ids, params, mode=GenerationMode.BASELINE)
+        return self._answers[key]
+
+
+def assert_begins(result: GenerationResult, expected: GenerationResult, where: str) -> None:
+    """Everything generated so far is the beginning of what is expected, with `==` on every float."""
+    count = result.generated_tokens
+    assert result.output_token_ids == expected.output_token_ids[:count], where
+    assert result.logprobs is not None
+    assert expected.logprobs is not None
+    assert result.logprobs == expected.logprobs[:count], where
+    if result.prompt_logprobs is not None and expected.prompt_logprobs is not None:
+        known: tuple[TokenLogprobs | None, ...] = result.prompt_logprobs
+        assert known == expected.prompt_logprobs[: len(known)], where

@@ -1,8 +1,8 @@
-"""Layers with shapes of their own that share keys and values: equal to the bit, however few rows go on to them."""
+"""Gemma 4 on the native runner: what is stored of layers that share keys and values, files, tables, other backends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from helpers.engine.native_bench import Bits
 from helpers.gguf.writer import write_gguf
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
-from helpers.oracles.bit_cases import BLOCK, TwiceThreaded, assert_same_behind_a_prefix, same
 from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
@@ -22,102 +20,8 @@ from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.runners.native.runner import NativeRunner
 
-LENGTHS = (90, 1, 40, 600)  # past the windows of 24, and past attention's first partition of 512 tokens
-PROMPTS = [np.random.default_rng(seed).integers(0, 256, length).tolist() for seed, length in enumerate(LENGTHS)]
-WIDTHS: tuple[Bits, ...] = ((16, 16), (8, 8), (4, 4))
-# In the last one layers of both kinds have one shape, and so could have their open blocks in one place.
-MODELS: dict[str, tuple[str, dict[str, object]]] = {
-    "gemma4": ("gemma4", {}),
-    "gemma4-wide": ("gemma4-wide", {}),
-    "gemma4-alike": ("gemma4", {"global_head_dim": 32}),
-    "gemma4-experts": ("gemma4", {"enable_moe_block": True, "num_experts": 12, "top_k_experts": 3,
-                                  "moe_intermediate_size": 64}),
-}  # fmt: skip
+PROMPT = np.random.default_rng(0).integers(0, 256, 90).tolist()
 Logits = npt.NDArray[np.float32]
-
-
-@pytest.fixture(scope="module", params=[(name, bits) for name in MODELS for bits in WIDTHS], ids=str)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwiceThreaded]:
-    (family, overrides), bits = MODELS[request.param[0]], request.param[1]
-    directory = save_tiny_model(family, tmp_path_factory.mktemp("gemma4"), max_position_embeddings=1024, **overrides)
-    model = TwiceThreaded(directory, "int8", PROMPTS, 96, kv_bits=bits)
-    yield model
-    model.close()
-
-
-@pytest.mark.parametrize(
-    "rows", [[], [89], [0], [0, 1, 2, 30, 31, 88, 89], [15, 16, 17, 47], [*range(10, 89)]], ids=str
-)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_only_the_wanted_rows(model: TwiceThreaded, rows: list[int], threads: int) -> None:
-    driver = model.driver(threads)
-    sequence = driver.open(PROMPTS[0])
-    logits, _ = driver.step_for([(sequence, 90)], rows)
-    assert same(logits, model.cold[0][rows])
-    sequence.token_ids.append(7)
-    after = driver.step([(sequence, 1)])[0]
-    whole = model.driver()
-    assert same(after, whole.prefill(whole.open([*PROMPTS[0], 7]))[-1:])
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_last_rows_of_a_batch_in_pieces(model: TwiceThreaded, threads: int) -> None:
-    """Pieces of different lengths of four prompts in each pass; one that ends its prompt wants its last row."""
-    driver = model.driver(threads)
-    sequences = [driver.open(prompt) for prompt in PROMPTS]
-    found: dict[int, Logits] = {}
-    for piece in (37, 1, 70, 500):
-        work = [(one, min(piece + index, one.num_left)) for index, one in enumerate(sequences) if one.num_left]
-        ends = np.cumsum([count for _, count in work])
-        last = [int(end) - 1 for end, (one, count) in zip(ends, work, strict=True) if count == one.num_left]
-        which = [sequences.index(one) for one, count in work if count == one.num_left]
-        logits, _ = driver.step_for(work, last)
-        found.update(zip(which, logits, strict=True))
-    assert sorted(found) == [0, 1, 2, 3]
-    for index, row in found.items():
-        assert same(row, model.cold[index][-1])
-
-
-def test_states_beside_logits(model: TwiceThreaded) -> None:
-    driver = model.driver(2)
-    work = [(driver.open(PROMPTS[0]), 90), (driver.open(PROMPTS[2]), 40)]
-    logits, states = driver.step_for(work, [5, 89], [100, 129])
-    assert same(logits, model.cold[0][[5, 89]])
-    alone = model.driver()
-    _, expected = alone.step_for([(alone.open(PROMPTS[2]), 40)], [], [10, 39])
-    assert same(states, expected)
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_any_chunking(model: TwiceThreaded, chunk: int, threads: int) -> None:
-    driver = model.driver(threads)
-    assert same(driver.prefill(driver.open(PROMPTS[0]), chunk), model.cold[0])
-
-
-@pytest.mark.parametrize("cut", [1, BLOCK - 1, BLOCK, 2 * BLOCK, 41, 89])
-def test_prefix_hit(model: TwiceThreaded, cut: int) -> None:
-    assert_same_behind_a_prefix(model, cut)
-
-
-def test_a_fork_inside_a_block(model: TwiceThreaded) -> None:
-    driver = model.driver(2)
-    parent = driver.open(PROMPTS[0][:37])
-    driver.prefill(parent)
-    child = driver.fork(parent)
-    parent.token_ids += PROMPTS[2]
-    child.token_ids += PROMPTS[0][37:]
-    _, logits = driver.step([(parent, 20), (child, 53)])
-    assert same(logits, model.cold[0][37:])
-
-
-def test_recomputed_after_it_was_dropped(model: TwiceThreaded) -> None:
-    driver = model.driver()
-    sequence = driver.open(PROMPTS[0])
-    driver.step_for([(sequence, 50)], [])
-    driver.close(sequence)
-    driver.manager.reset()
-    assert same(driver.prefill(driver.open(PROMPTS[0]), 29), model.cold[0])
 
 
 def test_only_layers_that_compute_keys_and_values_store_them(tmp_path: Path) -> None:
@@ -140,7 +44,7 @@ def test_a_file_without_the_table_of_tokens_is_refused(tmp_path: Path) -> None:
 def _logits(model: Path, weights: str) -> Logits:
     runner = NativeRunner.from_dir(model, weights=weights)
     driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 16, num_threads=1))
-    found = driver.prefill(driver.open(PROMPTS[0]))
+    found = driver.prefill(driver.open(PROMPT))
     runner.close()
     return found
 
@@ -176,8 +80,8 @@ def test_backends_with_layers_one_by_one_agree(backend: Callable[[KVSpec], Backe
     model = build_tiny_model("gemma4", head_dim=12, global_head_dim=24)
     model.set_attn_implementation("eager")
     with torch.inference_mode():
-        expected = model(torch.tensor([PROMPTS[0]]), use_cache=False).logits[0].numpy()
-    found = driver.prefill(driver.open(PROMPTS[0]), 23)
+        expected = model(torch.tensor([PROMPT]), use_cache=False).logits[0].numpy()
+    found = driver.prefill(driver.open(PROMPT), 23)
     assert np.linalg.norm(found - expected) <= 1e-4 * np.linalg.norm(expected)
     runner.close()
 
@@ -186,7 +90,7 @@ def test_a_table_that_changes_under_the_runner_is_an_error(tmp_path: Path) -> No
     directory = save_tiny_model("gemma4", tmp_path)
     runner = NativeRunner.from_dir(directory, weights="int8")
     driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 16, num_threads=1))
-    sequence = driver.open(PROMPTS[0])
+    sequence = driver.open(PROMPT)
     driver.step([(sequence, 20)])
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])

@@ -26,10 +26,10 @@ GRANITES = tuple(name for name in HYBRIDS if name.startswith("granitemoehybrid")
 EVEN = ("lfm2", "lfm2_moe", "qwen3_5_text-even", *GRANITES, "nemotron_h", "nemotron_h-moe")
 
 
-def _logits(path: Path, weights: str, chunk: int = 23, threads: int = 1) -> np.ndarray:
-    runner = NativeRunner.from_dir(path, weights=weights, num_threads=threads)
-    driver = driver_of(runner, threads)
-    logits = np.array(driver.prefill(driver.open(PROMPT), chunk))
+def _logits(path: Path, weights: str) -> np.ndarray:
+    runner = NativeRunner.from_dir(path, weights=weights)
+    driver = driver_of(runner)
+    logits = np.array(driver.prefill(driver.open(PROMPT), 23))
     runner.close()
     return logits
 
@@ -95,11 +95,8 @@ WIDE = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_matrices_of_several_block_formats(name: str, tmp_path: Path) -> None:
-    """What a mixer reads is several matrices then; results do not depend on how a prompt was cut, or on threads."""
+    """What a mixer reads is several matrices then."""
     model = save_tiny_model(name, tmp_path / "model", hidden_size=256, **WIDE[name])
     path = write_gguf(model, tmp_path / "m.gguf", kind=_mixed)
-    whole = _logits(path, "auto", 61)
-    for chunk, threads in ((61, 2), (7, 1), (1, 2)):
-        np.testing.assert_array_equal(_logits(path, "auto", chunk, threads), whole)
     # What is squared has twice the relative error.
-    assert _distance(whole, _logits(path, "f32")) < (0.4 if name == "nemotron_h" else 0.2)
+    assert _distance(_logits(path, "auto"), _logits(path, "f32")) < (0.4 if name == "nemotron_h" else 0.2)

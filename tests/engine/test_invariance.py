@@ -1,0 +1,375 @@
+"""Bit invariance: a token has the same logits however it came to be computed, for every model, format and cache width.
+
+Each way of computing a prompt is compared by `==`, on all rows of logits or on tokens and log probabilities, with the
+prompt alone, uncached, in one pass of one thread. `make test` runs the rows of invariance_pairs.csv, in which every
+possible pair of values of two factors occurs; `make test-all` runs all others too.
+
+To write the table again after a factor has changed: cd tests && ../.venv/bin/python -m engine.test_invariance
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from helpers.engine.hand_mover import DictTier
+from helpers.engine.hostile_drafts import CutDrafter
+from helpers.engine.native_bench import BLOCK, Bits, Cold, Floats, Machine, NativeBench, assert_begins
+from helpers.engine.native_kinds import FORMATS, KINDS, STATES, machine_of, needs_torch
+from helpers.runners.paged_driver import PagedDriver
+from helpers.runners.recurrent_driver import StateDriver
+from kvboost_edge.engine.request import SamplingParams
+
+TABLE = Path(__file__).with_name("invariance_pairs.csv")
+TEXT, ONE, OTHER, SHORT = (
+    np.random.default_rng(seed).integers(3, 250, length).tolist() for seed, length in enumerate((90, 1, 40, 17), 11)
+)
+NEW, NUM_DRAFTS = 24, 6
+GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0.0, logprobs=2)
+SAMPLED = SamplingParams(max_new_tokens=NEW, temperature=1.1, top_p=0.95, seed=5, logprobs=2)
+NOTHING = SamplingParams(max_new_tokens=0)
+
+
+class Case:
+    """A model at one width of its cache."""
+
+    def __init__(self, machine: Machine, bits: Bits) -> None:
+        self.machine, self.bits = machine, bits
+        self.cold = Cold(machine, bits)
+        self.is_hybrid = machine.states is not None
+
+    def bench(self, *, every_block: bool = False, **options: object) -> NativeBench:
+        """every_block: in a hybrid, a state is kept after each block."""
+        states = STATES._replace(every_block=every_block) if self.is_hybrid else None
+        return NativeBench(self.machine, bits=self.bits, states=states, **options)  # type: ignore[arg-type]
+
+    def driver(self, threads: int) -> PagedDriver:
+        """Over a pool that holds NaN wherever nothing was written."""
+        parts = self.machine.parts(self.bits, threads, 64, 9, self.machine.states)
+        return (StateDriver if self.is_hybrid else PagedDriver)(*parts)
+
+
+def same(found: Floats, expected: Floats, where: str) -> None:
+    np.testing.assert_array_equal(found, expected, err_msg=where)
+
+
+def cached(case: Case) -> None:
+    """After a prefix of any length, in the pool up to its last whole block. A hybrid needs a state there, too."""
+    expected = case.cold.logits(TEXT)
+    for cut in (0, 1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 79, 80, 81, 89):
+        start, every_block = cut // BLOCK * BLOCK, cut % 2 == 0
+        bench = case.bench(every_block=every_block)
+        bench.generate([*TEXT[:cut], 251, 252], NOTHING)
+        handle, rows = bench.submit_logits(TEXT, start)
+        bench.run()
+        found = handle.result(0)
+        assert found.cached_tokens == start or (case.is_hybrid and not every_block), f"cut {cut}"
+        assert found.matched_tokens == start, f"cut {cut}"
+        same(np.concatenate(rows), expected[start:], f"cut {cut}")
+        for again in (40, 80, 89):
+            same(bench.logits(TEXT, again), expected[again:], f"cut {cut}, from {again}")
+        bench.generate(TEXT[:80], NOTHING)
+        whole = bench.generate(TEXT[:80], NOTHING)
+        assert whole.cached_tokens == (79 if case.bits == (16, 16) and not case.is_hybrid else 64), f"cut {cut}"
+        same(bench.logits(TEXT[:80], 79), expected[79:80], f"cut {cut}, cached to its end")
+        bench.assert_clean()
+
+
+def chunked(case: Case) -> None:
+    expected = case.cold.logits(TEXT)
+    for budget in (1, 2, 3, 5, 7, 8, 13, 15, 16, 17, 31, 64):
+        bench = case.bench(max_batch_tokens=budget)
+        same(bench.logits(TEXT), expected, f"passes of {budget} tokens")
+        bench.assert_clean()
+
+
+def threads(case: Case) -> None:
+    expected = case.cold.logits(TEXT)
+    for budget in (1, 7, 17, 512):
+        same(case.bench(threads=2, max_batch_tokens=budget).logits(TEXT), expected, f"passes of {budget} tokens")
+
+
+def batched(case: Case) -> None:
+    """Prompts of different lengths in one pass, and a prompt in pieces next to two answers."""
+    prompts, answers = (TEXT, ONE, OTHER, SHORT), ((OTHER, GREEDY), (SHORT, SAMPLED))
+    expected = [case.cold.logits(prompt) for prompt in prompts]
+    alone = [case.cold.answer(*answer) for answer in answers]
+    for number in (1, 2):
+        bench = case.bench(threads=number, max_batch_tokens=512)
+        parts = [bench.submit_logits(prompt)[1] for prompt in prompts]
+        bench.step()
+        for rows, of_prompt in zip(parts, expected, strict=True):
+            same(np.concatenate(rows), of_prompt, f"{len(of_prompt)} tokens in one pass, {number} threads")
+        bench = case.bench(threads=number, max_batch_tokens=7)
+        handles = [bench.submit(*answer) for answer in answers]
+        while any(not one.output_token_ids for one in bench.scheduler.running) or bench.scheduler.waiting:
+            bench.step()
+        _, rows = bench.submit_logits(TEXT)
+        bench.run()
+        same(np.concatenate(rows), expected[0], f"next to answers, {number} threads")
+        for handle, one in zip(handles, alone, strict=True):
+            assert_begins(handle.result(0), one, f"next to a prompt, {number} threads")
+
+
+def preempted(case: Case) -> None:
+    """Recomputed for want of blocks, and after everything that was cached was dropped."""
+    wanted = [(TEXT[:33], GREEDY), (TEXT[40:75], SAMPLED), (OTHER, GREEDY)]
+    expected, alone = case.cold.logits(TEXT), [case.cold.answer(*each) for each in wanted]
+    bench = case.bench(num_blocks=7, max_num_seqs=3, max_batch_tokens=20)
+    handles = [bench.submit(*each) for each in wanted]
+    bench.run()
+    assert bench.scheduler.num_preemptions > 0
+    for index, (handle, one) in enumerate(zip(handles, alone, strict=True)):
+        assert handle.result(0).generated_tokens == NEW
+        assert_begins(handle.result(0), one, f"prompt {index}")
+    bench.assert_clean()
+    bench = case.bench(max_batch_tokens=29)
+    dropped = bench.submit(TEXT, GREEDY)
+    bench.step()
+    bench.step()
+    dropped.cancel()
+    bench.step()
+    bench.manager.reset()
+    handle, rows = bench.submit_logits(TEXT, 80)
+    bench.run()
+    assert handle.result(0).cached_tokens == 0
+    same(np.concatenate(rows), expected[80:], "after the cache was dropped")
+
+
+def speculative(case: Case) -> None:
+    """Two answers at once, one of them sampled, whose drafts are right up to any number; and what is kept of them."""
+    asked = [(TEXT[:25], GREEDY), (TEXT[40:70], SAMPLED)]
+    alone = [case.cold.answer(*each) for each in asked]
+    wholes = [[*prompt, *one.output_token_ids] for (prompt, _), one in zip(asked, alone, strict=True)]
+    expected = [case.cold.logits([*whole, 7, 8]) for whole in wholes]
+    for cut in (0, 1, 3, 4, 6):
+        rights = cut, NUM_DRAFTS - cut
+        drafters = [CutDrafter(whole, right, NUM_DRAFTS, 256) for whole, right in zip(wholes, rights, strict=True)]
+        bench = case.bench(every_block=cut % 2 == 1, threads=1 + cut % 2)
+        of_request = dict(enumerate(drafters, 1))
+        bench.scheduler.speculation.drafter = lambda request, known=of_request: known[request.index]  # type: ignore[method-assign, misc]
+        handles = [bench.submit(*each, max_draft_tokens=NUM_DRAFTS, always_drafts=True) for each in asked]
+        bench.run()
+        for handle, one in zip(handles, alone, strict=True):
+            assert_begins(handle.result(0), one, f"{rights} drafts are right")
+        for right, one in zip(rights, drafters, strict=True):
+            assert all(accepted == min(right, drafted) for drafted, accepted in one.outcomes)
+            assert max(accepted for _, accepted in one.outcomes) == right
+        bench.scheduler.speculation.drafter = lambda request: None  # type: ignore[method-assign]
+        for whole, logits in zip(wholes, expected, strict=True):
+            handle, rows = bench.submit_logits([*whole, 7, 8], len(whole) - 1)
+            bench.run()
+            assert handle.result(0).cached_tokens == (len(whole) - 1) // BLOCK * BLOCK
+            same(np.concatenate(rows), logits[len(whole) - 1 :], f"after {rights} right drafts")
+        bench.assert_clean()
+
+
+def restored(case: Case) -> None:
+    """From a tier, by an engine that has only the tier, and once more where the tier lost the third block."""
+    answer = case.cold.answer(TEXT[:60], GREEDY)
+    turn = [*TEXT[:60], *answer.output_token_ids, *OTHER[:9]]
+    expected = case.cold.logits(turn)
+    for every_block in (False, True):
+        tier = DictTier()
+        bench = case.bench(every_block=every_block, tiers=[tier])
+        bench.generate(TEXT[:40], NOTHING)
+        bench.generate(TEXT[:60], GREEDY)
+        for number, lost in ((1, 0), (2, 1)):
+            bench = case.bench(every_block=every_block, tiers=[tier], threads=number, max_batch_tokens=33)
+            bench.backend.poison_blocks(range(bench.manager.num_blocks))
+            handle, rows = bench.submit_logits(turn, 83)
+            bench.run()
+            hits = handle.result(0).hit_tokens["shelf"]
+            assert hits == (2 if lost else 5) * BLOCK
+            same(np.concatenate(rows), expected[83:], f"{hits} tokens from a tier")
+            size = bench.backend.spec.bytes_per_block  # states are in the tier, too
+            tier.drop([key for key, (_, data) in tier.blocks.items() if len(data) == size][2:3])
+
+
+def next_turn(case: Case) -> None:
+    """Keys, values and states that decoding made, one token at a time, equal what one pass makes."""
+    for number, budget in ((1, 64), (2, 7)):
+        bench = case.bench(threads=number, max_batch_tokens=budget)
+        first = bench.generate(TEXT[:25], dataclasses.replace(GREEDY, max_new_tokens=45))
+        turn = [*TEXT[:25], *first.output_token_ids, *TEXT[60:80]]
+        handle, rows = bench.submit_logits(turn, 69)
+        bench.run()
+        assert handle.result(0).cached_tokens == 64
+        expected = case.cold.logits(turn)
+        assert first.output_token_ids == tuple(expected[24:69].argmax(axis=1).tolist())
+        same(np.concatenate(rows), expected[69:], f"{number} threads")
+
+
+def some_rows(case: Case) -> None:
+    """Logits and hidden states of some rows of a pass, after pieces none of whose rows were wanted."""
+    expected, longer, other = (case.cold.logits(each) for each in (TEXT, [*TEXT, 7], OTHER))
+    driver = case.driver(1)
+    _, hidden = driver.step_for([(driver.open(TEXT), 90)], [], range(90))
+    for number in (1, 2):
+        for wanted in ([], [89], [0], [0, 1, 2, 30, 31, 88, 89], [15, 16, 17, 47], [*range(10, 89)]):
+            driver = case.driver(number)
+            text = driver.open(TEXT)
+            logits, _ = driver.step_for([(text, 90)], wanted)
+            same(logits, expected[wanted], f"rows {wanted}, {number} threads")
+            text.token_ids.append(7)
+            same(driver.step([(text, 1)])[0], longer[-1:], f"after rows {wanted}, {number} threads")
+        driver = case.driver(number)
+        text, late = driver.open(TEXT), driver.open(OTHER)
+        for count in (1, 20, 30):
+            driver.step_for([(text, count)], [])
+        logits, states = driver.step_for([(text, 39), (late, 38)], [3, 20, 38, 76], [0, 38])
+        same(logits, np.concatenate([expected[[54, 71, 89]], other[37:38]]), f"rows of two, {number} threads")
+        same(states, hidden[[51, 89]], f"hidden states, {number} threads")
+        same(driver.prefill(late), other[38:], f"the rest, {number} threads")
+
+
+def forked(case: Case) -> None:
+    """Two sequences that share a block go on in one pass."""
+    expected = case.cold.logits(TEXT)
+    for number, cut in ((1, 33), (2, 37), (2, 47)):
+        driver = case.driver(number)
+        parent = driver.open(TEXT[:cut])
+        driver.prefill(parent)
+        child = driver.fork(parent)
+        parent.token_ids += OTHER
+        child.token_ids += TEXT[cut:]
+        same(driver.step([(parent, 20), (child, 90 - cut)])[1], expected[cut:], f"cut {cut}, {number} threads")
+
+
+WAYS: dict[str, Callable[[Case], None]] = {
+    "cached": cached,
+    "chunked": chunked,
+    "threads": threads,
+    "batched": batched,
+    "preempted": preempted,
+    "speculative": speculative,
+    "restored": restored,
+    "next turn": next_turn,
+    "some rows": some_rows,
+    "forked": forked,
+}
+
+
+class Row(NamedTuple):
+    """A case of the table."""
+
+    kind: str
+    weights: str
+    kv_bits: str
+    way: str
+
+
+VALUES = Row(tuple(KINDS), tuple(FORMATS), ("16-16", "8-8", "8-4", "4-4"), tuple(WAYS))  # type: ignore[arg-type]
+
+
+def is_possible(row: list[str] | Row) -> bool:
+    """Whether the first values of a row go together."""
+    kind, weights, _, way = [*row, *[""] * 4][:4]
+    if kind == "gemma4-alike" and weights.isupper():
+        return False  # a GGUF file says which layers are which by their shapes
+    return way != "forked" or not KINDS[kind].states  # the engine forks no hybrid
+
+
+def committed() -> list[Row]:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    return [Row(*line) for line in csv.reader(lines[1:])]
+
+
+def parts_of(row: Row, size: int = 2) -> set[tuple[tuple[str, str], ...]]:
+    """Values of so many factors: ((factor, value), (factor, value))."""
+    return set(itertools.combinations(zip(Row._fields, row, strict=True), size))
+
+
+PAIRS = committed()
+ALL = [Row(*row) for row in itertools.product(*VALUES) if is_possible(row)]
+MODELS = list(dict.fromkeys((row.kind, row.weights) for row in ALL))
+
+
+def test_every_possible_pair_is_in_the_table() -> None:
+    assert set(PAIRS) <= set(ALL), "a row is unknown or impossible"
+    assert len(set(PAIRS)) == len(PAIRS)
+    assert not set().union(*map(parts_of, ALL)) - set().union(*map(parts_of, PAIRS))
+
+
+class Models:
+    """The model in use; it is closed when another one is asked for. Cases of one model follow each other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._key = folder, ("", "")
+        self._machine: Machine | None = None
+        self._cases: dict[str, Case] = {}
+
+    def case(self, row: Row) -> Case:
+        if self._key != (row.kind, row.weights):
+            self.close()
+            self._key = (row.kind, row.weights)
+            self._machine = machine_of(row.kind, row.weights, self._folder)
+        assert self._machine is not None
+        if row.kv_bits not in self._cases:
+            keys, _, values = row.kv_bits.partition("-")
+            case = self._cases[row.kv_bits] = Case(self._machine, (int(keys), int(values)))
+            stored = set(case.bench().core._runner.info.dtype.split("+"))
+            assert stored >= FORMATS[row.weights], "the packed weights have another format"
+        return self._cases[row.kv_bits]
+
+    def close(self) -> None:
+        if self._machine is not None:
+            self._machine.close()
+        self._machine = None
+        self._cases.clear()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    models = Models(tmp_path_factory.mktemp("models"))
+    yield models
+    models.close()
+
+
+def run(models: Models, row: Row) -> None:
+    if needs_torch(row.kind, row.weights):
+        pytest.importorskip("torch")
+        pytest.importorskip("gguf")
+    WAYS[row.way](models.case(row))
+
+
+@pytest.mark.parametrize("row", PAIRS, ids=" ".join)
+def test_bits_do_not_depend_on_how_a_token_is_computed(models: Models, row: Row) -> None:
+    run(models, row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", MODELS, ids=" ".join)
+def test_the_rest_of_the_product(models: Models, model: tuple[str, str]) -> None:
+    known, failed = set(PAIRS), []
+    for row in ALL:
+        if (row.kind, row.weights) == model and row not in known:
+            try:
+                run(models, row)
+            except AssertionError as error:
+                failed.append(f"{' '.join(row)}: {error}")
+    assert not failed, "\n".join(failed)
+
+
+def write_table() -> None:
+    """Choose the row with most new pairs, and of those the one with most new triples, until no pair is missing."""
+    pairs, triples = ({row: parts_of(row, size) for row in ALL} for size in (2, 3))
+    missing, known, chosen = set().union(*pairs.values()), set(), set[Row]()
+    while missing:
+        row = max(ALL, key=lambda row: (len(pairs[row] & missing), len(triples[row] - known)))
+        chosen.add(row)
+        missing -= pairs[row]
+        known |= triples[row]
+    with TABLE.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([Row._fields, *(row for row in ALL if row in chosen)])
+
+
+if __name__ == "__main__":
+    write_table()

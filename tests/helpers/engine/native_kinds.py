@@ -1,0 +1,144 @@
+"""Tiny models of the native runner by kind and weight format, for tests that run the same checks on many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from helpers.engine.native_bench import Machine
+from helpers.models.gpt_oss_files import save_gpt_oss
+from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from kvboost_edge.kvcache.states.tables import StateSizes
+
+__all__ = ["FORMATS", "KINDS", "STATES", "machine_of", "needs_torch"]
+
+STATES = StateSizes(24, num_draft_rows=31)
+# Weight format -> the packed formats that some matrix of a model has then. Those in capitals are of GGUF files.
+FORMATS = {
+    "f32": {"f32"},
+    "bf16": {"bf16"},
+    "int8": {"int8"},
+    "int4": {"int4"},
+    "int4-asym": {"int4-asym"},
+    "Q4_0": {"int4"},
+    "Q4_1": {"int4-asym"},
+    "Q8_0": {"int8"},
+    "Q4_K": {"q4k"},
+    "Q5_K": {"q5k"},
+    "Q6_K": {"q6k"},
+    "K_MIX": {"q4k", "q5k", "q6k"},
+    "IQ4_NL": {"int4t"},
+    "MXFP4": {"int4t"},
+}
+_WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+
+
+class Kind(NamedTuple):
+    """family: of tiny_models, or of tiny_checkpoints, which need no torch; fields: of its config.
+
+    in_blocks: further fields of GGUF files; wide: and of those whose rows are blocks of 256.
+    """
+
+    family: str
+    fields: Mapping[str, Any] = {}
+    in_blocks: Mapping[str, Any] = {}
+    wide: Mapping[str, Any] = {}
+    states: bool = False
+
+
+def _hybrid(family: str, wide: Mapping[str, Any], **in_blocks: Any) -> Kind:
+    return Kind(family, {}, in_blocks, {"hidden_size": 256, **wide}, states=True)
+
+
+_EXPERTS = {"enable_moe_block": True, "num_experts": 12, "top_k_experts": 3, "moe_intermediate_size": 64}
+_QWEN3 = {"hidden_size": 64, "intermediate_size": 96}
+_DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "intermediate_size": 256}
+_SPACE = {"shared_intermediate_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64}
+KINDS: dict[str, Kind] = {
+    # Sizes that are no multiples of 16 or 32, more than one chunk of elementwise work, and one tile too many.
+    "qwen2": Kind(
+        "qwen2",
+        {"hidden_size": 80, "intermediate_size": 1096, "num_hidden_layers": 2},
+        {"hidden_size": 96, "intermediate_size": 1056},
+        {"hidden_size": 256, "intermediate_size": 1280},
+    ),
+    "qwen3": Kind("qwen3", {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}, _QWEN3, _WIDE),
+    "qwen3_moe": Kind(
+        "qwen3_moe",
+        {"hidden_size": 80, "num_hidden_layers": 2},
+        {"hidden_size": 64},
+        {**_WIDE, "num_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "gpt_oss": Kind("gpt_oss", {"num_hidden_layers": 2}, {}, _WIDE),
+    "gemma4": Kind("gemma4", {}, {}, _WIDE),
+    "gemma4-wide": Kind("gemma4-wide", {}, {}, _WIDE),
+    # Layers of both kinds have one shape, and so could have their open blocks in one place.
+    "gemma4-alike": Kind("gemma4", {"global_head_dim": 32}, {}, _WIDE),
+    "gemma4-experts": Kind("gemma4", _EXPERTS, {}, _WIDE),
+    "gemma4-moe": Kind("gemma4-moe", {}, {}, _WIDE),
+    "lfm2": _hybrid("lfm2", {"block_auto_adjust_ff_dim": False, "intermediate_size": 256}),
+    "lfm2-plain": _hybrid("lfm2-plain", {"intermediate_size": 256}),
+    "lfm2_moe": _hybrid("lfm2_moe", _WIDE, routed_scaling_factor=1.0),
+    "qwen3_5_text": _hybrid("qwen3_5_text", _DELTA, linear_key_head_dim=32),
+    "qwen3_5_text-even": _hybrid("qwen3_5_text-even", _DELTA),
+    "qwen3_5_moe_text": _hybrid(
+        "qwen3_5_moe_text",
+        {**_DELTA, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
+        linear_key_head_dim=32,
+    ),
+    "granitemoehybrid-h": _hybrid("granitemoehybrid-h", _SPACE),
+    "granitemoehybrid-groups": _hybrid("granitemoehybrid-groups", _SPACE, mamba_conv_bias=True),
+    "granitemoehybrid-experts": _hybrid("granitemoehybrid-experts", {**_SPACE, "intermediate_size": 256}),
+    "nemotron_h": _hybrid("nemotron_h", {"intermediate_size": 256, "mamba_head_dim": 64, "head_dim": 64}),
+    "nemotron_h-moe": _hybrid(
+        "nemotron_h-moe",
+        {"intermediate_size": 256, "moe_intermediate_size": 256, "mamba_head_dim": 64, "head_dim": 64},
+        layers_block_type=["full_attention", "moe", "linear_attention", "linear_attention"],
+        use_conv_bias=True,
+    ),
+    "falcon_h1": _hybrid("falcon_h1", {"intermediate_size": 256, "mamba_d_ssm": 256, "mamba_d_head": 64}),
+}
+
+
+def needs_torch(kind: str, weights: str) -> bool:
+    """Whether making the model takes torch, or the gguf package."""
+    numpy_alone = kind in ("qwen2", "qwen3", "qwen3_moe", "gpt_oss")
+    return not numpy_alone or (weights in FORMATS and weights.isupper() and (kind, weights) != ("gpt_oss", "MXFP4"))
+
+
+def machine_of(kind: str, weights: str, folder: Path, states: StateSizes = STATES) -> Machine:
+    """Runners of a model, which is written into `folder` where it is not there yet."""
+    made, is_file = KINDS[kind], weights.isupper()
+    wide = is_file and "K" in weights
+    fields = {**made.fields, **(made.in_blocks if is_file else {}), **(made.wide if wide else {})}
+    if (kind, weights) == ("gpt_oss", "MXFP4"):
+        path, is_file = _saved("gpt_oss", folder / f"{kind}-mxfp4", {**made.fields, "mxfp4": True}), False
+        weights = "auto"
+    else:
+        path = _saved(made.family, folder / f"{kind}-{'wide' if wide else 'in-blocks' if is_file else 'plain'}", fields)
+    if is_file:
+        from helpers.gguf.writer import write_gguf
+
+        path = write_gguf(path, folder / f"{kind}-{weights}.gguf", kind=_k_mix if weights == "K_MIX" else weights)
+        weights = "auto"
+    return Machine(path, weights, states if made.states else None)
+
+
+def _saved(family: str, directory: Path, fields: Mapping[str, Any]) -> Path:
+    if (directory / "config.json").exists():
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    if family == "gpt_oss":
+        return save_gpt_oss(directory, **fields)
+    if family in ("qwen2", "qwen3", "qwen3_moe"):
+        return save_tiny_checkpoint(family, directory, **fields)
+    from helpers.models.tiny_models import save_tiny_model
+
+    return save_tiny_model(family, directory, **fields)
+
+
+def _k_mix(name: str) -> str:
+    """As llama.cpp's mixtures: the rows of queries, keys and values have more bits than others, or than their gate."""
+    more = {"attn_qkv": "Q5_K", "attn_q.": "Q5_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
+    return next((kind for part, kind in more.items() if part in name), "Q4_K")
