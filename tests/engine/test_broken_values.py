@@ -1,73 +1,138 @@
-"""NaN in the keys and values of an early token ends its request alone, even where sliding windows hide that token."""
+"""NaN in embeddings, keys, values, routers or recurrent states ends the request whose token it is, and no other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from safetensors.numpy import load_file, save_file
+from transformers import AutoTokenizer
 
+from helpers.models.gpt_oss_files import save_gpt_oss
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.models.packed import stream
+from kvboost_edge.models.weights import safetensors_check
 from kvboost_edge.runners.torch.attention import PagedPass
 
-BAD = 200  # the token whose embedding is broken
-WINDOW = 24
-GOOD_PROMPT = [i % 190 for i in range(150)]
-BAD_PROMPT = [50, 60, BAD, *[(7 * i) % 190 for i in range(150)]]
+BAD = 200  # the token that breaks what is computed of it
+GOOD = [i % 190 for i in range(150)]
+FAR = [50, 60, BAD, *[(7 * i) % 190 for i in range(150)]]  # three layers of a window of 24 look back 69 tokens
+OPTIONS = {"max_new_tokens": 8, "ignore_eos": True, "logit_bias": {BAD: -1e4}}
+# Of each hybrid family the projection into a mixer of the first layer, rows of it whose products overflow in its state,
+# and how large they are. Products of a convolution, of B and x of Mamba2; values of the delta rule are infinite before.
+LARGE = {
+    "lfm2": ("layers.0.conv.in_proj.weight", (5, 2 * 64 + 5), 1e20),
+    "granitemoehybrid-h": ("layers.0.mamba.in_proj.weight", (128 + 5, 2 * 128 + 3), 1e25),
+    "qwen3_5_text": ("layers.0.linear_attn.in_proj_qkv.weight", (2 * 32 + 5,), 3e38),
+}
+# What adds to the hidden state, of which channel 0 stays as the embedding has it.
+WAYS_OUT = ("out_proj.weight", "o_proj.weight", "w2.weight", "down_proj.weight", "output_linear.weight")
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("mistral", tmp_path_factory.mktemp("mistral"))
-
-
-@pytest.fixture(params=["cpu", "torch"])
-def engine(directory: Path, request: pytest.FixtureRequest) -> Iterator[CPUPagedEngine]:
-    options = {"backend": request.param, "num_threads": 1, "num_blocks": 64, "max_batch_tokens": 512}
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    with CPUPagedEngine(broken_model(), tokenizer, debug_checks=True, **options) as engine:
-        yield engine
-
-
-def broken_model() -> PreTrainedModel:
+def of_torch(directory: Path, backend: str) -> CPUPagedEngine:
     model = build_tiny_model("mistral")
-    assert model.config.sliding_window == WINDOW
+    assert model.config.sliding_window == 24
     with torch.no_grad():
         model.get_input_embeddings().weight[BAD] = float("nan")
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model("mistral", directory))
+    options = {"num_threads": 1, "num_blocks": 64, "max_batch_tokens": 512, "debug_checks": True}
+    return CPUPagedEngine(model, tokenizer, backend=backend, **options)
+
+
+def changed(model: Path, change: Callable[[dict[str, np.ndarray]], None]) -> Path:
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     return model
 
 
-@pytest.mark.parametrize("engine", ["cpu"], indirect=True)
-def test_the_last_row_alone_does_not_show_it(engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three layers of a window of 24 look back 69 tokens. The torch backend weighs what a window hides with 0, and
-    0 * NaN shows."""
-    monkeypatch.setattr(PagedPass, "blank_broken", lambda self, logits, logit_rows: None)
-    assert engine.generate(BAD_PROMPT, 1).finish_reason == "length"
+def of_router(directory: Path, weights: str) -> CPUPagedEngine:
+    """The embedding's row of the token is NaN, and so is its row of every router."""
+    model = changed(save_gpt_oss(directory), lambda tensors: tensors["model.embed_tokens.weight"][BAD].fill(np.nan))
+    with pytest.MonkeyPatch.context() as patch:
+        # What looks for NaN in files would refuse this one.
+        patch.setattr(safetensors_check, "_check_finite", lambda *_: None)
+        patch.setattr(stream, "_checked", lambda source, tensor, start, stop, kind: source.rows(tensor, start, stop))
+        options = {"backend": "cpu", "num_blocks": 64, "num_threads": 2, "debug_checks": True}
+        return CPUPagedEngine.from_pretrained(model, weights=weights, **options)
 
 
-def test_the_request_ends_alone_and_nothing_of_it_is_published(engine: CPUPagedEngine) -> None:
-    alone = engine.generate(GOOD_PROMPT, 8, "baseline").output_token_ids
-    published = engine.paged_stats()["loaded_chunks"]
-    good, bad = (engine.submit(prompt, max_new_tokens=8) for prompt in (GOOD_PROMPT, BAD_PROMPT))
-    with pytest.raises(KVBoostError, match="NaN or infinite logits near token 152"):
-        bad.result()
-    assert good.result().output_token_ids == alone
+def of_state(directory: Path, family: str, weights: str) -> CPUPagedEngine:
+    """All weights are finite; the token alone has something in channel 0, with which inputs of a mixer are large."""
+    name, rows, size = LARGE[family]
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        for key, values in tensors.items():
+            if key.endswith("embed_tokens.weight"):
+                values[:, 0] = 0
+                values[BAD, 0] = 3
+            elif key.endswith(WAYS_OUT):
+                values[0] = 0
+            elif key.endswith(name):
+                values[list(rows), 0] = size
+
+    sizes = {"num_blocks": 64, "max_num_seqs": 3, "max_batch_tokens": 24, "num_threads": 2, "debug_checks": True}
+    return CPUPagedEngine.from_pretrained(changed(save_tiny_model(family, directory), change), weights=weights, **sizes)
+
+
+ENGINES: dict[str, tuple[Any, ...]] = {
+    "torch, cpu": (of_torch, "cpu"),
+    "torch, torch": (of_torch, "torch"),
+    "router": (of_router, "f32"),
+    **{f"{family}, {weights}": (of_state, family, weights) for family in LARGE for weights in ("f32", "bf16")},
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CPUPagedEngine]:
+    make, *options = ENGINES[request.param]
+    with make(tmp_path_factory.mktemp("broken"), *options) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    "bad", [[7, 9, BAD, 31, 8], [*GOOD[:36], BAD, *range(60)], [*range(90, 150), BAD], FAR], ids=len
+)
+def test_the_request_ends_alone_and_nothing_of_it_is_published(engine: CPUPagedEngine, bad: list[int]) -> None:
+    """In its first pass, inside a later one, with its last token, and where windows hide that token."""
+    others = [GOOD[:40], [9, 8, 7], [*GOOD[:20], 4]]
+    alone = [engine.generate(prompt, mode="baseline", **OPTIONS).output_token_ids for prompt in others]
+    engine.reset_cache()
+    doomed, *handles = [engine.submit(prompt, **OPTIONS) for prompt in (bad, *others)]
+    with pytest.raises(KVBoostError, match=r"NaN or infinite logits"):
+        doomed.result()
+    assert [handle.result().output_token_ids for handle in handles] == alone
+    assert engine.warm_result(bad).chunks_stored <= bad.index(BAD) // 16
     stats = engine.paged_stats()
-    assert (stats["loaded_chunks"], stats["used_blocks"]) == (published, 0)
-    with pytest.raises(KVBoostError, match="NaN"):
-        engine.logits(BAD_PROMPT)
+    assert stats["used_blocks"] == 0
+    assert stats["state_slots_used"] == sum(stats["state_snapshots"].values())
+    for call in (engine.generate, engine.logits):
+        with pytest.raises(KVBoostError, match="NaN or infinite logits"):
+            call(bad)
+    for prompt, expected in [*zip(others, alone, strict=True)] * 3:
+        assert engine.generate(prompt, **OPTIONS).output_token_ids == expected
 
 
 def test_a_token_decoded_beside_it_is_unchanged(engine: CPUPagedEngine) -> None:
     """The pass holds a decode of one row and the broken prefill."""
-    options = {"max_new_tokens": 100, "ignore_eos": True, "logit_bias": {BAD: -1e4}}
-    alone = engine.generate(GOOD_PROMPT, mode="baseline", **options).output_token_ids
-    running = engine.submit(GOOD_PROMPT, **options)
+    options = {**OPTIONS, "max_new_tokens": 100}
+    alone = engine.generate(GOOD, mode="baseline", **options).output_token_ids
+    running = engine.submit(GOOD, **options)
     next(running.events())
     with pytest.raises(KVBoostError, match="NaN"):
-        engine.generate(BAD_PROMPT, 8)
+        engine.generate(FAR, 8)
     assert running.result().output_token_ids == alone
+
+
+@pytest.mark.parametrize("engine", ["torch, cpu"], indirect=True)
+def test_the_last_row_alone_does_not_show_it(engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch backend weighs what a window hides with 0, and 0 * NaN shows."""
+    monkeypatch.setattr(PagedPass, "blank_broken", lambda self, logits, logit_rows: None)
+    engine.reset_cache()
+    assert engine.generate(FAR, 1).finish_reason == "length"
