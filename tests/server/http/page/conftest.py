@@ -45,16 +45,26 @@ class Visit:
 
     page: Any
     origin: str
+    key: str
     problems: list[str] = dataclasses.field(default_factory=list)
     foreign: list[str] = dataclasses.field(default_factory=list)
     expected_failures: tuple[str, ...] = ()
 
     def listen(self) -> None:
-        self.page.on("console", self._heard)
-        self.page.on("pageerror", lambda error: self.problems.append(f"exception: {error}"))
-        self.page.on("dialog", self._dialog)
-        self.page.on("request", self._requested)
-        self.page.on("popup", lambda popup: self.problems.append(f"popup: {popup.url}"))
+        self._heard_by = {
+            "console": self._heard,
+            "pageerror": lambda error: self.problems.append(f"exception: {error}"),
+            "dialog": self._dialog,
+            "request": self._requested,
+            "popup": lambda popup: self.problems.append(f"popup: {popup.url}"),
+        }
+        for event, heard in self._heard_by.items():
+            self.page.on(event, heard)
+
+    def ignore(self) -> None:
+        """Hear nothing more of the page."""
+        for event, heard in self._heard_by.items():
+            self.page.remove_listener(event, heard)
 
     def ask(self, text: str) -> None:
         """Type a message and send it with Enter."""
@@ -105,41 +115,76 @@ class Visit:
             self.foreign.append(request.url)
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
+class Pages:
+    """The browser, and its pages that no test uses, by the options of their contexts: a new one takes a second."""
+
+    def __init__(self, browser: Any) -> None:
+        self._browser = browser
+        self._idle: dict[str, Any] = {}
+
+    def open(self, base_url: str, *, init_script: str = "", **options: Any) -> Visit:
+        chosen = {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light", **options}
+        key = json.dumps([chosen, init_script])
+        page = self._idle.pop(key, None)
+        if page is None:
+            context = self._browser.new_context(**chosen)
+            context.set_default_timeout(PATIENCE_SECONDS * 1000)
+            if init_script:
+                context.add_init_script(init_script)
+            page = context.new_page()
+        page.set_viewport_size(chosen["viewport"])
+        page.emulate_media(color_scheme=chosen["color_scheme"])
+        visit = Visit(page, base_url, key)
+        visit.listen()
+        page.goto(f"{base_url}/")
+        return visit
+
+    def close(self, visit: Visit) -> None:
+        """It is kept, unless it was closed or its clock is another; nothing of the visit stays."""
+        page = visit.page
+        if page.is_closed():
+            return
+        is_kept = visit.key not in self._idle and page.evaluate("!('__pwClock' in globalThis)")
+        if is_kept:
+            page.unroute_all(behavior="ignoreErrors")
+            page.evaluate("localStorage.clear(); sessionStorage.clear()")
+            page.context.clear_permissions()
+            page.goto("about:blank")
+            visit.ignore()
+            self._idle[visit.key] = page
+        else:
+            page.context.close()
+
+
+@pytest.fixture(scope="package")
+def pages() -> Iterator[Pages]:
+    """One browser for all files of this folder that follow each other."""
     from playwright.sync_api import expect
 
     expect.set_options(timeout=PATIENCE_SECONDS * 1000)
     with running_chromium() as browser:
-        yield browser
+        yield Pages(browser)
 
 
 @contextmanager
-def opening(chromium: Any) -> Iterator[Callable[..., Visit]]:
+def opening(pages: Pages) -> Iterator[Callable[..., Visit]]:
     """`open_page(base_url, **options of the browser's context)`; afterwards nothing unexpected happened."""
     visits: list[Visit] = []
 
-    def open_page(base_url: str, *, init_script: str = "", **options: Any) -> Visit:
-        context = chromium.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-        context.set_default_timeout(PATIENCE_SECONDS * 1000)
-        if init_script:
-            context.add_init_script(init_script)
-        visit = Visit(context.new_page(), base_url)
-        visit.listen()
-        visits.append(visit)
-        visit.page.goto(f"{base_url}/")
-        return visit
+    def open_page(base_url: str, **options: Any) -> Visit:
+        visits.append(pages.open(base_url, **options))
+        return visits[-1]
 
     yield open_page
     for visit in visits:
-        visit.page.context.close()
+        pages.close(visit)
     for visit in visits:
         visit.check()
 
 
 @pytest.fixture
-def visiting(chromium: Any) -> Iterator[Callable[..., Visit]]:
-    with opening(chromium) as open_page:
+def visiting(pages: Pages) -> Iterator[Callable[..., Visit]]:
+    with opening(pages) as open_page:
         yield open_page
 
 
@@ -198,9 +243,9 @@ def stand_in(visiting: Callable[..., Visit], live_server: Any) -> Callable[..., 
 
 
 @pytest.fixture(scope="module")
-def modules(chromium: Any, live_server: Any) -> Iterator[Visit]:
+def modules(pages: Pages, live_server: Any) -> Iterator[Visit]:
     """One page for all tests of a module that only call functions of the scripts."""
-    with opening(chromium) as open_page:
+    with opening(pages) as open_page:
         yield open_page(live_server.base_url)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from importlib.resources import files
 
 import pytest
@@ -19,11 +18,18 @@ RUN = """async (tags) => {
   return [found.violations.flatMap(told), found.incomplete.map((one) => one.id), found.passes.length];
 }"""
 SCREENS = {"desk": {"width": 1280, "height": 800}, "phone": {"width": 320, "height": 640}}
-NUMBERS = itertools.count()  # no two tests ask the same
+LOOKS = [(screen, scheme) for screen in SCREENS for scheme in ("light", "dark")]
 TOOLS = '[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]'
 
 
-@pytest.fixture(params=[(screen, scheme) for screen in SCREENS for scheme in ("light", "dark")], ids="-".join)
+def looks(view):
+    """A decorator: `make test` shows each view in one look, and each look with some views."""
+    marks = [() if number == view % len(LOOKS) else pytest.mark.full for number in range(len(LOOKS))]
+    cases = [pytest.param(look, marks=mark, id="-".join(look)) for look, mark in zip(LOOKS, marks, strict=True)]
+    return pytest.mark.parametrize("page", cases, indirect=True)
+
+
+@pytest.fixture
 def page(request, stand_in):
     screen, scheme = request.param
     made = stand_in(viewport=SCREENS[screen], color_scheme=scheme)
@@ -31,7 +37,7 @@ def page(request, stand_in):
     return made
 
 
-def findings(made) -> list[str]:
+def findings(made):
     found, unsure, passed = made.visit.page.evaluate(RUN, TAGS)
     assert passed > 10, "axe looked at nothing"
     # Not decided: a text over a gradient; on a phone the message field, which the skip link shows first (test_live.py).
@@ -39,6 +45,7 @@ def findings(made) -> list[str]:
     return found
 
 
+@looks(0)
 def test_what_is_wrong_is_found(page):
     page.visit.page.evaluate(
         "document.querySelector('main').append(document.createElement('button'), document.createElement('input'))"
@@ -46,6 +53,7 @@ def test_what_is_wrong_is_found(page):
     assert [one.split(":")[0] for one in findings(page)] == ["button-name", "label"]
 
 
+@looks(1)
 def test_a_chat_has_no_findings(page):
     assert findings(page) == []
     page.visit.ask("Weather?")
@@ -68,6 +76,7 @@ def test_a_chat_has_no_findings(page):
     assert findings(page) == []
 
 
+@looks(2)
 def test_a_choice_of_models_has_no_findings(page):
     models = [{"id": name, "state": state} for name, state in (("small", "loaded"), ("large", "not_loaded"))]
     page.visit.page.route("**/v1/models", lambda route: route.fulfill(json={"data": models}))
@@ -79,6 +88,7 @@ def test_a_choice_of_models_has_no_findings(page):
     assert findings(page) == []
 
 
+@looks(3)
 def test_an_error_has_no_findings(page):
     page.visit.ask("Hello")
     page.asked(1)
@@ -87,12 +97,14 @@ def test_an_error_has_no_findings(page):
     assert findings(page) == []
 
 
+@looks(4)
 def test_the_live_view_has_no_findings(page):
     page.visit.page.click("nav [data-view=live]")
     expect(page.visit.page.locator("#live-state")).to_have_text("live")
     assert findings(page) == []
 
 
+@looks(5)
 def test_a_live_view_without_an_answer_has_no_findings(page):
     page.visit.expected_failures = ("503",)
     page.visit.page.route("**/v1/blocks", lambda route: route.fulfill(status=503, json={}))
@@ -101,6 +113,7 @@ def test_a_live_view_without_an_answer_has_no_findings(page):
     assert findings(page) == []
 
 
+@looks(6)
 def test_settings_have_no_findings(page):
     form = page.visit.page
     form.click("nav [data-view=settings]")
@@ -112,8 +125,9 @@ def test_settings_have_no_findings(page):
     assert findings(page) == []
 
 
-def test_the_requests_have_no_findings(page, live_server):
-    text = f"Town {next(NUMBERS)}. " + "The mine of North Romin is nickel. Its owner is the town. " * 4
+@looks(7)
+def test_the_requests_have_no_findings(page, live_server, request):
+    text = f"Town of {request.node.name}. " + "The mine of North Romin is nickel. Its owner is the town. " * 4
     with live_server.client() as client:
         for day in ("Monday", "Tuesday"):
             answer = client.post("/v1/completions", json={"prompt": f"{text}Today is {day}. What?", "max_tokens": 1})

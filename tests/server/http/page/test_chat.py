@@ -35,7 +35,7 @@ def test_an_answer_is_the_model_s_and_its_figures_are_the_server_s(visit, live_s
 
 
 def test_text_arrives_piece_by_piece_and_the_figures_at_the_end(visit, slow_model):
-    _settings(visit, max_tokens="200")  # four seconds at least
+    _settings(visit, max_tokens="60")  # more than a second
     with slow_model():
         visit.ask(QUESTION)
         turn = visit.page.locator(".turn.running")
@@ -48,7 +48,7 @@ def test_text_arrives_piece_by_piece_and_the_figures_at_the_end(visit, slow_mode
         assert turn.locator(".figures").count() == 0
         done = visit.answer()
     assert done.locator(".answer").get_attribute("aria-busy") is None
-    assert "200 tokens" in done.locator(".figures").inner_text()
+    assert "60 tokens" in done.locator(".figures").inner_text()
     assert "cut at max tokens" in done.locator(".figures").inner_text()
 
 

@@ -68,54 +68,67 @@ PLAIN_TAGS = {"DIV", "ARTICLE", "SPAN", "PRE", "CODE", "BUTTON", "P"}
 UNDER_LOG = "[...new Set([...document.querySelectorAll('.turn, .turn *')].map((e) => e.tagName))]"
 
 
+def joined(size):
+    """The payloads, so many in one text; those that begin a block of code, which others would be in, one by one."""
+    plain = [payload for payload in PAYLOADS if "```" not in payload]
+    groups = ["\n".join(plain[at : at + size]) for at in range(0, len(plain), size)]
+    return groups + [payload for payload in PAYLOADS if "```" in payload]
+
+
 def test_there_are_fifty_different_payloads():
     assert len(set(PAYLOADS)) == len(PAYLOADS) >= 50
 
 
-def test_prompts_are_shown_as_they_are(visit):
+@pytest.mark.parametrize("size", [10, pytest.param(1, marks=pytest.mark.full)])
+def test_prompts_are_shown_as_they_are(visit, size):
     visit.page.click("nav [data-view=settings]")
     visit.page.fill("#max_tokens", "1")
-    for number, payload in enumerate(PAYLOADS):
-        if number % 10 == 0:
-            visit.page.click("#new-chat")  # all together they would not fit into the model's context
+    for payload in joined(size):
+        visit.page.click("#new-chat")  # all together they would not fit into the model's context
         visit.ask(payload)
-        turn = visit.answer()
-        assert turn.locator(".question").evaluate("(e) => e.textContent") == payload
-        _untouched(visit, number % 10 + 1)
+        assert visit.answer().locator(".question").evaluate("(e) => e.textContent") == payload
+        _untouched(visit, 1)
 
 
-def test_answers_are_shown_as_they_are(visit):
+@pytest.mark.parametrize("size", [10, pytest.param(1, marks=pytest.mark.full)])
+def test_answers_are_shown_as_they_are(visit, size):
     visit.page.route("**/v1/chat/completions", _echo)
-    for payload in PAYLOADS:
+    for number, payload in enumerate(joined(size), start=1):
         visit.ask(payload)
         shown = visit.answer().locator(".answer-body").evaluate("(e) => e.textContent")
         if "```" not in payload:
             assert shown == payload
-    _untouched(visit, len(PAYLOADS))
+        _untouched(visit, number)
 
 
 def test_thoughts_calls_and_results_are_shown_as_they_are(stand_in):
+    """All calls of one answer, and again of the next, with the results before them."""
     page = stand_in()
+    page.visit.ask("Hello")
+    thought, turn = "\n".join(PAYLOADS), page.visit.page.locator(".turn")
+
+    def texts(selector):
+        return turn.locator(selector).evaluate_all("(all) => all.map((one) => one.textContent)")
+
+    page.asked(1)
+    page.deltas({"reasoning_content": thought})
     for number, payload in enumerate(PAYLOADS):
-        page.visit.page.click("#new-chat")
-        page.visit.ask("Hello")
-        page.asked(2 * number + 1)
-        page.deltas({"reasoning_content": payload})
-        page.call(payload, payload)
-        page.end("tool_calls")
-        turn = page.visit.page.locator(".turn")
-        assert turn.locator(".reasoning .text").evaluate("(e) => e.textContent") == payload
-        parts = (".code-head code", "pre", "label span")
-        shown = [turn.locator(f".call {part}").evaluate("(e) => e.textContent") for part in parts]
-        assert shown == [payload, payload, f"Result of {payload}"]
-        turn.locator(".call textarea").fill(payload)
-        turn.get_by_role("button", name="Send result").click()
-        page.asked(2 * number + 2)
-        page.call(payload, json.dumps({payload: payload}))
-        page.end("tool_calls")
-        assert turn.locator(".call .result pre").first.evaluate("(e) => e.textContent") == payload
-        assert payload in json.loads(turn.locator(".call pre").last.evaluate("(e) => e.textContent"))
-        _untouched(page.visit, 1, {"DETAILS", "SUMMARY", "LABEL", "TEXTAREA"})
+        page.call(payload, payload, index=number)
+    page.end("tool_calls")
+    assert texts(".reasoning .text") == [thought]
+    assert texts(".call .code-head code") == texts(".call pre") == PAYLOADS
+    assert texts(".call label span") == [f"Result of {payload}" for payload in PAYLOADS]
+    fill = "(all, texts) => all.forEach((one, at) => { one.value = texts[at]; one.dispatchEvent(new Event('input')); })"
+    turn.locator(".call textarea").evaluate_all(fill, PAYLOADS)
+    turn.get_by_role("button", name="Send results").click()
+    page.asked(2)
+    for number, payload in enumerate(PAYLOADS):
+        page.call(payload, json.dumps({payload: payload}), index=number)
+    page.end("tool_calls")
+    assert texts(".call .result pre") == PAYLOADS
+    for payload, shown in zip(PAYLOADS, texts(".call pre")[-len(PAYLOADS) :], strict=True):
+        assert json.loads(shown) == {payload: payload}
+    _untouched(page.visit, 1, {"DETAILS", "SUMMARY", "LABEL", "TEXTAREA"})
 
 
 def test_what_else_the_server_says_is_shown_as_it_is(visit, live_server):
@@ -159,11 +172,14 @@ def test_requests_are_shown_as_they_are(visit):
     page.click("nav button[data-view=requests]")
     rows = page.locator(".prompt")
     expect(rows).to_have_count(len(PAYLOADS))
-    for number, payload in enumerate(PAYLOADS):
-        rows.nth(number).locator(".prompt-row").click()
-        expect(rows.nth(number).locator(".facts code")).to_have_text(payload)
-        shown = rows.nth(number).locator("figure").last.locator("pre").evaluate("(e) => e.textContent")
-        assert shown == payload.replace("\u202e", "⟨U+202E⟩").replace("\u0000", "⟨U+0000⟩")
+    rows.locator(".prompt-row").evaluate_all("(all) => all.forEach((one) => one.click())")
+    expect(rows.locator(".facts code")).to_have_count(len(PAYLOADS))
+    texts = "(all) => all.map((one) => one.textContent)"
+    assert sorted(rows.locator(".facts code").evaluate_all(texts)) == sorted(PAYLOADS)
+    shown = rows.evaluate_all("(all) => all.map((row) => [...row.querySelectorAll('figure pre')].at(-1).textContent)")
+    assert sorted(shown) == sorted(
+        payload.replace("\u202e", "⟨U+202E⟩").replace("\u0000", "⟨U+0000⟩") for payload in PAYLOADS
+    )
     assert all(url.startswith(f"{visit.origin}/v1/requests/") for url in asked)
     tags = "[...new Set([...document.querySelectorAll('#requests *')].map((e) => e.tagName))]"
     plain = {"H2", "OL", "UL", "LI", "DL", "DT", "DD", "DEL", "INS", "FIGURE", "FIGCAPTION"}
