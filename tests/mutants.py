@@ -28,9 +28,18 @@ MODELS = Path("build", "test-models")  # the tests' tiny models, see tests/helpe
 TIMEOUT_S = 900
 # What pytest returns; anything else means that the tests did not run.
 PASSED, FAILED, NOTHING = 0, 1, 5
-# Which cases a target of the Makefile runs, by their markers. A fault is looked for in this order.
+SURVIVED, NOT_SEEN = "SURVIVED", "TESTS DID NOT RUN: no case is collected"
+# Which cases a target of the Makefile runs, by their markers.
 TARGETS = {"make test": "not full and not cluster", "make test-all": "full or cluster"}
 FIRST = next(iter(TARGETS))
+# Which cases are run to notice a fault, in this order, and what is said where they do. Cases marked
+# `alone` measure time, which another job would spoil: they are run when no other job is left.
+PASSES = {
+    f"({TARGETS[FIRST]}) and not alone": "killed",
+    f"({TARGETS[FIRST]}) and alone": "killed by cases marked alone",
+    TARGETS["make test-all"]: "killed by `make test-all` alone",
+}
+BESIDE = next(iter(PASSES))
 
 
 def planted(text: str, fault: Fault) -> str:
@@ -90,11 +99,8 @@ def pytest_in(tree: Path, *arguments: str) -> tuple[int | None, str]:
 
 
 def run_tests(tree: Path, tests: Sequence[str], markers: str) -> tuple[int | None, str]:
-    """Run the cases of these markers up to a failure; return the status and the output's end.
-
-    Cases marked `alone` measure time: what else runs would make them red.
-    """
-    status, output = pytest_in(tree, "-x", "-m", f"({markers}) and not alone", *tests)
+    """Run the cases of these markers up to a failure; return the status and the output's end."""
+    status, output = pytest_in(tree, "-x", "-m", markers, *tests)
     return status, output[-3000:]
 
 
@@ -152,27 +158,26 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def try_fault(tree: Path, fault: Fault) -> str:
-    """Plant, test, take back. Return "killed", perhaps with by what alone, or what is wrong."""
+def try_fault(tree: Path, fault: Fault, passes: Iterable[str] = tuple(PASSES)) -> str:
+    """Plant, test, take back. Return "killed", perhaps with by what, or what is wrong."""
     path, ran = tree / fault.file, False
     try:
         broken = planted(path.read_text(encoding="utf-8"), fault)
     except ValueError as error:
         return f"NOT PLANTED: {error}"
-    for target, markers in TARGETS.items():
+    for markers in passes:
         with changed(path, broken):
             status, output = run_tests(tree, fault.tests, markers)
         if status in (FAILED, None):
-            if target == FIRST:
-                return "killed"
-            status, output = run_tests(tree, fault.tests, markers)  # without the fault
-            if status == PASSED:
-                return f"killed, by `{target}` alone"
-            return _not_run(status, output)
+            if markers != BESIDE:  # only those were run before without a fault
+                status, output = run_tests(tree, fault.tests, markers)
+                if status != PASSED:
+                    return _not_run(status, output)
+            return PASSES[markers]
         if status not in (PASSED, NOTHING):
             return _not_run(status, output)
         ran |= status == PASSED
-    return "SURVIVED" if ran else _not_run(NOTHING, "no case is collected, or all are marked alone")
+    return SURVIVED if ran else NOT_SEEN
 
 
 def _not_run(status: int | None, output: str) -> str:
@@ -190,30 +195,40 @@ def unchanged_failure(trees: Sequence[Path], tests: Iterable[str]) -> str:
     ]
     chosen = [(tree, part) for tree, part in zip(trees, parts, strict=True) if part]
     with ThreadPoolExecutor(len(trees)) as pool:
-        results = pool.map(lambda one: run_tests(*one, TARGETS[FIRST]), chosen)
+        results = pool.map(lambda one: run_tests(*one, BESIDE), chosen)
         return "\n".join(output for status, output in results if status not in (PASSED, NOTHING))
 
 
 def try_all(trees: Sequence[Path], faults: Sequence[Fault]) -> Iterator[tuple[Fault, float, str]]:
-    """Try faults, one in each tree at a time; yield each with its seconds and its verdict."""
+    """Try faults, one in each tree at a time; yield each with its seconds and its verdict.
+
+    Who survives that is tried once more at the end, alone, with the other cases of its tests.
+    """
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for tree in trees:
         free.put(tree)
 
-    def tried(fault: Fault) -> tuple[Fault, float, str]:
+    def tried(fault: Fault, passes: Iterable[str]) -> tuple[Fault, float, str]:
         tree, started = free.get(), time.monotonic()
         try:
-            verdict = try_fault(tree, fault)
+            verdict = try_fault(tree, fault, passes)
             return fault, time.monotonic() - started, verdict
         finally:
             free.put(tree)
 
+    left: list[tuple[Fault, float, str]] = []
     pool = ThreadPoolExecutor(len(trees))
     try:
-        for done in as_completed([pool.submit(tried, fault) for fault in faults]):
-            yield done.result()
+        for done in as_completed([pool.submit(tried, fault, (BESIDE,)) for fault in faults]):
+            if done.result()[-1] in (SURVIVED, NOT_SEEN):
+                left.append(done.result())
+            else:
+                yield done.result()
     finally:
         pool.shutdown(cancel_futures=True)
+    for fault, before, verdict in left:
+        _, seconds, again = tried(fault, tuple(PASSES)[1:])
+        yield fault, before + seconds, verdict if again == NOT_SEEN else again
 
 
 def show(faults: Sequence[Fault], targets: Mapping[str, Sequence[str]]) -> None:
