@@ -89,22 +89,6 @@ def test_a_block_of_two_tables_outlives_its_prompt() -> None:
         bench.answer(handle)
 
 
-@pytest.mark.parametrize("repair", [BLEND, QUERY], ids=lambda repair: repair.strategy.value)
-@pytest.mark.parametrize("steps", range(1, 9))
-def test_a_cancel_in_probe_and_repair_gives_everything_back(steps: int, repair: Repair) -> None:
-    bench = Bench(max_batch_tokens=16)
-    docs = [document(number, 70) for number in (1, 2, 3)]
-    bench.ask(document(0, 16) + joined(docs), 1)
-    handle = bench.submit(document(4, 20) + joined(docs[::-1]) + [1, 2], 3, REUSE, repair=repair)
-    for _ in range(steps):
-        bench.step()
-    handle.cancel()
-    bench.run()
-    assert handle.result(0).finish_reason == "cancelled"
-    assert bench.manager.used_block_count == 0
-    bench.manager.check_invariants([])
-
-
 @pytest.mark.parametrize("when", ["probe", "query", "repair"])
 def test_a_failure_in_probe_or_repair_ends_the_request_alone(when: str) -> None:
     bench = Bench(max_batch_tokens=32)

@@ -132,21 +132,6 @@ def test_an_exact_request_looks_for_no_runs() -> None:
     assert (result.mode, tier.num_read) == (GenerationMode.PREFIX_CACHE, read)
 
 
-@pytest.mark.parametrize("steps", range(6))
-def test_a_cancel_on_the_way_gives_everything_back(steps: int) -> None:
-    bench = served(DictTier())
-    handle = bench.submit(ASKED, 12, REUSE, repair=BARE)
-    for _ in range(steps):
-        bench.step()
-        bench.mover.pump(1)
-    handle.cancel()
-    bench.run()
-    assert handle.result(0).finish_reason == "cancelled"
-    assert bench.manager.used_block_count == 0
-    bench.manager.check_invariants([])
-    assert len(bench.scheduler.loads) == 0
-
-
 def test_what_does_not_fit_beside_the_prompt_is_not_brought() -> None:
     tier = DictTier()
     bench = Bench(NUM_BLOCKS, tiers=[tier])

@@ -291,11 +291,3 @@ def test_a_dead_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     closed.close()
     assert not closed.is_alive()
     assert closed.failure() is None
-
-
-def test_equal_requests_share_their_prefill() -> None:
-    bench = Bench(64, max_batch_tokens=64)
-    handles = [bench.submit(list(range(200)), 6, temperature=0.0) for _ in range(8)]
-    bench.run()
-    assert {handle.result(0).output_token_ids for handle in handles} == {tuple(expected_tokens(range(200), 6))}
-    assert bench.runner.computed <= 200 + 7 * 8 + 8 * 5, "full blocks are computed once, the last eight tokens by each"

@@ -9,10 +9,11 @@ from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.redis.tier import RedisTier
 
-__all__ = ["SECRET", "SPACE", "Clock", "chain", "opened", "reads", "stored_keys"]
+__all__ = ["OPENED", "SECRET", "SPACE", "Clock", "chain", "opened", "reads", "stored_keys"]
 
 SECRET = "a secret of the test suite"
 SPACE = bytes(range(32))
+OPENED: list[RedisTier] = []  # closed after each test
 
 
 class Clock:
@@ -41,7 +42,8 @@ def opened(url: str, **options: Any) -> RedisTier:
     """A tier under the suite's secret, unless told otherwise."""
     options.setdefault("secret", SECRET)
     options.setdefault("environment", {})
-    return RedisTier(url, options.pop("space", SPACE), **options)
+    OPENED.append(RedisTier(url, options.pop("space", SPACE), **options))
+    return OPENED[-1]
 
 
 def reads(tier: RedisTier, blocks: list[BlockAddress], payloads: list[memoryview]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.tiers.redis_cases import OPENED
 from helpers.tiers.redis_servers import RedisServer, running_redis
 
 
@@ -25,6 +26,10 @@ def client(server: RedisServer) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def no_secret_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_secret_around(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No secret in the environment; what the test opened is closed."""
     for name in ("KVBOOST_EDGE_REDIS_SECRET", "KVBOOST_EDGE_REDIS_PASSWORD"):
         monkeypatch.delenv(name, raising=False)
+    yield
+    while OPENED:
+        OPENED.pop().close()

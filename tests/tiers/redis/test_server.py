@@ -38,7 +38,6 @@ def test_a_server_that_is_down_at_the_start_is_a_line_and_used_once_it_is_up(cap
             assert tier.write(blocks, payloads) == 3
             assert reads(tier, blocks, payloads) == 3
             assert (tier.stat().state, tier.stat().writable) == ("", True)
-            tier.close()
     assert len(lines(caplog)) == 1
 
 
@@ -53,7 +52,6 @@ def test_a_server_that_dies_between_and_comes_back_empty_serves_on():
             assert reads(tier, blocks, payloads) == 0
             assert tier.write(blocks, payloads) == 3
             assert reads(tier, blocks, payloads) == 3
-        tier.close()
 
 
 def test_a_server_that_dies_while_a_pipeline_is_under_way_is_a_miss():
@@ -72,7 +70,6 @@ def test_a_server_that_dies_while_a_pipeline_is_under_way_is_a_miss():
         tier._server._client.pipeline = pipeline
         assert tier.write(blocks, payloads) == 0
         assert reads(tier, blocks, payloads) == 0
-        tier.close()
 
 
 def test_a_server_that_stops_costs_a_second_at_a_time_and_three_at_most(caplog):
@@ -87,7 +84,6 @@ def test_a_server_that_stops_costs_a_second_at_a_time_and_three_at_most(caplog):
             assert tier.stat().state.endswith(": no answer within 1 s")
         clock.now += 31
         assert reads(tier, blocks, payloads) == 2, "no late answer of another question"
-        tier.close()
     assert len(lines(caplog)) == 1
 
 
@@ -110,7 +106,6 @@ def test_a_full_server_is_read_and_written_to_again_when_there_is_room(caplog):
         assert tier.write(blocks, payloads) == 40
         assert reads(tier, blocks, payloads) == 40
         assert tier.stat().writable
-        tier.close()
     assert len(lines(caplog)) == 1
 
 
@@ -145,14 +140,12 @@ def test_users_with_rights_read_and_write(with_users):
     assert writer.write(blocks, payloads) == 2
     for tier in (writer, reader, default):
         assert reads(tier, blocks, payloads) == 2
-        tier.close()
     named.drop([block.prefix_hash for block in blocks])
     assert reads(named, blocks, payloads) == 0
     assert named.write(blocks, payloads) == 2
     named.touch([block.prefix_hash for block in blocks])
     assert reads(named, blocks, payloads) == 2
     assert (named.stat().errors, named.stat().state) == (0, "")
-    named.close()
 
 
 def test_a_user_who_may_only_read_goes_on_reading(with_users, caplog):
@@ -166,8 +159,6 @@ def test_a_user_who_may_only_read_goes_on_reading(with_users, caplog):
     assert not reader.stat().writable
     assert reader.stat().state.endswith("the user lacks a permission")
     assert len(lines(caplog)) == 1
-    writer.close()
-    reader.close()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +177,6 @@ def test_a_wrong_password_is_a_line_that_does_not_repeat_it(user, password, word
     assert words in tier.stat().state
     said = [repr(tier), tier.stat().state, *(record.getMessage() for record in caplog.records)]
     assert not any("hunter2" in text or "phrase" in text for text in said)
-    tier.close()
 
 
 def test_a_server_of_a_cluster_is_a_line():
@@ -195,7 +185,6 @@ def test_a_server_of_a_cluster_is_a_line():
         tier = opened(server.url)
         assert (tier.write(blocks, payloads), reads(tier, blocks, payloads)) == (0, 0)
         assert tier.stat().state.endswith("part of a cluster, which is not supported")
-        tier.close()
 
 
 @pytest.fixture(scope="module")
@@ -241,20 +230,16 @@ def test_tls_is_verified(certificates, caplog):
         tier = opened(f"{url}/ca.pem")
         assert tier.write(blocks, payloads) == 2
         assert reads(tier, blocks, payloads) == 2
-        tier.close()
         for wrong in (f"{url}/stranger.pem", f"rediss://localhost:{server.port}"):
             tier = opened(wrong)
             assert reads(tier, blocks, payloads) == 0
             assert "certificate is refused" in tier.stat().state
-            tier.close()
         plain = opened(f"redis://localhost:{server.port}")
         assert reads(plain, blocks, payloads) == 0
         assert plain.stat().state
-        plain.close()
         with server.client() as client:
             assert len(stored_keys(client)) == 8
     with running_redis(*tls(certificates, "other"), tcp=True) as server:
         tier = opened(f"rediss://localhost:{server.port}?ssl_ca_certs={certificates}/ca.pem")
         assert reads(tier, blocks, payloads) == 0
         assert "certificate is refused" in tier.stat().state
-        tier.close()

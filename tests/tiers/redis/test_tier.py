@@ -32,8 +32,6 @@ def test_what_one_wrote_another_reads(server, client, count, payload_bytes):
     assert reader.stat().read_bytes == writer.stat().written_bytes == sum(client.strlen(k) for k in client.keys("*"))
     assert all(client.strlen(key) <= PIECE_BYTES and 0 < client.ttl(key) <= 86_400 for key in client.keys("*"))
     assert all(key.startswith(f"kvb:{SPACE[:8].hex()}:") for key in stored_keys(client))
-    writer.close()
-    reader.close()
 
 
 def test_a_read_ends_at_the_first_block_that_is_missing(server, client):
@@ -43,7 +41,6 @@ def test_a_read_ends_at_the_first_block_that_is_missing(server, client):
     assert tier.ask([block.prefix_hash for block in blocks]) == [True] * 3 + [False] + [True] * 4
     assert reads(tier, blocks, payloads) == 3
     assert reads(tier, blocks[4:], payloads[4:]) == 4
-    tier.close()
 
 
 def test_a_block_that_the_server_let_go_is_known_as_dropped(server, client):
@@ -62,7 +59,6 @@ def test_a_block_that_the_server_let_go_is_known_as_dropped(server, client):
     assert dropped() == [False, True, False, False], "of those behind it nothing is known"
     tier.write(blocks[1:2], payloads[1:2])
     assert dropped() == [False] * 4
-    tier.close()
 
 
 def test_blocks_that_are_there_are_not_sent_again_and_stay_as_they_are(server, client):
@@ -73,8 +69,6 @@ def test_blocks_that_are_there_are_not_sent_again_and_stay_as_they_are(server, c
     assert second.write(blocks, payloads) == 4
     assert 200_000 < client.info("stats")["total_net_input_bytes"] - before < 220_000
     assert second.stat().written_blocks == 2
-    first.close()
-    second.close()
 
 
 def test_a_block_that_lost_a_piece_is_a_miss_and_is_written_whole_again(server, client):
@@ -89,7 +83,6 @@ def test_a_block_that_lost_a_piece_is_a_miss_and_is_written_whole_again(server, 
         assert tier.write(blocks, payloads) == 1
         assert reads(tier, blocks, payloads) == 1
     assert (tier.stat().missing, tier.stat().refused) == (4, 0)
-    tier.close()
 
 
 def test_dropped_blocks_leave_nothing_behind(server, client):
@@ -100,7 +93,6 @@ def test_dropped_blocks_leave_nothing_behind(server, client):
     tier.drop([blocks[0].prefix_hash, unknown[0].prefix_hash, blocks[2].prefix_hash])
     assert {key.split(":")[2] for key in stored_keys(client)} == {blocks[1].prefix_hash.hex()}
     assert reads(tier, blocks, payloads) == 0
-    tier.close()
 
 
 def test_spaces_do_not_see_each_other(server, client):
@@ -111,8 +103,6 @@ def test_spaces_do_not_see_each_other(server, client):
     for other in (bytes(32), SPACE[:8] + bytes(24)):
         neighbour = opened(server.url, space=other)
         assert reads(neighbour, blocks, payloads) == 0
-        neighbour.close()
-    tier.close()
 
 
 # ---- what is not to be believed --------------------------------------------------------------------------------------
@@ -161,7 +151,6 @@ def test_a_value_not_to_be_believed_is_a_miss_dropped_and_written_anew(name, ser
     tier.read(blocks[1:], [memoryview(bytearray(3 * MIB))])  # those that were swapped with it go likewise
     assert tier.write(blocks, payloads) == 2
     assert reads(tier, blocks, payloads) == 2
-    tier.close()
 
 
 def test_a_value_that_somebody_made_huge_is_not_fetched(server, client):
@@ -172,7 +161,6 @@ def test_a_value_that_somebody_made_huge_is_not_fetched(server, client):
     before = client.info("stats")["total_net_output_bytes"]
     assert reads(tier, blocks, payloads) == 0
     assert client.info("stats")["total_net_output_bytes"] - before < 20_000
-    tier.close()
 
 
 def test_with_trust_in_place_of_a_secret_damage_is_found_all_the_same(server, client):
@@ -182,7 +170,6 @@ def test_with_trust_in_place_of_a_secret_damage_is_found_all_the_same(server, cl
     assert reads(tier, blocks, payloads) == 2
     client.setrange(next(key for key in stored_keys(client) if blocks[1].prefix_hash.hex() in key), 500, b"\xff\xfe")
     assert reads(tier, blocks, payloads) == 1
-    tier.close()
 
 
 # ---- opening ---------------------------------------------------------------------------------------------------------
@@ -198,8 +185,8 @@ def test_without_a_secret_the_tier_is_refused_unless_trusted():
     for ttl in (0, -1, True, 1.5, None):
         with pytest.raises(ConfigError, match="redis_ttl_s="):
             opened("redis://h", ttl_s=ttl)
-    opened("redis://h", secret=None, environment={SECRET_VARIABLE: SECRET}).close()
-    opened("redis://h", secret=None, trust=True).close()
+    opened("redis://h", secret=None, environment={SECRET_VARIABLE: SECRET})
+    opened("redis://h", secret=None, trust=True)
 
 
 def test_the_secret_may_come_from_the_environment(server, client):
@@ -207,8 +194,6 @@ def test_the_secret_may_come_from_the_environment(server, client):
     writer, reader = opened(server.url), opened(server.url, secret=None, environment={SECRET_VARIABLE: SECRET})
     writer.write(blocks, payloads)
     assert reads(reader, blocks, payloads) == 1
-    writer.close()
-    reader.close()
 
 
 def test_opening_asks_nothing_and_knows_nothing_yet(server, client):
@@ -219,7 +204,6 @@ def test_opening_asks_nothing_and_knows_nothing_yet(server, client):
     assert (stat.blocks, stat.bytes, stat.max_bytes, stat.writable, stat.state) == (None, None, None, True, "")
     assert client.info("stats")["total_connections_received"] == commands
     assert tier.ping()
-    tier.close()
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch):
@@ -258,8 +242,6 @@ def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(serv
     assert held(reader) == [True, None, None, True]
     clock.now += 51  # by then the server may have let go of it
     assert held(tier) == [None] * 4
-    tier.close()
-    reader.close()
 
 
 def test_it_says_what_the_server_has_when_it_is_asked_and_believes_that(server, client):
@@ -281,7 +263,6 @@ def test_it_says_what_the_server_has_when_it_is_asked_and_believes_that(server, 
         assert tier.ask(hashes) == [False] * 3
     tier.close()
     assert tier.ask(hashes) == [False] * 3
-    reader.close()
 
 
 @pytest.mark.parametrize("pieces", ["one pipeline", "several"])
@@ -299,7 +280,6 @@ def test_a_server_that_lost_or_got_wrong_values_is_given_all_of_them_again_at_on
     assert reads(tier, blocks, payloads) == 0
     assert tier.write(blocks, payloads) == 8
     assert reads(tier, blocks, payloads) == 8
-    tier.close()
 
 
 def test_what_it_remembers_is_bounded(server, client, monkeypatch):
@@ -308,4 +288,3 @@ def test_what_it_remembers_is_bounded(server, client, monkeypatch):
     tier = opened(server.url)
     tier.write(blocks, payloads)
     assert [tier.holds(block.prefix_hash) for block in blocks] == [None, None, True, True, True]
-    tier.close()

@@ -43,7 +43,6 @@ def test_touched_blocks_get_their_time_again_with_the_next_read_and_each_now_and
     assert refreshed() == 0, "not with every prompt"
     clock.now += 125
     assert refreshed() == 80 + 4
-    tier.close()
 
 
 def test_of_very_many_touched_blocks_the_rest_comes_with_the_next_prompt(server, client, monkeypatch):
@@ -57,7 +56,6 @@ def test_of_very_many_touched_blocks_the_rest_comes_with_the_next_prompt(server,
         tier.touch([block.prefix_hash for block in blocks])
         tier.read(blocks[:1], [memoryview(bytearray(1000))])
         assert sum(client.ttl(key) > 10 for key in client.keys("*")) == expected
-    tier.close()
 
 
 def test_what_is_touched_last_is_refreshed_when_the_tier_closes(server, client):
@@ -90,7 +88,6 @@ def test_a_read_or_write_renews_some_and_a_look_after_the_tier_the_rest(server, 
     commands = client.info("stats")["total_commands_processed"]
     tier.tend()
     assert client.info("stats")["total_commands_processed"] == commands + 1, "nothing is left to be asked"
-    tier.close()
 
 
 def test_what_did_not_reach_the_server_is_renewed_when_it_answers_again():
@@ -111,7 +108,6 @@ def test_what_did_not_reach_the_server_is_renewed_when_it_answers_again():
         clock.now += 30
         tier.tend()
         assert renewed(client) == 2
-        tier.close()
 
 
 @pytest.mark.parametrize("forbidden", ["-expire", "-getrange"])
@@ -132,7 +128,6 @@ def test_what_the_server_refused_to_renew_is_renewed_once_it_does(forbidden):
         clock.now += 30
         tier.tend()
         assert renewed(client) == 4
-        tier.close()
 
 
 def test_a_key_that_somebody_made_into_a_list_holds_up_nobody(server, client):
@@ -149,4 +144,3 @@ def test_a_key_that_somebody_made_into_a_list_holds_up_nobody(server, client):
     tier.touch(hashes[1:])
     tier.tend()
     assert renewed(client) == 1
-    tier.close()
