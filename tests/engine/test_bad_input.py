@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, expected_tokens, fake_engine
+from helpers.engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, checked, fake_engine
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
@@ -141,7 +141,7 @@ def canary(engine: CPUPagedEngine) -> Iterator[None]:
     yield
     stats = engine.paged_stats()
     assert (stats["used_blocks"], stats["num_running"], stats["num_waiting"]) == (0, 0, 0)
-    assert list(engine.generate(CANARY, max_new_tokens=4).output_token_ids) == expected_tokens(CANARY, 4)
+    checked(engine, CANARY, 4)
 
 
 @pytest.mark.usefixtures("canary")

@@ -12,7 +12,7 @@ from helpers.engine.fake_runner import (
     ROOT,
     Bench,
     assert_clean,
-    expected_tokens,
+    checked,
     fake_engine,
     runner_of,
     token_logits,
@@ -49,8 +49,7 @@ def test_documents_are_found_at_other_positions_to_the_token() -> None:
         assert (warmed.chunk_size, warmed.partial_tail_tokens, warmed.chunk_boundary_aligned) == (71, 0, True)
         computed = runner_of(engine).computed
         prompt = document(0, 21) + documents[2] + documents[0] + documents[1] + document(9, 5)
-        result = engine.generate(prompt, 12, mode=REUSE)
-        assert list(result.output_token_ids) == expected_tokens(prompt, 12)
+        result = checked(engine, prompt, 12, mode=REUSE)
         # Before a document there are whole blocks of computed tokens: at most a block less one of it is computed.
         assert warmed.token_count - 3 * 15 <= result.reused_span_tokens <= warmed.token_count
         assert result.reused_span_tokens + runner_of(engine).computed - computed == len(prompt) + 11
@@ -75,8 +74,7 @@ def test_what_documents_were_computed_behind_is_dropped() -> None:
             assert harvest.context_of(behind, engine._parts.root) is None
             assert harvest.context_of(behind[:40], engine._parts.root) is None
         prompt = [*behind, *text, *document(9, 5)]
-        result = engine.generate(prompt, 8, mode=REUSE)
-        assert list(result.output_token_ids) == expected_tokens(prompt, 8)
+        result = checked(engine, prompt, 8, mode=REUSE)
         assert (result.cached_tokens, result.reused_span_tokens) == (0, 60)
 
 
@@ -126,8 +124,7 @@ def test_a_text_for_a_position_is_computed_behind_so_many_tokens() -> None:
         with engine._core.reading():
             assert engine._core.scheduler.sharing.harvest.context_of(text, engine._parts.root) == 37
         prompt = document(0, 37) + text + [5]
-        result = engine.generate(prompt, 8, mode=REUSE)
-        assert list(result.output_token_ids) == expected_tokens(prompt, 8)
+        result = checked(engine, prompt, 8, mode=REUSE)
         assert result.reused_span_tokens >= 70 - 15
 
 
@@ -161,8 +158,7 @@ def test_documents_are_cut_as_asked(options: dict[str, Any], chunks: int, engine
         assert warmed.chunks_stored == chunks
         assert warmed.partial_tail_tokens == 0
         prompt = document(0, 20) + text + document(9, 3)
-        result = engine.generate(prompt, 12, mode=REUSE)
-        assert list(result.output_token_ids) == expected_tokens(prompt, 12)
+        result = checked(engine, prompt, 12, mode=REUSE)
         assert result.reused_span_tokens >= 128 - 16 * (chunks + 1)
         assert_clean(engine)
 
@@ -190,8 +186,7 @@ def test_documents_that_a_tier_keeps_are_loaded_not_computed() -> None:
         assert engine.warm(documents=texts).chunks_stored == 2
         assert runner_of(engine).computed == 2  # the last token of each is never served
         prompt = document(0, 20) + texts[1] + texts[0] + [7]
-        result = engine.generate(prompt, 12, mode=REUSE)
-        assert list(result.output_token_ids) == expected_tokens(prompt, 12)
+        result = checked(engine, prompt, 12, mode=REUSE)
         assert result.reused_span_tokens >= 2 * (96 - 15)
 
 

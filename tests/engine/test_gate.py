@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from helpers.engine.fake_runner import assert_clean, expected_tokens, fake_engine, hold_passes, runner_of
+from helpers.engine.fake_runner import assert_clean, checked, expected_tokens, fake_engine, hold_passes, runner_of
 from helpers.engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
@@ -69,8 +69,7 @@ def test_reuse_is_tested_once_and_leaves_nothing(tests_run: list[Verdict]) -> No
         before = engine.block_map()
         assert engine.check(PROMPT, mode=REUSE) == len(PROMPT)
         assert tests_run == []
-        result = engine.generate(PROMPT, 6, mode=REUSE)
-        assert list(result.output_token_ids) == expected_tokens(PROMPT, 6)
+        result = checked(engine, PROMPT, 6, mode=REUSE)
         assert (result.mode, result.gate, len(tests_run)) == (REUSE, "passed", 1)
         (verdict,) = tests_run
         # Where reuse changes nothing only another order does.
@@ -114,7 +113,7 @@ def test_what_fails_the_test_is_refused_with_its_figures(tests_run: list[Verdict
             with pytest.raises(RequestError, match=words):
                 call()
         assert runner_of(engine).computed == computed
-        assert list(engine.generate(PROMPT, 6).output_token_ids) == expected_tokens(PROMPT, 6)
+        checked(engine, PROMPT, 6)
         assert not tests_run[0].passed
         assert_clean(engine)
     with engine_of() as engine, pytest.raises(RequestError, match=words):
@@ -153,7 +152,7 @@ def test_other_requests_run_beside_the_test(tests_run: list[Verdict]) -> None:
     with engine_of() as engine, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(engine.generate, PROMPT, 4, mode=REUSE)
         while not asked.done():
-            assert list(engine.generate(TEXT, 3).output_token_ids) == expected_tokens(TEXT, 3)
+            checked(engine, TEXT, 3)
         assert asked.result(60).finish_reason == "length"
         assert len(tests_run) == 1
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helpers.clocks import give_clock
-from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine, hold_passes, runner_of
+from helpers.engine.fake_runner import Bench, checked, expected_tokens, fake_engine, hold_passes, runner_of
 from kvboost_edge.engine import core
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
@@ -38,8 +38,7 @@ def flush(engine: CPUPagedEngine) -> None:
 
 
 def hits(engine: CPUPagedEngine, prompt: list[int] = PROMPT, **terms: Any) -> int:
-    result = engine.generate(prompt, 2, **terms)
-    assert list(result.output_token_ids) == expected_tokens(prompt, 2)
+    result = checked(engine, prompt, 2, **terms)
     return result.cached_tokens
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.clocks import give_clock
-from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine
+from helpers.engine.fake_runner import Bench, checked, fake_engine
 from helpers.engine.hand_mover import DictTier
 from kvboost_edge.engine import core
 from kvboost_edge.engine.engine import CPUPagedEngine
@@ -37,8 +37,7 @@ def engine() -> Iterator[CPUPagedEngine]:
 
 def ask(engine: CPUPagedEngine, prompt: list[int], **terms: Any) -> int:
     """Tokens of a prompt that were in the cache; its answer is the right one whatever was."""
-    result = engine.generate(prompt, 2, **terms)
-    assert list(result.output_token_ids) == expected_tokens(prompt, 2)
+    result = checked(engine, prompt, 2, **terms)
     return result.cached_tokens
 
 

@@ -14,7 +14,7 @@ import pytest
 from helpers.clocks import give_clock
 from helpers.engine.fake_runner import (
     Bench,
-    expected_tokens,
+    checked,
     fake_engine,
     hold_passes,
     runner_of,
@@ -35,8 +35,7 @@ def engine() -> Iterator[CPUPagedEngine]:
 
 
 def cached(engine: CPUPagedEngine, **terms: Any) -> tuple[int, str]:
-    result = engine.generate(PROMPT, 2, **terms)
-    assert list(result.output_token_ids) == expected_tokens(PROMPT, 2)
+    result = checked(engine, PROMPT, 2, **terms)
     return result.cached_tokens, result.miss_reason
 
 

@@ -20,6 +20,27 @@ def compute(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> N
     manager.check_invariants([])
 
 
+@pytest.mark.parametrize(
+    ("length", "served", "served_whole"),
+    [(1, 0, 0), (15, 0, 0), (16, 15, 0), (17, 16, 16), (31, 16, 16), (32, 31, 16), (33, 32, 32), (48, 47, 32)],
+)
+def test_whole_blocks_leave_out_the_block_of_the_last_token(length: int, served: int, served_whole: int) -> None:
+    tokens = list(range(length))
+    for whole, expected in ((False, served), (True, served_whole)):
+        manager = KVCacheManager(8, BLOCK, whole_blocks=whole)
+        compute(manager, tokens)
+        assert manager.peek(tokens, ROOT) == expected
+        table = manager.open_table(tokens, ROOT)
+        assert table.num_cached_tokens == table.num_computed_tokens == expected
+        assert manager.extend(table, length) == [] or not whole, "nothing is copied, nothing rewritten"
+        assert manager.cow_copies == 0
+        manager.commit(table, tokens, length)
+        manager.check_invariants([table])
+        manager.free(table)
+        manager.check_invariants([])
+        assert manager.peek([*tokens, 99], ROOT) == length // BLOCK * BLOCK, "all of it is there for longer prompts"
+
+
 def reason(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> str:
     table = manager.open_table(tokens, root)
     manager.free(table)

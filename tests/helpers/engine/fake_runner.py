@@ -407,6 +407,13 @@ def hold_passes(engine: CPUPagedEngine, go: threading.Event) -> None:
     runner_of(engine).on_forward = hold
 
 
+def checked(engine: CPUPagedEngine, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> GenerationResult:
+    """The result of a greedy request, whose tokens are the expected ones."""
+    result = engine.generate(prompt, max_new_tokens, **options)
+    assert list(result.output_token_ids) == expected_tokens(prompt, max_new_tokens)
+    return result
+
+
 CANARY = list(range(100, 140))
 
 
@@ -417,7 +424,7 @@ def assert_clean(engine: CPUPagedEngine) -> None:
     with engine._core.reading():
         engine._parts.manager.check_invariants([])
     assert not engine._core._live
-    assert list(engine.generate(CANARY, max_new_tokens=9).output_token_ids) == expected_tokens(CANARY, 9)
+    checked(engine, CANARY, 9)
 
 
 def wait_until_idle(engine: CPUPagedEngine) -> None:
