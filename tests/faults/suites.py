@@ -13,5 +13,5 @@ SPARSE = tuple(f"{_FAMILY}[{name}]" for name in ("qwen3_moe", "qwen2_moe", "olmo
 # Layers that share keys and values, of which some rows go on to the last layers.
 GEMMA4_ROWS = tuple(
     f"{_INVARIANCE}[{row}]"
-    for row in ("gemma4 IQ4_NL 16-16 some rows", "gemma4-alike f32 8-8 some rows", "gemma4-alike bf16 8-4 chunked")
+    for row in ("gemma4 Q8_0 4-4 some rows", "gemma4-alike bf16 8-8 some rows", "gemma4-alike f32 8-4 batched")
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -79,21 +79,42 @@ class Case:
         return NativeBench(self._machine, bits=self._bits, **{"num_blocks": BLOCKS, **options})
 
 
-@pytest.fixture(scope="module", params=CASES)
-def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    family, weights, fields = CASES[request.param]
-    save = save_tiny_checkpoint if family in ("llama", "qwen2", "qwen3", "minicpm") else save_tiny_model
-    if family in NESTED and family not in FAMILIES:
-        save = save_nested_model
-    directory = save(family, tmp_path_factory.mktemp("long"), max_position_embeddings=CONTEXT, **fields)
-    machine = Machine(directory, weights, StateSizes(24) if family.startswith(HYBRIDS) else None)
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Machine]]:
+    """Gives the machine of a case; the last one is closed when another one is asked for."""
+    made: dict[str, Machine] = {}
+
+    def machine(name: str) -> Machine:
+        if name not in made:
+            close()
+            family, weights, fields = CASES[name]
+            save = save_tiny_checkpoint if family in ("llama", "qwen2", "qwen3", "minicpm") else save_tiny_model
+            if family in NESTED and family not in FAMILIES:
+                save = save_nested_model
+            directory = save(family, tmp_path_factory.mktemp("long"), max_position_embeddings=CONTEXT, **fields)
+            made[name] = Machine(directory, weights, StateSizes(24) if family.startswith(HYBRIDS) else None)
+        return made[name]
+
+    def close() -> None:
+        while made:
+            made.popitem()[1].close()
+
     yield machine
-    machine.close()
+    close()
 
 
-@pytest.fixture(scope="module", params=WIDTHS, ids=str)
-def case(request: pytest.FixtureRequest, machine: Machine) -> Case:
-    return Case(machine, request.param)
+def widths() -> Iterator[Any]:
+    """Each model at each width of its cache; `make test` runs one of them, another one for the next model."""
+    for number, name in enumerate(CASES):
+        for index, bits in enumerate(WIDTHS):
+            is_chosen = index == number % len(WIDTHS)
+            yield pytest.param((name, bits), id=f"{name}-{bits}", marks=() if is_chosen else pytest.mark.full)
+
+
+@pytest.fixture(scope="module", params=widths())
+def case(request: pytest.FixtureRequest, machines: Callable[[str], Machine]) -> Case:
+    name, bits = request.param
+    return Case(machines(name), bits)
 
 
 def equal(actual: Floats, expected: Floats) -> bool:
