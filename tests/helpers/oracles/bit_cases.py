@@ -14,15 +14,20 @@ from kvboost_edge.runners.native.runner import NativeRunner
 Logits = npt.NDArray[np.float32]
 
 
-def logits_in_any_pass(path: Path) -> tuple[Logits, Logits]:
-    """Of a prompt in the file's own formats, at once and in pieces, all with the same last row; and in float32."""
+def native_logits(path: Path, weights: str = "f32", *, chunk: int = 23, num_threads: int = 1) -> Logits:
+    """Of a fixed prompt of 45 tokens, through the native runner."""
+    runner = NativeRunner.from_dir(path, weights=weights, num_threads=num_threads)
+    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=num_threads))
     prompt = np.random.default_rng(7).integers(0, 256, 45).tolist()
-    found = []
-    for weights, chunk, threads in (("auto", 45, 1), ("auto", 45, 2), ("auto", 7, 2), ("auto", 1, 1), ("f32", 45, 1)):
-        runner = NativeRunner.from_dir(path, weights=weights, num_threads=threads)
-        driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=threads))
-        found.append(np.array(driver.prefill(driver.open(prompt), chunk)))
-        runner.close()
-    for other in found[1:4]:
-        np.testing.assert_array_equal(other[-1], found[0][-1])
-    return found[0], found[4]
+    logits = np.array(driver.prefill(driver.open(prompt), chunk))
+    runner.close()
+    return logits
+
+
+def logits_in_any_pass(path: Path) -> tuple[Logits, Logits]:
+    """In the file's own formats, at once and in pieces, all with the same last row; and in float32."""
+    found = native_logits(path, "auto", chunk=45)
+    for chunk, num_threads in ((45, 2), (7, 2), (1, 1)):
+        other = native_logits(path, "auto", chunk=chunk, num_threads=num_threads)
+        np.testing.assert_array_equal(other[-1], found[-1])
+    return found, native_logits(path, chunk=45)
