@@ -9,6 +9,18 @@ from helpers.kvcache.recurrent_tables import cold, manager_of, rows, run_pass, s
 from kvboost_edge.errors import CacheCorruption, CapacityError
 
 
+def test_a_pass_that_failed_leaves_no_snapshot() -> None:
+    manager, tokens = manager_of(), list(range(4 * B))
+    table = manager.open_table(tokens, ROOT)
+    run_pass(manager, table, tokens, 2 * B)
+    manager.extend(table, 3 * B)
+    states_of(manager).plan(table, 2 * B, 3 * B)
+    manager.free(table)  # its slot holds what the failed pass wrote
+    manager.check_invariants([])
+    assert states_of(manager).slots.num_used == 0
+    assert manager.peek(tokens, ROOT) == 0
+
+
 def test_a_preempted_table_leaves_its_state_where_a_block_ends() -> None:
     manager, tokens = manager_of(), list(range(4 * B))
     table = manager.open_table(tokens, ROOT)
