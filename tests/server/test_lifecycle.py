@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,9 +18,7 @@ import httpx
 import pytest
 
 from helpers.server.live_servers import wait_until
-from kvboost_edge.server.__main__ import _close_from_now, _ended_by_signal
-
-pytestmark = pytest.mark.alone
+from kvboost_edge.server.__main__ import _close_from_now, _ended_by_signal, main
 
 ROOT = Path(__file__).parents[2]
 TEXT = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True, "stream": True, "temperature": 0}
@@ -77,8 +74,19 @@ def running(*flags: str) -> Iterator[Process]:
         process.end()
 
 
-def test_sigterm_drains_and_exits_with_0():
-    with running() as server, httpx.Client(base_url=server.url(), timeout=60) as client:
+def test_sigterm_drains_and_exits_with_0(tmp_path):
+    """What was to be warm is, for every key; what is asked for later is refused, and what runs ends."""
+    text = "A system prompt that every conversation begins with. " * 6
+    (tmp_path / "prompt").write_text(text)
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    with (
+        running("--warm", f"@{tmp_path / 'prompt'}", "--api-key-file", str(tmp_path / "keys")) as server,
+        httpx.Client(base_url=server.url(), timeout=60) as client,
+    ):
+        for key in ("one", "two"):
+            client.headers["x-api-key"] = key
+            usage = client.post("/v1/completions", json={"prompt": text + "Hi", "max_tokens": 1}).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] > 0.8 * usage["prompt_tokens"]
         assert client.get("/ready").json() == {"status": "ready"}
         with client.stream("POST", "/v1/completions", json=TEXT) as stream:
             events = (line[6:] for line in stream.iter_lines() if line.startswith("data: "))
@@ -96,31 +104,28 @@ def test_sigterm_drains_and_exits_with_0():
     assert {"draining", "stopped"} <= {json.loads(line)["event"] for line in server.lines}
 
 
-def test_an_idle_server_exits_at_once_and_a_stream_only_gets_its_grace():
+def test_a_stream_only_gets_its_grace():
     with running("--drain-seconds", "0.3") as server, httpx.Client(base_url=server.url(), timeout=60) as client:
-        body = {**TEXT, "max_tokens": 2000, "n": 16}
+        body = {**TEXT, "max_tokens": 2000, "n": 16}  # some seconds of work
         with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGINT)
-            started = time.monotonic()
-            text = "\n".join(lines)
-        assert "shutting_down" in text
+            assert "shutting_down" in "\n".join(lines)
         assert server.end() == 0
-        assert time.monotonic() - started < 15
 
 
-def test_a_second_signal_exits_at_once():
+@pytest.mark.full
+def test_a_second_sigterm_exits_at_once():
+    """As a second SIGINT does, of a terminal."""
     with running() as server, httpx.Client(base_url=server.url(), timeout=60) as client:
         body = {**TEXT, "max_tokens": 2000, "n": 64}  # some seconds of work
         with client.stream("POST", "/v1/completions", json=body) as stream:
             next(stream.iter_lines())
             server.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: any('"draining"' in line for line in server.lines), "the drain to begin")
-            started = time.monotonic()
+            wait_until(lambda: any('"draining"' in line for line in server.lines), "the drain to begin", 60)
             server.process.send_signal(signal.SIGTERM)
             assert server.end() == 128 + signal.SIGTERM
-            assert time.monotonic() - started < 5
 
 
 @contextlib.contextmanager
@@ -154,11 +159,11 @@ def test_a_terminal_gets_plain_lines_the_address_and_what_ctrl_c_does():
         found = re.search(r"^Open (http://127\.0\.0\.1:\d+)\r$", "".join(pieces), re.MULTILINE)
         assert found
         assert re.search(r"^\d\d:\d\d:\d\d loading model=kvboost-edge/demo\r$", "".join(pieces), re.MULTILINE)
-        body = {**TEXT, "max_tokens": 2000, "n": 64}
+        body = {**TEXT, "max_tokens": 2000, "n": 16}
         with httpx.stream("POST", f"{found[1]}/v1/completions", json=body, timeout=60) as stream:
             next(stream.iter_lines())
             process.send_signal(signal.SIGINT)
-            wait_until(lambda: "Ctrl-C, stops at once" in "".join(pieces), "the drain to begin")
+            wait_until(lambda: "Ctrl-C, stops at once" in "".join(pieces), "the drain to begin", 60)
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 128 + signal.SIGINT
         assert "{" not in "".join(pieces)
@@ -184,12 +189,12 @@ def test_a_signal_while_it_closes_exits_at_once(number, monkeypatch, caplog):
     assert [record.message for record in caplog.records] == ["exiting at once"]
 
 
-def test_a_port_in_use_is_one_line_and_1(live_server):
-    with running("--port", str(live_server.port)) as server:
-        assert server.end() == 1
-    assert "Traceback" not in "".join(server.lines)
-    assert f"port={live_server.port}" in server.lines[-1]
-    assert "loading" not in "".join(server.lines), "the model was loaded first"
+def test_a_port_in_use_is_one_line_and_1(live_server, kept_logging, capfd):
+    assert main(["--port", str(live_server.port)]) == 1
+    told = capfd.readouterr().err
+    assert "Traceback" not in told
+    assert f"port={live_server.port}" in told.splitlines()[-1]
+    assert "loading" not in told, "the model was loaded first"
 
 
 def test_sigterm_while_the_model_loads_exits_with_0():
@@ -201,19 +206,6 @@ def test_sigterm_while_the_model_loads_exits_with_0():
     assert "Traceback" not in shown
     assert '"ended while loading"' in shown or '"draining"' in shown
     assert '"listening"' not in shown or '"stopped"' in shown
-
-
-def test_warm_texts_are_cached_for_every_key(tmp_path):
-    text = "A system prompt that every conversation begins with. " * 6
-    (tmp_path / "prompt").write_text(text)
-    (tmp_path / "keys").write_text("one\ntwo\n")
-    with running("--warm", f"@{tmp_path / 'prompt'}", "--api-key-file", str(tmp_path / "keys")) as server:
-        for key in ("one", "two"):
-            with httpx.Client(base_url=server.url(), headers={"Authorization": f"Bearer {key}"}, timeout=60) as client:
-                usage = client.post("/v1/completions", json={"prompt": text + "Hi", "max_tokens": 1}).json()["usage"]
-            assert usage["prompt_tokens_details"]["cached_tokens"] > 0.8 * usage["prompt_tokens"]
-        server.process.send_signal(signal.SIGTERM)
-        assert server.end() == 0
 
 
 def test_two_models_in_one_process(tiny_model_dir, tmp_path):
@@ -269,6 +261,7 @@ class DrippingHub(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.full
 def test_a_download_that_does_not_end_does_not_keep_the_process(monkeypatch, tmp_path):
     hub = ThreadingHTTPServer(("127.0.0.1", 0), DrippingHub)
     thread = threading.Thread(target=hub.serve_forever, args=(0.02,))
@@ -316,16 +309,13 @@ def test_version_names_the_package(live_server):
 
 
 @pytest.mark.parametrize("name", ["kvboost-edge.service", "Dockerfile", "README.md"])
-def test_the_deployment_files_name_flags_that_exist(name):
+def test_the_deployment_files_name_flags_that_exist(name, capsys):
     shown = (ROOT / "docs" / "deploy" / name).read_text(encoding="utf-8")
     flags = set(re.findall(r"(?<=[\s`\"])--[a-z][a-z-]+", shown))
-    known = set(re.findall(r"--[a-z][a-z-]+", _help()))
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
     of_others = {"--rm", "--now", "--system", "--uid", "--create-home", "--home-dir", "--no-cache-dir"}
     of_others |= {"--interval", "--timeout", "--start-period"}
     assert flags - of_others <= known
     assert "kvboost-server" in shown
-
-
-def _help() -> str:
-    command = [sys.executable, "-m", "kvboost_edge.server", "--help"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout

@@ -121,6 +121,14 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, live_server
     assert longer.choices[0].text == shown + engine.generate(ids, max_new_tokens=3).output_text
 
 
+def test_each_choice_echoes_its_own_prompt(client: openai.OpenAI) -> None:
+    prompts = ["The first prompt", "Another one"]
+    answer = client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=1, echo=True)
+    echoed = [prompt for prompt in prompts for _ in range(2)]
+    for choice, prompt in zip(answer.choices, echoed, strict=True):
+        assert choice.text.startswith(prompt)
+
+
 def test_stop_strings_and_stop_tokens(client: openai.OpenAI, live_server: LiveServer) -> None:
     whole = live_server.engine.generate(PROMPT, max_new_tokens=12)
     stop = whole.output_text[4:7]

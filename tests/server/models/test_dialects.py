@@ -135,12 +135,14 @@ def test_keep_alive_of_one_key_does_not_send_away_another_s_model(tiny_model_dir
     first = CountedSource(tiny_model_dir)
     with (
         first.open() as engine,
-        serving(engine, source=first.source, model_name="a", api_keys=("one", "two")) as server,
+        serving(engine, source=first.source, model_name="a", api_keys=("one", "two"), keep_alive=300.0) as server,
         server.client(headers={"x-api-key": "one"}) as client,
     ):
         answer = client.post("/api/generate", json={"model": "a", "keep_alive": 0}).json()
         assert answer["done_reason"] == "load"
         assert server.kv.models.first.phase == "loaded"
+        (running,) = client.get("/api/ps").json()["models"]
+        assert running["expires_at"].startswith("9999"), "it would tell when another key asked last"
 
 
 def test_one_conversation_goes_on_with_another_model(server):

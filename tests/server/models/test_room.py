@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from helpers.server.model_budget import SIZE, Room, until
-from kvboost_edge.errors import CapacityError
+from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.server.models import loader
 
 pytestmark = pytest.mark.usefixtures("all_of_one_size")
@@ -18,6 +19,14 @@ async def test_the_one_that_was_not_used_for_longest_leaves(room: Room) -> None:
         assert (await room.ask(name)).status_code == 200
         assert room.loaded == loaded
         assert room.kv.models.loader.taken == 2 * SIZE
+
+
+async def test_the_time_until_a_model_leaves_counts_from_its_last_request(room: Room) -> None:
+    await room.ask("b")
+    model = room.model("b")
+    model.keep_alive, model.loaded_at = 60.0, model.loaded_at - 1000.0
+    assert model.unloads_at is not None
+    assert 0 < model.unloads_at - time.monotonic() <= 60
 
 
 async def test_one_that_is_in_use_stays_though_it_was_idle_for_longer(room: Room) -> None:
@@ -54,6 +63,14 @@ async def test_a_model_stays_for_as_long_as_its_loading_took(room: Room) -> None
     room.model("b").load_seconds = 0.0
     room.kv.models.loader.released(room.model("a"))
     assert (await waiting).status_code == 200
+
+
+async def test_a_model_that_could_not_be_loaded_takes_no_room(room: Room) -> None:
+    room.wrong["b"] = KVBoostError("its file is damaged")
+    assert (await room.ask("b")).status_code == 503
+    assert room.kv.models.loader.taken == SIZE
+    assert (await room.ask("c")).status_code == 200
+    assert room.loaded == "ac"
 
 
 async def test_where_the_machine_has_less_than_the_budget_idle_ones_leave(room: Room) -> None:

@@ -89,6 +89,7 @@ async def test_a_remembered_response_is_shown_and_forgotten(app, speaker):
     assert (await listed())[0] == ["2", "1", "0"]
     texts, has_more, last = await listed(limit=2)
     assert (texts, has_more, (await listed(after=last))[0]) == (["2", "1"], True, ["0"])
+    assert (await listed(limit=3))[1] is False
     assert (await listed(order="asc"))[0] == ["0", "1", "2"]
     for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "x"}):
         assert (await app.get(f"{path}/input_items", params=wrong)).status_code == 400
