@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from helpers.backends.fake_mps import FakeMpsBackend
+from helpers.backends.makers import into
 from helpers.kernels.paged_cases import DTYPES, Case, make_case
 from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
@@ -82,10 +82,6 @@ def cases() -> list[Case]:
     ]
     tables = np.array([[5, 0, 3, -1]], np.int32)
     return [dataclasses.replace(case, tables=tables) for case in made]
-
-
-def into(backend: Backend, array: np.ndarray) -> Any:
-    return array if backend.array_kind == "numpy" else torch.from_numpy(array)
 
 
 def write(backend: Backend, cases: list[Case], start: int, stop: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.kernels.shifted_cases import Pieces, Row, blocks_from, layout_of, plain
-from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
@@ -74,25 +74,6 @@ def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind: type) ->
     else:
         with pytest.raises(ConfigError, match=rf"backend '{backend.name}' does not attend keys computed at other"):
             backend.prepare(layout)
-    backend.close()
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ([(0, 0, 0, 0, 0), (0, 1, 16, 16, 3)], r"last parts with delta \[3\]"),
-        ([(0, 0, 0, 0, 1), (0, 1, 16, 16, 0)], "position 0 on with delta 1 would have been computed from position -1"),
-        ([(0, 0, 0, 0, 0), (0, 1, 12, 14, 15), (0, 2, 20, 20, 0)], "from position -1 on"),
-        ([(0, 0, -16, 0, 0), (0, 1, 0, 0, 0)], "leave positions out"),
-        ([(0, 0, -3, 0, -3), (0, 1, 16, 16, 0)], "leave positions out"),
-    ],
-)
-def test_what_a_delta_cannot_be(kind: type, parts: list[tuple[int, ...]], message: str) -> None:
-    backend = pool(kind)
-    starts, ends, table = np.array([0, 3], np.int32), np.array([28], np.int32), np.arange(4, dtype=np.int32)[None]
-    with pytest.raises(ConfigError, match=message):
-        backend.prepare(BatchLayout(starts, ends, table, np.arange(3), np.array(parts, np.int32)))
     backend.close()
 
 

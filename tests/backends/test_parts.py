@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
+from helpers.backends.makers import into
 from helpers.kernels.paged_cases import Case, assert_close, make_case
 from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
@@ -62,10 +62,6 @@ class Seamed:
         layout = self.layout(total - new, total)
         queries = self.case.queries[self.sequence][total - new :]
         return attended(backend, layout, queries, params)
-
-
-def into(backend: Backend, array: np.ndarray) -> Any:
-    return array if backend.array_kind == "numpy" else torch.from_numpy(array)
 
 
 def attended(
@@ -245,6 +241,11 @@ def test_positions_of_entries_of_plain_tables() -> None:
         ([(0, 0, 0, 0, 0), (0, 9, 20, 20, 0)], "leave positions out"),
         ([(0, 0, 0, 0, 0), (0, 2, 2, 20, 0)], "leave positions out"),
         ([(0, 0, 0, 0, 0), (0, 2, 30, 30, 0)], "last parts"),
+        ([(0, 0, 0, 0, 0), (0, 1, 16, 16, 3)], r"last parts with delta \[3\]"),
+        ([(0, 0, 0, 0, 1), (0, 1, 16, 16, 0)], "position 0 on with delta 1 would have been computed from position -1"),
+        ([(0, 0, 0, 0, 0), (0, 1, 12, 14, 15), (0, 2, 20, 20, 0)], "from position -1 on"),
+        ([(0, 0, -16, 0, 0), (0, 1, 0, 0, 0)], "leave positions out"),
+        ([(0, 0, -3, 0, -3), (0, 1, 16, 16, 0)], "leave positions out"),
     ],
 )
 @pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend, TorchBackend], ids=lambda kind: kind.name)

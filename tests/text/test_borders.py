@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
+from helpers.text.byte_level import byte_level
 from helpers.text.chat_templates import HERMES
 from kvboost_edge.text.borders import user_starts
 from kvboost_edge.text.codec import FastCodec
@@ -30,10 +29,7 @@ CHAT = [
 
 
 def tokenizer_of(template: str | None) -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = RawTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
+    raw = byte_level()
     raw.add_special_tokens(SPECIALS)
     return Tokenizer(FastCodec(raw), name="toy", chat_template=template)
 

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
+from helpers.text.byte_level import byte_level
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.plain_content import SpecialTexts
@@ -38,14 +39,6 @@ ATTACKS = [
 ATTACKS += ["<|im_start|><|im_start|>", "é<|im_end|>語🙂<|im_start|>", "x<s>", "\ufdd0<|im_start|>\ufdd1"]
 
 
-def byte_level() -> Fast:
-    """GPT-2's kind."""
-    fast = Fast(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    return fast
-
-
 def byte_fallback(prefixed: bool) -> Fast:
     """Sentencepiece's kind: the first text has a space before it, or (`prefixed`) each behind a special token."""
     pieces = ["<unk>", "▁", "a", "b", "▁a", "é", "<", ">", "|", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -60,7 +53,7 @@ def byte_fallback(prefixed: bool) -> Fast:
 
 
 FAMILIES = {
-    "byte level": byte_level,
+    "byte level": lambda: byte_level(use_regex=True),
     "first": lambda: byte_fallback(False),
     "prefixed": lambda: byte_fallback(True),
 }

@@ -20,7 +20,7 @@ from kvboost_edge.backends.cuda import CUDABackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
 
-__all__ = ["MAKERS", "MIX", "UNMADE", "Arrays", "Maker", "opened", "small_case"]
+__all__ = ["MAKERS", "MIX", "UNMADE", "Arrays", "Maker", "into", "opened", "small_case"]
 
 
 def on_cuda(spec: KVSpec, num_blocks: int) -> Backend:
@@ -47,6 +47,16 @@ HALF_ERRORS = {"float16": 5e-3, "bfloat16": 4e-2}
 MIX = ((1, 30), (40, 40), (1, 65), (7, 100), (1, 1), (1, 530))  # new tokens, all tokens
 
 
+def into(backend: Backend, array: np.ndarray) -> Any:
+    """The array as the backend takes it."""
+    if backend.array_kind == "numpy":
+        return array
+    tensor = torch.from_numpy(array)
+    if backend.name != "cuda":  # the stand-in for Apple GPUs takes the CPU's
+        return tensor
+    return tensor.to(backend.device, getattr(torch, backend.spec.dtype))
+
+
 class Arrays:
     """A backend under test, fed with NumPy arrays."""
 
@@ -54,12 +64,12 @@ class Arrays:
         self.backend = backend
 
     def write(self, layer: int, keys: np.ndarray, values: np.ndarray, layout: BatchLayout) -> None:
-        self.backend.write_kv(layer, self._into(keys), self._into(values), self.backend.prepare(layout))
+        self.backend.write_kv(layer, into(self.backend, keys), into(self.backend, values), self.backend.prepare(layout))
 
     def attend(
         self, layer: int, queries: np.ndarray, layout: BatchLayout, params: AttentionParams
     ) -> tuple[np.ndarray, np.ndarray]:
-        out, lse = self.backend.attention(layer, self._into(queries), self.backend.prepare(layout), params)
+        out, lse = self.backend.attention(layer, into(self.backend, queries), self.backend.prepare(layout), params)
         assert out.shape == queries.shape
         assert lse.shape == queries.shape[:2]
         if self.backend.array_kind == "torch":
@@ -74,14 +84,6 @@ class Arrays:
 
     def attend_new(self, case: Case, params: AttentionParams) -> tuple[np.ndarray, np.ndarray]:
         return self.attend(0, case.rows(case.queries, case.spans), case.layout(case.spans), params)
-
-    def _into(self, array: np.ndarray) -> Any:
-        if self.backend.array_kind == "numpy":
-            return array
-        tensor = torch.from_numpy(array)
-        if self.backend.name != "cuda":  # the stand-in for Apple GPUs takes the CPU's
-            return tensor
-        return tensor.to(self.backend.device, getattr(torch, self.backend.spec.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

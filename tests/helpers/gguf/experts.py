@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from gguf import GGUFWriter
 
+from helpers.gguf.layers import write_sizes
+
 __all__ = ["dequantized", "merged_experts", "write_expert_sizes"]
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
@@ -75,12 +77,16 @@ def write_expert_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     """What `TextModel.set_gguf_parameters` writes of any mixture, and what single converters add."""
     model_type = config["model_type"]
     if model_type == "ernie4_5_moe":
-        writer.add_expert_count(config["moe_num_experts"])
-        writer.add_expert_used_count(config["moe_k"])
-        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
-        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-        writer.add_expert_shared_count(config["moe_num_shared_experts"])
+        write_sizes(
+            writer,
+            config,
+            expert_count="moe_num_experts",
+            expert_used_count="moe_k",
+            interleave_moe_layer_step="moe_layer_interval",
+            leading_dense_block_count="moe_layer_start_index",
+            expert_feed_forward_length="moe_intermediate_size",
+            expert_shared_count="moe_num_shared_experts",
+        )
         # Its converter's own rule, which is not the width of every model.
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"] // config["num_key_value_heads"])
         return

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
-from helpers.gguf.layers import mamba_values, named
+from helpers.gguf.layers import mamba_values, named, write_sizes
 
 __all__ = ["falcon_tensors", "write_falcon_sizes"]
 
@@ -49,19 +49,23 @@ def write_falcon_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     """The converter wants head_dim, which transformers does not write."""
     heads = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_vocab_size(config["vocab_size"])
+    write_sizes(
+        writer,
+        config,
+        block_count="num_hidden_layers",
+        context_length="max_position_embeddings",
+        embedding_length="hidden_size",
+        feed_forward_length="intermediate_size",
+        vocab_size="vocab_size",
+        head_count_kv="num_key_value_heads",
+        layer_norm_rms_eps="rms_norm_eps",
+        ssm_conv_kernel="mamba_d_conv",
+        ssm_inner_size="mamba_d_ssm",
+        ssm_state_size="mamba_d_state",
+        ssm_group_count="mamba_n_groups",
+    )
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(dim)
     writer.add_value_length(dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-    writer.add_ssm_inner_size(config["mamba_d_ssm"])
-    writer.add_ssm_state_size(config["mamba_d_state"])
     writer.add_ssm_time_step_rank(config["mamba_d_ssm"] // config["mamba_d_head"])
-    writer.add_ssm_group_count(config["mamba_n_groups"])

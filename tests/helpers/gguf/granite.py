@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
-from helpers.gguf.layers import mamba_values, named, permuted
+from helpers.gguf.layers import mamba_values, named, permuted, write_sizes
 
 __all__ = ["granite_tensors", "has_states", "write_granite_factors", "write_granite_sizes"]
 
@@ -42,21 +42,29 @@ def _of_shared(name: str, values: np.ndarray, room: str) -> dict[str, np.ndarray
 def write_granite_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     """Files of the makers' models say that there is no rope; those with some that there is, as Bamba's are."""
     turned = config["position_embedding_type"] == "rope"
-    writer.add_block_count(config["num_hidden_layers"])
+    write_sizes(
+        writer,
+        config,
+        block_count="num_hidden_layers",
+        embedding_length="hidden_size",
+        feed_forward_length="intermediate_size",
+        head_count="num_attention_heads",
+    )
     writer.add_context_length(config["max_position_embeddings"] if turned else 2**20)
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
     attends = [kind == "full_attention" for kind in config["layer_types"]]
+    write_sizes(
+        writer,
+        config,
+        layer_norm_rms_eps="rms_norm_eps",
+        vocab_size="vocab_size",
+        expert_count="num_local_experts",
+        expert_used_count="num_experts_per_tok",
+        expert_shared_feed_forward_length="shared_intermediate_size",
+    )
     writer.add_head_count_kv([config["num_key_value_heads"] * attending for attending in attends])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     writer.add_rope_scaling_finetuned(turned)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_expert_count(config["num_local_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     _write_state_sizes(writer, config)
     _write_multipliers(writer, config)
 
@@ -72,15 +80,23 @@ def write_granite_factors(writer: GGUFWriter, config: Mapping[str, Any]) -> None
 
 
 def _write_state_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
-    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-    writer.add_ssm_state_size(config["mamba_d_state"])
-    writer.add_ssm_group_count(config["mamba_n_groups"])
+    write_sizes(
+        writer,
+        config,
+        ssm_conv_kernel="mamba_d_conv",
+        ssm_state_size="mamba_d_state",
+        ssm_group_count="mamba_n_groups",
+        ssm_time_step_rank="mamba_n_heads",
+    )
     writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
-    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
 
 
 def _write_multipliers(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
-    writer.add_attention_scale(config["attention_multiplier"])
-    writer.add_embedding_scale(config["embedding_multiplier"])
-    writer.add_residual_scale(config["residual_multiplier"])
-    writer.add_logit_scale(config["logits_scaling"])
+    write_sizes(
+        writer,
+        config,
+        attention_scale="attention_multiplier",
+        embedding_scale="embedding_multiplier",
+        residual_scale="residual_multiplier",
+        logit_scale="logits_scaling",
+    )

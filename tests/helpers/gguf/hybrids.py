@@ -15,7 +15,7 @@ from gguf import MODEL_ARCH, GGUFWriter
 
 from helpers.gguf.falcon_h1 import falcon_tensors, write_falcon_sizes
 from helpers.gguf.granite import granite_tensors, has_states, write_granite_sizes
-from helpers.gguf.layers import named
+from helpers.gguf.layers import named, write_sizes
 from helpers.gguf.nemotron_h import nemotron_arch, nemotron_tensors, write_nemotron_sizes
 
 __all__ = [
@@ -146,35 +146,47 @@ def write_hybrid_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         _OWN_SIZES[config["model_type"]](writer, config)
         return
     rope, attends = config["rope_parameters"], [kind == "full_attention" for kind in config["layer_types"]]
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_head_count(config["num_attention_heads"])
+    write_sizes(
+        writer,
+        config,
+        block_count="num_hidden_layers",
+        context_length="max_position_embeddings",
+        embedding_length="hidden_size",
+        head_count="num_attention_heads",
+    )
     writer.add_rope_freq_base(rope["rope_theta"])
     if config.get("num_experts"):
-        writer.add_expert_count(config["num_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        write_sizes(
+            writer,
+            config,
+            expert_count="num_experts",
+            expert_used_count="num_experts_per_tok",
+            expert_feed_forward_length="moe_intermediate_size",
+        )
     if config["model_type"].startswith("lfm2"):
+        write_sizes(
+            writer, config, layer_norm_rms_eps="norm_eps", vocab_size="vocab_size", shortconv_l_cache="conv_L_cache"
+        )
         writer.add_head_count_kv([config["num_key_value_heads"] if attending else 0 for attending in attends])
-        writer.add_layer_norm_rms_eps(config["norm_eps"])
-        writer.add_vocab_size(config["vocab_size"])
-        writer.add_shortconv_l_cache(config["conv_L_cache"])
         writer.add_feed_forward_length(_lfm2_width(config))
         if config["model_type"] == "lfm2_moe":
             writer.add_leading_dense_block_count(config["num_dense_layers"])
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         return
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    write_sizes(
+        writer,
+        config,
+        head_count_kv="num_key_value_heads",
+        layer_norm_rms_eps="rms_norm_eps",
+        key_length="head_dim",
+        value_length="head_dim",
+        ssm_conv_kernel="linear_conv_kernel_dim",
+        ssm_state_size="linear_key_head_dim",
+        ssm_group_count="linear_num_key_heads",
+        ssm_time_step_rank="linear_num_value_heads",
+    )
     writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     writer.add_rope_dimension_count(int(config["head_dim"] * rope["partial_rotary_factor"]))
-    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-    writer.add_ssm_state_size(config["linear_key_head_dim"])
-    writer.add_ssm_group_count(config["linear_num_key_heads"])
-    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
     # Models of tests do not all attend in every n-th layer, which is all that the converters write.
     writer.add_array(f"{writer.arch}.attention.recurrent_layers", [not attending for attending in attends])

@@ -8,9 +8,9 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf import MODEL_ARCH
+from gguf import MODEL_ARCH, GGUFWriter
 
-__all__ = ["mamba_values", "named", "permuted"]
+__all__ = ["mamba_values", "named", "permuted", "write_sizes"]
 
 
 def named(
@@ -52,3 +52,9 @@ def mamba_values(name: str, values: np.ndarray, groups: int) -> np.ndarray:
     if name.endswith(("mamba.D", "mixer.D")):
         return values[:, None]
     return values.reshape(groups, -1) if name.endswith(("mamba.norm.weight", "mixer.norm.weight")) else values
+
+
+def write_sizes(writer: GGUFWriter, config: Mapping[str, Any], **sources: str) -> None:
+    """Keys of a file by the names of the writer's methods, each with the key of the config that it takes."""
+    for name, source in sources.items():
+        getattr(writer, f"add_{name}")(config[source])

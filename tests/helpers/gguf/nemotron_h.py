@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
-from helpers.gguf.layers import mamba_values, named, permuted
+from helpers.gguf.layers import mamba_values, named, permuted, write_sizes
 
 __all__ = ["nemotron_arch", "nemotron_tensors", "write_nemotron_sizes"]
 
@@ -36,31 +36,39 @@ def write_nemotron_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     """Makers' configs have norm_eps beside layer_norm_epsilon, and so do files; transformers writes the other alone."""
     types = config["layers_block_type"]
     has_experts = "moe" in types
+    write_sizes(
+        writer,
+        config,
+        embedding_length="hidden_size",
+        vocab_size="vocab_size",
+        head_count="num_attention_heads",
+        key_length="head_dim",
+        value_length="head_dim",
+        layer_norm_eps="layer_norm_epsilon",
+        ssm_conv_kernel="conv_kernel",
+        ssm_state_size="ssm_state_size",
+        ssm_group_count="n_groups",
+        ssm_time_step_rank="mamba_num_heads",
+    )
     writer.add_block_count(len(types))
     writer.add_context_length(2**20)
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in types])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     writer.add_rope_scaling_finetuned(False)
-    writer.add_ssm_conv_kernel(config["conv_kernel"])
-    writer.add_ssm_state_size(config["ssm_state_size"])
-    writer.add_ssm_group_count(config["n_groups"])
     writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
-    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
     width = config["moe_intermediate_size" if has_experts else "intermediate_size"]
     writer.add_feed_forward_length([width * (kind == ("moe" if has_experts else "mlp")) for kind in types])
     if has_experts:
-        writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
-        writer.add_expert_count(config["n_routed_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
-        writer.add_expert_shared_count(config["n_shared_experts"])
-        writer.add_expert_weights_norm(config["norm_topk_prob"])
-        writer.add_expert_weights_scale(config["routed_scaling_factor"])
-        writer.add_expert_group_count(config["n_group"])
+        write_sizes(
+            writer,
+            config,
+            layer_norm_rms_eps="layer_norm_epsilon",
+            expert_count="n_routed_experts",
+            expert_used_count="num_experts_per_tok",
+            expert_feed_forward_length="moe_intermediate_size",
+            expert_shared_feed_forward_length="moe_shared_expert_intermediate_size",
+            expert_shared_count="n_shared_experts",
+            expert_weights_norm="norm_topk_prob",
+            expert_weights_scale="routed_scaling_factor",
+            expert_group_count="n_group",
+        )

@@ -21,7 +21,7 @@ from helpers.gguf.experts import merged_experts, write_expert_sizes
 from helpers.gguf.gemma4 import gemma4_scale, rope_freqs, write_gemma4_sizes
 from helpers.gguf.granite import write_granite_factors
 from helpers.gguf.hybrids import HYBRID_FAMILIES, arch_of, hybrid_tensors, is_hybrid, write_hybrid_sizes
-from helpers.gguf.layers import permuted
+from helpers.gguf.layers import permuted, write_sizes
 from helpers.models.gpt_oss_files import ROPE as GPT_OSS_ROPE
 from helpers.models.hybrid_models import HYBRID_NESTED
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
@@ -252,7 +252,7 @@ def write_gguf(
         chosen = "F32" if values.ndim == 1 or name.endswith(".bias") else chosen
         in_floats = "ffn_gate_inp" in name or name.endswith(IN_FLOATS)
         number = GGMLQuantizationType["F32" if in_floats else chosen]
-        if values.ndim > 1 and values.shape[1] % gguf.GGML_QUANT_SIZES[number][0]:
+        if values.ndim > 1 and values.shape[-1] % gguf.GGML_QUANT_SIZES[number][0]:
             number = GGMLQuantizationType.F32
         data = _random_blocks(values, number) if number.name in K_SCALES else quants.quantize(values, number)
         writer.add_tensor(name, data, raw_dtype=number)
@@ -275,10 +275,14 @@ def add_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
 def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     heads, model_type = config["num_attention_heads"], config["model_type"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    write_sizes(
+        writer,
+        config,
+        context_length="max_position_embeddings",
+        embedding_length="hidden_size",
+        block_count="num_hidden_layers",
+        feed_forward_length="intermediate_size",
+    )
     writer.add_head_count(heads)
     kv_heads = config["num_key_value_heads"]
     writer.add_head_count_kv([kv_heads] * config["num_hidden_layers"] if model_type == "granitemoehybrid" else kv_heads)

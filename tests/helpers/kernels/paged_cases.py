@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
 
 NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 DTYPES = tuple(NUMPY_DTYPES)
@@ -94,6 +95,15 @@ class Case:
             for seq, start, stop in spans
         ]
         return np.concatenate([out for out, _ in results]), np.concatenate([lse for _, lse in results])
+
+
+def poisoned_pool(blocks: int, heads: int, dim: int, size: int, dtype: str) -> KVPool:
+    """Keys and values that are all NaN."""
+    kind = NUMPY_DTYPES[dtype]
+    pool = KVPool(aligned_empty((blocks, heads, dim, size), kind), aligned_empty((blocks, heads, size, dim), kind))
+    for array in pool:
+        array.view(np.uint8)[...] = 0xFF
+    return pool
 
 
 def slots_of(table: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:

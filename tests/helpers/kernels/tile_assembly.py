@@ -6,12 +6,20 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from llvmlite import binding, ir
 
+from kvboost_edge.kernels.linear.dot import BLOCK_KINDS
+from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes, minima_bytes
 from kvboost_edge.kernels.linear.tiles import IntTiles, Target, Tile
+from kvboost_edge.kernels.linear.weights import NUMBERS
+from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.vectors import F32, I64
 
-__all__ = ["compiled_tile", "tile_assembly", "tile_module"]
+__all__ = ["NAMES", "compiled_tile", "product_of", "tile_assembly", "tile_module"]
+
+NAMES = {number: name for name, number in NUMBERS.items()}
 
 
 def tile_module(tiles: IntTiles, triple: str) -> str:
@@ -54,3 +62,32 @@ def tile_assembly(tiles: IntTiles, triple: str, cpu: str, *, optimize: bool = Fa
         passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
         passes.getModulePassManager().run(parsed, passes)
     return str(machine.emit_assembly(parsed))
+
+
+def product_of(
+    run: Callable[..., None], tiles: IntTiles, groups: int, count: int, panels: int = 1, *, add: bool = False
+) -> npt.NDArray[np.float32]:
+    """float32 [tokens, rows]: so many tiles of random weights, with extremes among them, against a panel; or a tile
+    against so many panels."""
+    kind, rng = tiles.kind, np.random.default_rng(tiles.kind)
+    extreme = groups // 15 * group_bytes(kind)
+    sizes = [groups * group_bytes(kind), groups * SCALE_BYTES, max(minima_bytes(kind, groups), 2)]
+    weights, scales, minima = (rng.integers(0, 256, (count, size), dtype=np.uint8) for size in sizes)
+    weights[:, :extreme] = rng.choice(np.array([0, 255], np.uint8), (count, extreme))
+    minima[:] = rng.standard_normal((count, sizes[2] // 2)).astype(np.float16).view(np.uint8)
+    if kind not in BLOCK_KINDS:
+        scales[:] = rng.standard_normal((count, sizes[1] // 2)).astype(np.float16).view(np.uint8)
+    tokens = panels * tiles.tokens
+    x = rng.standard_normal((tokens, groups * 32)).astype(np.float32)
+    x[:, :64] = rng.choice([-1, 1], (tokens, 64))
+    panel = reference.pack_panel(x, NAMES[kind], [tiles.tokens] * panels, fine=tiles.fine)
+    out = rng.standard_normal((tokens, count * 16)).astype(np.float32)
+    bias = rng.standard_normal(count * 16).astype(np.float32)
+    where = Tile(
+        *(array.ctypes.data for array in (weights, scales, minima)),
+        *(array.strides[0] for array in (weights, scales, minima)),
+        groups, panels if panels > 1 else count // tiles.tiles, panel.nbytes // panels if panels > 1 else 0,
+    )  # fmt: skip
+    run(*where, panel.ctypes.data, *Target(out.ctypes.data, out.strides[0], 64, bias.ctypes.data, int(add), 0.5))
+    assert np.isfinite(out).all()
+    return out

@@ -7,15 +7,24 @@ from pathlib import Path
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.file import PackedWeights, load_packed
-from kvboost_edge.models.packed.plan import pack_plan
+from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan
 
-__all__ = ["content", "load", "only_file"]
+__all__ = ["content", "file_plan", "load", "only_file"]
 
 
 def load(model_dir: Path, cache: Path, weights: str = "int8") -> PackedWeights:
     checkpoint = Checkpoint.open(model_dir)
     plan = pack_plan(describe_model(checkpoint.config), weights)
     return load_packed(checkpoint, plan, weights=weights, cache_dir=cache)
+
+
+def file_plan(path: Path) -> list[PackEntry]:
+    """What the matrices of a file become in its own formats, checked against its tensors."""
+    checkpoint = Checkpoint.open(path)
+    with checkpoint.open_source() as source:
+        plan = pack_plan(describe_model(checkpoint.config), "auto", source)
+        check_tensors(plan, source)
+    return plan
 
 
 def only_file(cache: Path) -> Path:

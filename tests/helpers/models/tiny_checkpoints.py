@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, processors
+
+from helpers.text.byte_level import byte_level
 
 __all__ = [
     "BOS_ID",
@@ -132,10 +134,7 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
 
 def save_tokenizer(directory: Path) -> None:
     """Byte-level BPE without merges: id i < 256 is a byte, then the special tokens; encoding adds <bos>."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS_ID)]

@@ -12,22 +12,22 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.runners.native.runner import NativeRunner
 
 Logits = npt.NDArray[np.float32]
+PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 
 
 def native_logits(path: Path, weights: str = "f32", *, chunk: int = 23, num_threads: int = 1) -> Logits:
-    """Of a fixed prompt of 45 tokens, through the native runner."""
+    """Of PROMPT, through the native runner."""
     runner = NativeRunner.from_dir(path, weights=weights, num_threads=num_threads)
     driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=num_threads))
-    prompt = np.random.default_rng(7).integers(0, 256, 45).tolist()
-    logits = np.array(driver.prefill(driver.open(prompt), chunk))
+    logits = np.array(driver.prefill(driver.open(PROMPT), chunk))
     runner.close()
     return logits
 
 
 def logits_in_any_pass(path: Path) -> tuple[Logits, Logits]:
     """In the file's own formats, at once and in pieces, all with the same last row; and in float32."""
-    found = native_logits(path, "auto", chunk=45)
-    for chunk, num_threads in ((45, 2), (7, 2), (1, 1)):
+    found = native_logits(path, "auto", chunk=len(PROMPT))
+    for chunk, num_threads in ((len(PROMPT), 2), (7, 2), (1, 1)):
         other = native_logits(path, "auto", chunk=chunk, num_threads=num_threads)
         np.testing.assert_array_equal(other[-1], found[-1])
-    return found, native_logits(path, chunk=45)
+    return found, native_logits(path, chunk=len(PROMPT))

@@ -7,11 +7,19 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from helpers.kernels.paged_cases import DTYPES, NUMPY_DTYPES, Case, assert_close, make_case, num_blocks_for, random_rows
+from helpers.kernels.paged_cases import (
+    DTYPES,
+    Case,
+    assert_close,
+    make_case,
+    num_blocks_for,
+    poisoned_pool,
+    random_rows,
+)
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
-from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
-from kvboost_edge.kernels.attention.storage import merge_state, to_storage
+from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch
+from kvboost_edge.kernels.attention.storage import merge_state
 from kvboost_edge.kernels.reference import attention as reference
 
 Span = tuple[int, int, int]  # sequence, first position, position after the last
@@ -52,13 +60,9 @@ def ragged(seed: int, lengths: Sequence[tuple[int, int]] = LENGTHS, *, dim: int 
     )
 
 
-def poisoned_pool(case: Case, dtype: str = "float32") -> KVPool:
+def empty_pool(case: Case, dtype: str = "float32") -> KVPool:
     _, heads, dim = case.keys[0].shape
-    blocks, size, kind = num_blocks_for(case.lengths, case.block_size), case.block_size, NUMPY_DTYPES[dtype]
-    pool = KVPool(aligned_empty((blocks, heads, dim, size), kind), aligned_empty((blocks, heads, size, dim), kind))
-    for array in pool:
-        array[...] = to_storage(np.full(1, np.nan, np.float32), kind)[0]
-    return pool
+    return poisoned_pool(num_blocks_for(case.lengths, case.block_size), heads, dim, case.block_size, dtype)
 
 
 def write(case: Case, pool: KVPool, spans: Sequence[Span]) -> None:
@@ -67,7 +71,7 @@ def write(case: Case, pool: KVPool, spans: Sequence[Span]) -> None:
 
 
 def filled_pool(case: Case, dtype: str = "float32") -> KVPool:
-    pool = poisoned_pool(case, dtype)
+    pool = empty_pool(case, dtype)
     write(case, pool, [(sequence, 0, total) for sequence, (_, total) in enumerate(case.lengths)])
     return pool
 
@@ -163,7 +167,7 @@ def test_chunks_equal_the_whole(name: str, dtype: str, dim: int, seed: int, two_
     options = OPTIONS[name]
     whole = attend(case, filled_pool(case, dtype), case.spans, options, two_threads)
     rng = np.random.default_rng(seed)
-    pool, results = poisoned_pool(case, dtype), ([], [])
+    pool, results = empty_pool(case, dtype), ([], [])
     done = [0, 0]
     while done != [700, 620]:
         steps = [

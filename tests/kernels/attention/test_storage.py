@@ -5,22 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from helpers.kernels.paged_cases import DTYPES, NUMPY_DTYPES, attend_densely, random_rows, round_to, round_with_torch
+from helpers.kernels.paged_cases import (
+    DTYPES,
+    NUMPY_DTYPES,
+    attend_densely,
+    poisoned_pool,
+    random_rows,
+    round_to,
+    round_with_torch,
+)
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention import storage
-from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, aligned_empty
+from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool
 from kvboost_edge.kernels.attention.storage import STORAGE_DTYPES, from_storage, merge_state, to_storage
 from kvboost_edge.kernels.reference import attention as reference
 
 MERGES = [storage.merge_state, reference.merge_state]
 
 
-def make_pool(dtype: str, *, blocks: int = 6, heads: int = 2, dim: int = 24, size: int = 32) -> KVPool:
-    kind = NUMPY_DTYPES[dtype]
-    pool = KVPool(aligned_empty((blocks, heads, dim, size), kind), aligned_empty((blocks, heads, size, dim), kind))
-    for array in pool:
-        array.view(np.uint8)[...] = 0xFF
-    return pool
+def make_pool(dtype: str) -> KVPool:
+    return poisoned_pool(6, 2, 24, 32, dtype)
 
 
 def as_bytes(pool: KVPool) -> list[bytes]:

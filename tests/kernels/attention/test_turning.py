@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from helpers.kernels.paged_cases import DTYPES, NUMPY_DTYPES, attend_densely, random_rows
+from helpers.kernels.paged_cases import DTYPES, attend_densely, poisoned_pool, random_rows
 from helpers.kernels.shifted_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
 from helpers.pairwise import pairwise
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
@@ -22,11 +22,9 @@ from kvboost_edge.kernels.attention.paged import (
     KVPool,
     PagedBatch,
     Turning,
-    aligned_empty,
     plan_work,
 )
 from kvboost_edge.kernels.attention.rope import RopeTable
-from kvboost_edge.kernels.attention.storage import to_storage
 from kvboost_edge.kernels.coded.launch import paged_attention_coded
 from kvboost_edge.kernels.coded.layout import BIT_PAIRS
 from kvboost_edge.kernels.reference import attention as reference
@@ -139,10 +137,7 @@ def shapes_of(dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def float_pool(moved: Moved, dtype: str) -> KVPool:
     """What is not written is NaN."""
-    dim, kind = moved.keys.shape[2], NUMPY_DTYPES[dtype]
-    pool = KVPool(*(aligned_empty(shape, kind) for shape in shapes_of(dim)))
-    for array in pool:
-        array[...] = to_storage(np.full(1, np.nan, np.float32), array.dtype)[0]
+    pool = poisoned_pool(BLOCKS, KV_HEADS, moved.keys.shape[2], SIZE, dtype)
     stored = moved.rotated(moved.stored_keys, np.arange(STORED))
     reference.write_kv(stored, moved.stored_values, pool, moved.stored.slots(SIZE))
     for row in moved.rows:

@@ -15,18 +15,14 @@ import numpy.typing as npt
 import pytest
 from llvmlite import binding
 
-from helpers.kernels.tile_assembly import compiled_tile, tile_module
+from helpers.kernels.tile_assembly import NAMES, compiled_tile, product_of, tile_module
 from helpers.pairwise import each_once, pairwise
 from kvboost_edge.kernels.linear import amx as linear_amx
 from kvboost_edge.kernels.linear import loads
-from kvboost_edge.kernels.linear.dot import BLOCK_KINDS, KIND_INT4T, OFFSET
-from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes, minima_bytes
-from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles, Target, Tile
-from kvboost_edge.kernels.linear.weights import NUMBERS
-from kvboost_edge.kernels.reference import linear as reference
+from kvboost_edge.kernels.linear.dot import KIND_INT4T, OFFSET
+from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles
 
 GROUPS, TILES = 17, 2
-NAMES = {number: name for name, number in NUMBERS.items()}
 # Form -> the instruction's name in LLVM, lanes of its sums, and whether the first factor's bytes have a sign.
 INSTRUCTIONS = {
     "vnni512": ("llvm.x86.avx512.vpdpbusd.512", 16, False),
@@ -127,7 +123,7 @@ class _Registers:
 
 
 def _run(tiles: IntTiles, functions: dict[str, Any], definitions: str = "") -> npt.NDArray[np.float32]:
-    """Two tiles of random weights, with extremes among them, against a panel; float32 [tokens, 32]."""
+    """Two tiles against a panel, with emulated instructions; float32 [tokens, 32]."""
     text = tile_module(tiles, binding.get_default_triple())
     for form_name, _, _ in INSTRUCTIONS.values():
         if f'@"{form_name}"' in text:
@@ -140,26 +136,8 @@ def _run(tiles: IntTiles, functions: dict[str, Any], definitions: str = "") -> n
             text = "\n".join(lines).replace(f'@"{name}"', f"@{emulated}") + "\n" + _shuffle(emulated, *shape)
     text = text.replace('@"llvm.x86.t', '@"emulated_t').replace('@"llvm.x86.ldt', '@"emulated_ldt')
     run, engine = compiled_tile(text, functions)
-    kind, tokens = tiles.kind, tiles.tokens
-    rng = np.random.default_rng(kind)
-    sizes = [GROUPS * group_bytes(kind), GROUPS * SCALE_BYTES, max(minima_bytes(kind, GROUPS), 2)]
-    weights, scales, minima = (rng.integers(0, 256, (TILES, size), dtype=np.uint8) for size in sizes)
-    weights[0, : group_bytes(kind)] = rng.choice(np.array([0, 255], np.uint8), group_bytes(kind))
-    minima[:] = rng.standard_normal((TILES, sizes[2] // 2)).astype(np.float16).view(np.uint8)
-    if kind not in BLOCK_KINDS:
-        scales[:] = rng.standard_normal((TILES, sizes[1] // 2)).astype(np.float16).view(np.uint8)
-    x = rng.standard_normal((tokens, GROUPS * 32)).astype(np.float32)
-    x[:, :32] = rng.choice([-1, 1], (tokens, 32))
-    panel = reference.pack_panel(x, NAMES[kind], [tokens], fine=tiles.fine)
-    out = np.full((tokens, TILES * 16), np.nan, np.float32)
-    where = Tile(
-        *(array.ctypes.data for array in (weights, scales, minima)),
-        *(array.strides[0] for array in (weights, scales, minima)),
-        GROUPS, TILES // tiles.tiles, 0,
-    )  # fmt: skip
-    run(*where, panel.ctypes.data, *Target(out.ctypes.data, out.strides[0], 64, 0, 0, 1.0))
+    out = product_of(run, tiles, GROUPS, TILES)
     del engine
-    assert np.isfinite(out).all()
     return out
 
 

@@ -20,56 +20,31 @@ PROGRAM = """
 import hashlib
 import numba
 import numpy as np
-from kvboost_edge.kernels.reference import linear as reference
+from helpers.kernels.weight_formats import INTEGERS, product, random_weights
 from kvboost_edge.kernels.integers import dot_form
-from kvboost_edge.kernels.linear.layout import group_bytes
 from kvboost_edge.kernels.linear.tiles import Target, Tile, int_tile
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED, TABLE_FORMATS
+from kvboost_edge.kernels.linear.weights import NUMBERS
+from kvboost_edge.kernels.reference import linear as reference
 
-GROUPS = 3
-rng = np.random.default_rng(0)
-stored = rng.integers(0, 256, (GROUPS, 512)).astype(np.uint8)
-stored[1] = rng.choice([0, 255], 512)
-weights = np.array([0.01, 1, -3, 0.5] * 4 * GROUPS, np.float16)
-minima = np.array([2, 0.25, -1, 0.125] * 4 * GROUPS, np.float16)
-digest = hashlib.sha256()
-factors = rng.integers(0, 256, (GROUPS, 32)).astype(np.uint8)
-factors[1] = 128
-table = rng.integers(-128, 128, 16).astype(np.int8)
-for kind in (*QUANTIZED, *BLOCK_FORMATS, *TABLE_FORMATS):
-    number = NUMBERS[kind]
+INPUTS = 256
+rng, digest = np.random.default_rng(0), hashlib.sha256()
+for kind in INTEGERS:
+    packed = random_weights(kind, 16, INPUTS)
     for tokens, fine in ((1, False), (2, True)):
-        tile = int_tile[number, 1, tokens, fine]
+        tile = int_tile[NUMBERS[kind], 1, tokens, fine]
 
         @numba.njit(nogil=True, error_model="numpy")
         def run(where, panel, target):
             tile(where, panel, target)
 
-        x = rng.standard_normal((tokens, GROUPS * 32)).astype(np.float32)
+        x = rng.standard_normal((tokens, INPUTS)).astype(np.float32)
         x[:, 32:64] = rng.choice([-1, 1], (tokens, 32))
         panel = reference.pack_panel(x, kind, [tokens], fine=fine)
         out = np.zeros((tokens, 16), np.float32)
-        in_blocks = kind in BLOCK_FORMATS
-        lows = table if kind in TABLE_FORMATS else minima
-        addresses = [array.ctypes.data for array in (stored, factors if in_blocks else weights, lows)]
-        where = Tile(*addresses, 0, 0, 0, GROUPS, 1, 0)
+        where = Tile(*(array.ctypes.data for array in packed[:3]), 0, 0, 0, INPUTS // 32, 1, 0)
         run(where, panel.ctypes.data, Target(out.ctypes.data, 64, 0, 0, 0, np.float32(1)))
-        packed = stored.reshape(-1)[: GROUPS * group_bytes(number)]
-        if in_blocks:
-            codes = reference.unpack_block_codes(packed, 16, GROUPS * 32, kind)
-            halves = minima[: 16 if kind == "q6k" else 32]
-            scales, lows = reference.unpack_block_scales(factors, halves, 16, GROUPS * 32, kind)
-        else:
-            if kind in TABLE_FORMATS:
-                codes = reference.unpack_table_codes(packed, table.view(np.uint8), 16, GROUPS * 32)
-            else:
-                codes = reference.unpack_codes(packed, 16, GROUPS * 32, 8 if kind == "int8" else 4)
-            scales, lows = (reference.unpack_scales(a, 16, GROUPS * 32) for a in (weights, minima))
-            codes, lows = (codes + 8, lows) if kind == "int4-asym" else (codes, None)
-        quantized, token_scales, _ = reference.quantize_rows(x, fine=fine)
-        expected = reference.linear_int(quantized, token_scales, codes, scales, lows)
-        largest = np.abs(expected).max() if in_blocks else 1
-        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5 * largest)
+        expected = product(kind, x, packed, 16, fine=fine)
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
         digest.update(out.tobytes())
 print(dot_form(), digest.hexdigest())
 """

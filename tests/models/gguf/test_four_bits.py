@@ -1,4 +1,4 @@
-"""Files of IQ4_NL, IQ4_XS, MXFP4 and Q3_K, and of widths that are not whole blocks of 256: whole models."""
+"""Files of Q4_K_M, IQ4_NL, IQ4_XS, MXFP4 and Q3_K, and of widths that are not whole blocks of 256: whole models."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 
-from helpers.gguf.writer import iq4_xs, write_gguf
+from helpers.gguf.writer import iq4_xs, q4_k_m, write_gguf
+from helpers.models.packed_files import file_plan
 from helpers.models.tiny_models import save_tiny_model
 from helpers.oracles.bit_cases import logits_in_any_pass
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
-from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_bytes
+from kvboost_edge.models.packed.plan import plan_bytes
 from kvboost_edge.runners.native.runner import NativeRunner
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
@@ -53,6 +53,7 @@ def _all(name: str) -> str:
 
 
 CASES: dict[str, tuple[Kinds, dict[str, int]]] = {
+    "Q4_K_M": (q4_k_m, WIDE),
     "IQ4_NL": ("IQ4_NL", WIDE),
     "MXFP4": ("MXFP4", WIDE),
     "Q3_K": ("Q3_K", WIDE),
@@ -64,13 +65,6 @@ CASES: dict[str, tuple[Kinds, dict[str, int]]] = {
 }
 
 
-def _plan(path: Path) -> dict[str, PackEntry]:
-    with GgufSource(read_gguf(path)) as source:
-        plan = pack_plan(describe_model(Checkpoint.open(path).config), "auto", source)
-        check_tensors(plan, source)
-    return {entry.name.removeprefix("layer0."): entry for entry in plan}
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_logits_are_the_same_in_any_pass_and_near_the_floats(name: str, case: str, tmp_path: Path) -> None:
@@ -78,12 +72,25 @@ def test_logits_are_the_same_in_any_pass_and_near_the_floats(name: str, case: st
     kind, sizes = CASES[case]
     path = write_gguf(save_tiny_model(name, tmp_path / "model", **sizes), tmp_path / "m.gguf", kind=kind)
     found, exact = logits_in_any_pass(path)
-    assert np.linalg.norm(found - exact) <= 5e-2 * np.linalg.norm(exact)
+    assert np.linalg.norm(found - exact) <= (3e-2 if case == "Q4_K_M" else 5e-2) * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize(
     ("case", "expected", "most"),
     [
+        (
+            "Q4_K_M",
+            {
+                "embed": "q6k",
+                "qkv": "q4k",
+                "qkv+1": "q6k",
+                "out": "q4k",
+                "gate_up": "q4k",
+                "down": "q4k",
+                "head": "q6k",
+            },
+            1.03,
+        ),
         ("IQ4_NL", {"embed": "int4t", "qkv": "int4t", "out": "int4t", "gate_up": "int4t", "head": "int4t"}, 1.01),
         ("MXFP4", {"embed": "int4t", "qkv": "int4t", "gate_up": "int4t", "down": "int4t"}, 1.07),
         ("Q3_K", {"embed": "q6k", "qkv": "q6k", "gate_up": "q6k", "down": "q6k"}, 1.92),
@@ -97,9 +104,10 @@ def test_formats_of_a_file(case: str, expected: dict[str, str], most: float, tmp
     """What each matrix becomes, and the bytes that all take, against the file's."""
     kind, sizes = CASES[case]
     path = write_gguf(save_tiny_model("llama", tmp_path / "model", **sizes), tmp_path / "m.gguf", kind=kind)
-    plan = _plan(path)
-    assert {name: plan[name].kind for name in expected} == expected
-    assert plan_bytes(list(plan.values())) <= most * Checkpoint.open(path).summary().nbytes
+    plan = file_plan(path)
+    kinds = {entry.name.removeprefix("layer0."): entry.kind for entry in plan}
+    assert {name: kinds[name] for name in expected} == expected
+    assert plan_bytes(plan) <= most * Checkpoint.open(path).summary().nbytes
 
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K"])

@@ -14,9 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from helpers.gguf.writer import FAMILIES, gguf_tensors, q4_k_m, save_model, write_gguf
 from helpers.models.tiny_models import save_nested_model, save_tiny_model
-from helpers.runners.paged_driver import PagedDriver
+from helpers.oracles.bit_cases import native_logits
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
@@ -26,17 +25,8 @@ from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.weights.columns.experts import ColumnExperts
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
-from kvboost_edge.runners.native.runner import NativeRunner
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
-
-
-def _logits(path: Path, weights: str = "f32") -> np.ndarray:
-    runner = NativeRunner.from_dir(path, weights=weights)
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
-    logits = driver.prefill(driver.open(np.random.default_rng(7).integers(0, 256, 45).tolist()), 23)
-    runner.close()
-    return np.array(logits)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("granitemoehybrid", "minicpm"))])
@@ -55,7 +45,7 @@ def test_family_equals_safetensors(name: str, tmp_path: Path) -> None:
     for field in spec.__dataclass_fields__:
         if name not in ("mistral", "mistral3") or field not in ("model_type", "family"):
             assert getattr(spec, field) == getattr(expected, field), field
-    ours_logits, theirs_logits = _logits(path), _logits(model)
+    ours_logits, theirs_logits = native_logits(path), native_logits(model)
     if exact:
         np.testing.assert_array_equal(ours_logits, theirs_logits)
     else:
@@ -72,7 +62,7 @@ def test_granite_4_without_experts_is_a_granite_file(name: str, tmp_path: Path) 
     for field in set(spec.__dataclass_fields__) - {"model_type", "family"}:
         assert getattr(spec, field) == getattr(expected, field), field
     assert {layer.rope for layer in spec.layers} == {-1 if name.endswith("nope") else 0}
-    np.testing.assert_array_equal(_logits(path), _logits(model))
+    np.testing.assert_array_equal(native_logits(path), native_logits(model))
 
 
 def test_rows_of_permuted_quantized_tensors(tmp_path: Path) -> None:
@@ -272,13 +262,13 @@ def test_values_that_change_nothing_are_accepted(tmp_path: Path) -> None:
 def test_parts_for_images_in_the_same_file_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Ollama's blobs hold them, with keys of their own."""
     model = save_nested_model("qwen3_vl", tmp_path / "model")
-    expected = _logits(write_gguf(model, tmp_path / "m.gguf"))
+    expected = native_logits(write_gguf(model, tmp_path / "m.gguf"))
     other = {f"{name}.weight": ONES for name in ("v.blk.0.attn_q", "v.patch_embd", "mm.0", "a.conv1")}
     path = write_gguf(model, tmp_path / "o.gguf", keys={"vision.block_count": 1, "mm.tokens": 4}, more=other)
     assert Checkpoint.open(path).format == "GGUF F32"
     Checkpoint.open(path).summary()
     with caplog.at_level(logging.INFO, "kvboost_edge"):
-        np.testing.assert_array_equal(_logits(path), expected)
+        np.testing.assert_array_equal(native_logits(path), expected)
     assert "text only; not used are the tensors of a (1), mm (1), v (2)" in caplog.text
 
 
@@ -290,12 +280,12 @@ def test_biases_of_queries_alone(has_output_bias: bool, tmp_path: Path) -> None:
     for name in [name for name in tensors if name.endswith("o_proj.bias")]:
         tensors[name] = np.zeros_like(tensors[name])
     save_file(tensors, model / "model.safetensors")
-    expected = _logits(model)
+    expected = native_logits(model)
     if not has_output_bias:
         save_file({n: t for n, t in tensors.items() if not n.endswith("o_proj.bias")}, model / "model.safetensors")
     path = write_gguf(model, tmp_path / "m.gguf")
     assert describe_model(Checkpoint.open(path).config).output_bias == has_output_bias
-    np.testing.assert_array_equal(_logits(path), expected)
+    np.testing.assert_array_equal(native_logits(path), expected)
 
 
 def test_messages_name_the_file_and_not_a_config(tmp_path: Path) -> None:

@@ -14,21 +14,18 @@ import torch
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.onnx.blocks import Form
 from helpers.onnx.writer import Decoder, write_onnx
+from helpers.oracles.bit_cases import PROMPT, native_logits
 from helpers.oracles.transformers_logits import assert_native_equals
-from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.conversions import conversion_error
 from kvboost_edge.models.packed.plan import pack_plan
-from kvboost_edge.runners.native.runner import NativeRunner
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 LOCAL_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -71,7 +68,7 @@ def assert_logits_equal(model: Any, folder: Path) -> None:
     """float32 weights of the file, against transformers with what the file holds; prefill in pieces."""
     with torch.inference_mode():
         expected = model.set_attn_implementation("eager") or model(torch.tensor([PROMPT])).logits[0].numpy()
-    assert np.linalg.norm(logits_of(folder, "f32") - expected) <= 1e-4 * np.linalg.norm(expected)
+    assert np.linalg.norm(native_logits(folder, "f32") - expected) <= 1e-4 * np.linalg.norm(expected)
 
 
 def test_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
@@ -137,20 +134,12 @@ def test_biases_of_zeros_may_be_left_out(tmp_path: Path) -> None:
     assert_logits_equal(model, folder)
 
 
-def logits_of(path: Path, weights: str) -> np.ndarray:
-    runner = NativeRunner.from_dir(path, weights=weights)
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
-    logits = driver.prefill(driver.open(PROMPT), 23)
-    runner.close()
-    return np.array(logits)
-
-
 def test_float_weights_equal_safetensors_to_the_bit(tmp_path: Path) -> None:
     model = save_tiny_model("qwen2", tmp_path / "safetensors")
     folder = write_onnx(build_tiny_model("qwen2"), tmp_path / "m", Form(bits=0))
     assert not Checkpoint.open(folder).is_quantized
     for weights in ("f32", "int8"):
-        np.testing.assert_array_equal(logits_of(folder, weights), logits_of(model, weights))
+        np.testing.assert_array_equal(native_logits(folder, weights), native_logits(model, weights))
 
 
 VARIANTS = {

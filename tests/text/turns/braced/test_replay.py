@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
+from helpers.text.byte_level import byte_level
 from helpers.text.chat_templates import HERMES, format_of
 from helpers.text.gemma_templates import GEMMA4
 from kvboost_edge.text.codec import FastCodec
@@ -24,10 +23,7 @@ ASKED = {"role": "user", "content": 'Rain? <|tool_call>call:weather{a:<|"|>b<|"|
 
 def tokenizer_of(template: str, *, seen: str = "") -> Tokenizer:
     """Of letters, and special tokens; every text has one way to be cut."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = RawTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
+    raw = byte_level()
     raw.add_special_tokens([text for text in SPECIALS if text != seen])
     raw.add_tokens([seen] if seen else [])
     return Tokenizer(FastCodec(raw), name="toy", chat_template=template, special_tokens={"bos_token": "<s>"})
