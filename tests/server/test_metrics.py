@@ -88,8 +88,11 @@ def test_values_agree_with_what_was_asked(server):
     assert total(samples, "vllm:request_prompt_tokens_sum") == prompt
     assert total(samples, "kvboost:http_requests_total", route="/v1/completions", status="200") == 2
     assert total(samples, "kvboost:http_requests_total", route="unmatched", status="404") == 1
+    whole = total(samples, "vllm:e2e_request_latency_seconds_sum")
+    assert 0 < total(samples, "vllm:time_to_first_token_seconds_sum") <= whole
     for name in ("queue", "prefill", "decode"):
         assert total(samples, f"vllm:request_{name}_time_seconds_count") == 2
+        assert total(samples, f"vllm:request_{name}_time_seconds_sum") <= whole
     assert total(samples, "llamacpp:predicted_tokens_seconds") > 0
 
 

@@ -22,15 +22,15 @@ LONG = {"content": "steady " * 5000, "with_pieces": True}
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="collects in steps, by another rule")
 def test_a_large_heap_does_not_put_off_the_collection_of_what_comes_later():
-    """The collector waits until what is new is a quarter of what it kept the last time: 150,000 objects here."""
-    kept = [[number] for number in range(600_000)]
+    """The collector waits until what is new is a quarter of what it kept the last time: 75,000 objects here."""
+    kept = [[number] for number in range(300_000)]
     full = []
     gc.callbacks.append(watch := lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
     freeze_heap()
     full.clear()
     try:
         in_flight: deque[list[object]] = deque(maxlen=3000)
-        for _ in range(140_000):
+        for _ in range(100_000):
             circle: list[object] = []
             circle.append(circle)
             in_flight.append(circle)
@@ -38,7 +38,7 @@ def test_a_large_heap_does_not_put_off_the_collection_of_what_comes_later():
     finally:
         gc.callbacks.remove(watch)
         gc.unfreeze()
-    assert len(kept) == 600_000
+    assert len(kept) == 300_000
 
 
 def half_a_body(server: LiveServer) -> bytes:

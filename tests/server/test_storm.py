@@ -138,7 +138,7 @@ def forget(server: Any) -> None:
 
 
 def test_a_storm_of_leaving_clients_leaves_nothing(server, scale):
-    count = scale(1000, 5000)
+    count = scale(300, 5000)
 
     async def storm(first: int, number: int) -> list[str]:
         gate = asyncio.Semaphore(AT_ONCE)
@@ -154,7 +154,7 @@ def test_a_storm_of_leaving_clients_leaves_nothing(server, scale):
         pinned = server.engine.paged_stats()["pinned_blocks"]
         return server.idle() and not pinned and not state.connections and not state.tasks
 
-    asyncio.run(storm(10_000, 30))
+    asyncio.run(storm(10_000, 20))
     wait_until(settled, "the first visitors to be gone", 60)
     forget(server)
     wait_until(settled, "the forgetting to be over")

@@ -153,6 +153,9 @@ def test_reasoning_that_was_stripped() -> None:
     before = record("[u]Hello there[a]", CHAT, answer="<think>Hm.</think>Good day", reasoning=18)
     made = found(record("[u]Hello there[a]Good day[u]And now?", CHAT), before)
     assert (made.cause, made.field_before) == ("thinking", "answer")
+    begun = record("[u]Hello there[a]", CHAT, answer="Hm.</think>Good day", reasoning=11)
+    made = found(record("[u]Hello there[a]Good day[u]And now?", CHAT), begun)
+    assert made.cause == "thinking", "the template begins it, so no answer shows the mark"
     twice = record("[u]Hello[a]<think>Hm.</think>Good day[u]And now?[a]", CHAT)
     assert found(record("[u]Hello[a]Good day[u]And now?[a]Fine[u]!", CHAT), twice).cause == "thinking"
 

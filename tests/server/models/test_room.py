@@ -29,6 +29,12 @@ async def test_the_time_until_a_model_leaves_counts_from_its_last_request(room: 
     assert 0 < model.unloads_at - time.monotonic() <= 60
 
 
+async def test_a_request_that_fails_gives_its_model_back(room: Room) -> None:
+    both = {"model": "a", "content": "x", "messages": [{"role": "user", "content": "x"}]}
+    assert (await room.client.post("/tokenize", json=both)).status_code == 400
+    assert room.model("a").in_use == 0
+
+
 async def test_one_that_is_in_use_stays_though_it_was_idle_for_longer(room: Room) -> None:
     await room.ask("b")
     room.model("a").in_use += 1
@@ -108,7 +114,7 @@ async def test_an_idle_model_with_a_pin_stays_until_the_pin_ends(monkeypatch: py
     room = Room(keep_alive=0.02)
     try:
         model = room.model("a")
-        pin = {"text": "These words stay here for a while. " * 2, "pin": True, "ttl": 2.0}
+        pin = {"text": "These words stay here for a while. " * 2, "pin": True, "ttl": 0.5}
         assert (await room.client.post("/v1/warm", json=pin)).status_code == 200
         engine = model.state.engine if model.state else None
         assert engine is not None

@@ -139,7 +139,7 @@ def test_a_storm_of_clients_of_two_models_leaves_nothing(models, scale):
         expected = {name: canary(name) for name in ("b", "a")}
         asyncio.run(storm(range(10_000, 10_020)))
         before = settle()
-        seen = asyncio.run(storm(range(scale(250, 3000))))
+        seen = asyncio.run(storm(range(scale(100, 3000))))
         assert settle() == before
         assert server.kv.models.loader.taken <= budget
         for name in ("b", "a"):
@@ -179,7 +179,7 @@ def test_many_loadings_leave_the_ledger_and_the_process_as_they_were(first, seco
             turn()
         gc.collect()
         before, resident = turn(), process.memory_info().rss
-        count = scale(10, 200)
+        count = scale(4, 200)
         assert {turn() for _ in range(count)} == {before}
         gc.collect()
         grown = process.memory_info().rss - resident
@@ -187,6 +187,7 @@ def test_many_loadings_leave_the_ledger_and_the_process_as_they_were(first, seco
         assert (served.num_loads, served.num_unloads, second.loads) == (count + 4,) * 3
 
 
+@pytest.mark.full
 def test_the_loop_goes_on_while_models_come_and_go(first, second):
     with (
         first.open() as engine,

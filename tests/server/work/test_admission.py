@@ -8,6 +8,7 @@ import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -301,21 +302,24 @@ async def test_a_cancelled_waiter_lets_nobody_through() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(live_server, stream):
+def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(live_server, monkeypatch, stream):
     """Its ticket holds all that belongs to it; a circle through the task that watches for the client would keep it."""
 
-    def tickets() -> int:
-        return sum(type(item) is Ticket for item in gc.get_objects())
+    tickets, begin = [], Ticket.__init__
 
-    gc.collect()
-    before = tickets()
+    def noted(self, *arguments):
+        begin(self, *arguments)
+        tickets.append(weakref.ref(self))
+
+    monkeypatch.setattr(Ticket, "__init__", noted)
     gc.disable()
     try:
         with live_server.client() as client:
             for _ in range(5):
                 assert client.post("/v1/completions", json={**TEXT, "max_tokens": 3, "stream": stream}).is_success
             # The connection holds its last request as long as it is open.
-            wait_until(lambda: tickets() <= before + 1, "the tickets to be freed")
+            assert len(tickets) == 5
+            wait_until(lambda: sum(one() is not None for one in tickets) <= 1, "the tickets to be freed")
     finally:
         gc.enable()
 
