@@ -45,6 +45,36 @@ def test_a_pinned_prompt_outlives_everything_until_it_is_unpinned() -> None:
     manager.check_invariants([])
 
 
+def test_a_pin_ends_when_its_time_is_over_and_pinning_again_gives_it_a_new_end() -> None:
+    manager = warmed(12, [1] * 8, [2] * 8)
+    pins = manager.pins
+    pins.add([1] * 8, ROOT, until=5.0)
+    pins.add([2] * 8, ROOT, until=9.0)
+    assert pins.next_end == 5.0
+    pins.add([1] * 8, ROOT, until=20.0)
+    assert (pins.next_end, len(pins), pins.num_blocks) == (9.0, 2, 4)
+    pins.expire(8.99)
+    assert len(pins) == 2
+    pins.expire(9.0)
+    assert (pins.next_end, len(pins), pins.num_blocks) == (20.0, 1, 2)
+    pins.add([1] * 8, ROOT)
+    assert pins.next_end is None
+    pins.expire(1e12)
+    assert len(pins) == 1
+    manager.check_invariants([])
+
+
+def test_what_two_pins_share_stays_until_both_are_over() -> None:
+    one, two = [1] * 8 + [2] * 4, [1] * 8 + [3] * 4
+    manager = warmed(8, one, two)
+    for tokens in (one, two, [1] * 8):
+        manager.pins.add(tokens, ROOT)
+    assert manager.pins.num_blocks == 4
+    assert [manager.pins.end(tokens, ROOT) for tokens in (one, one, [1] * 8, two)] == [1, 0, 0, 3]
+    assert manager.used_block_count == 0
+    manager.check_invariants([])
+
+
 def test_more_than_the_bound_is_refused_by_name_and_changes_nothing() -> None:
     manager = warmed(12, [1] * 8, [2] * 8, max_pinned_blocks=3)
     manager.pins.add([1] * 8, ROOT)
