@@ -237,7 +237,7 @@ class Completions(Api):
         return {"stream_options": {"include_usage": True}}
 
     def gather(self, events: list[Json]) -> Json:
-        pieces = [choice for event in events for choice in event["choices"]]
+        pieces = [choice for event in events for choice in event["choices"] if choice["index"] == 0]
         choice = {**pieces[-1], "text": "".join(piece["text"] for piece in pieces)}
         return {**events[-1], "choices": [choice]}
 

@@ -46,7 +46,10 @@ _UNANSWERED = {"function": {"name": "a"}}
 _BROKEN = {"function": {"name": "a", "arguments": "["}}
 _NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 _LABELS = ("user", "service_tier", "safety_identifier", "prompt_cache_key")
+_PROGRESS = several("return_progress", "true", 1, 0, 1.0, [], {}, [True], "")
+_NO_PROGRESS = several("return_progress", True)
 _OF_BOTH = [
+    *_PROGRESS,
     ({"response_format": {"type": "xml"}}, "response_format", "must be"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "must be"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format", "an object"),
@@ -177,6 +180,7 @@ REFUSED: dict[str, list[Any]] = {
         *several("prompt_cache_retention", "1h"),
     ],
     MESSAGES: [
+        *_PROGRESS,
         ({"messages": user(_IMAGE)}, "'image' are not built"),
         ({"messages": user({"type": "document"})}, "'document' are not built"),
         ({"messages": [*ASK, {"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "'server_tool_use'"),
@@ -217,6 +221,7 @@ REFUSED: dict[str, list[Any]] = {
         ({"logprobs": True}, "logprobs"),
     ],
     RESPONSES: [
+        *_NO_PROGRESS,
         *several("input", [], None, [{"role": "tool", "content": "x"}], [{"type": "item_reference", "id": "x"}]),
         *several("input", [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]),
         *several("input", [{"type": "function_call_output", "call_id": "x", "output": "y"}]),
@@ -240,6 +245,7 @@ REFUSED: dict[str, list[Any]] = {
         *several("unknown", 1),
     ],
     OLLAMA: [
+        *_NO_PROGRESS,
         ({"messages": [{**ASK[0], "images": ["aGk="]}]}, "images"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content"),
@@ -259,6 +265,7 @@ REFUSED: dict[str, list[Any]] = {
         ({"model": None}, "model"),
     ],
     GENERATE: [
+        *_NO_PROGRESS,
         *several("template", "x"),
         *several("context", [1, 2]),
         *several("images", ["aGk="]),
@@ -267,6 +274,7 @@ REFUSED: dict[str, list[Any]] = {
         *several("unknown", 1),
     ],
     LLAMA: [
+        *_PROGRESS,
         *several("prompt", "", [], [True], [10**6], ["a", -1], ["a", [1]]),
         ({"prompt": "x" * 9000}, "the model's context"),
         *several("n_predict", -3, 10**6),
@@ -278,6 +286,9 @@ REFUSED: dict[str, list[Any]] = {
         *several("unknown", 1),
         *several("grammar", "root ::= ("),
     ],
+    "/infill": _PROGRESS,
+    "/v1/messages/count_tokens": _NO_PROGRESS,
+    "/v1/embeddings": _NO_PROGRESS,
 }
 """Of each path: fields, the field at fault ("": none is named), and words of the message."""
 

@@ -11,6 +11,7 @@ import httpx
 
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.live_servers import app_client
+from helpers.server.scripted_model import TEMPLATE
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.models.served import ModelSource, ServedModel
 from kvboost_edge.server.models.server import ServerState
@@ -33,7 +34,7 @@ class Room:
         self.wrong: dict[str, Exception] = {}
         self.held: dict[str, threading.Event] = {}
         self.made: list[Any] = []
-        self._first = fake_engine(64)
+        self._first = _engine()
         others = [((name,), self._source(name)) for name in ("b", "c")]
         chosen = ServerSettings(model_name="a", **settings)
         app = create_app(self._first, chosen, self._source("a"), others, int(budget * SIZE))
@@ -46,7 +47,7 @@ class Room:
                 raise self.wrong.pop(name)
             if name in self.held:
                 assert self.held[name].wait(60)
-            self.made.append(fake_engine(64))
+            self.made.append(_engine())
             return self.made[-1]
 
         return ModelSource(lambda: SIZE, load)
@@ -68,6 +69,12 @@ class Room:
         await self.kv.models.close()
         self._first.close()
         assert not self.kv.models.first.num_loads or self.loaded == ""
+
+
+def _engine() -> Any:
+    engine = fake_engine(64)
+    engine.tokenizer.chat_template = TEMPLATE
+    return engine
 
 
 async def until(condition: Callable[[], Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.server.compat_apis import APIS, Api
 from helpers.server.live_servers import KEYS, LiveServer
 
 RECORDED = json.loads((Path(__file__).parents[3] / "data" / "agents" / "litellm.json").read_text(encoding="utf-8"))
@@ -26,33 +27,15 @@ def sent(server: LiveServer, case: dict[str, Any], **more: Any) -> Any:
         return client.post(case["path"], content=json.dumps({**case["body"], name: MODEL, **more}).encode())
 
 
-def events_of(answer: Any) -> list[Any]:
-    """The JSON of each event or line of a stream."""
-    if "ndjson" in answer.headers["content-type"]:
-        return [json.loads(line) for line in answer.text.splitlines()]
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    return [json.loads(one) for one in data if one != "[DONE]"]
-
-
-def text_of(path: str, answer: Any) -> str:
-    """The text of a whole answer, or of all parts of a stream, where litellm looks for it."""
-    streams = not answer.headers["content-type"].startswith("application/json")
-    parts = events_of(answer) if streams else [answer.json()]
-    match path:
-        case "/v1/chat/completions":
-            choices = [choice for one in parts for choice in one["choices"]]
-            return "".join(choice["delta" if streams else "message"].get("content") or "" for choice in choices)
-        case "/v1/completions":
-            return "".join(choice["text"] for one in parts for choice in one["choices"] if choice["index"] == 0)
-        case "/v1/messages" if streams:
-            return "".join(one["delta"].get("text", "") for one in parts if one["type"] == "content_block_delta")
-        case "/v1/messages":
-            return "".join(one["text"] for one in parts[0]["content"] if one["type"] == "text")
-        case "/api/chat":
-            return "".join(one["message"]["content"] for one in parts)
-        case _:
-            return "".join(one["response"] for one in parts)
+def text_of(api: Api, answer: Any) -> str:
+    """The text of a whole answer, or of all parts of a stream."""
+    whole = answer.headers["content-type"].startswith("application/json")
+    told = answer.json() if whole else api.gather(api.events(answer))
+    shown = told.get("choices", [told])[0]
+    found = next(shown[place] for place in ("text", "response", "content", "message") if place in shown)
+    if isinstance(found, list):
+        return "".join(block.get("text", "") for block in found)
+    return str(found["content"] if isinstance(found, dict) else found)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -62,7 +45,8 @@ def test_each_request_is_answered_and_a_stream_says_the_same(keyed_server: LiveS
     assert answer.status_code == 200, answer.text
     if "stream" in case["body"] or case["path"] in ("/v1/chat/completions", "/v1/messages"):
         other = sent(keyed_server, case, stream=not case["body"].get("stream", False))
-        assert text_of(case["path"], answer) == text_of(case["path"], other)
+        api = APIS[case["path"]]
+        assert text_of(api, answer) == text_of(api, other)
 
 
 def test_usage_ids_and_reasons_are_where_it_looks_for_them(keyed_server: LiveServer) -> None:
