@@ -57,6 +57,18 @@ def test_what_was_told_adds_up_to_what_is_there(held, steps, few):
     assert told == {hash_of(one) for one in held}
 
 
+def test_what_a_tier_would_have_to_ask_for_is_not_told(monkeypatch):
+    """A server's tier answers None for what it has not seen lately."""
+    tier, known = tier_with({1}), {hash_of(1)}
+    monkeypatch.setattr(tier, "holds", lambda prefix_hash: True if prefix_hash in known else None)
+    holdings = Holdings(tier)
+    assert holdings.take().came == (hash_of(1),)
+    holdings.note([hash_of(2)])
+    assert holdings.take() == (False, (), ())
+    known.clear()
+    assert holdings.take() == (False, (), (hash_of(1),))
+
+
 def test_a_mover_tells_of_each_tier_that_works_and_once_of_one_that_failed():
     class Broken(DictTier):
         def write(self, blocks, payloads):

@@ -100,9 +100,10 @@ def test_a_dry_run_removes_nothing(home, capsys):
 
 
 def test_prune_removes_blocks_beyond_the_cap_those_used_longest_ago_first(home, capsys):
-    cap = bytes_of(home, OTHER_SPACE) + 1
-    assert list(answer(capsys, "prune", "--max-disk-bytes", str(cap))["rows"]) == ["alpha-7b int8"]
+    cap = str(bytes_of(home, OTHER_SPACE))
+    assert list(answer(capsys, "prune", "--max-disk-bytes", cap)["rows"]) == ["alpha-7b int8"]
     assert list(answer(capsys, "list")["rows"]) == ["beta-1b float16", "0123-int4"]
+    assert answer(capsys, "prune", "--max-disk-bytes", cap)["rows"] == {}
     assert answer(capsys, "prune")["rows"] == {}
 
 
