@@ -13,6 +13,7 @@ _DIAGNOSIS, _RECORDS = (
     "tests/server/doctor/test_diagnosis.py",
     "tests/server/doctor/test_records.py",
 )
+_LLAMA_CPP = "tests/server/api/dialects/test_llama_cpp.py"
 _METRICS, _SPEEDS = "tests/server/test_metrics.py", "tests/server/test_speeds.py"
 
 _ENTERING = (
@@ -314,7 +315,7 @@ _APART = (
         "server/api/dialects/ollama/models.py",
         " or len(server.settings.all_keys) > 1:",
         ":",
-        _MODELS_OF,
+        f"{_MODELS_OF}::test_keep_alive_of_one_key_does_not_send_away_another_s_model",
     ),
     fault(
         "a key may say how long a model of others stays",
@@ -328,7 +329,7 @@ _APART = (
         "server/http/middleware.py",
         '"/metrics", "/slots", "/v1/blocks"',
         '"/metrics", "/v1/blocks"',
-        "tests/server/api/dialects",
+        f"{_LLAMA_CPP}::test_slots_are_the_admin_s_where_there_are_several_keys",
     ),
 )
 
@@ -366,14 +367,14 @@ _MODELS = (
         "server/models/served.py",
         "return self.idle_since + self.keep_alive if",
         "return self.loaded_at + self.keep_alive if",
-        "tests/server/models/test_leaving.py",
+        f"{_ROOM}::test_the_time_until_a_model_leaves_counts_from_its_last_request",
     ),
     fault(
         "a failed loading takes its memory for ever",
         "server/models/loader.py",
         'served.phase, served.num_bytes = "not_loaded", 0',
         'served.phase = "not_loaded"',
-        f"{_ROOM}::test_where_the_machine_has_less_than_the_budget_idle_ones_leave",
+        f"{_ROOM}::test_a_model_that_could_not_be_loaded_takes_no_room",
     ),
     fault(
         "a damaged model is loaded anew for each request",
@@ -387,14 +388,14 @@ _MODELS = (
         "server/models/registry.py",
         "            self._waiting.give_back(tenant, 1)\n",
         "",
-        _ON_DEMAND,
+        f"{_ON_DEMAND}::test_a_client_that_goes_waits_no_longer",
     ),
     fault(
         "a request that fails holds its model for ever",
         "server/models/registry.py",
         "        finally:\n            served.in_use",
         "        except ApiError:\n            raise\n        else:\n            served.in_use",
-        "tests/server/models/test_leaving.py",
+        f"{_ROOM}::test_a_request_that_fails_gives_its_model_back",
     ),
     fault(
         "a model is closed under who looks at it",
@@ -408,7 +409,7 @@ _MODELS = (
         "server/models/loader.py",
         "        if pinned:  # somebody was promised that they stay\n",
         "        if not pinned:\n",
-        "tests/server/models/test_leaving.py",
+        f"{_ROOM}::test_an_idle_model_with_a_pin_stays_until_the_pin_ends",
     ),
 )
 
@@ -425,7 +426,7 @@ _FIGURES = (
         "server/metrics.py",
         "self._first_token.observe(result.ttft_ms / 1e3)",
         "self._first_token.observe(result.ttft_ms)",
-        _METRICS,
+        f"{_METRICS}::test_values_agree_with_what_was_asked",
     ),
     fault(
         "cached blocks are told as free too",
@@ -439,7 +440,7 @@ _FIGURES = (
         "server/models/exposition.py",
         "families[family.name].samples += family.samples",
         "families[family.name].samples = family.samples",
-        "tests/server/models",
+        f"{_ON_DEMAND}::test_a_fully_loaded_server_lists_one_memory",
     ),
     fault(
         "cached tokens count as computed",

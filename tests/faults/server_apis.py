@@ -5,6 +5,9 @@ from __future__ import annotations
 from faults.fault import fault
 
 _DIALECTS = "tests/server/api/dialects"
+_CONTRACT, _LLAMA_CPP = f"{_DIALECTS}/test_contract.py", f"{_DIALECTS}/test_llama_cpp.py"
+_ANTHROPIC, _MARKED = f"{_DIALECTS}/test_anthropic.py", f"{_DIALECTS}/test_anthropic_cache.py"
+_RESPONSES = f"{_DIALECTS}/test_responses.py"
 _COMPLETIONS, _CHAT = "tests/server/api/test_completions.py", "tests/server/api/test_chat.py"
 _ADMISSION = "tests/server/work/test_admission.py"
 _STREAMS, _EMBEDDINGS = "tests/server/work/test_streams.py", "tests/server/api/test_embeddings.py"
@@ -29,7 +32,7 @@ _STREAMING = (
         "server/work/streams.py",
         'kind = f"event: {name}\\n".encode() if name else b""',
         'kind = b""',
-        _DIALECTS,
+        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
     ),
     fault(
         "a large answer of whole pieces loses its last one",
@@ -116,7 +119,7 @@ _OPENAI = (
         "server/api/completions.py",
         "run.prompts[index // body.num_choices] if body.echo",
         "run.prompts[0] if body.echo",
-        _COMPLETIONS,
+        f"{_COMPLETIONS}::test_each_choice_echoes_its_own_prompt",
     ),
     fault(
         "a prompt may have one token more than the context",
@@ -137,7 +140,7 @@ _OPENAI = (
         "server/api/schemas/chat.py",
         "if self.top_logprobs and not self.logprobs:",
         "if self.top_logprobs and self.logprobs is False:",
-        f"{_DIALECTS}/test_contract.py::test_bad_fields_are_refused_by_name",
+        f"{_CONTRACT}::test_bad_fields_are_refused_by_name",
     ),
     # Responses.
     fault(
@@ -145,28 +148,28 @@ _OPENAI = (
         "server/api/dialects/responses/writer.py",
         'return "incomplete" if reason == "length" else "completed"',
         'return "completed"',
-        _DIALECTS,
+        f"{_CONTRACT}::test_an_answer_cut_short_says_so",
     ),
     fault(
         "a response is remembered against the client's will",
         "server/api/routes/responses.py",
         "keep if body.store is not False else None",
         "keep",
-        _DIALECTS,
+        f"{_RESPONSES}::test_store_false_keeps_nothing",
     ),
     fault(
         "all events of a response have one number",
         "server/api/dialects/responses/writer.py",
         "        self._number += 1\n",
         "",
-        _DIALECTS,
+        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
     ),
     fault(
         "the last page of a response's items is not the last",
         "server/api/routes/responses.py",
         '"has_more": len(items) > limit',
         '"has_more": len(items) >= limit',
-        _DIALECTS,
+        f"{_RESPONSES}::test_a_remembered_response_is_shown_and_forgotten",
     ),
     fault(
         "a conversation is continued from its last turn alone",
@@ -220,35 +223,35 @@ _OTHERS = (
         "server/api/dialects/anthropic/blocks.py",
         'return f"Error: {text}" if self.is_error else text',
         "return text",
-        _DIALECTS,
+        f"{_ANTHROPIC}::test_calls_results_and_thoughts",
     ),
     fault(
         "a message with a call ends as any other",
         "server/api/dialects/anthropic/writer.py",
         'return {"stop_reason": "tool_use", "stop_sequence": None}',
         'return {"stop_reason": "end_turn", "stop_sequence": None}',
-        _DIALECTS,
+        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
     ),
     fault(
         "tokens behind the last full block count as kept",
         "server/api/dialects/anthropic/writer.py",
         "max(0, length // size * size - cached)",
         "max(0, length - cached)",
-        _DIALECTS,
+        f"{_MARKED}::test_what_is_marked_is_pinned_and_counted",
     ),
     fault(
         "thoughts are shown to who wants none",
         "server/api/dialects/anthropic/writer.py",
         'body.thinking is None or body.thinking.display != "omitted"',
         "True",
-        _DIALECTS,
+        f"{_ANTHROPIC}::test_thoughts_can_be_left_out_of_what_is_shown",
     ),
     fault(
         "a mark for an hour holds five minutes",
         "server/api/dialects/anthropic/blocks.py",
         '_SECONDS = {"5m": 300.0, "1h": 3600.0}',
         '_SECONDS = {"5m": 300.0, "1h": 300.0}',
-        _DIALECTS,
+        f"{_MARKED}::test_an_hour_and_five_minutes",
     ),
     # Ollama.
     fault(
@@ -256,21 +259,21 @@ _OTHERS = (
         "server/api/dialects/ollama/writer.py",
         'self._stream.add(dumps(line) + b"\\n")',
         "self._stream.add(dumps(line))",
-        _DIALECTS,
+        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
     ),
     fault(
-        "durations are told in microseconds",
+        "durations are told in milliseconds",
         "server/api/dialects/ollama/writer.py",
         "return round(milliseconds * 1e6)",
-        "return round(milliseconds * 1e3)",
-        _DIALECTS,
+        "return round(milliseconds)",
+        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
     ),
     fault(
         "num_predict -1 is a limit",
         "server/api/dialects/ollama/translate.py",
         '"max_tokens": None if limit is None or limit < 0 else limit,',
         '"max_tokens": limit,',
-        _DIALECTS,
+        f"{_CONTRACT}::test_fields_that_mean_nothing_here_are_taken",
     ),
     fault(
         "keep_alive -1 unloads a model at once",
@@ -284,7 +287,7 @@ _OTHERS = (
         "server/api/dialects/ollama/writer.py",
         "begun = max((part.index for part in parts if isinstance(part, CallStart))",
         "begun = max((part.index + 1 for part in parts if isinstance(part, CallStart))",
-        _DIALECTS,
+        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
     ),
     # llama.cpp.
     fault(
@@ -292,21 +295,21 @@ _OTHERS = (
         "server/api/dialects/llama_cpp/writer.py",
         '"limit" if reason == "length" else "word" if word else "eos"',
         '"limit" if reason == "length" else "eos"',
-        _DIALECTS,
+        f"{_CONTRACT}::test_a_stop_string_ends_the_text",
     ),
     fault(
         "each piece holds the ids of all before it",
         "server/api/dialects/llama_cpp/writer.py",
         "begin, self._told_ids = self._told_ids, len(self._ids)",
         "begin, self._told_ids = 0, len(self._ids)",
-        _DIALECTS,
+        f"{_LLAMA_CPP}::test_tokens_come_back_if_asked_for",
     ),
     fault(
         "infill has the suffix in front",
         "server/api/dialects/llama_cpp/translate.py",
         "*filter(None, (prefix,)), [between], *filter(None, (body.input_suffix,)), [behind]]",
         "*filter(None, (body.input_suffix,)), [between], *filter(None, (prefix,)), [behind]]",
-        _DIALECTS,
+        f"{_LLAMA_CPP}::test_infill_is_prefix_suffix_and_middle",
     ),
     # Errors.
     fault(

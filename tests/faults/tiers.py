@@ -17,7 +17,7 @@ _DISK = (
         "tiers/disk/store.py",
         "                and is_intact(found, payload)\n",
         "",
-        f"{_DAMAGE}::test_a_damaged_record_in_the_middle_costs_no_other",
+        f"{_DAMAGE}::test_a_thousand_bit_flips",
     ),
     fault(
         "a block of another address is served from disk",
@@ -174,7 +174,7 @@ _SERVER = (
         "tiers/redis/tier.py",
         '("SET", key, piece, "EX", self._ttl_s, *condition)',
         '("SET", key, piece, *condition)',
-        _LIVING,
+        f"{_REDIS}::test_what_one_wrote_another_reads",
     ),
     fault(
         "what is served from the pool dies on the server",
@@ -205,10 +205,10 @@ _SERVER = (
         f"{_REDIS}::test_a_value_not_to_be_believed_is_a_miss_dropped_and_written_anew",
     ),
     fault(
-        "a full server is not read from either",
-        "tiers/redis/server.py",
-        'frozenset({"WRONGTYPE", "OOM", ',
-        'frozenset({"WRONGTYPE", ',
+        "a full server is sent every block again",
+        "tiers/redis/tier.py",
+        "        if self._clock() < self._writes_again_at:\n            return 0\n",
+        "",
         f"{_SERVERS}::test_a_full_server_is_read_and_written_to_again_when_there_is_room",
     ),
 )
@@ -219,7 +219,7 @@ _TOLD = (
         "tiers/holdings.py",
         "if one not in told and holds(one) is True)",
         "if one not in told and holds(one) is not False)",
-        "tests/tiers/test_holdings.py",
+        "tests/tiers/test_holdings.py::test_what_a_tier_would_have_to_ask_for_is_not_told",
     ),
     fault(
         "a block that left a tier is told as there",
