@@ -150,7 +150,6 @@ def test_what_is_kept_in_mind_is_bounded() -> None:
     for round_number in range(8):
         flush(bench, 200 + 10 * round_number)
     remembered = bench.scheduler.sharing.harvest._remembered
-    assert remembered is not None
     assert len(remembered._places) == 4 * NUM_BLOCKS
     remembered.index.check()
     read = tier.num_read

@@ -56,7 +56,6 @@ def test_the_default_is_a_quarter_of_the_pool_and_enough_for_the_batch(
 ) -> None:
     config = EngineConfig(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
     sizes, num_seqs = plan_states(config, info_of(states), num_blocks, 1 << 34)
-    assert sizes is not None
     assert (sizes.num_slots, sizes.every_block, num_seqs) == expected
 
 
@@ -65,7 +64,6 @@ def test_the_default_takes_no_more_than_there_is() -> None:
     for room, expected in ((100, 30), (20, 20), (12, 12)):
         config = EngineConfig(num_blocks=4096, max_num_seqs=4)
         sizes, _ = plan_states(config, info_of((LARGE,)), 4096, pool + room * LARGE.nbytes + DRAFTS)
-        assert sizes is not None
         assert sizes.num_slots == expected
 
 
@@ -74,7 +72,6 @@ def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(
     """Of a model that does not fit beside others it is known what it needs: they may leave."""
     config, info = EngineConfig(num_blocks=4096, max_num_seqs=4), info_of((LARGE,))
     sizes, _ = plan_states(config, info, 4096, 1 << 34)
-    assert sizes is not None
     assert planned_states(config, info, available) == sizes
     assert state_bytes(info, sizes) == sizes.num_slots * LARGE.nbytes + DRAFTS
     assert planned_states(config, info_of(()), available) is None
@@ -100,7 +97,6 @@ def test_where_memory_is_short_fewer_sequences_run_together() -> None:
 def test_a_given_size_holds_what_it_holds() -> None:
     config = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS + 1, max_num_seqs=4)
     sizes, num_seqs = plan_states(config, info_of((LARGE,)), 256, 1 << 34)
-    assert sizes is not None
     assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (5, 31, 4)
     free = EngineConfig(num_blocks=256, max_state_bytes=6e6)  # type: ignore[arg-type]
     assert plan_states(free, info_of((LARGE,)), 256, 1 << 34)[1] == 1
@@ -125,13 +121,11 @@ def test_drafts_that_nobody_asked_for_take_what_room_there_is(lack: int, rows: i
     room = needed + (31 - lack) * LARGE.draft_bytes
     given = EngineConfig(num_blocks=256, max_state_bytes=room, max_num_seqs=max_num_seqs)
     sizes, num_seqs = plan_states(given, info, 256, 1 << 34)
-    assert sizes is not None
     assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (needed // LARGE.nbytes, rows, max_num_seqs or 1)
     pool = 256 * 64 * 1024
     slots = 4 + 2 * (max_num_seqs or 1)
     free, available = dataclasses.replace(given, max_state_bytes=None), pool + slots * LARGE.nbytes
     sizes, num_seqs = plan_states(free, info, 256, available + (31 - lack) * LARGE.draft_bytes)
-    assert sizes is not None
     assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (slots, rows, max_num_seqs or 1)
 
 
@@ -157,7 +151,6 @@ def test_drafts_take_the_room_that_their_number_needs(options: dict[str, Any], e
     config = EngineConfig(num_blocks=256, max_state_bytes=6 * LARGE.nbytes, max_num_seqs=1, **options)
     info = info_of((LARGE,))
     sizes, _ = plan_states(config, info, 256, 1 << 34)
-    assert sizes is not None
     assert sizes.num_draft_rows == expected
     assert sizes.num_slots == (6 if expected == 0 else 5)
     assert planned_states(config, info, 1 << 34) == sizes

@@ -144,7 +144,6 @@ def test_too_few_tokens_end_with_what_there_is(engine: CPUPagedEngine) -> None:
 
 def test_white_space_does_not_go_on_for_ever(engine: CPUPagedEngine) -> None:
     """JSON allows any amount of it, and small models like it."""
-    assert engine.tokenizer is not None
     likely = dict.fromkeys(engine.tokenizer.encode(" \n\t"), 100.0)
     schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
     result = engine.generate(prompt(1), max_new_tokens=MOST, temperature=0, json_schema=schema, logit_bias=likely)
@@ -161,8 +160,6 @@ def test_a_stop_string_ends_inside_a_grammar(engine: CPUPagedEngine) -> None:
 def test_log_probabilities_are_the_model_s_own(engine: CPUPagedEngine) -> None:
     free = engine.generate(prompt(1), max_new_tokens=1, temperature=0, logprobs=0)
     fitted = engine.generate(prompt(1), max_new_tokens=1, temperature=0, logprobs=0, choice=["z"])
-    assert free.logprobs is not None
-    assert fitted.logprobs is not None
     assert fitted.logprobs[0].logprob < free.logprobs[0].logprob < 0
 
 
@@ -262,7 +259,6 @@ def test_a_model_without_an_end_token_is_refused() -> None:
 
 def test_nan_fails_the_request_alone(engine: CPUPagedEngine) -> None:
     runner = runner_of(engine)
-    assert engine.tokenizer is not None
     runner.nan_for = set(engine.tokenizer.encode("b"))
     try:
         with pytest.raises(KVBoostError, match="NaN"):

@@ -203,12 +203,10 @@ def test_prompt_logprobs_are_those_of_the_prompt(budget: int) -> None:
             result = bench.answer(handle)
             assert result.cached_tokens == 0
             entries = result.prompt_logprobs
-            assert entries is not None
             assert handle.prompt_logprobs == entries
             assert entries[0] is None
             assert [entry.token_id for entry in entries[1:] if entry] == prompt[1:]
             for at, entry in enumerate(entries[1:], 1):
-                assert entry is not None
                 assert entry.logprob == pytest.approx(logprob(prompt[:at], prompt[at]))
                 assert len(entry.top) == 2
     assert bench.scheduler.num_preemptions > 0
@@ -264,7 +262,6 @@ def test_block_details_tell_tokens_and_references() -> None:
     details = block_details(bench.parts, bench.scheduler, 100)
     assert len(details) == 8
     table = bench.scheduler.running[0].table
-    assert table is not None
     assert [details[block][1:] for block in table.block_ids] == [(16, 1), (16, 1), (8, 1)]
     assert len(block_details(bench.parts, bench.scheduler, 3)) == 3
     bench.run()

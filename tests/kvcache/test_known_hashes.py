@@ -25,7 +25,6 @@ def read(manager: KVCacheManager, block_ids: Sequence[int]) -> list[int]:
     found: list[int] = []
     for block_id in block_ids:
         key = manager.content.key(block_id)
-        assert key is not None
         found += [int.from_bytes(key.tokens[at : at + 4], "little") for at in range(0, len(key.tokens), 4)]
     return found
 

@@ -12,7 +12,6 @@ from kvboost_edge.kvcache.states.tables import StateSizes
 
 def compute(manager: KVCacheManager, table: BlockTable, tokens: list[int]) -> None:
     """A pass over the tokens that a table has not computed yet, of a model with states."""
-    assert manager.states is not None
     manager.extend(table, len(tokens))
     manager.states.plan(table, table.num_computed_tokens, len(tokens))
     manager.commit(table, tokens, len(tokens))
@@ -48,7 +47,6 @@ def test_who_computes_what_is_published_meanwhile_gives_its_own_blocks_back() ->
 def test_what_is_replayed_for_its_state_stays_found_while_the_table_lives() -> None:
     """Its keys and values are there twice; those that are published go over to the table before they are evicted."""
     manager, tokens = KVCacheManager(16, B, state_sizes=StateSizes(8)), list(range(7 * B))
-    assert manager.states is not None
     table = manager.open_table(tokens[:25], ROOT)
     compute(manager, table, tokens[:25])
     manager.free(table)

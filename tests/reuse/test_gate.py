@@ -64,7 +64,6 @@ def test_the_prompts_are_all_documents_and_a_question() -> None:
 
 def test_another_order_leaves_no_document_where_it_was() -> None:
     material = make_material(words, [1], None, most_tokens=10_000, least_tokens=10)
-    assert material is not None
     documents = material.documents
     order = (*documents[1::2], *documents[::2])
     assert len(set(documents)) == len(documents) == len(PASSAGES)
@@ -77,7 +76,6 @@ def test_another_order_leaves_no_document_where_it_was() -> None:
 )
 def test_documents_fit_the_prompt_and_are_long_enough(most: int, least: int, count: int) -> None:
     material = make_material(words, [1, 2], [3], most_tokens=most, least_tokens=least)
-    assert material is not None
     assert len(material.documents) == count
     assert min(map(len, material.documents)) >= least
     assert max(map(len, material.prompts())) + ANSWER_TOKENS <= most

@@ -25,7 +25,6 @@ def test_what_is_written_is_read(num_tokens):
     assert len(data) == header_bytes(num_tokens)
     assert len(data) % ALIGNMENT == 0
     header = decode_header(data + b"what follows")
-    assert header is not None
     assert (header.space, header.address, header.header_bytes) == (SPACE, written, len(data))
     assert is_intact(header, PAYLOAD)
 

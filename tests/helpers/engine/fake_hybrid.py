@@ -101,7 +101,6 @@ class HybridRunner(FakeRunner):
         if self.on_forward is not None:
             self.on_forward(batch)
         layout, backend = batch.layout, self.backend
-        assert layout.states is not None
         pool = backend.states
         check_layout(layout, backend.spec.block_size, backend.num_blocks, pool.num_slots, pool.num_draft_rows)
         states = [ZEROS if slot < 0 else backend.read_state(slot) for slot in layout.states.state_in.tolist()]
@@ -152,7 +151,6 @@ class HybridRunner(FakeRunner):
 
 def _certain_ends(layout: BatchLayout) -> list[int]:
     """The row behind the last certain one of each sequence."""
-    assert layout.states is not None
     assert layout.states.certain is not None
     return (layout.cu_seqlens_q[:-1] + layout.states.certain).tolist()
 

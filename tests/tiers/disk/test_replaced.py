@@ -228,8 +228,6 @@ class Process:
         self.running = running
 
     def ask(self, line: str = "") -> str:
-        assert self.running.stdin is not None
-        assert self.running.stdout is not None
         if line:
             self.running.stdin.write(line + "\n")
             self.running.stdin.flush()
