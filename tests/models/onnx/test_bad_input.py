@@ -282,13 +282,14 @@ def test_files_that_change_after_they_were_read(tmp_path: Path) -> None:
         checkpoint.fingerprint()
 
 
-def test_1000_damaged_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.full)])
+def test_damaged_files(count: int, tmp_path: Path) -> None:
     """Whatever bytes change, the model opens or is refused with our own error; nothing else happens, and soon."""
     folder = written(tmp_path / "m", form=Form(quantized_embedding=False))
     path, rng = folder / "model.onnx", random.Random(0)
     sound = path.read_bytes()
     refused = 0
-    for _ in range(1000):
+    for _ in range(count):
         path.write_bytes(damaged(sound, rng))
         try:
             checkpoint = Checkpoint.open(folder)
@@ -296,4 +297,4 @@ def test_1000_damaged_files(tmp_path: Path) -> None:
             checkpoint.summary()
         except ModelFormatError:
             refused += 1
-    assert refused > 500
+    assert refused > count // 2
