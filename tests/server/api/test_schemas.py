@@ -32,6 +32,14 @@ def test_fields_that_do_not_go_together(model, body, param):
     CompletionRequest.model_validate({"prompt": "a", "max_tokens": 0, "echo": True}).check_together()
 
 
+def test_a_developer_s_message_is_the_system_s():
+    """Templates know it by its older name alone."""
+    messages = [{"role": "developer", "content": "Be brief."}, *MESSAGES]
+    body = ChatRequest.model_validate({"messages": messages})
+    roles = [message.for_template()["role"] for message in body.messages]
+    assert roles == ["system", "user"]
+
+
 async def test_an_answer_s_message_may_be_sent_back_as_it_came(tiny_app):
     """As clients do (model_dump): with all that it has not."""
     answered = {"role": "assistant", "content": "hi", "refusal": None, "annotations": None, "audio": None}
