@@ -18,14 +18,14 @@ _STREAMING = (
         "server/work/streams.py",
         "lambda error: event(error_body(error)), last=_DONE)",
         "lambda error: event(error_body(error)))",
-        _STREAMS,
+        f"{_STREAMS}::test_chat_chunks_to_the_letter",
     ),
     fault(
         "chunks before the last one leave out their usage",
         "server/work/streams.py",
         '            members.setdefault("usage", None)\n',
         "            pass\n",
-        _STREAMS,
+        f"{_STREAMS}::test_usage_comes_last_and_alone",
     ),
     fault(
         "events have no names",
@@ -53,21 +53,21 @@ _STREAMING = (
         "server/api/generation.py",
         "            if num_open:\n                await stream.flush()\n",
         "            if not num_open:\n                await stream.flush()\n",
-        _STREAMS,
+        f"{_ADMISSION}::test_a_stream_past_its_deadline_ends_with_an_error_event",
     ),
     fault(
         "requests of a client that went run on",
         "server/work/bridge.py",
         "    finally:\n        for handle in handles:\n            handle.cancel()\n",
         "    finally:\n        pass\n",
-        f"{_STREAMS}::test_a_stream_that_is_closed_ends_its_work",
+        f"{_DIALECTS}/test_leaving.py::test_a_client_that_leaves_frees_all_within_a_step",
     ),
     fault(
         "the log probability of a token comes before its text",
         "server/api/completions.py",
         " if self._texts is None else sum(start < self._shown for start in self._starts)",
         "",
-        _STREAMS,
+        "tests/server/api/test_logprobs.py::test_a_token_in_text_that_is_held_back_waits_for_it",
     ),
     fault(
         "a silent stream of Anthropic's has no ping",
@@ -91,7 +91,7 @@ _OPENAI = (
         "server/api/usage.py",
         "return [min(group, key=lambda result: result.cached_tokens)",
         "return [max(group, key=lambda result: result.cached_tokens)",
-        _COMPLETIONS,
+        f"{_COMPLETIONS}::test_choices_share_the_prompt_in_flight",
     ),
     fault(
         "all choices of a seed are one",
@@ -126,14 +126,14 @@ _OPENAI = (
         "server/api/checks.py",
         "room = min(context, pool + 1) - num_prompt_tokens",
         "room = min(context + 1, pool + 1) - num_prompt_tokens",
-        _CHAT,
+        f"{_CHAT}::test_without_a_limit_the_answer_may_fill_what_there_is",
     ),
     fault(
         "a developer's message is nobody's",
         "server/api/schemas/chat.py",
         '"system" if self.role == "developer" else self.role',
         "self.role",
-        f"{_CHAT}::test_developer_messages_and_text_parts",
+        "tests/server/api/test_schemas.py::test_a_developer_s_message_is_the_system_s",
     ),
     fault(
         "top_logprobs without logprobs is taken and ignored",
@@ -176,14 +176,14 @@ _OPENAI = (
         "server/work/remembered.py",
         "                at = found[-1].previous\n",
         "                at = None\n",
-        "tests/server/work/test_remembered.py",
+        "tests/server/work/test_remembered.py::test_a_conversation_is_its_turns_in_order",
     ),
     fault(
         "of remembered turns those used last go first",
         "server/work/remembered.py",
         "                turns.move_to_end(at)\n",
         "",
-        "tests/server/work/test_remembered.py",
+        "tests/server/work/test_remembered.py::test_bytes_are_bounded_and_the_least_used_go_first",
     ),
     # Embeddings and reranking.
     fault(
@@ -191,7 +191,7 @@ _OPENAI = (
         "server/api/vectors.py",
         'row.astype("<f4")',
         'row.astype(">f4")',
-        _EMBEDDINGS,
+        f"{_EMBEDDINGS}::test_openais_client_gets_the_vectors_of_the_engine",
     ),
     fault(
         "the worst document is ranked first",
