@@ -58,7 +58,18 @@ def assert_close(actual: LOGITS, expected: LOGITS) -> None:
     assert distance <= 1e-4, f"relative L2 distance {distance:.3g}"
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# These run with every family in `make test`, the others with those whose attention differs.
+WITH_EVERY_FAMILY = ("test_cold_prefill_and_decode_alone", "test_ragged_batch_of_five")
+VARIED = ("llama", "mistral", "gemma2", "gemma4", "glm4", "gpt_oss", "qwen3_moe")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    kept = FAMILIES if metafunc.function.__name__ in WITH_EVERY_FAMILY else VARIED
+    cases = [pytest.param(name, marks=() if name in kept else pytest.mark.full) for name in FAMILIES]
+    metafunc.parametrize("family", cases, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest) -> Iterator[Family]:
     family = Family(request.param)
     yield family
