@@ -70,15 +70,13 @@ FAULTS = (
         '    turn = [*messages, {"role": "user", "content": line}]\n',
         '    messages.append({"role": "user", "content": line})\n    turn = list(messages)\n',
         "tests/cli/test_app.py::test_chat_survives_a_refused_turn",
-        _REMOTE,
     ),
     fault(
         "a new conversation has no system message",
         "cli/chat.py",
         '        if line == "/reset":\n            messages = list(opening)\n',
         '        if line == "/reset":\n            messages = []\n',
-        "tests/cli/test_app.py",
-        _REMOTE,
+        f"{_REMOTE}::test_a_whole_conversation",
     ),
     fault(
         "whole numbers are read as fractions",
@@ -120,6 +118,6 @@ FAULTS = (
         "cli/console.py",
         "quiet=quiet, markup=False,",
         "quiet=quiet, markup=True,",
-        "tests/cli/test_console.py",
+        "tests/cli/test_console.py::test_each_command_shows_the_path_as_it_is",
     ),
 )

@@ -6,6 +6,7 @@ from faults.fault import fault
 
 _RESIDENCY = "tests/serve_ray/routing/test_residency.py"
 _JOURNAL = "tests/serve_ray/routing/test_journal.py"
+_STILLNESS = "tests/serve_ray/watch/test_stillness.py"
 _ROUTER, _METER = "tests/serve_ray/routing/test_router.py", "tests/serve_ray/routing/test_meter.py"
 
 FAULTS = (
@@ -119,7 +120,7 @@ FAULTS = (
         "serve_ray/watch/stillness.py",
         " or used > _CPU_SHARE * (now - self._since):",
         ":",
-        "tests/serve_ray/watch/test_stillness.py",
+        f"{_STILLNESS}::test_only_work_without_progress_and_without_processor_time_is_stillness",
     ),
     fault(
         "a key that left and came counts as gone",

@@ -14,6 +14,9 @@ _DIAGNOSIS, _RECORDS = (
     "tests/server/doctor/test_records.py",
 )
 _LLAMA_CPP = "tests/server/api/dialects/test_llama_cpp.py"
+_EMBEDDINGS = "tests/server/api/test_embeddings.py"
+_NORMALISE = "tests/server/doctor/test_normalise.py"
+_LEAVING = "tests/server/models/test_leaving.py"
 _METRICS, _SPEEDS = "tests/server/test_metrics.py", "tests/server/test_speeds.py"
 
 _ENTERING = (
@@ -128,7 +131,7 @@ _ENTERING = (
         "server/api/routes/embeddings.py",
         "min(len(estimates), state.admission.batch)",
         "len(estimates)",
-        "tests/server/api/test_embeddings.py",
+        f"{_EMBEDDINGS}::test_many_more_inputs_than_run_at_once_are_answered_in_order",
     ),
     # Connections.
     fault(
@@ -275,7 +278,7 @@ _APART = (
         "server/api/routes/cache.py",
         'whose: dict[str, Any] = {"tenant": ticket.tenant, "cache_salt": body.cache_salt}',
         'whose: dict[str, Any] = {"tenant": None, "cache_salt": body.cache_salt}',
-        "tests/server/api/test_endpoints.py",
+        "tests/server/api/test_endpoints.py::test_no_tenant_unpins_what_another_pinned",
     ),
     fault(
         "a remembered response is shown to whoever knows its id",
@@ -308,7 +311,7 @@ _APART = (
                 'self._first.keep(whose.owner, b"", key, value, size)',
             ),
         ),
-        ("tests/server/doctor/test_normalise.py",),
+        (f"{_NORMALISE}::test_tools_that_are_the_same_keep_their_first_order",),
     ),
     fault(
         "several keys are told when a model was asked last",
@@ -402,7 +405,7 @@ _MODELS = (
         "server/models/loader.py",
         "        await state.looks.over()\n",
         "",
-        "tests/server/models/test_leaving.py",
+        f"{_LEAVING}::test_a_reset_reaches_every_model_though_one_leaves_meanwhile",
     ),
     fault(
         "a model with pinned blocks is unloaded",

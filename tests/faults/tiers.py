@@ -31,7 +31,7 @@ _DISK = (
         "tiers/record.py",
         "if xxhash.xxh3_128_digest(body) != bytes(data[length - _SUM_BYTES : length]):",
         "if not body:",
-        "tests/tiers/test_record.py",
+        "tests/tiers/test_record.py::test_any_bit_that_flips_in_a_header_is_found",
     ),
     fault(
         "a second process writes too",
@@ -66,7 +66,7 @@ _DISK = (
         "tiers/disk/room.py",
         "return min(self.max_bytes - theirs, of_disk)",
         "return min(self.max_bytes, of_disk)",
-        _ROOM,
+        f"{_ROOM}::test_spaces_that_nobody_has_open_go_first_those_used_longest_ago_before_others",
     ),
     fault(
         "segments of a space that is open are deleted by others",
@@ -101,7 +101,7 @@ _DISK = (
         "tiers/disk/cleaning.py",
         "            self._copy(victim)\n",
         "",
-        "tests/tiers/disk",
+        f"{_ROOM}::test_at_most_twice_as_much_is_written_as_was_stored",
     ),
     fault(
         "a failed write stops writing for ever",
@@ -132,7 +132,7 @@ _SERVER = (
         "tiers/redis/values.py",
         "header.space != self._space or header.address",
         "header.address",
-        "tests/tiers/redis",
+        f"{_REDIS}::test_spaces_do_not_see_each_other",
     ),
     fault(
         "a length that a stranger wrote is believed",
@@ -153,14 +153,14 @@ _SERVER = (
         "tiers/redis/breaker.py",
         "        self._in_a_row = 0\n        self._closed_again_at = None\n        return",
         "        self._closed_again_at = None\n        return",
-        _BREAKER,
+        f"{_BREAKER}::test_the_third_failure_in_a_row_opens_it_for_a_while",
     ),
     fault(
         "TLS takes any certificate",
         "tiers/redis/address.py",
         '"ssl_cert_reqs": "required"',
         '"ssl_cert_reqs": "none"',
-        "tests/tiers/redis/test_address.py",
+        "tests/tiers/redis/test_address.py::test_what_a_url_says",
     ),
     fault(
         "a short secret is taken",
@@ -195,7 +195,7 @@ _SERVER = (
         "tiers/redis/tier.py",
         "self._lost(*(block.prefix_hash for block in blocks[index:]))",
         "self._lost(blocks[index].prefix_hash)",
-        _REDIS,
+        f"{_REDIS}::test_a_server_that_lost_or_got_wrong_values_is_given_all_of_them_again_at_once",
     ),
     fault(
         "a value with bytes behind it is believed",
@@ -226,7 +226,7 @@ _TOLD = (
         "tiers/holdings.py",
         "            for one in asked:\n                del told[one]\n",
         "",
-        "tests/tiers/test_holdings.py",
+        "tests/tiers/test_holdings.py::test_what_was_told_adds_up_to_what_is_there",
     ),
 )
 
