@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,10 @@ from typing import Any
 __all__ = ["ROOT", "copy_of"]
 
 ROOT = Path(__file__).parents[3] / "build" / "test-models"
+SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "text" / "byte_level.py")
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
+LARGEST = 16 << 20  # bytes: a larger model is built for each test, or the folder would take half a gigabyte
+A_DAY = 86400.0
 
 
 def copy_of(directory: Path, make: Callable[[Path], object], *arguments: Any, root: Path = ROOT) -> Path:
@@ -28,27 +32,38 @@ def copy_of(directory: Path, make: Callable[[Path], object], *arguments: Any, ro
     Its result depends on the arguments, which JSON can hold, on the helpers for models and on the packages' versions.
     """
     key = json.dumps([make.__qualname__, *arguments])
-    entry = root / hashlib.sha256((_helpers() + key).encode()).hexdigest()[:32]
+    entry = _generation(root) / hashlib.sha256(key.encode()).hexdigest()[:32]
     if not entry.exists():
-        root.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=root, prefix="new-"))
+        folder = Path(tempfile.mkdtemp(dir=entry.parent, prefix="new-"))
         try:
             make(folder)
+            if sum(path.stat().st_size for path in folder.iterdir()) > LARGEST:
+                return _copied(folder, directory)
             os.rename(folder, entry)
         except OSError:
             if not entry.exists():  # of another worker, which was faster
                 raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+    return _copied(entry, directory)
+
+
+def _copied(source: Path, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    for path in entry.iterdir():
+    for path in source.iterdir():
         shutil.copyfile(path, directory / path.name)
     return directory
 
 
 @functools.cache
-def _helpers() -> str:
-    """A digest of all that makes models, of the packages too."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources))
-    return digest.hexdigest() + json.dumps([version(name) for name in PACKAGES])
+def _generation(root: Path) -> Path:
+    """The folder of the models of these helpers and packages; those of others go when they are a day old."""
+    digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in SOURCES))
+    digest.update(json.dumps([version(name) for name in PACKAGES]).encode())
+    folder = root / digest.hexdigest()[:16]
+    if not folder.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for other in root.iterdir():
+            if time.time() - other.stat().st_mtime > A_DAY:
+                shutil.rmtree(other, ignore_errors=True)
+    return folder
