@@ -21,6 +21,13 @@ async def test_tokens_come_back_if_asked_for(app, speaker):
     assert (await ask(app, n_predict=-1))["content"] == "Good day."
 
 
+async def test_what_ended_an_answer_is_told(app, speaker):
+    word = ({"stop": ["day"]}, ("word", "day"))
+    for more, ended in (({}, ("eos", "")), ({"n_predict": 3}, ("limit", "")), word):
+        answer = await ask(app, **more)
+        assert (answer["stop_type"], answer["stopping_word"]) == ended
+
+
 async def test_a_prompt_may_be_ids_or_texts_and_ids(app, speaker):
     ids = (await app.post("/tokenize", json={"content": TURN})).json()["tokens"]
     assert len(ids) == len(TURN)

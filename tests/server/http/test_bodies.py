@@ -1,0 +1,22 @@
+"""Bodies that come in pieces, without a socket: each piece is a message of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from helpers.server.live_servers import app_client
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.settings import ServerSettings
+
+
+async def test_pieces_of_a_body_have_the_limit_of_a_whole_one(tiny_engine: Any) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield b" " * 5000
+
+    app = create_app(tiny_engine, ServerSettings(max_body_bytes=20_000))
+    async with app_client(app) as client:
+        answer = await client.post("/v1/completions", content=pieces())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    assert app.state.kv.bodies.num_bytes == 0
