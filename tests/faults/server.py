@@ -103,7 +103,7 @@ _ENTERING = (
         "server/http/middleware.py",
         "if self.num_bytes + size > self._limit:",
         "if size > self._limit:",
-        f"{_LIMITS}::test_a_chunked_body_over_the_limit_is_413",
+        "tests/server/http/test_bodies.py",
     ),
     fault(
         "a body of the largest size is refused",

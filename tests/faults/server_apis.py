@@ -295,14 +295,14 @@ _OTHERS = (
         "server/api/dialects/llama_cpp/writer.py",
         '"limit" if reason == "length" else "word" if word else "eos"',
         '"limit" if reason == "length" else "eos"',
-        f"{_CONTRACT}::test_a_stop_string_ends_the_text",
+        f"{_LLAMA_CPP}::test_what_ended_an_answer_is_told",
     ),
     fault(
         "each piece holds the ids of all before it",
         "server/api/dialects/llama_cpp/writer.py",
         "begin, self._told_ids = self._told_ids, len(self._ids)",
         "begin, self._told_ids = 0, len(self._ids)",
-        f"{_LLAMA_CPP}::test_tokens_come_back_if_asked_for",
+        f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
     ),
     fault(
         "infill has the suffix in front",
@@ -317,7 +317,7 @@ _OTHERS = (
         "server/error_shapes.py",
         '_BY_PATH.get("/v1/messages" if path.startswith("/v1/messages/") else path, _openai)',
         "_BY_PATH.get(path, _openai)",
-        "tests/server/test_error_shapes.py",
+        "tests/server/test_error_shapes.py::test_an_error_has_the_shape_of_its_api",
     ),
 )
 
