@@ -14,14 +14,15 @@ from kvboost_edge.server.models import loader
 pytestmark = pytest.mark.usefixtures("all_of_one_size")
 
 
-async def test_the_one_that_was_not_used_for_longest_leaves(room: Room) -> None:
+async def test_the_one_that_was_not_used_for_longest_leaves(room):
     for name, loaded in (("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc"), ("c", "bc"), ("a", "ac")):
         assert (await room.ask(name)).status_code == 200
         assert room.loaded == loaded
         assert room.kv.models.loader.taken == 2 * SIZE
+    assert room.kv.models.first.unloads_at is None, "without keep_alive it goes for another only"
 
 
-async def test_the_time_until_a_model_leaves_counts_from_its_last_request(room: Room) -> None:
+async def test_the_time_until_a_model_leaves_counts_from_its_last_request(room):
     await room.ask("b")
     model = room.model("b")
     model.keep_alive, model.loaded_at = 60.0, model.loaded_at - 1000.0
@@ -29,13 +30,13 @@ async def test_the_time_until_a_model_leaves_counts_from_its_last_request(room: 
     assert 0 < model.unloads_at - time.monotonic() <= 60
 
 
-async def test_a_request_that_fails_gives_its_model_back(room: Room) -> None:
+async def test_a_request_that_fails_gives_its_model_back(room):
     both = {"model": "a", "content": "x", "messages": [{"role": "user", "content": "x"}]}
     assert (await room.client.post("/tokenize", json=both)).status_code == 400
     assert room.model("a").in_use == 0
 
 
-async def test_one_that_is_in_use_stays_though_it_was_idle_for_longer(room: Room) -> None:
+async def test_one_that_is_in_use_stays_though_it_was_idle_for_longer(room):
     await room.ask("b")
     room.model("a").in_use += 1
     assert (await room.ask("c")).status_code == 200
@@ -43,7 +44,7 @@ async def test_one_that_is_in_use_stays_though_it_was_idle_for_longer(room: Room
     room.model("a").in_use -= 1
 
 
-async def test_nobody_leaves_where_that_is_not_enough(room: Room) -> None:
+async def test_nobody_leaves_where_that_is_not_enough(room):
     """Both are needed, one of them is in use: the idle one stays until both may go."""
     await room.ask("b")
     room.model("c").planned = 2 * SIZE
@@ -51,13 +52,16 @@ async def test_nobody_leaves_where_that_is_not_enough(room: Room) -> None:
     waiting = asyncio.ensure_future(room.ask("c"))
     await until(lambda: "in use" in room.model("c").waits_for)
     assert room.loaded == "ab"
+    told = (await room.client.get("/v1/stats")).json()["models"]
+    assert (told["waiting"], told["data"][0]["in_use"], told["data"][2]["state"]) == (1, 1, "loading")
+    assert "are taken: a" in told["data"][2]["waits_for"]
     room.model("a").in_use -= 1
     room.kv.models.loader.released(room.model("a"))
     assert (await waiting).status_code == 200
     assert room.loaded == "c"
 
 
-async def test_a_model_stays_for_as_long_as_its_loading_took(room: Room) -> None:
+async def test_a_model_stays_for_as_long_as_its_loading_took(room):
     """Else two that do not fit together would only be loaded in turns."""
     await room.ask("b")
     for name in ("a", "b"):
@@ -71,7 +75,7 @@ async def test_a_model_stays_for_as_long_as_its_loading_took(room: Room) -> None
     assert (await waiting).status_code == 200
 
 
-async def test_a_model_that_could_not_be_loaded_takes_no_room(room: Room) -> None:
+async def test_a_model_that_could_not_be_loaded_takes_no_room(room):
     room.wrong["b"] = KVBoostError("its file is damaged")
     assert (await room.ask("b")).status_code == 503
     assert room.kv.models.loader.taken == SIZE
@@ -79,7 +83,7 @@ async def test_a_model_that_could_not_be_loaded_takes_no_room(room: Room) -> Non
     assert room.loaded == "ac"
 
 
-async def test_where_the_machine_has_less_than_the_budget_idle_ones_leave(room: Room) -> None:
+async def test_where_the_machine_has_less_than_the_budget_idle_ones_leave(room):
     room.wrong["b"] = CapacityError("weights exceed memory")
     assert (await room.ask("b")).status_code == 200
     assert room.loaded == "b"
@@ -91,16 +95,14 @@ async def test_where_the_machine_has_less_than_the_budget_idle_ones_leave(room: 
     room.model("b").in_use -= 1
 
 
-async def test_a_model_that_takes_more_than_was_planned_costs_another_its_place(
-    room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_model_that_takes_more_than_was_planned_costs_another_its_place(room, monkeypatch):
     monkeypatch.setattr(loader, "reserved_bytes", lambda engine: 2 * SIZE)
     assert (await room.ask("b")).status_code == 200
     await until(lambda: room.loaded == "b")
     assert room.model("b").planned == 2 * SIZE
 
 
-async def test_an_error_that_is_not_ours_stays_in_the_log(room: Room, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_that_is_not_ours_stays_in_the_log(room, caplog):
     room.wrong["b"] = RuntimeError("the secret of a library")
     refused = await room.ask("b")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_failed")
@@ -109,11 +111,12 @@ async def test_an_error_that_is_not_ours_stays_in_the_log(room: Room, caplog: py
     assert (await room.ask("a")).status_code == 200
 
 
-async def test_an_idle_model_with_a_pin_stays_until_the_pin_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_model_with_a_pin_stays_until_the_pin_ends(monkeypatch):
     monkeypatch.setattr(loader, "_PINNED_SECONDS", 0.02)
     room = Room(keep_alive=0.02)
     try:
         model = room.model("a")
+        started = time.monotonic()
         pin = {"text": "These words stay here for a while. " * 2, "pin": True, "ttl": 0.5}
         assert (await room.client.post("/v1/warm", json=pin)).status_code == 200
         engine = model.state.engine if model.state else None
@@ -121,6 +124,7 @@ async def test_an_idle_model_with_a_pin_stays_until_the_pin_ends(monkeypatch: py
         seen = []
         await until(lambda: model.state is None or seen.append(engine.paged_stats()["pinned_blocks"]))
         assert seen[0] > 0
+        assert time.monotonic() - started >= pin["ttl"]
         await until(lambda: model.phase == "not_loaded")
     finally:
         await room.close()
