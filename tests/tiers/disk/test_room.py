@@ -164,7 +164,7 @@ def test_a_space_that_is_open_is_left_alone_by_others(tmp_path):
     with opened(tmp_path, **options()) as mine, opened(tmp_path, OTHER_SPACE, **options()) as theirs:
         write(theirs, chain(100))
         held = segments(tmp_path, OTHER_SPACE)
-        for seed in range(30):
+        for seed in range(60):
             write(mine, chain(10, seed))
         assert on_disk(tmp_path) <= CAP
         assert segments(tmp_path, OTHER_SPACE) == held, "what is deleted can be read while it is open"
