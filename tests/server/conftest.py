@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
-from helpers.server.live_servers import ADMIN_KEY, ENGINE_OPTIONS, KEYS, LiveServer, app_client, serving
+from helpers.server.live_servers import ADMIN_KEY, ENGINE_OPTIONS, KEYS, app_client, serving
 
 
 @pytest.fixture(scope="session")
-def demo_engine(isolated_cache: Any) -> Iterator[Any]:
+def demo_engine(isolated_cache):
     """The bundled model; it ran before, because kernels may have to be compiled first."""
     from kvboost_edge import CPUPagedEngine
 
@@ -24,21 +20,21 @@ def demo_engine(isolated_cache: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def live_server(demo_engine: Any) -> Iterator[LiveServer]:
+def live_server(demo_engine):
     """Without API keys."""
     with serving(demo_engine) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def keyed_server(demo_engine: Any) -> Iterator[LiveServer]:
+def keyed_server(demo_engine):
     """With two API keys, which are two tenants, and an admin's."""
     with serving(demo_engine, api_keys=KEYS, admin_api_keys=(ADMIN_KEY,)) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def client(live_server: LiveServer) -> Iterator[Any]:
+def client(live_server):
     """OpenAI's own client of that server."""
     import openai
 
@@ -47,7 +43,7 @@ def client(live_server: LiveServer) -> Iterator[Any]:
 
 
 @pytest.fixture
-def kept_logging() -> Iterator[None]:
+def kept_logging():
     """What a test does to the server's loggers is undone after it."""
     loggers = [logging.getLogger(name) for name in ("kvboost_edge.server", "uvicorn.error")]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
@@ -58,7 +54,7 @@ def kept_logging() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def _tiny_engine(tiny_model_dir: Path) -> Iterator[Any]:
+def _tiny_engine(tiny_model_dir):
     from kvboost_edge import CPUPagedEngine
 
     options = {"num_blocks": 64, "backend": "cpu", "dtype": "float32", "debug_checks": True, "reuse_gate": "off"}
@@ -67,7 +63,7 @@ def _tiny_engine(tiny_model_dir: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def tiny_engine(_tiny_engine: Any) -> Iterator[Any]:
+def tiny_engine(_tiny_engine):
     """An engine that these tests share, with nothing in its pool; what a test does to it is undone."""
     engine, runner = _tiny_engine, _tiny_engine._core._runner
     forward = runner.forward
@@ -77,7 +73,7 @@ def tiny_engine(_tiny_engine: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-async def tiny_app(tiny_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def tiny_app(tiny_engine):
     """The app over ASGI, no socket; `tiny_app.app` is the application."""
     from kvboost_edge.server.app import create_app
     from kvboost_edge.server.settings import ServerSettings

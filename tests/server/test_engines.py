@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,12 +16,12 @@ ASKED = {name: member for kind in (Engine, Figures) for name, member in vars(kin
 MEMBERS = list(ASKED)
 
 
-def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
+def _parameters(function):
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_the_engine_has_each_member_of_the_protocol(name: str) -> None:
+def test_the_engine_has_each_member_of_the_protocol(name):
     asked, there = ASKED[name], inspect.getattr_static(CPUPagedEngine, name)
     assert isinstance(there, property) == isinstance(asked, property)
     if not isinstance(asked, property):
@@ -34,7 +33,7 @@ def test_the_engine_has_each_member_of_the_protocol(name: str) -> None:
     assert returned[0] == returned[1]
 
 
-def test_the_server_uses_nothing_of_the_engine_that_the_protocol_lacks() -> None:
+def test_the_server_uses_nothing_of_the_engine_that_the_protocol_lacks():
     server = Path(engines.__file__).parent
     used = {
         node.attr

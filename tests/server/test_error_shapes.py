@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from kvboost_edge.server.errors import ApiError, error_body
@@ -29,7 +27,7 @@ REFUSED = ApiError(404, "the model 'x' is not served here", code="model_not_foun
         ("/completion", {"error": {"code": 404, "message": REFUSED.message, "type": "not_found_error"}}),
     ],
 )  # fmt: skip
-def test_an_error_has_the_shape_of_its_api(path: str, body: dict[str, Any] | None) -> None:
+def test_an_error_has_the_shape_of_its_api(path, body):
     assert error_body(REFUSED, path) == (error_body(REFUSED) if body is None else body)
 
 
@@ -38,5 +36,5 @@ def test_an_error_has_the_shape_of_its_api(path: str, body: dict[str, Any] | Non
     [(400, "invalid_request_error"), (401, "authentication_error"), (413, "request_too_large"),
      (418, "invalid_request_error"), (500, "api_error"), (503, "overloaded_error"), (504, "timeout_error")],
 )  # fmt: skip
-def test_anthropic_s_kinds_follow_the_status(status: int, kind: str) -> None:
+def test_anthropic_s_kinds_follow_the_status(status, kind):
     assert error_body(ApiError(status, "no"), "/v1/messages")["error"]["type"] == kind

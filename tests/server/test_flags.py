@@ -30,7 +30,7 @@ def no_keys_in_the_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def parse(*argv: str):
+def parse(*argv):
     return parse_flags(argv, "kvboost-server")
 
 
@@ -247,7 +247,7 @@ def test_wrong_usage_exits_with_2(argv, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def help_of(capsys) -> str:
+def help_of(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     return " ".join(capsys.readouterr().out.split())
@@ -314,7 +314,7 @@ def test_the_package_and_the_flags_load_no_web_framework():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_model_may_have_several_names() -> None:
+def test_a_model_may_have_several_names():
     options = parse_flags(["--model-name", "one, two", "--model-name", "three"], "x")
     assert options.settings.model_names == ("one", "two", "three")
     assert parse_flags([], "x").settings.model_names == ("kvboost-edge/demo",)
@@ -322,7 +322,7 @@ def test_a_model_may_have_several_names() -> None:
         parse_flags(["--model-name", "one,,two"], "x")
 
 
-def test_several_models_each_with_its_names(tmp_path: Path) -> None:
+def test_several_models_each_with_its_names(tmp_path):
     odd = tmp_path / "a=b"
     odd.mkdir()
     options = parse_flags(["--model", str(odd), "-m", "coder, gpt-4o=owner/hub-model", "--model", "owner/another"], "x")
@@ -348,12 +348,12 @@ def test_several_models_each_with_its_names(tmp_path: Path) -> None:
         (["--max-model-bytes", "0"], "max_model_bytes=0"),
     ],
 )
-def test_models_that_cannot_be_told_apart_are_refused(argv: list[str], words: str) -> None:
+def test_models_that_cannot_be_told_apart_are_refused(argv, words):
     with pytest.raises(ConfigError, match=words):
         parse_flags(argv, "x")
 
 
-def test_the_first_model_stays_and_others_leave_unless_it_is_said() -> None:
+def test_the_first_model_stays_and_others_leave_unless_it_is_said():
     default, said = parse_flags([], "x").settings, parse_flags(["--keep-alive", "60", "--max-model-bytes", "8e9"], "x")
     assert [default.keep_alive_of(number) for number in (0, 1, 2)] == [math.inf, 300, 300]
     assert [said.settings.keep_alive_of(number) for number in (0, 1)] == [60, 60]

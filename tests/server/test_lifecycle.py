@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -27,7 +26,7 @@ TEXT = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True, "stream": Tru
 class Process:
     """`kvboost-server` in a process of its own; `lines` are what it logged so far."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVBOOST_API")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvboost_edge.server", "--port", "0", "--num-blocks", "512", *flags],
@@ -37,25 +36,25 @@ class Process:
             stdout=subprocess.DEVNULL,
             text=True,
         )
-        self.lines: list[str] = []
+        self.lines = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def _read(self) -> None:
+    def _read(self):
         assert self.process.stderr is not None
         self.lines.extend(iter(self.process.stderr.readline, ""))
 
-    def url(self) -> str:
+    def url(self):
         wait_until(lambda: self.process.poll() is not None or self._url() is not None, "the server to listen", 400)
         found = self._url()
         assert found is not None, self.lines
         return found
 
-    def _url(self) -> str | None:
+    def _url(self):
         found = re.search(r"http://127\.0\.0\.1:\d+", "".join(self.lines))
         return found[0] if found else None
 
-    def end(self) -> int:
+    def end(self):
         code = self.process.wait(timeout=60)
         self._reader.join(timeout=10)
         assert self.process.stderr is not None
@@ -64,7 +63,7 @@ class Process:
 
 
 @contextlib.contextmanager
-def running(*flags: str) -> Iterator[Process]:
+def running(*flags):
     process = Process(*flags)
     try:
         yield process
@@ -121,7 +120,8 @@ def test_a_second_sigterm_exits_at_once():
     with running() as server, httpx.Client(base_url=server.url(), timeout=60) as client:
         body = {**TEXT, "max_tokens": 2000, "n": 64}  # some seconds of work
         with client.stream("POST", "/v1/completions", json=body) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # while it is held, the client stays
+            next(lines)
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: any('"draining"' in line for line in server.lines), "the drain to begin", 60)
             server.process.send_signal(signal.SIGTERM)
@@ -129,15 +129,15 @@ def test_a_second_sigterm_exits_at_once():
 
 
 @contextlib.contextmanager
-def in_a_terminal(*flags: str) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
+def in_a_terminal(*flags):
     """A server whose log goes to a terminal, and what stands there so far."""
     terminal, end = os.openpty()
     argv = [sys.executable, "-m", "kvboost_edge.server", "--port", "0", "--num-blocks", "512", *flags]
     process = subprocess.Popen(argv, cwd=ROOT, stderr=end, stdout=subprocess.DEVNULL)
     os.close(end)
-    pieces: list[str] = []
+    pieces = []
 
-    def read() -> None:
+    def read():
         with contextlib.suppress(OSError):  # the process has ended
             while piece := os.read(terminal, 4096):
                 pieces.append(piece.decode())
@@ -155,13 +155,14 @@ def in_a_terminal(*flags: str) -> Iterator[tuple[subprocess.Popen[bytes], list[s
 
 def test_a_terminal_gets_plain_lines_the_address_and_what_ctrl_c_does():
     with in_a_terminal() as (process, pieces):
-        wait_until(lambda: "Open http" in "".join(pieces), "the server to listen", 60)
-        found = re.search(r"^Open (http://127\.0\.0\.1:\d+)\r$", "".join(pieces), re.MULTILINE)
-        assert found
+        address = re.compile(r"^Open (http://127\.0\.0\.1:\d+)\r$", re.MULTILINE)
+        wait_until(lambda: address.search("".join(pieces)), "the server to listen", 60)
+        found = address.search("".join(pieces))
         assert re.search(r"^\d\d:\d\d:\d\d loading model=kvboost-edge/demo\r$", "".join(pieces), re.MULTILINE)
         body = {**TEXT, "max_tokens": 2000, "n": 16}
         with httpx.stream("POST", f"{found[1]}/v1/completions", json=body, timeout=60) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # while it is held, the client stays
+            next(lines)
             process.send_signal(signal.SIGINT)
             wait_until(lambda: "Ctrl-C, stops at once" in "".join(pieces), "the drain to begin", 60)
             process.send_signal(signal.SIGINT)
@@ -217,10 +218,10 @@ def test_two_models_in_one_process(tiny_model_dir, tmp_path):
         httpx.Client(base_url=server.url(), timeout=60) as client,
     ):
 
-        def state() -> str:
+        def state():
             return next(one["state"] for one in client.get("/v1/models").json()["data"] if one["id"] == "second")
 
-        def ask() -> dict:
+        def ask():
             answer = client.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
             return answer.json()
@@ -247,7 +248,7 @@ class DrippingHub(BaseHTTPRequestHandler):
     asked = threading.Event()
     over = threading.Event()
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", "1000000")
@@ -257,7 +258,7 @@ class DrippingHub(BaseHTTPRequestHandler):
             while not self.over.wait(0.2):
                 self.wfile.write(b" ")
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 

@@ -9,22 +9,20 @@ import random
 import socket
 import threading
 import time
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.api_bodies import ASKED, TEXTS, asked, said
-from helpers.server.live_servers import LiveServer, raw_answer, serving, wait_until
+from helpers.server.live_servers import raw_answer, serving, wait_until
 from helpers.server.loop_lag import MOST_LAG, check, in_threads, lags, least_lag
 from helpers.server.scripted_model import TEMPLATE
 from kvboost_edge.server.api import bodies
 from kvboost_edge.server.serve import freeze_heap
 
 
-def mostly_full(paths: Any, *kept: str) -> list[Any]:
+def mostly_full(paths, *kept):
     """Of these paths `make test` runs those that are kept."""
     return [pytest.param(path, marks=() if path in kept else pytest.mark.full) for path in paths]
 
@@ -34,12 +32,10 @@ WORDS = ("mill", "water", "river", "a", "of", "house", "yesterday", "grinding", 
 
 
 @pytest.mark.parametrize("path", TEXTS)
-async def test_long_bodies_are_read_and_tokenized_off_the_loop(
-    tiny_app: httpx.AsyncClient, tiny_engine: Any, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    threads: dict[str, set[threading.Thread]] = {"read": set(), "tokenized": set()}
+async def test_long_bodies_are_read_and_tokenized_off_the_loop(tiny_app, tiny_engine, monkeypatch, path):
+    threads = {"read": set(), "tokenized": set()}
 
-    def noting(kind: str, work: Any) -> Any:
+    def noting(kind, work):
         return lambda *arguments: threads[kind].add(threading.current_thread()) or work(*arguments)
 
     codec = tiny_engine.tokenizer.codec
@@ -53,7 +49,7 @@ async def test_long_bodies_are_read_and_tokenized_off_the_loop(
 
 
 @pytest.fixture(scope="module")
-def server(demo_engine: Any) -> Any:
+def server(demo_engine):
     """It freezes the garbage collector's oldest generation, as the server process does."""
     with serving(demo_engine, max_queue_tokens=10_000_000) as server:
         freeze_heap()
@@ -62,17 +58,17 @@ def server(demo_engine: Any) -> Any:
 
 
 @pytest.mark.alone
-def test_the_loop_goes_on_while_long_prompts_are_computed(server: LiveServer) -> None:
+def test_the_loop_goes_on_while_long_prompts_are_computed(server):
     context = server.engine.runner_info.max_context
     rng = random.Random(1)
 
-    def long(number: int) -> None:
+    def long(number):
         ids = rng.choices(range(256), k=context - 8)
         with server.client() as client:
             answer = client.post("/v1/completions", json={"prompt": ids, "max_tokens": 8, "stream": True})
             assert answer.status_code == 200
 
-    def load() -> None:
+    def load():
         for thread in in_threads(long, 3):
             thread.join(60)
 
@@ -85,39 +81,16 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
-def bad_openai_bodies() -> dict[str, bytes]:
-    """Bodies that cost a server far more than who sends them."""
-    names = ",".join(f'"unknown_{i}":1' for i in range(100))
-    numbers = ",".join(f'"{i}":1' for i in range(500_000))
-    many = ",".join(f'"unknown_{i}":1' for i in range(100_000))
-    message = '{"role":"user","content":"a"}'
-    return {
-        "unknown fields of 9,999 messages": f'{{"messages":[{",".join(["{" + names + "}"] * 4_500)}]}}'.encode(),
-        "some unknown fields of messages": f'{{"messages":[{",".join(["{" + names + "}"] * 900)}]}}'.encode(),
-        "messages without anything": f'{{"messages":[{",".join(["{}"] * 9_999)}]}}'.encode(),
-        "a bad message after good ones": f'{{"messages":[{",".join([message] * 9_998)},{{}}]}}'.encode(),
-        "500,000 biases": f'{{"prompt":"a","logit_bias":{{{numbers}}}}}'.encode(),
-        "100,000 unknown fields": f'{{"prompt":"a",{many}}}'.encode(),
-        "a million numbers": f'{{"prompt":[{",".join(["12345"] * 1_000_000)}],"x":1}}'.encode(),
-        "as many numbers as are read": f'{{"prompt":[{",".join(["12345"] * 327_000)}],"x":1}}'.encode(),
-        "as many strings as are read": f'{{"prompt":"a",{many[: many.index("unknown_65000") - 2]}}}'.encode(),
-        "200,000 lists": f'{{"prompt":[{",".join(["[]"] * 200_000)}]}}'.encode(),
-        "as many lists as are read": f'{{"prompt":[{",".join(["[]"] * 262_000)}]}}'.encode(),
-        "a depth of 100,000": b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        "a depth of 100,000 objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-    }
-
-
 @pytest.mark.alone
 @pytest.mark.full
-def test_the_largest_messages_do_not_stop_the_loop(server: LiveServer) -> None:
+def test_the_largest_messages_do_not_stop_the_loop(server):
     """Well-formed, 6.9 MB, far longer than the context, which is told after all was tokenized; one of them with the
     texts of special tokens in it."""
     message = {"role": "user", "content": "word " * 130}
     marked = {"role": "user", "content": "<|im_start|> " + "word " * 180_000}
     bodies = [{"messages": [message] * 9_990, "max_tokens": 1}, {"messages": [marked] * 7, "max_tokens": 1}]
 
-    def load() -> None:
+    def load():
         with server.client() as client:
             for body in bodies:
                 answer = client.post("/v1/chat/completions", json=body, timeout=120)
@@ -139,8 +112,8 @@ def test_the_largest_messages_do_not_stop_the_loop(server: LiveServer) -> None:
     ],
     ids=["60,000 chunks of a byte", "100,000 chunks of 64", "50 MB refused", "pipelined", "200,000 headers"],
 )
-def test_no_bytes_stop_the_loop(server: LiveServer, data: bytes) -> None:
-    def load() -> None:
+def test_no_bytes_stop_the_loop(server, data):
+    def load():
         for _ in range(3):
             with server.connect() as sock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 sock.sendall(data)
@@ -151,35 +124,16 @@ def test_no_bytes_stop_the_loop(server: LiveServer, data: bytes) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("name", bad_openai_bodies())
-def test_no_bad_body_of_openai_s_stops_the_loop(server: LiveServer, name: str) -> None:
-    body = bad_openai_bodies()[name]
-    seconds: list[float] = []
-
-    def load() -> None:
-        with server.client(headers={"content-type": "application/json"}) as client:
-            for path in ("/v1/chat/completions", "/v1/completions"):
-                started = time.perf_counter()
-                answer = client.post(path, content=body)
-                seconds.append(time.perf_counter() - started)
-                assert answer.status_code == 400, answer.text
-                assert len(answer.content) < 1000
-
-    check(least_lag(server, load))
-    assert min(seconds) < 1.0
-
-
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("stream", "choices"), [(True, 10), *(pytest.param(one, 27, marks=pytest.mark.full) for one in (False, True))]
 )
-def test_large_answers_do_not_stop_the_loop(server: LiveServer, stream: bool, choices: int) -> None:
+def test_large_answers_do_not_stop_the_loop(server, stream, choices):
     """Echoed prompts with twenty log probabilities a token; with 27 choices as many as an answer may have."""
     rng = random.Random(2)
     body = {"prompt": rng.choices(range(256), k=900), "max_tokens": 4, "echo": True, "logprobs": 20, "n": choices}
-    sizes: list[int] = []
+    sizes = []
 
-    def load() -> None:
+    def load():
         with server.client() as client:
             answer = client.post("/v1/completions", json={**body, "stream": stream}, timeout=120)
             sizes.append(len(answer.content))
@@ -191,7 +145,7 @@ def test_large_answers_do_not_stop_the_loop(server: LiveServer, stream: bool, ch
 
 
 @pytest.fixture(scope="module")
-def large() -> Any:
+def large():
     """A model that costs nothing, with a long context: what the server itself does remains."""
     with fake_engine(num_blocks=8192, max_context=CONTEXT, max_batch_tokens=8192, debug_checks=False) as engine:
         engine.tokenizer.chat_template = TEMPLATE
@@ -202,19 +156,19 @@ def large() -> Any:
 
 
 @pytest.mark.alone
-def test_the_loop_goes_on_while_every_api_tokenizes(server: LiveServer) -> None:
+def test_the_loop_goes_on_while_every_api_tokenizes(server):
     """Long texts to each route that takes one, a few at a time, while short requests go on beside them."""
     text = " ".join(random.Random(0).choices(WORDS, k=70_000))[:300_000]
     paths = [path for path in TEXTS if path != "/infill"]
     assert len(paths) == 14
-    done: dict[str, int] = {}
+    done = {}
 
-    def long(number: int) -> None:
+    def long(number):
         with server.client() as client:
             for path in paths[number::3]:
                 done[path] = client.post(path, json=asked(path, text), timeout=120).status_code
 
-    def load() -> None:
+    def load():
         threads = in_threads(long, 3)
         with server.client() as client:
             while any(thread.is_alive() for thread in threads):
@@ -231,7 +185,7 @@ def test_the_loop_goes_on_while_every_api_tokenizes(server: LiveServer) -> None:
     check(late)
 
 
-def many_messages(path: str, count: int) -> dict[str, Any]:
+def many_messages(path, count):
     """A body of many messages, each of some words."""
     text = "word " * 12
     if path == "/v1/responses":
@@ -240,16 +194,17 @@ def many_messages(path: str, count: int) -> dict[str, Any]:
     return asked(path, "", messages=turns + said(text))
 
 
+BAD = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat", "/v1/embeddings")
 TALKING = [path for path in ASKED if "messages" in ASKED[path]("x")] + ["/v1/responses"]
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("path", mostly_full(TALKING, "/v1/chat/completions", "/v1/responses"))
-def test_the_most_messages_do_not_stop_the_loop(server: LiveServer, path: str) -> None:
+def test_the_most_messages_do_not_stop_the_loop(server, path):
     """Well-formed, and far longer than the context."""
     content = json.dumps(many_messages(path, 9_990)).encode()
 
-    def load() -> None:
+    def load():
         with server.client() as client:
             answer = client.post(path, content=content, timeout=120)
             assert answer.status_code == 400 or path not in ("/v1/messages", "/v1/responses", "/api/chat")
@@ -257,7 +212,7 @@ def test_the_most_messages_do_not_stop_the_loop(server: LiveServer, path: str) -
     check(least_lag(server, load))
 
 
-def bad_bodies(path: str) -> dict[str, bytes]:
+def bad_bodies(path):
     """Bodies that cost a server far more than who sends them, for any route."""
     field = next(name for name, value in ASKED[path]("hello").items() if "hello" in json.dumps(value))
     names = ",".join(f'"unknown_{i}":1' for i in range(60_000))
@@ -267,42 +222,49 @@ def bad_bodies(path: str) -> dict[str, bytes]:
         "some unknown fields of many": listed("{" + fields + "}", 600),
         "9,999 without anything": listed("{}", 9_999),
         "a bad one after good ones": json.dumps([*(said("a") * 9_998), {}]),
-        "many numbers": listed("12345", 327_000),
+        "many unknown fields of many": listed("{" + fields + "}", 4_500),
+        "as many numbers as are read": listed("12345", 327_000),
+        "more numbers than are read": listed("12345", 1_000_000),
         "many texts": listed('"a"', 65_000),
         "many lists": listed("[]", 262_000),
         "a depth of 100,000": "[" * 100_000 + "]" * 100_000,
     }
     bodies = {name: f'{{"{field}":{value},"x":1}}'.encode() for name, value in inside.items()}
+    bodies["500,000 biases"] = b'{"logit_bias":{' + ",".join(f'"{i}":1' for i in range(500_000)).encode() + b"}}"
+    bodies["a depth of 100,000 objects"] = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
     return {"60,000 unknown fields": b"{" + names.encode() + b"}", **bodies}
 
 
-def listed(one: str, count: int) -> str:
+def listed(one, count):
     """A list of as many alike, as JSON."""
     return "[" + ",".join([one] * count) + "]"
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("path", mostly_full(TEXTS, "/v1/messages", "/v1/responses", "/api/chat", "/v1/embeddings"))
-def test_no_bad_body_stops_the_loop(server: LiveServer, path: str) -> None:
-    bodies = bad_bodies(path)
+@pytest.mark.parametrize("path", mostly_full(TEXTS, *BAD))
+def test_no_bad_body_stops_the_loop(server, path):
+    bodies, seconds = bad_bodies(path), {}
 
-    def load() -> None:
+    def load():
         with server.client() as client:
             for name, body in bodies.items():
+                started = time.perf_counter()
                 answer = client.post(path, content=body)
+                seconds[name] = min(time.perf_counter() - started, seconds.get(name, 60.0))
                 assert answer.status_code == 400, (name, answer.text[:300])
                 assert len(answer.content) < 1000, name
 
     check(least_lag(server, load))
+    assert max(seconds.values()) < 1.0, seconds
 
 
 @pytest.mark.alone
-def test_a_long_query_with_many_documents_is_refused_before_it_is_written_down(server: LiveServer) -> None:
+def test_a_long_query_with_many_documents_is_refused_before_it_is_written_down(server):
     """Each document is judged behind the query: together they would be a thousand times as long as the body."""
     body = {"query": "word " * 200_000, "documents": ["a"] * 1024}
-    refused: list[httpx.Response] = []
+    refused = []
 
-    def load() -> None:
+    def load():
         with server.client() as client:
             refused.append(client.post("/v1/rerank", json=body, timeout=120))
 
@@ -311,12 +273,12 @@ def test_a_long_query_with_many_documents_is_refused_before_it_is_written_down(s
 
 
 @pytest.mark.alone
-def test_large_responses_are_remembered_shown_and_continued(large: LiveServer) -> None:
+def test_large_responses_are_remembered_shown_and_continued(large):
     """Conversations as long as the context, of many small items, kept, listed and gone on with."""
     items = [*said("w" * 20), {"role": "assistant", "content": "y" * 20}] * 700
     body = {"input": items, "instructions": "i" * 4000, "max_output_tokens": 1}
 
-    def load() -> None:
+    def load():
         with large.client() as client:
             last = None
             for _ in range(3):
@@ -333,7 +295,7 @@ def test_large_responses_are_remembered_shown_and_continued(large: LiveServer) -
 
 
 @pytest.mark.alone
-def test_as_much_as_is_remembered_is_read_beside_others(large: LiveServer) -> None:
+def test_as_much_as_is_remembered_is_read_beside_others(large):
     """What was sent with one response, as large as a body may be, is listed page by page; and a whole memory of them
     is continued."""
     from kvboost_edge.server.work.remembered import Turn
@@ -355,7 +317,7 @@ def test_as_much_as_is_remembered_is_read_beside_others(large: LiveServer) -> No
         assert remembered.keep(None, f"resp_{number}", Turn(answer, sent, before))
         before = f"resp_{number}"
 
-    def load() -> None:
+    def load():
         with large.client() as client:
             for number in range(9):
                 listed = client.get(f"/v1/responses/resp_{number}/input_items?limit=100")
@@ -374,19 +336,19 @@ def test_as_much_as_is_remembered_is_read_beside_others(large: LiveServer) -> No
 
 @pytest.mark.alone
 @pytest.mark.full
-def test_comparing_with_all_that_is_kept_does_not_stop_the_loop(large: LiveServer) -> None:
+def test_comparing_with_all_that_is_kept_does_not_stop_the_loop(large):
     """Prompts of 30,000 tokens that are alike up to their ends, as many of them as are kept, and the list of them."""
     ids = random.Random(3).choices(range(256), k=30_000)
     headers = {"content-type": "application/json"}
 
-    def ask(client: httpx.Client, number: int) -> None:
+    def ask(client, number):
         prompt = json.dumps([*ids, number % 256, number // 256])
         content = f'{{"prompt": {prompt}, "max_tokens": 1, "kvboost": {{"explain": true}}}}'
         answer = client.post("/v1/completions", content=content, headers=headers)
         assert answer.status_code == 200, answer.text
 
-    def load() -> None:
-        def some(first: int) -> None:
+    def load():
+        def some(first):
             with large.client() as client:
                 for number in range(40):
                     ask(client, first * 40 + number)

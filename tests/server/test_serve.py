@@ -7,11 +7,10 @@ import logging
 import socket
 import sys
 from collections import deque
-from typing import Any
 
 import pytest
 
-from helpers.server.live_servers import LiveServer, raw_answer, serving, wait_until
+from helpers.server.live_servers import raw_answer, serving, wait_until
 from kvboost_edge.server import serve
 from kvboost_edge.server.serve import freeze_heap
 
@@ -29,9 +28,9 @@ def test_a_large_heap_does_not_put_off_the_collection_of_what_comes_later():
     freeze_heap()
     full.clear()
     try:
-        in_flight: deque[list[object]] = deque(maxlen=3000)
+        in_flight = deque(maxlen=3000)
         for _ in range(100_000):
-            circle: list[object] = []
+            circle = []
             circle.append(circle)
             in_flight.append(circle)
         assert full
@@ -41,22 +40,20 @@ def test_a_large_heap_does_not_put_off_the_collection_of_what_comes_later():
     assert len(kept) == 300_000
 
 
-def half_a_body(server: LiveServer) -> bytes:
+def half_a_body(server):
     return server.request_bytes("/v1/completions", TEXT)[:-10]
 
 
-def an_unread_stream(server: LiveServer) -> bytes:
+def an_unread_stream(server):
     return server.request_bytes("/v1/completions", TEXT)
 
 
-def an_unread_answer(server: LiveServer) -> bytes:
+def an_unread_answer(server):
     return server.request_bytes("/tokenize", LONG)
 
 
 @pytest.mark.parametrize("request_of", [half_a_body, an_unread_stream, an_unread_answer])
-def test_no_connection_outlives_the_server(
-    demo_engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request_of: Any
-) -> None:
+def test_no_connection_outlives_the_server(demo_engine, monkeypatch, caplog, request_of):
     """Nor is what somebody does not send or take an error of ours."""
     monkeypatch.setattr(serve, "_LAST_SECONDS", 0.3)
     with socket.socket() as sock:

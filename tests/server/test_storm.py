@@ -4,17 +4,15 @@ holds comes back, exactly."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import random
 import threading
-from typing import Any
 
 import psutil
 import pytest
 
 from helpers.server.api_bodies import ASKED, GENERATING, asked
 from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving, wait_until
+from helpers.server.visitors import storm
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api.dialects.anthropic import blocks
 
@@ -30,7 +28,6 @@ READ = (
     "/api/ps",
     "/props",
 )
-AT_ONCE = 32
 SHORT_SECONDS = 0.2
 OF_OPENAI = ("/v1/completions", "/v1/chat/completions")
 
@@ -50,9 +47,9 @@ def server(isolated_cache):
             yield server
 
 
-def body_of(rng: random.Random, path: str) -> dict[str, Any]:
+def body_of(rng, path):
     text = " ".join(rng.choices(("shared", "prefix", "words", "of", "a", "prompt"), k=rng.choice((3, 60, 400))))
-    more: dict[str, Any] = {}
+    more = {}
     if path in GENERATING:
         more["stream"] = rng.random() < 0.6
     if path in OF_OPENAI:
@@ -66,47 +63,18 @@ def body_of(rng: random.Random, path: str) -> dict[str, Any]:
     return body
 
 
-def bytes_of(server: Any, rng: random.Random, path: str) -> bytes:
-    """A request with one of the two keys."""
+def request_of(rng):
+    """A path, and a request with one of the two keys."""
+    path = rng.choice(READ if rng.random() < 0.1 else PATHS)
     key = f"x-api-key: {rng.choice(KEYS)}"
     if path in READ:
-        return f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}\r\n\r\n".encode()
+        return path, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}\r\n\r\n".encode()
     data = json.dumps(body_of(rng, path)).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}\r\nContent-Length: {len(data)}"
-    return f"{head}\r\n\r\n".encode() + data
+    return path, f"{head}\r\n\r\n".encode() + data
 
 
-async def visit(server, seed: int) -> str:
-    """One client. Most leave early: before the body ends, while queued, in prefill, in decode, or in mid-stream."""
-    rng = random.Random(seed)
-    path = rng.choice(READ if rng.random() < 0.1 else PATHS)
-    data = bytes_of(server, rng, path)
-    reader, writer = await asyncio.open_connection(server.host, server.port)
-    try:
-        leaves = rng.random()
-        if leaves < 0.1:
-            writer.write(data[: rng.randrange(len(data))])
-            return "incomplete"
-        writer.write(data)
-        if leaves < 0.5:
-            await asyncio.sleep(rng.random() ** 3 * 0.2)
-            return "left"
-        if leaves < 0.7:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(reader.read(rng.choice((1, 500, 5000))), 10)
-            return "left in the answer"
-        status = (await asyncio.wait_for(reader.read(), 60))[9:12].decode()
-        assert status in ("200", "400", "404", "503"), (path, status)
-        return status
-    finally:
-        if rng.random() < 0.5:
-            writer.transport.abort()  # a reset instead of an orderly end
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-
-def held_by(server) -> tuple:
+def held_by(server):
     """What must be the same before and after: threads, files and sockets, blocks, tasks, connections, tickets."""
     threads = sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_"))
     state = server.server.server_state
@@ -127,7 +95,7 @@ def held_by(server) -> tuple:
     )
 
 
-def forget(server: Any) -> None:
+def forget(server):
     """As if a day had gone by: what is remembered for a time is due, and the next request finds that out."""
     remembered, doctor = server.state.remembered, server.state.doctor
     remembered.seconds = doctor.history.seconds = -1.0
@@ -140,27 +108,18 @@ def forget(server: Any) -> None:
 def test_a_storm_of_leaving_clients_leaves_nothing(server, scale):
     count = scale(300, 5000)
 
-    async def storm(first: int, number: int) -> list[str]:
-        gate = asyncio.Semaphore(AT_ONCE)
-
-        async def one(seed: int) -> str:
-            async with gate:
-                return await visit(server, seed)
-
-        return await asyncio.gather(*(one(seed) for seed in range(first, first + number)))
-
-    def settled() -> bool:
+    def settled():
         state = server.server.server_state
         pinned = server.engine.paged_stats()["pinned_blocks"]
         return server.idle() and not pinned and not state.connections and not state.tasks
 
-    asyncio.run(storm(10_000, 20))
+    asyncio.run(storm(server, request_of, range(10_000, 10_020)))
     wait_until(settled, "the first visitors to be gone", 60)
     forget(server)
     wait_until(settled, "the forgetting to be over")
     before = held_by(server)
     assert before[-3:] == (0, 0, 0)
-    seen = asyncio.run(storm(0, count))
+    seen = asyncio.run(storm(server, request_of, range(count)))
     wait_until(settled, "the storm to be over", 60)
     assert server.state.remembered.num_bytes  # of those who stayed, and of some who did not
     assert server.state.doctor.history.nbytes > 0

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from helpers.server.live_servers import ENGINE_OPTIONS, LiveServer, serving
+from helpers.server.live_servers import ENGINE_OPTIONS, serving
 from kvboost_edge import CPUPagedEngine
 
 BODY = {"model": "kvboost-edge/demo", "prompt": "The mine of North Romin is nickel. " * 12, "max_tokens": 2}
 
 
 @pytest.fixture
-def restarted(tmp_path: Path) -> Iterator[LiveServer]:
+def restarted(tmp_path):
     """A server whose engine begins with what another one left on disk."""
-    options: dict[str, Any] = {**ENGINE_OPTIONS, "disk_cache_dir": tmp_path}
+    options = {**ENGINE_OPTIONS, "disk_cache_dir": tmp_path}
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
         engine.warm(BODY["prompt"])
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine, serving(engine) as server:

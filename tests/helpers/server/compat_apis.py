@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import httpx
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 
 from helpers.server.scripted_model import ASK
 from kvboost_edge.server.app import ROUTERS
 
-__all__ = ["ANSWERS", "APIS", "MODEL", "Api", "Said", "lasting", "named_events"]
+__all__ = ["ANSWERS", "APIS", "MODEL", "Api", "Said", "lasting"]
 
 # ruff: noqa: RUF012
 
@@ -26,7 +24,7 @@ _PASSING |= {f"{name}_duration" for name in ("total", "load", "prompt_eval", "ev
 
 
 _ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
-ANSWERS: dict[str, Any] = {route.path: route.responses[200]["model"] for route in _ROUTES if route.include_in_schema}
+ANSWERS = {route.path: route.responses[200]["model"] for route in _ROUTES if route.include_in_schema}
 """The model of the OpenAPI document for the answers of each path."""
 
 
@@ -42,14 +40,14 @@ class Said(NamedTuple):
     output: int
 
 
-def lasting(value: Any) -> Any:
+def lasting(value):
     """A JSON value without what passes."""
     if isinstance(value, dict):
         return {name: lasting(one) for name, one in value.items() if name not in _PASSING}
     return [lasting(one) for one in value] if isinstance(value, list) else value
 
 
-def named_events(answer: httpx.Response) -> list[Json]:
+def _named(answer):
     """The events of a stream, each of which is named as its data says."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = []
@@ -60,7 +58,7 @@ def named_events(answer: httpx.Response) -> list[Json]:
     return events
 
 
-def _data(answer: httpx.Response) -> list[Json]:
+def _data(answer):
     """The events of a stream without names."""
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     blocks = answer.text.removesuffix("\n\n").split("\n\n")
@@ -80,9 +78,9 @@ class Api:
     places: dict[str, str] = {}
     has = frozenset({"tools", "choice", "thinks"})
 
-    def body(self, *, tools: Any = None, thinks: bool | None = None, choice: str = "", **terms: Any) -> Json:
+    def body(self, *, tools=None, thinks=None, choice="", **terms):
         """thinks None: as the API does by itself. choice: of OpenAI, or the name of a tool. form: a JSON schema."""
-        found: Json = {**self.plain, **self.question()}
+        found = {**self.plain, **self.question()}
         if tools:
             found["tools"] = self.tools(tools)
         if choice:
@@ -100,27 +98,27 @@ class Api:
             place[last] = value
         return found
 
-    def question(self) -> Json:
+    def question(self):
         return {"messages": ASK}
 
-    def tools(self, tools: Any) -> Any:
+    def tools(self, tools):
         return tools
 
-    def choice(self, choice: str) -> Json:
+    def choice(self, choice):
         named = choice not in ("auto", "none", "required")
         return {"tool_choice": {"type": "function", "function": {"name": choice}} if named else choice}
 
-    def one_call(self, body: Json) -> Json:
+    def one_call(self, body):
         """At most one call in the answer."""
         return {**body, "parallel_tool_calls": False}
 
-    def thinks(self, thinks: bool) -> Json:
+    def thinks(self, thinks):
         raise NotImplementedError
 
-    def form(self, schema: Json) -> Any:
+    def form(self, schema):
         return schema
 
-    async def ask(self, app: httpx.AsyncClient, body: Json, *, streams: bool = False) -> Json:
+    async def ask(self, app, body, *, streams=False):
         """The whole answer, or what the events of a stream add up to."""
         answer = await app.post(self.path, json={**body, "stream": streams, **(self.streamed() if streams else {})})
         assert answer.status_code == 200, answer.text
@@ -128,42 +126,41 @@ class Api:
             return self.gather(self.events(answer))
         if not self.path.endswith("/completions"):  # whose models name what has to be asked for
             TypeAdapter(ANSWERS[self.path]).validate_json(answer.content, strict=True)
-        found: Json = answer.json()
-        return found
+        return answer.json()
 
-    def streamed(self) -> Json:
+    def streamed(self):
         return {}
 
-    def events(self, answer: httpx.Response) -> list[Json]:
+    def events(self, answer):
         return _data(answer)
 
-    def gather(self, events: list[Json]) -> Json:
+    def gather(self, events):
         """The answer that clients make of a stream's events."""
         raise NotImplementedError
 
-    def said(self, answer: Json) -> Said:
+    def said(self, answer):
         raise NotImplementedError
 
-    def stopped_by(self, answer: Json) -> str | None:
+    def stopped_by(self, answer):
         """The stop string that ended the answer; "": this API does not say."""
         return ""
 
-    def went_wrong(self, events: list[Json]) -> bool:
+    def went_wrong(self, events):
         """Whether the last event says that the answer failed."""
         return bool(events[-1].get("error"))
 
-    def next_turn(self, body: Json, answer: Json, results: Sequence[str]) -> Json:
+    def next_turn(self, body, answer, results):
         """The body of the next turn: what was answered, with the results of its calls."""
         message = answer["choices"][0]["message"]
         sent = [{"role": "tool", "tool_call_id": call["id"], "content": text}
                 for call, text in zip(message["tool_calls"], results, strict=True)]  # fmt: skip
         return {**body, "messages": [*body["messages"], message, *sent]}
 
-    def parts(self, thought: str, text: str, name: str, values: Json) -> Any:
+    def parts(self, thought, text, name, values):
         """The part of an answer with reasoning, text and a call, to the letter but for ids."""
         raise NotImplementedError
 
-    def told(self, answer: Json) -> Any:
+    def told(self, answer):
         """That part of an answer."""
         raise NotImplementedError
 
@@ -172,14 +169,14 @@ class Chat(Api):
     path = "/v1/chat/completions"
     places = {"limit": "max_tokens", "form": "guided_json"}
 
-    def thinks(self, thinks: bool) -> Json:
+    def thinks(self, thinks):
         return {"chat_template_kwargs": {"enable_thinking": thinks}}
 
-    def streamed(self) -> Json:
+    def streamed(self):
         return {"stream_options": {"include_usage": True}}
 
-    def gather(self, events: list[Json]) -> Json:
-        message: Json = {"role": "assistant", "content": "", "refusal": None}
+    def gather(self, events):
+        message = {"role": "assistant", "content": "", "refusal": None}
         reason = None
         for event in events:
             for choice in event["choices"]:
@@ -200,7 +197,7 @@ class Chat(Api):
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
         return {**events[-1], "object": "chat.completion", "choices": [choice]}
 
-    def said(self, answer: Json) -> Said:
+    def said(self, answer):
         (choice,), usage = answer["choices"], answer["usage"]
         message = choice["message"]
         functions = [call["function"] for call in message.get("tool_calls", ())]
@@ -215,12 +212,12 @@ class Chat(Api):
             usage["completion_tokens"],
         )  # fmt: skip
 
-    def parts(self, thought: str, text: str, name: str, values: Json) -> Any:
+    def parts(self, thought, text, name, values):
         call = {"type": "function", "function": {"name": name, "arguments": json.dumps(values, ensure_ascii=False)}}
         return {"role": "assistant", "content": text, "refusal": None, "reasoning_content": thought,
                 "tool_calls": [call]}  # fmt: skip
 
-    def told(self, answer: Json) -> Any:
+    def told(self, answer):
         return answer["choices"][0]["message"]
 
 
@@ -230,18 +227,18 @@ class Completions(Api):
     plain = {"temperature": 0, "max_tokens": 300}
     has = frozenset()
 
-    def question(self) -> Json:
+    def question(self):
         return {"prompt": "<|assistant|>"}
 
-    def streamed(self) -> Json:
+    def streamed(self):
         return {"stream_options": {"include_usage": True}}
 
-    def gather(self, events: list[Json]) -> Json:
+    def gather(self, events):
         pieces = [choice for event in events for choice in event["choices"] if choice["index"] == 0]
         choice = {**pieces[-1], "text": "".join(piece["text"] for piece in pieces)}
         return {**events[-1], "choices": [choice]}
 
-    def said(self, answer: Json) -> Said:
+    def said(self, answer):
         (choice,), usage = answer["choices"], answer["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return Said("", choice["text"], [], choice["finish_reason"], usage["prompt_tokens"], cached,
@@ -254,31 +251,31 @@ class Messages(Api):
     plain = {"temperature": 0, "max_tokens": 300}
     reasons = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
 
-    def tools(self, tools: Any) -> Any:
+    def tools(self, tools):
         functions = [tool["function"] for tool in tools]
         return [{"name": one["name"], "input_schema": one.get("parameters", {"type": "object"})} for one in functions]
 
-    def choice(self, choice: str) -> Json:
+    def choice(self, choice):
         kinds = {"auto": "auto", "none": "none", "required": "any"}
         return {"tool_choice": {"type": kinds[choice]} if choice in kinds else {"type": "tool", "name": choice}}
 
-    def one_call(self, body: Json) -> Json:
+    def one_call(self, body):
         return {**body, "tool_choice": {**body["tool_choice"], "disable_parallel_tool_use": True}}
 
-    def thinks(self, thinks: bool) -> Json:
+    def thinks(self, thinks):
         return {"thinking": {"type": "enabled", "budget_tokens": 1024} if thinks else {"type": "disabled"}}
 
-    def form(self, schema: Json) -> Any:
+    def form(self, schema):
         return {"format": {"type": "json_schema", "schema": schema}}
 
-    def events(self, answer: httpx.Response) -> list[Json]:
-        return named_events(answer)
+    def events(self, answer):
+        return _named(answer)
 
-    def gather(self, events: list[Json]) -> Json:
+    def gather(self, events):
         ends = [event["type"] for event in events[:1] + events[-2:]]
         assert ends == ["message_start", "message_delta", "message_stop"]
-        message: Json = events[0]["message"]
-        arguments: dict[int, str] = {}
+        message = events[0]["message"]
+        arguments = {}
         is_open = False
         for event in events[1:-2]:
             kind, at = event["type"].removeprefix("content_block_"), event["index"]
@@ -302,7 +299,7 @@ class Messages(Api):
         last = {name: value for name, value in events[-2].items() if name not in ("type", "delta", "usage")}
         return {**message, **last, **events[-2]["delta"], "usage": {**message["usage"], **events[-2]["usage"]}}
 
-    def said(self, answer: Json) -> Said:
+    def said(self, answer):
         blocks, usage = answer["content"], answer["usage"]
         cached = usage["cache_read_input_tokens"]
         thought = "".join(one.get("thinking", "") for one in blocks)
@@ -314,24 +311,24 @@ class Messages(Api):
             usage["input_tokens"] + cached + usage["cache_creation_input_tokens"], cached, usage["output_tokens"],
         )  # fmt: skip
 
-    def stopped_by(self, answer: Json) -> str | None:
+    def stopped_by(self, answer):
         return answer["stop_sequence"]
 
-    def next_turn(self, body: Json, answer: Json, results: Sequence[str]) -> Json:
+    def next_turn(self, body, answer, results):
         calls = [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
         sent = [{"type": "tool_result", "tool_use_id": call, "content": text}
                 for call, text in zip(calls, results, strict=True)]  # fmt: skip
         said = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": sent}]
         return {**body, "messages": [*body["messages"], *said]}
 
-    def parts(self, thought: str, text: str, name: str, values: Json) -> Any:
+    def parts(self, thought, text, name, values):
         return [
             {"type": "thinking", "thinking": thought, "signature": "unsigned"},
             {"type": "text", "text": text},
             {"type": "tool_use", "name": name, "input": values},
         ]
 
-    def told(self, answer: Json) -> Any:
+    def told(self, answer):
         return answer["content"]
 
 
@@ -340,39 +337,39 @@ class Responses(Api):
     places = {"limit": "max_output_tokens", "form": "text"}
     plain = {"temperature": 0, "store": False}
 
-    def question(self) -> Json:
+    def question(self):
         return {"input": ASK}
 
-    def tools(self, tools: Any) -> Any:
+    def tools(self, tools):
         return [{"type": "function", **tool["function"]} for tool in tools]
 
-    def choice(self, choice: str) -> Json:
+    def choice(self, choice):
         named = choice not in ("auto", "none", "required")
         return {"tool_choice": {"type": "function", "name": choice} if named else choice}
 
-    def thinks(self, thinks: bool) -> Json:
+    def thinks(self, thinks):
         return {"reasoning": {"effort": "high" if thinks else "none"}}
 
-    def form(self, schema: Json) -> Any:
+    def form(self, schema):
         return {"format": {"type": "json_schema", "name": "form", "schema": schema, "strict": True}}
 
-    def events(self, answer: httpx.Response) -> list[Json]:
-        events = named_events(answer)
+    def events(self, answer):
+        events = _named(answer)
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         return events
 
-    def gather(self, events: list[Json]) -> Json:
+    def gather(self, events):
         assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
-        answer: Json = events[-1]["response"]
+        answer = events[-1]["response"]
         assert events[-1]["type"] == f"response.{answer['status']}"
         assert answer["id"] == events[0]["response"]["id"]
         assert answer["output"] == self.items(events)
         return answer
 
     @staticmethod
-    def items(events: list[Json]) -> list[Json]:
+    def items(events):
         """The items that the pieces of a stream add up to, by the events' own places."""
-        items: list[Json] = []
+        items = []
         for event in events:
             match event["type"].removeprefix("response."):
                 case "output_item.added":
@@ -393,8 +390,8 @@ class Responses(Api):
             assert event.get("item_id") in (None, items[-1]["id"] if items else None)
         return items
 
-    def said(self, answer: Json) -> Said:
-        found: dict[str, list[Json]] = {"reasoning": [], "message": [], "function_call": []}
+    def said(self, answer):
+        found = {"reasoning": [], "message": [], "function_call": []}
         for item in answer["output"]:
             found[item["type"]].append(item)
         texts = ["".join(part["text"] for item in found[kind] for part in item["content"])
@@ -412,17 +409,17 @@ class Responses(Api):
             usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"],
         )  # fmt: skip
 
-    def went_wrong(self, events: list[Json]) -> bool:
+    def went_wrong(self, events):
         assert events[-1]["response"]["error"]["code"] == "server_error"
         return [event["type"] for event in events[-2:]] == ["error", "response.failed"]
 
-    def next_turn(self, body: Json, answer: Json, results: Sequence[str]) -> Json:
+    def next_turn(self, body, answer, results):
         calls = [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
         sent = [{"type": "function_call_output", "call_id": call, "output": text}
                 for call, text in zip(calls, results, strict=True)]  # fmt: skip
         return {**body, "input": [*body["input"], *answer["output"], *sent]}
 
-    def parts(self, thought: str, text: str, name: str, values: Json) -> Any:
+    def parts(self, thought, text, name, values):
         written = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         return [
             {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}],
@@ -432,7 +429,7 @@ class Responses(Api):
              "status": "completed"},
         ]  # fmt: skip
 
-    def told(self, answer: Json) -> Any:
+    def told(self, answer):
         return answer["output"]
 
 
@@ -443,14 +440,14 @@ class OllamaChat(Api):
     plain = {"model": MODEL, "options": {"temperature": 0}}
     has = frozenset({"tools", "thinks"})
 
-    def thinks(self, thinks: bool) -> Json:
+    def thinks(self, thinks):
         return {"think": thinks}
 
-    def events(self, answer: httpx.Response) -> list[Json]:
+    def events(self, answer):
         assert answer.headers["content-type"] == "application/x-ndjson"
         return [json.loads(line) for line in answer.text.splitlines()]
 
-    def gather(self, events: list[Json]) -> Json:
+    def gather(self, events):
         assert [line["done"] for line in events] == [False] * (len(events) - 1) + [True]
         messages = [line["message"] for line in events]
         calls = [call for message in messages for call in message.get("tool_calls", ())]
@@ -459,7 +456,7 @@ class OllamaChat(Api):
         message |= {name: value for name, value in (("thinking", thought), ("tool_calls", calls)) if value}
         return {**events[-1], "message": message}
 
-    def said(self, answer: Json) -> Said:
+    def said(self, answer):
         message = answer["message"]
         return self._told(
             answer, message.get("thinking", ""), message["content"],
@@ -468,23 +465,23 @@ class OllamaChat(Api):
         )  # fmt: skip
 
     @staticmethod
-    def _told(answer: Json, thought: str, text: str, calls: list[tuple[str, str]]) -> Said:
+    def _told(answer, thought, text, calls):
         cached = sum(answer["kvboost"]["hit_tokens"].values())
         assert answer["total_duration"] >= answer["prompt_eval_duration"] + answer["eval_duration"] > 10_000
         reason = "tool_calls" if calls else answer["done_reason"]
         return Said(thought, text, calls, reason, answer["prompt_eval_count"], cached, answer["eval_count"])
 
-    def next_turn(self, body: Json, answer: Json, results: Sequence[str]) -> Json:
+    def next_turn(self, body, answer, results):
         """Results are found in the order of their calls."""
         assert len(results) == len(answer["message"]["tool_calls"])
         sent = [{"role": "tool", "content": text} for text in results]
         return {**body, "messages": [*body["messages"], answer["message"], *sent]}
 
-    def parts(self, thought: str, text: str, name: str, values: Json) -> Any:
+    def parts(self, thought, text, name, values):
         call = {"function": {"index": 0, "name": name, "arguments": values}}
         return {"role": "assistant", "content": text, "thinking": thought, "tool_calls": [call]}
 
-    def told(self, answer: Json) -> Any:
+    def told(self, answer):
         return answer["message"]
 
 
@@ -492,15 +489,15 @@ class OllamaGenerate(OllamaChat):
     path = "/api/generate"
     has = frozenset({"thinks"})
 
-    def question(self) -> Json:
+    def question(self):
         return {"prompt": ASK[0]["content"]}
 
-    def gather(self, events: list[Json]) -> Json:
+    def gather(self, events):
         assert [line["done"] for line in events] == [False] * (len(events) - 1) + [True]
         thought, text = ("".join(line.get(name, "") for line in events) for name in ("thinking", "response"))
         return {**events[-1], "response": text, **({"thinking": thought} if thought else {})}
 
-    def said(self, answer: Json) -> Said:
+    def said(self, answer):
         return self._told(answer, answer.get("thinking", ""), answer["response"], [])
 
 
@@ -510,18 +507,18 @@ class LlamaCompletion(Api):
     plain = {"temperature": 0, "return_tokens": True}
     has = frozenset()
 
-    def question(self) -> Json:
+    def question(self):
         return {"prompt": "<|assistant|>"}
 
-    def gather(self, events: list[Json]) -> Json:
+    def gather(self, events):
         assert [one["stop"] for one in events] == [False] * (len(events) - 1) + [True]
         tokens = [token for one in events for token in one["tokens"]]
         return {**events[-1], "content": "".join(one["content"] for one in events), "tokens": tokens}
 
-    def stopped_by(self, answer: Json) -> str | None:
+    def stopped_by(self, answer):
         return answer["stopping_word"] or None
 
-    def said(self, answer: Json) -> Said:
+    def said(self, answer):
         reason = {"eos": "stop", "word": "stop", "limit": "length"}[answer["stop_type"]]
         assert len(answer["tokens"]) == answer["tokens_predicted"]
         assert answer["has_new_line"] == ("\n" in answer["content"])
@@ -529,7 +526,7 @@ class LlamaCompletion(Api):
                     answer["tokens_predicted"])  # fmt: skip
 
 
-def _is_whole(text: str) -> bool:
+def _is_whole(text):
     try:
         json.loads(text)
     except ValueError:
@@ -537,7 +534,5 @@ def _is_whole(text: str) -> bool:
     return True
 
 
-_ALL: tuple[Api, ...] = (
-    *(Chat(), Completions(), Messages(), Responses(), OllamaChat(), OllamaGenerate(), LlamaCompletion()),
-)
+_ALL = (*(Chat(), Completions(), Messages(), Responses(), OllamaChat(), OllamaGenerate(), LlamaCompletion()),)
 APIS = {api.path: api for api in _ALL}

@@ -48,6 +48,10 @@ _NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type":
 _LABELS = ("user", "service_tier", "safety_identifier", "prompt_cache_key")
 _PROGRESS = several("return_progress", "true", 1, 0, 1.0, [], {}, [True], "")
 _NO_PROGRESS = several("return_progress", True)
+_REUSE = {"mode": "chunk_kv_reuse"}
+_NO_REUSE = [("recompute_strategy", "all"), ("ratio", 0.1)]
+_NO_REUSE += [("recompute_overlap", value) for value in (-1, 4097, 1.5)]
+_NO_REUSE += [("recompute_ratio", value) for value in (1.01, True)]
 _OF_BOTH = [
     *_PROGRESS,
     ({"response_format": {"type": "xml"}}, "response_format", "must be"),
@@ -64,6 +68,11 @@ _OF_BOTH = [
     ({"json_schema": {"type": "object", "not": {}}}, "", "not supported"),
     ({"guided_regex": "("}, "", "regex is not supported"),
     ({"kvboost": {"speculation": "often"}}, "kvboost", "speculation"),
+    *(({"kvboost": {"mode": mode}}, "kvboost", "kvboost.mode") for mode in ("chunks", 1)),
+    *(({"kvboost": {**_REUSE, name: value}}, "kvboost", f"kvboost.{name}") for name, value in _NO_REUSE),
+    ({"kvboost": {"recompute_ratio": 0.1}}, "kvboost", "kvboost.recompute_ratio"),
+    ({"kvboost": {"mode": "prefix_cache", "recompute_overlap": 0}}, "kvboost", "kvboost.recompute_overlap"),
+    *several("kvboost", "chunk_kv_reuse", []),
     ({"kvboost": {"max_draft_tokens": 64}}, "kvboost", "max_draft_tokens"),
     # Of other servers, with what to use here.
     ({"typical_p": 0.9}, "typical_p", "min_p"),

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import AsyncIterator
-from typing import Any
 
-import httpx
 import jsonschema_rs
 import pytest
 
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.live_servers import app_client
-from kvboost_edge.engine.grammars import Grammar
-from kvboost_edge.engine.structure import Structure, Structures
+from kvboost_edge.engine.structure import Structures
 from kvboost_edge.server import serve
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
@@ -31,27 +27,26 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True
 
 
 @pytest.fixture(scope="module")
-def engine() -> Any:
+def engine():
     with fake_engine() as engine:
         engine.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         yield engine
 
 
 @pytest.fixture
-async def app(engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def app(engine):
     async with app_client(create_app(engine, ServerSettings())) as client:
         yield client
 
 
-def body(path: str, **more: Any) -> dict[str, Any]:
+def body(path, **more):
     ask = {"prompt": "hello"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hello"}]}
     return {**ask, "max_tokens": 120, "seed": 3, **more}
 
 
-def text_of(answer: dict[str, Any]) -> str:
+def text_of(answer):
     choice = answer["choices"][0]
-    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
-    return text
+    return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -68,7 +63,7 @@ def text_of(answer: dict[str, Any]) -> str:
     ],
     ids=lambda spelled: "+".join(spelled),
 )
-async def test_a_schema_in_every_spelling(app: httpx.AsyncClient, path: str, spelled: dict[str, Any]) -> None:
+async def test_a_schema_in_every_spelling(app, path, spelled):
     answer = await app.post(path, json=body(path, **spelled))
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
@@ -88,19 +83,19 @@ async def test_a_schema_in_every_spelling(app: httpx.AsyncClient, path: str, spe
     ],
     ids=str,
 )
-async def test_other_forms(app: httpx.AsyncClient, spelled: dict[str, Any], form: str) -> None:
+async def test_other_forms(app, spelled, form):
     answer = await app.post(COMPLETIONS, json=body(COMPLETIONS, **spelled))
     assert answer.status_code == 200, answer.text
     assert re.fullmatch(form, text_of(answer.json()))
 
 
-async def test_any_object(app: httpx.AsyncClient) -> None:
+async def test_any_object(app):
     answer = await app.post(CHAT, json=body(CHAT, max_tokens=200, response_format={"type": "json_object"}))
     assert answer.status_code == 200
     assert text_of(answer.json()).startswith("{")
 
 
-async def test_several_choices_fit_each(app: httpx.AsyncClient) -> None:
+async def test_several_choices_fit_each(app):
     answer = await app.post(COMPLETIONS, json=body(COMPLETIONS, n=4, json_schema=SCHEMA))
     texts = [choice["text"] for choice in answer.json()["choices"]]
     assert len(set(texts)) > 1
@@ -108,7 +103,7 @@ async def test_several_choices_fit_each(app: httpx.AsyncClient) -> None:
         jsonschema_rs.validate(SCHEMA, json.loads(text))
 
 
-async def test_drafts_are_counted_and_change_nothing(app: httpx.AsyncClient) -> None:
+async def test_drafts_are_counted_and_change_nothing(app):
     answers = {}
     for way in ("off", "on"):
         answer = await app.post(
@@ -126,19 +121,17 @@ async def test_drafts_are_counted_and_change_nothing(app: httpx.AsyncClient) -> 
     assert found["vllm:spec_decode_num_accepted_tokens_total"] >= answers["on"]["timings"]["draft_n_accepted"]
 
 
-async def test_a_schema_of_5_mb_is_refused(app: httpx.AsyncClient) -> None:
+async def test_a_schema_of_5_mb_is_refused(app):
     answer = await app.post(CHAT, json=body(CHAT, json_schema={"description": "x" * (5 << 20)}))
     assert 400 <= answer.status_code < 500
     assert "bytes" in answer.text or answer.status_code == 413
 
 
-async def test_what_is_compiled_does_not_hold_the_event_loop(
-    app: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_compiled_does_not_hold_the_event_loop(app, monkeypatch):
     """Short requests are queued by the loop itself; not those whose answer has to fit something."""
     make, threads = Structures.make, list[threading.Thread]()
 
-    def noting(self: Structures, grammar: Grammar) -> Structure:
+    def noting(self, grammar):
         threads.append(threading.current_thread())
         return make(self, grammar)
 
@@ -148,9 +141,9 @@ async def test_what_is_compiled_does_not_hold_the_event_loop(
     assert threading.current_thread() not in threads
 
 
-def test_the_server_reads_the_vocabulary_once_it_listens(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_reads_the_vocabulary_once_it_listens(engine, monkeypatch):
     settings = ServerSettings(host="127.0.0.1", port=0)
-    done: list[str] = []
+    done = []
     monkeypatch.setattr(type(engine), "read_ahead", lambda self: done.append("read"))
     monkeypatch.setattr(serve.DrainingServer, "run", lambda self, sockets: done.append("served"))
     with serve.bind(settings) as listener:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
-import httpx
 import pytest
 
-from helpers.server.live_servers import LiveServer
 from kvboost_edge.server.api.bounds import COUNTS
 
 MESSAGES = [{"role": "user", "content": "What grinds the corn?"}]
 CHAT = "/v1/chat/completions"
 
 
-async def test_too_many_log_probabilities_are_refused_with_the_arithmetic(tiny_app: httpx.AsyncClient) -> None:
+async def test_too_many_log_probabilities_are_refused_with_the_arithmetic(tiny_app):
     limit = int(COUNTS["logprob_entries"].high)
-    body: dict[str, Any] = {"prompt": [5] * 200, "max_tokens": 10, "logprobs": 20, "echo": True}
+    body = {"prompt": [5] * 200, "max_tokens": 10, "logprobs": 20, "echo": True}
     answer = await tiny_app.post("/v1/completions", json={**body, "n": 128})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, "logprobs", "request_too_large")
@@ -29,13 +26,13 @@ async def test_too_many_log_probabilities_are_refused_with_the_arithmetic(tiny_a
     assert "25000 x 21 = 525000" in answer.json()["error"]["message"]
 
 
-def pieces(answer: httpx.Response) -> list[dict[str, Any]]:
+def pieces(answer):
     """The choices of a stream's chunks."""
     chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     return [choice for chunk in chunks for choice in chunk["choices"]]
 
 
-def shown(server: LiveServer, **fields: Any) -> tuple[str, list[str]]:
+def shown(server, **fields):
     """The text of an answer and the tokens of its log probabilities, the same from a stream."""
     body = {"messages": MESSAGES, "temperature": 0, "logprobs": True, "top_logprobs": 1, "max_tokens": 12, **fields}
     with server.client() as client:
@@ -51,7 +48,7 @@ def shown(server: LiveServer, **fields: Any) -> tuple[str, list[str]]:
     return text, [token["token"] for token in content]
 
 
-def test_log_probabilities_are_of_the_texts_tokens_only(live_server: LiveServer) -> None:
+def test_log_probabilities_are_of_the_texts_tokens_only(live_server):
     text, tokens = shown(live_server)
     assert "".join(tokens) == text
     eos = live_server.engine.tokenizer.eos_token_id
@@ -63,7 +60,7 @@ def test_log_probabilities_are_of_the_texts_tokens_only(live_server: LiveServer)
     assert len("".join(straddling[:-1])) < len(inside) <= len("".join(straddling))
 
 
-def test_an_answer_goes_on_with_the_last_message(live_server: LiveServer) -> None:
+def test_an_answer_goes_on_with_the_last_message(live_server):
     tokenizer = live_server.engine.tokenizer
     begun = [*MESSAGES, {"role": "assistant", "content": "The old mill"}]
     ids = tokenizer.encode_chat(begun, continue_final=True)
@@ -86,7 +83,7 @@ def test_an_answer_goes_on_with_the_last_message(live_server: LiveServer) -> Non
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
 
 
-def test_no_message_speaks_as_the_system(live_server: LiveServer) -> None:
+def test_no_message_speaks_as_the_system(live_server):
     tokenizer = live_server.engine.tokenizer
     special = sorted(text for text in tokenizer.codec.special_texts()[0] if len(text) > 1)
     attack = [{"role": "user", "content": f"a{''.join(special)}b"}]

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import httpx
 import pytest
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter
 
+from helpers.server.compat_apis import ANSWERS
 from kvboost_edge.server.api import answers
 from kvboost_edge.server.api.dialects.responses.answers import DeletedResponse, ItemList
 from kvboost_edge.server.api.vectors import RerankAnswer
-from kvboost_edge.server.app import ROUTERS
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 EXPLAINED = {"return_token_ids": True, "kvboost": {"explain": True}}
 SHOWN = {"max_tokens": 3, "logprobs": 2, **EXPLAINED}
 CHAT = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, **EXPLAINED}
 # Bodies that ask for all an answer may hold; None: GET.
-ASKED: list[tuple[str, dict[str, Any] | None]] = [
+ASKED = [
     ("/v1/completions", {"prompt": "hello", **SHOWN}),
     ("/v1/completions", {"prompt": ["hello", "world"], "n": 2, "echo": True, **SHOWN}),
     ("/v1/chat/completions", CHAT),
@@ -53,38 +50,30 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/blocks", None),
     ("/cache/reset", {}),
 ]
-MODELS: dict[str, type[BaseModel]] = {
-    route.path: route.responses[200]["model"]
-    for router in ROUTERS
-    for route in router.routes
-    if isinstance(route, APIRoute) and route.include_in_schema
-}
 
 
-def model_of(path: str) -> type[BaseModel]:
+def model_of(path):
     named = {"/v1/models/tiny": "/v1/models/{name:path}", "/v1/requests/last/cache": "/v1/requests/{request_id}/cache"}
-    return MODELS[named.get(path, path)]
+    return ANSWERS[named.get(path, path)]
 
 
-async def ask(app: httpx.AsyncClient, path: str, body: dict[str, Any] | None) -> httpx.Response:
+async def ask(app, path, body):
     return await (app.get(path) if body is None else app.post(path, json=body))
 
 
-def test_every_route_is_asked() -> None:
-    elsewhere = {RerankAnswer, DeletedResponse, ItemList}  # in test_embeddings.py and test_responses_remembered.py
-    assert {model_of(path) for path, _ in ASKED} == {*MODELS.values()} - elsewhere
+def test_every_route_is_asked():
+    elsewhere = {RerankAnswer, DeletedResponse, ItemList}  # in test_embeddings.py and test_responses.py
+    assert {model_of(path) for path, _ in ASKED} == {*ANSWERS.values()} - elsewhere
 
 
-def test_no_model_lets_a_key_pass_that_it_does_not_name() -> None:
+def test_no_model_lets_a_key_pass_that_it_does_not_name():
     models = [kind for kind in vars(answers).values() if isinstance(kind, type) and issubclass(kind, BaseModel)]
     assert len(models) > 20
     assert {kind.__name__ for kind in models if kind.model_config.get("extra") != "forbid"} == {"BaseModel"}
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED)
-async def test_answers_have_the_keys_of_their_models(
-    tiny_app: httpx.AsyncClient, path: str, body: dict[str, Any] | None
-) -> None:
+async def test_answers_have_the_keys_of_their_models(tiny_app, path, body):
     if "requests" in path:
         assert (await ask(tiny_app, "/v1/completions", {"prompt": "hello", "max_tokens": 1})).status_code == 200
     answer = await ask(tiny_app, path, body)
@@ -93,7 +82,7 @@ async def test_answers_have_the_keys_of_their_models(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-async def test_what_nobody_asks_for_is_left_out(tiny_app: httpx.AsyncClient, path: str) -> None:
+async def test_what_nobody_asks_for_is_left_out(tiny_app, path):
     bodies = {
         "/v1/completions": {"prompt": "hello", "max_tokens": 1},
         "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
@@ -108,13 +97,13 @@ async def test_what_nobody_asks_for_is_left_out(tiny_app: httpx.AsyncClient, pat
 
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/models/other", 404), ("/nowhere", 404)])
-async def test_errors_have_the_keys_of_their_model(tiny_app: httpx.AsyncClient, path: str, status: int) -> None:
+async def test_errors_have_the_keys_of_their_model(tiny_app, path, status):
     answer = await tiny_app.get(path)
     assert answer.status_code == status
     answers.ErrorAnswer.model_validate_json(answer.content, strict=True)
 
 
-async def test_a_warmed_text_is_told_as_the_engine_tells_it(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
+async def test_a_warmed_text_is_told_as_the_engine_tells_it(tiny_app, tiny_engine):
     text = "A text of more than one block. " * 3
     answer = (await tiny_app.post("/v1/warm", json={"text": text})).json()
     stored = dataclasses.asdict(tiny_engine.warm(text))

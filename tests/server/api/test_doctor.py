@@ -8,21 +8,17 @@ import json
 import threading
 import time
 from itertools import chain
-from typing import Any
 
 import pytest
 
 from helpers.engine.fake_runner import fake_engine, hold_passes, runner_of
 from helpers.server.cache_miss_cases import CHAT, COMPLETIONS, EXPLAIN, SYSTEM, app_of, ask, complete
-from helpers.server.scripted_model import Speaker
 from kvboost_edge.server.doctor.records import NOT_SAID
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
 
 
-async def test_a_date_in_the_system_message_is_found_with_both_texts(
-    app: Any, speaker: Speaker, spoken_engine: Any
-) -> None:
+async def test_a_date_in_the_system_message_is_found_with_both_texts(app, speaker, spoken_engine):
     first = await ask(app, SYSTEM.format("Tuesday"), "Hello!")
     assert (first["cause"], first["compared_with"], first["hit_tokens"]) == ("first_seen", "", {"pool": 0})
     second = await ask(app, SYSTEM.format("Wednesday"), "Hello!")
@@ -36,7 +32,7 @@ async def test_a_date_in_the_system_message_is_found_with_both_texts(
     assert second["seconds"] > 0
 
 
-async def test_the_next_turn_of_a_chat_has_new_text_only(app: Any, speaker: Speaker) -> None:
+async def test_the_next_turn_of_a_chat_has_new_text_only(app, speaker):
     first = await ask(app, SYSTEM, "Hello!")
     second = await ask(app, SYSTEM, "Hello!", "Good day.", "And now?")
     assert (second["cause"], second["field_before"]) == ("new_text", "")
@@ -47,7 +43,7 @@ async def test_the_next_turn_of_a_chat_has_new_text_only(app: Any, speaker: Spea
     assert again["hit_tokens"]["pool"] >= again["prompt_tokens"] - 16
 
 
-async def test_a_stream_says_the_same_in_its_last_chunk(spoken_engine: Any, speaker: Speaker) -> None:
+async def test_a_stream_says_the_same_in_its_last_chunk(spoken_engine, speaker):
     async with app_of(spoken_engine, api_keys=("one", "two")) as app:
         app.headers["x-api-key"] = "one"
         whole = [await ask(app, SYSTEM.format(day), "Hi") for day in ("Monday", "Tuesday")]
@@ -65,7 +61,7 @@ async def test_a_stream_says_the_same_in_its_last_chunk(spoken_engine: Any, spea
         assert {name: mine[name] for name in same} == {name: theirs[name] for name in same}
 
 
-async def test_who_does_not_ask_is_not_told(app: Any, speaker: Speaker) -> None:
+async def test_who_does_not_ask_is_not_told(app, speaker):
     answer = await app.post(COMPLETIONS, json={"prompt": "Hello", "max_tokens": 1})
     assert "cache" not in answer.json()["kvboost"]
 
@@ -73,7 +69,7 @@ async def test_who_does_not_ask_is_not_told(app: Any, speaker: Speaker) -> None:
 TOOLS = [{"type": "function", "function": {"name": name, "description": "x" * 40}} for name in ("clock", "maps")]
 
 
-async def test_tools_in_another_order(spoken_engine: Any, speaker: Speaker) -> None:
+async def test_tools_in_another_order(spoken_engine, speaker):
     async with app_of(spoken_engine, normalise=()) as app:
         await ask(app, SYSTEM, "Hi", tools=TOOLS)
         swapped = await ask(app, SYSTEM, "Hi", tools=TOOLS[::-1])
@@ -89,7 +85,7 @@ async def test_tools_in_another_order(spoken_engine: Any, speaker: Speaker) -> N
         assert swapped["hit_tokens"]["pool"] >= swapped["prompt_tokens"] - 16
 
 
-async def test_a_billing_line_is_left_out_and_said(spoken_engine: Any, speaker: Speaker) -> None:
+async def test_a_billing_line_is_left_out_and_said(spoken_engine, speaker):
     billed = "x-anthropic-billing-header: cc_version=2.1; cch={};\n" + SYSTEM
     async with app_of(spoken_engine) as app:
         await ask(app, billed.format("aaaa", "now"), "Hi")
@@ -102,7 +98,7 @@ async def test_a_billing_line_is_left_out_and_said(spoken_engine: Any, speaker: 
         assert (second["cause"], second["field"], second["normalised"]) == ("changed_text", "message 0 (system)", [])
 
 
-async def test_the_same_text_in_other_tokens(demo_engine: Any) -> None:
+async def test_the_same_text_in_other_tokens(demo_engine):
     tokenizer = demo_engine.tokenizer
     ids = tokenizer.encode("The tokens of one word in this longer text are others, and all the rest is as it was. " * 2)
     at = next(number for number in range(20, len(ids)) if len(tokenizer.decode(ids[number : number + 1])) > 2)
@@ -113,7 +109,7 @@ async def test_the_same_text_in_other_tokens(demo_engine: Any) -> None:
     assert (found["cause"], found["position"], found["field"]) == ("retokenized", at, "prompt")
 
 
-async def test_what_was_dropped_from_the_pool() -> None:
+async def test_what_was_dropped_from_the_pool():
     with fake_engine(num_blocks=12) as engine:
         async with app_of(engine) as app:
             prompt = "A text of 64 characters, which is four full blocks of the pool.."
@@ -124,7 +120,7 @@ async def test_what_was_dropped_from_the_pool() -> None:
     assert (found["cause"], found["evicted_from"], found["position"]) == ("evicted", ["pool"], 0)
 
 
-async def test_other_keys_and_salts_are_never_compared_with(spoken_engine: Any, speaker: Speaker) -> None:
+async def test_other_keys_and_salts_are_never_compared_with(spoken_engine, speaker):
     async with app_of(spoken_engine, api_keys=("one", "two")) as app:
         one, two = ({"x-api-key": key} for key in ("one", "two"))
         secret = "The secret of the first tenant is long enough for a block."
@@ -147,7 +143,7 @@ async def test_other_keys_and_salts_are_never_compared_with(spoken_engine: Any, 
         assert (await app.get("/v1/requests")).status_code == 401
 
 
-async def test_nothing_is_kept_with_history_0_and_that_is_said(spoken_engine: Any, speaker: Speaker) -> None:
+async def test_nothing_is_kept_with_history_0_and_that_is_said(spoken_engine, speaker):
     async with app_of(spoken_engine, request_history=0) as app:
         for _ in range(2):
             found = await ask(app, SYSTEM, "Hi", tools=TOOLS)
@@ -161,7 +157,7 @@ async def test_nothing_is_kept_with_history_0_and_that_is_said(spoken_engine: An
         assert app._transport.app.state.kv.first.doctor.history.nbytes == 0
 
 
-async def test_of_several_prompts_and_choices_the_first_is_told(app: Any, speaker: Speaker, spoken_engine: Any) -> None:
+async def test_of_several_prompts_and_choices_the_first_is_told(app, speaker, spoken_engine):
     prompts = ["The first of these prompts is about cats and dogs.", "The second is about the sea and ships."]
     found = await complete(app, prompts, n=2)
     assert (found["cause"], found["prompt_tokens"]) == ("first_seen", len(prompts[0]))
@@ -169,12 +165,12 @@ async def test_of_several_prompts_and_choices_the_first_is_told(app: Any, speake
     assert (found["cause"], found["field"]) in {("changed_text", "prompt"), ("new_text", "prompt")}
 
 
-async def test_embeddings_are_not_kept(tiny_app: Any) -> None:
+async def test_embeddings_are_not_kept(tiny_app):
     assert (await tiny_app.post("/v1/embeddings", json={"input": "hello"})).status_code == 200
     assert (await tiny_app.get("/v1/requests")).json()["data"] == []
 
 
-async def test_a_warmed_text_is_what_a_prompt_is_compared_with(app: Any, speaker: Speaker) -> None:
+async def test_a_warmed_text_is_what_a_prompt_is_compared_with(app, speaker):
     messages = [{"role": "system", "content": SYSTEM}]
     answer = await app.post("/v1/warm", json={"messages": messages, "tools": TOOLS})
     found = await ask(app, SYSTEM, "Hi", tools=TOOLS)
@@ -184,13 +180,13 @@ async def test_a_warmed_text_is_what_a_prompt_is_compared_with(app: Any, speaker
     assert [entry["cause"] for entry in listed] == ["new_text", "first_seen"]
 
 
-async def test_a_cancelled_request_counts_where_it_was_computed(speaker: Speaker) -> None:
+async def test_a_cancelled_request_counts_where_it_was_computed(speaker):
     """One that was computing is what its successor is compared with; one that only waited leaves nothing."""
     running, waiting = (f"{kind} is the text of a client that goes away, {'x' * 40}" for kind in ("This", "That"))
     with fake_engine(num_blocks=512, max_context=4000, max_num_seqs=1) as engine:
         go, seen = threading.Event(), threading.Event()
 
-        def hold(batch: Any) -> None:
+        def hold(batch):
             seen.set()
             assert go.wait(30)
 
@@ -214,7 +210,7 @@ async def test_a_cancelled_request_counts_where_it_was_computed(speaker: Speaker
     assert [one["compared_with"] for one in found] == [listed[-1]["request_id"], ""]
 
 
-async def test_requests_that_run_have_no_diagnosis_yet(app: Any, spoken_engine: Any, speaker: Speaker) -> None:
+async def test_requests_that_run_have_no_diagnosis_yet(app, spoken_engine, speaker):
     go = threading.Event()
     hold_passes(spoken_engine, go)
     try:
@@ -231,9 +227,7 @@ async def test_requests_that_run_have_no_diagnosis_yet(app: Any, spoken_engine: 
     assert causes[1] in ("none", "not_kept", "tail")
 
 
-async def test_no_text_of_a_prompt_is_in_the_log_and_causes_are_counted(
-    app: Any, speaker: Speaker, kept_logging: None
-) -> None:
+async def test_no_text_of_a_prompt_is_in_the_log_and_causes_are_counted(app, speaker, kept_logging):
     stream, secret = io.StringIO(), "Ann-Nym"
     configure_logging(ServerSettings(log_level="debug"), stream)
     for end in "ab":
@@ -247,7 +241,7 @@ async def test_no_text_of_a_prompt_is_in_the_log_and_causes_are_counted(
     assert secret not in metrics
 
 
-async def test_records_end_though_no_request_comes(spoken_engine: Any, speaker: Speaker) -> None:
+async def test_records_end_though_no_request_comes(spoken_engine, speaker):
     async with app_of(spoken_engine, request_history=0.05) as app:
         await ask(app, SYSTEM, "Hi")
         history = app._transport.app.state.kv.first.doctor.history
@@ -258,7 +252,7 @@ async def test_records_end_though_no_request_comes(spoken_engine: Any, speaker: 
 
 
 @pytest.mark.alone
-async def test_a_long_prompt_among_many_does_not_hold_the_loop(app: Any, spoken_engine: Any, speaker: Speaker) -> None:
+async def test_a_long_prompt_among_many_does_not_hold_the_loop(app, spoken_engine, speaker):
     """Compared with as much as is kept of one tenant, all alike up to their ends: some milliseconds."""
     doctor = app._transport.app.state.kv.first.doctor
     ids = list(range(30_000))

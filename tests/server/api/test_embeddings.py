@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -19,7 +15,7 @@ from helpers.models.tiny_models import build_tiny_model
 from helpers.onnx.blocks import Form
 from helpers.onnx.concat import ConcatDecoder
 from helpers.onnx.writer import write_onnx
-from helpers.server.live_servers import ENGINE_OPTIONS, LiveServer, serving, wait_until
+from helpers.server.live_servers import ENGINE_OPTIONS, serving, wait_until
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.vectors import EmbeddingAnswer, RerankAnswer
@@ -29,7 +25,7 @@ TEXTS = ["How are you?", "A cat sat on a mat. " * 8, "x"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(tmp_path_factory):
     """A tiny model whose tokenizer has what a reranker's prompt needs."""
     path = save_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
     add_reranker_tokens(path / "tokenizer.json")
@@ -37,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield server
 
 
-def add_reranker_tokens(path: Path) -> None:
+def add_reranker_tokens(path):
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")]
@@ -47,38 +43,36 @@ def add_reranker_tokens(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def openai_client(server: LiveServer) -> Iterator[openai.OpenAI]:
+def openai_client(server):
     with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def client(server: LiveServer) -> Iterator[httpx.Client]:
+def client(server):
     with server.client() as client:
         yield client
 
 
-def name_of(server: LiveServer) -> str:
+def name_of(server):
     return str(server.state.model_name)
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64", None])
-def test_openais_client_gets_the_vectors_of_the_engine(
-    server: LiveServer, openai_client: openai.OpenAI, encoding: Any
-) -> None:
+def test_openais_client_gets_the_vectors_of_the_engine(server, openai_client, encoding):
     expected = server.engine.embed(TEXTS)
     given = {} if encoding is None else {"encoding_format": encoding}
     answer = openai_client.embeddings.create(model=name_of(server), input=TEXTS, **given)
     rows = [item.embedding for item in answer.data]
     if encoding == "base64":
-        rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]  # type: ignore[arg-type]
+        rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
     assert (np.array(rows, np.float32) == expected).all()
     assert [item.index for item in answer.data] == [0, 1, 2]
     tokens = sum(len(server.engine.tokenizer.encode(text)) for text in TEXTS)
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (tokens, tokens)
 
 
-def test_every_kind_of_input_and_fewer_dimensions_are_answered(server: LiveServer, client: httpx.Client) -> None:
+def test_every_kind_of_input_and_fewer_dimensions_are_answered(server, client):
     ids = server.engine.tokenizer.encode(TEXTS[0])
     expected = server.engine.embed([ids], 5)
     for given in (TEXTS[0], [TEXTS[0]], ids, [ids]):
@@ -87,7 +81,7 @@ def test_every_kind_of_input_and_fewer_dimensions_are_answered(server: LiveServe
         assert (np.array([answer["data"][0]["embedding"]], np.float32) == expected).all()
 
 
-def test_many_more_inputs_than_run_at_once_are_answered_in_order(server: LiveServer, client: httpx.Client) -> None:
+def test_many_more_inputs_than_run_at_once_are_answered_in_order(server, client):
     most = int(COUNTS["inputs"].high)
     inputs = [[1 + number % 200, 2 + number // 200] for number in range(most)]
     answer = client.post("/v1/embeddings", json={"input": inputs, "encoding_format": "base64"}, timeout=300).json()
@@ -98,7 +92,7 @@ def test_many_more_inputs_than_run_at_once_are_answered_in_order(server: LiveSer
     assert server.idle()
 
 
-BAD: list[tuple[dict[str, Any], str, str]] = [
+BAD = [
     ({"input": ""}, "input", "input 0 has 0 characters"),
     ({"input": ["a", ""]}, "input", "input 1 has 0 characters"),
     ({"input": []}, "input", "must hold 1..2048 inputs, not 0"),
@@ -120,19 +114,19 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("body", "param", "message"), BAD, ids=[f"{n}-{one[1]}" for n, one in enumerate(BAD)])
-def test_bad_input_is_named(client: httpx.Client, body: dict[str, Any], param: str, message: str) -> None:
+def test_bad_input_is_named(client, body, param, message):
     answer = client.post("/v1/embeddings", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert message in error["message"]
 
 
-def test_another_model_is_not_found(client: httpx.Client) -> None:
+def test_another_model_is_not_found(client):
     for path, body in (("/v1/embeddings", {"input": "a"}), ("/v1/rerank", {"query": "q", "documents": ["d"]})):
         assert client.post(path, json={**body, "model": "other"}).status_code == 404
 
 
-def test_a_model_that_attends_both_ways_answers_with_vectors_alone(tmp_path: Path) -> None:
+def test_a_model_that_attends_both_ways_answers_with_vectors_alone(tmp_path):
     path = save_two_way_model(tmp_path)
     with (
         CPUPagedEngine.from_pretrained(path, weights="f32") as engine,
@@ -163,7 +157,7 @@ def test_a_model_that_attends_both_ways_answers_with_vectors_alone(tmp_path: Pat
             assert param is None or refused.json()["error"]["param"] == param
 
 
-def test_an_onnx_runner_refuses_vectors_with_what_to_use(tmp_path: Path) -> None:
+def test_an_onnx_runner_refuses_vectors_with_what_to_use(tmp_path):
     model = write_onnx(build_tiny_model("llama"), tmp_path / "m", Form(concat=True), ConcatDecoder)
     with (
         CPUPagedEngine.from_pretrained(model, runner="onnx") as engine,
@@ -176,7 +170,7 @@ def test_an_onnx_runner_refuses_vectors_with_what_to_use(tmp_path: Path) -> None
         assert "runner 'onnx' hands out no hidden states; use 'native'" in answer.json()["error"]["message"]
 
 
-def test_documents_are_ranked_by_the_scores_of_the_engine(server: LiveServer, client: httpx.Client) -> None:
+def test_documents_are_ranked_by_the_scores_of_the_engine(server, client):
     documents = ["Paris", "A cat sat", "Bread and butter"]
     scores = server.engine.rerank("capital?", documents)
     order = sorted(range(3), key=lambda index: -scores[index])
@@ -190,7 +184,7 @@ def test_documents_are_ranked_by_the_scores_of_the_engine(server: LiveServer, cl
     assert few["results"] == [{"index": i, "relevance_score": scores[i]} for i in order[:2]]
 
 
-BAD_RANKS: list[tuple[dict[str, Any], str]] = [
+BAD_RANKS = [
     ({"query": "", "documents": ["d"]}, "query"),
     ({"query": "q", "documents": []}, "documents"),
     ({"query": "q", "documents": ["d"] * 1025}, "documents"),
@@ -202,12 +196,12 @@ BAD_RANKS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD_RANKS)
-def test_a_bad_ranking_is_named(client: httpx.Client, body: dict[str, Any], param: str) -> None:
+def test_a_bad_ranking_is_named(client, body, param):
     answer = client.post("/v1/rerank", json=body)
     assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, param)
 
 
-def test_whoever_goes_cancels_what_is_left(server: LiveServer) -> None:
+def test_whoever_goes_cancels_what_is_left(server):
     inputs = [[number + 1] * 1000 for number in range(16)]
     with server.connect() as socket:
         socket.sendall(server.request_bytes("/v1/embeddings", {"input": inputs}))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 import pytest
 
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.cache_miss_cases import SYSTEM, app_of, ask
-from helpers.server.scripted_model import Speaker
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.replay import thought_key
 
@@ -29,7 +27,7 @@ PRESERVES = """{% for m in messages %}<|{{ m.role }}|>
 """A template that shows it if a variable says so; a turn ends as the model ends it."""
 
 
-async def test_thinking_that_the_template_strips(speaker: Speaker) -> None:
+async def test_thinking_that_the_template_strips(speaker):
     with fake_engine(num_blocks=512, max_context=4000) as other:
         other.tokenizer.chat_template = STRIPS
         speaker.openings = ["<|assistant|><think>"]
@@ -48,9 +46,7 @@ THOUGHT = "<think>\nI have to be polite to everybody.\n</think>\n\nGood day."
 
 @pytest.mark.parametrize("normalise", [("thinking",), ()])
 @pytest.mark.parametrize("variable", [None, True, False])
-async def test_thinking_is_put_back_where_the_template_can_show_it(
-    spoken_engine: Any, speaker: Speaker, normalise: tuple[str, ...], variable: bool | None
-) -> None:
+async def test_thinking_is_put_back_where_the_template_can_show_it(spoken_engine, speaker, normalise, variable):
     """What clients drop of the model's own turns is read from the cache, unless they say that they do not want it."""
     spoken_engine.tokenizer.chat_template, speaker.text = PRESERVES, THOUGHT
     more = {} if variable is None else {"chat_template_kwargs": {"preserve_thinking": variable}}
@@ -71,7 +67,7 @@ async def test_thinking_is_put_back_where_the_template_can_show_it(
         assert second["cause"] == "thinking"
 
 
-async def test_another_key_never_gets_the_thinking(spoken_engine: Any, speaker: Speaker) -> None:
+async def test_another_key_never_gets_the_thinking(spoken_engine, speaker):
     spoken_engine.tokenizer.chat_template, speaker.text = PRESERVES, THOUGHT
     async with app_of(spoken_engine, api_keys=("one", "two")) as app:
         app.headers["x-api-key"] = "one"
@@ -81,7 +77,7 @@ async def test_another_key_never_gets_the_thinking(spoken_engine: Any, speaker: 
     assert (found["normalised"], found["cause"]) == ([], "first_seen")
 
 
-async def test_thinking_in_other_tokens_is_replayed_with_its_own(demo_engine: Any) -> None:
+async def test_thinking_in_other_tokens_is_replayed_with_its_own(demo_engine):
     """A model need not write what the tokenizer would: the kept ids stand in the next prompt."""
     tokenizer = Tokenizer(demo_engine.tokenizer.codec, name="made", special_tokens={}, chat_template=PRESERVES)
     ids = list(chain.from_iterable(tokenizer.encode(letter, False) for letter in THOUGHT))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.results import TokenLogprobs
+from kvboost_edge.server.api.completions import CompletionChoice
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs, completion_logprobs
 
 
-def test_half_characters_keep_their_bytes_and_stay_apart(tiny_engine: Any) -> None:
+def test_half_characters_keep_their_bytes_and_stay_apart(tiny_engine):
     tokenizer = tiny_engine.tokenizer
     texts = TokenTexts(tokenizer)
     ids = tokenizer.encode("漢x", add_special_tokens=False)
@@ -24,7 +24,7 @@ def test_half_characters_keep_their_bytes_and_stay_apart(tiny_engine: Any) -> No
     assert offsets == [10, 10, 10, 11], "the character is there with its last byte"
 
 
-def test_the_taken_token_is_shown_beside_the_likely_ones(tiny_engine: Any) -> None:
+def test_the_taken_token_is_shown_beside_the_likely_ones(tiny_engine):
     texts = TokenTexts(tiny_engine.tokenizer)
     a, b, c = tiny_engine.tokenizer.encode("abc", add_special_tokens=False)
     tokens = [TokenLogprobs(c, float("-inf"), ((b, -0.1), (a, -3.0))), None, TokenLogprobs(a, -0.5)]
@@ -36,3 +36,15 @@ def test_the_taken_token_is_shown_beside_the_likely_ones(tiny_engine: Any) -> No
         "text_offset": [0, 1, 2],
     }
     assert list(shown["top_logprobs"][0]) == ["b", "a", "c"], "best first"
+
+
+def test_a_token_in_text_that_is_held_back_waits_for_it(tiny_engine):
+    """Where a stop string such as "aab" may have begun, more than one token is behind what is shown."""
+    tokenizer = tiny_engine.tokenizer
+    (letter,) = tokenizer.encode("a", add_special_tokens=False)
+    choice = CompletionChoice(0, None, tokenizer, TokenTexts(tokenizer), with_ids=False)
+    shown = []
+    for text in ("", "", "a", "a"):
+        if piece := choice.push(TokenEvent(letter, text, 0.0, TokenLogprobs(letter, -1.0))):
+            shown.append((piece["text"], piece["logprobs"]["text_offset"]))
+    assert shown == [("a", [0]), ("a", [1])]

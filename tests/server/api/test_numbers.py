@@ -4,8 +4,7 @@ that was asked."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 from fastapi.routing import APIRoute
@@ -34,7 +33,7 @@ _OLLAMA = {**_SAMPLING, **_PENALTIES, "num_predict": "num_predict", "num_ctx": "
 _OPTIONS = {f"options.{field}": bound for field, bound in _OLLAMA.items()}
 _OPTIONS |= {"keep_alive": "keep_alive"}
 _THINKING = {"thinking.budget_tokens": "budget_tokens"}
-NUMBERS: dict[str, dict[str, str]] = {
+NUMBERS = {
     "/v1/completions": {
         **_COMPLETING,
         **{name: name for name in ("best_of", "logprobs")},
@@ -101,7 +100,7 @@ UNBOUNDED = ("json_schema", "guided_json", "format", "tools", "messages", "input
 _ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 TOLD = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p")
 TOLD += ("repetition_penalty", "priority", "max_tokens", "best_of", "logprobs", "max_completion_tokens", "top_logprobs")
-BODIES: dict[str, Any] = {
+BODIES = {
     route.path: get_type_hints(route.endpoint)["body"]
     for route in _ROUTES
     if route.path in ASKED and route.path != "/cache/reset"
@@ -117,7 +116,7 @@ async def app(tiny_engine):
         yield client
 
 
-def numbers_of(schema: dict[str, Any], all_of_them: dict[str, Any], place: tuple[str, ...] = ()) -> Iterator[Any]:
+def numbers_of(schema, all_of_them, place=()):
     """(place, schema) of each number that a value of this schema may hold."""
     if "$ref" in schema:
         schema = all_of_them[schema["$ref"].rpartition("/")[2]]
@@ -137,7 +136,7 @@ def numbers_of(schema: dict[str, Any], all_of_them: dict[str, Any], place: tuple
 async def test_the_table_has_every_number_of_every_body(app):
     document = app.served.openapi()
     schemas = document["components"]["schemas"]
-    found: dict[str, dict[str, str]] = {}
+    found = {}
     for path, methods in document["paths"].items():
         for operation in methods.values():
             body = operation.get("requestBody", {"content": {}})["content"].get("application/json", {"schema": {}})
@@ -156,7 +155,7 @@ async def test_the_table_has_every_number_of_every_body(app):
     assert found == NUMBERS
 
 
-def bad_values(bound: str, place: str) -> dict[str, str]:
+def bad_values(bound, place):
     """JSON texts, so that NaN, 1e400 and integers beyond 64 bits are among them."""
     low, high, integer, _ = BOUNDS[bound]
     values = {
@@ -175,7 +174,7 @@ def bad_values(bound: str, place: str) -> dict[str, str]:
     return {kind: value for kind, value in values.items() if kind not in TAKEN.get(place, ())}
 
 
-def with_value(path: str, place: str, value: str) -> bytes:
+def with_value(path, place, value):
     """The body of a path as JSON, with a value at a place."""
     body, mark = ASKED[path]("hello"), "THE VALUE"
     if place.startswith("messages."):
@@ -184,7 +183,7 @@ def with_value(path: str, place: str, value: str) -> bytes:
         body["messages"] += [{"role": "tool", "content": "ten"}, *said("hello")]
         return json.dumps(body).replace(f'"{mark}"', value).encode()
     first, *rest = place.split(".")
-    held: Any = mark
+    held = mark
     for name in reversed(rest):
         held = [held] if name == "*" else {"5" if first == "logit_bias" else "a" if name == "{}" else name: held}
     if first in ("thinking", "options"):
@@ -192,7 +191,7 @@ def with_value(path: str, place: str, value: str) -> bytes:
     return json.dumps({**body, first: held}).replace(f'"{mark}"', value).encode()
 
 
-def name_of(place: str) -> str:
+def name_of(place):
     """What an error has to say of a place."""
     return [name for name in place.split(".") if name not in ("*", "{}")][-1]
 

@@ -6,16 +6,11 @@ import copy
 import gc
 import itertools
 import weakref
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
-import httpx
 import pytest
 
-from helpers.engine import fake_runner
-from helpers.engine.fake_runner import fake_engine
 from helpers.server.cache_miss_cases import CHAT, app_of
-from helpers.server.scripted_model import TEMPLATE, Speaker
+from helpers.server.scripted_model import scripted
 from kvboost_edge.server.api.chat import _tokens_around
 
 CONTEXT = 600
@@ -24,26 +19,22 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    with fake_engine(num_blocks=512, max_context=CONTEXT) as engine:
-        engine.tokenizer.chat_template = TEMPLATE
-        speaker = Speaker(engine)
-        monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
-        speaker.text = "Good day."
+def engine(monkeypatch):
+    with scripted(monkeypatch, num_blocks=512, max_context=CONTEXT) as (engine, _):
         yield engine
 
 
 @pytest.fixture
-async def app(engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def app(engine):
     async with app_of(engine) as client:
         yield client
 
 
-def body(messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+def body(messages, **fields):
     return {"messages": messages, "max_tokens": 20, "temperature": 0, **fields}
 
 
-async def test_without_being_asked_a_chat_that_does_not_fit_is_an_error_with_the_arithmetic(app: Any) -> None:
+async def test_without_being_asked_a_chat_that_does_not_fit_is_an_error_with_the_arithmetic(app):
     messages = [SYSTEM, *[{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": "y"}] * 9]
     answer = await app.post(CHAT, json=body([*messages, {"role": "user", "content": "z"}]))
     assert answer.status_code == 400
@@ -51,7 +42,7 @@ async def test_without_being_asked_a_chat_that_does_not_fit_is_an_error_with_the
     assert str(CONTEXT) in answer.json()["error"]["message"]
 
 
-async def test_a_long_chat_goes_on_and_its_turns_hit_the_cache_again(app: Any) -> None:
+async def test_a_long_chat_goes_on_and_its_turns_hit_the_cache_again(app):
     messages, dropped, cached = [SYSTEM], [], []
     for turn in range(30):
         messages.append({"role": "user", "content": f"Turn {turn}: tell me more of it."})
@@ -71,7 +62,7 @@ async def test_a_long_chat_goes_on_and_its_turns_hit_the_cache_again(app: Any) -
     assert min(stayed[2:]) > 100
 
 
-async def test_system_and_the_last_turn_stay_and_what_never_fits_is_an_error(app: Any) -> None:
+async def test_system_and_the_last_turn_stay_and_what_never_fits_is_an_error(app):
     long = [SYSTEM, {"role": "user", "content": "old"}, {"role": "assistant", "content": "older"},
             {"role": "user", "content": "x" * CONTEXT}]  # fmt: skip
     answer = await app.post(CHAT, json=body(long, kvboost=DROP))
@@ -79,7 +70,7 @@ async def test_system_and_the_last_turn_stay_and_what_never_fits_is_an_error(app
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_the_server_can_do_so_by_default_and_a_stream_says_it(engine: Any) -> None:
+async def test_the_server_can_do_so_by_default_and_a_stream_says_it(engine):
     turns = [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y"}] * 9
     asked = body([SYSTEM, *turns, {"role": "user", "content": "z"}], stream=True)
     async with app_of(engine, context_overflow="drop_oldest") as client:
@@ -91,7 +82,7 @@ async def test_the_server_can_do_so_by_default_and_a_stream_says_it(engine: Any)
     assert refused.status_code == 400
 
 
-def test_what_is_counted_of_a_tokenizer_does_not_keep_it(engine: Any) -> None:
+def test_what_is_counted_of_a_tokenizer_does_not_keep_it(engine):
     tokenizer = copy.copy(engine.tokenizer)
     assert _tokens_around(tokenizer) == _tokens_around(tokenizer) > 1
     left = weakref.ref(tokenizer)

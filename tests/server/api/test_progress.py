@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from helpers.server.live_servers import HeldForward, LiveServer, serving, wait_until
+from helpers.server.live_servers import HeldForward, serving, wait_until
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api import generation
 from kvboost_edge.server.errors import ShuttingDown
@@ -21,7 +18,7 @@ MODEL = "kvboost-edge/demo"
 CHUNK = 64  # tokens a step
 PROMPT = [number % 200 for number in range(300)]
 CHAT = [{"role": "user", "content": "The mill grinds corn. " * 20}]
-PATHS: dict[str, dict[str, Any]] = {
+PATHS = {
     "/v1/completions": {"prompt": PROMPT, "max_tokens": 3},
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 3},
     "/completion": {"prompt": PROMPT, "n_predict": 3},
@@ -31,7 +28,7 @@ FIGURES = {"total", "cache", "processed", "time_ms", "estimated_ms"}
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def engine(tmp_path_factory):
     with CPUPagedEngine.from_pretrained(
         "kvboost-edge/demo", num_blocks=256, max_num_seqs=2, max_batch_tokens=CHUNK, reuse_gate="off"
     ) as engine:
@@ -40,13 +37,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(engine: Any) -> Iterator[LiveServer]:
+def server(engine):
     with serving(engine) as server:
         yield server
 
 
 @pytest.fixture
-def held(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldForward]:
+def held(server, monkeypatch):
     """Each step waits until the test lets it go; who asks hears of progress a hundred times a second."""
     monkeypatch.setattr(generation, "_PROGRESS_SECONDS", 0.01)
     monkeypatch.setattr("kvboost_edge.engine.pace._BOARD_SECONDS", 0.0)
@@ -62,12 +59,12 @@ def held(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldFo
 class Told:
     """A stream that is read as it comes: the data of its events, and what they said of progress."""
 
-    def __init__(self, answer: httpx.Response) -> None:
+    def __init__(self, answer):
         self._lines = answer.iter_lines()
-        self.events: list[Any] = []
-        self.progress: list[dict[str, Any]] = []
+        self.events = []
+        self.progress = []
 
-    def next(self) -> Any:
+    def next(self):
         """The next event, None at the end."""
         for line in self._lines:
             if line.startswith("data: {"):
@@ -77,21 +74,21 @@ class Told:
                 return self.events[-1]
         return None
 
-    def until(self, processed: int, *, newer: bool = False) -> dict[str, Any]:
+    def until(self, processed, *, newer=False):
         """Read on until so much is processed."""
-        last: dict[str, Any] = {}
+        last = {}
         while last.get("processed") != processed:
             assert self.next() is not None, f"the stream ended before {processed} tokens were there"
             last = self.progress[-1] if "prompt_progress" in self.events[-1] else last
         return last
 
-    def rest(self) -> None:
+    def rest(self):
         while self.next() is not None:
             pass
 
 
 @contextlib.contextmanager
-def asking(server: LiveServer, path: str, **more: Any) -> Iterator[Told]:
+def asking(server, path, **more):
     body = {**PATHS[path], "stream": True, "return_progress": True, "temperature": 0, **more}
     with server.client(headers={}) as client, client.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200, answer.read()
@@ -99,7 +96,7 @@ def asking(server: LiveServer, path: str, **more: Any) -> Iterator[Told]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_stream_follows_the_prompt_step_by_step(server: LiveServer, held: HeldForward, path: str) -> None:
+def test_a_stream_follows_the_prompt_step_by_step(server, held, path):
     with asking(server, path) as told:
         first = told.until(0)
         total = first["total"]
@@ -126,7 +123,7 @@ def test_a_stream_follows_the_prompt_step_by_step(server: LiveServer, held: Held
     assert len(told.events) > len(where)
 
 
-def test_the_estimate_falls_as_the_prompt_is_read(server: LiveServer, held: HeldForward) -> None:
+def test_the_estimate_falls_as_the_prompt_is_read(server, held):
     """Every step here takes what the test says, so the rest of the prompt is known."""
     pace = server.engine._core._pace
     observe, pace._recent = pace.observe, {}
@@ -146,7 +143,7 @@ def test_the_estimate_falls_as_the_prompt_is_read(server: LiveServer, held: Held
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_the_chunks_are_llama_cpps(server: LiveServer, held: HeldForward, path: str) -> None:
+def test_the_chunks_are_llama_cpps(server, held, path):
     with asking(server, path, stream_options={"include_usage": True}) as told:
         told.until(0)
         held.release()
@@ -163,7 +160,7 @@ def test_the_chunks_are_llama_cpps(server: LiveServer, held: HeldForward, path: 
     assert told.events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == told.progress[-1]["cache"] == 0
 
 
-def test_pieces_of_a_completion_are_llama_cpps(server: LiveServer, held: HeldForward) -> None:
+def test_pieces_of_a_completion_are_llama_cpps(server, held):
     with asking(server, "/completion", return_tokens=True) as told:
         told.until(0)
         held.release()
@@ -175,7 +172,7 @@ def test_pieces_of_a_completion_are_llama_cpps(server: LiveServer, held: HeldFor
     assert len(told.events[-1]["tokens"]) <= 3
 
 
-def test_what_the_cache_has_is_processed_at_once(server: LiveServer, held: HeldForward) -> None:
+def test_what_the_cache_has_is_processed_at_once(server, held):
     held.release()
     with asking(server, "/v1/completions") as told:
         told.rest()
@@ -186,9 +183,7 @@ def test_what_the_cache_has_is_processed_at_once(server: LiveServer, held: HeldF
     assert last["processed"] == last["total"] == len(PROMPT)
 
 
-def test_a_prompt_that_is_read_quickly_has_one_event(
-    server: LiveServer, held: HeldForward, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_is_read_quickly_has_one_event(server, held, monkeypatch):
     monkeypatch.setattr(generation, "_PROGRESS_SECONDS", 60)
     held.release()
     with asking(server, "/v1/chat/completions") as told:
@@ -199,7 +194,7 @@ def test_a_prompt_that_is_read_quickly_has_one_event(
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("value", [None, False])
-def test_nothing_is_told_to_who_does_not_ask(server: LiveServer, held: HeldForward, path: str, value: Any) -> None:
+def test_nothing_is_told_to_who_does_not_ask(server, held, path, value):
     held.release()
     with asking(server, path, return_progress=value) as told:
         told.rest()
@@ -209,7 +204,7 @@ def test_nothing_is_told_to_who_does_not_ask(server: LiveServer, held: HeldForwa
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_it_changes_nothing_about_the_answer(server: LiveServer, held: HeldForward, path: str) -> None:
+def test_it_changes_nothing_about_the_answer(server, held, path):
     """Whole answers have no progress, as llama.cpp's have none: the field is taken and does nothing."""
     held.release()
     asked, plain = [], []
@@ -226,7 +221,7 @@ def test_it_changes_nothing_about_the_answer(server: LiveServer, held: HeldForwa
     assert "prompt_progress" not in wholes[0].text
 
 
-def texts(events: list[Any]) -> str:
+def texts(events):
     """What is said in a stream of any of the APIs."""
     found = ""
     for event in events:
@@ -236,7 +231,7 @@ def texts(events: list[Any]) -> str:
     return found
 
 
-def test_one_that_waits_in_the_queue_hears_so(server: LiveServer, held: HeldForward) -> None:
+def test_one_that_waits_in_the_queue_hears_so(server, held):
     running = [{"prompt": [at, *PROMPT], "max_tokens": 2, "ignore_eos": True} for at in range(2)]
     with contextlib.ExitStack() as stack:
         before = []
@@ -262,7 +257,7 @@ def test_one_that_waits_in_the_queue_hears_so(server: LiveServer, held: HeldForw
     assert told.progress[-1]["time_ms"] > 0
 
 
-def test_several_prompts_are_told_apart(server: LiveServer, held: HeldForward) -> None:
+def test_several_prompts_are_told_apart(server, held):
     prompts = [PROMPT, [1, *PROMPT[:200]]]
     with asking(server, "/v1/completions", prompt=prompts, n=2) as told:
         told.until(0)
@@ -270,7 +265,7 @@ def test_several_prompts_are_told_apart(server: LiveServer, held: HeldForward) -
             held.step()
         held.release()
         told.rest()
-    found: dict[int, list[dict[str, Any]]] = {}
+    found = {}
     for event in told.events:
         if "prompt_progress" in event:
             found.setdefault(event["choices"][0]["index"], []).append(event["prompt_progress"])
@@ -293,9 +288,7 @@ def test_several_prompts_are_told_apart(server: LiveServer, held: HeldForward) -
         ("/v1/messages", lambda event: event["error"]["type"]),
     ],
 )
-def test_an_error_behind_the_first_event_is_an_event(
-    server: LiveServer, held: HeldForward, path: str, error: Any
-) -> None:
+def test_an_error_behind_the_first_event_is_an_event(server, held, path, error):
     with asking(server, path) as told:
         told.until(0)
         for ticket in list(server.state.admission.tickets):
@@ -308,7 +301,7 @@ def test_an_error_behind_the_first_event_is_an_event(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_known_before_keeps_its_status(server: LiveServer, held: HeldForward, path: str) -> None:
+def test_what_is_known_before_keeps_its_status(server, held, path):
     wrong = (
         {"prompt": PROMPT * 400} if "prompt" in PATHS[path] else {"messages": [{**CHAT[0], "content": "x " * 70000}]}
     )
@@ -318,11 +311,11 @@ def test_what_is_known_before_keeps_its_status(server: LiveServer, held: HeldFor
     assert answer.headers["content-type"] == "application/json"
 
 
-def asking_openai(server: LiveServer) -> openai.OpenAI:
+def asking_openai(server):
     return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def test_openais_client_reads_on(server: LiveServer, held: HeldForward) -> None:
+def test_openais_client_reads_on(server, held):
     held.release()
     with asking_openai(server) as client:
         stream = client.chat.completions.create(
@@ -340,9 +333,7 @@ def test_openais_client_reads_on(server: LiveServer, held: HeldForward) -> None:
     assert chunks[-1].choices[0].finish_reason
 
 
-def test_a_silent_stream_of_messages_has_pings(
-    server: LiveServer, held: HeldForward, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_stream_of_messages_has_pings(server, held, monkeypatch):
     """Without being asked, so that clients and proxies wait on; they say nothing more."""
     monkeypatch.setattr(generation, "_PING_SECONDS", 0.01)
     with asking(server, "/v1/messages", return_progress=None) as told:
@@ -357,9 +348,7 @@ def test_a_silent_stream_of_messages_has_pings(
     assert all(event["type"] != "ping" for event in told.events[first:])
 
 
-def test_a_silent_stream_of_responses_says_that_it_goes_on(
-    server: LiveServer, held: HeldForward, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_stream_of_responses_says_that_it_goes_on(server, held, monkeypatch):
     monkeypatch.setattr(generation, "_PING_SECONDS", 0.01)
     with asking_openai(server) as client:
         events = iter(client.responses.create(model=MODEL, input=CHAT[0]["content"], max_output_tokens=3, stream=True))
@@ -372,10 +361,10 @@ def test_a_silent_stream_of_responses_says_that_it_goes_on(
     assert kinds[-1] in ("response.completed", "response.incomplete")
 
 
-def test_anthropics_client_waits_on(server: LiveServer, held: HeldForward) -> None:
+def test_anthropics_client_waits_on(server, held):
     anthropic = pytest.importorskip("anthropic")
 
-    async def read() -> tuple[str, int]:
+    async def read():
         async with anthropic.AsyncAnthropic(base_url=server.base_url, api_key="none", max_retries=0) as client:
             extra = {"return_progress": True}
             async with client.messages.stream(model=MODEL, messages=CHAT, max_tokens=3, extra_body=extra) as stream:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import AsyncIterator
-from typing import Any
 
-import httpx
 import pytest
 
 from helpers.clocks import give_clock
@@ -24,38 +21,36 @@ PROMPT = "A text of 64 characters, which is four full blocks of the pool.."
 
 
 @pytest.fixture
-async def app() -> AsyncIterator[httpx.AsyncClient]:
+async def app():
     """An engine of 32 blocks; `app.engine` is the engine."""
     with fake_engine(num_blocks=32) as engine:
         served = create_app(engine, ServerSettings(api_keys=("one", "two"), admin_api_keys=("admin",)))
         async with app_client(served, "one") as client:
-            client.engine = engine  # type: ignore[attr-defined]
+            client.engine = engine
             yield client
 
 
-async def post(app: Any, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+async def post(app, body, **headers):
     answer = await app.post(COMPLETIONS, json={"max_tokens": 2, **body}, headers=headers)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return answer.json()
 
 
-async def cached(app: Any, body: dict[str, Any]) -> int:
-    details: dict[str, int] = (await post(app, body))["usage"]["prompt_tokens_details"]
+async def cached(app, body):
+    details = (await post(app, body))["usage"]["prompt_tokens_details"]
     return details["cached_tokens"]
 
 
-async def scan(app: Any, texts: int = 15) -> None:
+async def scan(app, texts=15):
     for number in range(texts):
         await post(app, {"prompt": f"{number:04d}" * 16})
 
 
-def num_retained(app: Any) -> int:
-    number: int = app.engine.paged_stats()["retained_blocks"]
-    return number
+def num_retained(app):
+    return app.engine.paged_stats()["retained_blocks"]
 
 
-async def test_a_key_keeps_what_its_requests_have_in_common(app: Any) -> None:
+async def test_a_key_keeps_what_its_requests_have_in_common(app):
     found = []
     for _ in range(3):
         found.append(await cached(app, {"prompt": PROMPT, "prompt_cache_key": "conversation"}))
@@ -66,7 +61,7 @@ async def test_a_key_keeps_what_its_requests_have_in_common(app: Any) -> None:
     assert shown in (await app.get("/metrics", headers={"x-api-key": "admin"})).text
 
 
-async def test_one_request_is_one_whatever_its_choices(app: Any) -> None:
+async def test_one_request_is_one_whatever_its_choices(app):
     await post(app, {"prompt": [PROMPT, PROMPT], "n": 3, "prompt_cache_key": "k"})
     assert num_retained(app) == 0
     await post(app, {"prompt": PROMPT, "prompt_cache_key": "k"}, **{"x-api-key": "two"})
@@ -78,7 +73,7 @@ async def test_one_request_is_one_whatever_its_choices(app: Any) -> None:
     assert num_retained(app) == 4
 
 
-async def test_24h_is_a_day(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_24h_is_a_day(app, monkeypatch):
     began = time.monotonic()
     body = {"prompt": PROMPT, "prompt_cache_retention": "24h"}
     await post(app, body)
@@ -93,20 +88,20 @@ async def test_24h_is_a_day(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("retention", ["in_memory", "in-memory", None])
-async def test_in_memory_is_what_happens_anyway(app: Any, retention: str | None) -> None:
+async def test_in_memory_is_what_happens_anyway(app, retention):
     await post(app, {"prompt": PROMPT, "prompt_cache_retention": retention})
     assert num_retained(app) == 0
 
 
 @pytest.mark.parametrize("retention", ["1h", "24H", "", 24, True])
-async def test_other_values_are_refused_by_name(app: Any, retention: Any) -> None:
+async def test_other_values_are_refused_by_name(app, retention):
     for path, base in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
         answer = await app.post(path, json={**base, "prompt_cache_retention": retention})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_cache_retention")
         assert "'24h'" in answer.json()["error"]["message"]
 
 
-async def test_no_key_is_in_the_log_or_in_an_error(app: Any, kept_logging: None) -> None:
+async def test_no_key_is_in_the_log_or_in_an_error(app, kept_logging):
     stream, secret = io.StringIO(), "the-name-of-a-user"
     configure_logging(ServerSettings(log_level="debug"), stream)
     await post(app, {"prompt": PROMPT, "prompt_cache_key": secret})
@@ -121,9 +116,7 @@ async def test_no_key_is_in_the_log_or_in_an_error(app: Any, kept_logging: None)
 @pytest.mark.parametrize(
     ("field", "value", "calls"), [("prompt_cache_key", "k", 2), ("prompt_cache_retention", "24h", 1)]
 )
-async def test_chats_have_both_fields(
-    tiny_app: httpx.AsyncClient, tiny_engine: Any, field: str, value: str, calls: int
-) -> None:
+async def test_chats_have_both_fields(tiny_app, tiny_engine, field, value, calls):
     message = {"role": "user", "content": f"Tell me of {field}, and tell it at some length. " * 3}
     for call in range(calls):
         before = tiny_engine.paged_stats()["retained_blocks"]

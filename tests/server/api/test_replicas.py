@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import httpx
-
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
@@ -15,17 +11,17 @@ from kvboost_edge.server.work.admission import Admission
 class Pair:
     """An engine that stands for two, of which it is both."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine):
         self.engine = engine
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.engine, name)
 
-    def replicas(self, *, patient: bool = False) -> dict[str, Any]:
+    def replicas(self, *, patient=False):
         return {"a": self.engine, "b": self.engine}
 
 
-async def test_each_replica_has_its_pool(tiny_engine: Any) -> None:
+async def test_each_replica_has_its_pool(tiny_engine):
     app = create_app(Pair(tiny_engine), ServerSettings(model_name="tiny"))
     async with app_client(app) as client:
         await client.post("/v1/completions", json={"prompt": "a text of more than one block " * 4, "max_tokens": 2})
@@ -46,11 +42,11 @@ async def test_each_replica_has_its_pool(tiny_engine: Any) -> None:
         assert (shown["running"], shown["waiting"], shown["hit_rate"]) == (0, 0, blocks["hit_rate"])
 
 
-def test_the_queue_has_room_for_one_that_is_silent_when_the_server_starts(tiny_engine: Any) -> None:
+def test_the_queue_has_room_for_one_that_is_silent_when_the_server_starts(tiny_engine):
     """Its bounds stay as they are then."""
 
     class Half(Pair):
-        def replicas(self, *, patient: bool = False) -> dict[str, Any]:
+        def replicas(self, *, patient=False):
             return super().replicas() if patient else {"a": self.engine}
 
     settings = ServerSettings(model_name="tiny")
@@ -59,6 +55,6 @@ def test_the_queue_has_room_for_one_that_is_silent_when_the_server_starts(tiny_e
     assert half.batch == 2 * tiny_engine.paged_stats()["max_num_seqs"]
 
 
-async def test_a_single_engine_has_no_replicas(tiny_app: httpx.AsyncClient) -> None:
+async def test_a_single_engine_has_no_replicas(tiny_app):
     for path in ("/v1/stats", "/v1/blocks"):
         assert (await tiny_app.get(path)).json()["replicas"] == {}

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +18,6 @@ from schemathesis.specs.openapi import checks
 
 from conftest import LONG
 from helpers.server.api_bodies import PATHS, READ
-from helpers.server.live_servers import LiveServer
 from kvboost_edge.server.app import ROUTERS
 
 # Schemathesis gives all its tests one name, of which workers would run one.
@@ -42,7 +40,7 @@ CHECKS = [
 ]
 
 
-def document() -> dict[str, Any]:
+def document():
     """The OpenAPI document of the API's routes; a model is not needed for it."""
     app = FastAPI()
     for router in ROUTERS:
@@ -50,7 +48,7 @@ def document() -> dict[str, Any]:
     return app.openapi()
 
 
-def loaded() -> Any:
+def loaded():
     """The document's schema."""
     generation = {"deterministic": True, "database": "none"}
     phases = {"coverage": {"enabled": AT_EVERY_BOUND}}
@@ -59,18 +57,18 @@ def loaded() -> Any:
 
 
 schema = loaded()
-statuses: Counter[int] = Counter()
-first_canary: list[Any] = []
+statuses = Counter()
+first_canary = []
 
 
-def test_the_document_is_the_one_that_is_served(live_server: LiveServer) -> None:
+def test_the_document_is_the_one_that_is_served(live_server):
     with live_server.client() as client:
         served = client.get("/openapi.json").json()
     assert served["paths"] == document()["paths"]
     assert served["components"] == document()["components"]
 
 
-def test_every_route_of_the_api_is_tried() -> None:
+def test_every_route_of_the_api_is_tried():
     """Each operation of the document is, so a route that is not in there would have no test here: the page's, and those
     that machines watch the server by."""
     documented = {(path, method.upper()) for path, methods in document()["paths"].items() for method in methods}
@@ -85,7 +83,7 @@ def test_every_route_of_the_api_is_tried() -> None:
 @schema.parametrize()
 # No clock: on a busy machine both making an example and answering it may take long.
 @settings(max_examples=200 if LONG else 15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_answers_are_as_documented(case: Any, live_server: LiveServer) -> None:
+def test_answers_are_as_documented(case, live_server):
     positive = case.meta.generation.mode.is_positive
     if isinstance(case.body, dict):
         shorten(case.body, case.path)
@@ -110,7 +108,7 @@ def test_answers_are_as_documented(case: Any, live_server: LiveServer) -> None:
         sing(live_server)
 
 
-def test_the_canary_at_the_end(live_server: LiveServer) -> None:
+def test_the_canary_at_the_end(live_server):
     """Runs after the cases, which sang it before."""
     sing(live_server)
     assert statuses[200] > 30
@@ -118,7 +116,7 @@ def test_the_canary_at_the_end(live_server: LiveServer) -> None:
 
 
 @pytest.mark.full
-def test_answers_at_every_bound_are_as_documented() -> None:
+def test_answers_at_every_bound_are_as_documented():
     """The tests above in a process of their own: their cases are made as they are collected."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not full", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "KVBOOST_EDGE_TEST_BOUNDS": "1"}
@@ -126,7 +124,7 @@ def test_answers_at_every_bound_are_as_documented() -> None:
     assert run.returncode == 0, run.stdout[-5000:]
 
 
-def shorten(body: dict[str, Any], path: str) -> None:
+def shorten(body, path):
     """Bound the work of a request, by no other fields than the limits it may have anyway."""
     for name in ("max_tokens", "max_completion_tokens"):
         if type(body.get(name)) is int and MOST_TOKENS < body[name] < 10_000:
@@ -152,13 +150,13 @@ ANSWER_FORMATS = (
 )
 
 
-def calls_tools(body: dict[str, Any]) -> bool:
+def calls_tools(body):
     given = [one for name in ("messages", "input") if isinstance(body.get(name), list) for one in body[name]]
     called = [one for one in given if isinstance(one, dict) and (one.get("tool_calls") or "arguments" in one)]
     return bool(body.get("tools") or called)
 
 
-def is_not_exact(value: Any) -> bool:
+def is_not_exact(value):
     """JSON Schema takes 1.0 for an integer, which the server does not; and bounds are floats in the document, so that
     of `seed` is one too high there."""
     if isinstance(value, dict):
@@ -168,7 +166,7 @@ def is_not_exact(value: Any) -> bool:
     return (isinstance(value, float) and value.is_integer()) or (type(value) is int and value >= 2**63)
 
 
-def sing(server: LiveServer) -> None:
+def sing(server):
     answer = httpx.post(f"{server.base_url}/v1/completions", json=CANARY, timeout=60)
     assert answer.status_code == 200
     first_canary[:] = first_canary or [answer.json()["choices"]]

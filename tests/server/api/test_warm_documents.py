@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator
-from typing import Any
 
-import httpx
 import pytest
 
 from helpers.engine.fake_runner import fake_engine, runner_of
 from helpers.server.live_servers import app_client
-from kvboost_edge.engine.request import Request
 from kvboost_edge.server.api.answers import Warmed
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
@@ -23,37 +19,36 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 TEXT = "A text of several blocks, which is to be there before anybody asks. "
 
 
-def document(number: int, length: int) -> list[int]:
+def document(number, length):
     return random.Random(number).choices(range(256), k=length)
 
 
 @pytest.fixture
-async def app() -> AsyncIterator[httpx.AsyncClient]:
+async def app():
     """`app.engine` is the engine, `app.served` the application."""
     with fake_engine(primer_tokens=32) as engine:
         served = create_app(engine, ServerSettings(api_keys=("one", "two weight=3"), admin_api_keys=("admin",)))
         async with app_client(served, "one") as client:
-            client.engine, client.served = engine, served  # type: ignore[attr-defined]
+            client.engine, client.served = engine, served
             yield client
 
 
-async def warm(app: Any, key: str = "one", **body: Any) -> dict[str, Any]:
+async def warm(app, key="one", **body):
     answer = await app.post(WARM, json=body, headers={"x-api-key": key})
     assert answer.status_code == 200, answer.text
     Warmed.model_validate_json(answer.content, strict=True)
-    found: dict[str, Any] = answer.json()
-    return found
+    return answer.json()
 
 
-async def shared(app: Any, prompt: list[int], key: str = "one", **body: Any) -> int:
+async def shared(app, prompt, key="one", **body):
     asked = {"prompt": prompt, "max_tokens": 2, "kvboost": {"mode": "chunk_kv_reuse", "recompute_strategy": "none"}}
     answer = await app.post(COMPLETIONS, json={**asked, **body}, headers={"x-api-key": key})
     assert answer.status_code == 200, answer.text
     return int(answer.json()["kvboost"]["reused_span_tokens"])
 
 
-async def test_documents_are_found_in_any_order_and_once(app: Any) -> None:
-    texts: list[Any] = [document(1, 64), TEXT, document(2, 48)]
+async def test_documents_are_found_in_any_order_and_once(app):
+    texts = [document(1, 64), TEXT, document(2, 48)]
     told = await warm(app, documents=texts)
     assert (told["object"], told["chunks_stored"], told["token_count"]) == ("warm", 3, 64 + len(TEXT) + 48)
     assert told["usage"]["prompt_tokens"] > told["token_count"]  # with what stands before them
@@ -67,7 +62,7 @@ async def test_documents_are_found_in_any_order_and_once(app: Any) -> None:
     assert again["usage"]["prompt_tokens"] == 0
 
 
-async def test_a_text_is_computed_as_it_will_stand(app: Any) -> None:
+async def test_a_text_is_computed_as_it_will_stand(app):
     told = await warm(app, text=TEXT, position_offset=33)
     assert told["token_count"] == len(TEXT)
     assert told["usage"]["prompt_tokens"] >= 33 + len(TEXT)
@@ -75,7 +70,7 @@ async def test_a_text_is_computed_as_it_will_stand(app: Any) -> None:
     assert (await warm(app, text=TEXT, position_offset=0))["chunks_stored"] == len(TEXT) // 16
 
 
-async def test_they_belong_to_the_key_and_salt_they_came_with(app: Any) -> None:
+async def test_they_belong_to_the_key_and_salt_they_came_with(app):
     doc = document(4, 80)
     await warm(app, documents=[doc], cache_salt="s")
     prompt = [*document(5, 20), *doc, 1]
@@ -83,8 +78,8 @@ async def test_they_belong_to_the_key_and_salt_they_came_with(app: Any) -> None:
     assert await shared(app, prompt, cache_salt="s") > 60
 
 
-async def test_they_run_with_the_terms_of_their_key(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Request] = []
+async def test_they_run_with_the_terms_of_their_key(app, monkeypatch):
+    seen = []
     submit = app.engine._core.submit
     monkeypatch.setattr(app.engine._core, "submit", lambda request: seen.append(request) or submit(request))
     await warm(app, "two", documents=[document(6, 40)], priority=2)
@@ -92,11 +87,11 @@ async def test_they_run_with_the_terms_of_their_key(app: Any, monkeypatch: pytes
     assert (request.weight, request.priority, request.deadline is not None) == (3.0, 2, True)
 
 
-async def test_who_goes_takes_his_documents_along(app: Any) -> None:
+async def test_who_goes_takes_his_documents_along(app):
     """What is computed stops, the place in the queue is held until then, and nothing is left behind."""
     begun, may_go_on = threading.Event(), threading.Event()
 
-    def wait(batch: Any) -> None:
+    def wait(batch):
         begun.set()
         assert may_go_on.wait(20)
 
@@ -143,7 +138,7 @@ async def test_who_goes_takes_his_documents_along(app: Any) -> None:
     ],
     ids=str,
 )
-async def test_what_is_wrong_is_named(app: Any, body: dict[str, Any], param: str, words: str) -> None:
+async def test_what_is_wrong_is_named(app, body, param, words):
     answer = await app.post(WARM, json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -152,7 +147,7 @@ async def test_what_is_wrong_is_named(app: Any, body: dict[str, Any], param: str
     assert runner_of(app.engine).computed == 0
 
 
-async def test_a_runner_that_cannot_says_why(app: Any) -> None:
+async def test_a_runner_that_cannot_says_why(app):
     runner_of(app.engine).moved_keys_refusal = "this runner cannot; use another one"
     for body, param in (({"documents": ["a"]}, "documents"), ({"text": "a", "position_offset": 3}, "position_offset")):
         error = (await app.post(WARM, json=body)).json()["error"]

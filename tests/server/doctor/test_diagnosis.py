@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,24 +10,24 @@ import pytest
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.server.doctor.diagnosis import CAUSES, diagnose, placed, tool_field
-from kvboost_edge.server.doctor.records import Asked, Diagnosis, Field, Record
+from kvboost_edge.server.doctor.records import Asked, Field, Record
 
 BLOCK = 4
 _PHASES = dict.fromkeys(("tokenize", "queue", "lookup", "load", "probe", "repair", "prefill", "decode"), 0.0)
 
 
-def decode(ids: Sequence[int]) -> str:
+def decode(ids):
     return "".join(chr(token) if token < 1000 else chr(token - 1000) * 2 for token in ids)
 
 
-def record(text: str | list[int], asked: Asked | None = None, *, answer: str = "", reasoning: int = 0) -> Record:
+def record(text, asked=None, *, answer="", reasoning=0):
     ids = [ord(letter) for letter in text] if isinstance(text, str) else text
     made = Record(f"of {len(ids)}", asked or Asked(), np.array([*ids, *map(ord, answer)], np.int32), len(ids))
     made.num_reasoning = reasoning
     return made
 
 
-def result(mine: Record, cached: int, reason: str = "first_seen", dropped: tuple[str, ...] = ()) -> GenerationResult:
+def result(mine, cached, reason="first_seen", dropped=()):
     return GenerationResult(
         mode=GenerationMode.PREFIX_CACHE, prompt="", output_text="", output_token_ids=(), generated_tokens=0,
         finish_reason="stop", prompt_tokens=mine.num_prompt, cached_tokens=cached, kv_reuse_ratio=0.0,
@@ -39,12 +37,10 @@ def result(mine: Record, cached: int, reason: str = "first_seen", dropped: tuple
     )  # fmt: skip
 
 
-def found(
-    mine: Record, other: Record | None, cached: int | None = None, reason: str = "first_seen", *dropped: str
-) -> Diagnosis:
+def found(mine, other, cached=None, reason="first_seen", *dropped):
     common = 0 if other is None else other.common(mine.ids[: mine.num_prompt])
     cached = common // BLOCK * BLOCK if cached is None else cached
-    options: dict[str, Any] = {"block_size": BLOCK, "decode": decode, "thinks": "<think>"}
+    options = {"block_size": BLOCK, "decode": decode, "thinks": "<think>"}
     made = diagnose(mine, other, common, result(mine, cached, reason, dropped), **options)
     assert made.cause in CAUSES
     return placed(made, mine, other, decode)
@@ -54,7 +50,7 @@ TOOLS = Asked(tuple(tool_field(n, name) for n, name in enumerate(("clock", "maps
 CHAT = Asked((Field("message 0 (system)", "It is Tuesday."), Field("message 1 (user)", "Hello there")))
 
 
-def test_another_word_in_the_system_message_is_named_with_both_texts() -> None:
+def test_another_word_in_the_system_message_is_named_with_both_texts():
     before = record("[s]It is Tuesday.[u]Hello there", CHAT)
     asked = Asked((Field("message 0 (system)", "It is Wednesday."), Field("message 1 (user)", "Hello there")))
     mine = record("[s]It is Wednesday.[u]Hello there", asked)
@@ -69,7 +65,7 @@ SYSTEM = Field("message 0 (system)", "It is Tuesday. You are a clerk of the post
 
 
 @pytest.mark.parametrize("question", ["Where is my letter?", "Hello", "Hello there, where is it?", "Hi", "x" * 100])
-def test_another_question_behind_the_same_text_is_what_a_cache_is_for(question: str) -> None:
+def test_another_question_behind_the_same_text_is_what_a_cache_is_for(question):
     before, mine = (
         record(f"[s]{SYSTEM.text}[u]{text}[a]", Asked((SYSTEM, Field("message 1 (user)", text))))
         for text in ("Hello there", question)
@@ -84,7 +80,7 @@ def test_another_question_behind_the_same_text_is_what_a_cache_is_for(question: 
 
 
 @pytest.mark.parametrize("question", ["Hello there", "clerk"])
-def test_a_change_before_the_last_message_is_no_other_message(question: str) -> None:
+def test_a_change_before_the_last_message_is_no_other_message(question):
     """Also where the last message says what stands before it, or is other too."""
     before = record(f"[s]{SYSTEM.text}[u]Hello there[a]", Asked((SYSTEM, Field("message 1 (user)", "Hello there"))))
     changed = SYSTEM.text.replace("Tuesday", "Wednesday")
@@ -93,18 +89,18 @@ def test_a_change_before_the_last_message_is_no_other_message(question: str) -> 
     assert found(record(f"[s]{changed}[u]{question}[a]"), before).cause == "changed_text", "nothing is known but tokens"
 
 
-def test_nothing_alike_was_asked() -> None:
+def test_nothing_alike_was_asked():
     assert found(record("abcdefgh"), None).cause == "first_seen"
     assert found(record("abcdefgh"), record("abcxefgh")).cause == "first_seen"
 
 
-def test_a_prompt_that_goes_on_behind_an_answer_has_new_text_only() -> None:
+def test_a_prompt_that_goes_on_behind_an_answer_has_new_text_only():
     before = record("[u]Hello there[a]", CHAT, answer="Good day[e]")
     made = found(record("[u]Hello there[a]Good day[e][u]And now?", CHAT), before)
     assert (made.cause, made.position) == ("new_text", len(before.ids))
 
 
-def test_the_same_prompt_again_computes_its_last_block() -> None:
+def test_the_same_prompt_again_computes_its_last_block():
     before = record("[u]Hello there[a]", CHAT)
     assert found(record("[u]Hello there[a]", CHAT), before).cause == "tail"
 
@@ -113,7 +109,7 @@ def test_the_same_prompt_again_computes_its_last_block() -> None:
     ("reason", "cause", "tiers"),
     [("evicted", "evicted", ("pool",)), ("evicted", "evicted", ("pool", "disk")), ("first_seen", "not_kept", ())],
 )
-def test_what_was_there_and_is_not(reason: str, cause: str, tiers: tuple[str, ...]) -> None:
+def test_what_was_there_and_is_not(reason, cause, tiers):
     before = record("[u]Hello there and everywhere", CHAT)
     made = found(record("[u]Hello there and everywhere!", CHAT), before, 4, reason, *tiers)
     assert (made.cause, made.position, made.evicted_from) == (cause, 4, tiers)
@@ -123,7 +119,7 @@ def test_what_was_there_and_is_not(reason: str, cause: str, tiers: tuple[str, ..
 @pytest.mark.parametrize(
     ("reason", "tiers"), [("first_seen", ()), ("evicted", ("disk",)), ("evicted", ("disk", "pool"))]
 )
-def test_a_pool_that_went_with_its_model_dropped_what_it_held(reason: str, tiers: tuple[str, ...]) -> None:
+def test_a_pool_that_went_with_its_model_dropped_what_it_held(reason, tiers):
     before, mine = (record(f"[u]Hello there and everywhere{end}", CHAT) for end in ("", "!"))
     mine.loading = before.loading + 1
     made = found(mine, before, 0, reason, *tiers)
@@ -131,7 +127,7 @@ def test_a_pool_that_went_with_its_model_dropped_what_it_held(reason: str, tiers
     assert (made.cause, made.evicted_from) == ("evicted", ("pool", *others))
 
 
-def test_tools_in_another_order_and_other_tools() -> None:
+def test_tools_in_another_order_and_other_tools():
     before = record('{"clock"}{"maps"}[u]Hi', TOOLS)
     swapped = dataclasses.replace(record('{"maps"}{"clock"}[u]Hi'), asked=TOOLS._replace(tools=("maps", "clock")))
     assert found(swapped, record('{"clock"}{"maps"}[u]Hi', TOOLS)).cause == "first_seen"  # the first block differs
@@ -143,13 +139,13 @@ def test_tools_in_another_order_and_other_tools() -> None:
     assert fewer.cause == "tools"
 
 
-def test_other_variables_of_the_template() -> None:
+def test_other_variables_of_the_template():
     before = record("[s]Think: on[u]Hello", CHAT._replace(settings='{"enable_thinking": true}'))
     mine = record("[s]Think: off[u]Hello", CHAT._replace(settings='{"enable_thinking": false}'))
     assert found(mine, before).cause == "template"
 
 
-def test_reasoning_that_was_stripped() -> None:
+def test_reasoning_that_was_stripped():
     before = record("[u]Hello there[a]", CHAT, answer="<think>Hm.</think>Good day", reasoning=18)
     made = found(record("[u]Hello there[a]Good day[u]And now?", CHAT), before)
     assert (made.cause, made.field_before) == ("thinking", "answer")
@@ -160,29 +156,29 @@ def test_reasoning_that_was_stripped() -> None:
     assert found(record("[u]Hello[a]Good day[u]And now?[a]Fine[u]!", CHAT), twice).cause == "thinking"
 
 
-def test_the_same_text_in_other_tokens() -> None:
+def test_the_same_text_in_other_tokens():
     ids = [ord(letter) for letter in "[u]ballad"]
     mine = [*ids[:5], 1000 + ord("l"), *ids[7:]]  # "ll" as one token
     assert found(record(mine, CHAT), record(ids, CHAT)).cause == "retokenized"
 
 
 @pytest.mark.parametrize("reason", ["bypassed", "not_started", ""])
-def test_what_the_engine_says_itself_is_the_cause(reason: str) -> None:
+def test_what_the_engine_says_itself_is_the_cause(reason):
     mine = record("[u]Hello")
     made = diagnose(mine, mine, 8, result(mine, 0, reason), block_size=4, decode=decode, thinks="")
     assert made.cause == (reason or "none")
 
 
-def test_a_field_is_found_where_a_message_says_the_same_twice() -> None:
+def test_a_field_is_found_where_a_message_says_the_same_twice():
     asked = Asked(tuple(Field(f"message {number} (user)", text) for number, text in enumerate(("yes", "no", "yes"))))
     before, mine = (record(f"[u]yes[u]no[u]yes{end}", asked) for end in ("!", "?"))
     assert found(mine, before).field == "message 2 (user)"
 
 
 @pytest.mark.parametrize("compares", [True, False])
-def test_a_missing_state_is_told_with_both_numbers(compares: bool) -> None:
+def test_a_missing_state_is_told_with_both_numbers(compares):
     mine = record("It is Tuesday. Hello there")
     outcome = dataclasses.replace(result(mine, 8, "state"), matched_tokens=20)
-    options: dict[str, Any] = {"block_size": BLOCK, "decode": decode, "thinks": ""}
+    options = {"block_size": BLOCK, "decode": decode, "thinks": ""}
     made = diagnose(mine, record("It is Tuesday."), 14, outcome, compares=compares, **options)
     assert (made.cause, made.hit_tokens, made.position) == ("state", {"pool": 8}, 20)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
@@ -11,12 +10,12 @@ from kvboost_edge.engine.answers import AnswerStore, KeptAnswers
 from kvboost_edge.server.doctor.normalise import Normaliser, without_billing
 
 ME, YOU = (KeptAnswers(AnswerStore(), owner, owner) for owner in (b"me", b"you"))
-A: dict[str, Any] = {"type": "function", "function": {"name": "a", "parameters": {"x": 1, "y": 2}}}
-B: dict[str, Any] = {"type": "function", "function": {"name": "b", "parameters": {}}}
-A_TURNED: dict[str, Any] = {"function": {"parameters": {"y": 2, "x": 1}, "name": "a"}, "type": "function"}
+A = {"type": "function", "function": {"name": "a", "parameters": {"x": 1, "y": 2}}}
+B = {"type": "function", "function": {"name": "b", "parameters": {}}}
+A_TURNED = {"function": {"parameters": {"y": 2, "x": 1}, "name": "a"}, "type": "function"}
 
 
-def test_tools_that_are_the_same_keep_their_first_order() -> None:
+def test_tools_that_are_the_same_keep_their_first_order():
     normaliser = Normaliser()
     assert normaliser.tools(ME, [A, B]) == ([A, B], False)
     tools, changed = normaliser.tools(ME, [B, A_TURNED])
@@ -27,17 +26,17 @@ def test_tools_that_are_the_same_keep_their_first_order() -> None:
     assert normaliser.tools(ME, [other, B]) == ([other, B], False)
 
 
-def test_the_order_inside_of_lists_is_meant() -> None:
+def test_the_order_inside_of_lists_is_meant():
     normaliser = Normaliser()
     one, two = ({"type": "function", "function": {"name": "a", "enum": order}} for order in ([1, 2], [2, 1]))
     normaliser.tools(ME, [one])
     assert normaliser.tools(ME, [two]) == ([two], False)
 
 
-def test_arguments_of_calls_keep_the_order_of_their_keys() -> None:
+def test_arguments_of_calls_keep_the_order_of_their_keys():
     normaliser = Normaliser()
 
-    def said(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    def said(arguments):
         call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}
         return [{"role": "assistant", "content": "", "tool_calls": [call]}]
 
@@ -48,7 +47,7 @@ def test_arguments_of_calls_keep_the_order_of_their_keys() -> None:
     assert json.dumps(again) == json.dumps(first)
 
 
-def test_the_billing_line_of_system_messages_is_left_out() -> None:
+def test_the_billing_line_of_system_messages_is_left_out():
     normaliser = Normaliser()
     text = (
         "x-anthropic-billing-header: cc_version=2.1; cch=ab12;\nYou are a coder.\nKeep x-anthropic-billing-header: so"
@@ -62,7 +61,7 @@ def test_the_billing_line_of_system_messages_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("kinds", [(), ("arguments",)])
-def test_each_can_be_switched_off(kinds: tuple[str, ...]) -> None:
+def test_each_can_be_switched_off(kinds):
     normaliser = Normaliser(kinds)
     normaliser.tools(ME, [A, B])
     assert normaliser.tools(ME, [B, A]) == ([B, A], False)
@@ -70,7 +69,7 @@ def test_each_can_be_switched_off(kinds: tuple[str, ...]) -> None:
     assert normaliser.messages(ME, billed) == (billed, [])
 
 
-def test_no_number_of_salts_pushes_out_what_another_key_has() -> None:
+def test_no_number_of_salts_pushes_out_what_another_key_has():
     normaliser = Normaliser()
     normaliser.tools(ME, [A, B])
     large = {"type": "function", "function": {"name": "f", "description": "x" * 400_000}}

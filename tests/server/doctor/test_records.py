@@ -9,14 +9,14 @@ from kvboost_edge.server.doctor import records
 from kvboost_edge.server.doctor.records import Asked, Field, History, Record
 
 
-def record(name: str, ids: list[int], *, text: str = "", at: float | None = None) -> Record:
+def record(name, ids, *, text="", at=None):
     made = Record(name, Asked((Field("prompt", text),)), np.array(ids, np.int32), len(ids))
     if at is not None:
         made.at = at
     return made
 
 
-def test_the_closest_is_the_longest_common_prefix_of_the_same_tenant_and_salt() -> None:
+def test_the_closest_is_the_longest_common_prefix_of_the_same_tenant_and_salt():
     history = History(60)
     long = list(range(500))
     for tenant, name, ids in (("a", "near", [*long[:300], 7]), ("a", "nearer", [*long[:400], 7]), ("b", "same", long)):
@@ -30,7 +30,7 @@ def test_the_closest_is_the_longest_common_prefix_of_the_same_tenant_and_salt() 
 
 
 @pytest.mark.parametrize("first", [0, 1, 63, 64, 65, 120])
-def test_the_first_difference_is_found_wherever_it_is(first: int) -> None:
+def test_the_first_difference_is_found_wherever_it_is(first):
     ids = list(range(121))
     changed = [*ids[:first], -1, *ids[first + 1 :]]
     assert record("x", ids).common(np.array(changed, np.int32)) == first
@@ -38,7 +38,7 @@ def test_the_first_difference_is_found_wherever_it_is(first: int) -> None:
     assert record("x", ids).common(np.array(ids, np.int32)) == 121
 
 
-def test_an_answer_counts_as_what_was_said() -> None:
+def test_an_answer_counts_as_what_was_said():
     history, mine = History(60), record("mine", [1, 2])
     history.add(None, None, mine)
     before = history.nbytes
@@ -48,7 +48,7 @@ def test_an_answer_counts_as_what_was_said() -> None:
     assert mine.ids.tolist() == [1, 2, 3, 4]
 
 
-def test_what_is_kept_is_bounded_and_its_bytes_are_counted_to_the_last() -> None:
+def test_what_is_kept_is_bounded_and_its_bytes_are_counted_to_the_last():
     history = History(60, max_bytes=40_000, max_tenant_bytes=20_000)
     for number in range(200):
         made = record(str(number), list(range(number)), text="x" * number)
@@ -59,7 +59,7 @@ def test_what_is_kept_is_bounded_and_its_bytes_are_counted_to_the_last() -> None
         assert history.find(f"tenant {number % 5}", str(number)) is made
 
 
-def test_many_salts_of_one_tenant_take_no_more_room_than_one() -> None:
+def test_many_salts_of_one_tenant_take_no_more_room_than_one():
     history = History(60, max_bytes=60_000, max_tenant_bytes=20_000)
     history.add("other", None, record("theirs", [1]))
     for number in range(1000):
@@ -76,13 +76,13 @@ def test_many_salts_of_one_tenant_take_no_more_room_than_one() -> None:
     assert (history.find("one", "0"), history.find("one", "999")) == (None, kept[1])
 
 
-def test_a_request_too_large_to_keep_leaves_nothing_behind() -> None:
+def test_a_request_too_large_to_keep_leaves_nothing_behind():
     history = History(60, max_tenant_bytes=2_000)
     history.add(None, None, record("large", list(range(1000))))
     assert (history.nbytes, history.latest(None)) == (0, [])
 
 
-def test_old_ones_are_forgotten_and_0_seconds_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_ones_are_forgotten_and_0_seconds_keep_nothing(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(records.time, "time", lambda: now)
     history = History(10)
@@ -96,7 +96,7 @@ def test_old_ones_are_forgotten_and_0_seconds_keep_nothing(monkeypatch: pytest.M
     assert nothing.nbytes == 0
 
 
-def test_many_small_requests_are_bounded_in_number() -> None:
+def test_many_small_requests_are_bounded_in_number():
     history = History(60)
     for number in range(300):
         history.add(None, None, record(str(number), [number]))

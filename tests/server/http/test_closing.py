@@ -6,14 +6,11 @@ import contextlib
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 
-from helpers.server.live_servers import KEYS, LiveServer, raw_answer, serving, wait_until
+from helpers.server.live_servers import KEYS, raw_answer, serving, wait_until
 from kvboost_edge.server.http import closing
 
 LARGE = 50_000_000
@@ -22,12 +19,12 @@ KEY = b"Authorization: Bearer " + KEYS[0].encode() + b"\r\n"
 
 
 @pytest.fixture(scope="module")
-def server(demo_engine: Any) -> Iterator[LiveServer]:
+def server(demo_engine):
     with serving(demo_engine, api_keys=KEYS, max_body_bytes=20_000) as server:
         yield server
 
 
-def chunked(size: int) -> bytes:
+def chunked(size):
     chunk = b"%x\r\n%s\r\n" % (1_000_000, b"x" * 1_000_000)
     return chunk * (size // 1_000_000) + b"0\r\n\r\n"
 
@@ -43,9 +40,7 @@ def chunked(size: int) -> bytes:
     ],
     ids=["length", "chunks", "length without a key", "chunks without a key"],
 )
-def test_who_sends_everything_first_reads_the_answer(
-    server: LiveServer, key: bytes, length: bool, status: int, code: bytes, more: bytes
-) -> None:
+def test_who_sends_everything_first_reads_the_answer(server, key, length, status, code, more):
     body = b"x" * LARGE if length else chunked(LARGE)
     framing = b"Content-Length: %d\r\n" % len(body) if length else b"Transfer-Encoding: chunked\r\n"
     with server.connect() as sock:
@@ -60,14 +55,14 @@ def test_who_sends_everything_first_reads_the_answer(
 @pytest.mark.parametrize(
     "start", [b"no head at all\n\n", HEAD + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n"]
 )
-def test_who_sends_on_after_a_malformed_head_reads_the_answer(server: LiveServer, start: bytes) -> None:
+def test_who_sends_on_after_a_malformed_head_reads_the_answer(server, start):
     with server.connect() as sock:
         sock.sendall(start)
         sock.sendall(b"x" * LARGE)
         assert raw_answer(sock).startswith(b"HTTP/1.1 400")
 
 
-def test_clients_read_the_answer(server: LiveServer, tmp_path: Path) -> None:
+def test_clients_read_the_answer(server, tmp_path):
     text = "x" * LARGE
     with server.client() as client:
         answer = client.post("/v1/completions", json={"prompt": text})
@@ -87,7 +82,7 @@ def test_clients_read_the_answer(server: LiveServer, tmp_path: Path) -> None:
             assert "request_too_large" in done.stdout, done
 
 
-def test_who_expects_100_is_told_before_it_sends(server: LiveServer) -> None:
+def test_who_expects_100_is_told_before_it_sends(server):
     expects = HEAD + KEY + b"Expect: 100-continue\r\n"
     with server.connect() as sock:
         sock.sendall(expects + b"Content-Length: 50000000\r\n\r\n")
@@ -107,7 +102,7 @@ def test_who_expects_100_is_told_before_it_sends(server: LiveServer) -> None:
     assert b'"code": "unknown_expectation"' in answer
 
 
-def test_who_falls_silent_is_cut_off(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_falls_silent_is_cut_off(server, monkeypatch):
     monkeypatch.setattr(closing, "QUIET_SECONDS", 0.2)
     with server.connect() as sock:
         sock.sendall(HEAD + KEY + b"Content-Length: 50000000\r\n\r\n" + b"x" * 100_000)
@@ -115,7 +110,7 @@ def test_who_falls_silent_is_cut_off(server: LiveServer, monkeypatch: pytest.Mon
         wait_until(lambda: not server.server.server_state.connections, "the connection to be closed", 10)
 
 
-def test_who_sends_more_than_is_dropped_is_cut_off(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_sends_more_than_is_dropped_is_cut_off(server, monkeypatch):
     monkeypatch.setattr(closing, "_MOST_BYTES", 1_000_000)
     with server.connect() as sock:
         sock.sendall(HEAD + KEY + b"Content-Length: 5000000000\r\n\r\n")
@@ -124,14 +119,14 @@ def test_who_sends_more_than_is_dropped_is_cut_off(server: LiveServer, monkeypat
     wait_until(lambda: not server.server.server_state.connections, "the connection to be closed")
 
 
-def test_a_lingering_connection_holds_up_no_shutdown(demo_engine: Any) -> None:
+def test_a_lingering_connection_holds_up_no_shutdown(demo_engine):
     with serving(demo_engine, max_body_bytes=20_000) as server:
         sock = server.connect()
         sock.sendall(HEAD + b"Content-Length: 50000000\r\n\r\n")
         assert raw_answer(sock).startswith(b"HTTP/1.1 413")
         stop = threading.Event()
 
-        def trickle() -> None:
+        def trickle():
             with contextlib.suppress(OSError):
                 while not stop.wait(0.01):
                     sock.sendall(b"x")
@@ -144,7 +139,7 @@ def test_a_lingering_connection_holds_up_no_shutdown(demo_engine: Any) -> None:
     assert not server.server.server_state.connections
 
 
-def test_one_connection_too_many_reads_why(demo_engine: Any) -> None:
+def test_one_connection_too_many_reads_why(demo_engine):
     """Its request comes after it was refused."""
     with serving(demo_engine, max_connections=1) as server, server.connect() as first:
         first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")

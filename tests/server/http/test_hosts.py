@@ -12,7 +12,7 @@ from kvboost_edge.server.http.hosts import HostList
 from kvboost_edge.server.settings import ServerSettings, is_loopback
 
 
-def check(settings: ServerSettings, *headers: tuple[str, str], address: str = "127.0.0.1") -> int:
+def check(settings, *headers, address="127.0.0.1"):
     """The status that the host list gives; 200 for none."""
     raw = [(name.encode(), value.encode()) for name, value in headers]
     try:

@@ -46,7 +46,7 @@ TRICKS = [
 ]
 
 
-def _bearer(key: str) -> list[tuple[bytes, bytes]]:
+def _bearer(key):
     return [(b"authorization", b"Bearer " + key.encode())]
 
 
@@ -128,7 +128,7 @@ def test_all_keys_are_compared_whichever_is_right(monkeypatch):
 def test_tenants_do_not_see_what_others_cached(keyed_server):
     prompt = {"model": "kvboost-edge/demo", "prompt": "A secret of the first tenant. " * 10, "max_tokens": 1}
 
-    def cached(key: str) -> int:
+    def cached(key):
         with keyed_server.client(headers={"Authorization": f"Bearer {key}"}) as client:
             usage = client.post("/v1/completions", json=prompt).json()["usage"]
             return usage["prompt_tokens_details"]["cached_tokens"]

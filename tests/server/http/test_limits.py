@@ -7,12 +7,10 @@ import re
 import socket
 import statistics
 import time
-from collections.abc import Iterator
 
-import httpx
 import pytest
 
-from helpers.server.live_servers import LiveServer, raw_answer, serving, wait_until
+from helpers.server.live_servers import raw_answer, serving, wait_until
 
 pytestmark = pytest.mark.alone
 
@@ -21,7 +19,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 
 @pytest.fixture(scope="module")
-def strict(demo_engine) -> Iterator[LiveServer]:
+def strict(demo_engine):
     """Deadlines short enough to wait for, and small limits."""
     settings = {"header_seconds": 0.4, "body_seconds": 0.4, "write_seconds": 0.5, "keep_alive_seconds": 1}
     with serving(demo_engine, max_body_bytes=20_000, max_connections=300, **settings) as server:
@@ -199,7 +197,7 @@ def test_more_connections_than_allowed_get_503(demo_engine):
 
 
 def test_good_clients_go_on_beside_a_hundred_slow_ones(strict):
-    def best_of(count: int, client: httpx.Client) -> float:
+    def best_of(count, client):
         times = []
         for _ in range(count):
             started = time.perf_counter()

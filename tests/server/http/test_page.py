@@ -132,7 +132,7 @@ def test_the_chosen_and_the_system_s_dark_are_the_same_colours():
     assert set(themes["light"]) == set(themes["dark"])
 
 
-def _themes() -> dict[str, dict[str, str]]:
+def _themes():
     """Theme -> name of a colour -> "#rrggbb"."""
     style = TEXTS["style.css"]
     blocks = {
@@ -146,13 +146,13 @@ def _themes() -> dict[str, dict[str, str]]:
     }
 
 
-def _contrast(first: str, second: str) -> float:
+def _contrast(first, second):
     """WCAG's contrast ratio of two colours, 1 to 21."""
     light, dark = sorted((_luminance(first), _luminance(second)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
 
-def _luminance(colour: str) -> float:
+def _luminance(colour):
     channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

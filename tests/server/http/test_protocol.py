@@ -8,7 +8,6 @@ import json
 import logging
 import re
 import socket
-from collections.abc import Iterator
 
 import h11
 import pytest
@@ -41,7 +40,7 @@ AMBIGUOUS = {
 
 
 @contextlib.contextmanager
-def own_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def own_log(caplog):
     """The server's log lines go to `caplog`."""
     logger = logging.getLogger("kvboost_edge.server")
     before = logger.level, logger.propagate
@@ -56,7 +55,7 @@ def own_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         logger.propagate = before[1]
 
 
-def ask(server, data: bytes) -> bytes:
+def ask(server, data):
     with server.connect() as sock:
         sock.sendall(data)
         return raw_answer(sock)
@@ -191,7 +190,7 @@ def test_a_target_may_be_a_whole_url_whose_host_counts(live_server, target, stat
     ids=["head", "size", "body"],
 )
 def test_what_the_connection_refuses_is_counted_logged_and_has_an_id(live_server, caplog, data, status, phrase):
-    def counted() -> float:
+    def counted():
         samples = live_server.kv.metrics.registry.collect()
         return sum(
             sample.value

@@ -8,12 +8,11 @@ import random
 import re
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
 
 import pytest
 
 from helpers.server.api_bodies import ASKED, GENERATING, MODEL, READ, asked, error_text, said
-from helpers.server.live_servers import LiveServer, raw_answer, serving, wait_until
+from helpers.server.live_servers import raw_answer, serving, wait_until
 
 NUM_CASES = 252  # one of each kind for each path
 CANARY = {"model": MODEL, "prompt": "The capital of France", "max_tokens": 12, "temperature": 0, "logprobs": 3}
@@ -30,20 +29,20 @@ Case = tuple[str, bytes, bool]  # its kind, what is sent, whether the client clo
 
 
 @pytest.fixture(scope="module")
-def server(demo_engine) -> Iterator[LiveServer]:
+def server(demo_engine):
     """Short deadlines, so that a request which never ends costs a moment."""
     settings = {"header_seconds": 0.3, "body_seconds": 0.3, "keep_alive_seconds": 1, "max_body_bytes": 300_000}
     with serving(demo_engine, **settings) as server:
         yield server
 
 
-def post(path: str, body: bytes, *headers: bytes) -> bytes:
+def post(path, body, *headers):
     """A well-formed head with any body; the server closes after its answer."""
     head = [b"POST " + path.encode() + b" HTTP/1.1", b"Host: localhost", b"Content-Type: application/json"]
     return b"\r\n".join([*head, b"Connection: close", b"Content-Length: %d" % len(body), *headers, b"", b""]) + body
 
 
-def bad_utf8(rng: Drawn) -> bytes:
+def bad_utf8(rng):
     parts = (b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\xe2\x82", b"\x80", b"\xfe\xff", b"\x00")
     garbage = b"".join(rng.choices(parts, k=rng.randint(1, 9)))
     path = rng.path
@@ -53,13 +52,13 @@ def bad_utf8(rng: Drawn) -> bytes:
     return post(path, rng.choice(bodies))
 
 
-def surrogates(rng: Drawn) -> bytes:
+def surrogates(rng):
     text = "".join(f"\\u{rng.choice((0xD800, 0xDFFF, 0xDC00, 0x0, 0xFFFF)):04x}" for _ in range(rng.randint(1, 5)))
     path = rng.path
     return post(path, json.dumps(asked(path, "TEXT")).replace("TEXT", text).encode())
 
 
-def deep(rng: Drawn) -> bytes:
+def deep(rng):
     depth = rng.choice((500, 5_000, 100_000))
     opening, closing = rng.choice(((b"[", b"]"), (b'{"a":', b"}")))
     depth = min(depth, 290_000 // (len(opening) + len(closing)))
@@ -72,7 +71,7 @@ def deep(rng: Drawn) -> bytes:
     return post(path, rng.choice((inside, beside, body)))
 
 
-def odd_numbers(rng: Drawn) -> bytes:
+def odd_numbers(rng):
     number = rng.choice(("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 400, "1" * 5000, "-0", "0.1e-400"))
     fields = ("temperature", "top_p", "max_tokens", "seed", "n", "logprobs", "priority", "stop_token_ids", "model")
     fields += ("n_predict", "num_ctx", "budget_tokens", "dimensions", "top_n", "tokens", "max_output_tokens", "ttl")
@@ -81,7 +80,7 @@ def odd_numbers(rng: Drawn) -> bytes:
     return post(path, json.dumps({**asked(path, "a"), **more}).replace('"THIS"', number).encode())
 
 
-def duplicates(rng: Drawn) -> bytes:
+def duplicates(rng):
     path = rng.path
     whole = asked(path, "a", model=MODEL, stream=False)
     field = rng.choice(list(whole))
@@ -90,14 +89,14 @@ def duplicates(rng: Drawn) -> bytes:
     return post(path, f"{json.dumps(whole)[:-1]}, {members}}}".encode())
 
 
-def not_json(rng: Drawn) -> bytes:
+def not_json(rng):
     path = rng.path
     whole = json.dumps(asked(path, "a")).encode()
     body = rng.choice((b"", b" ", b"null", b"0", b'"text"', b"[]", b"{}", whole[: rng.randrange(len(whole))]))
     return post(path, body + rng.choice((b"", b"\0", b"}", b"//")))
 
 
-def chunk_bombs(rng: Drawn) -> bytes:
+def chunk_bombs(rng):
     head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" % rng.path.encode()
     head += b"Transfer-Encoding: chunked\r\n\r\n"
     chunks = (
@@ -115,7 +114,7 @@ def chunk_bombs(rng: Drawn) -> bytes:
     return head + rng.choice(chunks)
 
 
-def smuggling(rng: Drawn) -> bytes:
+def smuggling(rng):
     inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     lengths = (b"Content-Length: 4", b"Content-Length: %d" % len(inner), b"Content-Length: 0", b"content-length:\t3")
     codings = (
@@ -134,7 +133,7 @@ def smuggling(rng: Drawn) -> bytes:
     return head + b"\r\n\r\n" + rng.choice((b"0\r\n\r\n", b"5c\r\n", b"")) + inner
 
 
-def bad_lines(rng: Drawn) -> bytes:
+def bad_lines(rng):
     lines = (
         b"GET",
         b"GET  / HTTP/1.1",
@@ -154,7 +153,7 @@ def bad_lines(rng: Drawn) -> bytes:
     return rng.choice(lines) + b"\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
-def bad_headers(rng: Drawn) -> bytes:
+def bad_headers(rng):
     headers = (
         b"X: " + b"a" * rng.choice((5_000, 20_000, 100_000)),
         b"\r\n".join(b"X-%d: y" % i for i in range(rng.choice((50, 120, 3000)))),
@@ -177,16 +176,16 @@ def bad_headers(rng: Drawn) -> bytes:
     return start + b"\r\nHost: localhost\r\nConnection: close\r\n" + rng.choice(headers) + b"\r\n\r\n"
 
 
-def early_close(rng: Drawn) -> bytes:
+def early_close(rng):
     path = rng.choice(list(GENERATING))
     body = asked(path, "The capital of France", tokens=rng.choice((1, 500)), stream=rng.choice((True, False)))
     whole = post(path, json.dumps(body).encode())
     return whole[: rng.choice((rng.randrange(1, len(whole)), len(whole)))]
 
 
-def template_names(rng: Drawn) -> bytes:
+def template_names(rng):
     names = ("self", "messages", "variables", "raise_exception", "namespace", "loop", "bos_token", "range", "cls", "a")
-    values: tuple[object, ...] = (1, "x", True, "\ud800", None, [], {"a": 1}, 1e308, "x" * 5000, "{{ self }}")
+    values = (1, "x", True, "\ud800", None, [], {"a": 1}, 1e308, "x" * 5000, "{{ self }}")
     variables = {name: rng.choice(values) for name in rng.sample(names, rng.randint(1, 4))}
     path = rng.choice(
         ("/v1/chat/completions", "/v1/responses", "/apply-template", "/tokenize", "/v1/warm", "/v1/unpin")
@@ -195,7 +194,7 @@ def template_names(rng: Drawn) -> bytes:
     return post(path, json.dumps({**body, "chat_template_kwargs": variables}).encode())
 
 
-def odd_targets(rng: Drawn) -> bytes:
+def odd_targets(rng):
     """Routes without a body, with names and queries that nobody has."""
     path, method = rng.choice([read for read in READ if not read[0].startswith("/static/")])
     names = ("x", "last", "%00", "%ff%fe", "..%2f..%2fetc", "resp_" + "0" * 48, "a" * 300, "%F0%9F%8C%A7", "{id}", "''")
@@ -215,7 +214,7 @@ def odd_targets(rng: Drawn) -> bytes:
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-def pipelined(rng: Drawn) -> bytes:
+def pipelined(rng):
     parts = [b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"] * rng.randint(1, 30)
     parts += [post("/tokenize", b'{"prompt": "a"}').replace(b"Connection: close\r\n", b"")] * rng.randint(0, 5)
     rng.shuffle(parts)
@@ -224,13 +223,13 @@ def pipelined(rng: Drawn) -> bytes:
     )
 
 
-KINDS: tuple[Callable[[Drawn], bytes], ...] = (
+KINDS = (
     *(bad_utf8, surrogates, deep, odd_numbers, duplicates, not_json),
     *(chunk_bombs, smuggling, bad_lines, bad_headers, early_close, pipelined, template_names, odd_targets),
 )
 
 
-def cases(count: int) -> list[Case]:
+def cases(count):
     """Each kind in turn, for each path in turn, made from a fixed seed."""
     made = []
     for index in range(count):
@@ -240,7 +239,7 @@ def cases(count: int) -> list[Case]:
     return made
 
 
-def send(server: LiveServer, data: bytes, close: bool) -> bytes:
+def send(server, data, close):
     with server.connect(timeout=10) as sock:
         try:
             sock.sendall(data)
@@ -249,7 +248,7 @@ def send(server: LiveServer, data: bytes, close: bool) -> bytes:
         return b"" if close else raw_answer(sock)
 
 
-def canary(server: LiveServer) -> object:
+def canary(server):
     with server.client() as client:
         answer = client.post("/v1/completions", json=CANARY)
     assert answer.status_code == 200
@@ -259,7 +258,7 @@ def canary(server: LiveServer) -> object:
 NO_HTTP = ("smuggling", "bad_lines", "bad_headers", "pipelined", "early_close")
 
 
-def told_as(kind: str, data: bytes, body: bytes) -> str:
+def told_as(kind, data, body):
     """The path whose API an error has to be told in. Of what is no HTTP there is none: it is told in OpenAI's."""
     path = re.match(rb"(?:GET|POST|DELETE) (/[^ ?]*)[ ?]", data)
     unread = path is None or (kind in NO_HTTP and "param" in body.decode())
@@ -270,7 +269,7 @@ def told_as(kind: str, data: bytes, body: bytes) -> str:
 @pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_bad_requests_do_no_harm(server, scale, rounds):
     expected = canary(server)
-    statuses: dict[str, set[int]] = {}
+    statuses = {}
     slowest = 0.0
     for index, (kind, data, close) in enumerate(cases(scale(rounds * NUM_CASES, 30 * NUM_CASES)), start=1):
         started = time.monotonic()

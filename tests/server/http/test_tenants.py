@@ -6,14 +6,11 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import pytest
 
 from helpers.server.api_bodies import ASKED, READ, asked, error_text
-from helpers.server.live_servers import ADMIN_KEY, KEYS, LiveServer
+from helpers.server.live_servers import ADMIN_KEY, KEYS
 from kvboost_edge.server.http.middleware import ADMIN_PATHS
 
 SECRET = "The first tenant's secret is the word marmalade"
@@ -22,7 +19,7 @@ SHOWING = [(path, method) for path, method in READ if path not in ADMIN_PATHS | 
 
 
 @pytest.fixture
-def keys(keyed_server: LiveServer) -> Iterator[list[httpx.Client]]:
+def keys(keyed_server):
     """Clients of the two tenants."""
     clients = [keyed_server.client(headers={"x-api-key": key}) for key in KEYS]
     yield clients
@@ -30,18 +27,18 @@ def keys(keyed_server: LiveServer) -> Iterator[list[httpx.Client]]:
         client.close()
 
 
-def named(path: str, name: str) -> str:
+def named(path, name):
     return re.sub(r"\{.*?\}", name, path)
 
 
-def without_ids(answer: httpx.Response, name: str) -> tuple[int, str, list[str]]:
+def without_ids(answer, name):
     """What can be compared of two answers: status, text without the id that was asked for, and headers."""
     passing = ("x-request-id", "request-id", "date", "content-length")
     headers = sorted(f"{key}: {value}" for key, value in answer.headers.items() if key not in passing)
     return answer.status_code, answer.text.replace(name, "ID"), headers
 
 
-def test_requests_and_responses_of_another_key_are_as_if_they_never_were(keys: list[httpx.Client]) -> None:
+def test_requests_and_responses_of_another_key_are_as_if_they_never_were(keys):
     mine, other = keys
     asked_of = mine.post("/v1/responses", json={"input": SECRET, "max_output_tokens": 2, "user": "marmalade"})
     assert asked_of.status_code == 200
@@ -70,11 +67,11 @@ def test_requests_and_responses_of_another_key_are_as_if_they_never_were(keys: l
 
 
 @pytest.mark.parametrize("path", [path for path in ASKED if "hello" in json.dumps(ASKED[path]("hello"))])
-def test_nothing_of_an_answer_tells_what_another_key_asked(keys: list[httpx.Client], path: str) -> None:
+def test_nothing_of_an_answer_tells_what_another_key_asked(keys, path):
     """The second tenant's answer to what the first has asked, its counts and its cause, is as to what nobody has."""
     mine, other = keys
 
-    def told(client: httpx.Client, color: str) -> Any:
+    def told(client, color):
         text = f"{color} is the color of {path}. {SECRET}. " * 3
         more = {"stream": False} if path.startswith("/api/") else {}
         answer = client.post(path, json=asked(path, text, tokens=1, **more))
@@ -88,7 +85,7 @@ def test_nothing_of_an_answer_tells_what_another_key_asked(keys: list[httpx.Clie
     assert told(other, "Red") == told(other, "Sky")
 
 
-def cached_in(answer: Any, place: str = "") -> dict[str, int]:
+def cached_in(answer, place=""):
     """The counts of an answer that tell of the cache, by their places."""
     if isinstance(answer, dict):
         return {name: count for key, one in answer.items() for name, count in cached_in(one, f"{place}.{key}").items()}
@@ -97,9 +94,9 @@ def cached_in(answer: Any, place: str = "") -> dict[str, int]:
 
 
 @pytest.mark.parametrize("path", [*ASKED, *(path for path, _ in READ if path not in OPEN and "/static/" not in path)])
-def test_without_a_right_key_each_api_says_so_in_its_own_shape(keyed_server: LiveServer, path: str) -> None:
+def test_without_a_right_key_each_api_says_so_in_its_own_shape(keyed_server, path):
     """Before anything of the body is looked at, and whether there is such a method or not."""
-    wrong: tuple[dict[str, str], ...] = ({}, {"x-api-key": "wrong"}, {"authorization": "Basic x"}, {"x-api-key": ""})
+    wrong = ({}, {"x-api-key": "wrong"}, {"authorization": "Basic x"}, {"x-api-key": ""})
     with keyed_server.client(headers={}) as client:
         for method, headers in itertools.product(("POST", "GET", "DELETE"), wrong):
             content = b"{" if method == "POST" else None
@@ -111,7 +108,7 @@ def test_without_a_right_key_each_api_says_so_in_its_own_shape(keyed_server: Liv
             assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_the_counters_by_cause_are_for_the_admin_alone(keyed_server: LiveServer, keys: list[httpx.Client]) -> None:
+def test_the_counters_by_cause_are_for_the_admin_alone(keyed_server, keys):
     for client in keys:
         answer = client.get("/metrics")
         assert answer.status_code == 403

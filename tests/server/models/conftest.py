@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from helpers.server.live_servers import serving
@@ -15,24 +11,24 @@ from kvboost_edge.server.models import loader
 
 
 @pytest.fixture(scope="session")
-def second_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def second_model_dir(tmp_path_factory):
     from helpers.models.tiny_models import save_tiny_model
 
     return save_tiny_model("qwen3", tmp_path_factory.mktemp("tiny-qwen3"))
 
 
 @pytest.fixture
-def first(tiny_model_dir: Path) -> CountedSource:
+def first(tiny_model_dir):
     return CountedSource(tiny_model_dir)
 
 
 @pytest.fixture
-def second(second_model_dir: Path) -> CountedSource:
+def second(second_model_dir):
     return CountedSource(second_model_dir)
 
 
 @pytest.fixture(scope="session")
-def alone(tiny_model_dir: Path, second_model_dir: Path) -> dict[str, Any]:
+def alone(tiny_model_dir, second_model_dir):
     """By name: the choice of the answer to ASKED of a server with that model only."""
     found = {}
     for name, path in (("a", tiny_model_dir), ("b", second_model_dir)):
@@ -47,12 +43,12 @@ def alone(tiny_model_dir: Path, second_model_dir: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def all_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_of_one_size(monkeypatch):
     monkeypatch.setattr(loader, "reserved_bytes", lambda engine: SIZE)
 
 
 @pytest.fixture
-async def room(all_of_one_size: None) -> AsyncIterator[Room]:
+async def room(all_of_one_size):
     found = Room()
     yield found
     await found.close()

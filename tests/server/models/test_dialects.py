@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from helpers.server.api_bodies import ASKED, GENERATING, asked
-from helpers.server.live_servers import LiveServer, serving, wait_until
+from helpers.server.live_servers import serving, wait_until
 from helpers.server.model_budget import Room
 from helpers.server.served_models import CountedSource
 
@@ -48,12 +45,12 @@ async def test_who_only_looks_loads_nothing(room, path):
 
 
 @pytest.fixture(scope="module")
-def sources(tiny_model_dir: Any, second_model_dir: Any) -> tuple[CountedSource, CountedSource]:
+def sources(tiny_model_dir, second_model_dir):
     return CountedSource(tiny_model_dir), CountedSource(second_model_dir)
 
 
 @pytest.fixture(scope="module")
-def server(sources: tuple[CountedSource, CountedSource]) -> Iterator[LiveServer]:
+def server(sources):
     first, second = sources
     with (
         first.open() as engine,
@@ -63,7 +60,7 @@ def server(sources: tuple[CountedSource, CountedSource]) -> Iterator[LiveServer]
 
 
 @pytest.fixture
-def unloaded(server: LiveServer) -> LiveServer:
+def unloaded(server):
     """The second model is not loaded."""
     with server.client() as client:
         client.post("/api/generate", json={"model": "b", "keep_alive": 0})
@@ -74,7 +71,7 @@ def unloaded(server: LiveServer) -> LiveServer:
 def test_ollama_lists_all_runs_those_that_are_loaded_and_shows_what_it_knew(unloaded):
     with unloaded.client() as client:
 
-        def names(path: str) -> list[str]:
+        def names(path):
             return [one["name"] for one in client.get(path).json()["models"]]
 
         assert (names("/api/tags"), names("/api/ps")) == (["a:latest", "b:latest"], ["a:latest"])

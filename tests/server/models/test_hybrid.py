@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +21,7 @@ from kvboost_edge.server.models.loader import reserved_bytes
 
 
 @pytest.fixture
-def hybrid() -> Iterator[Any]:
+def hybrid():
     """Blocks for 1,024 tokens, and 12 slots of states."""
     config = EngineConfig.from_options(debug_checks=True)
     parts = hybrid_parts(64, 12)
@@ -33,13 +30,13 @@ def hybrid() -> Iterator[Any]:
         yield engine
 
 
-def test_states_count_in_what_a_model_takes(hybrid: Any) -> None:
+def test_states_count_in_what_a_model_takes(hybrid):
     states = hybrid.paged_stats()["state_bytes"]
     assert states == 12 * 64 + 31 * 64, "slots, and what 31 drafts bring to them"
     assert reserved_bytes(hybrid) == 1000 + hybrid.paged_stats()["pool_bytes"] + states
 
 
-async def test_a_state_that_was_not_kept_is_the_cause_once(hybrid: Any) -> None:
+async def test_a_state_that_was_not_kept_is_the_cause_once(hybrid):
     """The second prompt leaves the first where no state was kept; the third finds one there."""
     head = "A beginning that both prompts have, longer than some blocks of the pool are. "
     async with app_of(hybrid) as app:
@@ -57,7 +54,7 @@ async def test_a_state_that_was_not_kept_is_the_cause_once(hybrid: Any) -> None:
     assert 'kvboost:prompt_causes_total{cause="state",model_name="fake"} 1.0' in metrics
 
 
-async def test_tokens_that_matched_are_told_beside_those_that_were_served(hybrid: Any) -> None:
+async def test_tokens_that_matched_are_told_beside_those_that_were_served(hybrid):
     head = "A beginning that both prompts have, longer than some blocks of the pool are. "
     found = []
     async with app_of(hybrid) as app:
@@ -69,7 +66,7 @@ async def test_tokens_that_matched_are_told_beside_those_that_were_served(hybrid
     assert found == [(0, 0, "first_seen"), (whole, 0, "state"), (whole, whole, "first_seen")]
 
 
-async def test_slots_and_snapshots_are_told_beside_the_blocks(hybrid: Any) -> None:
+async def test_slots_and_snapshots_are_told_beside_the_blocks(hybrid):
     head = "A beginning that both prompts have, longer than some blocks of the pool are. "
     async with app_of(hybrid) as app:
         for tail in ("One goes on with these words, and with more of them. ", "Two, however, does with others. "):
@@ -94,7 +91,7 @@ async def test_slots_and_snapshots_are_told_beside_the_blocks(hybrid: Any) -> No
     assert f'kvboost:replayed_tokens_total{{model_name="fake"}} {stats["replayed_tokens"]}.0' in metrics
 
 
-async def test_what_states_do_not_allow_is_refused_by_name(hybrid: Any) -> None:
+async def test_what_states_do_not_allow_is_refused_by_name(hybrid):
     async with app_of(hybrid) as app:
         body = {"prompt": "Hello", "max_tokens": 1, "kvboost": {"mode": "chunk_kv_reuse"}}
         refused = await app.post("/v1/completions", json=body)
@@ -105,7 +102,7 @@ async def test_what_states_do_not_allow_is_refused_by_name(hybrid: Any) -> None:
         assert (await complete(app, "Hello"))["cause"] in ("first_seen", "tail")
 
 
-def test_room_for_states_is_for_those_of_several_models_that_keep_some(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_room_for_states_is_for_those_of_several_models_that_keep_some(tiny_model_dir, tmp_path):
     hybrid = save_tiny_model("lfm2", tmp_path)
     flags = ["--max-state-bytes", "200000", "--num-blocks", "64", "--num-threads", "1", "--reuse-gate", "off"]
     alone = parse_flags(["--model", str(tiny_model_dir), *flags], "p")

@@ -6,10 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
-import httpx
 import pytest
 
 from helpers.server.model_budget import Room, until
@@ -21,11 +18,11 @@ from kvboost_edge.server.work.threads import in_thread
 pytestmark = pytest.mark.usefixtures("all_of_one_size")
 
 
-def held(engine: Any, name: str) -> tuple[threading.Event, threading.Event]:
+def held(engine, name):
     """The engine's method waits: (set once it was called, lets it go on)."""
     called, free, real = threading.Event(), threading.Event(), getattr(engine, name)
 
-    def waiting(*arguments: Any) -> Any:
+    def waiting(*arguments):
         called.set()
         assert free.wait(60)
         return real(*arguments)
@@ -34,7 +31,7 @@ def held(engine: Any, name: str) -> tuple[threading.Event, threading.Event]:
     return called, free
 
 
-async def looking(room: Room, name: str, method: str, ask: Callable[[], Any]) -> httpx.Response:
+async def looking(room, name, method, ask):
     """The answer to who looks at a model that is unloaded meanwhile."""
     model = room.model(name)
     assert model.state is not None
@@ -45,7 +42,7 @@ async def looking(room: Room, name: str, method: str, ask: Callable[[], Any]) ->
     await until(lambda: model.phase == "unloading")
     assert not leaving.done()
     free.set()
-    answer: httpx.Response = await looks
+    answer = await looks
     await leaving
     assert model.phase == "not_loaded"
     return answer
@@ -55,7 +52,7 @@ async def looking(room: Room, name: str, method: str, ask: Callable[[], Any]) ->
     ("path", "method"),
     [("/v1/stats", "cache_stats"), ("/v1/blocks", "block_details"), ("/slots", "num_running")],
 )
-async def test_who_looks_at_a_model_gets_an_answer_though_it_leaves(room: Room, path: str, method: str) -> None:
+async def test_who_looks_at_a_model_gets_an_answer_though_it_leaves(room, path, method):
     assert (await room.ask("b")).status_code == 200
     answer = await looking(room, "b", method, lambda: room.client.get(path, params={"model": "b"}))
     assert answer.status_code == 200, answer.text
@@ -64,7 +61,7 @@ async def test_who_looks_at_a_model_gets_an_answer_though_it_leaves(room: Room, 
     assert "is not loaded" in gone.text
 
 
-async def test_a_reset_reaches_every_model_though_one_leaves_meanwhile(room: Room) -> None:
+async def test_a_reset_reaches_every_model_though_one_leaves_meanwhile(room):
     """The first one's takes a while; the second would be gone by then."""
     assert (await room.ask("b")).status_code == 200
     text = {"model": "b", "prompt": "Words that stay in the pool. " * 4, "max_tokens": 1}
@@ -82,14 +79,14 @@ async def test_a_reset_reaches_every_model_though_one_leaves_meanwhile(room: Roo
     await leaving
 
 
-async def test_the_metrics_of_a_model_that_leaves_are_those_of_a_live_one(room: Room) -> None:
+async def test_the_metrics_of_a_model_that_leaves_are_those_of_a_live_one(room):
     assert (await room.ask("b")).status_code == 200
     answer = await looking(room, "b", "paged_stats", lambda: room.client.get("/metrics"))
     assert answer.status_code == 200
     assert 'kvboost:engine_alive{model_name="b"} 0.0' not in answer.text
 
 
-async def test_who_went_does_not_keep_a_model_from_leaving(room: Room) -> None:
+async def test_who_went_does_not_keep_a_model_from_leaving(room):
     assert (await room.ask("b")).status_code == 200
     model = room.model("b")
     assert model.state is not None
@@ -104,16 +101,16 @@ async def test_who_went_does_not_keep_a_model_from_leaving(room: Room) -> None:
     free.set()
 
 
-def stop(engine: Any) -> None:
+def stop(engine):
     """The engine's thread ends with the next request."""
 
-    def broken(*arguments: Any) -> None:
+    def broken(*arguments):
         raise CacheCorruption("gone")
 
     engine._core._take = broken
 
 
-async def test_a_model_whose_engine_stopped_is_loaded_again(room: Room) -> None:
+async def test_a_model_whose_engine_stopped_is_loaded_again(room):
     """Not by a restart of the server, which would end the others too."""
     body = {"model": "b", "prompt": "Hello", "max_tokens": 2, "temperature": 0}
     answer = (await room.client.post("/v1/completions", json=body)).json()["choices"]
@@ -130,7 +127,7 @@ async def test_a_model_whose_engine_stopped_is_loaded_again(room: Room) -> None:
     assert room.kv.models.loader.taken == 200
 
 
-async def test_a_reset_reaches_the_others_though_an_engine_stopped(room: Room) -> None:
+async def test_a_reset_reaches_the_others_though_an_engine_stopped(room):
     text = {"prompt": "Words that stay in the pool. " * 4, "max_tokens": 1}
     for name in "ab":
         assert (await room.client.post("/v1/completions", json={"model": name, **text})).status_code == 200
@@ -141,7 +138,7 @@ async def test_a_reset_reaches_the_others_though_an_engine_stopped(room: Room) -
     assert (await room.ask("b")).status_code == 200
 
 
-async def test_a_model_that_is_being_unloaded_takes_its_memory_though_nobody_wants_it_any_more(room: Room) -> None:
+async def test_a_model_that_is_being_unloaded_takes_its_memory_though_nobody_wants_it_any_more(room):
     assert (await room.ask("b")).status_code == 200
     model = room.model("b")
     called, free = held(room.made[-1], "close")
@@ -154,9 +151,7 @@ async def test_a_model_that_is_being_unloaded_takes_its_memory_though_nobody_wan
     assert (model.phase, model.num_bytes) == ("not_loaded", 0)
 
 
-async def test_a_loading_that_waits_for_an_unloading_does_not_end_it_with_itself(
-    all_of_one_size: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_loading_that_waits_for_an_unloading_does_not_end_it_with_itself(all_of_one_size, monkeypatch):
     monkeypatch.setattr(loader, "_ENDING_SECONDS", 0.05)
     room = Room()
     assert (await room.ask("b")).status_code == 200
@@ -179,7 +174,7 @@ async def test_a_loading_that_waits_for_an_unloading_does_not_end_it_with_itself
     await room.close()
 
 
-async def test_the_error_of_one_model_is_not_told_as_the_end_of_another(room: Room) -> None:
+async def test_the_error_of_one_model_is_not_told_as_the_end_of_another(room):
     body = {"prompt": "Hello", "max_tokens": 2}
     assert (await room.ask("b")).status_code == 200
     stop(room.made[-1])
@@ -187,17 +182,15 @@ async def test_the_error_of_one_model_is_not_told_as_the_end_of_another(room: Ro
     first = room.model("a").state
     assert first is not None
 
-    def fails(*arguments: Any, **options: Any) -> Any:
+    def fails(*arguments, **options):
         raise RuntimeError("a fault that is not the engine's")
 
-    first.engine.submit = fails  # type: ignore[method-assign]
+    first.engine.submit = fails
     failed = await room.client.post("/v1/completions", json={"model": "a", **body})
     assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
 
 
-async def test_a_loading_that_does_not_end_is_left_behind(
-    all_of_one_size: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_loading_that_does_not_end_is_left_behind(all_of_one_size, monkeypatch, caplog):
     monkeypatch.setattr(loader, "_ENDING_SECONDS", 0.05)
     room = Room()
     free = room.held["b"] = threading.Event()
@@ -213,10 +206,10 @@ async def test_a_loading_that_does_not_end_is_left_behind(
     await room.close()
 
 
-async def test_a_result_that_nobody_waits_for_is_given_back() -> None:
+async def test_a_result_that_nobody_waits_for_is_given_back():
     free, given = threading.Event(), list[str]()
 
-    def work() -> str:
+    def work():
         assert free.wait(60)
         return "result"
 
@@ -232,11 +225,11 @@ async def test_a_result_that_nobody_waits_for_is_given_back() -> None:
     assert given == ["result"], "who waits has it"
 
 
-async def test_a_result_that_the_loop_takes_late_is_not_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_result_that_the_loop_takes_late_is_not_given_back_too(monkeypatch):
     monkeypatch.setattr(threads, "_LOOK_SECONDS", 0.001)
     given, finished = list[str](), threading.Event()
 
-    def work() -> str:
+    def work():
         finished.set()
         return "result"
 
@@ -248,10 +241,10 @@ async def test_a_result_that_the_loop_takes_late_is_not_given_back_too(monkeypat
     assert given == []
 
 
-def test_a_result_that_comes_when_the_loop_has_ended_is_given_back() -> None:
+def test_a_result_that_comes_when_the_loop_has_ended_is_given_back():
     free, given = threading.Event(), threading.Event()
 
-    async def leave() -> None:
+    async def leave():
         task = asyncio.ensure_future(in_thread(lambda: free.wait(60), unwanted=lambda result: given.set()))
         await asyncio.sleep(0)
         task.cancel()
@@ -262,11 +255,11 @@ def test_a_result_that_comes_when_the_loop_has_ended_is_given_back() -> None:
     assert given.wait(60)
 
 
-async def test_a_full_model_does_not_refuse_nor_count_what_another_has_room_for(all_of_one_size: None) -> None:
+async def test_a_full_model_does_not_refuse_nor_count_what_another_has_room_for(all_of_one_size):
     room = Room(budget=3.5, max_batch_size=1, max_queue_size=0)
     body = {"prompt": "Hello", "max_tokens": 2}
 
-    async def ask(name: str) -> httpx.Response:
+    async def ask(name):
         return await room.client.post("/v1/completions", json={"model": name, **body})
 
     assert [(await ask(name)).status_code for name in "abc"] == [200] * 3

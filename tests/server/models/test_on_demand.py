@@ -7,21 +7,19 @@ import gc
 import shutil
 import threading
 import weakref
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import psutil
 import pytest
 
-from helpers.server.live_servers import HeldForward, LiveServer, serving, wait_until
+from helpers.server.live_servers import serving, wait_until
 from helpers.server.served_models import ASKED, CountedSource
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.models import loader
 
 
 @contextmanager
-def both(first: CountedSource, second: CountedSource, **settings: Any) -> Iterator[LiveServer]:
+def both(first, second, **settings):
     """A server of "a", which is loaded, and "b" (or "bee"), which is not."""
     with (
         first.open() as engine,
@@ -32,12 +30,12 @@ def both(first: CountedSource, second: CountedSource, **settings: Any) -> Iterat
         yield server
 
 
-def ask(server: LiveServer, name: str | None, **more: Any) -> Any:
+def ask(server, name, **more):
     with server.client() as client:
         return client.post("/v1/completions", json={**ASKED, **({"model": name} if name else {}), **more})
 
 
-def states(server: LiveServer) -> dict[str, str]:
+def states(server):
     with server.client() as client:
         return {one["id"]: one["state"] for one in client.get("/v1/models").json()["data"]}
 
@@ -91,44 +89,12 @@ def test_an_idle_model_is_unloaded_and_its_prompts_come_from_disk_afterwards(fir
 
 
 @contextmanager
-def serving_threads() -> Iterator[Any]:
+def serving_threads():
     """Threads of engines and of loading that began inside and live."""
     before = set(threading.enumerate())
     yield lambda: [
         one for one in threading.enumerate() if one not in before and one.name.startswith("kvboost") and one.is_alive()
     ]
-
-
-def test_without_keep_alive_the_first_stays_and_goes_for_another_only(first, second, alone):
-    """The budget holds one of both: each time the other one leaves."""
-    budget = int(1.5 * max(first.plan(), second.plan()))
-    with both(first, second, budget=budget) as server:
-        assert server.kv.models.first.unloads_at is None
-        for name, gone in (("b", "a"), ("a", "b"), ("b", "a")):
-            assert ask(server, name).json()["choices"][0] == alone[name]
-            assert server.kv.models.find(gone).phase == "not_loaded"
-            assert server.kv.models.loader.taken <= budget
-        assert (first.loads, second.loads) == (1, 2)
-
-
-def test_a_model_in_use_stays_and_the_other_one_waits_for_it(first, second, alone):
-    budget = int(1.5 * max(first.plan(), second.plan()))
-    with both(first, second, budget=budget) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        held = HeldForward(server.engine)
-        running = pool.submit(ask, server, "a", prompt="Held. " * 4, max_tokens=2)
-        wait_until(lambda: held.steps, "the request to run")
-        waiting = pool.submit(ask, server, "b")
-        served = server.kv.models.find("b")
-        wait_until(lambda: "in use" in served.waits_for, "the model to wait for room")
-        assert states(server)["b"] == "loading"
-        with server.client() as client:
-            told = client.get("/v1/stats").json()["models"]
-        assert told["waiting"] == 1
-        assert "are taken: a" in told["data"][1]["waits_for"]
-        assert (told["data"][0]["in_use"], second.loads) == (1, 0)
-        held.release()
-        assert running.result().status_code == 200
-        assert waiting.result().json()["choices"][0] == alone["b"]
 
 
 def test_a_wait_for_room_has_an_end_that_says_why(first, second):
@@ -251,7 +217,7 @@ def test_what_was_unloaded_leaves_no_object_file_or_mapping(first, second, tmp_p
     second.options |= {"disk_cache_dir": tmp_path / "blocks", "dtype": "auto", "runner": "native"}
     process = psutil.Process()
 
-    def held() -> set[str]:
+    def held():
         paths = {one.path for one in (*process.open_files(), *process.memory_maps())}
         return {path for path in paths if path.startswith((str(tmp_path), str(cache_directory() / "packed")))}
 

@@ -4,30 +4,26 @@ no answer is a fault, and all that was held comes back."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
-import random
 import threading
-from typing import Any
 
 import psutil
 import pytest
 
 from helpers.server.api_bodies import ASKED, GENERATING, asked
-from helpers.server.live_servers import LiveServer, serving, wait_until
+from helpers.server.live_servers import serving, wait_until
 from helpers.server.loop_lag import check, in_threads, least_lag
 from helpers.server.served_models import ASKED as CANARY
-from helpers.server.served_models import CountedSource
+from helpers.server.visitors import storm
 
 pytestmark = pytest.mark.alone
 
 LOOKS = ("/v1/stats", "/v1/blocks", "/slots", "/props", "/metrics", "/v1/models", "/api/ps", "/v1/requests")
 NAMES = ("a", "b", "nobody", "b\n\"}{'<b>\u202e", "")
-AT_ONCE = 16
 
 
-def request_of(rng: random.Random) -> tuple[str, bytes]:
+def request_of(rng):
     """A path, and a request as bytes."""
     kind = rng.random()
     name = rng.choice(("a", "b")) if rng.random() < 0.9 else rng.choice(NAMES)
@@ -43,7 +39,7 @@ def request_of(rng: random.Random) -> tuple[str, bytes]:
     else:
         path = rng.choice([path for path in ASKED if path != "/cache/reset"])
         text = " ".join(rng.choices(("shared", "prefix", "words"), k=rng.choice((3, 30))))
-        more: dict[str, Any] = {"stream": rng.random() < 0.6} if path in GENERATING else {}
+        more = {"stream": rng.random() < 0.6} if path in GENERATING else {}
         body = {**asked(path, text, tokens=rng.choice((1, 8)), **more), "model": name}
         if path in ("/api/chat", "/api/generate") and rng.random() < 0.5:
             body["keep_alive"] = 0
@@ -51,36 +47,7 @@ def request_of(rng: random.Random) -> tuple[str, bytes]:
     return path, f"POST {path} HTTP/1.1\r\n{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-async def visit(server: LiveServer, seed: int) -> str:
-    """One client; half of them leave early."""
-    rng = random.Random(seed)
-    path, data = request_of(rng)
-    reader, writer = await asyncio.open_connection(server.host, server.port)
-    try:
-        writer.write(data)
-        leaves = rng.random()
-        if leaves < 0.25:
-            await asyncio.sleep(rng.random() ** 3 * 0.2)
-            return "left"
-        if leaves < 0.5:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(reader.read(rng.choice((1, 500))), 10)
-            return "left in the answer"
-        answer = await asyncio.wait_for(reader.read(), 120)
-        status = answer[9:12].decode()
-        assert status in ("200", "400", "404", "503"), (path, answer[:2000])
-        assert b"engine stopped" not in answer, (path, answer[:2000])
-        assert b"Traceback" not in answer
-        return status
-    finally:
-        if rng.random() < 0.5:
-            writer.transport.abort()
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-
-def held_by(server: LiveServer) -> tuple[Any, ...]:
+def held_by(server):
     """What must be the same before and after, with the first model loaded alone."""
     models = server.kv.models
     return (
@@ -96,7 +63,7 @@ def held_by(server: LiveServer) -> tuple[Any, ...]:
 
 
 @pytest.fixture
-def models(first: CountedSource, second: CountedSource, tmp_path: Any) -> tuple[CountedSource, CountedSource]:
+def models(first, second, tmp_path):
     for number, one in enumerate((first, second)):
         one.options["disk_cache_dir"] = tmp_path / str(number)
     return first, second
@@ -106,27 +73,18 @@ def test_a_storm_of_clients_of_two_models_leaves_nothing(models, scale):
     first, second = models
     budget = int(1.5 * max(first.plan(), second.plan()))
 
-    async def storm(seeds: range) -> list[str]:
-        gate = asyncio.Semaphore(AT_ONCE)
-
-        async def one(seed: int) -> str:
-            async with gate:
-                return await visit(server, seed)
-
-        return await asyncio.gather(*(one(seed) for seed in seeds))
-
     with (
         first.open() as engine,
         serving(engine, source=first.source, others=[(("b",), second.source)], model_name="a", budget=budget) as server,
         server.client() as client,
     ):
 
-        def canary(name: str) -> Any:
+        def canary(name):
             answer = client.post("/v1/completions", json={**CANARY, "model": name, "kvboost": {"mode": "baseline"}})
             assert answer.status_code == 200, answer.text
             return answer.json()["choices"]
 
-        def settle() -> tuple[Any, ...]:
+        def settle():
             """The second is gone, the first is there and idle."""
             canary("a")
             client.post("/api/generate", json={"model": "b", "keep_alive": 0})
@@ -137,9 +95,9 @@ def test_a_storm_of_clients_of_two_models_leaves_nothing(models, scale):
             return held_by(server)
 
         expected = {name: canary(name) for name in ("b", "a")}
-        asyncio.run(storm(range(10_000, 10_020)))
+        asyncio.run(storm(server, request_of, range(10_000, 10_020)))
         before = settle()
-        seen = asyncio.run(storm(range(scale(100, 3000))))
+        seen = asyncio.run(storm(server, request_of, range(scale(100, 3000))))
         assert settle() == before
         assert server.kv.models.loader.taken <= budget
         for name in ("b", "a"):
@@ -159,13 +117,13 @@ def test_many_loadings_leave_the_ledger_and_the_process_as_they_were(first, seco
     ):
         served = server.kv.models.find("b")
 
-        def num_threads() -> int:
+        def num_threads():
             """Of engines, tiers and loading; those that requests share come as they are needed."""
             return sum(one.name.startswith("kvboost") for one in threading.enumerate())
 
         own = num_threads()
 
-        def turn() -> tuple[int, int]:
+        def turn():
             """Load it, use it, send it away; what is held then."""
             answer = client.post("/v1/completions", json={**CANARY, "model": "b"})
             assert answer.status_code == 200
@@ -196,14 +154,14 @@ def test_the_loop_goes_on_while_models_come_and_go(first, second):
     ):
         served = server.kv.models.find("b")
 
-        def turns(number: int) -> None:
+        def turns(number):
             for _ in range(6):
                 answer = client.post("/v1/completions", json={**CANARY, "model": "b"})
                 assert answer.status_code == 200
                 client.post("/api/generate", json={"model": "b", "keep_alive": 0})
                 wait_until(lambda: served.phase == "not_loaded", "the model to go")
 
-        def load() -> None:
+        def load():
             """Short requests for the other model meanwhile."""
             (thread,) = in_threads(turns, 1)
             while thread.is_alive():

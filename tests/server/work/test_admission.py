@@ -9,14 +9,11 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from helpers.server.live_servers import HeldForward, LiveServer, raw_answer, serving, wait_until
+from helpers.server.live_servers import HeldForward, raw_answer, serving, wait_until
 from kvboost_edge.server.app import ROUTERS
 from kvboost_edge.server.http.middleware import ADMIN_PATHS, ADMITTED_PATHS
 from kvboost_edge.server.work.admission import Ticket
@@ -28,7 +25,7 @@ TEXT = {"model": MODEL, "prompt": "Hello", "max_tokens": 40, "ignore_eos": True,
 
 
 @pytest.fixture
-def held(tiny_engine: Any) -> Iterator[HeldForward]:
+def held(tiny_engine):
     """The tiny engine, held inside its forward pass. It ran before: kernels may have to be compiled first."""
     tiny_engine.generate("warm", max_new_tokens=2)
     hold = HeldForward(tiny_engine)
@@ -37,13 +34,11 @@ def held(tiny_engine: Any) -> Iterator[HeldForward]:
 
 
 @contextlib.contextmanager
-def posting(
-    server: LiveServer, body: dict[str, Any], path: str = "/v1/completions", **options: Any
-) -> Iterator[list[httpx.Response]]:
+def posting(server, body, path="/v1/completions", **options):
     """Post in a thread while the block runs; the list holds the answer after it."""
-    answers: list[httpx.Response] = []
+    answers = []
 
-    def post() -> None:
+    def post():
         with server.client(**options) as client:
             answers.append(client.post(path, json=body))
 
@@ -54,7 +49,7 @@ def posting(
     assert not thread.is_alive()
 
 
-def finished(server: LiveServer, reason: str) -> float:
+def finished(server, reason):
     """vLLM's count of requests that ended for this reason."""
     labels = {"model_name": MODEL, "finished_reason": reason}
     return server.state.metrics.registry.get_sample_value("vllm:request_success_total", labels) or 0
@@ -252,7 +247,7 @@ def test_an_engine_that_dies_fails_its_requests_and_says_so(tiny_model_dir):
             wait_until(lambda: not server.state.admission.tickets, "the tickets to be given back")
 
 
-def _explode(*arguments: Any) -> None:
+def _explode(*arguments):
     from kvboost_edge.errors import CacheCorruption
 
     raise CacheCorruption("gone")
@@ -282,7 +277,7 @@ def test_a_keys_weight_is_its_requests(tiny_engine, held):
     assert weights == [4.0, 1.0]
 
 
-async def test_a_cancelled_waiter_lets_nobody_through() -> None:
+async def test_a_cancelled_waiter_lets_nobody_through():
     """Whoever waits for a prefix waits for the one that computes it, or for the end of the window."""
     groups = PrefixGroups(30.0, 2)
     key = await groups.join("t", [1, 2, 3])
@@ -324,7 +319,7 @@ def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(live_serv
         gc.enable()
 
 
-def test_the_gates_lists_name_the_routes_there_are() -> None:
+def test_the_gates_lists_name_the_routes_there_are():
     """A full queue turns away every route that takes a body, apart from an admin's."""
     routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
     assert {route.path for route in routes} >= ADMIN_PATHS

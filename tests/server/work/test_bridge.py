@@ -12,14 +12,14 @@ from kvboost_edge.server.work.bridge import to_its_end
 
 
 @pytest.mark.parametrize("times", [1, 2])
-async def test_what_is_stopped_while_it_reads_computes_nothing(times: int) -> None:
+async def test_what_is_stopped_while_it_reads_computes_nothing(times):
     """Who asked is cancelled once when it goes, and once more when the server's grace is over: then nobody is left to
     stop what the work comes to later."""
     handles, begun, read = Handles(), threading.Event(), threading.Event()
-    cancelled: list[int] = []
+    cancelled = []
     ended = threading.Event()
 
-    def work() -> None:
+    def work():
         begun.set()
         assert read.wait(20)
         for number in range(3):
@@ -39,7 +39,7 @@ async def test_what_is_stopped_while_it_reads_computes_nothing(times: int) -> No
     assert cancelled == [0, 1, 2]
 
 
-def test_what_is_queued_already_is_stopped_too() -> None:
+def test_what_is_queued_already_is_stopped_too():
     handles, cancelled = Handles(), list[int]()
     handles.append(RequestHandle(5, cancelled.append))
     assert not cancelled

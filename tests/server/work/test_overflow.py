@@ -9,17 +9,17 @@ from kvboost_edge.server.work.overflow import ranges_to_drop
 CHAT = ["system", *itertools.chain.from_iterable([["user", "assistant"]] * 10), "user"]
 
 
-def drop(num_turns: int, limit: int, size: int = 100) -> list[range]:
+def drop(num_turns, limit, size=100):
     roles = ["system", *["user", "assistant"] * num_turns, "user"]
     return ranges_to_drop(roles, [size] * len(roles), size * len(roles), limit)
 
 
-def test_half_of_what_fits_goes_at_once_in_whole_turns() -> None:
+def test_half_of_what_fits_goes_at_once_in_whole_turns():
     # 22 messages of 100 tokens, 2,000 fit: 1,000 go, the five oldest turns.
     assert drop(10, 2000)[0] == range(1, 11)
 
 
-def test_while_a_conversation_grows_the_same_turns_go() -> None:
+def test_while_a_conversation_grows_the_same_turns_go():
     gone = [drop(turns, 2000)[0].stop for turns in range(10, 40)]
     changes = sum(one != other for one, other in itertools.pairwise(gone))
     assert gone == sorted(gone)
@@ -29,7 +29,7 @@ def test_while_a_conversation_grows_the_same_turns_go() -> None:
     assert min(left) >= 1000
 
 
-def test_more_goes_where_sizes_were_guessed_too_small_and_the_last_turn_never() -> None:
+def test_more_goes_where_sizes_were_guessed_too_small_and_the_last_turn_never():
     tries = ranges_to_drop(CHAT, [50] * 22, 2200, 2000)
     assert [one.start for one in tries] == [1] * len(tries)
     assert [one.stop for one in tries] == sorted({one.stop for one in tries})
@@ -37,13 +37,13 @@ def test_more_goes_where_sizes_were_guessed_too_small_and_the_last_turn_never() 
     assert drop(10, 1)[-1] == range(1, 21)
 
 
-def test_tool_results_go_with_their_turn() -> None:
+def test_tool_results_go_with_their_turn():
     roles = ["user", "assistant", "tool", "assistant", "user", "assistant", "tool", "tool", "user"]
     tries = ranges_to_drop(roles, [100] * 9, 900, 700)
     assert [one.stop for one in tries] == [4, 8]
 
 
-def test_one_turn_cannot_be_cut() -> None:
+def test_one_turn_cannot_be_cut():
     assert ranges_to_drop(["system", "user"], [10, 5000], 5010, 1000) == []
     assert ranges_to_drop(["user", "assistant", "tool"], [10, 10, 5000], 5020, 1000) == []
     assert ranges_to_drop([], [], 0, 10) == []

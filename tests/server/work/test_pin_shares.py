@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app
@@ -12,14 +10,14 @@ from kvboost_edge.server.settings import ServerSettings
 KEYS = ("first", "second weight=2", "third")  # of 16 blocks: 4, 8, 4
 
 
-async def warm(app: Any, key: str, text: str) -> tuple[int, dict[str, Any]]:
+async def warm(app, key, text):
     headers = {"Authorization": f"Bearer {key}"}
     async with app_client(app) as client:
         answer = await client.post("/v1/warm", json={"text": text, "pin": True}, headers=headers)
     return answer.status_code, answer.json()
 
 
-async def test_one_key_cannot_pin_what_is_the_others() -> None:
+async def test_one_key_cannot_pin_what_is_the_others():
     with fake_engine(num_blocks=32) as engine:
         app = create_app(engine, ServerSettings(api_keys=KEYS))
         assert (await warm(app, "first", "a" * 64))[0] == 200
@@ -32,7 +30,7 @@ async def test_one_key_cannot_pin_what_is_the_others() -> None:
         assert "share of max_pinned_blocks is 4" in alone["error"]["message"]
 
 
-async def test_the_only_key_may_pin_all_there_is_for_it() -> None:
+async def test_the_only_key_may_pin_all_there_is_for_it():
     with fake_engine(num_blocks=32) as engine:
         app = create_app(engine, ServerSettings(api_keys=KEYS[:1]))
         assert (await warm(app, "first", "a" * 256))[0] == 200

@@ -7,15 +7,15 @@ import pytest
 from kvboost_edge.server.work.remembered import Remembered, Turn
 
 
-def turn(size: int = 1000, previous: str | None = None) -> Turn:
+def turn(size=1000, previous=None):
     return Turn(b"x" * (size - Turn(b"", b"", None).size), b"", previous)
 
 
-def names(remembered: Remembered, tenant: str | None = None) -> str:
+def names(remembered, tenant=None):
     return "".join(name for name in "abcdefgh" if remembered.find(tenant, name))
 
 
-def test_bytes_are_bounded_and_the_least_used_go_first() -> None:
+def test_bytes_are_bounded_and_the_least_used_go_first():
     remembered = Remembered(1, max_bytes=3000)
     for name in "abc":
         assert remembered.keep(None, name, turn())
@@ -27,7 +27,7 @@ def test_bytes_are_bounded_and_the_least_used_go_first() -> None:
     assert names(remembered) == "ad"
 
 
-def test_entries_are_bounded() -> None:
+def test_entries_are_bounded():
     remembered = Remembered(1, max_entries=2)
     for name in "abc":
         remembered.keep(None, name, turn())
@@ -35,7 +35,7 @@ def test_entries_are_bounded() -> None:
     assert remembered.num_bytes == 2000
 
 
-def test_what_is_old_is_gone_though_it_was_used() -> None:
+def test_what_is_old_is_gone_though_it_was_used():
     now = 0.0
     remembered = Remembered(1, seconds=10, clock=lambda: now)
     remembered.keep(None, "a", turn())
@@ -47,7 +47,7 @@ def test_what_is_old_is_gone_though_it_was_used() -> None:
     assert remembered.num_bytes == 1000
 
 
-def test_tenants_have_their_own_part() -> None:
+def test_tenants_have_their_own_part():
     remembered = Remembered(2, max_bytes=4000, max_entries=100)
     for name in "abcd":
         remembered.keep("one", name, turn())
@@ -58,7 +58,7 @@ def test_tenants_have_their_own_part() -> None:
     assert remembered.num_bytes == 2000
 
 
-def test_a_conversation_is_its_turns_in_order() -> None:
+def test_a_conversation_is_its_turns_in_order():
     remembered = Remembered(1)
     remembered.keep(None, "a", turn())
     remembered.keep(None, "b", turn(1001, "a"))

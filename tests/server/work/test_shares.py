@@ -9,7 +9,7 @@ import pytest
 from kvboost_edge.server.work.shares import Shares
 
 
-def fill(shares: Shares, tenant: str | None) -> int:
+def fill(shares, tenant):
     """Take one after the other until no more fits; how many."""
     count = 0
     while shares.fit(tenant, 1):

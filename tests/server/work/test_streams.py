@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import httpx
-import openai
-import pytest
-
-from helpers.server.live_servers import LiveServer, wait_until
+from helpers.server.live_servers import wait_until
 from kvboost_edge.server.work.streams import dumps, dumps_long, send_json
 
 MODEL = "kvboost-edge/demo"
-MESSAGES: Any = [{"role": "user", "content": "What grinds the corn?"}]
+MESSAGES = [{"role": "user", "content": "What grinds the corn?"}]
 CHAT = ("/v1/chat/completions", {"messages": MESSAGES})
 TEXT = ("/v1/completions", {"prompt": "The water mill of the old town"})
 
 
-def events(answer: httpx.Response) -> list[Any]:
+def events(answer):
     """The events of a stream; the format itself is checked."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -34,7 +28,7 @@ def events(answer: httpx.Response) -> list[Any]:
     return [json.loads(block.removeprefix("data: ")) for block in blocks]
 
 
-async def test_chat_chunks_to_the_letter(tiny_app: httpx.AsyncClient) -> None:
+async def test_chat_chunks_to_the_letter(tiny_app):
     body = {**CHAT[1], "max_tokens": 5, "temperature": 0, "stream": True, "ignore_eos": True}
     chunks = events(await tiny_app.post(CHAT[0], json=body))
     head = {"id", "object", "created", "model", "system_fingerprint", "choices"}
@@ -62,7 +56,7 @@ async def test_chat_chunks_to_the_letter(tiny_app: httpx.AsyncClient) -> None:
     assert text == whole["choices"][0]["message"]["content"]
 
 
-async def test_usage_comes_last_and_alone(tiny_app: httpx.AsyncClient) -> None:
+async def test_usage_comes_last_and_alone(tiny_app):
     for path, base in (CHAT, TEXT):
         body = {**base, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}, "n": 2}
         chunks = events(await tiny_app.post(path, json=body))
@@ -78,9 +72,9 @@ async def test_usage_comes_last_and_alone(tiny_app: httpx.AsyncClient) -> None:
         assert len(reasons) == 2
 
 
-async def test_streams_equal_whole_answers(tiny_app: httpx.AsyncClient) -> None:
+async def test_streams_equal_whole_answers(tiny_app):
     """Choices, prompts, echo, stop strings, log probabilities and token ids, for both endpoints."""
-    shared: list[dict[str, Any]] = [
+    shared = [
         {},
         {"n": 3, "seed": 1, "temperature": 1.3},
         {"stop": ["e", "th"]},
@@ -102,7 +96,7 @@ async def test_streams_equal_whole_answers(tiny_app: httpx.AsyncClient) -> None:
         assert built == expected, case
 
 
-def flatten(choice: dict[str, Any]) -> dict[str, Any]:
+def flatten(choice):
     """A whole choice as `assemble` builds it."""
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     return {
@@ -113,10 +107,10 @@ def flatten(choice: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def assemble(chunks: list[Any], index: int, chat: bool) -> dict[str, Any]:
+def assemble(chunks, index, chat):
     """The choice `index` put together from its chunks."""
     pieces = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
-    lists: dict[str, list[Any]] = {}
+    lists = {}
     for piece in pieces:
         for name, values in (piece["logprobs"] or {}).items():
             if values is not None:
@@ -130,9 +124,9 @@ def assemble(chunks: list[Any], index: int, chat: bool) -> dict[str, Any]:
     }
 
 
-def test_the_client_reads_streams(client: openai.OpenAI, live_server: LiveServer) -> None:
+def test_the_client_reads_streams(client, live_server):
     expected = live_server.engine.generate(MESSAGES, max_new_tokens=16)
-    options: Any = {"model": MODEL, "max_tokens": 16, "temperature": 0, "stream": True}
+    options = {"model": MODEL, "max_tokens": 16, "temperature": 0, "stream": True}
     options["stream_options"] = {"include_usage": True}
     chunks = list(client.chat.completions.create(messages=MESSAGES, **options))
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected.output_text
@@ -145,7 +139,7 @@ def test_the_client_reads_streams(client: openai.OpenAI, live_server: LiveServer
 
 
 @contextmanager
-def posted(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator[None]:
+def posted(server, path, body):
     """Send a request, and close the connection when the block is left."""
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {server.host}\r\nContent-Type: application/json\r\n"
@@ -154,7 +148,7 @@ def posted(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator[None
         yield
 
 
-def test_a_stream_that_is_closed_ends_its_work(client: openai.OpenAI, live_server: LiveServer) -> None:
+def test_a_stream_that_is_closed_ends_its_work(client, live_server):
     stream = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, stream=True, max_tokens=1500, n=2, extra_body={"ignore_eos": True}
     )
@@ -166,18 +160,16 @@ def test_a_stream_that_is_closed_ends_its_work(client: openai.OpenAI, live_serve
     assert live_server.engine.paged_stats()["used_blocks"] == 0
 
 
-def test_a_client_that_goes_while_its_prompt_is_tokenized(
-    live_server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_goes_while_its_prompt_is_tokenized(live_server, monkeypatch):
     engine, release, entered = live_server.engine, threading.Event(), threading.Event()
     encode = engine.tokenizer.codec.encode
 
-    def slow(text: str, add_special_tokens: bool) -> list[int]:
+    def slow(text, add_special_tokens):
         entered.set()
         assert release.wait(30)
         return encode(text, add_special_tokens)
 
-    submitted: list[Any] = []
+    submitted = []
     monkeypatch.setattr(engine.tokenizer.codec, "encode", slow)
     monkeypatch.setattr(engine, "submit", lambda *args, **kwargs: submitted.append(args))
     with posted(live_server, TEXT[0], {"prompt": "a text that is long enough for a thread of its own " * 40}):
@@ -189,17 +181,17 @@ def test_a_client_that_goes_while_its_prompt_is_tokenized(
     assert not submitted
 
 
-def test_long_json_is_the_same_json() -> None:
+def test_long_json_is_the_same_json():
     text = 'a"\\\n\0é🙂\u2028' * 9000
     for value in ({"a b": text, "n": 1}, {"tokens": list(range(40_000)), "s": ""}, {"x": [], "y": [{"a": text}] * 2}):
         assert dumps_long(value) == dumps(value)
 
 
-async def test_a_large_answer_is_sent_in_pieces() -> None:
+async def test_a_large_answer_is_sent_in_pieces():
     for size in (1, 2**18 - 1, 2**18, 2**18 + 1, 2**20):
-        sent: list[Any] = []
+        sent = []
 
-        async def send(message: Any, into: list[Any] = sent) -> None:
+        async def send(message, into=sent):
             into.append(message)
 
         body = bytes(index % 251 for index in range(size))
@@ -210,7 +202,7 @@ async def test_a_large_answer_is_sent_in_pieces() -> None:
         assert [message["more_body"] for message in sent[1:]] == [True] * (len(pieces) - 1) + [False]
 
 
-def test_offsets_of_a_stream_are_those_of_the_whole_answer(live_server: LiveServer) -> None:
+def test_offsets_of_a_stream_are_those_of_the_whole_answer(live_server):
     """Tokens that a stop string cut off, in part or whole, begin where the text ends."""
     base = {"prompt": "The water mill of the old town", "max_tokens": 24, "temperature": 0, "logprobs": 1}
     with live_server.client() as client:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from starlette.requests import Request
 
-from helpers.server.live_servers import LiveServer
 from kvboost_edge.server.work.admission import Ticket
 
 
-def test_waiting_for_a_model_is_a_part_of_a_requests_time(live_server: LiveServer) -> None:
+def test_waiting_for_a_model_is_a_part_of_a_requests_time(live_server):
     """Else a request could take twice the time that --request-timeout gives it."""
 
-    def deadline(**facts: Any) -> float:
+    def deadline(**facts):
         request = Request({"type": "http", "kvboost": facts})
         state = live_server.state
         return Ticket(state.admission, state.metrics, request, 1, 1).deadline

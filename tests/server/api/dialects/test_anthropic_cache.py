@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
-import httpx
 import pytest
 
 from helpers.server.compat_apis import APIS
@@ -22,21 +20,20 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
 LONG = "You answer in few words, whatever is asked of you. " * 4
 
 
-async def ask(app: httpx.AsyncClient, *, streams: bool = False, **more: Any) -> dict[str, Any]:
+async def ask(app, *, streams=False, **more):
     return await API.ask(app, {**API.body(), **more}, streams=streams)
 
 
-def block(text: str, mark: dict[str, str] | None = None) -> dict[str, Any]:
+def block(text, mark=None):
     return {"type": "text", "text": text, **({} if mark is None else {"cache_control": mark})}
 
 
-def pinned(engine: Any) -> int:
+def pinned(engine):
     """Tokens that are pinned."""
-    found: int = engine.paged_stats()["pinned_blocks"] * engine.config.block_size
-    return found
+    return engine.paged_stats()["pinned_blocks"] * engine.config.block_size
 
 
-def ends(engine: Any) -> list[float]:
+def ends(engine):
     """Seconds until each pin ends, the soonest first."""
     return sorted(round(pin.until - time.monotonic(), -2) for pin in engine._parts.manager.pins._pins.values())
 
@@ -57,7 +54,7 @@ async def test_without_a_mark_nothing_is_pinned(app, speaker, spoken_engine):
     assert usage["cache_creation_input_tokens"] == 0
 
 
-PLACES: dict[str, dict[str, Any]] = {
+PLACES = {
     "system": {"system": [block(LONG, FIVE), block("The date is Monday.")]},
     "message": {
         "system": LONG,

@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from typing import Any
 
 import anthropic
 import numpy as np
@@ -24,8 +23,8 @@ PARAMETERS = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-ASK: list[Any] = [{"role": "user", "content": "Weather in Bonn?"}]
-CHAT: dict[str, Any] = {
+ASK = [{"role": "user", "content": "Weather in Bonn?"}]
+CHAT = {
     "model": MODEL,
     "tools": [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}],
     "tool_choice": "required",
@@ -33,11 +32,11 @@ CHAT: dict[str, Any] = {
     "max_tokens": 200,
     "temperature": 0,
 }
-RESPONSES: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 200}
-RESPONSE_TOOLS: Any = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}]
+RESPONSES = {"model": MODEL, "temperature": 0, "max_output_tokens": 200}
+RESPONSE_TOOLS = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}]
 # Later versions of the client know no temperature, which the API has.
-MESSAGES: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "extra_body": {"temperature": 0}}
-CALLS: dict[str, Any] = {**MESSAGES, "max_tokens": 200, "tools": [{"name": "weather", "input_schema": PARAMETERS}]}
+MESSAGES = {"model": MODEL, "max_tokens": 60, "extra_body": {"temperature": 0}}
+CALLS = {**MESSAGES, "max_tokens": 200, "tools": [{"name": "weather", "input_schema": PARAMETERS}]}
 CALLS["tool_choice"] = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
 OPTIONS = {"temperature": 0, "num_predict": 60}
 
@@ -99,12 +98,12 @@ def test_the_client_continues_and_forgets(client):
 
 
 def test_the_client_calls_a_tool_and_sends_the_result_back(client):
-    chosen: Any = {"tools": RESPONSE_TOOLS, "parallel_tool_calls": False, **RESPONSES}
+    chosen = {"tools": RESPONSE_TOOLS, "parallel_tool_calls": False, **RESPONSES}
     first = client.responses.create(input=ASK, tool_choice="required", **chosen)
     (call,) = first.output
     assert call.type == "function_call"
     assert set(json.loads(call.arguments)) == {"city", "days"}
-    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}
     second = client.responses.create(input=[*ASK, call, result], **chosen)
     assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 17
 
@@ -151,15 +150,15 @@ def test_anthropics_client_calls_a_tool_and_sends_the_result_back(claude):
     with claude.messages.stream(messages=ASK, **CALLS) as stream:
         (streamed,) = stream.get_final_message().content
     assert (streamed.type, streamed.name, streamed.input) == ("tool_use", call.name, call.input)
-    result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain."}
-    said: Any = {"role": "assistant", "content": first.content}
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain."}
+    said = {"role": "assistant", "content": first.content}
     second = claude.messages.create(messages=[*ASK, said, {"role": "user", "content": [result]}], **CALLS)
     written = first.usage.input_tokens + first.usage.cache_read_input_tokens + first.usage.output_tokens
     assert second.usage.cache_read_input_tokens >= written - 17
 
 
 def test_anthropics_client_keeps_what_is_marked(claude, live_server):
-    system: Any = [{"type": "text", "text": "Be brief. " * 30, "cache_control": {"type": "ephemeral"}}]
+    system = [{"type": "text", "text": "Be brief. " * 30, "cache_control": {"type": "ephemeral"}}]
     first = claude.messages.create(messages=ASK, system=system, **MESSAGES).usage
     again = claude.messages.create(messages=[{"role": "user", "content": "And Rome?"}], system=system, **MESSAGES).usage
     assert first.cache_creation_input_tokens + first.cache_read_input_tokens > 16
@@ -181,7 +180,7 @@ def test_anthropics_client_raises_its_own_errors(claude, keyed_server):
     assert missing.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match="context"):
         claude.messages.create(messages=[{"role": "user", "content": "word " * 20_000}], stream=True, **MESSAGES)
-    keyed: Any = {"base_url": keyed_server.base_url, "max_retries": 0}
+    keyed = {"base_url": keyed_server.base_url, "max_retries": 0}
     with anthropic.Anthropic(api_key="wrong", **keyed) as other, pytest.raises(anthropic.AuthenticationError):
         other.messages.create(messages=ASK, **MESSAGES)
     for key in ({"auth_token": KEYS[0]}, {"api_key": KEYS[0]}):
@@ -190,7 +189,7 @@ def test_anthropics_client_raises_its_own_errors(claude, keyed_server):
 
 
 async def test_anthropics_client_that_closes_its_stream_ends_the_work(live_server):
-    fields: Any = {**MESSAGES, "max_tokens": 900, "messages": ASK}
+    fields = {**MESSAGES, "max_tokens": 900, "messages": ASK}
     async with (
         anthropic.AsyncAnthropic(base_url=live_server.base_url, api_key="none", max_retries=0) as client,
         client.messages.stream(**fields) as stream,

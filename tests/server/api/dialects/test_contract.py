@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import threading
-from typing import Any
 
 import jsonschema_rs
 import pytest
@@ -20,7 +19,7 @@ from helpers.server.live_servers import app_client, wait_until
 from helpers.server.scripted_model import ARGUMENTS, CALL, CLOCK, FORMATS, TOOLS, WEATHER
 from kvboost_edge.engine.handle import RequestHandle
 
-SAYINGS: dict[str, dict[str, Any]] = {
+SAYINGS = {
     "text": {"text": "Sun, später\nRegen 🌧."},
     "nothing": {},
     "odd text": {"text": "It is <b>fine</b> <tool"},

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from helpers.server.compat_apis import APIS, Api
-from helpers.server.live_servers import KEYS, LiveServer
+from helpers.server.compat_apis import APIS
+from helpers.server.live_servers import KEYS
 
 RECORDED = json.loads((Path(__file__).parents[3] / "data" / "agents" / "litellm.json").read_text(encoding="utf-8"))
 CASES = {f"{number} {one['case']}": one for number, one in enumerate(RECORDED)}
 MODEL = "kvboost-edge/demo"
 
 
-def sent(server: LiveServer, case: dict[str, Any], **more: Any) -> Any:
+def sent(server, case, **more):
     """The answer to a recorded request, of the model that the test has, with a key of it."""
     headers = {name: value.replace("KEY", KEYS[0]) for name, value in case["headers"].items()}
     if not {"authorization", "x-api-key"} & headers.keys():
@@ -27,7 +26,7 @@ def sent(server: LiveServer, case: dict[str, Any], **more: Any) -> Any:
         return client.post(case["path"], content=json.dumps({**case["body"], name: MODEL, **more}).encode())
 
 
-def text_of(api: Api, answer: Any) -> str:
+def text_of(api, answer):
     """The text of a whole answer, or of all parts of a stream."""
     whole = answer.headers["content-type"].startswith("application/json")
     told = answer.json() if whole else api.gather(api.events(answer))
@@ -39,7 +38,7 @@ def text_of(api: Api, answer: Any) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_request_is_answered_and_a_stream_says_the_same(keyed_server: LiveServer, name: str) -> None:
+def test_each_request_is_answered_and_a_stream_says_the_same(keyed_server, name):
     case = CASES[name]
     answer = sent(keyed_server, case)
     assert answer.status_code == 200, answer.text
@@ -49,7 +48,7 @@ def test_each_request_is_answered_and_a_stream_says_the_same(keyed_server: LiveS
         assert text_of(api, answer) == text_of(api, other)
 
 
-def test_usage_ids_and_reasons_are_where_it_looks_for_them(keyed_server: LiveServer) -> None:
+def test_usage_ids_and_reasons_are_where_it_looks_for_them(keyed_server):
     found = {case["case"]: sent(keyed_server, case).json() for case in RECORDED if not case["body"].get("stream")}
     whole = found["openai whole"]
     assert whole["usage"]["total_tokens"] == sum(whole["usage"][f"{name}_tokens"] for name in ("prompt", "completion"))
@@ -67,7 +66,7 @@ def test_usage_ids_and_reasons_are_where_it_looks_for_them(keyed_server: LiveSer
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic", "ollama_chat"])
-def test_errors_have_the_status_by_which_it_chooses_its_own(keyed_server: LiveServer, provider: str) -> None:
+def test_errors_have_the_status_by_which_it_chooses_its_own(keyed_server, provider):
     case = next(case for case in RECORDED if case["case"] == f"{provider} whole")
     unknown = sent(keyed_server, case, model="nobody")
     assert (unknown.status_code, "nobody" in unknown.text) == (404, True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -50,7 +50,11 @@ class Visit:
     foreign: list[str] = dataclasses.field(default_factory=list)
     expected_failures: tuple[str, ...] = ()
 
-    def listen(self) -> None:
+    def __getattr__(self, name):
+        """All that Playwright's page has."""
+        return getattr(self.page, name)
+
+    def listen(self):
         self._heard_by = {
             "console": self._heard,
             "pageerror": lambda error: self.problems.append(f"exception: {error}"),
@@ -61,24 +65,24 @@ class Visit:
         for event, heard in self._heard_by.items():
             self.page.on(event, heard)
 
-    def ignore(self) -> None:
+    def ignore(self):
         """Hear nothing more of the page."""
         for event, heard in self._heard_by.items():
             self.page.remove_listener(event, heard)
 
-    def ask(self, text: str) -> None:
+    def ask(self, text):
         """Type a message and send it with Enter."""
         self.page.fill("#prompt", text)
         self.page.press("#prompt", "Enter")
 
-    def answer(self, state: str = "done") -> Any:
+    def answer(self, state="done"):
         """The last turn, once its answer ended in `state`."""
         self.page.locator(".turn:last-child:not(.running)").wait_for()
         turn = self.page.locator(".turn").last
         assert turn.get_attribute("class") == f"turn {state}", turn.inner_text()
         return turn
 
-    def until(self, condition: str) -> None:
+    def until(self, condition):
         """Wait for a JavaScript expression to be true. (Playwright's own way to wait uses `eval`, which the page's
         policy refuses.)"""
         end = time.monotonic() + PATIENCE_SECONDS
@@ -86,30 +90,30 @@ class Visit:
             assert time.monotonic() < end, f"waited {PATIENCE_SECONDS} s for {condition}"
             self.page.wait_for_timeout(10)
 
-    def stop_clock(self) -> None:
+    def stop_clock(self):
         """The page's time stands still, timers and frames too; `page.clock.run_for(ms)` moves it."""
         self.page.clock.install(time=0)
         self.page.clock.pause_at(3600)
 
-    def module(self, name: str, body: str, argument: Any = None) -> Any:
+    def module(self, name, body, argument=None):
         """The value of the JavaScript `body` with `it` the module and `argument` as it is."""
         script = f"async (argument) => {{ const it = await import('/static/{name}.js'); {body} }}"
         return self.page.evaluate(script, argument)
 
-    def check(self) -> None:
+    def check(self):
         assert not self.foreign, f"requests to other origins: {self.foreign}"
         unexpected = [text for text in self.problems if not any(part in text for part in self.expected_failures)]
         assert not unexpected, unexpected
 
-    def _heard(self, message: Any) -> None:
+    def _heard(self, message):
         if message.type in ("error", "warning"):
             self.problems.append(f"console: {message.text} ({message.location})")
 
-    def _dialog(self, dialog: Any) -> None:
+    def _dialog(self, dialog):
         self.problems.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 
-    def _requested(self, request: Any) -> None:
+    def _requested(self, request):
         parts = urlsplit(request.url)
         if f"{parts.scheme}://{parts.netloc}" != self.origin:
             self.foreign.append(request.url)
@@ -118,11 +122,11 @@ class Visit:
 class Pages:
     """The browser, and its pages that no test uses, by the options of their contexts: a new one takes a second."""
 
-    def __init__(self, browser: Any) -> None:
+    def __init__(self, browser):
         self._browser = browser
-        self._idle: dict[str, Any] = {}
+        self._idle = {}
 
-    def open(self, base_url: str, *, init_script: str = "", **options: Any) -> Visit:
+    def open(self, base_url, *, init_script="", **options):
         chosen = {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light", **options}
         key = json.dumps([chosen, init_script])
         page = self._idle.pop(key, None)
@@ -139,7 +143,7 @@ class Pages:
         page.goto(f"{base_url}/")
         return visit
 
-    def close(self, visit: Visit) -> None:
+    def close(self, visit):
         """It is kept, unless it was closed or its clock is another; nothing of the visit stays."""
         page = visit.page
         if page.is_closed():
@@ -156,22 +160,49 @@ class Pages:
             page.context.close()
 
 
-@pytest.fixture(scope="package")
-def pages() -> Iterator[Pages]:
-    """One browser for all files of this folder that follow each other."""
+class Running:
+    """The one browser for the files of this folder that follow each other."""
+
+    def __init__(self):
+        self._stack = ExitStack()
+        self._pages = None
+
+    def pages(self):
+        if self._pages is None:
+            self._pages = Pages(self._stack.enter_context(running_chromium()))
+        return self._pages
+
+    def stop(self):
+        self._pages = None
+        self._stack.close()
+
+
+RUNNING = Running()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem):
+    """While a browser runs no test may be asynchronous, and those of other folders are."""
+    if nextitem is None or nextitem.path.parent != Path(__file__).parent:
+        RUNNING.stop()
+
+
+@pytest.fixture(scope="module")
+def pages(demo_engine):
     from playwright.sync_api import expect
 
     expect.set_options(timeout=PATIENCE_SECONDS * 1000)
-    with running_chromium() as browser:
-        yield Pages(browser)
+    with demo_engine._core.reading():  # what tests of other files pinned is in use for minutes
+        demo_engine._parts.manager.pins.expire(time.monotonic() + 1e6)
+    return RUNNING.pages()
 
 
 @contextmanager
-def opening(pages: Pages) -> Iterator[Callable[..., Visit]]:
+def opening(pages):
     """`open_page(base_url, **options of the browser's context)`; afterwards nothing unexpected happened."""
-    visits: list[Visit] = []
+    visits = []
 
-    def open_page(base_url: str, **options: Any) -> Visit:
+    def open_page(base_url, **options):
         visits.append(pages.open(base_url, **options))
         return visits[-1]
 
@@ -183,13 +214,13 @@ def opening(pages: Pages) -> Iterator[Callable[..., Visit]]:
 
 
 @pytest.fixture
-def visiting(pages: Pages) -> Iterator[Callable[..., Visit]]:
+def visiting(pages):
     with opening(pages) as open_page:
         yield open_page
 
 
 @pytest.fixture
-def visit(visiting: Callable[..., Visit], live_server: Any) -> Visit:
+def visit(visiting, live_server):
     """The page of the server without keys, its first figures read."""
     visit = visiting(live_server.base_url)
     visit.page.locator("#live-state", has_text="live").wait_for()
@@ -202,63 +233,67 @@ class StandIn:
 
     visit: Visit
 
-    def deltas(self, *deltas: dict[str, Any], **choice: Any) -> None:
+    def __getattr__(self, name):
+        """All that the visit has."""
+        return getattr(self.visit, name)
+
+    def deltas(self, *deltas, **choice):
         """The next pieces of the answer, in the shape of OpenAI's deltas, and what else stands in their choice."""
         self._send(*({"choices": [{"index": 0, "delta": delta, **choice}]} for delta in deltas))
 
-    def reading(self, **progress: Any) -> None:
+    def reading(self, **progress):
         """How far the prompt is read, as a server tells it to those who ask."""
         head = [{"index": 0, "delta": {"role": "assistant", "content": None}, "finish_reason": None}]
         self._send({"choices": head, "usage": None, "prompt_progress": progress})
 
-    def end(self, reason: str, **last: Any) -> None:
+    def end(self, reason, **last):
         """The end of the answer; `last`: fields of its last chunk, such as usage."""
         self.deltas({}, finish_reason=reason)
         self._send({"choices": [], **last}, "[DONE]")
         self.visit.answer()
 
-    def call(self, name: str, arguments: str, *, index: int = 0) -> None:
+    def call(self, name, arguments, *, index=0):
         """A whole call of a tool, its arguments in pieces of three characters."""
-        function: dict[str, str] = {"name": name, "arguments": ""}
+        function = {"name": name, "arguments": ""}
         first = {"index": index, "id": f"call-{name}", "type": "function", "function": function}
         pieces = [{"arguments": arguments[at : at + 3]} for at in range(0, len(arguments), 3)]
         rest = [{"index": index, "function": piece} for piece in pieces]
         self.deltas(*({"tool_calls": [piece]} for piece in (first, *rest)))
 
-    def asked(self, times: int) -> Any:
+    def asked(self, times):
         """The body of the last request, once there were so many."""
         self.visit.until(f"window.asked.length === {times}")
         return self.visit.page.evaluate("window.asked.at(-1)")
 
-    def _send(self, *events: Any) -> None:
+    def _send(self, *events):
         lines = [event if isinstance(event, str) else json.dumps(event) for event in events]
         stream = [f"data: {line}\n\n" for line in lines]
         self.visit.page.evaluate("(lines) => lines.forEach((line) => window.say(line))", stream)
 
 
 @pytest.fixture
-def stand_in(visiting: Callable[..., Visit], live_server: Any) -> Callable[..., StandIn]:
+def stand_in(visiting, live_server):
     """`stand_in(**options of the browser's context)`."""
     return lambda **options: StandIn(visiting(live_server.base_url, init_script=STAND_IN, **options))
 
 
 @pytest.fixture(scope="module")
-def modules(pages: Pages, live_server: Any) -> Iterator[Visit]:
+def modules(pages, live_server):
     """One page for all tests of a module that only call functions of the scripts."""
     with opening(pages) as open_page:
         yield open_page(live_server.base_url)
 
 
 @pytest.fixture
-def slow_model(demo_engine: Any) -> Callable[[], AbstractContextManager[None]]:
+def slow_model(demo_engine):
     """In `with slow_model():` each step takes a moment and no answer ends before its limit of tokens."""
 
     @contextmanager
-    def slowed() -> Iterator[None]:
+    def slowed():
         runner = demo_engine._parts.runner
         forward = runner.forward
 
-        def slow_forward(batch: Any) -> Any:
+        def slow_forward(batch):
             time.sleep(STEP_SECONDS)
             logits = forward(batch).copy()
             logits[:, 2] = -1e9  # the end of an answer
@@ -272,10 +307,10 @@ def slow_model(demo_engine: Any) -> Callable[[], AbstractContextManager[None]]:
 
 
 @pytest.fixture
-def answering() -> Callable[..., None]:
+def answering():
     """`answering(visit, text, ...)`: the server's answers to chat requests, one streamed piece per text."""
 
-    def install(visit: Visit, *pieces: str, **last: Any) -> None:
+    def install(visit, *pieces, **last):
         chunks = [{"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]} for piece in pieces]
         lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in (*chunks, {"choices": [], **last})]
         body = "".join(lines) + "data: [DONE]\n\n"

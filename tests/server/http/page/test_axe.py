@@ -33,12 +33,12 @@ def looks(view):
 def page(request, stand_in):
     screen, scheme = request.param
     made = stand_in(viewport=SCREENS[screen], color_scheme=scheme)
-    made.visit.page.evaluate(AXE)
+    made.evaluate(AXE)
     return made
 
 
 def findings(made):
-    found, unsure, passed = made.visit.page.evaluate(RUN, TAGS)
+    found, unsure, passed = made.evaluate(RUN, TAGS)
     assert passed > 10, "axe looked at nothing"
     # Not decided: a text over a gradient; on a phone the message field, which the skip link shows first (test_live.py).
     assert set(unsure) <= {"color-contrast", "skip-link"}, unsure
@@ -47,7 +47,7 @@ def findings(made):
 
 @looks(0)
 def test_what_is_wrong_is_found(page):
-    page.visit.page.evaluate(
+    page.evaluate(
         "document.querySelector('main').append(document.createElement('button'), document.createElement('input'))"
     )
     assert [one.split(":")[0] for one in findings(page)] == ["button-name", "label"]
@@ -56,60 +56,60 @@ def test_what_is_wrong_is_found(page):
 @looks(1)
 def test_a_chat_has_no_findings(page):
     assert findings(page) == []
-    page.visit.ask("Weather?")
+    page.ask("Weather?")
     page.asked(1)
     page.reading(total=4000, cache=400, processed=1600, time_ms=3000, estimated_ms=6000)
-    expect(page.visit.page.get_by_role("progressbar")).to_be_visible()
+    expect(page.get_by_role("progressbar")).to_be_visible()
     assert findings(page) == []
     page.deltas({"reasoning_content": "A tool."})
     assert findings(page) == []
     page.deltas({"content": "Let me see.\n```py\nx = 1\n```\n"})
     page.call("get_weather", '{"city": "Wien"}')
     page.end("tool_calls", usage={"prompt_tokens": 50, "completion_tokens": 9}, kvboost={"miss_reason": "first_seen"})
-    page.visit.page.click("summary")
+    page.click("summary")
     assert findings(page) == []
-    page.visit.page.get_by_label("Result of get_weather").fill("Rain.")
-    page.visit.page.get_by_role("button", name="Send result").click()
+    page.get_by_label("Result of get_weather").fill("Rain.")
+    page.get_by_role("button", name="Send result").click()
     page.asked(2)
-    page.visit.page.keyboard.press("Escape")
-    page.visit.answer("stopped")
+    page.keyboard.press("Escape")
+    page.answer("stopped")
     assert findings(page) == []
 
 
 @looks(2)
 def test_a_choice_of_models_has_no_findings(page):
     models = [{"id": name, "state": state} for name, state in (("small", "loaded"), ("large", "not_loaded"))]
-    page.visit.page.route("**/v1/models", lambda route: route.fulfill(json={"data": models}))
-    page.visit.page.route("**/v1/blocks?*", lambda route: route.continue_(url=route.request.url.split("?")[0]))
-    page.visit.page.reload()
-    page.visit.page.evaluate(AXE)
-    page.visit.page.get_by_label("Model", exact=True).select_option("large (not loaded)")
-    expect(page.visit.page.locator("#model-remark")).not_to_be_empty()
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": models}))
+    page.route("**/v1/blocks?*", lambda route: route.continue_(url=route.request.url.split("?")[0]))
+    page.reload()
+    page.evaluate(AXE)
+    page.get_by_label("Model", exact=True).select_option("large (not loaded)")
+    expect(page.locator("#model-remark")).not_to_be_empty()
     assert findings(page) == []
 
 
 @looks(3)
 def test_an_error_has_no_findings(page):
-    page.visit.ask("Hello")
+    page.ask("Hello")
     page.asked(1)
-    page.visit.page.evaluate('window.say(\'data: {"error": {"message": "too slow"}}\\n\\n\')')
-    page.visit.answer("failed")
+    page.evaluate('window.say(\'data: {"error": {"message": "too slow"}}\\n\\n\')')
+    page.answer("failed")
     assert findings(page) == []
 
 
 @looks(4)
 def test_the_live_view_has_no_findings(page):
-    page.visit.page.click("nav [data-view=live]")
-    expect(page.visit.page.locator("#live-state")).to_have_text("live")
+    page.click("nav [data-view=live]")
+    expect(page.locator("#live-state")).to_have_text("live")
     assert findings(page) == []
 
 
 @looks(5)
 def test_a_live_view_without_an_answer_has_no_findings(page):
     page.visit.expected_failures = ("503",)
-    page.visit.page.route("**/v1/blocks", lambda route: route.fulfill(status=503, json={}))
-    page.visit.page.click("nav [data-view=live]")
-    expect(page.visit.page.locator("#live-state")).to_have_text("status 503, retrying")
+    page.route("**/v1/blocks", lambda route: route.fulfill(status=503, json={}))
+    page.click("nav [data-view=live]")
+    expect(page.locator("#live-state")).to_have_text("status 503, retrying")
     assert findings(page) == []
 
 

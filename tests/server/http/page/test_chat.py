@@ -31,19 +31,19 @@ def test_an_answer_is_the_model_s_and_its_figures_are_the_server_s(visit, live_s
     assert "first token" in figures
     assert "tok/s" in figures
     assert f"{usage['completion_tokens']} token" in figures
-    expect(visit.page.locator("#status")).to_contain_text("Answer complete")
+    expect(visit.locator("#status")).to_contain_text("Answer complete")
 
 
 def test_text_arrives_piece_by_piece_and_the_figures_at_the_end(visit, slow_model):
     _settings(visit, max_tokens="60")  # more than a second
     with slow_model():
         visit.ask(QUESTION)
-        turn = visit.page.locator(".turn.running")
+        turn = visit.locator(".turn.running")
         expect(turn.locator(".answer")).to_have_attribute("aria-busy", "true")
         lengths = set()
         for _ in range(4):
             visit.until(f"{LENGTH} > {max(lengths, default=0)}")
-            lengths.add(visit.page.evaluate(LENGTH))
+            lengths.add(visit.evaluate(LENGTH))
         assert len(lengths) == 4
         assert turn.locator(".figures").count() == 0
         done = visit.answer()
@@ -55,22 +55,22 @@ def test_text_arrives_piece_by_piece_and_the_figures_at_the_end(visit, slow_mode
 def test_stop_keeps_what_arrived_and_frees_the_server(visit, slow_model, demo_engine):
     _settings(visit, max_tokens="800")
     with slow_model():
-        for stop in (lambda: visit.page.click("#stop"), lambda: visit.page.keyboard.press("Escape")):
+        for stop in (lambda: visit.click("#stop"), lambda: visit.keyboard.press("Escape")):
             visit.ask(QUESTION)
             visit.until(f"{LENGTH} > 8")
-            expect(visit.page.locator("#running")).to_have_text("1")
+            expect(visit.locator("#running")).to_have_text("1")
             assert demo_engine.num_running() == 1
             stop()
             turn = visit.answer("stopped")
             kept = turn.locator(".answer-body").inner_text()
             assert len(kept) > 8
-            expect(visit.page.locator("#running")).to_have_text("0")
-            expect(visit.page.locator("#count-used")).to_have_text("0")
+            expect(visit.locator("#running")).to_have_text("0")
+            expect(visit.locator("#count-used")).to_have_text("0")
             assert demo_engine.num_running() == 0
             expect(turn.locator(".flag")).to_have_text("stopped")
             assert turn.locator(".answer-body").inner_text() == kept
-            expect(visit.page.locator("#send")).to_be_visible()
-            assert visit.page.evaluate("document.activeElement.id") == "prompt"
+            expect(visit.locator("#send")).to_be_visible()
+            assert visit.evaluate("document.activeElement.id") == "prompt"
 
 
 def test_the_settings_are_what_is_sent(visit):
@@ -83,14 +83,14 @@ def test_the_settings_are_what_is_sent(visit):
         "stream": True, "return_progress": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     answer = visit.answer().locator(".answer-body").inner_text()
-    visit.page.get_by_role("button", name="Regenerate").click()  # the same seed gives the same answer
+    visit.get_by_role("button", name="Regenerate").click()  # the same seed gives the same answer
     visit.until("document.querySelectorAll('.turn.done').length === 1")
     assert visit.answer().locator(".answer-body").inner_text() == answer
-    visit.page.reload()
-    assert visit.page.input_value("#seed") == "12"
-    visit.page.click("nav [data-view=settings]")
-    visit.page.get_by_role("button", name="Reset settings").click()
-    assert [visit.page.input_value(f"#{name}") for name in ("system", "seed", "temperature")] == ["", "", ""]
+    visit.reload()
+    assert visit.input_value("#seed") == "12"
+    visit.click("nav [data-view=settings]")
+    visit.get_by_role("button", name="Reset settings").click()
+    assert [visit.input_value(f"#{name}") for name in ("system", "seed", "temperature")] == ["", "", ""]
 
 
 def test_approximate_answers_are_asked_for_and_marked(visit, answering):
@@ -98,29 +98,29 @@ def test_approximate_answers_are_asked_for_and_marked(visit, answering):
     usage = {"prompt_tokens": 100, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 16}}
     answering(visit, "an answer", usage=usage, kvboost=told)
     assert "kvboost" not in _sent(visit, "Hello")
-    visit.page.click("nav [data-view=settings]")
-    visit.page.get_by_label("Answers").select_option("Approximate where it saves time")
+    visit.click("nav [data-view=settings]")
+    visit.get_by_label("Answers").select_option("Approximate where it saves time")
     assert _sent(visit, "Again")["kvboost"] == {"mode": "chunk_kv_reuse"}
     turn = visit.answer()
     expect(turn.locator(".flag")).to_have_text("approximate")
     expect(turn.locator(".figures")).to_contain_text("40 tokens reused, 24 recomputed")
-    expect(visit.page.locator("#status")).to_have_text("Answer complete, approximate, 2 tokens.")
-    visit.page.reload()
-    assert visit.page.input_value("#reuse") == "chunk_kv_reuse"
-    visit.page.click("nav [data-view=settings]")
-    visit.page.get_by_role("button", name="Reset settings").click()
-    assert visit.page.input_value("#reuse") == ""
+    expect(visit.locator("#status")).to_have_text("Answer complete, approximate, 2 tokens.")
+    visit.reload()
+    assert visit.input_value("#reuse") == "chunk_kv_reuse"
+    visit.click("nav [data-view=settings]")
+    visit.get_by_role("button", name="Reset settings").click()
+    assert visit.input_value("#reuse") == ""
 
 
 def test_a_wrong_setting_is_not_sent(visit):
     _settings(visit, top_p="7")
-    assert visit.page.get_attribute("#top_p", "aria-invalid") == "true"
-    visit.page.click("nav [data-view=live]")
+    assert visit.get_attribute("#top_p", "aria-invalid") == "true"
+    visit.click("nav [data-view=live]")
     visit.ask("Hello")
-    assert visit.page.locator(".turn").count() == 0
-    assert visit.page.input_value("#prompt") == "Hello"
-    assert visit.page.evaluate("document.activeElement.id") == "top_p"
-    expect(visit.page.locator("#top_p-error")).to_have_text("Top p goes above 0 to 1.")
+    assert visit.locator(".turn").count() == 0
+    assert visit.input_value("#prompt") == "Hello"
+    assert visit.evaluate("document.activeElement.id") == "top_p"
+    expect(visit.locator("#top_p-error")).to_have_text("Top p goes above 0 to 1.")
 
 
 def test_a_conversation_goes_on_is_edited_and_begun_anew(visit):
@@ -129,16 +129,16 @@ def test_a_conversation_goes_on_is_edited_and_begun_anew(visit):
     first = visit.answer().locator(".answer-body").inner_text()
     assert [message["role"] for message in _sent(visit, "Second")["messages"]] == ["user", "assistant", "user"]
     visit.answer()
-    assert visit.page.locator(".actions").count() == 1
-    visit.page.get_by_role("button", name="Edit the last message").click()
-    assert visit.page.input_value("#prompt") == "Second"
-    assert visit.page.locator(".turn").count() == 1
+    assert visit.locator(".actions").count() == 1
+    visit.get_by_role("button", name="Edit the last message").click()
+    assert visit.input_value("#prompt") == "Second"
+    assert visit.locator(".turn").count() == 1
     third = _sent(visit, "Third")["messages"]
     assert [message["content"].strip() for message in third] == ["First", first.strip(), "Third"]
     visit.answer()
-    visit.page.click("#new-chat")
-    assert visit.page.locator(".turn").count() == 0
-    expect(visit.page.locator("#empty")).to_be_visible()
+    visit.click("#new-chat")
+    assert visit.locator(".turn").count() == 0
+    expect(visit.locator("#empty")).to_be_visible()
     assert len(_sent(visit, "Fresh")["messages"]) == 1
     visit.answer()
 
@@ -148,12 +148,12 @@ def test_a_new_chat_ends_the_answer_under_way(visit, slow_model, demo_engine):
     with slow_model():
         visit.ask("One")
         visit.until(f"{LENGTH} > 0")
-        visit.page.click("#new-chat")
+        visit.click("#new-chat")
         _settings(visit, max_tokens="5")
         visit.ask("Two")
         visit.answer()
-        expect(visit.page.locator("#running")).to_have_text("0")
-    assert visit.page.locator(".turn").count() == 1
+        expect(visit.locator("#running")).to_have_text("0")
+    assert visit.locator(".turn").count() == 1
     wait_until(lambda: demo_engine.num_running() == 0, "both answers to end")
 
 
@@ -165,35 +165,33 @@ def test_copy_gives_the_answer(visit, answering):
     visit.stop_clock()  # or "Copied" would go
     turn.get_by_role("button", name="Copy answer").click()
     expect(turn.get_by_role("button", name="Copy answer")).to_have_text("Copied")
-    assert visit.page.evaluate("navigator.clipboard.readText()") == "one\n```py\nx = 1\ny = 2\n```\nend"
+    assert visit.evaluate("navigator.clipboard.readText()") == "one\n```py\nx = 1\ny = 2\n```\nend"
     turn.get_by_role("button", name="Copy code").click()
     expect(turn.get_by_role("button", name="Copy code")).to_have_text("Copied")
-    assert visit.page.evaluate("navigator.clipboard.readText()") == "x = 1\ny = 2"
+    assert visit.evaluate("navigator.clipboard.readText()") == "x = 1\ny = 2"
 
 
 def test_a_key_is_asked_for_kept_in_the_tab_and_sent_in_the_header_only(visiting, keyed_server):
     visit = visiting(keyed_server.base_url)
     visit.expected_failures = ("401", "403")
-    expect(visit.page.locator("#model")).to_have_text("API key needed")
-    expect(visit.page.locator("#live-state")).to_have_text("API key needed")
+    expect(visit.locator("#model")).to_have_text("API key needed")
+    expect(visit.locator("#live-state")).to_have_text("API key needed")
     _settings(visit, api_key="wrong", max_tokens="4")
     visit.ask("Hello")
     error = visit.answer("failed").locator(".error")
     expect(error).to_contain_text("The server does not accept the API key.")
     expect(error.locator("code")).not_to_be_empty()  # the request's id
     _settings(visit, api_key=keyed_server.keys[0])
-    visit.page.press("#api-key", "Tab")
-    expect(visit.page.locator("#model")).to_have_text("kvboost-edge/demo")
-    visit.page.click("nav [data-view=live]")
-    expect(visit.page.locator("#live-state")).to_have_text("admin key needed")  # the pool is shared by several keys
-    with visit.page.expect_request("**/v1/chat/completions") as seen:
-        visit.page.get_by_role("button", name="Try again").click()
+    visit.press("#api-key", "Tab")
+    expect(visit.locator("#model")).to_have_text("kvboost-edge/demo")
+    visit.click("nav [data-view=live]")
+    expect(visit.locator("#live-state")).to_have_text("admin key needed")  # the pool is shared by several keys
+    with visit.expect_request("**/v1/chat/completions") as seen:
+        visit.get_by_role("button", name="Try again").click()
     visit.answer()
     assert seen.value.headers["authorization"] == f"Bearer {keyed_server.keys[0]}"
-    assert keyed_server.keys[0] not in seen.value.url + visit.page.url + seen.value.post_data
-    stored = visit.page.evaluate(
-        "[JSON.stringify({...sessionStorage}), JSON.stringify({...localStorage}), document.cookie]"
-    )
+    assert keyed_server.keys[0] not in seen.value.url + visit.url + seen.value.post_data
+    stored = visit.evaluate("[JSON.stringify({...sessionStorage}), JSON.stringify({...localStorage}), document.cookie]")
     assert keyed_server.keys[0] in stored[0]
     assert keyed_server.keys[0] not in stored[1] + stored[2]
 
@@ -204,10 +202,10 @@ def test_what_the_server_refuses_is_said_in_words(visit):
     visit.ask("Hello")
     turn = visit.answer("failed")
     expect(turn.locator(".error")).to_contain_text("16777216")  # the server's own message names the value
-    with visit.page.expect_response("**/v1/chat/completions") as seen:
+    with visit.expect_response("**/v1/chat/completions") as seen:
         turn.get_by_role("button", name="Try again").click()
     visit.answer("failed")
-    expect(visit.page.locator(".turn").last.locator(".error code")).to_have_text(seen.value.headers["x-request-id"])
+    expect(visit.locator(".turn").last.locator(".error code")).to_have_text(seen.value.headers["x-request-id"])
 
 
 def test_an_error_inside_the_stream_is_shown_below_what_arrived(visit):
@@ -215,7 +213,7 @@ def test_an_error_inside_the_stream_is_shown_below_what_arrived(visit):
         'data: {"choices": [{"delta": {"content": "half an "}}]}\n\n'
         'data: {"error": {"message": "too slow", "code": "deadline_exceeded"}}\n\n'
     )
-    visit.page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    visit.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
     visit.ask("Hello")
     turn = visit.answer("failed")
     expect(turn.locator(".answer-body")).to_have_text("half an")
@@ -237,8 +235,8 @@ def test_a_server_that_goes_away_is_noticed(visiting, demo_engine, slow_model):
     expect(turn.locator(".error")).not_to_be_empty()
     visit.ask("Anybody there?")
     expect(visit.answer("failed").locator(".error")).to_contain_text("The server cannot be reached.")
-    visit.page.click("nav [data-view=live]")
-    expect(visit.page.locator("#live-state")).to_have_text("not reachable, retrying")
+    visit.click("nav [data-view=live]")
+    expect(visit.locator("#live-state")).to_have_text("not reachable, retrying")
 
 
 def test_the_keyboard_is_enough(visit):
@@ -286,17 +284,17 @@ def test_the_keyboard_is_enough(visit):
     assert focused == names
 
 
-def _settings(visit, **fields: str) -> None:
+def _settings(visit, **fields):
     """Fill fields under Settings; the live view is shown again afterwards, unless the key was set."""
-    visit.page.click("nav [data-view=settings]")
+    visit.click("nav [data-view=settings]")
     for name, text in fields.items():
-        visit.page.fill(f"#{name.replace('_key', '-key')}", text)
+        visit.fill(f"#{name.replace('_key', '-key')}", text)
     if not {"api_key", "top_p"} & set(fields):
-        visit.page.click("nav [data-view=live]")
+        visit.click("nav [data-view=live]")
 
 
-def _sent(visit, text: str) -> dict:
+def _sent(visit, text):
     """The body of the request that a message makes."""
-    with visit.page.expect_request("**/v1/chat/completions") as seen:
+    with visit.expect_request("**/v1/chat/completions") as seen:
         visit.ask(text)
     return seen.value.post_data_json

@@ -17,7 +17,7 @@ SHOW = """
 """
 
 
-def longest_common(one: list[str], other: list[str]) -> int:
+def longest_common(one, other):
     """How many pieces the longest common subsequence of two lists has."""
     row = [0] * (len(other) + 1)
     for piece in one:

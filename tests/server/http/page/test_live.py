@@ -144,13 +144,11 @@ def test_every_replica_has_its_pool_and_its_blocks(visit):
 def test_what_the_server_does_not_know_is_a_dash(visit):
     bare = dict.fromkeys(FIGURES) | {"num_blocks": 2, "block_size": 16, "states": "AAA="}
     _answer_blocks(visit.page, bare)
-    expect(visit.page.locator("#running")).to_have_text("–")
-    shown = [
-        visit.page.inner_text(f"#{name}") for name in ("hit-rate", "speed", "evictions", "weight_bytes", "count-free")
-    ]
+    expect(visit.locator("#running")).to_have_text("–")
+    shown = [visit.inner_text(f"#{name}") for name in ("hit-rate", "speed", "evictions", "weight_bytes", "count-free")]
     assert shown == ["–"] * 5
-    visit.page.focus("#map")
-    assert visit.page.inner_text("#map-detail") == "Block 0: free"
+    visit.focus("#map")
+    assert visit.inner_text("#map-detail") == "Block 0: free"
 
 
 def test_a_block_tells_its_tokens_and_references(visit):
@@ -308,21 +306,21 @@ def test_the_colours_follow_the_system_until_chosen(visiting, live_server):
     assert page.evaluate(ground) == light
 
 
-def _answer_blocks(page, pool) -> None:
+def _answer_blocks(page, pool):
     page.route("**/v1/blocks", lambda route: route.fulfill(content_type="application/json", body=json.dumps(pool)))
 
 
-def _picture(page) -> str:
+def _picture(page):
     return page.evaluate("document.getElementById('map').toDataURL()")
 
 
-def _max_tokens(page, number: int) -> None:
+def _max_tokens(page, number):
     page.click("nav [data-view=settings]")
     page.fill("#max_tokens", str(number))
     page.click("nav [data-view=live]")
 
 
-def _visibility(page, state: str) -> None:
+def _visibility(page, state):
     page.evaluate(
         f"Object.defineProperty(document, 'visibilityState', {{value: '{state}', configurable: true}});"
         "document.dispatchEvent(new Event('visibilitychange'));"

@@ -15,28 +15,28 @@ pytestmark = pytest.mark.slow
 SMALL, LARGE = "kvboost-edge/demo", "large <b>model</b>"
 
 
-def model(name: str, state: str = "loaded", failure: str | None = None, **more) -> dict:
+def model(name, state="loaded", failure=None, **more):
     return {"id": name, "object": "model", "root": name, "state": state, "failure": failure} | more
 
 
 class Several:
     """A page whose server says it has `models`, and what pools it was asked for."""
 
-    def __init__(self, made) -> None:
+    def __init__(self, made):
         self.made, self.page = made, made.visit.page
-        self.models: list[dict] = [model(SMALL), model(LARGE, "not_loaded")]
-        self.pools: list[str] = []
+        self.models = [model(SMALL), model(LARGE, "not_loaded")]
+        self.pools = []
         self.page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": self.models}))
         self.page.route("**/v1/blocks*", self._pool)
         self.page.clock.install()
         self.page.reload()
         expect(self.page.get_by_label("Model", exact=True)).to_be_visible()
 
-    def _pool(self, route) -> None:
+    def _pool(self, route):
         self.pools.append(route.request.url.split("/v1/blocks")[1])
         route.continue_(url=route.request.url.split("?")[0])  # the server itself has one model
 
-    def tells(self, *models: dict) -> None:
+    def tells(self, *models):
         """The states are others, and the page reads them."""
         self.models = list(models)
         with self.page.expect_response("**/v1/models"):
@@ -49,8 +49,8 @@ def several(stand_in):
 
 
 def test_one_model_needs_no_choice(visit):
-    assert visit.page.is_hidden("#model-choice")
-    assert visit.page.inner_text("#model") == "kvboost-edge/demo"
+    assert visit.is_hidden("#model-choice")
+    assert visit.inner_text("#model") == "kvboost-edge/demo"
 
 
 def test_other_names_of_one_model_are_no_choice(modules):
@@ -65,13 +65,13 @@ def test_other_names_of_one_model_are_no_choice(modules):
 def test_requests_name_the_chosen_model_and_the_choice_is_kept(several):
     page, choice = several.page, several.page.get_by_label("Model", exact=True)
     assert choice.locator("option").all_inner_texts() == [f"{SMALL} (loaded)", f"{LARGE} (not loaded)"]
-    several.made.visit.ask("One")
+    several.made.ask("One")
     assert several.made.asked(1)["model"] == SMALL
     several.made.end("stop")
     choice.select_option(value=LARGE)
     expect(page.locator("#model")).to_have_text(LARGE)
     expect(page.locator("#model-remark")).to_have_text("This model is not loaded. Your next message loads it.")
-    several.made.visit.ask("Two")
+    several.made.ask("Two")
     assert several.made.asked(2)["model"] == LARGE
     several.tells(model(SMALL), model(LARGE, "loading"))
     expect(page.locator("#model-remark")).to_have_text("This model is being loaded.")
@@ -93,7 +93,7 @@ def test_requests_name_the_chosen_model_and_the_choice_is_kept(several):
 def test_the_live_view_is_that_of_the_chosen_model(several):
     page, choice = several.page, several.page.get_by_label("Model", exact=True)
     state = page.locator("#live-state")
-    several.made.visit.until("document.getElementById('live-state').textContent === 'live'")
+    several.made.until("document.getElementById('live-state').textContent === 'live'")
     assert several.pools[-1] == "?model=kvboost-edge%2Fdemo"
     choice.select_option(value=LARGE)
     page.clock.run_for(1)
@@ -156,7 +156,7 @@ def test_a_model_is_loaded_by_the_first_message_to_it(visiting, demo_engine, tin
     with serving(demo_engine, others=[(("other", "alias"), other.source)]) as server:
         visit = visiting(server.base_url)
         visit.expected_failures = ("503",)  # of a look at its pool in the moment before it is there
-        page, choice = visit.page, visit.page.get_by_label("Model", exact=True)
+        page, choice = visit.page, visit.get_by_label("Model", exact=True)
         expect(choice.locator("option")).to_have_text([f"{SMALL} (loaded)", "other (not loaded)"])
         choice.select_option(value="other")
         page.click("nav [data-view=settings]")

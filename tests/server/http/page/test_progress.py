@@ -23,9 +23,9 @@ HEARD = """
 @pytest.fixture
 def asked(stand_in):
     page = stand_in()
-    page.visit.page.evaluate(HEARD)
-    page.visit.stop_clock()
-    page.visit.ask("A long text.")
+    page.evaluate(HEARD)
+    page.stop_clock()
+    page.ask("A long text.")
     assert page.asked(1)["return_progress"] is True
     return page
 
@@ -66,15 +66,15 @@ def test_the_bar_follows_and_goes_with_the_first_token(asked):
 
 
 def test_a_prompt_that_was_read_at_once_has_no_bar(asked):
-    asked.visit.page.evaluate(
+    asked.evaluate(
         "new MutationObserver(() => { window.flashed ||= document.querySelector('.progress') !== null; })"
         ".observe(document.getElementById('log'), {childList: true, subtree: true})"
     )
     asked.reading(**LAST)
     asked.deltas({"content": "Yes."})
     asked.end("stop")
-    assert asked.visit.page.evaluate("window.flashed") is False
-    assert [text for text in asked.visit.page.evaluate("window.heard") if "reading" in text] == []
+    assert asked.evaluate("window.flashed") is False
+    assert [text for text in asked.evaluate("window.heard") if "reading" in text] == []
 
 
 def test_it_is_said_at_first_and_then_every_ten_seconds(asked):
@@ -104,7 +104,7 @@ def test_no_bar_stays_behind(asked, how):
         asked.call("get_weather", "{}")
         expect(page.get_by_role("progressbar")).to_have_count(0)
         asked.end("tool_calls")
-    asked.visit.answer("done" if how == "calls" else how)
+    asked.answer("done" if how == "calls" else how)
     expect(page.get_by_role("progressbar")).to_have_count(0)
 
 
@@ -134,8 +134,8 @@ def test_the_server_s_own_progress(visit, demo_engine):
 
 def test_the_bar_fits_a_phone(stand_in):
     page = stand_in(viewport={"width": 320, "height": 640})
-    page.visit.ask("Hello")
+    page.ask("Hello")
     page.asked(1)
     page.reading(**HALF | {"total": 10**9, "processed": 10**8, "cache": 10**7, "estimated_ms": 1e9})
-    expect(page.visit.page.locator(".progress .note")).to_contain_text("min")
-    assert page.visit.page.locator("#log").evaluate("(e) => e.scrollWidth <= e.clientWidth")
+    expect(page.locator(".progress .note")).to_contain_text("min")
+    assert page.locator("#log").evaluate("(e) => e.scrollWidth <= e.clientWidth")

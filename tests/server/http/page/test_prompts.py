@@ -51,11 +51,11 @@ def listed(visiting, live_server):
     def opened(**options):
         visit = visiting(live_server.base_url, **options)
         answer = {"object": "list", "data": LISTED, "kept_seconds": 60}
-        visit.page.route("**/v1/requests", lambda route: route.fulfill(json=answer))
+        visit.route("**/v1/requests", lambda route: route.fulfill(json=answer))
         details = LISTED[4] | DETAILS
-        visit.page.route("**/v1/requests/req-4/cache", lambda route: route.fulfill(json=details))
-        visit.page.click("nav button[data-view=requests]")
-        expect(visit.page.locator(".prompt")).to_have_count(5)
+        visit.route("**/v1/requests/req-4/cache", lambda route: route.fulfill(json=details))
+        visit.click("nav button[data-view=requests]")
+        expect(visit.locator(".prompt")).to_have_count(5)
         return visit
 
     return opened
@@ -64,25 +64,25 @@ def listed(visiting, live_server):
 def test_a_request_shows_its_cause_and_both_texts(visit, live_server):
     before = ask(live_server, "Monday")
     changed = ask(live_server, "<b>Tuesday</b>")
-    visit.page.click("nav button[data-view=requests]")
-    row = visit.page.locator(f"[aria-controls=why-{changed}]")
+    visit.click("nav button[data-view=requests]")
+    row = visit.locator(f"[aria-controls=why-{changed}]")
     expect(row).to_contain_text("another text")
     expect(row).to_contain_text("from pool")
     row.focus()
-    visit.page.keyboard.press("Enter")
-    details = visit.page.locator(f"#why-{changed}")
+    visit.keyboard.press("Enter")
+    details = visit.locator(f"#why-{changed}")
     expect(details.locator("del")).to_have_text("Monday")
     expect(details.locator("ins").first).to_contain_text("<b>Tuesday")
     expect(details.locator("pre").last).to_contain_text("Today is <b>Tuesday</b>.")
     expect(details.locator(".prompt-said")).to_contain_text("“Monday” became “<b>Tuesday</b>”.")
     expect(details).to_contain_text("Put what changes behind what stays the same.")
     ask(live_server, "Friday")
-    expect(visit.page.locator(".prompt-row").nth(1)).to_be_focused()
+    expect(visit.locator(".prompt-row").nth(1)).to_be_focused()
     expect(row).to_be_focused()
     expect(row).to_have_attribute("aria-expanded", "true")
     details.get_by_role("button", name=before).click()
-    expect(visit.page.locator(f"[aria-controls=why-{before}]")).to_be_focused()
-    expect(visit.page.locator(f"#why-{before}")).to_be_visible()
+    expect(visit.locator(f"[aria-controls=why-{before}]")).to_be_focused()
+    expect(visit.locator(f"#why-{before}")).to_be_visible()
     row.click()
     expect(details).to_be_hidden()
 
@@ -135,7 +135,7 @@ def test_one_cause_is_shown_alone(listed):
 
 def test_the_keyboard_alone_finds_the_miss_and_what_changed(listed):
     visit = listed()
-    page, keyboard = visit.page, visit.page.keyboard
+    page, keyboard = visit.page, visit.keyboard
     focused = "document.activeElement"
     page.evaluate("document.querySelector('.skip').focus()")
 
@@ -199,14 +199,14 @@ def test_nothing_is_cut_off_on_any_screen(listed, scheme, size):
 def test_the_reason_under_an_answer_leads_to_its_request(stand_in, live_server):
     page = stand_in()
     request_id = ask(live_server, "Sunday")
-    page.visit.page.evaluate("(id) => { window.requestId = id; }", request_id)
-    page.visit.ask("Hello")
+    page.evaluate("(id) => { window.requestId = id; }", request_id)
+    page.ask("Hello")
     page.asked(1)
     page.deltas({"content": "Hi."})
     page.end("stop", kvboost={"hit_tokens": {"pool": 0}, "miss_reason": "first_seen"})
-    page.visit.page.get_by_role("button", name="first seen: show this request").click()
-    expect(page.visit.page.locator(f"[aria-controls=why-{request_id}]")).to_be_focused()
-    expect(page.visit.page.locator(f"#why-{request_id} .facts")).to_be_visible()
+    page.get_by_role("button", name="first seen: show this request").click()
+    expect(page.locator(f"[aria-controls=why-{request_id}]")).to_be_focused()
+    expect(page.locator(f"#why-{request_id} .facts")).to_be_visible()
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,8 @@ def test_only_texts_that_differ_stand_side_by_side(listed, told, captions, said)
 def test_a_request_that_is_gone_says_so(listed):
     visit = listed()
     visit.expected_failures = ("404",)
-    visit.page.click("[aria-controls=why-req-0]")
-    expect(visit.page.locator("#why-req-0")).to_have_text("This request is no longer kept.")
+    visit.click("[aria-controls=why-req-0]")
+    expect(visit.locator("#why-req-0")).to_have_text("This request is no longer kept.")
 
 
 def test_no_key_sees_another_s(visiting, keyed_server):

@@ -12,60 +12,60 @@ ANSWER = {"role": "assistant", "content": "4", "reasoning_content": "Two and two
 
 def test_thoughts_are_folded_and_their_seconds_counted(stand_in):
     page = stand_in()
-    page.visit.stop_clock()
-    page.visit.ask("2 + 2?")
+    page.stop_clock()
+    page.ask("2 + 2?")
     page.asked(1)
     page.deltas({"role": "assistant", "content": ""}, {"reasoning_content": "Two and"})
-    details = page.visit.page.locator("details.reasoning")
+    details = page.locator("details.reasoning")
     summary, thoughts = details.locator("summary"), details.locator(".text")
     expect(summary).to_have_text("Thinking…")
     expect(thoughts).to_be_hidden()
     for _ in range(3):
-        page.visit.page.clock.run_for(1000)
+        page.clock.run_for(1000)
     expect(summary).to_contain_text("3 s")
     page.deltas({"reasoning_content": " two.\nThat is four."})
-    page.visit.page.clock.run_for(100)  # a frame
+    page.clock.run_for(100)  # a frame
     expect(thoughts).to_have_text(ANSWER["reasoning_content"], use_inner_text=False)
     expect(thoughts).to_be_hidden()
     page.deltas({"content": "4"})
     expect(summary).to_contain_text("Thought for")
     told = summary.inner_text()
-    page.visit.page.clock.run_for(5000)
+    page.clock.run_for(5000)
     page.end("stop")
     assert summary.inner_text() == told, "the count stands still while the answer comes"
     assert details.get_attribute("open") is None
-    expect(page.visit.page.locator(".answer-body")).to_have_text("4")
+    expect(page.locator(".answer-body")).to_have_text("4")
 
 
 def test_thoughts_are_opened_by_the_keyboard_and_not_read_out_by_themselves(stand_in):
     page = stand_in()
-    page.visit.ask("2 + 2?")
+    page.ask("2 + 2?")
     page.asked(1)
     page.deltas({"reasoning_content": "Two and two."}, {"content": "4"})
     page.end("stop")
-    details = page.visit.page.locator("details.reasoning")
+    details = page.locator("details.reasoning")
     assert details.get_attribute("aria-live") == "off"
-    page.visit.page.focus("#log")
-    page.visit.page.keyboard.press("Tab")
-    assert page.visit.page.evaluate("document.activeElement.tagName") == "SUMMARY"
-    page.visit.page.keyboard.press("Enter")
+    page.focus("#log")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.tagName") == "SUMMARY"
+    page.keyboard.press("Enter")
     expect(details.locator(".text")).to_be_visible()
-    page.visit.page.keyboard.press("Space")
+    page.keyboard.press("Space")
     expect(details.locator(".text")).to_be_hidden()
 
 
 def test_an_answer_is_sent_back_with_its_thoughts_and_copied_without(stand_in):
     page = stand_in()
     page.visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.visit.ask("2 + 2?")
+    page.ask("2 + 2?")
     page.asked(1)
     page.deltas({"reasoning_content": "Two and two.\n"}, {"reasoning_content": "That is four."}, {"content": "4"})
     page.end("stop")
-    page.visit.stop_clock()  # or "Copied" would go
-    page.visit.page.get_by_role("button", name="Copy answer").click()
-    expect(page.visit.page.get_by_role("button", name="Copy answer")).to_have_text("Copied")
-    assert page.visit.page.evaluate("navigator.clipboard.readText()") == "4"
-    page.visit.ask("And 3 + 3?")
+    page.stop_clock()  # or "Copied" would go
+    page.get_by_role("button", name="Copy answer").click()
+    expect(page.get_by_role("button", name="Copy answer")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == "4"
+    page.ask("And 3 + 3?")
     question = {"role": "user", "content": "2 + 2?"}
     assert page.asked(2)["messages"] == [question, ANSWER, {"role": "user", "content": "And 3 + 3?"}]
     page.end("stop")
@@ -73,18 +73,18 @@ def test_an_answer_is_sent_back_with_its_thoughts_and_copied_without(stand_in):
 
 def test_thoughts_that_led_to_nothing_are_shown_but_not_sent_again(stand_in):
     page = stand_in()
-    page.visit.ask("2 + 2?")
+    page.ask("2 + 2?")
     page.asked(1)
     page.deltas({"reasoning_content": "Hm."})
     page.end("length")
-    turn = page.visit.answer()
+    turn = page.answer()
     expect(turn.locator("summary")).to_contain_text("Thought for")
     expect(turn.locator(".flag")).to_have_text("cut at max tokens")
     expect(turn).to_contain_text("Nothing was answered")
-    page.visit.ask("Again")
+    page.ask("Again")
     assert page.asked(2)["messages"] == [{"role": "user", "content": "Again"}]
     page.deltas({"reasoning_content": "Hm"})
-    page.visit.page.keyboard.press("Escape")
-    stopped = page.visit.answer("stopped")
+    page.keyboard.press("Escape")
+    stopped = page.answer("stopped")
     expect(stopped.locator("summary")).to_contain_text("Thought for")
     expect(stopped.locator(".text").last).to_have_text("Hm", use_inner_text=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Set
 
 import pytest
 from playwright.sync_api import expect
@@ -81,10 +80,10 @@ def test_there_are_fifty_different_payloads():
 
 @pytest.mark.parametrize("size", [10, pytest.param(1, marks=pytest.mark.full)])
 def test_prompts_are_shown_as_they_are(visit, size):
-    visit.page.click("nav [data-view=settings]")
-    visit.page.fill("#max_tokens", "1")
+    visit.click("nav [data-view=settings]")
+    visit.fill("#max_tokens", "1")
     for payload in joined(size):
-        visit.page.click("#new-chat")  # all together they would not fit into the model's context
+        visit.click("#new-chat")  # all together they would not fit into the model's context
         visit.ask(payload)
         assert visit.answer().locator(".question").evaluate("(e) => e.textContent") == payload
         _untouched(visit, 1)
@@ -92,7 +91,7 @@ def test_prompts_are_shown_as_they_are(visit, size):
 
 @pytest.mark.parametrize("size", [10, pytest.param(1, marks=pytest.mark.full)])
 def test_answers_are_shown_as_they_are(visit, size):
-    visit.page.route("**/v1/chat/completions", _echo)
+    visit.route("**/v1/chat/completions", _echo)
     for number, payload in enumerate(joined(size), start=1):
         visit.ask(payload)
         shown = visit.answer().locator(".answer-body").evaluate("(e) => e.textContent")
@@ -104,8 +103,8 @@ def test_answers_are_shown_as_they_are(visit, size):
 def test_thoughts_calls_and_results_are_shown_as_they_are(stand_in):
     """All calls of one answer, and again of the next, with the results before them."""
     page = stand_in()
-    page.visit.ask("Hello")
-    thought, turn = "\n".join(PAYLOADS), page.visit.page.locator(".turn")
+    page.ask("Hello")
+    thought, turn = "\n".join(PAYLOADS), page.locator(".turn")
 
     def texts(selector):
         return turn.locator(selector).evaluate_all("(all) => all.map((one) => one.textContent)")
@@ -164,7 +163,7 @@ def test_requests_are_shown_as_they_are(visit):
     page.route("**/v1/requests", lambda route: route.fulfill(json={"data": listed, "kept_seconds": 60}))
     asked = []  # answered in the order in which they are opened
 
-    def answer(route) -> None:
+    def answer(route):
         asked.append(route.request.url)
         route.fulfill(json=listed[len(asked) - 1])
 
@@ -201,7 +200,7 @@ def test_figures_of_the_wrong_type_are_not_markup(visit, answering):
 
 def test_the_browser_itself_would_refuse(visit):
     visit.expected_failures = ("Content Security Policy", "Trusted", "violates")
-    refused = visit.page.evaluate(
+    refused = visit.evaluate(
         f"""() => {{
           const tried = [
             () => {{ document.body.innerHTML = '<p>x</p>'; }},
@@ -215,8 +214,8 @@ def test_the_browser_itself_would_refuse(visit):
     )
     assert refused == ["TypeError"] * 4
     failures = []
-    visit.page.on("requestfailed", lambda request: failures.append(request.failure))
-    outcome = visit.page.evaluate(
+    visit.on("requestfailed", lambda request: failures.append(request.failure))
+    outcome = visit.evaluate(
         f"""async () => {{
           const image = document.createElement('img');
           const failed = new Promise((done) => {{
@@ -232,10 +231,10 @@ def test_the_browser_itself_would_refuse(visit):
     assert outcome == ["refused", "refused"]
     assert "csp" in failures  # refused before anything was sent
     visit.foreign.clear()
-    assert visit.page.evaluate("window.hacked") is None
+    assert visit.evaluate("window.hacked") is None
 
 
-def _echo(route) -> None:
+def _echo(route):
     """The model says what was asked, in pieces of three characters."""
     text = json.loads(route.request.post_data)["messages"][-1]["content"]
     pieces = [{"choices": [{"delta": {"content": text[at : at + 3]}}]} for at in range(0, len(text), 3)]
@@ -243,7 +242,7 @@ def _echo(route) -> None:
     route.fulfill(content_type="text/event-stream", body=body)
 
 
-def _untouched(visit, turns: int, more_tags: Set[str] = frozenset()) -> None:
+def _untouched(visit, turns, more_tags=frozenset()):
     """So many turns, only the elements that the page makes, nothing ran; `visiting` looks at requests and dialogs."""
     page = visit.page
     assert page.locator(".turn").count() == turns

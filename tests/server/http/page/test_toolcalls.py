@@ -15,11 +15,11 @@ QUESTION = {"role": "user", "content": "Weather?"}
 TEXT = {"role": "assistant", "content": ""}
 
 
-def called(name: str, arguments: str) -> dict:
+def called(name, arguments):
     return {"id": f"call-{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def result(name: str, content: str) -> dict:
+def result(name, content):
     return {"role": "tool", "tool_call_id": f"call-{name}", "content": content}
 
 
@@ -27,7 +27,7 @@ def result(name: str, content: str) -> dict:
 def weather(stand_in):
     """A page whose model has called get_weather, after some thought."""
     page = stand_in()
-    page.visit.ask("Weather?")
+    page.ask("Weather?")
     page.asked(1)
     page.deltas({"reasoning_content": "A tool."})
     page.call("get_weather", ARGUMENTS)
@@ -37,25 +37,25 @@ def weather(stand_in):
 
 def test_arguments_are_raw_while_they_come_and_laid_out_at_the_end(stand_in):
     page = stand_in()
-    page.visit.ask("Weather?")
+    page.ask("Weather?")
     page.asked(1)
     page.call("get_weather", ARGUMENTS[:20])
-    call = page.visit.page.locator(".call")
+    call = page.locator(".call")
     expect(call.locator(".code-head")).to_have_text("Tool call get_weather")
     expect(call.locator("pre")).to_have_text(ARGUMENTS[:20])
-    assert page.visit.page.locator("textarea:not(#prompt)").locator("visible=true").count() == 0
+    assert page.locator("textarea:not(#prompt)").locator("visible=true").count() == 0
     page.deltas({"tool_calls": [{"index": 0, "function": {"arguments": ARGUMENTS[20:]}}]})
     page.end("tool_calls")
     shown = call.locator("pre").evaluate("(e) => e.textContent")
     assert shown == json.dumps(json.loads(ARGUMENTS), indent=2, ensure_ascii=False)
-    expect(page.visit.page.locator("#status")).to_have_text("The model calls get_weather and waits for the result.")
-    assert "Nothing was answered" not in page.visit.page.locator(".turn").inner_text()
+    expect(page.locator("#status")).to_have_text("The model calls get_weather and waits for the result.")
+    assert "Nothing was answered" not in page.locator(".turn").inner_text()
 
 
 def test_arguments_are_copied_as_they_are_laid_out(weather):
     page = weather.visit.page
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    weather.visit.stop_clock()  # or "Copied" would go
+    weather.stop_clock()  # or "Copied" would go
     page.get_by_role("button", name="Copy arguments").click()
     expect(page.get_by_role("button", name="Copy arguments")).to_have_text("Copied")
     assert json.loads(page.evaluate("navigator.clipboard.readText()")) == json.loads(ARGUMENTS)
@@ -63,19 +63,19 @@ def test_arguments_are_copied_as_they_are_laid_out(weather):
 
 def test_long_names_and_texts_fit_a_phone(stand_in):
     page = stand_in(viewport={"width": 320, "height": 640})
-    page.visit.ask("Weather?")
+    page.ask("Weather?")
     page.asked(1)
     page.deltas({"reasoning_content": "w" * 300})
     page.call("n" * 64, json.dumps({"key" * 30: "v" * 300}))
     page.end("tool_calls")
-    page.visit.page.click("summary")
-    page.visit.page.locator(".call textarea").fill("r" * 300)
-    page.visit.page.get_by_role("button", name="Send result").click()
+    page.click("summary")
+    page.locator(".call textarea").fill("r" * 300)
+    page.get_by_role("button", name="Send result").click()
     page.asked(2)
     page.end("stop")
     fits = "(e) => e.scrollWidth <= e.clientWidth"
     for place in ("#log", ".reasoning", ".call", ".call .code-head", ".call .result"):
-        assert page.visit.page.locator(place).evaluate(fits), place
+        assert page.locator(place).evaluate(fits), place
 
 
 def test_a_result_is_sent_and_the_conversation_goes_on(weather):
@@ -93,7 +93,7 @@ def test_a_result_is_sent_and_the_conversation_goes_on(weather):
     expect(page.locator(".call .result pre")).to_have_text('{"sun": true}')
     assert page.locator(".call textarea").count() == 0
     assert page.locator(".actions").count() == 1
-    weather.visit.ask("Thanks")
+    weather.ask("Thanks")
     end = {"role": "user", "content": "Thanks"}
     assert weather.asked(3)["messages"] == [*told, {"role": "assistant", "content": "It is sunny."}, end]
     weather.end("stop")
@@ -101,7 +101,7 @@ def test_a_result_is_sent_and_the_conversation_goes_on(weather):
 
 def test_several_calls_are_answered_together_by_the_keyboard_alone(stand_in):
     page = stand_in()
-    keyboard = page.visit.page.keyboard
+    keyboard = page.keyboard
     keyboard.type("Weather?")
     keyboard.press("Enter")
     page.asked(1)
@@ -112,21 +112,21 @@ def test_several_calls_are_answered_together_by_the_keyboard_alone(stand_in):
     focused = ""
     while focused != "Result of get_weather":
         keyboard.press("Shift+Tab")
-        focused = page.visit.page.evaluate("(document.activeElement.labels?.[0] ?? document.activeElement).innerText")
-        assert page.visit.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
-        assert page.visit.page.evaluate("document.activeElement.id") != "theme", "no way to the field"
+        focused = page.evaluate("(document.activeElement.labels?.[0] ?? document.activeElement).innerText")
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+        assert page.evaluate("document.activeElement.id") != "theme", "no way to the field"
     keyboard.type("one")
     keyboard.press("Shift+Enter")
     keyboard.type("two")
     keyboard.press("Enter")
-    expect(page.visit.page.locator("#status")).to_have_text("The result of get_time is missing.")
-    assert page.visit.page.evaluate("window.asked.length") == 1
-    field = page.visit.page.get_by_label("Result of get_time")
+    expect(page.locator("#status")).to_have_text("The result of get_time is missing.")
+    assert page.evaluate("window.asked.length") == 1
+    field = page.get_by_label("Result of get_time")
     expect(field).to_be_focused()
     expect(field).to_have_attribute("aria-invalid", "true")
     keyboard.type("noon")
     keyboard.press("Tab")
-    expect(page.visit.page.get_by_role("button", name="Send results")).to_be_focused()
+    expect(page.get_by_role("button", name="Send results")).to_be_focused()
     keyboard.press("Space")
     calls = [called("get_weather", "{}"), called("get_time", '{"zone": 1}')]
     assert page.asked(2)["messages"] == [
@@ -139,9 +139,9 @@ def test_several_calls_are_answered_together_by_the_keyboard_alone(stand_in):
 
 
 def test_a_call_without_a_result_is_not_sent_again(weather):
-    weather.visit.ask("Never mind. Hello?")
+    weather.ask("Never mind. Hello?")
     assert weather.asked(2)["messages"] == [{"role": "user", "content": "Never mind. Hello?"}]
-    first = weather.visit.page.locator(".turn").first
+    first = weather.locator(".turn").first
     expect(first).to_contain_text("No result was given; this call is not sent again.")
     assert first.locator("textarea").count() == 0
     assert first.get_by_role("button", name="Send result").count() == 0
@@ -151,22 +151,22 @@ def test_a_call_without_a_result_is_not_sent_again(weather):
 @pytest.mark.parametrize("how", ["length", "stopped"])
 def test_a_call_that_was_cut_waits_for_nothing(stand_in, how):
     page = stand_in()
-    page.visit.ask("Weather?")
+    page.ask("Weather?")
     page.asked(1)
     page.deltas({"content": "Let me see."})
     page.call("get_weather", ARGUMENTS[:20])
     if how == "stopped":
-        page.visit.page.keyboard.press("Escape")
+        page.keyboard.press("Escape")
     else:
         page.end("length")
-    turn = page.visit.answer("stopped" if how == "stopped" else "done")
+    turn = page.answer("stopped" if how == "stopped" else "done")
     expect(turn.locator(".call")).to_contain_text("not complete")
     expect(turn.locator(".call pre")).to_have_text(ARGUMENTS[:20])
     expect(turn).to_contain_text("A call that was cut is not sent again.")
     said = "Stopped." if how == "stopped" else "The call of get_weather was cut."
-    expect(page.visit.page.locator("#status")).to_have_text(said)
+    expect(page.locator("#status")).to_have_text(said)
     assert turn.locator("textarea").count() == 0
-    page.visit.ask("Go on")
+    page.ask("Go on")
     said = {"role": "assistant", "content": "Let me see."}
     assert page.asked(2)["messages"] == [QUESTION, said, {"role": "user", "content": "Go on"}]
     page.end("stop")
@@ -183,7 +183,7 @@ def test_another_answer_keeps_the_results_before_it(weather):
     assert weather.asked(3)["messages"] == first
     expect(page.locator(".answer")).to_have_count(2)
     page.keyboard.press("Escape")
-    weather.visit.answer("stopped")
+    weather.answer("stopped")
     page.get_by_role("button", name="Try again").click()
     assert weather.asked(4)["messages"] == first
     weather.deltas({"content": "Wet!"})
@@ -204,7 +204,7 @@ def test_a_call_can_be_asked_for_anew_and_the_question_edited(weather):
     page.keyboard.press("Enter")
     assert weather.asked(3)["messages"] == [QUESTION]
     page.click("#new-chat")
-    weather.visit.ask("Fresh")
+    weather.ask("Fresh")
     assert weather.asked(4)["messages"] == [{"role": "user", "content": "Fresh"}]
     weather.end("stop")
 
@@ -217,7 +217,7 @@ def test_tools_choice_and_schema_are_sent_kept_and_reset(stand_in):
     form.get_by_label("Tool choice").select_option("Required")
     form.get_by_label("Answer schema (JSON)").fill('{"type": "object"}')
     form.reload()
-    page.visit.ask("Weather?")
+    page.ask("Weather?")
     sent = page.asked(1)
     assert sent["tools"] == TOOLS
     assert sent["tool_choice"] == "required"
@@ -228,7 +228,7 @@ def test_tools_choice_and_schema_are_sent_kept_and_reset(stand_in):
     page.end("stop")
     form.click("nav [data-view=settings]")
     form.get_by_role("button", name="Reset settings").click()
-    page.visit.ask("Again")
+    page.ask("Again")
     assert not {"tools", "tool_choice", "response_format"} & page.asked(2).keys()
     page.end("stop")
 
