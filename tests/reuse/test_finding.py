@@ -54,6 +54,14 @@ def test_roots_whose_numbers_share_a_slot_are_told_apart():
     assert block in offered.blocks
 
 
+@pytest.mark.parametrize("least", [1, 37, 38, 41, 42])
+def test_shorter_runs_are_left_out_and_cover_nothing(least):
+    offered = served(HEADER, A, B)
+    lengths = [run.length for run in offered.find(B + A + LAST, least=least)]
+    assert lengths == [length for length in (37, 41) if length >= least]
+    assert lengths or least == 42
+
+
 def test_of_several_blocks_the_longest_run_is_taken_then_more_context_then_the_newest():
     offered = Offered(64, 4)
     offered.chain(A[:20] + [1] * 4)
