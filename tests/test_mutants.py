@@ -10,7 +10,7 @@ import pytest
 
 import mutants
 from faults import FAULTS, Fault
-from mutants import ROOT, copied_tree, is_of, planted, targets_of, try_all, try_fault
+from mutants import BESIDE, ROOT, copied_tree, is_of, planted, targets_of, try_all, try_fault
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -123,8 +123,13 @@ def test_a_fault_that_no_test_sees_survives_and_one_that_is_seen_does_not(tmp_pa
     )
     (tree / "tests" / "test_blind.py").write_text("def test_nothing():\n    pass\n")
     before = (tree / pool).read_text(encoding="utf-8")
-    assert try_fault(tree, Fault("seen", pool, changed, ("tests/test_seen.py",))) == "killed"
-    assert try_fault(tree, Fault("blind", pool, changed, ("tests/test_blind.py",))) == "SURVIVED"
-    assert try_fault(tree, Fault("none", pool, changed, ("tests/no_such.py",))).startswith("TESTS DID NOT RUN")
-    assert try_fault(tree, Fault("gone", pool, (("no such text", ""),), ())).startswith("NOT PLANTED")
+
+    def verdict(name: str, test: str) -> str:
+        return try_fault(tree, Fault(name, pool, changed, (f"tests/{test}.py",)), (BESIDE,))
+
+    assert verdict("seen", "test_seen") == "killed"
+    assert verdict("blind", "test_blind") == "SURVIVED"
+    assert verdict("none", "no_such").startswith("TESTS DID NOT RUN")
+    gone = Fault("gone", pool, (("no such text", ""),), ())
+    assert try_fault(tree, gone).startswith("NOT PLANTED")
     assert (tree / pool).read_text(encoding="utf-8") == before
