@@ -55,8 +55,8 @@ def error(logits: np.ndarray, family: str) -> float:
 # Sorting tokens by expert and dividing integer positions is outside what the double of the device knows.
 # Families that have every operator of the others between them.
 OPERATORS = (
-    "llama", "qwen3", "gemma2", "gemma4", "gemma4-wide", "phi3", "glm4", "granitemoehybrid", "stablelm", "starcoder2",
-    "gpt_neox",
+    "llama", "qwen3", "gemma2", "gemma4", "gemma4-wide", "phi3", "glm4", "granite_swa", "granitemoehybrid", "stablelm",
+    "starcoder2", "gpt_neox",
 )  # fmt: skip
 AMPLIFYING = ("gemma4-wide",)
 NOT_ON_THE_DOUBLE = (
