@@ -14,6 +14,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from helpers.server.live_servers import HeldForward, raw_answer, serving, wait_until
+from kvboost_edge.server.api import bodies
 from kvboost_edge.server.app import ROUTERS
 from kvboost_edge.server.http.middleware import ADMIN_PATHS, ADMITTED_PATHS
 from kvboost_edge.server.work.admission import Ticket
@@ -55,26 +56,23 @@ def finished(server, reason):
     return server.state.metrics.registry.get_sample_value("vllm:request_success_total", labels) or 0
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("body", [TEXT, {**TEXT, "prompt": "x" * 200_000}], ids=["small", "large"])
-def test_a_full_queue_answers_503_at_once(tiny_engine, held, body):
+def test_a_full_queue_answers_503_at_once(tiny_engine, held, monkeypatch, body):
+    """While the model stands still, and before anything of the prompt is looked at."""
+    read = []
     with serving(tiny_engine, max_batch_size=1, max_queue_size=1) as server:
         with posting(server, TEXT) as first, posting(server, TEXT) as second, server.client() as client:
             wait_until(lambda: server.state.admission.sequences == 2, "two requests in flight")
-            client.get("/health")  # the connection is there, so that the next figure is the answer's alone
-            seconds = []
-            for _ in range(5):
-                started = time.perf_counter()
+            with monkeypatch.context() as patch:
+                patch.setattr(bodies, "parse_json", read.append)
+                patch.setattr(tiny_engine.tokenizer.codec, "encode", read.append)
                 refused = client.post("/v1/completions", json=body)
-                seconds.append(time.perf_counter() - started)
-                assert refused.status_code == 503
+            assert (refused.status_code, read, held.steps) == (503, [], 1)
             held.release()
         assert refused.json()["error"]["code"] == "queue_full"
         assert 1 <= int(refused.headers["retry-after"]) <= 60
-        # The best of five: the machine may be busy with something else.
-        assert min(seconds) < 0.05, seconds
         assert [answer.status_code for answer in (*first, *second)] == [200, 200]
-        assert server.state.admission.refused == 5
+        assert server.state.admission.refused == 1
         wait_until(server.idle, "the server to be idle")
 
 
@@ -188,19 +186,17 @@ def test_requests_with_one_prefix_start_together(tiny_engine, held):
         assert text == sampled.output_text
 
 
-@pytest.mark.alone
 async def test_the_window_is_the_longest_wait():
     groups = PrefixGroups(window_seconds=0.05, block_size=4)
     prompt = [1, 2, 3, 4, 5]
     first = await groups.join("tenant", prompt)
     started = time.perf_counter()
     second = await groups.join("tenant", prompt)
-    waited = time.perf_counter() - started
+    assert time.perf_counter() - started > 0.04
     assert first == second is not None
-    assert 0.04 < waited < 2
     assert groups.held == 1
-    other = await asyncio.wait_for(groups.join("another tenant", prompt), 0.04)
-    assert other != first
+    other = await groups.join("another tenant", prompt)
+    assert (other != first, groups.held) == (True, 1)
     for key in (first, second, other):
         groups.leave(key)
     assert not groups._groups
