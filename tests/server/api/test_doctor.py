@@ -18,7 +18,9 @@ from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
 
 
-async def test_a_date_in_the_system_message_is_found_with_both_texts(app, speaker, spoken_engine):
+async def test_a_date_in_the_system_message_is_found_with_both_texts(app, speaker, spoken_engine, monkeypatch):
+    # The time is told in milliseconds, of which a fake pass takes none.
+    monkeypatch.setattr(runner_of(spoken_engine), "on_forward", lambda batch: time.sleep(0.002))
     first = await ask(app, SYSTEM.format("Tuesday"), "Hello!")
     assert (first["cause"], first["compared_with"], first["hit_tokens"]) == ("first_seen", "", {"pool": 0})
     second = await ask(app, SYSTEM.format("Wednesday"), "Hello!")
@@ -29,7 +31,7 @@ async def test_a_date_in_the_system_message_is_found_with_both_texts(app, speake
     assert second["text_before"].startswith("ay is Tuesday. Answer")
     assert second["compared_with"] == first["request_id"]
     assert second["hit_tokens"] == {"pool": place // 16 * 16}
-    assert second["seconds"] > 0
+    assert second["seconds"] >= 0.002
 
 
 async def test_the_next_turn_of_a_chat_has_new_text_only(app, speaker):
