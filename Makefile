@@ -60,19 +60,19 @@ test: setup  ## the suite for every change, two files at a time; under 10 minute
 	$(SIDE_BY_SIDE) -m "not full and not cluster and not alone"
 	$(PYTEST) -m "alone and not full and not cluster" $(MEASURING)
 
-test-all: setup  ## everything, with large N: full matrices, replicas on Ray, again with one thread; hours
+test-all: setup  ## everything, with large N: full matrices, replicas on Ray, again with one thread
 	$(LONG) $(SIDE_BY_SIDE) -m "not cluster and not alone"
 	$(LONG) $(SIDE_BY_SIDE) -m "cluster" $(CLUSTERS)
 	$(LONG) $(PYTEST) -m "alone and not cluster" $(MEASURING)
 	$(ONE_THREAD) $(SIDE_BY_SIDE) -m "not cluster and not alone" $(THREADED)
 	$(ONE_THREAD) $(PYTEST) -m "alone and not cluster" $(filter $(MEASURING),$(THREADED))
 
-test-quick: setup  ## while writing: each test with its first case, without the slow ones; a minute
+test-quick: setup  ## while writing: each test with its first case, without the slow ones
 	KVBOOST_EDGE_TEST_QUICK=1 $(SIDE_BY_SIDE) -m "not full and not cluster and not alone"
 
 test-times: setup  ## run `make test` and record its times by file and package in benchmarks/results/test-times.txt
 	mkdir -p $(dir $(TIMES))
-	$(MAKE) --no-print-directory test PYTEST="$(PYTEST) --durations=0 --durations-min=0.02" > $(TIMES).log
+	$(MAKE) --no-print-directory test PYTEST="$(PYTEST) --durations=0 --durations-min=0.02" > $(TIMES).log || { tail -n 20 $(TIMES).log; exit 1; }
 	$(BIN)/python tests/times.py $(TIMES).log > $(TIMES) && rm $(TIMES).log
 	@sed -n '1,/^$$/p' $(TIMES)
 
