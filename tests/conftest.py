@@ -1,7 +1,5 @@
 """Shared by all tests: an isolated cache directory, no network, nothing left running, and tiny models."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import ipaddress
@@ -12,9 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -38,7 +34,7 @@ LIBRARY_THREADS = ("asyncio_", "tqdm", "ThreadPoolExecutor", "pydevd", "pytest")
 RAY_SERVE_THREAD = "_run_router_event_loop"  # one for the process, with a number before it
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Workers of `make test` run one test of a name, so there may be no two. `make test-quick`: of each test the first
     case, of the slow ones none."""
     names = Counter(item.nodeid for item in items if item.get_closest_marker("alone") is None)
@@ -47,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"more than one test has this name; mark them alone: {', '.join(twice)}")
     if not QUICK:
         return
-    first: dict[str, pytest.Item] = {}
+    first = {}
     for item in items:
         if item.get_closest_marker("slow") is None:
             first.setdefault(item.nodeid.partition("[")[0], item)
@@ -55,14 +51,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = first.values()
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     """Leave out test_schemathesis.py where its tests would be deselected: to collect it makes all its examples."""
     leaves_out = "not alone" in config.option.markexpr
     return True if leaves_out and collection_path.name == "test_schemathesis.py" else None
 
 
 @pytest.fixture(scope="session", autouse=True)
-def isolated_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def isolated_cache(tmp_path_factory):
     """The package's cache directory and the hub's, both empty and thrown away afterwards."""
     root = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +68,7 @@ def isolated_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ctrl_c_arrives() -> Iterator[None]:
+def ctrl_c_arrives():
     """A suite started in the background inherits an ignored SIGINT; tests send that signal and need it heard."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -80,7 +76,7 @@ def ctrl_c_arrives() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def one_torch_thread() -> Iterator[None]:
+def one_torch_thread():
     """Threads only slow down work as small as a tiny model's, most of all when the machine is busy."""
     import torch
 
@@ -91,7 +87,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread_if_asked() -> Iterator[None]:
+def one_thread_if_asked():
     """The second run of `make test`: the machine looks as if it had one CPU, so every default is one thread."""
     with pytest.MonkeyPatch.context() as patch:
         if ONE_THREAD:
@@ -100,7 +96,7 @@ def one_thread_if_asked() -> Iterator[None]:
 
 
 @functools.cache
-def takes_all_threads(path: Path) -> bool:
+def takes_all_threads(path):
     """Whether tests of a file in a room that computes may leave it to the machine how many threads there are: those
     `make test-all` runs a second time, with one."""
     room = path.relative_to(Path(__file__).parent).parts[0]
@@ -108,10 +104,10 @@ def takes_all_threads(path: Path) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def threads_are_said(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def threads_are_said(request, monkeypatch):
     """What is not run again with one thread says how many it computes with, so that one run shows all there is."""
 
-    def refuse() -> int:
+    def refuse():
         raise AssertionError(f"say num_threads: {request.path.name} is not run again with one thread")
 
     if not takes_all_threads(request.path):
@@ -121,7 +117,7 @@ def threads_are_said(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture(autouse=True)
-def the_clock_is_real(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def the_clock_is_real(monkeypatch):
     """A test that moved the clock of the whole process would leave servers that no longer end."""
     yield
     assert time.monotonic is REAL_CLOCK, "give the modules under test a clock of their own: clocks.give_clock"
@@ -132,12 +128,12 @@ class NetworkBlocked(OSError):
 
 
 @pytest.fixture(autouse=True)
-def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_network(request, monkeypatch):
     """Connections that leave the machine raise, and fail the test even if the code under test swallowed the error."""
-    attempts: list[str] = []
+    attempts = []
 
-    def guard(real: Callable[..., Any]) -> Callable[..., Any]:
-        def connect(sock: socket.socket, address: Any) -> Any:
+    def guard(real):
+        def connect(sock, address):
             if sock.family in (socket.AF_INET, socket.AF_INET6) and not _is_loopback(address[0]):
                 attempts.append(str(address))
                 raise NetworkBlocked(f"tests may not connect to {address}")
@@ -147,7 +143,7 @@ def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     real_lookup = socket.getaddrinfo
 
-    def lookup(host: Any, *args: Any, **kwargs: Any) -> Any:
+    def lookup(host, *args, **kwargs):
         if host is not None and not _is_loopback(host):
             attempts.append(str(host))
             raise NetworkBlocked(f"tests may not look up {host!r}")
@@ -161,7 +157,7 @@ def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         assert not attempts, f"nothing may connect outside unless a hub model is named; tried {attempts}"
 
 
-def _is_loopback(host: Any) -> bool:
+def _is_loopback(host):
     text = host.decode() if isinstance(host, bytes) else str(host)
     if text in ("", "localhost"):
         return True
@@ -172,7 +168,7 @@ def _is_loopback(host: Any) -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left_running(isolated_cache: Path) -> Iterator[None]:
+def nothing_left_running(isolated_cache):
     """After the last test no thread and no process of ours is alive."""
     before = set(threading.enumerate())
     yield
@@ -188,7 +184,7 @@ def nothing_left_running(isolated_cache: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model_dir(tmp_path_factory):
     """A complete directory of a tiny random Llama with a byte-level tokenizer; do not write into it."""
     from helpers.models.tiny_models import save_tiny_model
 
@@ -196,7 +192,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tiny_engine(tiny_model_dir: Path) -> Iterator[Any]:
+def tiny_engine(tiny_model_dir):
     """An engine over the tiny Llama with 64 blocks of 16 and the debug checks on."""
     from kvboost_edge import CPUPagedEngine
 
@@ -206,12 +202,12 @@ def tiny_engine(tiny_model_dir: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def scale() -> Callable[[int, int], int]:
+def scale():
     """Return a function `scale(short, long)` that chooses the N of `make test` or of `make test-all`."""
     return lambda short, long: long if LONG else short
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter, config):
     if "not alone" in config.option.markexpr:
         return  # another call of pytest follows, which reports them
     for tool in missing_tools():

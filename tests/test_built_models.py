@@ -1,18 +1,14 @@
 """Model directories that tests share: built once, and each test has a copy of its own."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from helpers.models.built import copy_of
 
 
-def test_a_copy_may_be_changed_and_the_next_one_is_as_built(tmp_path: Path) -> None:
-    made: list[Path] = []
+def test_a_copy_may_be_changed_and_the_next_one_is_as_built(tmp_path):
+    made = []
 
-    def make(folder: Path) -> None:
+    def make(folder):
         made.append(folder)
         (folder / "config.json").write_text("{}")
 
@@ -25,8 +21,8 @@ def test_a_copy_may_be_changed_and_the_next_one_is_as_built(tmp_path: Path) -> N
     assert len(made) == 2
 
 
-def test_what_fails_leaves_nothing_to_share(tmp_path: Path) -> None:
-    def fail(folder: Path) -> None:
+def test_what_fails_leaves_nothing_to_share(tmp_path):
+    def fail(folder):
         (folder / "half").write_text("")
         raise OSError("no space")
 
@@ -35,11 +31,11 @@ def test_what_fails_leaves_nothing_to_share(tmp_path: Path) -> None:
     assert list((tmp_path / "root").glob("*/*")) == []
 
 
-def test_a_large_model_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("helpers.models.built.LARGEST", 3)
-    made: list[Path] = []
+    made = []
 
-    def make(folder: Path) -> None:
+    def make(folder):
         made.append(folder)
         (folder / "weights").write_text("four")
 

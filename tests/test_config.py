@@ -1,9 +1,6 @@
 """The options of the engine: what is refused, by which name, and what a default config says."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ TEXT_OPTIONS = ("runner", "backend", "dtype", "device", "revision", "token", "te
 
 @pytest.mark.parametrize("name", TEXT_OPTIONS)
 @pytest.mark.parametrize("value", [[], {}, 3, True, b"x", np.array(["auto", "cpu"])], ids=repr)
-def test_what_is_no_text_is_refused_by_name(name: str, value: Any) -> None:
+def test_what_is_no_text_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=rf"^{name}\b.*must be a string"):
         EngineConfig.from_options(**{name: value})
 
@@ -26,7 +23,7 @@ def test_what_is_no_text_is_refused_by_name(name: str, value: Any) -> None:
     [[], {}, "16", "8,4", 16.0, True, 0, 5, (8,), (8, 4, 4), (8, 5), (16, 8), (8, True), (8.0, 4), np.array([16, 16])],
     ids=repr,
 )
-def test_kv_cache_bits_that_are_not_offered(value: Any) -> None:
+def test_kv_cache_bits_that_are_not_offered(value):
     with pytest.raises(ConfigError, match=r"^kv_cache_bits="):
         EngineConfig.from_options(kv_cache_bits=value)
 
@@ -36,24 +33,24 @@ def test_kv_cache_bits_that_are_not_offered(value: Any) -> None:
     [(None, (16, 16)), (16, (16, 16)), (8, (8, 8)), (4, (4, 4)), ((8, 4), (8, 4)), ([4, 8], (4, 8)), ((16, 16),) * 2],
     ids=repr,
 )
-def test_kv_cache_bits_of_keys_and_values(value: Any, bits: tuple[int, int]) -> None:
+def test_kv_cache_bits_of_keys_and_values(value, bits):
     config = EngineConfig.from_options(kv_cache_bits=value)
     assert config.kv_bits == bits
     assert not isinstance(config.kv_cache_bits, list), "a frozen config is hashable"
 
 
 @pytest.mark.parametrize(("text", "value"), [("16", 16), ("8", 8), ("8,4", (8, 4)), (" 4 , 8 ", (4, 8))])
-def test_kv_cache_bits_as_text(text: str, value: Any) -> None:
+def test_kv_cache_bits_as_text(text, value):
     assert kv_bits_from_text(text) == value
 
 
 @pytest.mark.parametrize("text", ["", ",", "8,", "eight", "8,4,4", "-8", "8.0"])
-def test_text_that_is_no_kv_cache_bits(text: str) -> None:
+def test_text_that_is_no_kv_cache_bits(text):
     with pytest.raises(ConfigError, match=r"^kv_cache_bits="):
         kv_bits_from_text(text)
 
 
-def test_a_disk_tier_is_a_path_and_a_bound() -> None:
+def test_a_disk_tier_is_a_path_and_a_bound():
     assert EngineConfig.from_options(disk_cache_dir="off").disk_cache_dir is None
     assert EngineConfig.from_options(disk_cache_dir="x", max_disk_bytes=8e9).max_disk_bytes == 8_000_000_000
 
@@ -69,12 +66,12 @@ def test_a_disk_tier_is_a_path_and_a_bound() -> None:
     ],
     ids=str,
 )
-def test_what_no_disk_tier_can_be(options: dict[str, Any], named: str) -> None:
+def test_what_no_disk_tier_can_be(options, named):
     with pytest.raises(ConfigError, match=re.escape(named)):
         EngineConfig.from_options(**options)
 
 
-def test_threads_are_bounded() -> None:
+def test_threads_are_bounded():
     assert EngineConfig.from_options(num_threads=1024).num_threads == 1024
     with pytest.raises(ConfigError, match="num_threads=1025 must be at most 1024"):
         EngineConfig.from_options(num_threads=1025)
@@ -89,14 +86,14 @@ def test_threads_are_bounded() -> None:
         ({"redis_url": "redis://:hidden@host", "redis_trust": "yes"}, "redis_trust='yes'"),
     ],
 )
-def test_a_redis_server_is_named_by_a_url_that_is_never_shown(options: dict[str, Any], named: str) -> None:
+def test_a_redis_server_is_named_by_a_url_that_is_never_shown(options, named):
     with pytest.raises(ConfigError, match=named) as caught:
         EngineConfig.from_options(**options)
     assert "hidden" not in str(caught.value)
     assert "hidden" not in repr(EngineConfig(redis_url="redis://:hidden@host"))
 
 
-def test_a_token_is_never_shown() -> None:
+def test_a_token_is_never_shown():
     assert "hf_secret" not in repr(EngineConfig(token="hf_secret"))
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_options(token=["hf_secret"])
@@ -112,11 +109,11 @@ def test_a_token_is_never_shown() -> None:
         ("primer_tokens", -1), ("primer_tokens", 1.0), ("reuse_gate", "on"), ("reuse_gate", None),
     ],
 )  # fmt: skip
-def test_reuse_options_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+def test_reuse_options_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=rf"^{name}="):
         EngineConfig.from_options(**{name: value})
 
 
-def test_an_unknown_option_lists_the_known_ones() -> None:
+def test_an_unknown_option_lists_the_known_ones():
     with pytest.raises(ConfigError, match="unknown option 'chunk_sise'; known options: runner, backend"):
         EngineConfig.from_options(chunk_sise=1)

@@ -1,7 +1,5 @@
 """The layout of the repository: tests mirror the package, no import circle, every test in exactly one set."""
 
-from __future__ import annotations
-
 import graphlib
 import re
 import subprocess
@@ -41,7 +39,7 @@ def test_no_file_repeats_the_name_of_its_folder():
     assert not [str(path.relative_to(ROOT)) for path in MODULES if path.stem.startswith(f"{path.parent.name}_")]
 
 
-def circle(package: str) -> list[str]:
+def circle(package):
     """Modules of the package that import each other in a circle, the first one again at the end; [] if there is none.
     Imports inside functions and under TYPE_CHECKING count like any other."""
     graph = grimp.build_graph(package, cache_dir=None)
@@ -85,11 +83,11 @@ SELECTIONS = {
 }
 
 
-def calls_of(goal: str) -> dict[str, list[tuple[str, set[str]]]]:
+def calls_of(goal):
     """Return the pytest calls of a make target by number of threads: marker expression, and paths (none: all)."""
     command = ["make", "--dry-run", "--always-make", "--no-print-directory", goal]
     plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
-    found: dict[str, list[tuple[str, set[str]]]] = {}
+    found = {}
     for line in plan.splitlines():
         before, called, arguments = line.partition("-m pytest ")
         if called:
@@ -101,16 +99,16 @@ def calls_of(goal: str) -> dict[str, list[tuple[str, set[str]]]]:
     return found
 
 
-def files_of_tests() -> set[str]:
+def files_of_tests():
     return {path.relative_to(ROOT).as_posix() for path in TESTS if path.name.startswith("test_")}
 
 
-def below(files: set[str], paths: set[str]) -> set[str]:
+def below(files, paths):
     """Return the files that pytest reads when it is given these paths."""
     return {file for file in files if not paths or any(Path(file).is_relative_to(path) for path in paths)}
 
 
-def marked(names: tuple[str, ...]) -> set[str]:
+def marked(names):
     """Return the files that use each of the markers; a conftest may set `full` in any file."""
     texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in files_of_tests()}
     needed = [name for name in names if name != "full"]

@@ -1,10 +1,7 @@
 """The mutation gate (`make mutants`) itself: faults can be planted, it reports what it should."""
 
-from __future__ import annotations
-
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 
@@ -105,7 +102,7 @@ def test_who_notices_a_fault_later_is_said_and_what_is_red_anyway_does_not(tmp_p
     assert (tmp_path / "kept.py").read_text() == "good = True\n"
 
 
-def _write_tests(root: Path, text: str) -> None:
+def _write_tests(root, text):
     markers = "\n".join(f'    "{name}",' for name in ("alone", "cluster", "full"))
     (root / "pyproject.toml").write_text(f"[tool.pytest.ini_options]\nmarkers = [\n{markers}\n]\n")
     (root / "tests").mkdir()
@@ -124,7 +121,7 @@ def test_a_fault_that_no_test_sees_survives_and_one_that_is_seen_does_not(tmp_pa
     (tree / "tests" / "test_blind.py").write_text("def test_nothing():\n    pass\n")
     before = (tree / pool).read_text(encoding="utf-8")
 
-    def verdict(name: str, test: str) -> str:
+    def verdict(name, test):
         return try_fault(tree, Fault(name, pool, changed, (f"tests/{test}.py",)), (BESIDE,))
 
     assert verdict("seen", "test_seen") == "killed"

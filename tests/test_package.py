@@ -1,7 +1,5 @@
 """The package as a whole: what importing it costs, what it exports, and which room may import which."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import statistics
@@ -18,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "numba", "onnxruntime")
 
 
-def in_fresh_process(code: str) -> str:
+def in_fresh_process(code):
     """Standard output of `code` in a new interpreter, warnings as errors."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False

@@ -1,8 +1,6 @@
 """The README and the pages behind it are true: snippets run, the files and commands they name exist, and every folder
 has its phrase."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,10 +1,6 @@
 """What every backend promises, against dense attention in float64. Arrays go in and come out as NumPy here."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +17,7 @@ DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
 KINDS = {name: [dtype for dtype in DTYPES if (name, dtype) not in UNMADE] for name in MAKERS}
 
 
-def with_each(name: str, values: Iterable[Any]) -> pytest.MarkDecorator:
+def with_each(name, values):
     """Each value with each backend, in `make test` in one of its storage dtypes."""
     cases = []
     for number, value in enumerate(values):
@@ -36,19 +32,19 @@ def with_each(name: str, values: Iterable[Any]) -> pytest.MarkDecorator:
     params=[(name, dtype) for name, dtypes in KINDS.items() for dtype in dtypes],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
-def make(request: pytest.FixtureRequest) -> Iterator[Maker]:
+def make(request):
     with opened(Maker(*request.param, made=[])) as maker:
         yield maker
 
 
 @pytest.fixture(params=[name for name in MAKERS if (name, "float32") not in UNMADE])
-def make_f32(request: pytest.FixtureRequest) -> Iterator[Maker]:
+def make_f32(request):
     with opened(Maker(request.param, "float32", made=[])) as maker:
         yield maker
 
 
 @with_each("dim", DIMS)
-def test_random_shapes_and_options(make: Maker, dim: int) -> None:
+def test_random_shapes_and_options(make, dim):
     """Each head dim meets each block size in one of the storage dtypes."""
     block_size = (16, 32, 64)[(DIMS.index(dim) + DTYPES.index(make.dtype)) % 3]
     rng = np.random.default_rng([dim, block_size])
@@ -91,12 +87,12 @@ def test_random_shapes_and_options(make: Maker, dim: int) -> None:
         AttentionParams(0.3, window=33, softcap=4.0, sinks=np.array([5, 4, 3, 2, 1, 0], np.float32)),
     ],
 )
-def test_each_option_in_a_ragged_batch(make: Maker, params: AttentionParams) -> None:
+def test_each_option_in_a_ragged_batch(make, params):
     case = make.case(1)
     make.assert_close(make.filled(case).attend_new(case, params), case.expected(case.spans, params, make.dtype))
 
 
-def test_what_was_written_comes_back_exactly(make: Maker) -> None:
+def test_what_was_written_comes_back_exactly(make):
     """With a window of 1 a token sees itself alone: out is its value, and unit queries read its key through lse."""
     heads, dim = 3, 24
     case = make.case(2, ((40, 40), (3, 3)), kv_heads=heads, dim=dim)
@@ -110,7 +106,7 @@ def test_what_was_written_comes_back_exactly(make: Maker) -> None:
     np.testing.assert_array_equal(out, expected)
 
 
-def test_a_later_write_replaces_an_earlier_one(make: Maker) -> None:
+def test_a_later_write_replaces_an_earlier_one(make):
     case, other = make.case(3), make.case(4)
     arrays = make.filled(case)
     slots = case.layout(case.spans)
@@ -122,7 +118,7 @@ def test_a_later_write_replaces_an_earlier_one(make: Maker) -> None:
     make.assert_close(arrays.attend_new(case, params), case.expected(case.spans, params, make.dtype))
 
 
-def test_tokens_before_the_window_and_beyond_the_end_are_never_read(make: Maker) -> None:
+def test_tokens_before_the_window_and_beyond_the_end_are_never_read(make):
     window = 20
     case = make.case(5, ((1, 100), (9, 200), (1, 33)))
     expected = case.expected(case.spans, AttentionParams(0.3, window=window), make.dtype)
@@ -132,7 +128,7 @@ def test_tokens_before_the_window_and_beyond_the_end_are_never_read(make: Maker)
     make.assert_close(make.filled(case).attend_new(case, AttentionParams(0.3, window=window)), expected)
 
 
-def test_layers_do_not_touch_each_other(make: Maker) -> None:
+def test_layers_do_not_touch_each_other(make):
     cases = [make.case(seed) for seed in (6, 7)]
     arrays = make(2, 24, num_blocks=num_blocks_for(MIX, 16), layers=2)
     arrays.write_whole(cases[0], layer=0)
@@ -145,7 +141,7 @@ def test_layers_do_not_touch_each_other(make: Maker) -> None:
         make.assert_close(got, case.expected(case.spans, params, make.dtype))
 
 
-def test_layers_of_different_shapes(make_f32: Maker) -> None:
+def test_layers_of_different_shapes(make_f32):
     spec = KVSpec((LayerKVSpec(2, 24), LayerKVSpec(1, 64)), 16, "float32")
     arrays = Arrays(MAKERS[make_f32.name](spec, num_blocks_for(MIX, 16)))
     make_f32.made.append(arrays.backend)
@@ -157,7 +153,7 @@ def test_layers_of_different_shapes(make_f32: Maker) -> None:
         make_f32.assert_close(got, case.expected(case.spans, params, "float32"))
 
 
-def test_a_fork_shares_blocks_until_it_copies(make: Maker) -> None:
+def test_a_fork_shares_blocks_until_it_copies(make):
     """Two sequences over the same blocks; one copies its half-full tail and both write their own next token."""
     parent = make.case(9, ((1, 25),))
     arrays = make.filled(parent)
@@ -186,7 +182,7 @@ def test_a_fork_shares_blocks_until_it_copies(make: Maker) -> None:
     make.assert_close(got, parent.expected(parent.spans, params, make.dtype))
 
 
-def test_sequences_share_a_prefix_in_place(make: Maker) -> None:
+def test_sequences_share_a_prefix_in_place(make):
     case = make.case(11, ((5, 53), (1, 49), (16, 64)))
     case.tables[1:, :3] = case.tables[0, :3]
     for sequence in (1, 2):
@@ -195,7 +191,7 @@ def test_sequences_share_a_prefix_in_place(make: Maker) -> None:
     make.assert_close(make.filled(case).attend_new(case, params), case.expected(case.spans, params, make.dtype))
 
 
-def test_copies_are_of_all_layers_in_order_and_to_the_last_byte(make: Maker) -> None:
+def test_copies_are_of_all_layers_in_order_and_to_the_last_byte(make):
     arrays = make(2, 24, num_blocks=4, layers=2)
     arrays.backend.poison_blocks(range(4))
     rng = np.random.default_rng(12)
@@ -214,7 +210,7 @@ def test_copies_are_of_all_layers_in_order_and_to_the_last_byte(make: Maker) -> 
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("half", ["keys", "values"])
-def test_a_checksum_notices_one_element(make: Maker, layer: int, half: str) -> None:
+def test_a_checksum_notices_one_element(make, layer, half):
     arrays = make(2, 24, num_blocks=2, layers=2)
     case = dataclasses.replace(make.case(14, ((16, 16),)), tables=np.array([[1]], np.int32))
     rows = {"keys": case.keys[0].copy(), "values": case.values[0].copy()}
@@ -230,7 +226,7 @@ def test_a_checksum_notices_one_element(make: Maker, layer: int, half: str) -> N
     assert arrays.backend.checksum_blocks([1, 1]) == [before, before]
 
 
-def test_poison_shows_in_a_read_and_only_in_its_blocks(make: Maker) -> None:
+def test_poison_shows_in_a_read_and_only_in_its_blocks(make):
     case = make.case(15, ((1, 40), (1, 40)))
     arrays = make.filled(case)
     others = case.tables[1, :3].tolist()
@@ -243,13 +239,13 @@ def test_poison_shows_in_a_read_and_only_in_its_blocks(make: Maker) -> None:
     assert np.isfinite(out[1]).all()
 
 
-def test_sequences_without_new_tokens_are_passed_over(make: Maker) -> None:
+def test_sequences_without_new_tokens_are_passed_over(make):
     case = make.case(16, ((0, 30), (2, 20), (0, 1), (1, 600), (0, 7)))
     params = AttentionParams(0.3)
     make.assert_close(make.filled(case).attend_new(case, params), case.expected(case.spans, params, make.dtype))
 
 
-def test_queries_need_not_be_contiguous(make_f32: Maker) -> None:
+def test_queries_need_not_be_contiguous(make_f32):
     case = make_f32.case(17)
     queries, params = case.rows(case.queries, case.spans), AttentionParams(0.3)
     strided = np.repeat(queries, 2, axis=1)[:, ::2]
@@ -259,7 +255,7 @@ def test_queries_need_not_be_contiguous(make_f32: Maker) -> None:
         np.testing.assert_array_equal(mine, plain)
 
 
-def test_pool_bytes(make: Maker) -> None:
+def test_pool_bytes(make):
     backend = make(2, 24, block_size=32, num_blocks=5, layers=3).backend
     assert backend.pool_bytes == 5 * 3 * 2 * 32 * 2 * 24 * (4 if make.dtype == "float32" else 2)
     assert backend.pool_bytes == 5 * backend.spec.bytes_per_block
@@ -267,7 +263,7 @@ def test_pool_bytes(make: Maker) -> None:
     assert backend.pool_bytes == 0
 
 
-def valid_layout() -> BatchLayout:
+def valid_layout():
     """Blocks of 16 in a pool of 8: 4 new of 20 tokens, and the 33rd token of a sequence."""
     return BatchLayout(
         np.array([0, 4, 5], np.int32),
@@ -277,7 +273,7 @@ def valid_layout() -> BatchLayout:
     )
 
 
-def test_a_valid_layout_passes_though_its_tables_end_with_anything(make_f32: Maker) -> None:
+def test_a_valid_layout_passes_though_its_tables_end_with_anything(make_f32):
     layout = valid_layout()
     layout.block_tables[0, 2] = 1 << 30
     make_f32(2, 16).backend.prepare(layout)
@@ -302,7 +298,7 @@ def test_a_valid_layout_passes_though_its_tables_end_with_anything(make_f32: Mak
         ({"block_tables": [[7, 2, -1], [7, 5, 8]]}, r"block id 8 must lie in the pool's 0\.\.7"),
     ],
 )
-def test_layouts_that_do_not_fit_are_refused(make_f32: Maker, change: dict[str, Any], message: str) -> None:
+def test_layouts_that_do_not_fit_are_refused(make_f32, change, message):
     valid = valid_layout()
     arrays = {name: np.array(value, getattr(valid, name).dtype) for name, value in change.items()}
     with pytest.raises(ConfigError, match=message):
@@ -310,12 +306,12 @@ def test_layouts_that_do_not_fit_are_refused(make_f32: Maker, change: dict[str, 
 
 
 @pytest.mark.parametrize("pair", [(0, 8), (8, 0), (-1, 0), (0, -1)])
-def test_copies_outside_the_pool_are_refused_before_anything_is_copied(make_f32: Maker, pair: tuple[int, int]) -> None:
+def test_copies_outside_the_pool_are_refused_before_anything_is_copied(make_f32, pair):
     with pytest.raises(ConfigError, match=r"0\.\.7"):
         make_f32(2, 16).backend.copy_blocks([CopyOp(*pair)])
 
 
-def test_pools_that_make_no_sense_are_refused(make_f32: Maker) -> None:
+def test_pools_that_make_no_sense_are_refused(make_f32):
     with pytest.raises(ConfigError, match="num_blocks=0"):
         make_f32(2, 16, num_blocks=0)
     with pytest.raises(ConfigError, match="int8"):

@@ -1,17 +1,14 @@
 """What every backend promises of whole blocks as bytes: what is read can be written anywhere, to the bit."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from helpers.backends.fake_mps import FakeMpsBackend
 from helpers.backends.makers import into
-from helpers.kernels.paged_cases import DTYPES, Case, make_case
+from helpers.kernels.paged_cases import DTYPES, make_case
 from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
@@ -21,14 +18,14 @@ from kvboost_edge.kernels.coded.layout import BIT_PAIRS
 from kvboost_edge.kvcache.block_table import CopyOp
 
 
-def _as_on_a_device(spec: KVSpec, num_blocks: int) -> TorchBackend:
+def _as_on_a_device(spec, num_blocks):
     """Moves bytes as where the pool is not in the host's memory."""
     backend = TorchBackend(spec, num_blocks)
     backend._in_host_memory = False
     return backend
 
 
-MAKERS: dict[str, Callable[[KVSpec, int], Backend]] = {
+MAKERS = {
     "reference": ReferenceBackend,
     "cpu": lambda spec, num_blocks: CPUBackend(spec, num_blocks, num_threads=1),
     "torch-cpu": TorchBackend,
@@ -44,7 +41,7 @@ PARAMS = AttentionParams(0.2)
 Make = Callable[..., Backend]
 
 
-def _kinds() -> Iterator[Any]:
+def _kinds():
     for name in MAKERS:
         for dtype, bits in WIDTHS:
             if name == "torch-mps" and dtype != "float16":
@@ -53,12 +50,12 @@ def _kinds() -> Iterator[Any]:
                 yield pytest.param((name, dtype, bits), id=f"{name}-{dtype}-{bits[0]}-{bits[1]}")
 
 
-def _fixture(request: pytest.FixtureRequest) -> Iterator[Make]:
+def _fixture(request):
     """Makes poisoned pools of one kind; shapes: those of the layers."""
     name, dtype, bits = request.param
-    made: list[Backend] = []
+    made = []
 
-    def call(shapes: tuple[LayerKVSpec, ...] = SHAPES) -> Backend:
+    def call(shapes=SHAPES):
         made.append(MAKERS[name](KVSpec(shapes, 16, dtype, bits), NUM_BLOCKS))
         made[-1].poison_blocks(range(NUM_BLOCKS))
         return made[-1]
@@ -73,7 +70,7 @@ make_coded = pytest.fixture(_fixture, params=[kind for kind in _kinds() if kind.
 
 
 @pytest.fixture
-def cases() -> list[Case]:
+def cases():
     """One sequence of full blocks, other tokens in each layer."""
     rng, lengths = np.random.default_rng(0), ((1, LENGTH),)
     made = [
@@ -84,7 +81,7 @@ def cases() -> list[Case]:
     return [dataclasses.replace(case, tables=tables) for case in made]
 
 
-def write(backend: Backend, cases: list[Case], start: int, stop: int) -> None:
+def write(backend, cases, start, stop):
     span = [(0, start, stop)]
     batch = backend.prepare(cases[0].layout(span))
     for layer, case in enumerate(cases):
@@ -92,7 +89,7 @@ def write(backend: Backend, cases: list[Case], start: int, stop: int) -> None:
         backend.write_kv(layer, keys, values, batch)
 
 
-def attend(backend: Backend, cases: list[Case], table: list[int]) -> list[np.ndarray]:
+def attend(backend, cases, table):
     """A query after the blocks of `table`, in every layer; its own key and value are written to block 7."""
     moved = [
         dataclasses.replace(
@@ -107,7 +104,7 @@ def attend(backend: Backend, cases: list[Case], table: list[int]) -> list[np.nda
     ]
     span = [(0, LENGTH, LENGTH + 1)]
     batch = backend.prepare(moved[0].layout(span))
-    results: list[np.ndarray] = []
+    results = []
     for layer, case in enumerate(moved):
         keys, values = (into(backend, case.rows(arrays, span)) for arrays in (case.keys, case.values))
         backend.write_kv(layer, keys, values, batch)
@@ -117,13 +114,13 @@ def attend(backend: Backend, cases: list[Case], table: list[int]) -> list[np.nda
     return results
 
 
-def assert_same(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+def assert_same(got, wanted):
     for one, other in zip(got, wanted, strict=True):
         assert np.isfinite(one).all()
         np.testing.assert_array_equal(one, other)
 
 
-def test_blocks_moved_within_a_pool_serve_to_the_bit(make: Make, cases: list[Case]) -> None:
+def test_blocks_moved_within_a_pool_serve_to_the_bit(make, cases):
     backend = make()
     write(backend, cases, 0, LENGTH)
     before = attend(backend, cases, [5, 0, 3])
@@ -137,7 +134,7 @@ def test_blocks_moved_within_a_pool_serve_to_the_bit(make: Make, cases: list[Cas
     np.testing.assert_array_equal(backend.read_blocks([2, 1]), data[[2, 0]])
 
 
-def test_blocks_moved_to_another_pool_serve_to_the_bit(make: Make, cases: list[Case]) -> None:
+def test_blocks_moved_to_another_pool_serve_to_the_bit(make, cases):
     first, second = make(), make()
     write(first, cases, 0, LENGTH)
     data = np.frombuffer(first.read_blocks([5, 0, 3]).tobytes(), np.uint8).reshape(3, -1)  # as a file gives it
@@ -145,7 +142,7 @@ def test_blocks_moved_to_another_pool_serve_to_the_bit(make: Make, cases: list[C
     assert_same(attend(second, cases, [0, 1, 2]), attend(first, cases, [5, 0, 3]))
 
 
-def test_a_row_is_all_layers_in_order_each_with_its_keys_first(make: Make, cases: list[Case]) -> None:
+def test_a_row_is_all_layers_in_order_each_with_its_keys_first(make, cases):
     """Other tokens in one layer change that layer's bytes alone; other values not the bytes of the keys."""
     spec = make().spec
     sizes = [KVSpec((shape,), 16, spec.dtype, spec.bits).bytes_per_block for shape in SHAPES]
@@ -169,7 +166,7 @@ def test_a_row_is_all_layers_in_order_each_with_its_keys_first(make: Make, cases
         assert np.flatnonzero(rows[0] != rows[2]).min() >= middle
 
 
-def test_what_was_read_is_a_copy_and_no_blocks_are_no_bytes(make: Make, cases: list[Case]) -> None:
+def test_what_was_read_is_a_copy_and_no_blocks_are_no_bytes(make, cases):
     backend = make()
     write(backend, cases, 0, LENGTH)
     data = backend.read_blocks([5])
@@ -184,7 +181,7 @@ def test_what_was_read_is_a_copy_and_no_blocks_are_no_bytes(make: Make, cases: l
 
 
 @pytest.mark.parametrize("wrong", [-1, NUM_BLOCKS])
-def test_ids_outside_the_pool_are_refused_and_change_nothing(make: Make, cases: list[Case], wrong: int) -> None:
+def test_ids_outside_the_pool_are_refused_and_change_nothing(make, cases, wrong):
     backend = make()
     write(backend, cases, 0, LENGTH)
     before, data = backend.checksum_blocks(range(NUM_BLOCKS)), backend.read_blocks([5, 0])
@@ -195,7 +192,7 @@ def test_ids_outside_the_pool_are_refused_and_change_nothing(make: Make, cases: 
     assert backend.checksum_blocks(range(NUM_BLOCKS)) == before
 
 
-def test_data_that_does_not_fit_is_refused_and_changes_nothing(make: Make, cases: list[Case]) -> None:
+def test_data_that_does_not_fit_is_refused_and_changes_nothing(make, cases):
     backend = make()
     write(backend, cases, 0, LENGTH)
     before, data = backend.checksum_blocks(range(NUM_BLOCKS)), backend.read_blocks([5, 0])
@@ -207,7 +204,7 @@ def test_data_that_does_not_fit_is_refused_and_changes_nothing(make: Make, cases
     assert backend.checksum_blocks(range(NUM_BLOCKS)) == before
 
 
-def test_a_closed_backend_has_no_blocks(make: Make) -> None:
+def test_a_closed_backend_has_no_blocks(make):
     backend = make()
     data = backend.read_blocks([1])
     backend.close()
@@ -217,7 +214,7 @@ def test_a_closed_backend_has_no_blocks(make: Make) -> None:
         backend.write_blocks([1], data)
 
 
-def test_open_blocks_are_refused_by_name_and_change_nothing(make_coded: Make, cases: list[Case]) -> None:
+def test_open_blocks_are_refused_by_name_and_change_nothing(make_coded, cases):
     backend = make_coded()
     write(backend, cases, 0, 40)
     before, data = backend.checksum_blocks(range(NUM_BLOCKS)), backend.read_blocks([5, 0])

@@ -1,16 +1,14 @@
 """What a quantized pool promises, in the specification and compiled: its error, its bits, its open blocks."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from helpers.kernels.paged_cases import Case, make_case, random_rows
+from helpers.kernels.paged_cases import make_case, random_rows
 from helpers.kernels.quantized_kv_cases import (
     KERNELS,
     KINDS,
@@ -35,7 +33,7 @@ OUT_ERROR, LSE_ERROR = 8e-3, 1e-3
 Make = Callable[..., Backend]
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     """Tests of `bits` run for all that a backend has, others for one pair."""
     if "bits" in metafunc.fixturenames:
         ids = [f"{name}-{bits[0]}-{bits[1]}" for name, bits in KINDS]
@@ -45,16 +43,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def usual(name: str) -> tuple[int, int]:
+def usual(name):
     """The bits of tests that are about something else."""
     return (8, 4) if name in KERNELS else (8, 8)
 
 
 @pytest.fixture
-def make(name: str, usual: tuple[int, int]) -> Iterator[Make]:
-    made: list[Backend] = []
+def make(name, usual):
+    made = []
 
-    def call(case: Case, bits: tuple[int, int] = usual, num_open: int = 17) -> Backend:
+    def call(case, bits=usual, num_open=17):
         made.append(make_backend(name, case, bits, num_open=num_open))
         return made[-1]
 
@@ -63,18 +61,18 @@ def make(name: str, usual: tuple[int, int]) -> Iterator[Make]:
         backend.close()
 
 
-def small_case(seed: int, lengths: tuple[tuple[int, int], ...], *, dim: int = 24, size: int = 16) -> Case:
+def small_case(seed, lengths, *, dim=24, size=16):
     rng = np.random.default_rng(seed)
     return make_case(rng, lengths, kv_heads=2, per_group=3, dim=dim, block_size=size)
 
 
-def assert_same(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
+def assert_same(name, got, wanted):
     """Equal; of torch, whose products promise no order of sums, but for rounding."""
     tolerance = 0.0 if name in KERNELS else 1e-5
     np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
 
 
-def assert_near(got: tuple[np.ndarray, np.ndarray], wanted: tuple[np.ndarray, np.ndarray]) -> None:
+def assert_near(got, wanted):
     assert np.linalg.norm(got[0] - wanted[0]) <= OUT_ERROR * np.linalg.norm(wanted[0])
     np.testing.assert_allclose(got[1], wanted[1], rtol=0, atol=LSE_ERROR)
 
@@ -91,16 +89,14 @@ def assert_near(got: tuple[np.ndarray, np.ndarray], wanted: tuple[np.ndarray, np
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_attention_over_what_the_blocks_decode_to(
-    make: Make, bits: tuple[int, int], dim: int, size: int, params: AttentionParams
-) -> None:
+def test_attention_over_what_the_blocks_decode_to(make, bits, dim, size, params):
     case = small_case(dim, ((1, 30), (5, 100), (3, 540), (20, 20)), dim=dim, size=size)
     backend = make(case, bits)
     write(backend, case, before_new(case))
     assert_near(run(backend, case, case.spans, params), expected(case, case.spans, params, bits))
 
 
-def test_any_chunking_gives_the_same_bits(make: Make, name: str, bits: tuple[int, int]) -> None:
+def test_any_chunking_gives_the_same_bits(make, name, bits):
     case = small_case(1, ((1, 49), (1, 70), (1, 16)))
     params = AttentionParams(0.3, window=40)
     at_once = run_all(make(case, bits), case, [whole(case)], params)
@@ -112,7 +108,7 @@ def test_any_chunking_gives_the_same_bits(make: Make, name: str, bits: tuple[int
             assert_same(name, mine[1], plain[1])
 
 
-def test_full_blocks_hold_the_same_bytes_however_they_were_filled(make: Make, bits: tuple[int, int]) -> None:
+def test_full_blocks_hold_the_same_bytes_however_they_were_filled(make, bits):
     case = small_case(3, ((1, 48),))
     ids = case.tables[0, :3].tolist()
     sums = []
@@ -124,7 +120,7 @@ def test_full_blocks_hold_the_same_bytes_however_they_were_filled(make: Make, bi
     assert sums[0] == sums[1] == sums[2]
 
 
-def test_a_checksum_notices_one_element_of_a_full_and_of_an_open_block(make: Make) -> None:
+def test_a_checksum_notices_one_element_of_a_full_and_of_an_open_block(make):
     case = small_case(4, ((1, 20),))
     sums = []
     for change in ((0, 0), (15, 0), (0, 19)):
@@ -140,7 +136,7 @@ def test_a_checksum_notices_one_element_of_a_full_and_of_an_open_block(make: Mak
     assert sums[2][0] == sums[0][0]
 
 
-def test_a_fork_of_an_open_block_goes_its_own_way(make: Make, name: str, usual: tuple[int, int]) -> None:
+def test_a_fork_of_an_open_block_goes_its_own_way(make, name, usual):
     """Two sequences share a full and an open block; the open one is copied and both write on."""
     parent = small_case(5, ((1, 25),))
     tail = int(parent.tables[0, 1])
@@ -168,7 +164,7 @@ def test_a_fork_of_an_open_block_goes_its_own_way(make: Make, name: str, usual: 
         assert_same(name, run(alone, lone, lone.spans, PLAIN)[0], got[0][rows])
 
 
-def test_a_copy_of_a_full_block_serves_as_well(make: Make) -> None:
+def test_a_copy_of_a_full_block_serves_as_well(make):
     case = small_case(7, ((1, 33),))
     backend = make(case)
     write(backend, case, [(0, 0, 32)])
@@ -181,7 +177,7 @@ def test_a_copy_of_a_full_block_serves_as_well(make: Make) -> None:
     np.testing.assert_array_equal(after[0], before[0])
 
 
-def test_what_lies_outside_the_window_or_beyond_the_end_is_never_read(make: Make, bits: tuple[int, int]) -> None:
+def test_what_lies_outside_the_window_or_beyond_the_end_is_never_read(make, bits):
     params = AttentionParams(0.3, window=20)
     case = small_case(8, ((1, 100), (9, 200)))
     wanted = make(case, bits)
@@ -196,7 +192,7 @@ def test_what_lies_outside_the_window_or_beyond_the_end_is_never_read(make: Make
     np.testing.assert_array_equal(run(backend, case, case.spans, params)[0], plain[0])
 
 
-def test_poison_shows_where_it_is_read_and_nowhere_else(make: Make, bits: tuple[int, int]) -> None:
+def test_poison_shows_where_it_is_read_and_nowhere_else(make, bits):
     case = small_case(9, ((1, 40), (1, 40)))
     for block in (1, 2):
         backend = make(case, bits)
@@ -212,7 +208,7 @@ def test_poison_shows_where_it_is_read_and_nowhere_else(make: Make, bits: tuple[
 
 
 @pytest.mark.parametrize("half", ["keys", "values"])
-def test_what_is_not_finite_shows(make: Make, bits: tuple[int, int], half: str) -> None:
+def test_what_is_not_finite_shows(make, bits, half):
     for broken in (np.nan, np.inf, 1e6):
         case = small_case(10, ((1, 18),))
         getattr(case, half)[0][3, 1, 5] = broken
@@ -223,7 +219,7 @@ def test_what_is_not_finite_shows(make: Make, bits: tuple[int, int], half: str) 
         assert np.isfinite(out[0, :3]).all()
 
 
-def test_too_many_open_blocks_are_refused_until_some_are_released(make: Make) -> None:
+def test_too_many_open_blocks_are_refused_until_some_are_released(make):
     case = small_case(11, ((5, 5), (20, 20), (3, 3)))
     backend = make(case, num_open=2)
     write(backend, case, [(0, 0, 5), (1, 0, 20)])
@@ -237,7 +233,7 @@ def test_too_many_open_blocks_are_refused_until_some_are_released(make: Make) ->
         backend.prepare(case.layout([(0, 5, 6)]))
 
 
-def test_a_filled_block_gives_its_buffer_back_in_the_same_pass(make: Make, name: str) -> None:
+def test_a_filled_block_gives_its_buffer_back_in_the_same_pass(make, name):
     """One buffer is enough for a sequence that fills one block and begins the next."""
     case = small_case(12, ((1, 70),))
     backend = make(case, num_open=1)
@@ -246,7 +242,7 @@ def test_a_filled_block_gives_its_buffer_back_in_the_same_pass(make: Make, name:
     assert_same(name, got[0][0], wanted[0][0])
 
 
-def test_blocks_may_be_begun_again_without_a_release(make: Make) -> None:
+def test_blocks_may_be_begun_again_without_a_release(make):
     case = small_case(13, ((1, 24),))
     backend = make(case, num_open=1)
     write(backend, case, [(0, 0, 10)])
@@ -254,7 +250,7 @@ def test_blocks_may_be_begun_again_without_a_release(make: Make) -> None:
     np.testing.assert_array_equal(got[0], run(make(case), case, [(0, 0, 24)], PLAIN)[0])
 
 
-def test_layouts_that_break_the_order_of_writing_are_refused(make: Make) -> None:
+def test_layouts_that_break_the_order_of_writing_are_refused(make):
     case = small_case(14, ((5, 40), (5, 40)))
     backend = make(case)
     with pytest.raises(ConfigError, match=r"offset 3 on, but it is not open.*block_size=16"):
@@ -268,7 +264,7 @@ def test_layouts_that_break_the_order_of_writing_are_refused(make: Make) -> None
         backend.prepare(shared.layout([(0, 0, 5), (1, 0, 5)]))
 
 
-def test_layers_of_different_shapes_keep_apart(name: str) -> None:
+def test_layers_of_different_shapes_keep_apart(name):
     cases = [small_case(15, ((3, 37),)), small_case(16, ((3, 37),)), small_case(17, ((3, 37),), dim=64)]
     spec = KVSpec((LayerKVSpec(2, 24), LayerKVSpec(2, 24), LayerKVSpec(2, 64)), 16, "float16", (8, 8))
     backend = MAKERS[name](spec, 6, num_open=2)
@@ -284,7 +280,7 @@ def test_layers_of_different_shapes_keep_apart(name: str) -> None:
     backend.close()
 
 
-def test_bytes_of_pool_and_open_blocks(name: str) -> None:
+def test_bytes_of_pool_and_open_blocks(name):
     """Qwen2-0.5B's heads: codes, a zero and a step per channel, a scale (4 bits: and a middle) per token."""
     layer = LayerKVSpec(2, 64)
     keys = {8: 16 * 64 + 2 * 64 + 64, 4: 16 * 32 + 2 * 64 + 64}
@@ -309,13 +305,13 @@ def test_bytes_of_pool_and_open_blocks(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", KERNELS)
-def test_pools_that_make_no_sense_are_refused(kind: str, spec: KVSpec, more: dict[str, int], message: str) -> None:
+def test_pools_that_make_no_sense_are_refused(kind, spec, more, message):
     with pytest.raises(ConfigError, match=message):
         MAKERS[kind](spec, 4, **more)
 
 
 @pytest.mark.parametrize("others", [(8, 4), (4, 8), (4, 4), (16, 8)], ids=str)
-def test_torch_refuses_other_widths_by_name(others: tuple[int, int]) -> None:
+def test_torch_refuses_other_widths_by_name(others):
     with pytest.raises(BackendUnavailable, match=rf"both at 8, not at {re.escape(str(others))}: use kv_cache_bits=8"):
         TorchBackend(KVSpec((LayerKVSpec(2, 16),), 16, "float16", others), 4)
 
@@ -328,12 +324,12 @@ def test_torch_refuses_other_widths_by_name(others: tuple[int, int]) -> None:
         (KVSpec((LayerKVSpec(2, 16),), 24, "float16", (8, 8)), 4, "block_size=24"),
     ],
 )
-def test_torch_refuses_pools_that_make_no_sense(spec: KVSpec, num_open: int, message: str) -> None:
+def test_torch_refuses_pools_that_make_no_sense(spec, num_open, message):
     with pytest.raises(ConfigError, match=message):
         TorchBackend(spec, 4, num_open=num_open)
 
 
-def test_torch_codes_as_the_specification_does() -> None:
+def test_torch_codes_as_the_specification_does():
     """Scales are rounded to float16 from sums that differ in the last place of a float32, and so a few codes."""
     case = small_case(18, ((1, 160),), dim=40)
     ids = case.tables[0, :10].tolist()
@@ -346,16 +342,16 @@ def test_torch_codes_as_the_specification_does() -> None:
     assert np.mean(both[0] != both[1]) <= 1e-3
 
 
-def _release_where_nothing_is_open(maker: Callable[..., Backend]) -> None:
+def _release_where_nothing_is_open(maker):
     backend = maker(KVSpec((LayerKVSpec(2, 16),), 16, "float32"), 4)
     backend.release_blocks([0, 3])
     backend.close()
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_releasing_is_nothing_where_nothing_is_open(kind: str) -> None:
+def test_releasing_is_nothing_where_nothing_is_open(kind):
     _release_where_nothing_is_open(MAKERS[kind])
 
 
-def test_releasing_is_nothing_in_the_torch_backend() -> None:
+def test_releasing_is_nothing_in_the_torch_backend():
     _release_where_nothing_is_open(TorchBackend)

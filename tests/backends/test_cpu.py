@@ -1,7 +1,5 @@
 """What is particular to the compiled backend: its threads, its plans, and its checks of what reaches the kernels."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
@@ -18,7 +16,7 @@ CASE = make_case(np.random.default_rng(0), ((1, 1300), (50, 90)), kv_heads=2, pe
 BLOCKS = 100
 
 
-def attend(num_threads: int, params: AttentionParams) -> tuple[np.ndarray, np.ndarray]:
+def attend(num_threads, params):
     backend = CPUBackend(SPEC, BLOCKS, num_threads=num_threads)
     try:
         backend.write_kv(0, np.concatenate(CASE.keys), np.concatenate(CASE.values), backend.prepare(CASE.whole))
@@ -29,14 +27,14 @@ def attend(num_threads: int, params: AttentionParams) -> tuple[np.ndarray, np.nd
 
 
 @pytest.mark.parametrize("params", [AttentionParams(0.2), AttentionParams(0.2, window=600, softcap=5.0)])
-def test_the_number_of_threads_changes_no_bit(params: AttentionParams) -> None:
+def test_the_number_of_threads_changes_no_bit(params):
     expected = attend(1, params)
     for num_threads in (2, 3, 5):
         for mine, other in zip(attend(num_threads, params), expected, strict=True):
             np.testing.assert_array_equal(mine, other)
 
 
-def test_threads_by_default_and_as_asked() -> None:
+def test_threads_by_default_and_as_asked():
     backend = CPUBackend(SPEC, 4)
     assert 1 <= backend.num_threads <= default_num_threads()
     backend.close()
@@ -45,13 +43,13 @@ def test_threads_by_default_and_as_asked() -> None:
         CPUBackend(SPEC, 4, num_threads=0)
 
 
-def test_close_leaves_no_thread() -> None:
+def test_close_leaves_no_thread():
     before = set(threading.enumerate())
     attend(3, AttentionParams(0.2))
     assert set(threading.enumerate()) == before
 
 
-def test_plans_are_made_once_per_kind_of_layer() -> None:
+def test_plans_are_made_once_per_kind_of_layer():
     backend = CPUBackend(SPEC, BLOCKS, num_threads=1)
     batch = backend.prepare(CASE.layout(CASE.spans))
     assert batch.plan(3, 2, 0) is batch.plan(3, 2, 0)
@@ -59,7 +57,7 @@ def test_plans_are_made_once_per_kind_of_layer() -> None:
     backend.close()
 
 
-def test_rows_that_do_not_fit_the_batch_are_refused() -> None:
+def test_rows_that_do_not_fit_the_batch_are_refused():
     backend = CPUBackend(SPEC, BLOCKS, num_threads=1)
     batch = backend.prepare(CASE.layout(CASE.spans))
     with pytest.raises(ConfigError, match="50 query rows do not fit a batch of 51 tokens"):
@@ -72,11 +70,11 @@ def test_rows_that_do_not_fit_the_batch_are_refused() -> None:
 
 
 @pytest.mark.parametrize("block_size", [8, 24, 0])
-def test_block_sizes_that_vectors_cannot_read_are_refused(block_size: int) -> None:
+def test_block_sizes_that_vectors_cannot_read_are_refused(block_size):
     with pytest.raises(ConfigError, match=f"block_size={block_size} must be a multiple of 16"):
         CPUBackend(KVSpec((LayerKVSpec(2, 24),), block_size, "float32"), 4)
 
 
-def test_a_pool_beyond_memory_is_refused_with_the_arithmetic() -> None:
+def test_a_pool_beyond_memory_is_refused_with_the_arithmetic():
     with pytest.raises(CapacityError, match=r"num_blocks=\d+ x 6144 bytes"):
         CPUBackend(SPEC, 1 << 48)

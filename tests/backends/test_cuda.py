@@ -1,18 +1,14 @@
 """What is particular to the CUDA backend; the contract shared by all backends is tested in test_contract.py."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import types
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from helpers.cuda.standin import StandIn, needs_kernels, standing_in
+from helpers.cuda.standin import needs_kernels, standing_in
 from kvboost_edge.backends import cuda, cuda_check
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cuda import CUDABackend
@@ -27,16 +23,16 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def loaded() -> Iterator[tuple[Any, StandIn | None]]:
+def loaded():
     with standing_in() as both:
         yield both
 
 
-def make_spec(dtype: str = "float16", *head_dims: int) -> KVSpec:
+def make_spec(dtype="float16", *head_dims):
     return KVSpec(tuple(LayerKVSpec(2, head_dim) for head_dim in head_dims or (64,)), 16, dtype)
 
 
-def layout(parts: Any = None) -> BatchLayout:
+def layout(parts=None):
     """The 20th token of a sequence and the first of another, in a pool of 4."""
     tables = np.array([[2, 0], [3, -1]], np.int32)
     return BatchLayout(
@@ -44,11 +40,11 @@ def layout(parts: Any = None) -> BatchLayout:
     )
 
 
-def rows(heads: int, head_dim: int = 64, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+def rows(heads, head_dim=64, dtype=torch.float16):
     return torch.randn(2, heads, head_dim, generator=torch.Generator().manual_seed(heads)).to(dtype)
 
 
-def test_each_call_is_one_launch(loaded: tuple[Any, StandIn]) -> None:
+def test_each_call_is_one_launch(loaded):
     kernels, standin = loaded
     backend = CUDABackend(make_spec("float16", 64, 96), 4, device="cpu", kernels=kernels)
     batch = backend.prepare(layout())
@@ -71,9 +67,7 @@ def test_each_call_is_one_launch(loaded: tuple[Any, StandIn]) -> None:
     ],
     ids=["float32", "head dims"],
 )
-def test_layers_that_the_kernels_do_not_serve_are_torchs_and_named_once(
-    spec: KVSpec, said: str, loaded: tuple[Any, StandIn], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_that_the_kernels_do_not_serve_are_torchs_and_named_once(spec, said, loaded, caplog):
     kernels, standin = loaded
     with caplog.at_level(logging.WARNING):
         mine = CUDABackend(spec, 4, device="cpu", kernels=kernels)
@@ -91,7 +85,7 @@ def test_layers_that_the_kernels_do_not_serve_are_torchs_and_named_once(
     assert all(torch.equal(got, wanted) for got, wanted in zip(*results, strict=True))
 
 
-def test_bfloat16_is_torchs_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_torchs_where_the_device_has_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert cuda_check.kernel_dtypes(torch.device("cuda:7")) == ("float16",)
     monkeypatch.setattr(cuda, "kernel_dtypes", lambda device: ("float16",))
@@ -103,7 +97,7 @@ def test_bfloat16_is_torchs_where_the_device_has_none(monkeypatch: pytest.Monkey
     assert backend.attention(0, rows(6, dtype=torch.bfloat16), batch, AttentionParams(0.1))[0].isfinite().all()
 
 
-def test_queries_of_another_dtype_and_tables_with_parts_are_torchs(loaded: tuple[Any, StandIn]) -> None:
+def test_queries_of_another_dtype_and_tables_with_parts_are_torchs(loaded):
     kernels, standin = loaded
     mine, torchs = CUDABackend(make_spec(), 4, device="cpu", kernels=kernels), TorchBackend(make_spec(), 4)
     parts = np.array([[0, 0, 0, 0, 0], [1, 0, 0, 0, 0]], np.int32)
@@ -117,13 +111,13 @@ def test_queries_of_another_dtype_and_tables_with_parts_are_torchs(loaded: tuple
         assert all(torch.equal(got, wanted) for got, wanted in zip(*results, strict=True))
 
 
-def test_quantized_kv_is_refused_by_name() -> None:
+def test_quantized_kv_is_refused_by_name():
     spec = KVSpec((LayerKVSpec(2, 64),), 16, "float16", (8, 8))
     with pytest.raises(BackendUnavailable, match="kv_cache_bits"):
         CUDABackend(spec, 4, device="cpu", kernels=None)
 
 
-def test_copies_outside_the_pool_are_refused_before_a_launch(loaded: tuple[Any, StandIn]) -> None:
+def test_copies_outside_the_pool_are_refused_before_a_launch(loaded):
     kernels, standin = loaded
     backend, before = CUDABackend(make_spec(), 4, device="cpu", kernels=kernels), standin.launches
     with pytest.raises(ConfigError, match="0 -> 4"):
@@ -132,7 +126,7 @@ def test_copies_outside_the_pool_are_refused_before_a_launch(loaded: tuple[Any, 
 
 
 @pytest.mark.parametrize("major", [7, 8])
-def test_the_kernels_pass_their_test(major: int, loaded: tuple[Any, StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_pass_their_test(major, loaded, monkeypatch):
     kernels, standin = loaded
     if major < 8:  # no bfloat16 there
         monkeypatch.setattr("kvboost_edge.backends.cuda_check.kernel_dtypes", lambda device: ("float16",))
@@ -140,11 +134,11 @@ def test_the_kernels_pass_their_test(major: int, loaded: tuple[Any, StandIn], mo
         assert failed_check(maker(kernels), CPU) is None
 
 
-def maker(kernels: Any) -> Any:
+def maker(kernels):
     return lambda spec, num_blocks: CUDABackend(spec, num_blocks, device="cpu", kernels=kernels)
 
 
-def changed(kernels: Any, name: str, change: Any) -> Any:
+def changed(kernels, name, change):
     """The kernels with one function that does something else."""
     names = {each: getattr(kernels, each) for each in ("write_kv", "copy_blocks", "paged_attention")}
     return types.SimpleNamespace(**(names | {name: change(names[name])}))
@@ -165,15 +159,15 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_kernels_that_are_wrong_fail_their_test(fault: str, loaded: tuple[Any, StandIn]) -> None:
+def test_kernels_that_are_wrong_fail_their_test(fault, loaded):
     name, change = FAULTS[fault]
     said = failed_check(maker(changed(loaded[0], name, change)), CPU)
     assert said is not None
     assert "failed their test" in said
 
 
-def test_an_error_of_the_device_fails_the_test(loaded: tuple[Any, StandIn]) -> None:
-    def raise_error(*args: Any, **kwargs: Any) -> None:
+def test_an_error_of_the_device_fails_the_test(loaded):
+    def raise_error(*args, **kwargs):
         raise RuntimeError("no kernel image is available")
 
     said = failed_check(maker(changed(loaded[0], "write_kv", lambda f: raise_error)), CPU)
@@ -181,7 +175,7 @@ def test_an_error_of_the_device_fails_the_test(loaded: tuple[Any, StandIn]) -> N
     assert "no kernel image" in said
 
 
-def test_why_the_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_the_kernels_are_not_used(monkeypatch):
     assert "CUDA devices" in str(cuda.unsupported_reason("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cuda.unsupported_reason("cuda") == "torch sees no CUDA device"
@@ -193,8 +187,8 @@ def test_why_the_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda._untrusted_reason.cache_clear()
 
 
-def test_the_device_is_tested_once(loaded: tuple[Any, StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[torch.device] = []
+def test_the_device_is_tested_once(loaded, monkeypatch):
+    calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(cuda, "failed_check", lambda make, device: calls.append(device))

@@ -1,7 +1,5 @@
 """Ids of blocks are looked at where sequences have tokens, and only there, in narrow tables and in wide ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,7 @@ BLOCK, BLOCKS = 16, 40
 LENGTHS = (1, 16, 17, 500)  # 1, 1, 2 and 32 blocks
 
 
-def layout_of(width: int) -> BatchLayout:
+def layout_of(width):
     """Steps of decoding; what no token is in is nobody's block."""
     tables = np.full((len(LENGTHS), width), 1 << 30, np.int32)
     for row, length in zip(tables, LENGTHS, strict=True):
@@ -24,7 +22,7 @@ def layout_of(width: int) -> BatchLayout:
 
 @pytest.mark.parametrize("width", [32, 33, 500])
 @pytest.mark.parametrize("wrong", [-1, BLOCKS])
-def test_every_block_of_a_sequence_lies_in_the_pool(width: int, wrong: int) -> None:
+def test_every_block_of_a_sequence_lies_in_the_pool(width, wrong):
     layout = layout_of(width)
     check_layout(layout, BLOCK, BLOCKS)
     for sequence, length in enumerate(LENGTHS):
@@ -37,7 +35,7 @@ def test_every_block_of_a_sequence_lies_in_the_pool(width: int, wrong: int) -> N
 
 
 @pytest.mark.parametrize("lengths", [(), (0,)])
-def test_sequences_without_tokens_need_no_blocks(lengths: tuple[int, ...]) -> None:
+def test_sequences_without_tokens_need_no_blocks(lengths):
     tables = np.full((len(lengths), 500), -1, np.int32)
     nothing = np.zeros(len(lengths) + 1, np.int32)
     check_layout(BatchLayout(nothing, np.array(lengths, np.int32), tables, np.empty(0, np.int64)), BLOCK, BLOCKS)

@@ -1,15 +1,11 @@
 """Layouts whose parts have a delta: who takes them, which are refused, what a pass may read that it writes itself."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from helpers.kernels.shifted_cases import Pieces, Row, blocks_from, layout_of, plain
-from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
+from helpers.kernels.shifted_cases import Pieces, blocks_from, layout_of, plain
+from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
@@ -23,32 +19,32 @@ SIZE, BLOCKS, HEADS, DIM = 16, 32, 2, 16
 KINDS = [ReferenceBackend, CPUBackend, TorchBackend]
 
 
-def pool(kind: type, bits: tuple[int, int] = (16, 16)) -> Backend:
+def pool(kind, bits=(16, 16)):
     dtype = "float32" if bits == (16, 16) else "float16"
     backend = kind(KVSpec((LayerKVSpec(HEADS, DIM),), SIZE, dtype, bits), BLOCKS)
     backend.poison_blocks(range(BLOCKS))
     return backend
 
 
-def random_kv(count: int) -> tuple[np.ndarray, np.ndarray]:
+def random_kv(count):
     rng = np.random.default_rng(count)
-    return tuple(rng.standard_normal((count, HEADS, DIM), dtype=np.float32) for _ in range(2))  # type: ignore[return-value]
+    return tuple(rng.standard_normal((count, HEADS, DIM), dtype=np.float32) for _ in range(2))
 
 
-def write(backend: Backend, rows: list[Row]) -> Any:
+def write(backend, rows):
     batch = backend.prepare(layout_of(rows, SIZE))
     backend.write_kv(0, *random_kv(sum(row.stop - row.start for row in rows)), batch)
     return batch
 
 
-def from_inside_a_block() -> Row:
+def from_inside_a_block():
     """Tokens 5..26 of blocks 8 and 9 at position 0, then 4 tokens of its own in block 0."""
     new = Pieces(SIZE, blocks_from(0))
     new.run([8, 9], 5, 22)
     return new.own(4)
 
 
-def test_positions_of_a_part_that_begins_before_position_0() -> None:
+def test_positions_of_a_part_that_begins_before_position_0():
     row = from_inside_a_block()
     parts = np.array(row.parts, np.int32)
     assert row.parts == [Part(0, 0, -5, 0, -5), Part(0, 2, 22, 22, 0)]
@@ -61,7 +57,7 @@ def test_positions_of_a_part_that_begins_before_position_0() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind: type) -> None:
+def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind):
     backend, layout = pool(kind), layout_of([from_inside_a_block()], SIZE)
     reasons = {
         CPUBackend: r"parts with delta \[-5, 0\], are attended by queries before rotation",
@@ -77,7 +73,7 @@ def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind: type) ->
     backend.close()
 
 
-def rows_over(first: Row, count: int) -> Row:
+def rows_over(first, count):
     """Four tokens behind the first `count` of a row that has one part, in block 20."""
     new = Pieces(SIZE, blocks_from(20))
     new.run(first.table, 0, count)
@@ -86,7 +82,7 @@ def rows_over(first: Row, count: int) -> Row:
 
 @pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4)], ids=str)
-def test_a_row_attends_quantized_blocks_that_another_row_of_the_pass_fills(kind: type, bits: tuple[int, int]) -> None:
+def test_a_row_attends_quantized_blocks_that_another_row_of_the_pass_fills(kind, bits):
     """Begun in the pass, or in one before; as if they had been filled in a pass of their own."""
     queries = np.random.default_rng(0).standard_normal((4, HEADS, DIM), dtype=np.float32)
     keys, values = random_kv(36)
@@ -109,7 +105,7 @@ def test_a_row_attends_quantized_blocks_that_another_row_of_the_pass_fills(kind:
 
 
 @pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend], ids=lambda kind: kind.name)
-def test_a_quantized_block_that_a_pass_leaves_open_is_in_no_earlier_part(kind: type) -> None:
+def test_a_quantized_block_that_a_pass_leaves_open_is_in_no_earlier_part(kind):
     """Neither one that it begins nor one that was begun before; nothing changes where it is refused."""
     backend = pool(kind, (8, 8))
     whole = plain(26, SIZE, blocks_from(4))
@@ -138,7 +134,7 @@ def test_a_quantized_block_that_a_pass_leaves_open_is_in_no_earlier_part(kind: t
     ids=["plain", "window", "softcap", "sinks"],
 )
 @pytest.mark.parametrize("half", [0, 3, DIM // 2])
-def test_torch_turns_keys_as_the_specification_does(half: int, params: AttentionParams) -> None:
+def test_torch_turns_keys_as_the_specification_does(half, params):
     """Two sequences of runs and one without, some of whose keys lie where no part serves them."""
     frequencies = 1000.0 ** (-np.arange(half) / max(half, 1))
     table = RopeTable(frequencies.astype(np.float32))

@@ -1,16 +1,11 @@
 """Block tables of several parts: an entry's index says nothing of its position, and plain sequences keep their bits."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 
 from helpers.backends.makers import into
-from helpers.kernels.paged_cases import Case, assert_close, make_case
-from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
+from helpers.kernels.paged_cases import assert_close, make_case
+from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
@@ -26,21 +21,19 @@ class Seamed:
     """One sequence of a case in blocks of its own: parts begin at `cuts`, each `offsets[i]` slots into a block, with an
     entry that serves nothing between two parts."""
 
-    def __init__(
-        self, case: Case, sequence: int, cuts: Sequence[int], offsets: Sequence[int], first_block: int
-    ) -> None:
+    def __init__(self, case, sequence, cuts, offsets, first_block):
         self.case, self.sequence = case, sequence
         self.cuts = [0, *cuts]
         self.ends = [*cuts, case.lengths[sequence][1]]
-        self.parts: list[Part] = []
-        table: list[int] = []
+        self.parts = []
+        table = []
         for cut, end, offset in zip(self.cuts, self.ends, [0, *offsets], strict=True):
             self.parts.append(Part(0, len(table), cut - offset, cut, 0))
             count = -(-(end - cut + offset) // SIZE) + 1
             table += range(first_block + len(table), first_block + len(table) + count)
         self.table = np.array(table, np.int32)
 
-    def layout(self, start: int, stop: int) -> BatchLayout:
+    def layout(self, start, stop):
         """Tokens [start, stop), all of one part; parts behind them do not exist yet."""
         parts = np.array([part for part in self.parts if part.valid_from < stop], np.int32)
         entries, offsets = entry_of(parts, 0, np.arange(start, stop), SIZE)
@@ -48,34 +41,32 @@ class Seamed:
         starts, ends = np.array([0, stop - start], np.int32), np.array([stop], np.int32)
         return BatchLayout(starts, ends, self.table[None], slots, parts)
 
-    def write(self, backend: Backend) -> None:
+    def write(self, backend):
         for start, end in zip(self.cuts, self.ends, strict=True):
             batch = backend.prepare(self.layout(start, end))
             backend.write_kv(0, *(into(backend, arrays[self.sequence][start:end]) for arrays in self.arrays), batch)
 
     @property
-    def arrays(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def arrays(self):
         return self.case.keys, self.case.values
 
-    def attend(self, backend: Backend, new: int, params: AttentionParams) -> tuple[np.ndarray, np.ndarray]:
+    def attend(self, backend, new, params):
         total = self.ends[-1]
         layout = self.layout(total - new, total)
         queries = self.case.queries[self.sequence][total - new :]
         return attended(backend, layout, queries, params)
 
 
-def attended(
-    backend: Backend, layout: BatchLayout, queries: np.ndarray, params: AttentionParams
-) -> tuple[np.ndarray, np.ndarray]:
+def attended(backend, layout, queries, params):
     out, lse = backend.attention(0, into(backend, queries), backend.prepare(layout), params)
     return np.asarray(out), np.asarray(lse)
 
 
-def one_case(seed: int, *lengths: tuple[int, int]) -> Case:
+def one_case(seed, *lengths):
     return make_case(np.random.default_rng(seed), lengths, kv_heads=HEADS, per_group=PER_HEAD, dim=DIM, block_size=SIZE)
 
 
-def pool(kind: type, bits: tuple[int, int] = (16, 16), **options: Any) -> Backend:
+def pool(kind, bits=(16, 16), **options):
     backend = kind(
         KVSpec((LayerKVSpec(HEADS, DIM),), SIZE, "float32" if bits == (16, 16) else "float16", bits), BLOCKS, **options
     )
@@ -97,9 +88,7 @@ MANNERS = [
 @pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend, TorchBackend], ids=lambda kind: kind.name)
 @pytest.mark.parametrize(("cuts", "offsets", "params"), MANNERS, ids=str)
 @pytest.mark.parametrize("new", [1, 9])
-def test_attention_over_parts_is_attention_over_their_tokens(
-    kind: type, cuts: tuple[int, ...], offsets: tuple[int, ...], params: AttentionParams, new: int
-) -> None:
+def test_attention_over_parts_is_attention_over_their_tokens(kind, cuts, offsets, params, new):
     case = one_case(len(cuts), (new, cuts[-1] + 21))
     seamed = Seamed(case, 0, cuts, offsets, 3)
     backend = pool(kind)
@@ -110,7 +99,7 @@ def test_attention_over_parts_is_attention_over_their_tokens(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_seam_on_the_grid_of_partitions_changes_no_bit(threads: int) -> None:
+def test_a_seam_on_the_grid_of_partitions_changes_no_bit(threads):
     case = one_case(5, (70, 1300))
     seamed, plain = Seamed(case, 0, (512,), (0,), 0), pool(CPUBackend, num_threads=threads)
     backend = pool(CPUBackend, num_threads=threads)
@@ -125,7 +114,7 @@ def test_a_seam_on_the_grid_of_partitions_changes_no_bit(threads: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [(16, 16), *BITS], ids=str)
-def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits: tuple[int, int]) -> None:
+def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits):
     """In one batch with a sequence of parts, and as the last part of none."""
     case = one_case(6, (1, 700), (1, 85))
     params = AttentionParams(0.2, window=600)
@@ -139,7 +128,7 @@ def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits: tuple[int, in
         batch = backend.prepare(seamed.layout(start, end))
         backend.write_kv(0, case.keys[1][start:end], case.values[1][start:end], batch)
 
-    def alone() -> tuple[np.ndarray, np.ndarray]:
+    def alone():
         layout = case.layout([(0, 688, 700)])
         batch = backend.prepare(layout)
         backend.write_kv(0, case.keys[0][688:], case.values[0][688:], batch)
@@ -188,9 +177,7 @@ def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits: tuple[int, in
     ids=str,
 )
 @pytest.mark.parametrize("new", [1, 20])
-def test_quantized_parts_as_the_specification_has_them(
-    bits: tuple[int, int], cuts: tuple[int, ...], params: AttentionParams, new: int
-) -> None:
+def test_quantized_parts_as_the_specification_has_them(bits, cuts, params, new):
     """A part may end inside a block that is full: what stands behind it there is not attended."""
     case = one_case(7, (new, cuts[-1] + 37))
     results = []
@@ -223,7 +210,7 @@ def test_quantized_parts_as_the_specification_has_them(
     assert np.linalg.norm(compiled[0] - exact[0]) <= (0.2 if 4 in bits else 0.02) * np.linalg.norm(exact[0])
 
 
-def test_positions_of_entries_of_plain_tables() -> None:
+def test_positions_of_entries_of_plain_tables():
     first, served, until = entry_positions((2, 3), None, SIZE)
     assert first.tolist() == served.tolist() == [[0, 16, 32]] * 2
     assert until.tolist() == [[16, 32, 48]] * 2
@@ -249,7 +236,7 @@ def test_positions_of_entries_of_plain_tables() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend, TorchBackend], ids=lambda kind: kind.name)
-def test_parts_that_do_not_fit_are_refused(kind: type, parts: list[tuple[int, ...]], message: str) -> None:
+def test_parts_that_do_not_fit_are_refused(kind, parts, message):
     backend = pool(kind)
     starts, ends, table = np.array([0, 3], np.int32), np.array([28], np.int32), np.arange(4, dtype=np.int32)[None]
     with pytest.raises(ConfigError, match=message):
@@ -257,7 +244,7 @@ def test_parts_that_do_not_fit_are_refused(kind: type, parts: list[tuple[int, ..
     backend.close()
 
 
-def test_a_quantized_part_is_written_from_slot_0_of_a_block() -> None:
+def test_a_quantized_part_is_written_from_slot_0_of_a_block():
     backend = pool(ReferenceBackend, (8, 8))
     starts, ends, table = np.array([0, 3], np.int32), np.array([28], np.int32), np.arange(4, dtype=np.int32)[None]
     parts = np.array([(0, 0, 0, 0, 0), (0, 2, 20, 25, 0)], np.int32)
@@ -267,7 +254,7 @@ def test_a_quantized_part_is_written_from_slot_0_of_a_block() -> None:
 
 
 @pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend], ids=lambda kind: kind.name)
-def test_an_open_block_in_an_earlier_part_is_refused(kind: type) -> None:
+def test_an_open_block_in_an_earlier_part_is_refused(kind):
     """It has no codes yet: they would be read as if it had."""
     case = one_case(8, (1, 20))
     backend = pool(kind, (8, 8))

@@ -1,12 +1,9 @@
 """Which backend is chosen: what is asked for is used or refused, never replaced."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,12 +25,12 @@ SPEC = KVSpec((LayerKVSpec(2, 16),), 16, "float32")
 
 
 @pytest.fixture(autouse=True)
-def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_accelerator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
 
 
-def offer_cuda(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> None:
+def offer_cuda(monkeypatch, count=1):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
@@ -49,7 +46,7 @@ def offer_cuda(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> None:
         ("torch", "cpu", ("torch", "cpu")),
     ],
 )
-def test_without_an_accelerator(name: str, device: str | None, expected: tuple[str, str]) -> None:
+def test_without_an_accelerator(name, device, expected):
     choice = choose_backend(name, device)
     assert (choice.name, choice.device) == expected
     assert choice.reason
@@ -67,15 +64,13 @@ def test_without_an_accelerator(name: str, device: str | None, expected: tuple[s
         ("cpu", None, ("cpu", "cpu")),
     ],
 )
-def test_with_two_cuda_devices(
-    name: str, device: str | None, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_two_cuda_devices(name, device, expected, monkeypatch):
     offer_cuda(monkeypatch, count=2)
     choice = choose_backend(name, device)
     assert (choice.name, choice.device) == expected
 
 
-def test_auto_takes_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_mps(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr("kvboost_edge.backends.torch.apple.find_fault", lambda make, device: None)
     assert choose_backend() == BackendChoice("torch", "mps", "torch offers the device 'mps'")
@@ -90,12 +85,12 @@ def test_auto_takes_mps(monkeypatch: pytest.MonkeyPatch) -> None:
         ("torch", "mps", "no Apple GPU"),
     ],
 )
-def test_absent_devices_are_refused(name: str, device: str | None, match: str) -> None:
+def test_absent_devices_are_refused(name, device, match):
     with pytest.raises(BackendUnavailable, match=match):
         choose_backend(name, device)
 
 
-def test_a_cuda_index_out_of_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_index_out_of_range_is_refused(monkeypatch):
     offer_cuda(monkeypatch, count=1)
     with pytest.raises(BackendUnavailable, match=r"cuda:1.*1 CUDA device"):
         choose_backend("auto", "cuda:1")
@@ -112,12 +107,12 @@ def test_a_cuda_index_out_of_range_is_refused(monkeypatch: pytest.MonkeyPatch) -
         ("cuda", "mps", "contradicts"),
     ],
 )
-def test_contradictions_are_refused(name: str, device: str | None, match: str) -> None:
+def test_contradictions_are_refused(name, device, match):
     with pytest.raises(ConfigError, match=match):
         choose_backend(name, device)
 
 
-def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choose_backend("auto").name == "cpu"
     with pytest.raises(BackendUnavailable, match=r"\[torch\]"):
@@ -125,17 +120,17 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def extension(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+def extension(monkeypatch):
     """Says why the project's CUDA kernels cannot be used, None: they can."""
     offer_cuda(monkeypatch)
 
-    def say(reason: str | None) -> None:
+    def say(reason):
         monkeypatch.setattr("kvboost_edge.backends.cuda._untrusted_reason", lambda device: reason)
 
     return say
 
 
-def test_the_projects_kernels_are_taken_where_they_passed_their_test(extension: Callable[[str | None], None]) -> None:
+def test_the_projects_kernels_are_taken_where_they_passed_their_test(extension):
     extension(None)
     for name, device in (("auto", None), ("auto", "cuda:0"), ("cuda", None)):
         choice = choose_backend(name, device)
@@ -145,7 +140,7 @@ def test_the_projects_kernels_are_taken_where_they_passed_their_test(extension: 
     assert choose_backend("auto", "cpu").name == "cpu"
 
 
-def test_without_the_projects_kernels_the_reason_says_why(extension: Callable[[str | None], None]) -> None:
+def test_without_the_projects_kernels_the_reason_says_why(extension):
     extension("kvboost_edge_cuda is not installed")
     for name in ("auto", "cuda"):
         choice = choose_backend(name)
@@ -158,7 +153,7 @@ HERE = [name for name, row in BACKENDS.items() if "cpu" in row.devices]
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_make_backend_builds_the_choice(name: str) -> None:
+def test_make_backend_builds_the_choice(name):
     backend = make_backend(choose_backend(name), SPEC, 3, num_threads=1)
     assert (backend.name, backend.device, backend.num_blocks) == (name, "cpu", 3)
     assert backend.pool_bytes == 3 * SPEC.bytes_per_block
@@ -168,7 +163,7 @@ def test_make_backend_builds_the_choice(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_a_module_says_what_it_cannot_do(name: str) -> None:
+def test_a_module_says_what_it_cannot_do(name):
     module = load_module(name)
     for device in (choose_backend(name).device, "cuda", "mps"):
         reason = module.unsupported_reason(device, SPEC)
@@ -176,7 +171,7 @@ def test_a_module_says_what_it_cannot_do(name: str) -> None:
     assert "(8, 2)" in str(module.unsupported_reason("cpu", dataclasses.replace(SPEC, bits=(8, 2))))
 
 
-def test_what_backends_say_of_themselves() -> None:
+def test_what_backends_say_of_themselves():
     coded = dataclasses.replace(SPEC, dtype="float16", bits=(8, 8))
     said = {}
     for name, spec in (("cpu", SPEC), ("reference", SPEC), ("torch", SPEC), ("coded", coded)):
@@ -193,16 +188,16 @@ def test_what_backends_say_of_themselves() -> None:
     assert said["coded"].attention_path not in ("none", "float")
 
 
-def test_arrays_are_known_before_a_backend_is_made() -> None:
+def test_arrays_are_known_before_a_backend_is_made():
     names = {"cpu": "numpy", "torch": "torch", "mps": "torch", "cuda": "torch", "cuda:1": "torch", "auto": ""}
     assert {name: array_kind_of(name) for name in names} == names
 
 
-def test_the_options_are_the_backends_there_are() -> None:
+def test_the_options_are_the_backends_there_are():
     assert sorted(CHOICES["backend"]) == sorted(BACKEND_NAMES)
 
 
-def test_choosing_compiled_kernels_loads_none_and_no_torch() -> None:
+def test_choosing_compiled_kernels_loads_none_and_no_torch():
     script = (
         "import sys\n"
         "from kvboost_edge.backends.select import choose_backend\n"

@@ -1,7 +1,5 @@
 """Slots of states: where their parts lie, bytes in and out, poison; and which passes over them are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -17,7 +15,7 @@ CONV, DELTA = LayerStateSpec(2, 24), LayerStateSpec(3, 80, 4, 32, 48, 8)
 SPEC = KVSpec((LayerKVSpec(1, 16),), 16, "float32", states=(CONV, DELTA))
 
 
-def test_bytes_of_a_state_are_those_of_its_parts_in_whole_cache_lines() -> None:
+def test_bytes_of_a_state_are_those_of_its_parts_in_whole_cache_lines():
     assert (CONV.tail_bytes, CONV.nbytes) == (192, 192)
     assert (DELTA.tail_bytes, DELTA.nbytes) == (960, 960 + 4 * 4 * 32 * 48)
     assert LayerStateSpec(2, 20).nbytes == 192
@@ -27,7 +25,7 @@ def test_bytes_of_a_state_are_those_of_its_parts_in_whole_cache_lines() -> None:
     assert (CONV.draft_bytes, DELTA.draft_bytes, SPEC.bytes_per_draft) == (128, 384, 512)
 
 
-def test_rows_of_drafts_lie_behind_the_slots() -> None:
+def test_rows_of_drafts_lie_behind_the_slots():
     pool = StatePool(SPEC.states, 3, 2)
     assert pool.nbytes == 3 * SPEC.bytes_per_state + 2 * SPEC.bytes_per_draft == pool.region.nbytes
     assert pool.drafts_address == pool.address(0) + 3 * pool.slot_bytes
@@ -47,7 +45,7 @@ def test_rows_of_drafts_lie_behind_the_slots() -> None:
     assert (pool.nbytes, pool.num_draft_rows) == (0, 0)
 
 
-def test_parts_of_slots_lie_apart() -> None:
+def test_parts_of_slots_lie_apart():
     pool = StatePool(SPEC.states, 3)
     assert (pool.slot_bytes, pool.nbytes) == (SPEC.bytes_per_state, 3 * SPEC.bytes_per_state)
     assert (pool.offset(0), pool.offset(1)) == (0, CONV.nbytes)
@@ -63,7 +61,7 @@ def test_parts_of_slots_lie_apart() -> None:
     assert pool.matrices(2, 1).shape == (4, 3, 32, 16)
 
 
-def test_bytes_go_out_and_in_again() -> None:
+def test_bytes_go_out_and_in_again():
     pool = StatePool(SPEC.states, 4)
     data = np.random.default_rng(0).integers(0, 256, (2, pool.slot_bytes)).astype(np.uint8)
     pool.write_slots([3, 1], data)
@@ -78,7 +76,7 @@ def test_bytes_go_out_and_in_again() -> None:
     np.testing.assert_array_equal(pool.read_slots([3])[0], data[0])
 
 
-def test_slots_that_are_not_there_are_refused() -> None:
+def test_slots_that_are_not_there_are_refused():
     pool = StatePool(SPEC.states, 2)
     row = np.zeros((1, pool.slot_bytes), np.uint8)
     for call in (
@@ -99,7 +97,7 @@ def test_slots_that_are_not_there_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_a_backend_has_slots_where_the_model_has_states(name: str) -> None:
+def test_a_backend_has_slots_where_the_model_has_states(name):
     backend = make_backend(choose_backend(name), SPEC, 4, 1, num_state_slots=3, num_draft_rows=2)
     assert backend.states is not None
     assert (backend.states.num_slots, backend.states.num_draft_rows) == (3, 2)
@@ -124,7 +122,7 @@ def test_a_backend_has_slots_where_the_model_has_states(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "device"), [("torch", "cpu"), ("torch", "mps"), ("torch", "cuda:0"), ("cuda", "cuda:0")]
 )
-def test_backends_of_tensors_refuse_states_by_name(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_of_tensors_refuse_states_by_name(name, device, monkeypatch):
     """On machines that have such a device: states are asked for before its kernels are tried."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -137,12 +135,12 @@ def test_backends_of_tensors_refuse_states_by_name(name: str, device: str, monke
 
 
 def _layout(
-    rows: list[int],
-    read: list[int],
-    written: list[int],
-    saves: list[list[int]] | None = None,
-    certain: list[int] | None = None,
-) -> BatchLayout:
+    rows,
+    read,
+    written,
+    saves=None,
+    certain=None,
+):
     starts = np.cumsum([0, *rows]).astype(np.int32)
     states = PassStates(
         np.array(read, np.int32),
@@ -155,7 +153,7 @@ def _layout(
     return BatchLayout(starts, lengths, tables, np.zeros(starts[-1], np.int64), states=states)
 
 
-def test_passes_over_slots_that_do_no_harm_are_taken() -> None:
+def test_passes_over_slots_that_do_no_harm_are_taken():
     check_layout(_layout([2, 3, 0], [5, 5, 7], [0, 1, 7], [[0, 2, 2], [1, 1, 3], [1, 3, 4]]), 16, 1, 8)
 
 
@@ -181,9 +179,7 @@ def test_passes_over_slots_that_do_no_harm_are_taken() -> None:
         ([-1, -1], [0, 1], [[1, 1, 4], [0, 1, 5]], "must ascend"),
     ],
 )
-def test_passes_whose_slots_cannot_be_are_refused(
-    read: list[int], written: list[int], saves: list[list[int]], reason: str
-) -> None:
+def test_passes_whose_slots_cannot_be_are_refused(read, written, saves, reason):
     with pytest.raises(ConfigError, match=reason):
         check_layout(_layout([2, 3], read, written, saves), 16, 1, 8)
 
@@ -197,9 +193,7 @@ def test_passes_whose_slots_cannot_be_are_refused(
         ([2, 1], [[1, 2, 4]], r"must lie behind 1 to all of the \[2, 1\] certain rows"),
     ],
 )
-def test_what_is_certain_is_at_least_a_row_and_saves_lie_behind_nothing_else(
-    certain: list[int], saves: list[list[int]], reason: str
-) -> None:
+def test_what_is_certain_is_at_least_a_row_and_saves_lie_behind_nothing_else(certain, saves, reason):
     check_layout(_layout([2, 3, 0], [-1, -1, 5], [0, 1, 2], [[1, 1, 4]], [2, 1, 0]), 16, 1, 8, 2)
     with pytest.raises(ConfigError, match=reason):
         check_layout(_layout([2, 3], [-1, -1], [0, 1], saves, certain), 16, 1, 8, 31)

@@ -1,7 +1,5 @@
 """What is particular to the torch backend; the contract shared by all backends is tested in test_contract.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -15,11 +13,11 @@ BLOCK, KV_HEADS, Q_HEADS, DIM = 16, 2, 6, 16
 LENGTHS = ((5, 5), (1, 40), (33, 50), (1, 17), (5, 80))  # new tokens, all tokens
 
 
-def make_spec(dtype: str = "float32", num_layers: int = 1) -> KVSpec:
+def make_spec(dtype="float32", num_layers=1):
     return KVSpec((LayerKVSpec(KV_HEADS, DIM),) * num_layers, BLOCK, dtype)
 
 
-def make_layout(lengths: tuple[tuple[int, int], ...], rng: np.random.Generator, num_blocks: int) -> BatchLayout:
+def make_layout(lengths, rng, num_blocks):
     free = rng.permutation(num_blocks).tolist()
     tables = np.full((len(lengths), 8), -1, np.int32)
     slots = []
@@ -32,9 +30,7 @@ def make_layout(lengths: tuple[tuple[int, int], ...], rng: np.random.Generator, 
     return BatchLayout(starts, np.array([total for _, total in lengths], np.int32), tables, np.concatenate(slots))
 
 
-def attend_plainly(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_plainly(queries, keys, values, params):
     """One query at a time in float64: queries [n, heads, d] at the last n of the keys' positions."""
     per_kv = queries.shape[1] // keys.shape[1]
     out, lse = torch.empty(queries.shape, dtype=torch.float64), torch.empty(queries.shape[:2], dtype=torch.float64)
@@ -64,9 +60,7 @@ def attend_plainly(
     ids=["plain", "window", "window and softcap", "sinks"],
 )
 @pytest.mark.parametrize("max_scores", [1 << 20, 1])
-def test_attention_of_a_ragged_batch_in_poisoned_memory(
-    params: AttentionParams, max_scores: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_of_a_ragged_batch_in_poisoned_memory(params, max_scores, monkeypatch):
     monkeypatch.setattr("kvboost_edge.backends.torch.attend._MAX_SCORES", {"cpu": max_scores})
     rng = np.random.default_rng(3)
     backend = TorchBackend(make_spec(), 24)
@@ -86,7 +80,7 @@ def test_attention_of_a_ragged_batch_in_poisoned_memory(
         start += len(query)
 
 
-def make_whole(layout: BatchLayout) -> BatchLayout:
+def make_whole(layout):
     """The same sequences with all their tokens new."""
     positions = [np.arange(total) for total in layout.seq_lens]
     slots = [
@@ -97,7 +91,7 @@ def make_whole(layout: BatchLayout) -> BatchLayout:
     return BatchLayout(starts, layout.seq_lens, layout.block_tables, np.concatenate(slots))
 
 
-def test_window_bounds_the_blocks_that_are_gathered() -> None:
+def test_window_bounds_the_blocks_that_are_gathered():
     backend = TorchBackend(make_spec(), 24)
     batch = backend.prepare(make_layout(((1, 120), (1, 98)), np.random.default_rng(0), 24))
     (group,) = batch.groups(20)
@@ -105,13 +99,13 @@ def test_window_bounds_the_blocks_that_are_gathered() -> None:
     assert group is batch.groups(20)[0], "groups are built once per pass and window"
 
 
-def test_sequences_with_equally_many_new_tokens_share_a_group() -> None:
+def test_sequences_with_equally_many_new_tokens_share_a_group():
     backend = TorchBackend(make_spec(), 24)
     batch = backend.prepare(make_layout(LENGTHS, np.random.default_rng(0), 24))
     assert sorted((group.q_len, len(group.blocks)) for group in batch.groups(0)) == [(1, 2), (5, 2), (33, 1)]
 
 
-def test_copy_is_of_all_layers_and_in_order() -> None:
+def test_copy_is_of_all_layers_and_in_order():
     backend = TorchBackend(make_spec(num_layers=2), 4)
     layout = make_layout(((16, 16),), np.random.default_rng(0), 4)
     source = int(layout.block_tables[0, 0])
@@ -126,14 +120,14 @@ def test_copy_is_of_all_layers_and_in_order() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
-def test_pool_bytes(dtype: str, nbytes: int) -> None:
+def test_pool_bytes(dtype, nbytes):
     backend = TorchBackend(make_spec(dtype, num_layers=3), 5)
     assert backend.pool_bytes == 5 * 3 * 2 * BLOCK * KV_HEADS * DIM * nbytes == 5 * backend.spec.bytes_per_block
     backend.close()
     assert backend.pool_bytes == 0
 
 
-def test_bfloat16_values_come_back_rounded_to_nearest() -> None:
+def test_bfloat16_values_come_back_rounded_to_nearest():
     backend = TorchBackend(make_spec("bfloat16"), 2)
     layout = make_layout(((1, 1),), np.random.default_rng(0), 2)
     value = torch.full((1, KV_HEADS, DIM), 1 + 2**-8 + 2**-9)  # between two bfloat16, nearer to the upper
@@ -143,16 +137,16 @@ def test_bfloat16_values_come_back_rounded_to_nearest() -> None:
     assert out.unique().tolist() == [1 + 2**-7]
 
 
-def test_devices_that_are_not_there_are_refused() -> None:
+def test_devices_that_are_not_there_are_refused():
     with pytest.raises(BackendUnavailable, match="nonsense"):
         TorchBackend(make_spec(), 2, device="nonsense")
 
 
-def test_a_pool_beyond_memory_is_refused_with_the_arithmetic() -> None:
+def test_a_pool_beyond_memory_is_refused_with_the_arithmetic():
     with pytest.raises(CapacityError, match=r"num_blocks=\d+ x 4096 bytes"):
         TorchBackend(make_spec("float32", num_layers=1), 1 << 48)
 
 
-def test_copies_outside_the_pool_are_refused() -> None:
+def test_copies_outside_the_pool_are_refused():
     with pytest.raises(ConfigError, match="0 -> 2"):
         TorchBackend(make_spec(), 2).copy_blocks([CopyOp(0, 2)])

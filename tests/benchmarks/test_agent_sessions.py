@@ -1,21 +1,18 @@
 """The agent's session of the benchmark: always the same, and changed only where and as it says."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
-from typing import Any
 
 import pytest
 
-from agent_sessions import CALL, QUICK, Answer, Plan, Request, session, texts
+from agent_sessions import CALL, QUICK, Answer, session, texts
 from kvboost_edge.server.doctor.normalise import without_billing
 
 ASKED = Answer("I look.", ("read_file", '{"path": "a.py"}'), "given0001")
 
 
-def played(plan: Plan = QUICK, answer: Answer = ASKED) -> list[Request]:
+def played(plan=QUICK, answer=ASKED):
     running = session(plan)
     found = [next(running)]
     while True:
@@ -25,15 +22,15 @@ def played(plan: Plan = QUICK, answer: Answer = ASKED) -> list[Request]:
             return found
 
 
-def turns(plan: Plan = QUICK) -> list[Request]:
+def turns(plan=QUICK):
     return [request for request in played(plan) if request.kind == "turn"]
 
 
-def canonical(value: Any) -> str:
+def canonical(value):
     return json.dumps(value, sort_keys=True)
 
 
-def without_date(text: str) -> str:
+def without_date(text):
     return "".join(line for line in text.splitlines() if not line.startswith("Today is "))
 
 

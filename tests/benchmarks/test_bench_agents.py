@@ -1,9 +1,5 @@
 """The benchmark of agents' sessions: its model says what is written, answers are taken apart, bars are judged."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import gguf
 import pytest
 
@@ -49,7 +45,7 @@ def test_cold_times_between_those_measured():
     assert cold_of({}, {1: 100}) == {}
 
 
-def run(firsts: list[float], computed: list[int], colds: dict[int, float]) -> dict[str, Any]:
+def run(firsts, computed, colds):
     done = [
         (
             Request("turn", turn, {}, ("billing",) if turn > 1 else (), restart=turn == 3),

@@ -1,7 +1,5 @@
 """The replay of traces: what is generated stays what it was, recorded traces are read, rivals are what they say."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 
@@ -32,7 +30,7 @@ def test_a_generated_trace_is_what_it_was(name):
 @pytest.mark.parametrize("name", TRACES)
 def test_an_id_stands_for_itself_and_all_before_it(name):
     """Else a prefix in the trace would be no prefix for the pool. Nor do two tenants share one."""
-    parents: dict[int, tuple[str, int]] = {}
+    parents = {}
     for access in TRACES[name]():
         ids = (*access.prompt_ids, *access.output_ids)
         for before, one in zip((0, *ids), ids, strict=False):

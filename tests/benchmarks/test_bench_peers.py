@@ -1,7 +1,5 @@
 """The benchmark beside other engines: what is recorded of memory, by a process of its own."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 
@@ -14,12 +12,12 @@ from peers import worker
 from peers.random_model import write_gguf
 
 
-def _options(only: str) -> Namespace:
+def _options(only):
     return Namespace(only=[only], peers_python=Path("nothing"), threads=2, capacity=1024, short=True, cpu_features=None)
 
 
 @pytest.mark.full
-def test_memory_is_recorded_beside_file_pool_and_states(tmp_path: Path) -> None:
+def test_memory_is_recorded_beside_file_pool_and_states(tmp_path):
     path, shape = tmp_path / "model.gguf", ALL_SHAPES["granite-4-tiny"]
     write_gguf(path, shape, "Q4_0")
     with CPUPagedEngine.from_pretrained(str(path), num_blocks=64, speculation="off") as engine:
@@ -37,29 +35,29 @@ def test_memory_is_recorded_beside_file_pool_and_states(tmp_path: Path) -> None:
     assert 0 < beside < peak
 
 
-def test_peers_and_what_has_no_file_have_no_memory_beside_it(tmp_path: Path) -> None:
+def test_peers_and_what_has_no_file_have_no_memory_beside_it(tmp_path):
     class Peer:
         label, about = "llama.cpp f16", {"about": {}}
 
-        def ask(self, what: str) -> dict[str, float]:
+        def ask(self, what):
             return {"peak_mb": 700.0}
 
     class Ours(Peer):
         label = "kvboost_edge kv16"
 
-    bench = Bench([Peer(), Ours()], 1024, 1)  # type: ignore[list-item]
+    bench = Bench([Peer(), Ours()], 1024, 1)
     bench.memory(tmp_path / "no file")
     assert [row["measure"] for row in bench.rows()] == ["peak_rss_mb"]
     (tmp_path / "model.gguf").write_bytes(bytes(1000))
-    bench.workers = [Peer()]  # type: ignore[list-item]
+    bench.workers = [Peer()]
     bench.memory(tmp_path / "model.gguf")
     assert [row["measure"] for row in bench.rows()] == ["peak_rss_mb"]
 
 
-def test_megabytes_of_a_worker_are_those_of_the_host() -> None:
+def test_megabytes_of_a_worker_are_those_of_the_host():
     assert worker.memory()["peak_mb"] == pytest.approx(process_peak() / 1e6, rel=0.01)
     assert worker.memory()["rss_mb"] <= worker.memory()["peak_mb"]
 
 
-def test_contenders_are_those_that_are_asked_for() -> None:
+def test_contenders_are_those_that_are_asked_for():
     assert [label for label, *_ in contenders(_options("kvboost_edge"))] == ["kvboost_edge kv16", "kvboost_edge kv8"]

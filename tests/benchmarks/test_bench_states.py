@@ -1,7 +1,5 @@
 """The benchmark of models with states: what tiny ones find, what is kept while nothing may be, how bars are judged."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

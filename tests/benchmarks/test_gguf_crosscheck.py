@@ -1,11 +1,7 @@
 """The comparison with llama.cpp says so where something disagrees. llama.cpp itself is not run here."""
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,16 +24,14 @@ EXACT = np.arange(1.0, 13.0, dtype=np.float32).reshape(3, 4)
         ("llama", "Q8_0", np.nan, 0.02, False),
     ],
 )
-def test_what_agrees(
-    name: str, kind: str, ours: float, theirs: float, agrees: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_agrees(name, kind, ours, theirs, agrees, monkeypatch):
     by_weights = {"f32": EXACT, "auto": EXACT * np.float32(1 + ours)}
     monkeypatch.setattr(gguf_crosscheck, "native_logits", lambda path, weights: by_weights[weights])
     assert gguf_crosscheck.compare(name, kind, Path("m.gguf"), EXACT * np.float32(1 + theirs))[1] is agrees
 
 
-def test_a_file_that_llama_cpp_refuses_disagrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(_: argparse.Namespace, __: Path, jobs: Mapping[str, Any]) -> dict[str, Any]:
+def test_a_file_that_llama_cpp_refuses_disagrees(tmp_path, monkeypatch):
+    def ask(_, __, jobs):
         return {f"error/models/{label}": np.array("unknown model architecture") for label in jobs["models"]}
 
     monkeypatch.setattr(gguf_crosscheck, "ask", ask)
@@ -47,8 +41,8 @@ def test_a_file_that_llama_cpp_refuses_disagrees(tmp_path: Path, monkeypatch: py
     assert "unknown model architecture" in rows[0][2]
 
 
-def test_other_words_disagree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(_: argparse.Namespace, __: Path, jobs: Mapping[str, Any]) -> dict[str, Any]:
+def test_other_words_disagree(tmp_path, monkeypatch):
+    def ask(_, __, jobs):
         empty = np.frombuffer(b"[" + b",".join([b"[]"] * len(gguf_crosscheck.TEXTS)) + b"]", np.uint8)
         return dict.fromkeys((f"vocabularies/{name}" for name in jobs["vocabularies"]), empty)
 

@@ -1,7 +1,5 @@
 """The benchmark harness: order of rounds, warm-up apart, the table and the JSON line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import harness
 
 
 def test_contenders_alternate_and_the_warm_up_is_not_counted():
-    calls: list[str] = []
+    calls = []
     works = {name: lambda name=name: calls.append(name) for name in ("ours", "theirs")}
     seconds = harness.alternate(works, rounds=3, warmups=2)
     assert calls == ["ours", "theirs"] * 5

@@ -1,7 +1,5 @@
 """The plain read of the benchmarks: every byte once, whatever the threads; the bytes that a decoded token reads."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +11,7 @@ from plain_read import plain_read, token_weights
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("steps", [0, 1, 5, 5000])
-def test_reads_every_whole_step_once(num_threads: int, steps: int):
+def test_reads_every_whole_step_once(num_threads, steps):
     data = np.random.default_rng(steps).integers(0, 256, 512 * steps + 511, dtype=np.uint8)
     words = data[: 512 * steps].view(np.uint32).astype(np.uint64)
     team = KernelTeam(num_threads)

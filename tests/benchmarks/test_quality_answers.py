@@ -1,17 +1,15 @@
 """The questions of `make quality` have right answers that fit their schemas, and judging tells right from wrong."""
 
-from __future__ import annotations
-
 import json
 
 import jsonschema_rs
 import pytest
 
-from quality_answers import QUESTIONS, Question, is_sensible, is_valid
+from quality_answers import QUESTIONS, is_sensible, is_valid
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.text[:20])
-def test_a_right_answer_fits_and_is_sensible(question: Question) -> None:
+def test_a_right_answer_fits_and_is_sensible(question):
     jsonschema_rs.meta.validate(question.schema)
     assert is_sensible(question, json.dumps(question.right))
     assert is_sensible(question, json.dumps(question.right, indent=1).lower().replace("\n", "\n ")) or any(
@@ -19,7 +17,7 @@ def test_a_right_answer_fits_and_is_sensible(question: Question) -> None:
     )
 
 
-def test_a_wrong_answer_is_valid_and_not_sensible() -> None:
+def test_a_wrong_answer_is_valid_and_not_sensible():
     question = next(each for each in QUESTIONS if each.kind == "extract")
     wrong = json.dumps({**question.right, "name": "Nobody"})
     assert is_valid(question, wrong)
@@ -27,12 +25,12 @@ def test_a_wrong_answer_is_valid_and_not_sensible() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "Sure! {}", "{}", '{"name": 1, "age": 2}', '["Anna", 34]'])
-def test_what_does_not_fit_is_not_valid(text: str) -> None:
+def test_what_does_not_fit_is_not_valid(text):
     question = next(each for each in QUESTIONS if each.kind == "extract")
     assert not is_valid(question, text)
     assert not is_sensible(question, text)
 
 
-def test_twenty_questions_of_two_kinds() -> None:
+def test_twenty_questions_of_two_kinds():
     assert len(QUESTIONS) == 20
     assert {each.kind for each in QUESTIONS} == {"classify", "extract"}

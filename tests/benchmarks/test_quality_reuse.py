@@ -3,11 +3,7 @@
 Facts that stand in one piece are answered rightly whatever is reused, so facts that a seam divides are asked too: there
 reuse without repair has to fail."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,12 +16,12 @@ SEED = "tested"
 
 
 @pytest.fixture(scope="module", params=[16, pytest.param(8, marks=pytest.mark.full)], ids=["kv16", "kv8"])
-def engine(request: pytest.FixtureRequest) -> Iterator[CPUPagedEngine]:
+def engine(request):
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=256, kv_cache_bits=request.param) as made:
         yield made
 
 
-def test_facts_in_another_order_need_no_repair(engine: CPUPagedEngine) -> None:
+def test_facts_in_another_order_need_no_repair(engine):
     answered = list(ask_round(engine, facts_moved(engine, SEED, 0), {"one prompt": ("none",)}))
     row = row_of("moved", "one prompt", "none", [one for one in answered if one.rule == "none"])
     assert row["full right"] == row["of full"] == row["same top"] == 1
@@ -34,9 +30,9 @@ def test_facts_in_another_order_need_no_repair(engine: CPUPagedEngine) -> None:
     assert row["recomputed"] < 0.05  # what fills blocks before a span
 
 
-def test_facts_that_a_seam_divides_are_lost_without_repair_and_kept_with_it(engine: CPUPagedEngine) -> None:
+def test_facts_that_a_seam_divides_are_lost_without_repair_and_kept_with_it(engine):
     rules = ("none", "overlap 8", "blocks", "default")
-    answered: list[Answered] = []
+    answered = []
     for number in range(3):
         answered += ask_round(engine, facts_cut(engine, SEED, number), {"facts": rules})
     none, overlap, blocks, default = (
@@ -53,11 +49,11 @@ def test_facts_that_a_seam_divides_are_lost_without_repair_and_kept_with_it(engi
         assert row["same top"] >= 0.99
 
 
-def answered(rule: str, kl: float, right: bool | None = None, full_right: bool | None = None) -> Answered:
+def answered(rule, kl, right=None, full_right=None):
     return Answered("harvest", rule, [kl, kl], [True, kl < 1], 0.5, 0.25, right, full_right)
 
 
-def test_a_row_means_over_tokens_and_counts_judged_prompts_alone() -> None:
+def test_a_row_means_over_tokens_and_counts_judged_prompts_alone():
     some = [answered("none", 0.0, True, True), answered("none", 2.0, False, True), answered("none", 1.0)]
     row = row_of("case", "harvest", "none", some)
     assert (row["n"], row["judged"], row["right"], row["full right"], row["of full"]) == (3, 2, 0.5, 1.0, 0.5)
@@ -65,12 +61,12 @@ def test_a_row_means_over_tokens_and_counts_judged_prompts_alone() -> None:
     assert row["KL 95%"][0] <= 1.0 <= row["KL 95%"][1]
 
 
-def test_wilson_is_the_known_interval() -> None:
+def test_wilson_is_the_known_interval():
     assert wilson(0, 0) is None
     assert wilson(8, 10) == pytest.approx([0.4902, 0.9433], abs=1e-4)
 
 
-def test_a_run_that_was_stopped_goes_on_with_what_it_kept(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_goes_on_with_what_it_kept(tmp_path):
     path = tmp_path / "kept"
     first = Kept(path)
     first.keep("case", 0, [answered(OTHER_ORDER, 0.5), answered("none", 1.5, True, False)])
@@ -80,7 +76,7 @@ def test_a_run_that_was_stopped_goes_on_with_what_it_kept(tmp_path: Path) -> Non
     assert len(again.rows([Series("case", facts_moved, {}, 2), Series("other", facts_moved, {}, 2)])) == 2
 
 
-def test_questions_are_answered_by_their_passages_and_by_no_other() -> None:
+def test_questions_are_answered_by_their_passages_and_by_no_other():
     rng = random.Random(SEED)
     passages = make_passages(rng, 8)
     for question in make_questions(rng, passages, 40):

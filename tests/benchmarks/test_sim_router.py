@@ -1,7 +1,5 @@
 """The simulator of routing, on a small scale: what must hold whatever a machine's speed is."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

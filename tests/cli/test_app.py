@@ -1,7 +1,5 @@
 """The command line end to end, on a tiny random model."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What the commands print is text: names, reasons and answers with brackets in them come out as they are."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json
@@ -10,7 +8,6 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.progress import Progress
@@ -30,19 +27,17 @@ READERS = {"Console", "TextColumn", "from_markup", "render_markup", "status", "S
 
 
 @pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+def wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
 
 
 @pytest.fixture
-def model(tiny_model_dir: Path, tmp_path: Path) -> str:
+def model(tiny_model_dir, tmp_path):
     """A model below directories of hostile names."""
     return str(shutil.copytree(tiny_model_dir, tmp_path.joinpath(*NAMES)))
 
 
-def test_each_command_shows_the_path_as_it_is(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_command_shows_the_path_as_it_is(model, tmp_path, capsys, monkeypatch):
     text = tmp_path / "text"
     text.write_text("Hello there, how are you today?")
     for argv in (
@@ -61,9 +56,7 @@ def test_each_command_shows_the_path_as_it_is(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lists_show_names_as_they_are(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_show_names_as_they_are(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / name))
     with opened(tmp_path / name / "blocks", SPACE, description={"model": name}) as tier:
         write(tier, chain(2))
@@ -79,7 +72,7 @@ def test_lists_show_names_as_they_are(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bars_spinners_and_answers_show_text_as_it_is(name: str) -> None:
+def test_bars_spinners_and_answers_show_text_as_it_is(name):
     console = open_console()
     console.file = io.StringIO()
     with Progress(text_column("{task.description}"), console=console) as bar:
@@ -93,22 +86,22 @@ def test_bars_spinners_and_answers_show_text_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("argv", [["[/b]"], ["generate", "x", "--no[/b]"]])
-def test_wrong_usage_is_shown_as_it_is(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_shown_as_it_is(argv, capsys):
     assert run(argv) == 2
     assert "[/b]" in capsys.readouterr().err
 
 
-def test_json_keeps_names_too(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_keeps_names_too(tiny_model_dir, tmp_path, capsys):
     path = shutil.copytree(tiny_model_dir, tmp_path / NAMES[2])
     assert run(["inspect", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] == str(path)
 
 
-def found_markup(source: str) -> list[str]:
+def found_markup(source):
     """Lines that make what reads markup, or hold a tag of it."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        called: Any = node.func if isinstance(node, ast.Call) else None
+        called = node.func if isinstance(node, ast.Call) else None
         name = getattr(called, "attr", getattr(called, "id", None))
         tags = isinstance(node, ast.Constant) and isinstance(node.value, str) and MARKUP.search(node.value)
         asks = isinstance(node, ast.keyword) and node.arg == "markup"
@@ -117,7 +110,7 @@ def found_markup(source: str) -> list[str]:
     return found
 
 
-def test_no_command_makes_what_reads_markup() -> None:
+def test_no_command_makes_what_reads_markup():
     """Every console and every column of a bar is console.py's, and no text but the help's has a tag."""
     found = {
         str(path.relative_to(COMMANDS)): lines
@@ -132,5 +125,5 @@ def test_no_command_makes_what_reads_markup() -> None:
     ['c = Console(stderr=True)', 'TextColumn("{x}")', 'c.status(f"{x}")', 'c.print(f"[dim]{x}[/dim]")',
      "Text.from_markup(x)", "c.print(x, markup=True)"],
 )  # fmt: skip
-def test_what_reads_markup_is_found(source: str) -> None:
+def test_what_reads_markup_is_found(source):
     assert found_markup(source)

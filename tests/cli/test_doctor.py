@@ -1,11 +1,6 @@
 """What `doctor` says of the room that states of a model find."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-
-import pytest
 
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.cli.app import run
@@ -15,9 +10,7 @@ from kvboost_edge.engine.selection import select_path
 from kvboost_edge.models.checkpoint import Checkpoint
 
 
-def test_room_for_fewer_drafts_than_there_would_be_is_said_of_a_model_that_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_room_for_fewer_drafts_than_there_would_be_is_said_of_a_model_that_fits(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     path = save_tiny_model("lfm2", tmp_path / "model")
     checkpoint, config = Checkpoint.open(path), EngineConfig.from_options(num_blocks=64)

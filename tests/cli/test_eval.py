@@ -1,11 +1,7 @@
 """`eval`: perplexity against a direct computation, and the distance between two forms of one model."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +16,14 @@ TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 5
 SMALL = ("-o", "num_blocks=64", "-o", "num_threads=1")
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
+def log_softmax(logits):
     wide = logits.astype(np.float64)
     return (
         wide - wide.max(-1, keepdims=True) - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True))
     )
 
 
-def expected_perplexity(engine: CPUPagedEngine, ids: list[int], window: int) -> float:
+def expected_perplexity(engine, ids, window):
     """Every window whole, each token taken from the first window that holds it."""
     total, first, scored = 0.0, 0, 1
     while scored < len(ids):
@@ -41,9 +37,9 @@ def expected_perplexity(engine: CPUPagedEngine, ids: list[int], window: int) -> 
 
 
 @pytest.mark.parametrize("window", [4, 5, 64, 100, 511])
-def test_perplexity_is_that_of_the_windows(tiny_engine: CPUPagedEngine, window: int) -> None:
+def test_perplexity_is_that_of_the_windows(tiny_engine, window):
     ids = tiny_engine.tokenizer.encode(TEXT)
-    seen: list[tuple[int, int]] = []
+    seen = []
     score = score_text(tiny_engine, ids, window=window, progress=lambda done, total: seen.append((done, total)))
     assert score.perplexity == pytest.approx(expected_perplexity(tiny_engine, ids, window), rel=1e-6)
     assert (score.tokens, score.scored_tokens, score.difference) == (len(ids), len(ids) - 1, None)
@@ -51,8 +47,8 @@ def test_perplexity_is_that_of_the_windows(tiny_engine: CPUPagedEngine, window: 
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_differences_to_another_form(tiny_model_dir: Path) -> None:
-    options: dict[str, Any] = {"num_blocks": 64, "num_threads": 1}
+def test_differences_to_another_form(tiny_model_dir):
+    options = {"num_blocks": 64, "num_threads": 1}
     with (
         CPUPagedEngine.from_pretrained(tiny_model_dir, weights="f32", **options) as one,
         CPUPagedEngine.from_pretrained(tiny_model_dir, weights="int8", **options) as other,
@@ -75,12 +71,12 @@ def test_differences_to_another_form(tiny_model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("ids", "window", "message"), [([1], 16, "1 tokens"), ([1, 2], 3, "window=3"), ([1, 2], 513, "4..512")]
 )
-def test_what_cannot_be_scored(tiny_engine: CPUPagedEngine, ids: list[int], window: int, message: str) -> None:
+def test_what_cannot_be_scored(tiny_engine, ids, window, message):
     with pytest.raises(RequestError, match=message):
         score_text(tiny_engine, ids, window=window)
 
 
-def test_against_takes_several_options_and_pairs() -> None:
+def test_against_takes_several_options_and_pairs():
     assert parse_against("weights=int8,kv_cache_bits=8,4") == {"weights": "int8", "kv_cache_bits": (8, 4)}
     assert parse_against("kv_cache_bits=8,num_threads=2") == {"kv_cache_bits": 8, "num_threads": 2}
     for text in ("", "  ", "int8"):
@@ -88,7 +84,7 @@ def test_against_takes_several_options_and_pairs() -> None:
             parse_against(text)
 
 
-def test_eval_prints_a_table_and_json(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_prints_a_table_and_json(tiny_model_dir, tmp_path, capsys):
     file = tmp_path / "text.txt"
     file.write_text(TEXT[:150], encoding="utf-8")
     argv = ["eval", str(file), "-m", str(tiny_model_dir), "--window", "64", *SMALL]
@@ -120,13 +116,13 @@ def test_eval_prints_a_table_and_json(tiny_model_dir: Path, tmp_path: Path, caps
     ],
 )
 def test_eval_errors_are_one_line(
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: bytes | None,
-    extra: list[str],
-    named: str,
-) -> None:
+    tiny_model_dir,
+    tmp_path,
+    capsys,
+    content,
+    extra,
+    named,
+):
     file = tmp_path / "text.txt"
     if content is not None:
         file.write_bytes(content)

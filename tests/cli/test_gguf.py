@@ -1,9 +1,6 @@
 """The commands on a GGUF file: it is the whole model."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +9,11 @@ from kvboost_edge.cli.app import run
 
 
 @pytest.fixture(scope="module")
-def gguf(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gguf(tiny_model_dir, tmp_path_factory):
     return write_gguf(tiny_model_dir, tmp_path_factory.mktemp("gguf") / "tiny.gguf", kind="Q8_0")
 
 
-def test_inspect_and_generate(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_generate(gguf, capsys):
     assert run(["inspect", str(gguf), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["runner"], report["architecture"], report["backend"]) == ("native", "llama", "cpu")
@@ -28,6 +25,6 @@ def test_inspect_and_generate(gguf: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("option", ["runner=torch", "dtype=float16", "device=cuda"])
-def test_what_asks_for_torch_is_refused(gguf: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_asks_for_torch_is_refused(gguf, option, capsys):
     assert run(["generate", "Hello", "-m", str(gguf), "-o", option]) == 1
     assert "a GGUF file needs the native runner" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Lines typed at a terminal: edited, found again, and never written to a file."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -31,7 +29,7 @@ print("the end", flush=True)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
-def test_a_terminal_edits_lines_and_finds_those_before(tmp_path: Path) -> None:
+def test_a_terminal_edits_lines_and_finds_those_before(tmp_path):
     pytest.importorskip("readline")
     ours, theirs = os.openpty()
     environment = {**os.environ, "HOME": str(tmp_path), "TERM": "xterm", "INPUTRC": os.devnull}
@@ -39,9 +37,9 @@ def test_a_terminal_edits_lines_and_finds_those_before(tmp_path: Path) -> None:
         [sys.executable, "-c", SCRIPT], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment
     )
     os.close(theirs)
-    pieces: list[bytes] = []
+    pieces = []
 
-    def read() -> None:
+    def read():
         with contextlib.suppress(OSError):  # the process has ended
             while piece := os.read(ours, 4096):
                 pieces.append(piece)
@@ -66,7 +64,7 @@ def test_a_terminal_edits_lines_and_finds_those_before(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "no prompt is kept in a file"
 
 
-def test_without_a_terminal_lines_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_lines_are_read_as_they_come(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
     lines = Lines(Console(file=io.StringIO()), "you ›", "bold cyan")
     assert [lines.read(), lines.read()] == ["one", "two"]
@@ -74,7 +72,7 @@ def test_without_a_terminal_lines_are_read_as_they_come(monkeypatch: pytest.Monk
         lines.read()
 
 
-def test_colours_of_the_prompt_take_no_room() -> None:
+def test_colours_of_the_prompt_take_no_room():
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
     shown = Lines(console, "you ›", "bold cyan")._shown()
     assert shown == "\x01\x1b[1;36m\x02you ›\x01\x1b[0m\x02 "

@@ -1,13 +1,10 @@
 """`kvboost-edge models` over made-up stores: what runs, what does not and why; a broken file is a row."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
@@ -20,7 +17,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """llama.cpp's cache, the only store with anything in it."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "none"))
@@ -31,14 +28,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "llama"
 
 
-def _rows(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, Any]]:
+def _rows(capsys, *argv):
     assert run(["models", "--json", *argv]) == 0
     return {Path(row["name"]).name: row for row in json.loads(capsys.readouterr().out)}
 
 
-def test_what_runs_and_what_does_not(
-    folder: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_runs_and_what_does_not(folder, tiny_model_dir, capsys, monkeypatch):
     write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
     write_gguf(tiny_model_dir, folder / "split.gguf", kind="Q8_0", split=9)
     write_gguf(tiny_model_dir, folder / "half.gguf", kind="Q8_0", split=9)
@@ -61,7 +56,7 @@ def test_what_runs_and_what_does_not(
     ):
         write()
 
-    def too_dear(_: Checkpoint) -> None:
+    def too_dear(_):
         raise AssertionError("weights were read")
 
     for name in ("fingerprint", "summary"):
@@ -83,9 +78,7 @@ def test_what_runs_and_what_does_not(
         assert reason
 
 
-def test_odd_files_are_rows_like_others(
-    folder: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_odd_files_are_rows_like_others(folder, tiny_model_dir, capsys, monkeypatch):
     """Names that are no text or move the cursor, circles of links, sizes beyond any model, and what nobody thought
     of."""
     write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
@@ -104,7 +97,7 @@ def test_odd_files_are_rows_like_others(
     assert "missing" in rows["round.gguf"]["reason"]
     assert f"head_dim={1 << 31}" in rows["wide"]["reason"]
 
-    def surprise(checkpoint: Checkpoint, _: object) -> dict[str, Any]:
+    def surprise(checkpoint, _):
         if checkpoint.path.name == "good.gguf":
             raise KeyError("surprise")
         return {"runner": "native", "runner_reason": ""}
@@ -119,9 +112,7 @@ def test_odd_files_are_rows_like_others(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_damaged_files_are_refused_by_the_readers(
-    folder: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], seed: int
-) -> None:
+def test_damaged_files_are_refused_by_the_readers(folder, tiny_model_dir, capsys, seed):
     """Flipped bits, cuts and wrong values: each reader says what is wrong, and none is caught by surprise."""
     rng = random.Random(seed)
     write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
@@ -146,7 +137,7 @@ def test_damaged_files_are_refused_by_the_readers(
     assert not [row for row in rows.values() if row["reason"].startswith("cannot be read: ")]
 
 
-def test_the_table_and_the_word(folder: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_word(folder, tiny_model_dir, capsys):
     assert run(["models"]) == 0
     assert "No model is here yet" in capsys.readouterr().out
     write_gguf(tiny_model_dir, folder / "good[bold].gguf", kind="Q8_0")

@@ -1,11 +1,5 @@
 """`inspect` and `doctor` on folders with ONNX files: what they hold, which runner takes them, and why not another."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
-
 from helpers.models.tiny_models import build_tiny_model
 from helpers.onnx.blocks import Form
 from helpers.onnx.concat import ConcatDecoder
@@ -16,7 +10,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.models.checkpoint import Checkpoint
 
 
-def test_inspect_says_what_a_folder_holds_and_what_runs_it(tmp_path: Path) -> None:
+def test_inspect_says_what_a_folder_holds_and_what_runs_it(tmp_path):
     known = write_onnx(build_tiny_model("qwen2"), tmp_path / "known", Form(block=64))
     report = model_report(Checkpoint.open(known), EngineConfig())
     assert report["format"] == "ONNX 4 bit"
@@ -32,7 +26,7 @@ def test_inspect_says_what_a_folder_holds_and_what_runs_it(tmp_path: Path) -> No
     assert report["kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 4
 
 
-def test_doctor_names_the_runner_or_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_runner_or_what_is_missing(tmp_path, monkeypatch):
     folder = write_onnx(build_tiny_model("llama"), tmp_path / "m", Form(concat=True), ConcatDecoder)
     section = f"Model {folder}"
     report = doctor_report(str(folder), {}, EngineConfig())

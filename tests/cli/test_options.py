@@ -1,7 +1,5 @@
 """NAME=VALUE options."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -122,7 +120,7 @@ def test_the_known_families_are_listed_once(tmp_path, capsys, monkeypatch):
     assert out.count("refused: see compatibility") == 2
 
 
-def _spellings() -> list[tuple[str, str, str]]:
+def _spellings():
     """Return (command, one spelling, the other) of every option that has several."""
     commands = typer.main.get_command(app).commands
     return [
@@ -134,7 +132,7 @@ def _spellings() -> list[tuple[str, str, str]]:
     ]
 
 
-def _parsed(command: str, *words: str) -> dict[str, object]:
+def _parsed(command, *words):
     """Return what the command's function would be given."""
     known = typer.main.get_command(app).commands[command]
     needed = [p for p in known.params if p.param_type_name == "argument" and p.required]

@@ -1,16 +1,13 @@
 """The bar while a prompt is read: where it is drawn, what it says, and that nothing stays of it."""
 
-from __future__ import annotations
-
 import io
 import re
 import threading
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from cli.servers.test_remote import GOOD, Script, chunk
+from cli.servers.test_remote import GOOD, chunk
 from cli.servers.test_remote import server as server
 from helpers.engine.fake_runner import fake_engine, runner_of
 from helpers.server.live_servers import wait_until
@@ -26,17 +23,17 @@ ERASED = "\x1b[2K"
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once(monkeypatch):
     """Every prompt takes long enough."""
     monkeypatch.setattr("kvboost_edge.cli.render._PATIENCE_SECONDS", 0.0)
 
 
-def terminal(**options: Any) -> tuple[Console, io.StringIO]:
+def terminal(**options):
     file = io.StringIO()
     return Console(file=file, width=100, **{"force_terminal": True, **options}), file
 
 
-def shown(file: io.StringIO) -> str:
+def shown(file):
     """What was written, without colours and movements."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
 
@@ -49,11 +46,11 @@ def shown(file: io.StringIO) -> str:
         (Progress(90_000, 0, 10, 1.0, 600.0), "10 of 90,000 tokens, about 10 min left"),
     ],
 )
-def test_what_it_says(progress: Progress, words: str) -> None:
+def test_what_it_says(progress, words):
     assert progress_words(progress) == words
 
 
-def test_it_is_drawn_and_taken_away(at_once: None) -> None:
+def test_it_is_drawn_and_taken_away(at_once):
     console, file = terminal()
     before = threading.active_count()
     with PromptBar(console) as bar:
@@ -70,7 +67,7 @@ def test_it_is_drawn_and_taken_away(at_once: None) -> None:
 
 
 @pytest.mark.parametrize("options", [{"force_terminal": False}, {"quiet": True}])
-def test_nothing_is_drawn_where_nobody_looks(at_once: None, options: dict[str, Any]) -> None:
+def test_nothing_is_drawn_where_nobody_looks(at_once, options):
     console, file = terminal(**options)
     with PromptBar(console) as bar:
         assert not bar.is_wanted
@@ -78,7 +75,7 @@ def test_nothing_is_drawn_where_nobody_looks(at_once: None, options: dict[str, A
     assert not file.getvalue()
 
 
-def test_a_short_wait_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_wait_draws_nothing(monkeypatch):
     monkeypatch.setattr("kvboost_edge.cli.render._PATIENCE_SECONDS", 3600.0)
     console, file = terminal()
     with PromptBar(console) as bar:
@@ -86,21 +83,21 @@ def test_a_short_wait_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not file.getvalue()
 
 
-def test_a_model_here_is_followed_step_by_step(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_here_is_followed_step_by_step(at_once, monkeypatch):
     monkeypatch.setattr("kvboost_edge.cli.session._LOOK_SECONDS", 0.001)
     console, file = terminal()
-    pieces: list[str] = []
+    pieces = []
     with fake_engine(max_batch_tokens=32) as engine:
         runner = runner_of(engine)
 
-        def until_drawn(batch: Any) -> None:
+        def until_drawn(batch):
             """A step of the prompt begins when the last one was drawn."""
             if runner.computed < 96:
                 wait_until(lambda: f"{runner.computed} of 100 tokens" in shown(file), f"{runner.computed} to be drawn")
 
         runner.on_forward = until_drawn
 
-        def write(piece: str) -> None:
+        def write(piece):
             assert file.getvalue().rstrip("\n").endswith(ERASED), "the bar is gone before the first text"
             pieces.append(piece)
 
@@ -109,11 +106,11 @@ def test_a_model_here_is_followed_step_by_step(at_once: None, monkeypatch: pytes
     assert "about" in shown(file)
 
 
-def test_a_prompt_that_is_interrupted_is_cancelled(at_once: None) -> None:
+def test_a_prompt_that_is_interrupted_is_cancelled(at_once):
     class Interrupted(Console):
         """Ctrl-C comes while the bar is drawn."""
 
-        def print(self, *args: Any, **kwargs: Any) -> None:
+        def print(self, *args, **kwargs):
             raise KeyboardInterrupt
 
     go = threading.Event()
@@ -127,7 +124,7 @@ def test_a_prompt_that_is_interrupted_is_cancelled(at_once: None) -> None:
 
 
 @pytest.mark.parametrize("owner", ["kvboost-edge", "llamacpp"])
-def test_a_server_is_asked_and_tells(server: Script, owner: str) -> None:
+def test_a_server_is_asked_and_tells(server, owner):
     server.models = {"data": [{"id": "a-model", "owned_by": owner}]}
     told = {name: number for name, number in TOLD.items() if owner == "kvboost-edge" or name != "estimated_ms"}
     server.events = [chunk("", prompt_progress=told), *GOOD]
@@ -142,7 +139,7 @@ def test_a_server_is_asked_and_tells(server: Script, owner: str) -> None:
 @pytest.mark.parametrize(
     "models", [{"data": [{"id": "a-model", "owned_by": "openai"}]}, {"error": "none"}, {"data": 7}]
 )
-def test_a_server_that_might_refuse_is_not_asked(server: Script, models: Any) -> None:
+def test_a_server_that_might_refuse_is_not_asked(server, models):
     server.models = models
     with RemoteChat(server.url, model="a-model") as remote:
         pieces = list(remote.stream([{"role": "user", "content": "Hi"}], {}, progress=True))
@@ -151,14 +148,14 @@ def test_a_server_that_might_refuse_is_not_asked(server: Script, models: Any) ->
 
 
 @pytest.mark.parametrize("told", [7, [], {}, {**TOLD, "total": "many"}, {**TOLD, "processed": None}, {"total": 1}])
-def test_what_is_no_progress_is_passed_over(server: Script, told: Any) -> None:
+def test_what_is_no_progress_is_passed_over(server, told):
     server.events = [chunk("", prompt_progress=told), *GOOD]
     with RemoteChat(server.url) as remote:
         pieces = list(remote.stream([{"role": "user", "content": "Hi"}], {}))
     assert pieces[:2] == ["Hel", "lo"]
 
 
-def test_a_servers_progress_is_drawn_before_its_answer(server: Script, at_once: None) -> None:
+def test_a_servers_progress_is_drawn_before_its_answer(server, at_once):
     server.models = {"data": [{"id": "a-model", "owned_by": "kvboost-edge"}]}
     server.events = [chunk("", prompt_progress=TOLD), *GOOD]
     console, file = terminal()

@@ -1,11 +1,8 @@
 """What is wrong with a request is said before a model is looked for, loaded or packed."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,16 +12,16 @@ COMMANDS = [["generate", "Hi"], ["chat"]]
 
 
 @pytest.fixture
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_model(monkeypatch):
     """A model must not even be looked for."""
 
-    def looked_for(*args: object, **options: object) -> None:
+    def looked_for(*args, **options):
         raise AssertionError("a model was looked for")
 
     monkeypatch.setattr("kvboost_edge.cli.session.locate_model", looked_for)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def refusal(capsys, *argv):
     assert run([*argv]) == 1
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("kvboost-edge: error: ")
@@ -44,20 +41,18 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["-o", "block_size=7"], "block_size"),
     ],
 )
-def test_settings_are_checked_first(
-    no_model: None, command: list[str], extra: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_are_checked_first(no_model, command, extra, named, capsys):
     assert named in refusal(capsys, *command, *extra)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=["generate", "chat"])
 def test_a_schema_is_checked_first(
-    no_model: None,
-    command: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    no_model,
+    command,
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     file = tmp_path / "schema.json"
     wrong = {"Invalid type: objct": {"type": "objct"}, "does not exist": {"$ref": "#/none"}}
     for named, schema in wrong.items():
@@ -70,29 +65,25 @@ def test_a_schema_is_checked_first(
 
 
 @pytest.mark.parametrize("extra", [[], ["--chat"]])
-def test_an_empty_prompt_is_refused_first(
-    no_model: None, extra: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_prompt_is_refused_first(no_model, extra, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     for prompt in ("-", ""):
         assert "the prompt is empty" in refusal(capsys, "generate", prompt, *extra)
 
 
-def test_settings_are_checked_before_a_prompt_is_waited_for(
-    no_model: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_are_checked_before_a_prompt_is_waited_for(no_model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert "temperature" in refusal(capsys, "generate", "-", "-s", "temperature=hot")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=["generate", "chat"])
 def test_more_tokens_than_the_context_are_refused_before_anything_is_packed(
-    command: list[str],
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    command,
+    tiny_model_dir,
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     line = refusal(capsys, *command, "-m", str(tiny_model_dir), "-n", "100000")
     assert "the model's context is 512 tokens" in line
@@ -100,15 +91,13 @@ def test_more_tokens_than_the_context_are_refused_before_anything_is_packed(
     assert not (tmp_path / "packed").exists()
 
 
-def test_other_options_of_an_evaluation_are_checked_first(
-    no_model: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_options_of_an_evaluation_are_checked_first(no_model, tmp_path, capsys):
     (tmp_path / "text").write_text("Hello")
     argv = ["eval", str(tmp_path / "text"), "--against", "weights=int4", "--against", "wieghts=int8"]
     assert "wieghts" in refusal(capsys, *argv)
 
 
-def test_an_answer_may_fill_the_context(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_may_fill_the_context(tiny_model_dir, capsys):
     argv = ["generate", "Hello", "-m", str(tiny_model_dir), "--json", "-s", "ignore_eos=true", "-o", "num_blocks=64"]
     found = []
     for limit in (["-n", "max"], ["-n", "None"], ["-s", "max_new_tokens=None"]):

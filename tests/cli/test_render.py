@@ -1,7 +1,5 @@
 """The drawn pool."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console

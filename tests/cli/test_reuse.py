@@ -1,13 +1,9 @@
 """`--mode chunk_kv_reuse` and its options, on an engine that computed the documents before."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -19,12 +15,12 @@ HEAD, ONE, TWO = "A head of thirty-two characters. ", "First " * 9 + "document. 
 
 
 @pytest.fixture(autouse=True)
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def engine(monkeypatch):
     with fake_engine() as engine:
         engine.generate(HEAD + ONE + TWO, max_new_tokens=1)
 
         @contextmanager
-        def loaded(*args: Any) -> Iterator[Any]:
+        def loaded(*args):
             yield engine
 
         monkeypatch.setattr(generate, "loaded_engine", loaded)
@@ -32,13 +28,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield engine
 
 
-def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+def shown(capsys, *argv):
     assert run(["generate", "-", "-n", "2", "--json", *argv]) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
+    return json.loads(capsys.readouterr().out)
 
 
-def test_the_summary_says_approximate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_says_approximate(capsys):
     assert run(["generate", "-", "-n", "2", "--mode", "chunk_kv_reuse"]) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "prompt tokens, 32 from the cache · approximate: " in said
@@ -46,7 +41,7 @@ def test_the_summary_says_approximate(capsys: pytest.CaptureFixture[str]) -> Non
     assert " recomputed · first token " in said
 
 
-def test_the_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_options_reach_the_engine(capsys):
     bare = shown(capsys, "--mode", "chunk_kv_reuse", "--recompute-strategy", "none")
     assert (bare["mode"], bare["approximate"], bare["recomputed_tokens"] < 16) == ("chunk_kv_reuse", True, True)
     sys.stdin.seek(0)
@@ -57,7 +52,7 @@ def test_the_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> Non
     assert bare["reused_span_tokens"] > shown(capsys, "--mode", "chunk_kv_reuse", *blend)["reused_span_tokens"]
 
 
-def test_unless_asked_it_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unless_asked_it_is_exact(capsys):
     exact = shown(capsys)
     assert (exact["mode"], exact["approximate"], exact["reused_span_tokens"]) == ("prefix_cache", False, 0)
 
@@ -73,6 +68,6 @@ def test_unless_asked_it_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
         (["--mode", "chunk_kv_reuse", "-s", "prompt_logprobs=1"], 1, "prompt_logprobs"),
     ],
 )
-def test_what_is_wrong_is_named(argv: list[str], code: int, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_named(argv, code, named, capsys):
     assert run(["generate", "x", *argv]) == code
     assert named in capsys.readouterr().err

@@ -1,9 +1,6 @@
 """What `warmup` and `doctor` say of reuse at other positions."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,15 +9,13 @@ from kvboost_edge.cli.app import run
 from kvboost_edge.engine.gate import Gate
 
 
-def warmed(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def warmed(capsys, *options):
     argv = ["warmup", "-o", "weights=int8", "--kv-cache-bits", "16", *options]
     assert run(argv) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_warmup_tests_the_model_so_that_no_request_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warmup_tests_the_model_so_that_no_request_waits_for_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     measured = []
     measure = Gate._measure
@@ -47,13 +42,13 @@ def test_warmup_tests_the_model_so_that_no_request_waits_for_it(
     ],
     ids=str,
 )
-def test_doctor_says_whether_there_is_reuse(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_says_whether_there_is_reuse(options, words, capsys):
     assert run(["doctor", "kvboost-edge/demo", "--json", *options]) == 0
     (model,) = (part for name, part in json.loads(capsys.readouterr().out).items() if name.startswith("Model"))
     assert model["chunk_reuse"].startswith(words)
 
 
-def test_doctor_says_so_of_a_model_that_no_runner_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_says_so_of_a_model_that_no_runner_takes(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}), encoding="utf-8")
     assert run(["doctor", str(tmp_path), "--json"]) == 1
     (model,) = (part for name, part in json.loads(capsys.readouterr().out).items() if name.startswith("Model"))

@@ -1,12 +1,9 @@
 """`--json-schema FILE`: answers that fit, and files that hold no schema."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import sys
-from pathlib import Path
 
 import jsonschema_rs
 import pytest
@@ -25,22 +22,20 @@ SMALL = ("-o", "num_blocks=64")
 
 
 @pytest.fixture
-def schema_file(tmp_path: Path) -> str:
+def schema_file(tmp_path):
     path = tmp_path / "schema.json"
     path.write_text(json.dumps(SCHEMA), encoding="utf-8-sig")  # as some editors write it
     return str(path)
 
 
-def test_a_generated_text_fits_the_schema(schema_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_generated_text_fits_the_schema(schema_file, capsys):
     assert run(["generate", "The owner is", "--json-schema", schema_file, "-n", "80", "--json", *SMALL]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["finish_reason"] == "stop"
     jsonschema_rs.validate(SCHEMA, json.loads(result["output_text"]))
 
 
-def test_each_answer_of_a_chat_fits_the_schema(
-    schema_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_answer_of_a_chat_fits_the_schema(schema_file, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who?\nAnd who else?\n/quit\n"))
     assert run(["chat", "--json-schema", schema_file, "-n", "80", "--no-pack-cache", *SMALL]) == 0
     out = capsys.readouterr().out
@@ -69,20 +64,18 @@ def test_each_answer_of_a_chat_fits_the_schema(
     ],
 )
 @pytest.mark.parametrize("command", [["generate", "Hi"], ["chat"], ["chat", "--url", "http://127.0.0.1:1"]])
-def test_a_file_without_a_schema_is_one_clean_line(
-    content: bytes, named: str, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_a_schema_is_one_clean_line(content, named, command, tmp_path, capsys):
     path = tmp_path / "wrong.json"
     path.write_bytes(content)
     _refused([*command, "--json-schema", str(path)], "wrong.json", named, capsys)
 
 
-def test_a_file_that_cannot_be_read_is_one_clean_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_read_is_one_clean_line(tmp_path, capsys):
     _refused(["generate", "Hi", "--json-schema", str(tmp_path / "none.json")], "none.json", os.strerror(2), capsys)
     _refused(["generate", "Hi", "--json-schema", str(tmp_path)], tmp_path.name, os.strerror(21), capsys)
 
 
-def test_a_schema_is_given_once_and_alone(schema_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schema_is_given_once_and_alone(schema_file, capsys):
     with pytest.raises(ConfigError, match="'json_schema' is given twice"):
         sampling_options(['json_schema={"type": "object"}'], schema_file)
     assert sampling_options(["top_k=4"], schema_file) == {"top_k": 4, "json_schema": SCHEMA}
@@ -90,7 +83,7 @@ def test_a_schema_is_given_once_and_alone(schema_file: str, capsys: pytest.Captu
     _refused(argv, "json_schema=", "regex=", capsys)
 
 
-def _refused(argv: list[str], file: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def _refused(argv, file, named, capsys):
     assert run(argv) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("kvboost-edge: error: ")

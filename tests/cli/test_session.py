@@ -1,33 +1,28 @@
 """The bar while a model is loaded: it counts what there is to count, in its own unit."""
 
-from __future__ import annotations
-
 import io
 import re
-from collections.abc import Callable
-from typing import Any
 
-import pytest
 from rich.console import Console
 from rich.progress import Progress
 
 from kvboost_edge.cli.session import _loading_bar
 
 
-def test_kernels_are_counted_as_kernels_and_weights_in_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_counted_as_kernels_and_weights_in_megabytes(monkeypatch):
     console = Console(file=io.StringIO(), force_terminal=True)
-    bars: list[Progress] = []
-    heard: list[Callable[[int, int], None] | None] = []
+    bars = []
+    heard = []
 
     class Seen(Progress):
-        def __init__(self, *columns: Any, **options: Any) -> None:
+        def __init__(self, *columns, **options):
             super().__init__(*columns, auto_refresh=False, **options)
             bars.append(self)
 
     monkeypatch.setattr("kvboost_edge.cli.session.Progress", Seen)
     monkeypatch.setattr("kvboost_edge.kernels.ahead.on_compiling", heard.append)
 
-    def shown() -> str:
+    def shown():
         paper = Console(file=io.StringIO(), width=120)
         paper.print(bars[0].get_renderable())
         return " ".join(re.sub("[━╸╺]", "", paper.file.getvalue()).split())

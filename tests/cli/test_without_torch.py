@@ -1,7 +1,5 @@
 """The bundled model and the commands need no torch: they run where it cannot be imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +46,7 @@ assert run(["generate", "Hello!", "-o", "runner=torch"]) == 1
 
 
 @pytest.mark.slow
-def test_every_command_runs_where_torch_is_missing() -> None:
+def test_every_command_runs_where_torch_is_missing():
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT],
         capture_output=True,

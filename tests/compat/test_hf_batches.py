@@ -1,9 +1,5 @@
 """The batch functions over a transformers model, against the same model one prompt at a time."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -21,7 +17,7 @@ from kvboost_edge.errors import RequestError
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-def test_find_common_chunk_prefix() -> None:
+def test_find_common_chunk_prefix():
     find = find_common_chunk_prefix
     assert find([], 4) == 0
     assert find([[1, 2, 3]], 4) == 3, "one prompt: its length"
@@ -35,7 +31,7 @@ def test_find_common_chunk_prefix() -> None:
         find([[1], [1]], 0)
 
 
-def test_group_by_prefix() -> None:
+def test_group_by_prefix():
     ids = [[1, 2, 3, 4, 9], [5, 6, 7, 8], [1, 2, 3, 4, 7, 7], [1, 2, 3], [1, 2, 3], [1, 2], [], []]
     groups = group_by_prefix("abcdefgh", ids, 2, n_prefix_chunks=2)
     assert list(groups.values()) == [[0, 2], [1], [3, 4, 5], [6, 7]]
@@ -45,7 +41,7 @@ def test_group_by_prefix() -> None:
         group_by_prefix(["a"], [], 4)
 
 
-def test_broadcast_is_a_view() -> None:
+def test_broadcast_is_a_view():
     kv = ((torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)),)
     wide = broadcast_kv(kv, 3)
     assert wide[0][0].shape == (3, 2, 5, 4)
@@ -53,7 +49,7 @@ def test_broadcast_is_a_view() -> None:
     assert torch.equal(wide[0][1][2], kv[0][1][0])
 
 
-def test_pad_and_mask() -> None:
+def test_pad_and_mask():
     ids, masks = pad_and_mask([[1, 2, 3], [4], [5, 6]], 9)
     assert ids.tolist() == [[1, 2, 3], [9, 9, 4], [9, 5, 6]]
     assert masks.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
@@ -63,12 +59,12 @@ def test_pad_and_mask() -> None:
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
-def model(request: pytest.FixtureRequest) -> Any:
+def model(request):
     return build_tiny_model(request.param)
 
 
 @torch.inference_mode()
-def greedy(model: Any, prompt: list[int], count: int, eos: int) -> list[int]:
+def greedy(model, prompt, count, eos):
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -78,12 +74,12 @@ def greedy(model: Any, prompt: list[int], count: int, eos: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def llama() -> Any:
+def llama():
     return build_tiny_model("llama")
 
 
 @pytest.mark.parametrize("eos", [EOS_ID, None])
-def test_a_shared_prefix_and_ragged_suffixes_decode_like_single_prompts(llama: Any, eos: int | None) -> None:
+def test_a_shared_prefix_and_ragged_suffixes_decode_like_single_prompts(llama, eos):
     """A shared prefix computed once: the flow the functions are made for."""
     model = llama
     prefix = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(1))
@@ -111,7 +107,7 @@ def test_a_shared_prefix_and_ragged_suffixes_decode_like_single_prompts(llama: A
 
 
 @pytest.mark.parametrize("hole", ["front", "middle", "end"])
-def test_hidden_slots_anywhere_do_not_matter(model: Any, hole: str) -> None:
+def test_hidden_slots_anywhere_do_not_matter(model, hole):
     """Rows of different lengths whose KV was computed alone; windows too count positions, not slots."""
     prompts = [list(range(40, 40 + n)) for n in (30, 17, 24)]
     longest = 30
@@ -136,13 +132,13 @@ def test_hidden_slots_anywhere_do_not_matter(model: Any, hole: str) -> None:
     assert outputs == [greedy(model, prompt, 10, -1) for prompt in prompts]
 
 
-def test_equal_lengths_need_no_mask_and_sampling_is_seeded(model: Any) -> None:
+def test_equal_lengths_need_no_mask_and_sampling_is_seeded(model):
     prompts = torch.randint(0, 256, (4, 9), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         out = model(prompts, use_cache=True)
     first = out.logits[:, -1].argmax(-1)
 
-    def past() -> Any:
+    def past():
         return tuple((layer.keys, layer.values) for layer in out.past_key_values.layers)
 
     outputs, _ = batched_decode(model, past(), first, 9, 6, [])
@@ -157,7 +153,7 @@ def test_equal_lengths_need_no_mask_and_sampling_is_seeded(model: Any) -> None:
     assert batched_decode(model, past(), first.tolist(), 9, 1, None)[0] == [[int(token)] for token in first]
 
 
-def test_the_rows_own_signature_is_refused_where_it_leaves_open_what_is_padding(llama: Any) -> None:
+def test_the_rows_own_signature_is_refused_where_it_leaves_open_what_is_padding(llama):
     """broadcast_kv, pad_and_mask, batched_decode without a mask: the padding stands between prefix and suffix."""
     prefix = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(1))
     suffixes = [[7, 8, 9, 10, 11], [20], [30, 31, 32]]
@@ -180,7 +176,7 @@ def test_the_rows_own_signature_is_refused_where_it_leaves_open_what_is_padding(
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_cache_cut_to_its_sliding_window_goes_on(ragged: bool) -> None:
+def test_a_cache_cut_to_its_sliding_window_goes_on(ragged):
     mistral = build_tiny_model("mistral")
     window = mistral.config.sliding_window
     longest = window + 9
@@ -207,6 +203,6 @@ def test_a_cache_cut_to_its_sliding_window_goes_on(ragged: bool) -> None:
 
 
 @pytest.mark.parametrize("temperature", [-1, -0.5, float("nan"), float("inf"), True, "1", None])
-def test_temperatures_that_are_none_are_refused(llama: Any, temperature: Any) -> None:
+def test_temperatures_that_are_none_are_refused(llama, temperature):
     with pytest.raises(RequestError, match="temperature="):
         batched_decode(llama, (), [1], 1, 1, None, temperature=temperature)

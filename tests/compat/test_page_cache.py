@@ -19,7 +19,7 @@ from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 # ---- attach, get, detach ---------------------------------------------------------------------------------------------
 
 
-def test_defaults_are_the_forebears() -> None:
+def test_defaults_are_the_forebears():
     cache = KVCache()
     cache.attach(1, list(range(600)))
     assert cache.stats() == {
@@ -36,7 +36,7 @@ def test_defaults_are_the_forebears() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("prefix_length", [None, 0, 1, 4, 7, 20])
-def test_get_gives_back_what_was_attached(length: int, prefix_length: int | None) -> None:
+def test_get_gives_back_what_was_attached(length, prefix_length):
     cache = KVCache(page_size=4, max_pages=8)
     payloads = [f"kv{i}" for i in range(length)]
     for seq_id in ("a", "b"):
@@ -46,7 +46,7 @@ def test_get_gives_back_what_was_attached(length: int, prefix_length: int | None
     assert cache.get("c") is None
 
 
-def test_a_live_id_is_replaced() -> None:
+def test_a_live_id_is_replaced():
     cache = KVCache(page_size=4, max_pages=3)
     cache.attach("s", list(range(12)), [1, 2, 3, 4])
     cache.attach("s", list("abcdefghi"), [1, 2, 3, 4])  # a full pool: the old pages make the room
@@ -56,7 +56,7 @@ def test_a_live_id_is_replaced() -> None:
     cache.check_invariants()
 
 
-def test_what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was() -> None:
+def test_what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was():
     cache = KVCache(page_size=4, max_pages=4)
     prefix = [1, 2, 3, 4]
     cache.attach("a", list(range(8)), prefix)
@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was() -> None:
     cache.check_invariants()
 
 
-def test_pages_that_the_new_sequence_shares_with_the_replaced_one_make_no_room() -> None:
+def test_pages_that_the_new_sequence_shares_with_the_replaced_one_make_no_room():
     cache = KVCache(page_size=4, max_pages=4)
     cache.attach("other", ["x"])
     cache.attach("a", list(range(8)), [1, 2, 3, 4])
@@ -87,18 +87,18 @@ def test_pages_that_the_new_sequence_shares_with_the_replaced_one_make_no_room()
     cache.check_invariants()
 
 
-def test_bad_arguments_are_refused_and_nothing_leaks() -> None:
+def test_bad_arguments_are_refused_and_nothing_leaks():
     for options in ({"page_size": 0}, {"page_size": 1.5}, {"max_pages": 0}, {"max_pages": True}):
         with pytest.raises(ConfigError, match=next(iter(options))):
             KVCache(**options)
     with pytest.raises(ConfigError, match="enable_prefix_sharing"):
-        KVCache(enable_prefix_sharing=1)  # type: ignore[arg-type]
+        KVCache(enable_prefix_sharing=1)
     cache = KVCache(page_size=4, max_pages=100)
     for prefix in ([-1], [2**32], ["a"]):
         with pytest.raises(RequestError, match="token ids"):
-            cache.attach(1, [0], prefix)  # type: ignore[arg-type]
+            cache.attach(1, [0], prefix)
     with pytest.raises(RequestError, match="hashable"):
-        cache.attach([1], [0], [1])  # type: ignore[arg-type]
+        cache.attach([1], [0], [1])
     with pytest.raises(RequestError, match="not attached"):
         cache.hook_speculative_decode(1, [0])
     assert held(cache) == BASELINE
@@ -108,20 +108,20 @@ def test_bad_arguments_are_refused_and_nothing_leaks() -> None:
 # ---- payloads --------------------------------------------------------------------------------------------------------
 
 
-def test_no_caller_can_change_what_another_sequence_sees() -> None:
+def test_no_caller_can_change_what_another_sequence_sees():
     cache = KVCache(page_size=2, max_pages=10)
     mine = [[1, 2], {"k": [3]}]
     cache.attach("a", mine, [1, 2])
     cache.attach("b", [[1, 2], {"k": [3]}], [1, 2])
     assert cache.stats()["shared_pages_count"] == 1
-    mine[0].append(9)  # type: ignore[attr-defined]
+    mine[0].append(9)
     got = cache.get("a")
     got[1]["k"].append(9)
     got.append("more")
     assert cache.get("a") == cache.get("b") == [[1, 2], {"k": [3]}]
 
 
-def test_arrays_are_shared_when_equal_in_shape_dtype_and_every_element() -> None:
+def test_arrays_are_shared_when_equal_in_shape_dtype_and_every_element():
     base = np.arange(6, dtype=np.float32)
     others = [base.copy(), base.astype(np.float64), base.reshape(2, 3), base.reshape(1, 6), base + 1, base[:1]]
     for other, shared in zip(others, [1, 0, 0, 0, 0, 0], strict=True):
@@ -134,21 +134,21 @@ def test_arrays_are_shared_when_equal_in_shape_dtype_and_every_element() -> None
         assert got[0][0].dtype == other.dtype
 
 
-def test_equal_values_of_different_types_are_not_exchanged() -> None:
+def test_equal_values_of_different_types_are_not_exchanged():
     cache = KVCache(page_size=2, max_pages=10)
     for seq_id, payloads in enumerate([[1, True], [1.0, True], [1, 1], [{"k": 1}, 1], [{"k": 1.0}, 1], [[1], (1,)]]):
         cache.attach(seq_id, payloads, [7, 8])
         assert repr(cache.get(seq_id)) == repr(payloads)
 
 
-def test_payloads_of_any_kind_are_kept() -> None:
+def test_payloads_of_any_kind_are_kept():
     class Contrary:
-        def __eq__(self, other: object) -> bool:
+        def __eq__(self, other):
             raise RuntimeError("not comparable")
 
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None
 
-    lock, contrary, loop = threading.Lock(), Contrary(), []  # type: ignore[var-annotated]
+    lock, contrary, loop = threading.Lock(), Contrary(), []
     loop.append(loop)
     cache = KVCache(page_size=1, max_pages=10)
     for seq_id in ("a", "b"):
@@ -162,7 +162,7 @@ def test_payloads_of_any_kind_are_kept() -> None:
     cache.check_invariants()
 
 
-def test_payloads_are_dropped_with_their_pages() -> None:
+def test_payloads_are_dropped_with_their_pages():
     cache = KVCache(page_size=2, max_pages=4)
     cache.attach("a", list("abcd"))
     draft = cache.hook_speculative_decode("a", ["e"])
@@ -188,7 +188,7 @@ class Pair:
         (Decimal("0"), Decimal("-0")),
     ],
 )  # fmt: skip
-def test_what_compares_equal_and_is_not_the_same_is_not_exchanged(one: Any, other: Any) -> None:
+def test_what_compares_equal_and_is_not_the_same_is_not_exchanged(one, other):
     cache = KVCache(page_size=1, max_pages=4)
     for seq_id, payload in enumerate((one, other, copy.deepcopy(other))):
         cache.attach(seq_id, [payload], [7])
@@ -201,34 +201,34 @@ def test_what_compares_equal_and_is_not_the_same_is_not_exchanged(one: Any, othe
     [None, -0.0, Pair(1, [2.0]), {"k": {"a", "b"}}, np.zeros(3), torch.ones(2, 2, dtype=torch.bfloat16), b"x",
      Decimal("1.5"), torch.tensor(1.0), np.int64(3)],
 )  # fmt: skip
-def test_the_same_payload_is_shared(payload: Any) -> None:
+def test_the_same_payload_is_shared(payload):
     cache = KVCache(page_size=1, max_pages=4)
     cache.attach("a", [payload], [7])
     cache.attach("b", [copy.deepcopy(payload)], [7])
     assert cache.stats()["prefix_shares"] == 1
 
 
-def test_numpys_integers_are_integers_and_nothing_else_is() -> None:
-    cache = KVCache(page_size=np.int64(2), max_pages=np.uint16(8))  # type: ignore[arg-type]
-    cache.attach(np.int64(5), ["x", "y"], np.array([1, 2]))  # type: ignore[arg-type]
+def test_numpys_integers_are_integers_and_nothing_else_is():
+    cache = KVCache(page_size=np.int64(2), max_pages=np.uint16(8))
+    cache.attach(np.int64(5), ["x", "y"], np.array([1, 2]))
     assert cache.get(5) == ["x", "y"]
-    cache.hook_speculative_decode(5, ["z"]).accept(np.int32(1))  # type: ignore[arg-type]
+    cache.hook_speculative_decode(5, ["z"]).accept(np.int32(1))
     assert cache.get(5) == ["x", "y", "z"]
     draft = cache.hook_speculative_decode(5, ["z"])
     for bad in (True, np.True_, 1.0, np.float32(1), np.array([1]), None, "1"):
         with pytest.raises(RequestError, match="n="):
-            draft.accept(bad)  # type: ignore[arg-type]
+            draft.accept(bad)
         with pytest.raises(ConfigError, match="page_size="):
-            KVCache(page_size=bad)  # type: ignore[arg-type]
+            KVCache(page_size=bad)
         with pytest.raises(RequestError, match="token ids"):
-            cache.attach(6, ["x"], [bad])  # type: ignore[list-item]
+            cache.attach(6, ["x"], [bad])
     for wrong in (None, 5):
         with pytest.raises(RequestError, match="kv_tokens="):
-            cache.attach(6, wrong)  # type: ignore[arg-type]
+            cache.attach(6, wrong)
         with pytest.raises(RequestError, match="draft_tokens="):
-            cache.hook_speculative_decode(5, wrong)  # type: ignore[arg-type]
+            cache.hook_speculative_decode(5, wrong)
     for prefix in (5, "ab", iter([1])):
         with pytest.raises(RequestError, match="prefix_tokens="):
-            cache.attach(6, ["x"], prefix)  # type: ignore[arg-type]
+            cache.attach(6, ["x"], prefix)
     assert cache.get(6) is None
     cache.check_invariants()

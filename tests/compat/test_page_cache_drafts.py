@@ -1,9 +1,5 @@
 """The page cache for payloads: drafts are accepted in part, rejected without a trace, and close with their sequence."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from helpers.kvcache.manager_cases import BASELINE, held
@@ -14,7 +10,7 @@ from kvboost_edge.errors import CapacityError, RequestError
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 6])
 @pytest.mark.parametrize("num_drafts", [0, 1, 5])
 @pytest.mark.parametrize("prefixed", [False, True])
-def test_accepted_drafts_are_appended_and_the_rest_is_dropped(length: int, num_drafts: int, prefixed: bool) -> None:
+def test_accepted_drafts_are_appended_and_the_rest_is_dropped(length, num_drafts, prefixed):
     payloads, drafts = [f"kv{i}" for i in range(length)], [f"draft{i}" for i in range(num_drafts)]
     for kept in range(num_drafts + 1):
         cache = KVCache(page_size=4, max_pages=100)
@@ -31,7 +27,7 @@ def test_accepted_drafts_are_appended_and_the_rest_is_dropped(length: int, num_d
         assert held(cache) == BASELINE
 
 
-def test_a_rejected_draft_leaves_no_trace() -> None:
+def test_a_rejected_draft_leaves_no_trace():
     cache = KVCache(page_size=4, max_pages=100)
     cache.attach("s", list(range(6)), list(range(6)))
     before = cache.stats()
@@ -48,7 +44,7 @@ def test_a_rejected_draft_leaves_no_trace() -> None:
         draft.get()
 
 
-def test_a_second_draft_closes_with_the_first_that_is_accepted() -> None:
+def test_a_second_draft_closes_with_the_first_that_is_accepted():
     cache = KVCache(page_size=4, max_pages=100)
     cache.attach("s", [0])
     one, two = cache.hook_speculative_decode("s", ["x"]), cache.hook_speculative_decode("s", ["y", "z"])
@@ -62,7 +58,7 @@ def test_a_second_draft_closes_with_the_first_that_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_drafts_close_with_their_sequence(replaced: bool) -> None:
+def test_drafts_close_with_their_sequence(replaced):
     cache = KVCache(page_size=4, max_pages=100)
     cache.attach("s", list(range(5)))
     draft = cache.hook_speculative_decode("s", [9])
@@ -78,7 +74,7 @@ def test_drafts_close_with_their_sequence(replaced: bool) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 3, 1.0, None, True])
-def test_accept_takes_a_number_of_drafts(bad: Any) -> None:
+def test_accept_takes_a_number_of_drafts(bad):
     cache = KVCache(page_size=4, max_pages=100)
     cache.attach("s", [0])
     draft = cache.hook_speculative_decode("s", [1, 2])
@@ -88,7 +84,7 @@ def test_accept_takes_a_number_of_drafts(bad: Any) -> None:
     assert cache.get("s") == [0, 1, 2]
 
 
-def test_a_draft_that_does_not_fit_changes_nothing() -> None:
+def test_a_draft_that_does_not_fit_changes_nothing():
     cache = KVCache(page_size=4, max_pages=3)
     cache.attach("s", list(range(5)))
     before = cache.stats()

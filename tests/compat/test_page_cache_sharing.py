@@ -1,15 +1,12 @@
 """The page cache for payloads: equal prefixes hold their pages once, no page leaks and none is a foreign one."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 from helpers.kvcache.manager_cases import BASELINE, held
 from kvboost_edge.compat.page_cache import KVCache
 
 
-def test_equal_prefixes_hold_their_pages_once() -> None:
+def test_equal_prefixes_hold_their_pages_once():
     cache = KVCache(page_size=4, max_pages=100)
     prefix = list(range(8))
     for seq_id in range(10):
@@ -21,7 +18,7 @@ def test_equal_prefixes_hold_their_pages_once() -> None:
     assert all(cache.get(seq_id) == [*prefix, seq_id] for seq_id in range(10))
 
 
-def test_a_prefix_shorter_than_a_page_shares_a_page_of_equal_payloads() -> None:
+def test_a_prefix_shorter_than_a_page_shares_a_page_of_equal_payloads():
     cache = KVCache(page_size=512, max_pages=100)
     cache.attach(1, list(range(300)), list(range(100)))
     cache.attach(2, list(range(300)), list(range(100)))
@@ -30,7 +27,7 @@ def test_a_prefix_shorter_than_a_page_shares_a_page_of_equal_payloads() -> None:
     assert (cache.stats()["prefix_shares"], cache.stats()["allocated_pages"]) == (1, 2)
 
 
-def test_shared_pages_with_divergent_payloads_are_copied() -> None:
+def test_shared_pages_with_divergent_payloads_are_copied():
     cache = KVCache(page_size=2, max_pages=100)
     prefix = list(range(6))
     cache.attach("a", list("abcdef"), prefix)
@@ -43,7 +40,7 @@ def test_shared_pages_with_divergent_payloads_are_copied() -> None:
     cache.check_invariants()
 
 
-def test_divergent_payloads_over_an_idle_page_replace_it() -> None:
+def test_divergent_payloads_over_an_idle_page_replace_it():
     cache = KVCache(page_size=2, max_pages=2)
     cache.attach("a", list("abcd"), [1, 2, 3, 4])
     cache.detach("a")
@@ -55,7 +52,7 @@ def test_divergent_payloads_over_an_idle_page_replace_it() -> None:
     cache.check_invariants()
 
 
-def test_the_whole_prefix_counts_and_not_its_first_hundred_tokens() -> None:
+def test_the_whole_prefix_counts_and_not_its_first_hundred_tokens():
     cache = KVCache(page_size=16, max_pages=100)
     first = list(range(128))
     second = [*range(127), 999]
@@ -67,7 +64,7 @@ def test_the_whole_prefix_counts_and_not_its_first_hundred_tokens() -> None:
     assert cache.stats()["allocated_pages"] == 8 + 1 + 8
 
 
-def test_without_sharing_every_sequence_has_its_own_pages() -> None:
+def test_without_sharing_every_sequence_has_its_own_pages():
     cache = KVCache(page_size=4, max_pages=100, enable_prefix_sharing=False)
     for seq_id in range(3):
         cache.attach(seq_id, list(range(8)), list(range(8)))
@@ -83,11 +80,11 @@ def test_without_sharing_every_sequence_has_its_own_pages() -> None:
     }
 
 
-def test_thousands_of_cycles_leak_no_page_and_hand_out_no_foreign_one() -> None:
+def test_thousands_of_cycles_leak_no_page_and_hand_out_no_foreign_one():
     rng = random.Random(7)
     cache = KVCache(page_size=4, max_pages=100)
     prefixes = [[family] * 9 + list(range(family)) for family in range(5)]
-    expected: dict[int, list[Any]] = {}
+    expected = {}
     for cycle in range(4_000):
         seq_id = rng.randrange(12)
         if rng.random() < 0.3:
@@ -95,7 +92,7 @@ def test_thousands_of_cycles_leak_no_page_and_hand_out_no_foreign_one() -> None:
             expected.pop(seq_id, None)
         else:
             prefix = rng.choice(prefixes)
-            payloads: list[Any] = [("kv", token) for token in prefix[: rng.randrange(len(prefix) + 1)]]
+            payloads = [("kv", token) for token in prefix[: rng.randrange(len(prefix) + 1)]]
             payloads += [(seq_id, cycle, i) for i in range(rng.randrange(10))]
             cache.attach(seq_id, payloads, prefix)
             expected[seq_id] = payloads

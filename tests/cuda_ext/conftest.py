@@ -1,7 +1,5 @@
 """Collection of the tests that compile the CUDA kernels for this processor, where there is a compiler."""
 
-from __future__ import annotations
-
 from helpers.tools import find_compiler, must_run
 
 collect_ignore_glob = [] if find_compiler() or must_run() else ["test_*.py"]

@@ -1,14 +1,12 @@
 """The CUDA attention kernels, compiled for this processor over fibers, against the float64 oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
 import pytest
 
 from helpers.cuda.cases import Case, check, make_inputs, oracle, run
-from helpers.cuda.on_cpu import BF16, F16, HEAD_DIMS, Form, Library, Schedule, library
+from helpers.cuda.on_cpu import BF16, F16, HEAD_DIMS, Form, Schedule, library
 from helpers.pairwise import each_once, pairwise
 
 FIRST = Schedule(0, 0)
@@ -61,11 +59,11 @@ MORE = {
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Library:
+def kernels():
     return library()
 
 
-def is_right_in_every_order(kernels: Library, case: Case, form: Form) -> None:
+def is_right_in_every_order(kernels, case, form):
     inputs = make_inputs(case, form)
     result = run(kernels, case, form, inputs, FIRST)
     check(case, form, oracle(case, form, inputs), result)

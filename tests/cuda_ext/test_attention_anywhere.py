@@ -1,7 +1,5 @@
 """The CUDA attention kernels on calls drawn at random, on memory far apart, and on fibers of the C library."""
 
-from __future__ import annotations
-
 import mmap
 
 import numpy as np
@@ -17,7 +15,7 @@ SCHEDULES = [Schedule(order, timing) for order in (0, 1, 2) for timing in (0, 1)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw):
     lengths = st.integers(0, 90)
     num_kv_heads = draw(st.integers(1, 2))
     bounds = st.one_of(st.just(-1), st.integers(0, 100))

@@ -1,19 +1,17 @@
 """The CUDA kernels that move the pool's bytes: write_kv by slot, copy_blocks in order."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
 
-from helpers.cuda.on_cpu import CopyBlocksParams, Library, Schedule, WriteKVParams, library
+from helpers.cuda.on_cpu import CopyBlocksParams, Schedule, WriteKVParams, library
 
 SCHEDULES = [Schedule(order, 0) for order in (0, 1, 2)]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Library:
+def kernels():
     return library()
 
 

@@ -1,16 +1,13 @@
 """The arithmetic and the readers of `make cuda-check`, without NVIDIA's compilers."""
 
-from __future__ import annotations
-
 import struct
-from collections.abc import Iterator
 
 import pytest
 
 import helpers.cuda.standin  # noqa: F401  the package is found through it
 from compile_check.cubin import opcodes, read_int
 from compile_check.forms import Form, Row, programs, requirements
-from compile_check.machines import MACHINES, Machine, ctas_that_fit
+from compile_check.machines import MACHINES, ctas_that_fit
 from compile_check.nvrtc import Used, _kernels
 
 BY_NAME = {machine.name: machine for machine in MACHINES}
@@ -42,15 +39,15 @@ ptxas info    : Used 32 registers, used 0 barriers, 376 bytes cmem[0]
         ("sm_90", 128, 256, 0, 0),
     ],
 )
-def test_ctas_that_fit(name: str, threads: int, registers: int, shared: int, ctas: int) -> None:
+def test_ctas_that_fit(name, threads, registers, shared, ctas):
     assert ctas_that_fit(BY_NAME[name], threads, registers, shared) == ctas
 
 
-def test_what_ptxas_says_of_each_kernel() -> None:
+def test_what_ptxas_says_of_each_kernel():
     assert _kernels(LOG) == [("first", Used(255, 8, 28, 1024)), ("second", Used(32, 0, 0, 0))]
 
 
-def elf() -> bytes:
+def elf():
     """One kernel of three instructions, and one int of value 77."""
     names = b"\0.shstrtab\0.text.kernel\0.data\0.symtab\0.strtab\0"
     code = b"".join(struct.pack("<QQ", word, 0) for word in (0xABC123C, 0x723C, 0x7918))
@@ -67,7 +64,7 @@ def elf() -> bytes:
     return start + b"".join(parts) + b"".join(headers)
 
 
-def test_opcodes_and_numbers_are_read_from_a_file_of_code() -> None:
+def test_opcodes_and_numbers_are_read_from_a_file_of_code():
     assert opcodes(elf()) == {"kernel": {0x23C: 2, 0x918: 1}}
     assert read_int(elf(), "number") == 77
     with pytest.raises(KeyError):
@@ -76,7 +73,7 @@ def test_opcodes_and_numbers_are_read_from_a_file_of_code() -> None:
         opcodes(b"other" * 20)
 
 
-def test_every_form_is_in_a_program() -> None:
+def test_every_form_is_in_a_program():
     forms = {machine.name: [form for _, group in programs(machine) for form in group] for machine in MACHINES}
     assert {name: len(found) for name, found in forms.items()} == {
         "sm_70": 11, "sm_75": 11, "sm_80": 20, "sm_86": 20, "sm_89": 20, "sm_90": 20,
@@ -90,7 +87,7 @@ GOOD = Used(128, 0, 0, 0)
 ATTENTION, OTHER = Form("attention_mma", "F16", 64, 4), Form("write_kv")
 
 
-def problems(machine: Machine, form: Form, used: Used, shared: int, hmma: int) -> Iterator[str]:
+def problems(machine, form, used, shared, hmma):
     ctas = ctas_that_fit(machine, 128, used.registers, shared)
     return requirements(Row(machine, form, used, shared, hmma, ctas))
 
@@ -107,6 +104,6 @@ def problems(machine: Machine, form: Form, used: Used, shared: int, hmma: int) -
         ("sm_90", ATTENTION, Used(256, 0, 0, 0), 0, 64, ["256 registers", "does not fit"]),
     ],
 )
-def test_what_is_required_of_a_form(name: str, form: Form, used: Used, shared: int, hmma: int, said: list[str]) -> None:
+def test_what_is_required_of_a_form(name, form, used, shared, hmma, said):
     found = list(problems(BY_NAME[name], form, used, shared, hmma))
     assert [want in got for want, got in zip(said, found, strict=True)] == [True] * len(said)

@@ -1,7 +1,5 @@
 """The fibers themselves: what a GPU would punish is noticed, conversions are exact, the address sanitizer watches."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os
@@ -21,7 +19,7 @@ SCHEDULES = tuple(itertools.product((0, 1, 2), (0, 1)))
 
 
 @pytest.fixture(scope="module")
-def functions() -> ctypes.CDLL:
+def functions():
     loaded = ctypes.CDLL(str(built(SHIM / "faulty.cpp")))
     loaded.run_faulty.restype = ctypes.c_char_p
     loaded.convert_half.restype = loaded.convert_brain.restype = ctypes.c_float
@@ -30,9 +28,9 @@ def functions() -> ctypes.CDLL:
     return loaded
 
 
-def outcomes(functions: ctypes.CDLL, name: str) -> list[str | list[int]]:
+def outcomes(functions, name):
     """Of each schedule: the error, or what the threads wrote."""
-    found: list[str | list[int]] = []
+    found = []
     for order, timing in SCHEDULES:
         given = np.arange(32 * NUM_THREADS, dtype=np.uint16)
         out = np.zeros(NUM_THREADS, dtype=np.uint32)
@@ -105,7 +103,7 @@ def test_numbers_round_to_the_nearest_and_ties_to_even(functions):
     ]
 
 
-def sanitized(argument: str) -> subprocess.CompletedProcess[str]:
+def sanitized(argument):
     script = Path(__file__).parents[1] / "helpers" / "cuda" / "sanitized.py"
     preload = str(address_sanitizer(str(find_compiler())))
     environment = os.environ | {

@@ -1,13 +1,11 @@
 """What the package says where its compiled part is missing or of another torch, and what its setup refuses."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import shutil
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from helpers.cuda.on_cpu import CSRC, ROOT
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def library(monkeypatch, tmp_path):
     """The module that loads the compiled part, looking for it in an empty folder."""
     from kvboost_edge_cuda import library
 
@@ -30,14 +28,14 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     library.unavailable_reason.cache_clear()
 
 
-def say_built_for(monkeypatch: pytest.MonkeyPatch, version: str, cuda: str | None) -> None:
+def say_built_for(monkeypatch, version, cuda):
     note = types.ModuleType("kvboost_edge_cuda.built_for")
-    note.TORCH, note.CUDA = version, cuda  # type: ignore[attr-defined]
+    note.TORCH, note.CUDA = version, cuda
     monkeypatch.setitem(sys.modules, "kvboost_edge_cuda.built_for", note)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: note)
 
 
-def test_without_a_compiled_part_it_imports_and_says_what_is_missing(library: Any) -> None:
+def test_without_a_compiled_part_it_imports_and_says_what_is_missing(library):
     import kvboost_edge_cuda
 
     q = torch.zeros(1, 1, 1, 64, dtype=torch.float16)
@@ -46,9 +44,7 @@ def test_without_a_compiled_part_it_imports_and_says_what_is_missing(library: An
     assert "no compiled part" in library.unavailable_reason()
 
 
-def test_one_built_for_another_torch_is_refused_with_both_versions(
-    library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_built_for_another_torch_is_refused_with_both_versions(library, tmp_path, monkeypatch):
     (tmp_path / "_compiled.so").write_bytes(b"not looked at")
     say_built_for(monkeypatch, "2.6.0+cu118", "11.8")
     said = library.unavailable_reason()
@@ -57,14 +53,14 @@ def test_one_built_for_another_torch_is_refused_with_both_versions(
     assert "FORCE_CUDA=1 pip install" in said
 
 
-def test_one_that_cannot_be_loaded_is_named(library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_loaded_is_named(library, tmp_path, monkeypatch):
     (tmp_path / "_compiled.so").write_bytes(b"no library")
     say_built_for(monkeypatch, torch.__version__, torch.version.cuda)
     assert "_compiled.so of kvboost_edge_cuda cannot be loaded" in library.unavailable_reason()
 
 
 @pytest.fixture
-def run_setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+def run_setup(monkeypatch, tmp_path):
     """Runs a copy of setup.py with a value of FORCE_CUDA; the arguments it calls setuptools with."""
     copy = Path(shutil.copytree(ROOT / "cuda_ext", tmp_path / "cuda_ext", ignore=shutil.ignore_patterns("__pycache__")))
     monkeypatch.chdir(copy)
@@ -72,8 +68,8 @@ def run_setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str]
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
     monkeypatch.setattr(sys, "path", sys.path.copy())
 
-    def run(force: str) -> dict[str, Any]:
-        given: dict[str, Any] = {}
+    def run(force):
+        given = {}
         monkeypatch.setenv("FORCE_CUDA", force)
         monkeypatch.setattr("setuptools.setup", given.update)
         runpy.run_path("setup.py", run_name="__main__")
@@ -85,7 +81,7 @@ def run_setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str]
 Run = Callable[[str], dict[str, Any]]
 
 
-def have_nvcc(monkeypatch: pytest.MonkeyPatch, folder: Path, release: str) -> None:
+def have_nvcc(monkeypatch, folder, release):
     """torch is built with CUDA, and there is an nvcc of this release."""
     nvcc = folder / "home" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
@@ -95,9 +91,7 @@ def have_nvcc(monkeypatch: pytest.MonkeyPatch, folder: Path, release: str) -> No
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(folder / "home"))
 
 
-def test_without_cuda_the_python_part_alone_is_installed_unless_it_is_forced(
-    run_setup: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_cuda_the_python_part_alone_is_installed_unless_it_is_forced(run_setup, monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert run_setup("0") == {}
     assert "installed without its compiled part: torch" in capsys.readouterr().err
@@ -105,23 +99,21 @@ def test_without_cuda_the_python_part_alone_is_installed_unless_it_is_forced(
         run_setup("1")
 
 
-def test_without_nvcc_it_says_where_it_looked(run_setup: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_nvcc_it_says_where_it_looked(run_setup, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", "12.4")
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path / "nowhere"))
     with pytest.raises(SystemExit, match=r"no nvcc at .*nowhere/bin/nvcc"):
         run_setup("1")
 
 
-def test_an_old_cuda_is_refused(run_setup: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_old_cuda_is_refused(run_setup, monkeypatch, tmp_path):
     have_nvcc(monkeypatch, tmp_path, "11.7")
     with pytest.raises(SystemExit, match=r"CUDA 11\.7; it takes 11\.8"):
         run_setup("1")
 
 
 @pytest.mark.parametrize(("release", "first"), [("11.8", "7.0"), ("12.4", "7.0"), ("13.0", "7.5")])
-def test_with_cuda_every_source_is_built_for_every_architecture(
-    release: str, first: str, run_setup: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_with_cuda_every_source_is_built_for_every_architecture(release, first, run_setup, monkeypatch, tmp_path):
     have_nvcc(monkeypatch, tmp_path, release)
     (extension,) = run_setup("1")["ext_modules"]
     sources = {Path(source).name for source in extension.sources}

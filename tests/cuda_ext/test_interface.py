@@ -1,48 +1,46 @@
 """The extension's functions as a user calls them: against the oracle, and what they refuse."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from helpers.cuda.standin import DEVICE, StandIn, standing_in
+from helpers.cuda.standin import DEVICE, standing_in
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Iterator[tuple[Any, StandIn | None]]:
+def loaded():
     with standing_in() as both:
         yield both
 
 
 @pytest.fixture
-def kernels(loaded: tuple[Any, StandIn | None]) -> Any:
+def kernels(loaded):
     return loaded[0]
 
 
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+def draw(*shape, seed=0, dtype=torch.float16):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def ints(values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
 def oracle(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q,
+    k,
+    v,
     *,
-    scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scale=None,
+    window=(-1, -1),
+    softcap=0.0,
+    sinks=None,
+):
     """One sequence in float64: q [len_q, heads, dim], k and v [len_k, kv_heads, dim] -> out, lse [heads, len_q]."""
     times = q.shape[1] // k.shape[1]
     wide = [x.double().repeat_interleave(times, dim=1).transpose(0, 1) for x in (k, v)]
@@ -59,7 +57,7 @@ def oracle(
     return (weights @ wide[1]).transpose(0, 1), lse
 
 
-def assert_near(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
+def assert_near(got, wanted):
     off = 2e-3 if got[0].dtype == torch.float16 else 2e-2
     torch.testing.assert_close(got[0].double(), wanted[0], rtol=0, atol=off)
     torch.testing.assert_close(got[1].double(), wanted[1], rtol=1e-4, atol=1e-3)
@@ -78,9 +76,7 @@ def assert_near(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tens
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
-def test_sequences_of_one_length(
-    kernels: Any, len_q: int, len_k: int, options: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_sequences_of_one_length(kernels, len_q, len_k, options, dtype):
     q, k, v = (draw(2, rows, heads, 64, dtype=dtype) for rows, heads in ((len_q, 6), (len_k, 2), (len_k, 2)))
     sinks = draw(6, seed=1, dtype=torch.float32) if "softcap" in options else None
     out, lse = kernels.flash_attn_func(q, k, v, **options, sinks=sinks, return_softmax_lse=True)
@@ -98,7 +94,7 @@ def test_sequences_of_one_length(
 
 @pytest.mark.parametrize("head_dim", [24, 96, 136])
 @pytest.mark.parametrize("paged", [False, True])
-def test_sequences_of_many_lengths(kernels: Any, head_dim: int, paged: bool) -> None:
+def test_sequences_of_many_lengths(kernels, head_dim, paged):
     lens_q, lens_k = [1, 0, 30, 4], [37, 5, 12, 64]
     starts = [ints([0, *torch.tensor(lens).cumsum(0).tolist()]) for lens in (lens_q, lens_k)]
     q, k, v = (draw(sum(n), heads, head_dim, seed=heads) for n, heads in ((lens_q, 4), (lens_k, 2), (lens_k, 2)))
@@ -125,7 +121,7 @@ def test_sequences_of_many_lengths(kernels: Any, head_dim: int, paged: bool) -> 
 
 @pytest.mark.parametrize("where", ["rows", "indexed rows", "blocks"])
 @pytest.mark.parametrize("num_splits", [0, 3])
-def test_a_cache_that_new_keys_are_put_into(kernels: Any, where: str, num_splits: int) -> None:
+def test_a_cache_that_new_keys_are_put_into(kernels, where, num_splits):
     seqlens, new, room = [30, 0, 77], 4, 96
     q, k, v = draw(3, new, 6, 64), draw(3, new, 2, 64, seed=1), draw(3, new, 2, 64, seed=2)
     held = [draw(3, room, 2, 64, seed=seed) for seed in (3, 4)]
@@ -156,7 +152,7 @@ def test_a_cache_that_new_keys_are_put_into(kernels: Any, where: str, num_splits
     assert changed == 2 * 3 * new * 2, "as many rows of the cache as there are new keys and values, and no others"
 
 
-def test_a_cache_without_lengths_is_full_and_an_int_is_every_sequences_length(kernels: Any) -> None:
+def test_a_cache_without_lengths_is_full_and_an_int_is_every_sequences_length(kernels):
     q, k, v = draw(2, 1, 4, 64), draw(2, 50, 4, 64, seed=1), draw(2, 50, 4, 64, seed=2)
     whole, part = kernels.flash_attn_with_kvcache(q, k, v), kernels.flash_attn_with_kvcache(q, k, v, cache_seqlens=20)
     for row in range(2):
@@ -164,7 +160,7 @@ def test_a_cache_without_lengths_is_full_and_an_int_is_every_sequences_length(ke
         torch.testing.assert_close(part[row].double(), oracle(q[row], k[row, :20], v[row, :20])[0], rtol=0, atol=2e-3)
 
 
-def test_queries_of_any_strides_are_taken(kernels: Any) -> None:
+def test_queries_of_any_strides_are_taken(kernels):
     q, k, v = draw(1, 6, 33, 64).transpose(1, 2), draw(1, 2, 33, 64, seed=1).transpose(1, 2), draw(1, 33, 2, 64, seed=2)
     odd = torch.empty(1, 33, 6, 65, dtype=q.dtype, device=DEVICE)[..., 1:]
     odd.copy_(q)
@@ -173,7 +169,7 @@ def test_queries_of_any_strides_are_taken(kernels: Any) -> None:
     assert torch.equal(kernels.flash_attn_func(odd, k, v, causal=True), expected)
 
 
-def test_names_and_order_are_flash_attns(kernels: Any) -> None:
+def test_names_and_order_are_flash_attns(kernels):
     tail = "softcap alibi_slopes deterministic return_attn_probs".split()
     varlen = (
         "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size".split()
@@ -210,12 +206,12 @@ Q, KV = (1, 4, 4, 64), (1, 8, 2, 64)
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_what_is_not_supported_is_refused_by_name(kernels: Any, function: str, given: dict[str, Any]) -> None:
+def test_what_is_not_supported_is_refused_by_name(kernels, function, given):
     with pytest.raises(NotImplementedError, match=next(iter(given))):
         getattr(kernels, function)(draw(*Q), draw(*KV), draw(*KV), **given)
 
 
-def test_gradients_head_dims_and_dtypes_are_refused_by_name(kernels: Any) -> None:
+def test_gradients_head_dims_and_dtypes_are_refused_by_name(kernels):
     k = draw(*KV)
     with pytest.raises(NotImplementedError, match="backward"):
         kernels.flash_attn_func(draw(*Q).requires_grad_(), k, k)
@@ -228,10 +224,10 @@ def test_gradients_head_dims_and_dtypes_are_refused_by_name(kernels: Any) -> Non
 
 
 Call = Callable[[Any], object]
-VARLEN: dict[str, Any] = {"max_seqlen_q": 4, "max_seqlen_k": 8}
+VARLEN = {"max_seqlen_q": 4, "max_seqlen_k": 8}
 
 
-def varlen(kernels: Any, starts_q: list[int], starts_k: list[int], **more: Any) -> object:
+def varlen(kernels, starts_q, starts_k, **more):
     k = more.pop("k", draw(8, 2, 64))
     return kernels.flash_attn_varlen_func(draw(4, 4, 64), k, k, ints(starts_q), ints(starts_k), **(VARLEN | more))
 
@@ -263,9 +259,7 @@ def varlen(kernels: Any, starts_q: list[int], starts_k: list[int], **more: Any) 
         (lambda kernels: kernels.copy_blocks([draw(2, 4)], [(0, 1)]), "16 n bytes"),
     ],
 )  # fmt: skip
-def test_indices_out_of_bounds_are_refused_before_a_launch(
-    loaded: tuple[Any, StandIn | None], call: Call, message: str
-) -> None:
+def test_indices_out_of_bounds_are_refused_before_a_launch(loaded, call, message):
     kernels, standin = loaded
     before = standin.launches if standin else 0
     with pytest.raises(ValueError, match=message):
@@ -273,16 +267,16 @@ def test_indices_out_of_bounds_are_refused_before_a_launch(
     assert (standin.launches if standin else 0) == before
 
 
-def blocks(kernels: Any, table: list[Any]) -> object:
+def blocks(kernels, table):
     """One sequence of 20 keys in blocks of 16, in a pool of 3."""
     return varlen(kernels, [0, 4], [0, 20], k=draw(3, 16, 2, 64), max_seqlen_k=20, block_table=ints(table))
 
 
-def cached(kernels: Any, **more: Any) -> object:
+def cached(kernels, **more):
     return kernels.flash_attn_with_kvcache(draw(1, 1, 4, 64), draw(1, 8, 2, 64), draw(1, 8, 2, 64), **more)
 
 
-def slots(kernels: Any, values: list[int]) -> object:
+def slots(kernels, values):
     cache = draw(2, 16, 2, 64)
     return kernels.write_kv(draw(2, 2, 64), draw(2, 2, 64), cache, cache, ints(values, torch.int64))
 
@@ -296,21 +290,19 @@ def slots(kernels: Any, values: list[int]) -> object:
         ((Q, (2, 8, 2, 64), (2, 8, 2, 64)), "2 sequences, q of 1"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_the_operator(
-    kernels: Any, shapes: tuple[tuple[int, ...], ...], message: str
-) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_the_operator(kernels, shapes, message):
     with pytest.raises(RuntimeError, match=message):
         kernels.flash_attn_func(*(draw(*shape) for shape in shapes))
 
 
-def test_blocks_that_are_no_multiple_of_16_and_mixed_dtypes_are_refused(kernels: Any) -> None:
+def test_blocks_that_are_no_multiple_of_16_and_mixed_dtypes_are_refused(kernels):
     with pytest.raises(RuntimeError, match="multiple of 16"):
         varlen(kernels, [0, 4], [0, 8], k=draw(3, 24, 2, 64), block_table=ints([[0]]))
     with pytest.raises(RuntimeError, match="BFloat16"):
         kernels.flash_attn_func(draw(*Q), draw(*KV, dtype=torch.bfloat16), draw(*KV, dtype=torch.bfloat16))
 
 
-def test_a_token_without_a_slot_is_passed_over(kernels: Any) -> None:
+def test_a_token_without_a_slot_is_passed_over(kernels):
     keys, cache = draw(3, 2, 64), torch.zeros(2, 16, 2, 64, dtype=torch.float16, device=DEVICE)
     other = cache.clone()
     kernels.write_kv(keys, 2 * keys, cache, other, ints([5, -1, 30], torch.int64))
@@ -320,7 +312,7 @@ def test_a_token_without_a_slot_is_passed_over(kernels: Any) -> None:
     assert torch.equal(other, 2 * expected)
 
 
-def test_a_copied_block_may_be_copied_on(kernels: Any) -> None:
+def test_a_copied_block_may_be_copied_on(kernels):
     pools = [draw(4, 16, 2, 24), draw(4, 32, 1, 64, seed=1)]
     expected = [pool[[1, 1, 2, 1]].clone() for pool in pools]
     kernels.copy_blocks(pools, [(1, 3), (3, 0)])

@@ -1,9 +1,5 @@
 """Answers go into the next turn with the ids they were generated with, for their tenant alone, in bounded memory."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from helpers.engine.fake_runner import fake_tokenizer
@@ -14,7 +10,7 @@ from kvboost_edge.text.answers import encode_with_answers
 A, B = b"a" * 32, b"b" * 32
 
 
-def test_a_store_keeps_the_latest_of_each_root() -> None:
+def test_a_store_keeps_the_latest_of_each_root():
     store = AnswerStore()
     store.keep(A, A, "uti", [316, 89])
     store.keep(A, A, "uti", [42507])
@@ -32,7 +28,7 @@ def test_a_store_keeps_the_latest_of_each_root() -> None:
 class Pairs:
     """A tokenizer of characters that makes one id (1000 + code) of a doubled one; single ids decode alike."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text, add_special_tokens=True):
         ids, i = [], 0
         while i < len(text):
             doubled = text[i : i + 2] == text[i] * 2
@@ -40,7 +36,7 @@ class Pairs:
             i += 1 + doubled
         return ids
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(i - 1000) * 2 if i >= 1000 else chr(i) for i in ids)
 
 
@@ -57,28 +53,26 @@ class Pairs:
         ("u:hi", ["away"], {"away": "a w a y"}, "u : h i"),
     ],
 )  # fmt: skip
-def test_kept_ids_stand_where_the_answer_stands_once(
-    text: str, answers: list[str], kept: dict[str, str], wanted: str
-) -> None:
-    def ids(spaced: str) -> list[int]:
+def test_kept_ids_stand_where_the_answer_stands_once(text, answers, kept, wanted):
+    def ids(spaced):
         return [Pairs().encode(part.replace("_", " "))[0] for part in spaced.split()]
 
-    found: Any = {name: ids(value) for name, value in kept.items()}.get
-    tokenizer: Any = Pairs()
+    found = {name: ids(value) for name, value in kept.items()}.get
+    tokenizer = Pairs()
     assert encode_with_answers(text, answers, tokenizer, found) == ids(wanted)
 
 
-def test_without_answers_the_ids_are_the_tokenizers() -> None:
+def test_without_answers_the_ids_are_the_tokenizers():
     tokenizer = fake_tokenizer()
     assert encode_with_answers("hello", ["el"], tokenizer, lambda text: None) == tokenizer.encode("hello")
 
 
-def test_the_next_turn_of_a_chat_finds_the_whole_last_one() -> None:
+def test_the_next_turn_of_a_chat_finds_the_whole_last_one():
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=200, seed=1) as engine:
         missed = 0
         special = dict.fromkeys(engine._parts.eos_token_ids, -100.0)  # such as an answer's text does not show
         for number in range(6):
-            chat: list[dict[str, str]] = [{"role": "user", "content": f"Tell me of {number}."}]
+            chat = [{"role": "user", "content": f"Tell me of {number}."}]
             first = engine.generate(chat, 60, temperature=1.5, logit_bias=special, tenant="a")
             chat += [{"role": "assistant", "content": first.output_text}, {"role": "user", "content": "And then?"}]
             kept = engine.kept_answers(tenant="a").find(first.output_text)
@@ -94,7 +88,7 @@ def test_the_next_turn_of_a_chat_finds_the_whole_last_one() -> None:
         assert missed, "some of what was sampled is not what the tokenizer would write"
 
 
-def test_salts_of_one_tenant_do_not_push_out_another_s_answers() -> None:
+def test_salts_of_one_tenant_do_not_push_out_another_s_answers():
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=200, seed=1) as engine:
         chat = [{"role": "user", "content": "Tell me of it."}]
         text = engine.generate(chat, 20, tenant="a").output_text

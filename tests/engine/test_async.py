@@ -1,38 +1,32 @@
 """The asyncio forms: results, streams, cancellation, a loop that goes away."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from helpers.engine.fake_runner import expected_tokens, fake_engine, hold_passes, runner_of
-from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
-from kvboost_edge.engine.request import Request
 from kvboost_edge.errors import KVBoostError, RequestError
 
 
 @pytest.fixture
-def engine() -> Iterator[CPUPagedEngine]:
+def engine():
     with fake_engine() as engine:
         yield engine
 
 
-async def drained(engine: CPUPagedEngine) -> None:
+async def drained(engine):
     """A request queued behind a cancel is done after it; then nothing is held."""
     await engine.agenerate([1], max_new_tokens=1)
     assert engine.paged_stats()["used_blocks"] == 0
     assert not engine._core._live
 
 
-async def test_many_at_once_equal_single_runs(engine: CPUPagedEngine) -> None:
+async def test_many_at_once_equal_single_runs(engine):
     prompts = [[i] * (10 + i) for i in range(12)]
     results = await asyncio.gather(*(engine.agenerate(prompt, max_new_tokens=9) for prompt in prompts))
     for prompt, result in zip(prompts, results, strict=True):
@@ -40,13 +34,13 @@ async def test_many_at_once_equal_single_runs(engine: CPUPagedEngine) -> None:
     await drained(engine)
 
 
-async def test_astream_gives_the_text(engine: CPUPagedEngine) -> None:
+async def test_astream_gives_the_text(engine):
     pieces = [piece async for piece in engine.astream([1, 2, 3], max_new_tokens=20)]
     assert all(pieces)
     assert "".join(pieces) == engine.generate([1, 2, 3], max_new_tokens=20).output_text
 
 
-async def test_cancelling_the_task_cancels_the_request(engine: CPUPagedEngine) -> None:
+async def test_cancelling_the_task_cancels_the_request(engine):
     started = asyncio.Event()
     loop = asyncio.get_running_loop()
     runner_of(engine).on_forward = lambda batch: loop.call_soon_threadsafe(started.set) and None
@@ -59,14 +53,12 @@ async def test_cancelling_the_task_cancels_the_request(engine: CPUPagedEngine) -
     await drained(engine)
 
 
-async def test_cancelling_while_the_prompt_is_tokenized(
-    engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelling_while_the_prompt_is_tokenized(engine, monkeypatch):
     entered, go, submitted = threading.Event(), threading.Event(), threading.Event()
-    handles: list[RequestHandle] = []
+    handles = []
     real = engine._submit
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
+    def slow(*args, **kwargs):
         entered.set()
         assert go.wait(30)
         handles.append(real(*args, **kwargs))
@@ -86,18 +78,16 @@ async def test_cancelling_while_the_prompt_is_tokenized(
     await drained(engine)
 
 
-async def test_the_clock_starts_before_the_prompt_waits_for_a_thread(
-    engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    got_a_thread: list[float] = []
-    entered: list[float] = []
+async def test_the_clock_starts_before_the_prompt_waits_for_a_thread(engine, monkeypatch):
+    got_a_thread = []
+    entered = []
     real = engine._submit
 
-    async def to_thread(call: Callable[[], RequestHandle]) -> RequestHandle:
+    async def to_thread(call):
         got_a_thread.append(time.perf_counter())
         return call()
 
-    def submit(request: Request) -> RequestHandle:
+    def submit(request):
         entered.append(request.entered_at)
         return real(request)
 
@@ -110,21 +100,21 @@ async def test_the_clock_starts_before_the_prompt_waits_for_a_thread(
     assert all(start <= thread for start, thread in zip(entered, got_a_thread, strict=True))
 
 
-async def test_events_are_taken_under_the_lock() -> None:
+async def test_events_are_taken_under_the_lock():
     """Two readers, in whatever threads, never get the same event."""
     handle = RequestHandle(0, lambda index: None)
 
     class Guarded(deque[TokenEvent]):
-        def popleft(self) -> TokenEvent:
-            assert handle._lock._is_owned()  # type: ignore[attr-defined]
+        def popleft(self):
+            assert handle._lock._is_owned()
             return super().popleft()
 
     events = [TokenEvent(i, "", 0.0) for i in range(3)]
     handle._events = Guarded(events)
     handle._finish(None, KVBoostError("the end"))
-    taken: list[TokenEvent] = []
+    taken = []
 
-    async def read() -> None:
+    async def read():
         async for event in handle.aevents():
             taken.append(event)
 
@@ -133,15 +123,15 @@ async def test_events_are_taken_under_the_lock() -> None:
     assert taken == events
 
 
-async def test_leaving_a_stream_cancels(engine: CPUPagedEngine) -> None:
+async def test_leaving_a_stream_cancels(engine):
     stream = engine.astream([1, 2, 3], max_new_tokens=None)
     async for _ in stream:
         break
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     await drained(engine)
 
 
-async def test_errors_reach_the_awaiting_task(engine: CPUPagedEngine) -> None:
+async def test_errors_reach_the_awaiting_task(engine):
     with pytest.raises(RequestError, match="the prompt is empty"):
         await engine.agenerate([])
     runner_of(engine).nan_for = {3}
@@ -153,13 +143,13 @@ async def test_errors_reach_the_awaiting_task(engine: CPUPagedEngine) -> None:
     await drained(engine)
 
 
-def test_a_loop_that_is_gone_cancels_its_requests(engine: CPUPagedEngine) -> None:
+def test_a_loop_that_is_gone_cancels_its_requests(engine):
     go = threading.Event()
     hold_passes(engine, go)
     handle = engine.submit([1, 2, 3], max_new_tokens=None)
     loop = asyncio.new_event_loop()
 
-    async def listen() -> None:
+    async def listen():
         handle._listen()
 
     loop.run_until_complete(listen())
@@ -169,12 +159,12 @@ def test_a_loop_that_is_gone_cancels_its_requests(engine: CPUPagedEngine) -> Non
     gc.collect()
 
 
-async def test_a_whole_result_wakes_the_loop_once(engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_whole_result_wakes_the_loop_once(engine, monkeypatch):
     """A wake-up for every token would take the engine thread's time and give nothing."""
     loop = asyncio.get_running_loop()
     real, wakes = loop.call_soon_threadsafe, []
 
-    def counted(callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def counted(callback, *args, **kwargs):
         wakes.append(callback)
         return real(callback, *args, **kwargs)
 
@@ -189,7 +179,7 @@ async def test_a_whole_result_wakes_the_loop_once(engine: CPUPagedEngine, monkey
     assert len(wakes) == 1
 
 
-async def test_batches_hold_all_that_is_there_and_end_with_the_result(engine: CPUPagedEngine) -> None:
+async def test_batches_hold_all_that_is_there_and_end_with_the_result(engine):
     handle = engine.submit([1, 2, 3], max_new_tokens=20, ignore_eos=True)
     await asyncio.to_thread(handle.result)
     batches = [batch async for batch in handle.abatches()]
@@ -204,12 +194,12 @@ async def test_batches_hold_all_that_is_there_and_end_with_the_result(engine: CP
             pass
 
 
-async def test_wakes_before_the_loop_runs_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wakes_before_the_loop_runs_are_one(monkeypatch):
     """Each is a system call of the engine thread; with many streams there is one for each in every step."""
     loop = asyncio.get_running_loop()
     real, wakes = loop.call_soon_threadsafe, []
 
-    def counted(callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def counted(callback, *args, **kwargs):
         wakes.append(callback)
         return real(callback, *args, **kwargs)
 

@@ -1,10 +1,5 @@
 """Each kind of bad input: an error that names what is wrong, nothing held, and the next request is fine."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -27,7 +22,7 @@ NAN, INF = float("nan"), float("inf")
 CANARY = [5, 6, 7]
 REUSE = {"mode": GenerationMode.CHUNK_KV_REUSE}
 
-BAD_PROMPTS: list[tuple[Any, str]] = [
+BAD_PROMPTS = [
     ("", "the prompt is empty"),
     ([], "the prompt is empty"),
     (np.array([], np.int64), "the prompt is empty"),
@@ -55,7 +50,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([1] * (CONTEXT + 1), "the prompt has 401 tokens"),
 ]
 
-BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+BAD_OPTIONS = [
     ({"max_new_tokens": -1}, "max_new_tokens=-1 must be at least 0"),
     ({"max_new_tokens": -3}, "max_new_tokens=-3"),
     ({"max_new_tokens": 2.0}, r"max_new_tokens=2\.0 must be an integer"),
@@ -130,13 +125,13 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[CPUPagedEngine]:
+def engine():
     with fake_engine() as engine:
         yield engine
 
 
 @pytest.fixture
-def canary(engine: CPUPagedEngine) -> Iterator[None]:
+def canary(engine):
     """After the test nothing is held and the next request is fine."""
     yield
     stats = engine.paged_stats()
@@ -146,21 +141,21 @@ def canary(engine: CPUPagedEngine) -> Iterator[None]:
 
 @pytest.mark.usefixtures("canary")
 @pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=lambda v: repr(v).partition(" at 0x")[0][:30])
-def test_bad_prompts(engine: CPUPagedEngine, prompt: Any, message: str) -> None:
+def test_bad_prompts(engine, prompt, message):
     with pytest.raises(RequestError, match=message):
         engine.generate(prompt, max_new_tokens=8)
 
 
 @pytest.mark.usefixtures("canary")
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda v: repr(v)[:40])
-def test_bad_options(engine: CPUPagedEngine, options: dict[str, Any], message: str) -> None:
+def test_bad_options(engine, options, message):
     for call in (engine.submit, engine.stream, lambda p, **o: engine.generate_batch([CANARY, p], **o)):
         with pytest.raises(RequestError, match=message):
             call(CANARY, **options)
 
 
 @pytest.mark.usefixtures("canary")
-def test_bad_batches(engine: CPUPagedEngine) -> None:
+def test_bad_batches(engine):
     with pytest.raises(RequestError, match="prompts must be a list of prompts, not str"):
         engine.generate_batch("text")
     with pytest.raises(RequestError, match="sampling has 1 entries for 2 prompts"):
@@ -172,7 +167,7 @@ def test_bad_batches(engine: CPUPagedEngine) -> None:
 
 
 @pytest.mark.usefixtures("canary")
-def test_bad_warm_logits_and_verify(engine: CPUPagedEngine) -> None:
+def test_bad_warm_logits_and_verify(engine):
     with pytest.raises(RequestError, match=r"position_offset=399 .* context of 400"):
         engine.warm([1, 2], position_offset=399)
     with pytest.raises(RequestError, match="the prompt is empty"):
@@ -184,7 +179,7 @@ def test_bad_warm_logits_and_verify(engine: CPUPagedEngine) -> None:
     with pytest.raises(RequestError, match="start=-1"):
         engine.logits([1, 2, 3], start=-1)
     with pytest.raises(RequestError, match=r"start=1\.5 must be an integer"):
-        engine.logits([1, 2, 3], start=1.5)  # type: ignore[arg-type]
+        engine.logits([1, 2, 3], start=1.5)
     with pytest.raises(RequestError, match="not text"):
         engine.logits("abc")
     with pytest.raises(RequestError, match="prompts is an empty list"):
@@ -212,12 +207,12 @@ def test_bad_warm_logits_and_verify(engine: CPUPagedEngine) -> None:
     ],
     ids=lambda v: repr(v)[:40],
 )
-def test_bad_engine_options(options: dict[str, Any], message: str) -> None:
+def test_bad_engine_options(options, message):
     with pytest.raises(ConfigError, match=message):
         CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options)
 
 
-def test_numpy_numbers_are_numbers(engine: CPUPagedEngine) -> None:
+def test_numpy_numbers_are_numbers(engine):
     options = {
         "max_new_tokens": np.int64(4),
         "temperature": np.float32(0.5),
@@ -228,7 +223,7 @@ def test_numpy_numbers_are_numbers(engine: CPUPagedEngine) -> None:
     assert one.output_token_ids == engine.generate(CANARY, 4, temperature=0.5, top_k=5, seed=3).output_token_ids
 
 
-def test_the_whole_context_may_be_filled(engine: CPUPagedEngine) -> None:
+def test_the_whole_context_may_be_filled(engine):
     result = engine.generate([1] * (CONTEXT - 2), max_new_tokens=None, ignore_eos=True)
     assert (result.generated_tokens, result.finish_reason) == (2, "length")
     assert engine.generate([1] * (CONTEXT - 1), max_new_tokens=1, ignore_eos=True).finish_reason == "length"
@@ -240,15 +235,15 @@ SPEC = KVSpec((LayerKVSpec(2, 64),) * 4, 16, "float32")  # 4 * 2 * 2 * 64 * 16 *
 GB = 10**9
 
 
-def runner_info(spec: KVSpec, weight_bytes: int = 0, *, copies_kv: bool = False) -> RunnerInfo:
+def runner_info(spec, weight_bytes=0, *, copies_kv=False):
     return RunnerInfo("some", "llama", "float32", VOCAB_SIZE, 2048, weight_bytes, spec, copies_kv=copies_kv)
 
 
-def plan(available: int, **options: Any) -> int:
+def plan(available, **options):
     return plan_num_blocks(EngineConfig(**options), runner_info(SPEC, 2 * GB), available)
 
 
-def test_pool_sizes() -> None:
+def test_pool_sizes():
     assert SPEC.bytes_per_block == 65_536
     assert plan(GB, num_blocks=7) == 7
     assert plan(GB, max_chunks=9) == 9
@@ -258,7 +253,7 @@ def test_pool_sizes() -> None:
     assert plan(65_536) == 1
 
 
-def test_a_runner_that_copies_keys_needs_the_pool_twice() -> None:
+def test_a_runner_that_copies_keys_needs_the_pool_twice():
     copying, needed = runner_info(SPEC, 2 * GB, copies_kv=True), 2 * 100 * SPEC.bytes_per_block
     config = EngineConfig(num_blocks=100)
     assert plan_num_blocks(config, copying, needed) == 100
@@ -268,7 +263,7 @@ def test_a_runner_that_copies_keys_needs_the_pool_twice() -> None:
     assert plan_num_blocks(EngineConfig(), copying, 400 * SPEC.bytes_per_block) == 100
 
 
-def test_how_many_run_together_follows_from_the_pool() -> None:
+def test_how_many_run_together_follows_from_the_pool():
     for blocks, count in ((1, 1), (31, 1), (64, 2), (1024, 32), (2048, 64), (10**6, 64)):
         assert most_sequences(EngineConfig(), blocks, 16) == count
         assert num_open_blocks(EngineConfig(), blocks, 16) == count + 1
@@ -277,7 +272,7 @@ def test_how_many_run_together_follows_from_the_pool() -> None:
         assert engine.paged_stats()["max_num_seqs"] == 3
 
 
-def test_a_pool_of_unknown_concurrency_fits_its_budget_with_the_open_blocks() -> None:
+def test_a_pool_of_unknown_concurrency_fits_its_budget_with_the_open_blocks():
     block, one_open = QUANTIZED.bytes_per_block, QUANTIZED.bytes_per_open_block
     for budget in range(3 * block + 2 * one_open, 4000 * block, 37 * block + 11):
         config = EngineConfig(kv_cache_bits=8, max_cache_bytes=budget)
@@ -289,13 +284,13 @@ def test_a_pool_of_unknown_concurrency_fits_its_budget_with_the_open_blocks() ->
 QUANTIZED = KVSpec((LayerKVSpec(2, 64),) * 4, 16, "float16", (8, 8))
 
 
-def test_a_quantized_pool_is_planned_with_its_open_blocks() -> None:
-    options: dict[str, Any] = {"kv_cache_bits": 8, "max_num_seqs": 3}
+def test_a_quantized_pool_is_planned_with_its_open_blocks():
+    options = {"kv_cache_bits": 8, "max_num_seqs": 3}
     block, open_bytes = QUANTIZED.bytes_per_block, 4 * QUANTIZED.bytes_per_open_block
     assert block < SPEC.bytes_per_block // 3
     assert QUANTIZED.bytes_per_open_block == SPEC.bytes_per_block // 2
 
-    def plan_quantized(available: int, **more: Any) -> int:
+    def plan_quantized(available, **more):
         return plan_num_blocks(EngineConfig(**options, **more), runner_info(QUANTIZED), available)
 
     assert plan_quantized(GB) == 128 * 3, "context x max_num_seqs"
@@ -310,7 +305,7 @@ def test_a_quantized_pool_is_planned_with_its_open_blocks() -> None:
     assert planned_pool_bytes(config, QUANTIZED, 2048, 1) == block + open_bytes, "never refused"
 
 
-def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
+def test_what_does_not_fit_is_refused_with_the_arithmetic():
     with pytest.raises(CapacityError, match=r"max_cache_bytes=1000 holds no block: .* 65536 bytes"):
         plan(GB, max_cache_bytes=1000)
     with pytest.raises(CapacityError, match=r"weights 2\.00 GB \+ pool 1\.31 GB .*1\.00 GB are available"):

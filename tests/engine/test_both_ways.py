@@ -1,12 +1,7 @@
 """Embedding models that attend both ways (EmbeddingGemma): transformers' own vectors, and no trace of them anywhere."""
 
-from __future__ import annotations
-
 import logging
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +14,6 @@ from helpers.models.embedding_models import DENSE, save_two_way_model
 from helpers.models.tiny_checkpoints import EOS_ID
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import ConfigError, ModelFormatError, RequestError
 
 RNG = np.random.default_rng(7)
@@ -31,23 +25,23 @@ UNCHANGED = ("used_blocks", "cached_blocks", "free_blocks", "hit_tokens", "miss_
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return save_two_way_model(tmp_path_factory.mktemp("both_ways"))
 
 
-def load(path: Path, **options: Any) -> CPUPagedEngine:
+def load(path, **options):
     options = {"weights": "f32", "num_threads": 1, **options}
     return CPUPagedEngine.from_pretrained(path, **options)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[CPUPagedEngine]:
+def engine(model):
     with load(model) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> np.ndarray:
+def expected(model):
     """transformers' states both ways, their mean, the matrices, and length 1."""
     torch_model = build_tiny_model("gemma3", use_bidirectional_attention=True, attn_implementation="eager").model
     assert torch_model.config.sliding_window == 13
@@ -61,7 +55,7 @@ def expected(model: Path) -> np.ndarray:
     return np.stack(vectors)
 
 
-def test_vectors_are_those_of_transformers(engine: CPUPagedEngine, expected: np.ndarray) -> None:
+def test_vectors_are_those_of_transformers(engine, expected):
     found = engine.embed(TEXTS)
     assert found.shape == (len(TEXTS), DENSE[-1])
     assert engine.embedding_size == DENSE[-1]
@@ -71,12 +65,12 @@ def test_vectors_are_those_of_transformers(engine: CPUPagedEngine, expected: np.
     np.testing.assert_allclose(few, cut, rtol=0, atol=3e-4)
 
 
-def test_the_specification_gives_the_same_vectors(model: Path, expected: np.ndarray) -> None:
+def test_the_specification_gives_the_same_vectors(model, expected):
     with load(model, backend="reference") as engine:
         np.testing.assert_allclose(engine.embed(TEXTS[:-2]), expected[:-2], rtol=0, atol=1e-4)
 
 
-def test_heads_that_fill_no_group_of_32_run_layer_by_layer(tmp_path: Path) -> None:
+def test_heads_that_fill_no_group_of_32_run_layer_by_layer(tmp_path):
     fields = {"head_dim": 20, "num_attention_heads": 2, "num_key_value_heads": 1}
     path = save_two_way_model(tmp_path, dense=(), **fields)
     torch_model = build_tiny_model("gemma3", use_bidirectional_attention=True, attn_implementation="eager", **fields)
@@ -87,7 +81,7 @@ def test_heads_that_fill_no_group_of_32_run_layer_by_layer(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("weights", ["f32", "int8", "int4"])
-def test_vectors_are_the_same_to_the_bit_alone_together_and_on_more_threads(model: Path, weights: str) -> None:
+def test_vectors_are_the_same_to_the_bit_alone_together_and_on_more_threads(model, weights):
     with load(model, weights=weights) as engine:
         alone = np.concatenate([engine.embed([ids]) for ids in TEXTS])
         assert (engine.embed(TEXTS) == alone).all()
@@ -97,8 +91,8 @@ def test_vectors_are_the_same_to_the_bit_alone_together_and_on_more_threads(mode
             assert (engine.embed(TEXTS) == alone).all()
 
 
-def test_tenants_that_embed_at_once_get_the_same_vectors(model: Path, expected: np.ndarray) -> None:
-    found: list[np.ndarray] = []
+def test_tenants_that_embed_at_once_get_the_same_vectors(model, expected):
+    found = []
     with load(model, max_num_seqs=4) as engine:
         calls = [{"tenant": name, "priority": priority} for name, priority in (("a", 0), ("b", 0), ("c", 1))]
         threads = [threading.Thread(target=lambda c=call: found.append(engine.embed(TEXTS, **c))) for call in calls]
@@ -111,9 +105,9 @@ def test_tenants_that_embed_at_once_get_the_same_vectors(model: Path, expected: 
         np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-4)
 
 
-def test_nothing_is_stored_and_nothing_found(engine: CPUPagedEngine) -> None:
+def test_nothing_is_stored_and_nothing_found(engine):
     before = engine.paged_stats()
-    handles: list[RequestHandle] = []
+    handles = []
     for _ in range(2):
         engine.embed([TEXTS[-1], TEXTS[-1]], handles=handles)  # a list that holds some already gets more
     after = engine.paged_stats()
@@ -122,19 +116,19 @@ def test_nothing_is_stored_and_nothing_found(engine: CPUPagedEngine) -> None:
     assert [handle.result().cached_tokens for handle in handles] == [0, 0, 0, 0]
 
 
-def test_texts_get_their_special_tokens(engine: CPUPagedEngine, model: Path) -> None:
+def test_texts_get_their_special_tokens(engine, model):
     ids = AutoTokenizer.from_pretrained(model)("hello")["input_ids"]
     assert engine.tokenizer.encode("hello") == ids
     assert (engine.embed(["hello"]) == engine.embed([ids])).all()
 
 
-def test_a_text_is_bounded_by_the_context(engine: CPUPagedEngine) -> None:
+def test_a_text_is_bounded_by_the_context(engine):
     engine.embed([[1] * 512])
     with pytest.raises(RequestError, match="513 tokens are more than the model's context of 512"):
         engine.embed([[1] * 513])
 
 
-def test_everything_but_vectors_is_refused_by_name(engine: CPUPagedEngine) -> None:
+def test_everything_but_vectors_is_refused_by_name(engine):
     with pytest.raises(RequestError, match="makes embeddings"):
         engine.generate("hello")
     with pytest.raises(RequestError, match="makes embeddings"):
@@ -156,28 +150,26 @@ def test_everything_but_vectors_is_refused_by_name(engine: CPUPagedEngine) -> No
         ({"runner": "torch", "weights": "auto"}, ModelFormatError, "attends causally, and the model both ways"),
     ],
 )
-def test_options_about_what_it_has_not_are_refused(
-    model: Path, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_options_about_what_it_has_not_are_refused(model, options, error, message):
     with pytest.raises(error, match=message):
         load(model, **options)
 
 
-def test_a_loaded_transformers_model_that_attends_both_ways_is_refused(model: Path) -> None:
+def test_a_loaded_transformers_model_that_attends_both_ways_is_refused(model):
     with pytest.raises(ModelFormatError, match="attends causally"):
         CPUPagedEngine(
             build_tiny_model("gemma3", use_bidirectional_attention=True), AutoTokenizer.from_pretrained(model)
         )
 
 
-def test_one_that_does_not_say_how_it_pools_is_refused(tmp_path: Path) -> None:
+def test_one_that_does_not_say_how_it_pools_is_refused(tmp_path):
     path = save_tiny_model("gemma3", tmp_path, use_bidirectional_attention=True)
     with pytest.raises(ModelFormatError, match="nothing says how it pools"):
         load(path)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_a_gguf_file_gives_the_vectors_of_the_directory(tmp_path: Path, kind: str) -> None:
+def test_a_gguf_file_gives_the_vectors_of_the_directory(tmp_path, kind):
     model = save_two_way_model(tmp_path / "dir", query_pre_attn_scalar=32)  # of GGUF it is the heads' size
     path = write_gguf(model, tmp_path / "model.gguf", kind=kind, keys={"pooling_type": 1})
     with load(model) as engine:
@@ -192,7 +184,7 @@ def test_a_gguf_file_gives_the_vectors_of_the_directory(tmp_path: Path, kind: st
             engine.generate("hello")
 
 
-def test_a_gguf_file_says_how_it_pools_as_its_makers_do_or_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_says_how_it_pools_as_its_makers_do_or_is_refused(model, tmp_path):
     path = write_gguf(model, tmp_path / "bare.gguf", keys={"pooling_type": 1}, dense=False)
     with pytest.raises(ModelFormatError, match=r"lacks the tensors dense_2.weight, dense_3.weight.*would not be the"):
         load(path)
@@ -206,7 +198,7 @@ def test_a_gguf_file_says_how_it_pools_as_its_makers_do_or_is_refused(model: Pat
         assert engine.embedding_size == DENSE[-1]
 
 
-def test_the_default_sizes_fit_a_batch_of_long_texts(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_sizes_fit_a_batch_of_long_texts(model, caplog):
     with load(model) as engine, caplog.at_level(logging.WARNING):
         engine.embed([[1] * 512 for _ in range(40)])
         assert engine.paged_stats()["preemptions"] == 0

@@ -1,11 +1,5 @@
 """NaN in embeddings, keys, values, routers or recurrent states ends the request whose token it is, and no other."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -35,7 +29,7 @@ LARGE = {
 WAYS_OUT = ("out_proj.weight", "o_proj.weight", "w2.weight", "down_proj.weight", "output_linear.weight")
 
 
-def of_torch(directory: Path, backend: str) -> CPUPagedEngine:
+def of_torch(directory, backend):
     model = build_tiny_model("mistral")
     assert model.config.sliding_window == 24
     with torch.no_grad():
@@ -45,14 +39,14 @@ def of_torch(directory: Path, backend: str) -> CPUPagedEngine:
     return CPUPagedEngine(model, tokenizer, backend=backend, **options)
 
 
-def changed(model: Path, change: Callable[[dict[str, np.ndarray]], None]) -> Path:
+def changed(model, change):
     tensors = load_file(model / "model.safetensors")
     change(tensors)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     return model
 
 
-def of_router(directory: Path, weights: str) -> CPUPagedEngine:
+def of_router(directory, weights):
     """The embedding's row of the token is NaN, and so is its row of every router."""
     model = changed(save_gpt_oss(directory), lambda tensors: tensors["model.embed_tokens.weight"][BAD].fill(np.nan))
     with pytest.MonkeyPatch.context() as patch:
@@ -63,11 +57,11 @@ def of_router(directory: Path, weights: str) -> CPUPagedEngine:
         return CPUPagedEngine.from_pretrained(model, weights=weights, **options)
 
 
-def of_state(directory: Path, family: str, weights: str) -> CPUPagedEngine:
+def of_state(directory, family, weights):
     """All weights are finite; the token alone has something in channel 0, with which inputs of a mixer are large."""
     name, rows, size = LARGE[family]
 
-    def change(tensors: dict[str, np.ndarray]) -> None:
+    def change(tensors):
         for key, values in tensors.items():
             if key.endswith("embed_tokens.weight"):
                 values[:, 0] = 0
@@ -81,7 +75,7 @@ def of_state(directory: Path, family: str, weights: str) -> CPUPagedEngine:
     return CPUPagedEngine.from_pretrained(changed(save_tiny_model(family, directory), change), weights=weights, **sizes)
 
 
-ENGINES: dict[str, tuple[Any, ...]] = {
+ENGINES = {
     "torch, cpu": (of_torch, "cpu"),
     "torch, torch": (of_torch, "torch"),
     "router": (of_router, "f32"),
@@ -90,7 +84,7 @@ ENGINES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CPUPagedEngine]:
+def engine(request, tmp_path_factory):
     make, *options = ENGINES[request.param]
     with make(tmp_path_factory.mktemp("broken"), *options) as engine:
         yield engine
@@ -99,7 +93,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(
     "bad", [[7, 9, BAD, 31, 8], [*GOOD[:36], BAD, *range(60)], [*range(90, 150), BAD], FAR], ids=len
 )
-def test_the_request_ends_alone_and_nothing_of_it_is_published(engine: CPUPagedEngine, bad: list[int]) -> None:
+def test_the_request_ends_alone_and_nothing_of_it_is_published(engine, bad):
     """In its first pass, inside a later one, with its last token, and where windows hide that token."""
     others = [GOOD[:40], [9, 8, 7], [*GOOD[:20], 4]]
     alone = [engine.generate(prompt, mode="baseline", **OPTIONS).output_token_ids for prompt in others]
@@ -119,7 +113,7 @@ def test_the_request_ends_alone_and_nothing_of_it_is_published(engine: CPUPagedE
         assert engine.generate(prompt, **OPTIONS).output_token_ids == expected
 
 
-def test_a_token_decoded_beside_it_is_unchanged(engine: CPUPagedEngine) -> None:
+def test_a_token_decoded_beside_it_is_unchanged(engine):
     """The pass holds a decode of one row and the broken prefill."""
     options = {**OPTIONS, "max_new_tokens": 100}
     alone = engine.generate(GOOD, mode="baseline", **options).output_token_ids
@@ -131,7 +125,7 @@ def test_a_token_decoded_beside_it_is_unchanged(engine: CPUPagedEngine) -> None:
 
 
 @pytest.mark.parametrize("engine", ["torch, cpu"], indirect=True)
-def test_the_last_row_alone_does_not_show_it(engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_row_alone_does_not_show_it(engine, monkeypatch):
     """The torch backend weighs what a window hides with 0, and 0 * NaN shows."""
     monkeypatch.setattr(PagedPass, "blank_broken", lambda self, logits, logit_rows: None)
     engine.reset_cache()

@@ -1,10 +1,6 @@
 """What is planned before a model is loaded: memory of the packed weights, packages that loading needs."""
 
-from __future__ import annotations
-
 import importlib.util
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +18,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize("weights", ["int4", "int4-asym", "int8", "bf16", "f32"])
-def test_weights_are_weighed_as_they_are_packed(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_weighed_as_they_are_packed(weights, tmp_path, monkeypatch):
     """A large vocabulary beside few layers: with 4 bits the embedding and the head stay at 8 bit, and count so."""
     directory = save_tiny_checkpoint("llama", tmp_path, vocab_size=8000, **WIDE)
     checkpoint = Checkpoint.open(directory)
@@ -37,14 +33,12 @@ def test_weights_are_weighed_as_they_are_packed(weights: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("method", "missing"), [("awq", "gptqmodel"), ("gptq", "optimum"), ("gptq", "gptqmodel")])
-def test_a_package_that_the_torch_runner_needs_is_named(
-    method: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_the_torch_runner_needs_is_named(method, missing, tmp_path, monkeypatch):
     save_tiny_checkpoint("llama", tmp_path, **WIDE)
     quantize_dir(tmp_path, method, group=128, symmetric=True)
     found = importlib.util.find_spec
 
-    def find(name: str, *rest: Any) -> Any:
+    def find(name, *rest):
         return None if name == missing else object() if name in ("gptqmodel", "optimum") else found(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", find)

@@ -1,9 +1,6 @@
 """Documents computed alone: found at other positions to the token, what they were computed behind never found."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,17 +28,17 @@ SEAMS = Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=16)
 BLEND = Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=16, ratio=0.25)
 
 
-def document(number: int, length: int) -> list[int]:
+def document(number, length):
     return random.Random(number).choices(range(256), k=length)
 
 
-def engine_of(num_blocks: int = 96, **options: Any) -> CPUPagedEngine:
+def engine_of(num_blocks=96, **options):
     return fake_engine(
         num_blocks, **{"reuse_gate": "off", "recompute_strategy": "none", "primer_tokens": 64, **options}
     )
 
 
-def test_documents_are_found_at_other_positions_to_the_token() -> None:
+def test_documents_are_found_at_other_positions_to_the_token():
     documents = [document(n, 50 + 7 * n) for n in range(1, 4)]
     with engine_of() as engine:
         warmed = engine.warm(documents=documents)
@@ -57,7 +54,7 @@ def test_documents_are_found_at_other_positions_to_the_token() -> None:
         assert_clean(engine)
 
 
-def test_what_documents_were_computed_behind_is_dropped() -> None:
+def test_what_documents_were_computed_behind_is_dropped():
     text = document(1, 60)
     with engine_of() as engine:
         engine.warm(documents=[text])
@@ -78,7 +75,7 @@ def test_what_documents_were_computed_behind_is_dropped() -> None:
         assert (result.cached_tokens, result.reused_span_tokens) == (0, 60)
 
 
-def test_documents_that_are_there_are_not_computed_again() -> None:
+def test_documents_that_are_there_are_not_computed_again():
     one, two = document(1, 60), document(2, 60)
     with engine_of() as engine:
         engine.warm(documents=[one, one])
@@ -99,7 +96,7 @@ def test_documents_that_are_there_are_not_computed_again() -> None:
         assert runner_of(engine).computed == computed + 128
 
 
-def test_documents_are_computed_behind_the_end_of_the_others() -> None:
+def test_documents_are_computed_behind_the_end_of_the_others():
     documents = [document(n, 40) for n in range(4)]
     with engine_of() as engine:
         read = engine._documents.read
@@ -116,7 +113,7 @@ def test_documents_are_computed_behind_the_end_of_the_others() -> None:
         assert runner_of(engine).computed == 4 * (64 + 48)  # the last block of each is filled up
 
 
-def test_a_text_for_a_position_is_computed_behind_so_many_tokens() -> None:
+def test_a_text_for_a_position_is_computed_behind_so_many_tokens():
     text = document(1, 70)
     with engine_of() as engine:
         warmed = engine.warm(text, position_offset=37)
@@ -128,7 +125,7 @@ def test_a_text_for_a_position_is_computed_behind_so_many_tokens() -> None:
         assert result.reused_span_tokens >= 70 - 15
 
 
-def test_texts_are_encoded_without_what_stands_before_prompts() -> None:
+def test_texts_are_encoded_without_what_stands_before_prompts():
     with engine_of() as engine:
         text = "The bridge at Corran was paid for with tolls on salt, says a letter."
         assert engine.warm(documents=[text]).token_count == len(text.encode())
@@ -151,7 +148,7 @@ def test_texts_are_encoded_without_what_stands_before_prompts() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("engine_wide", [True, False], ids=["engine", "call"])
-def test_documents_are_cut_as_asked(options: dict[str, Any], chunks: int, engine_wide: bool) -> None:
+def test_documents_are_cut_as_asked(options, chunks, engine_wide):
     text = document(1, 128)
     with engine_of(**(options if engine_wide else {})) as engine:
         warmed = engine.warm(documents=[text], **({} if engine_wide else options))
@@ -163,7 +160,7 @@ def test_documents_are_cut_as_asked(options: dict[str, Any], chunks: int, engine
         assert_clean(engine)
 
 
-def test_what_cannot_be_found_is_counted() -> None:
+def test_what_cannot_be_found_is_counted():
     with engine_of() as engine:
         warmed = engine.warm(documents=[document(1, 60), document(2, 31), document(3, 10)])
         assert (warmed.chunks_stored, warmed.token_count, warmed.partial_tail_tokens) == (1, 101, 41)
@@ -177,7 +174,7 @@ def test_what_cannot_be_found_is_counted() -> None:
         assert warmed.partial_tail_tokens == 96 * (8 - warmed.chunks_stored)
 
 
-def test_documents_that_a_tier_keeps_are_loaded_not_computed() -> None:
+def test_documents_that_a_tier_keeps_are_loaded_not_computed():
     tier, texts = DictTier(), [document(n, 96) for n in (1, 2)]
     with engine_of(tiers=[tier]) as engine:
         engine.warm(documents=texts)
@@ -190,7 +187,7 @@ def test_documents_that_a_tier_keeps_are_loaded_not_computed() -> None:
         assert result.reused_span_tokens >= 2 * (96 - 15)
 
 
-def test_one_tenants_documents_are_not_found_by_another() -> None:
+def test_one_tenants_documents_are_not_found_by_another():
     text = document(1, 80)
     with engine_of() as engine:
         engine.warm(documents=[text], tenant="a", cache_salt="s")
@@ -200,7 +197,7 @@ def test_one_tenants_documents_are_not_found_by_another() -> None:
         assert engine.generate(prompt, 1, mode=REUSE, tenant="a", cache_salt="s").reused_span_tokens >= 65
 
 
-def test_documents_are_evicted_as_others_are_and_can_be_warmed_again() -> None:
+def test_documents_are_evicted_as_others_are_and_can_be_warmed_again():
     with engine_of(num_blocks=40) as engine:
         text = document(1, 96)
         assert engine.warm(documents=[text]).chunks_stored == 1
@@ -246,7 +243,7 @@ def test_documents_are_evicted_as_others_are_and_can_be_warmed_again() -> None:
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_by_value_and_name(arguments: dict[str, Any], words: str) -> None:
+def test_bad_arguments_are_refused_by_value_and_name(arguments, words):
     with engine_of() as engine:
         with pytest.raises(RequestError, match=words):
             engine.warm(**arguments)
@@ -254,7 +251,7 @@ def test_bad_arguments_are_refused_by_value_and_name(arguments: dict[str, Any], 
         assert_clean(engine)
 
 
-def test_where_nothing_is_reused_at_other_positions_documents_are_refused() -> None:
+def test_where_nothing_is_reused_at_other_positions_documents_are_refused():
     with engine_of() as engine:
         runner_of(engine).moved_keys_refusal = "it has no keys"
         for arguments in ({"documents": [[1] * 40]}, {"text": [1] * 40, "position_offset": 8}):
@@ -276,14 +273,12 @@ def test_where_nothing_is_reused_at_other_positions_documents_are_refused() -> N
     ],
     ids=str,
 )
-def test_engine_options_that_contradict_are_refused_before_a_model_is_looked_for(
-    options: dict[str, Any], words: str
-) -> None:
+def test_engine_options_that_contradict_are_refused_before_a_model_is_looked_for(options, words):
     with pytest.raises(ConfigError, match=words):
         CPUPagedEngine.from_pretrained("no such model", **options)
 
 
-def test_of_chains_computed_alone_only_what_follows_the_context_is_offered() -> None:
+def test_of_chains_computed_alone_only_what_follows_the_context_is_offered():
     bench = Bench()
     behind, text = document(5, 48), document(1, 64)
     lone = LoneRoot.of(ROOT, 3)
@@ -312,7 +307,7 @@ def test_of_chains_computed_alone_only_what_follows_the_context_is_offered() -> 
 
 @pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND], ids=lambda repair: repair.strategy.value)
 @pytest.mark.parametrize("start", [75, 99, 120, 130])
-def test_logits_behind_spans_are_those_of_the_tokens(repair: Repair, start: int) -> None:
+def test_logits_behind_spans_are_those_of_the_tokens(repair, start):
     """No row that is asked for is ever shared: what is found ends before the first of them."""
     bench = Bench()
     text = document(1, 90)

@@ -1,12 +1,7 @@
 """Vectors of texts and scores of documents, against transformers' own states and whatever the schedule."""
 
-from __future__ import annotations
-
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +14,6 @@ from helpers.models.embedding_models import HIDDEN, make_embedding_model
 from helpers.models.tiny_checkpoints import EOS_ID, VOCAB_SIZE, save_tiny_checkpoint
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.server.work.prepare import prepare
 
@@ -29,37 +23,37 @@ TEXTS = [STEM[:16] + RNG.integers(0, 250, length).tolist() for length in (1, 3, 
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory):
     return save_tiny_model("qwen3", tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return make_embedding_model(save_tiny_model("qwen3", tmp_path_factory.mktemp("embedding")))
 
 
-def load(path: Path, **options: Any) -> CPUPagedEngine:
+def load(path, **options):
     options = {"runner": "native", "weights": "f32", "num_blocks": 64, "num_threads": 1, **options}
     return CPUPagedEngine.from_pretrained(path, **options)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[CPUPagedEngine]:
+def engine(model):
     with load(model) as engine:
         yield engine
 
 
-def states_of(ids: Sequence[int]) -> np.ndarray:
+def states_of(ids):
     """transformers' states behind the last norm, float32 [num_tokens, hidden]."""
     with torch.inference_mode():
         return build_tiny_model("qwen3").model(torch.tensor([list(ids)])).last_hidden_state[0].numpy()
 
 
-def unit(vector: np.ndarray) -> np.ndarray:
+def unit(vector):
     return vector / np.linalg.norm(vector)
 
 
-def test_the_vector_of_a_text_is_the_state_of_its_last_token_in_transformers(engine: CPUPagedEngine) -> None:
+def test_the_vector_of_a_text_is_the_state_of_its_last_token_in_transformers(engine):
     found = engine.embed(TEXTS)
     assert found.shape == (len(TEXTS), HIDDEN)
     assert found.dtype == np.float32
@@ -69,7 +63,7 @@ def test_the_vector_of_a_text_is_the_state_of_its_last_token_in_transformers(eng
     np.testing.assert_allclose(lengths, np.stack([states_of(ids)[-1] for ids in TEXTS]), rtol=0, atol=1e-4)
 
 
-def test_a_text_gets_the_end_that_the_tokenizer_gives_it_and_ids_are_taken_as_they_are(engine: CPUPagedEngine) -> None:
+def test_a_text_gets_the_end_that_the_tokenizer_gives_it_and_ids_are_taken_as_they_are(engine):
     ids = [*b"hello", EOS_ID]
     assert engine.tokenizer.encode("hello")[-1] == EOS_ID
     text, same, without = engine.embed(
@@ -80,7 +74,7 @@ def test_a_text_gets_the_end_that_the_tokenizer_gives_it_and_ids_are_taken_as_th
     assert not np.allclose(text, without, atol=1e-2)
 
 
-def test_mean_pooling_takes_all_states_whatever_the_cache_holds(tmp_path: Path) -> None:
+def test_mean_pooling_takes_all_states_whatever_the_cache_holds(tmp_path):
     path = make_embedding_model(save_tiny_model("qwen3", tmp_path), "mean_tokens")
     with load(path, max_batch_tokens=32) as engine:
         cold = engine.embed(TEXTS)
@@ -89,29 +83,29 @@ def test_mean_pooling_takes_all_states_whatever_the_cache_holds(tmp_path: Path) 
         assert (engine.embed(TEXTS) == cold).all()
 
 
-def test_fewer_dimensions_are_the_first_ones_of_length_one(engine: CPUPagedEngine) -> None:
+def test_fewer_dimensions_are_the_first_ones_of_length_one(engine):
     whole, few = engine.embed(TEXTS[:2], normalize=False), engine.embed(TEXTS[:2], dimensions=8)
     np.testing.assert_allclose(few, np.stack([unit(row[:8]) for row in whole]), atol=1e-6)
 
 
 @pytest.mark.parametrize("weights", ["f32", "int8", "int4"])
-def test_vectors_are_the_same_to_the_bit_alone_batched_cached_and_chunked(model: Path, weights: str) -> None:
+def test_vectors_are_the_same_to_the_bit_alone_batched_cached_and_chunked(model, weights):
     with load(model, weights=weights) as engine:
         alone = np.concatenate([engine.embed([ids], mode="baseline") for ids in TEXTS])
         assert (engine.embed(TEXTS) == alone).all()
-        handles: list[RequestHandle] = []
+        handles = []
         assert (engine.embed(TEXTS, handles=handles) == alone).all()
         assert sum(handle.result().cached_tokens for handle in handles) > 100
     with load(model, weights=weights, max_batch_tokens=16, num_threads=2, debug_checks=True) as engine:
         assert (engine.embed(TEXTS) == alone).all()
 
 
-def test_vectors_are_the_same_to_the_bit_beside_answers_and_scores_in_one_batch(plain: Path) -> None:
+def test_vectors_are_the_same_to_the_bit_beside_answers_and_scores_in_one_batch(plain):
     with load(plain, weights="int8") as engine:
         expected = engine.embed(TEXTS, mode="baseline")
         answer = engine.generate(STEM, 30, mode="baseline", ignore_eos=True).output_token_ids
         handles = [engine.submit(STEM[:n] + STEM, max_new_tokens=30, ignore_eos=True) for n in (0, 5, 9)]
-        found: list[np.ndarray] = []
+        found = []
         threads = [threading.Thread(target=lambda: found.append(engine.embed(TEXTS))) for _ in range(3)]
         for thread in threads:
             thread.start()
@@ -122,28 +116,26 @@ def test_vectors_are_the_same_to_the_bit_beside_answers_and_scores_in_one_batch(
         assert handles[0].result().output_token_ids == answer
 
 
-def test_vectors_are_the_same_to_the_bit_in_a_pool_too_small_for_all(plain: Path) -> None:
+def test_vectors_are_the_same_to_the_bit_in_a_pool_too_small_for_all(plain):
     texts = [RNG.integers(0, 250, 60).tolist() for _ in range(6)]
     with load(plain, weights="int8") as engine:
         expected = engine.embed(texts, mode="baseline")
     with load(plain, weights="int8", num_blocks=10, max_num_seqs=4, max_batch_tokens=16) as engine:
         running = [engine.submit(text, max_new_tokens=60, ignore_eos=True) for text in (STEM, STEM[::-1])]
-        handles: list[RequestHandle] = []
+        handles = []
         assert (engine.embed(texts, handles=handles) == expected).all()
         preemptions = [handle.result().preemptions for handle in (*running, *handles)]
         assert sum(preemptions) > 0
 
 
-def test_texts_share_the_instruction_that_they_begin_with(engine: CPUPagedEngine) -> None:
+def test_texts_share_the_instruction_that_they_begin_with(engine):
     instruction = RNG.integers(0, 250, 64).tolist()
-    handles: list[RequestHandle] = []
+    handles = []
     engine.embed([[*instruction, 1, 2, number] for number in range(6)], handles=handles, cache_salt="own")
     assert sum(handle.result().cached_tokens for handle in handles) == 5 * 64
 
 
-def test_a_tied_embedding_model_saved_without_its_prefix_and_head_gives_the_same_vectors(
-    model: Path, engine: CPUPagedEngine, tmp_path: Path
-) -> None:
+def test_a_tied_embedding_model_saved_without_its_prefix_and_head_gives_the_same_vectors(model, engine, tmp_path):
     for file in model.rglob("*.json"):
         (tmp_path / file.relative_to(model)).parent.mkdir(exist_ok=True)
         (tmp_path / file.relative_to(model)).write_bytes(file.read_bytes())
@@ -154,9 +146,7 @@ def test_a_tied_embedding_model_saved_without_its_prefix_and_head_gives_the_same
         assert (other.embed(TEXTS) == engine.embed(TEXTS)).all()
 
 
-def test_embeddings_of_a_model_that_chats_are_allowed_with_one_warning_that_names_the_pooling(
-    plain: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_embeddings_of_a_model_that_chats_are_allowed_with_one_warning_that_names_the_pooling(plain, caplog):
     with load(plain) as engine, caplog.at_level(logging.WARNING):
         for _ in range(2):
             engine.embed(TEXTS[:1])
@@ -164,7 +154,7 @@ def test_embeddings_of_a_model_that_chats_are_allowed_with_one_warning_that_name
     assert sum("pooling 'last'" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_an_embedding_model_is_not_asked_to_generate(engine: CPUPagedEngine) -> None:
+def test_an_embedding_model_is_not_asked_to_generate(engine):
     with pytest.raises(RequestError, match=r"makes embeddings \(1_Pooling/config.json says so\)"):
         engine.generate("hello")
     with pytest.raises(RequestError, match="makes embeddings"):
@@ -188,14 +178,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message[:30] for _, message in BAD])
-def test_bad_input_is_named(engine: CPUPagedEngine, arguments: dict[str, Any], message: str) -> None:
+def test_bad_input_is_named(engine, arguments, message):
     with pytest.raises(RequestError, match=message):
         engine.embed(**arguments)
 
 
-def test_a_cancelled_input_ends_the_call(engine: CPUPagedEngine) -> None:
-    class Cancelling(list):  # type: ignore[type-arg]
-        def append(self, handle: RequestHandle) -> None:
+def test_a_cancelled_input_ends_the_call(engine):
+    class Cancelling(list):
+        def append(self, handle):
             super().append(handle)
             handle.cancel()
 
@@ -203,12 +193,12 @@ def test_a_cancelled_input_ends_the_call(engine: CPUPagedEngine) -> None:
         engine.embed([RNG.integers(0, 250, 400).tolist() for _ in range(4)], handles=Cancelling())
 
 
-def test_no_texts_give_no_vectors(engine: CPUPagedEngine) -> None:
+def test_no_texts_give_no_vectors(engine):
     assert engine.embed([]).shape == (0, HIDDEN)
 
 
 @pytest.fixture(scope="module")
-def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CPUPagedEngine]:
+def reranker(tmp_path_factory):
     path = save_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("reranker"), max_position_embeddings=1024)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     special = [AddedToken(text, special=True, normalized=False) for text in ("<|im_start|>", "<|im_end|>")]
@@ -219,7 +209,7 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CPUPagedEngin
         yield engine
 
 
-def test_a_score_is_the_softmax_of_yes_and_no_behind_the_prompt(reranker: CPUPagedEngine) -> None:
+def test_a_score_is_the_softmax_of_yes_and_no_behind_the_prompt(reranker):
     documents = ["Paris is the capital.", "Bread."]
     tokenizer = reranker.tokenizer
     expected = []
@@ -240,14 +230,14 @@ def test_a_score_is_the_softmax_of_yes_and_no_behind_the_prompt(reranker: CPUPag
     assert reranker.rerank("What is the capital?", documents, mode="baseline") == found
 
 
-def test_special_tokens_in_a_document_stay_text(reranker: CPUPagedEngine) -> None:
-    handles: list[RequestHandle] = []
+def test_special_tokens_in_a_document_stay_text(reranker):
+    handles = []
     reranker.rerank("q", ["a<|im_end|>", "a"], handles=handles)
     tokens = [handle.result().prompt_tokens for handle in handles]
     assert tokens[0] - tokens[1] == len("<|im_end|>")
 
 
-def test_a_model_without_the_tokens_of_the_prompt_is_no_reranker(plain: Path, reranker: CPUPagedEngine) -> None:
+def test_a_model_without_the_tokens_of_the_prompt_is_no_reranker(plain, reranker):
     with load(plain) as engine, pytest.raises(RequestError, match="'yes' is no single token"):
         engine.rerank("q", ["d"])
     with pytest.raises(RequestError, match="document 1 must be a string"):
@@ -260,19 +250,19 @@ TORCH = {"runner": "torch", "weights": "auto", "num_threads": None}
 
 
 @pytest.mark.parametrize("kind", ["lasttoken", "mean_tokens"])
-def test_the_torch_runner_gives_the_same_vectors(tmp_path: Path, kind: str) -> None:
+def test_the_torch_runner_gives_the_same_vectors(tmp_path, kind):
     path = make_embedding_model(save_tiny_model("qwen3", tmp_path), kind)
     with load(path, **TORCH, max_batch_tokens=64) as engine:
         rows = [states_of(ids)[-1] if kind == "lasttoken" else states_of(ids).mean(axis=0) for ids in TEXTS]
         expected = np.stack([unit(row) for row in rows])
         np.testing.assert_allclose(engine.embed(TEXTS), expected, rtol=0, atol=1e-4)
-        handles: list[RequestHandle] = []
+        handles = []
         np.testing.assert_allclose(engine.embed(TEXTS, handles=handles), expected, rtol=0, atol=1e-4)
         assert (sum(handle.result().cached_tokens for handle in handles) > 100) == (kind == "lasttoken")
         assert engine.embedding_size == HIDDEN
 
 
-def test_the_torch_runner_answers_beside_vectors_and_leaves_its_model_as_it_was(plain: Path) -> None:
+def test_the_torch_runner_answers_beside_vectors_and_leaves_its_model_as_it_was(plain):
     with load(plain, **TORCH) as engine:
         alone = engine.generate(STEM, 20, ignore_eos=True).output_token_ids
         handles = [engine.submit(STEM, max_new_tokens=20, ignore_eos=True) for _ in range(2)]
@@ -280,18 +270,18 @@ def test_the_torch_runner_answers_beside_vectors_and_leaves_its_model_as_it_was(
         np.testing.assert_allclose(engine.embed(TEXTS), expected, rtol=0, atol=1e-4)
         assert all(handle.result().output_token_ids == alone for handle in handles)
         runner = engine._parts.runner
-        assert not any(module._forward_hooks for module in runner.model.modules())  # type: ignore[attr-defined]
+        assert not any(module._forward_hooks for module in runner.model.modules())
 
 
 @pytest.mark.parametrize("family", ["granite", "gemma2", "gpt_neox", "starcoder2", "olmoe"])
-def test_states_of_other_families_are_what_their_heads_read(family: str, tmp_path: Path) -> None:
+def test_states_of_other_families_are_what_their_heads_read(family, tmp_path):
     path = save_tiny_model(family, tmp_path)
     with load(path, **TORCH) as engine, torch.inference_mode():
         states = build_tiny_model(family).base_model(torch.tensor([STEM])).last_hidden_state[0, -1].numpy()
         np.testing.assert_allclose(engine.embed([STEM])[0], unit(states), rtol=0, atol=1e-4)
 
 
-def test_a_gguf_file_of_an_embedding_model_pools_as_its_key_says(plain: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_of_an_embedding_model_pools_as_its_key_says(plain, tmp_path):
     with load(write_gguf(plain, tmp_path / "model.gguf", keys={"pooling_type": 1})) as engine:
         expected = np.stack([unit(states_of(ids).mean(axis=0)) for ids in TEXTS])
         np.testing.assert_allclose(engine.embed(TEXTS), expected, rtol=0, atol=1e-4)
@@ -299,5 +289,5 @@ def test_a_gguf_file_of_an_embedding_model_pools_as_its_key_says(plain: Path, tm
             engine.generate("hello")
 
 
-def test_a_server_can_be_prepared_for_an_embedding_model(engine: CPUPagedEngine) -> None:
+def test_a_server_can_be_prepared_for_an_embedding_model(engine):
     prepare(engine, ["hello"], [], [])

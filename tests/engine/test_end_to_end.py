@@ -1,11 +1,6 @@
 """Real tiny models on the torch runner: greedy tokens equal transformers' own, however they come about."""
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +18,7 @@ SOME_FAMILIES = ["llama", "gemma2", "qwen3"]
 NEW = 24
 BLOCK = 16
 # One thread: a tiny matrix is no work to share, and a busy machine makes the team wait for its last member.
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "runner": "torch", "backend": "cpu", "dtype": "float32", "debug_checks": True, "num_threads": 1
 }  # fmt: skip
 
@@ -31,12 +26,12 @@ OPTIONS: dict[str, Any] = {
 class Truth:
     """transformers alone, one prompt at a time."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.directory = directory
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     @torch.inference_mode()
-    def greedy(self, prompt: list[int], count: int = NEW) -> list[int]:
+    def greedy(self, prompt, count=NEW):
         ids = torch.tensor([prompt])
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=-1
@@ -44,36 +39,36 @@ class Truth:
         return [int(token) for token in out[0, len(prompt) :]]
 
     @torch.inference_mode()
-    def logits(self, ids: list[int]) -> np.ndarray:
+    def logits(self, ids):
         return np.asarray(self.model(torch.tensor([ids])).logits[0])
 
 
 @pytest.fixture(scope="module", params=SOME_FAMILIES)
-def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
+def truth(request, tmp_path_factory):
     return Truth(save_tiny_model(request.param, tmp_path_factory.mktemp(request.param)))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def any_truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
+def any_truth(request, tmp_path_factory):
     return Truth(save_tiny_model(request.param, tmp_path_factory.mktemp(request.param)))
 
 
 @pytest.fixture
-def engine(truth: Truth) -> Iterator[CPUPagedEngine]:
+def engine(truth):
     with CPUPagedEngine.from_pretrained(truth.directory, num_blocks=64, max_batch_tokens=64, **OPTIONS) as engine:
         yield engine
         assert engine.paged_stats()["used_blocks"] == 0
 
 
-def tokens(seed: int, count: int) -> list[int]:
+def tokens(seed, count):
     return [int(t) for t in np.random.default_rng(seed).integers(0, 256, count)]
 
 
-def greedy(engine: CPUPagedEngine, prompt: list[int], count: int = NEW, **options: Any) -> list[int]:
+def greedy(engine, prompt, count=NEW, **options):
     return list(engine.generate(prompt, max_new_tokens=count, ignore_eos=True, **options).output_token_ids)
 
 
-def test_cold_and_every_prefix_cut(truth: Truth, engine: CPUPagedEngine) -> None:
+def test_cold_and_every_prefix_cut(truth, engine):
     prompt = tokens(1, 3 * BLOCK + 5)
     expected = truth.greedy(prompt)
     assert greedy(engine, prompt) == expected
@@ -88,7 +83,7 @@ def test_cold_and_every_prefix_cut(truth: Truth, engine: CPUPagedEngine) -> None
     assert (baseline.cached_tokens, list(baseline.output_token_ids)) == (0, expected)
 
 
-def test_a_batch_with_preemption_and_a_second_turn(any_truth: Truth) -> None:
+def test_a_batch_with_preemption_and_a_second_turn(any_truth):
     prompts = [tokens(9, 20) + tokens(i, 5 + 9 * i) for i in range(4)]
     options = {"num_blocks": 8, "max_num_seqs": 3, "max_batch_tokens": 24, **OPTIONS}
     with CPUPagedEngine.from_pretrained(any_truth.directory, **options) as engine:
@@ -103,7 +98,7 @@ def test_a_batch_with_preemption_and_a_second_turn(any_truth: Truth) -> None:
         assert engine.paged_stats()["used_blocks"] == 0
 
 
-def test_logits_equal_transformers(truth: Truth, engine: CPUPagedEngine) -> None:
+def test_logits_equal_transformers(truth, engine):
     ids = tokens(6, 75)
     expected = truth.logits(ids)
     for start in (0, 33, 64):
@@ -112,12 +107,12 @@ def test_logits_equal_transformers(truth: Truth, engine: CPUPagedEngine) -> None
         assert difference < 1e-4
 
 
-def test_verify_correctness_passes(engine: CPUPagedEngine) -> None:
+def test_verify_correctness_passes(engine):
     report = engine.verify_correctness()
     assert report, str(report)
 
 
-def test_a_loaded_transformers_model(truth: Truth) -> None:
+def test_a_loaded_transformers_model(truth):
     tokenizer = AutoTokenizer.from_pretrained(truth.directory)
     prompt = tokens(8, 40)
     with CPUPagedEngine(truth.model, tokenizer, num_blocks=32, backend="cpu") as engine:
@@ -127,14 +122,14 @@ def test_a_loaded_transformers_model(truth: Truth) -> None:
 
 
 @pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama_dir(tmp_path_factory):
     return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize(
     "option", [{"dtype": "float32"}, {"revision": "main"}, {"token": "secret"}, {"local_files_only": True}], ids=str
 )
-def test_options_about_loading_do_not_apply_to_a_loaded_model(llama_dir: Path, option: dict[str, Any]) -> None:
+def test_options_about_loading_do_not_apply_to_a_loaded_model(llama_dir, option):
     (name,) = option
     with pytest.raises(
         ConfigError, match=f"option '{name}' does not apply to a model that is already loaded"
@@ -144,7 +139,7 @@ def test_options_about_loading_do_not_apply_to_a_loaded_model(llama_dir: Path, o
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_num_threads_is_what_runs(llama_dir: Path, backend: str) -> None:
+def test_num_threads_is_what_runs(llama_dir, backend):
     model, tokenizer = Truth(llama_dir).model, AutoTokenizer.from_pretrained(llama_dir)
     with CPUPagedEngine(model, tokenizer, num_blocks=8, backend=backend, num_threads=2) as engine:
         assert torch.get_num_threads() == 2
@@ -152,13 +147,13 @@ def test_num_threads_is_what_runs(llama_dir: Path, backend: str) -> None:
     torch.set_num_threads(1)
     with CPUPagedEngine(model, tokenizer, num_blocks=8, backend=backend) as engine:
         assert torch.get_num_threads() == 1, "what its owner set stays"
-        expected = 1 if backend == "torch" else engine._parts.backend.num_threads  # type: ignore[attr-defined]
+        expected = 1 if backend == "torch" else engine._parts.backend.num_threads
         assert engine.paged_stats()["num_threads"] == expected
 
 
-def test_close_gives_the_weights_back(llama_dir: Path) -> None:
+def test_close_gives_the_weights_back(llama_dir):
     engine = CPUPagedEngine.from_pretrained(llama_dir, num_blocks=8, **OPTIONS)
-    weight = weakref.ref(next(engine._parts.runner.model.parameters()))  # type: ignore[attr-defined]
+    weight = weakref.ref(next(engine._parts.runner.model.parameters()))
     greedy(engine, tokens(1, 20), 3)
     assert weight() is not None
     engine.close()
@@ -166,7 +161,7 @@ def test_close_gives_the_weights_back(llama_dir: Path) -> None:
     assert engine.runner_info.architecture == "llama"
 
 
-def test_close_leaves_a_loaded_model_to_its_owner(llama_dir: Path) -> None:
+def test_close_leaves_a_loaded_model_to_its_owner(llama_dir):
     truth = Truth(llama_dir)
     before = truth.greedy(tokens(2, 20), 5)
     CPUPagedEngine(truth.model, AutoTokenizer.from_pretrained(llama_dir), num_blocks=8, backend="cpu").close()
@@ -177,9 +172,7 @@ def test_close_leaves_a_loaded_model_to_its_owner(llama_dir: Path) -> None:
     ("stored", "asked", "per_param"),
     [("float16", "auto", 4), ("bfloat16", "auto", 2), ("float32", "auto", 4), ("float16", "float16", 2)],
 )
-def test_weights_are_weighed_in_the_dtype_they_are_loaded_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, asked: str, per_param: int
-) -> None:
+def test_weights_are_weighed_in_the_dtype_they_are_loaded_in(tmp_path, monkeypatch, stored, asked, per_param):
     directory = save_tiny_model("llama", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, stored))
     model.save_pretrained(directory)
@@ -193,8 +186,8 @@ def test_weights_are_weighed_in_the_dtype_they_are_loaded_in(
 
 
 @pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
-def test_rope_of_another_length_runs_in_its_first_range(tmp_path: Path, rope_type: str) -> None:
-    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1000.0, "factor": 4.0}
+def test_rope_of_another_length_runs_in_its_first_range(tmp_path, rope_type):
+    rope = {"rope_type": rope_type, "rope_theta": 1000.0, "factor": 4.0}
     if rope_type == "longrope":
         rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
     directory = save_tiny_model("llama", tmp_path, rope_parameters=rope)
@@ -209,7 +202,7 @@ def test_rope_of_another_length_runs_in_its_first_range(tmp_path: Path, rope_typ
 
 
 @pytest.mark.parametrize(("backend", "num_threads"), [("cpu", None), ("reference", 1), ("torch", 1)])
-def test_other_backends_and_all_threads_give_the_same(llama_dir: Path, backend: str, num_threads: int | None) -> None:
+def test_other_backends_and_all_threads_give_the_same(llama_dir, backend, num_threads):
     prompt = tokens(1, 50)
     expected = Truth(llama_dir).greedy(prompt, 24)
     options = {**OPTIONS, "backend": backend, "num_threads": num_threads, "num_blocks": 16, "max_batch_tokens": 20}
@@ -220,7 +213,7 @@ def test_other_backends_and_all_threads_give_the_same(llama_dir: Path, backend: 
     torch.set_num_threads(1)
 
 
-def test_text_chat_and_eos(llama_dir: Path) -> None:
+def test_text_chat_and_eos(llama_dir):
     with CPUPagedEngine.from_pretrained(str(llama_dir), num_blocks=32, **OPTIONS) as engine:
         tokenizer = AutoTokenizer.from_pretrained(llama_dir)
         text = engine.generate("hello", max_new_tokens=5)
@@ -235,14 +228,14 @@ def test_text_chat_and_eos(llama_dir: Path) -> None:
         assert (stopped.finish_reason, stopped.output_text) == ("stop", "")
 
 
-def test_a_pool_larger_than_memory_is_refused(llama_dir: Path) -> None:
+def test_a_pool_larger_than_memory_is_refused(llama_dir):
     with pytest.raises(CapacityError, match=r"weights .* \+ pool .* exceed memory"):
         CPUPagedEngine.from_pretrained(llama_dir, num_blocks=10**10, **OPTIONS)
     with pytest.raises(CapacityError, match="holds no block"):
         CPUPagedEngine.from_pretrained(llama_dir, max_cache_bytes=100, **OPTIONS)
 
 
-def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+def test_a_missing_model_is_refused(tmp_path):
     with pytest.raises(ModelFormatError, match="there is no model directory"):
         CPUPagedEngine.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(ModelFormatError, match=r"config\.json is missing"):

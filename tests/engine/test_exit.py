@@ -1,7 +1,5 @@
 """A program may end without closing its engine, idle or in the middle of a request."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

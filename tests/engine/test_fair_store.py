@@ -1,7 +1,5 @@
 """What is remembered for tenants: bounded for each root and for all, and fair, against a list that is plain to read."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 
@@ -14,7 +12,7 @@ ROOT_BYTES = fair_store._ROOT_BYTES
 Store = FairStore[int]
 
 
-def test_a_root_keeps_its_latest_within_its_bytes() -> None:
+def test_a_root_keeps_its_latest_within_its_bytes():
     store = Store(max_root_bytes=ROOT_BYTES + 100)
     for number in range(20):
         store.keep(b"me", b"root", "used", -1, 10)
@@ -29,7 +27,7 @@ def test_a_root_keeps_its_latest_within_its_bytes() -> None:
     assert (store.num_bytes, store.find(b"root", "used")) == (0, None)
 
 
-def test_who_keeps_no_more_than_an_equal_part_loses_nothing() -> None:
+def test_who_keeps_no_more_than_an_equal_part_loses_nothing():
     store = Store(max_bytes=40_000)
     for number in range(4):
         store.keep(b"quiet", b"quiet", f"{number}", number, 2000)
@@ -42,7 +40,7 @@ def test_who_keeps_no_more_than_an_equal_part_loses_nothing() -> None:
     ]  # fmt: skip
 
 
-def test_a_third_one_finds_its_part_and_those_with_more_give() -> None:
+def test_a_third_one_finds_its_part_and_those_with_more_give():
     store = Store(max_bytes=30 * (ROOT_BYTES + 1000))
     for number in range(40):
         for owner in ("one", "two"):
@@ -56,7 +54,7 @@ def test_a_third_one_finds_its_part_and_those_with_more_give() -> None:
     assert held == {"one": 10, "two": 10, "three": 10}
 
 
-def test_of_too_many_owners_the_one_that_came_longest_ago_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_owners_the_one_that_came_longest_ago_goes(monkeypatch):
     monkeypatch.setattr(fair_store, "_MAX_OWNERS", 3)
     store = Store()
     for owner in (b"a", b"b", b"a", b"c", b"d"):
@@ -67,15 +65,15 @@ def test_of_too_many_owners_the_one_that_came_longest_ago_goes(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_bytes_are_those_of_what_is_kept_and_nobody_with_a_fair_part_loses(seed: int) -> None:
+def test_bytes_are_those_of_what_is_kept_and_nobody_with_a_fair_part_loses(seed):
     """Against a plain list of all that was kept and is found again."""
     rng = random.Random(seed)
     most = 20 * ROOT_BYTES
     store = Store(max_root_bytes=4 * ROOT_BYTES, max_bytes=most)
-    known: dict[tuple[int, int, int], tuple[int, int]] = {}  # (owner, root, key) -> (value, size)
+    known = {}  # (owner, root, key) -> (value, size)
 
-    def held() -> dict[int, int]:
-        found: dict[int, int] = defaultdict(int)
+    def held():
+        found = defaultdict(int)
         for owner, root in {(owner, root) for owner, root, _ in known}:
             found[owner] += ROOT_BYTES + sum(size for at, (_, size) in known.items() if at[:2] == (owner, root))
         return found

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from helpers.engine.fake_runner import Bench, expected_tokens
-from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Terms
 from kvboost_edge.engine.sequence import SequenceStatus
 from kvboost_edge.engine.work import ScheduledTokens
@@ -19,37 +18,37 @@ from kvboost_edge.errors import RequestError
 class Shared(Bench):
     """A bench that counts the tokens computed for each tenant."""
 
-    def __init__(self, num_blocks: int = 4000, **options: Any) -> None:
+    def __init__(self, num_blocks=4000, **options):
         super().__init__(num_blocks, debug_checks=False, **options)
-        self.computed: Counter[bytes] = Counter()
+        self.computed = Counter()
         self.num_prompts = 0
         schedule = self.scheduler.schedule
 
-        def counted() -> Any:
+        def counted():
             plan = schedule()
             one: ScheduledTokens[Any]
             for one in plan.work:
                 self.computed[one.sequence.tenant] += len(one.token_ids)
             return plan
 
-        self.scheduler.schedule = counted  # type: ignore[method-assign]
+        self.scheduler.schedule = counted
 
-    def ask(self, tenant: str, num_tokens: int, count: int = 8, **options: Any) -> RequestHandle:
+    def ask(self, tenant, num_tokens, count=8, **options):
         """A request of so many tokens, unlike all before."""
         self.num_prompts += 1
         rng = random.Random(self.num_prompts)
         prompt = [rng.randrange(256) for _ in range(num_tokens)]
         return self.submit(prompt, count, tenant=tenant, **options)
 
-    def waiting_of(self, tenant: str) -> int:
+    def waiting_of(self, tenant):
         live = self.core._live.values()
         return sum(s.tenant == tenant.encode() and s.status is SequenceStatus.WAITING for s in live)
 
-    def check(self) -> None:
+    def check(self):
         """Only when asked: it would take most of the time of these long runs."""
 
 
-def test_a_single_token_does_not_wait_for_anothers_batch() -> None:
+def test_a_single_token_does_not_wait_for_anothers_batch():
     bench = Shared(max_num_seqs=16)
     for _ in range(256):
         bench.ask("a", 20, 100)
@@ -63,7 +62,7 @@ def test_a_single_token_does_not_wait_for_anothers_batch() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_slower_half_gets_at_least_40_percent(seed: int) -> None:
+def test_the_slower_half_gets_at_least_40_percent(seed):
     rng = random.Random(seed)
     slots, budget = rng.choice((1, 2, 3, 5, 16)), rng.choice((4, 7, 16, 64))
     bench = Shared(max_num_seqs=slots, max_batch_tokens=budget)
@@ -84,7 +83,7 @@ def test_the_slower_half_gets_at_least_40_percent(seed: int) -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 2, 4, 12])
-def test_decoding_and_filling_tenants_share_a_short_budget(budget: int) -> None:
+def test_decoding_and_filling_tenants_share_a_short_budget(budget):
     bench = Shared(max_num_seqs=16, max_batch_tokens=64)
     for _ in range(8):
         bench.ask("a", 4, 400)
@@ -100,10 +99,10 @@ def test_decoding_and_filling_tenants_share_a_short_budget(budget: int) -> None:
     assert min(bench.computed[b"a"], bench.computed[b"b"]) >= 0.4 * bench.computed.total(), bench.computed
 
 
-def test_a_running_book_is_interrupted_for_others_and_ends_as_if_alone() -> None:
+def test_a_running_book_is_interrupted_for_others_and_ends_as_if_alone():
     bench = Shared(max_num_seqs=1, max_batch_tokens=64)
     long = [bench.submit([i] * 40, 400, tenant=t) for i, t in enumerate("ab")]
-    seen: dict[str, int] = {}
+    seen = {}
     while not all(handle.done for handle in long):
         bench.step()
         if bench.computed.total() > 400 and not seen:
@@ -114,7 +113,7 @@ def test_a_running_book_is_interrupted_for_others_and_ends_as_if_alone() -> None
         assert list(handle.result().output_token_ids) == expected_tokens([i] * 40, 400)
 
 
-def test_priority_goes_before_shares() -> None:
+def test_priority_goes_before_shares():
     bench = Shared(max_num_seqs=2, max_batch_tokens=16)
     urgent = [bench.ask("a", 20, 30, priority=-1) for _ in range(4)]
     other = bench.ask("b", 20, 2)
@@ -125,7 +124,7 @@ def test_priority_goes_before_shares() -> None:
     assert other.result().generated_tokens == 2
 
 
-def test_weights() -> None:
+def test_weights():
     bench = Shared(max_num_seqs=4, max_batch_tokens=8)
     for _ in range(40):
         bench.ask("a", 60, 20, weight=3.0)
@@ -136,10 +135,10 @@ def test_weights() -> None:
     assert Terms(weight=2).weight == 2.0
     for bad in (0, -1, float("nan"), float("inf"), 1e4, True, "2"):
         with pytest.raises(RequestError, match="weight="):
-            Terms(weight=bad)  # type: ignore[arg-type]
+            Terms(weight=bad)
 
 
-def test_short_memory_preempts_whoever_has_most_and_everybody_ends_right() -> None:
+def test_short_memory_preempts_whoever_has_most_and_everybody_ends_right():
     bench = Bench(14, max_num_seqs=6, max_batch_tokens=32)
     wanted = []
     for i in range(12):
@@ -151,7 +150,7 @@ def test_short_memory_preempts_whoever_has_most_and_everybody_ends_right() -> No
         assert list(handle.result().output_token_ids) == tokens
 
 
-def test_a_flood_does_not_flush_anothers_cache_below_its_floor() -> None:
+def test_a_flood_does_not_flush_anothers_cache_below_its_floor():
     bench = Shared(40, max_num_seqs=4)
     prompts = [[i] * 49 for i in range(3)]  # three full blocks each
     for prompt in prompts:
@@ -165,7 +164,7 @@ def test_a_flood_does_not_flush_anothers_cache_below_its_floor() -> None:
     assert [handle.result().cached_tokens for handle in again] == [48] * 3
 
 
-def test_one_that_needs_the_whole_pool_gets_it() -> None:
+def test_one_that_needs_the_whole_pool_gets_it():
     bench = Bench(10)
     bench.submit([1] * 80, 1, tenant="b")
     bench.run()

@@ -1,13 +1,10 @@
 """Whether a model fits is said and refused by one arithmetic, before anything of it is packed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ from helpers.onnx.writer import write_onnx
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine import build
-from kvboost_edge.engine.fit import Fit, format_bytes, packed_place, plan_fit, planned_memory
+from kvboost_edge.engine.fit import format_bytes, packed_place, plan_fit, planned_memory
 from kvboost_edge.engine.ledger import memory_beside
 from kvboost_edge.engine.selection import select_path
 from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError
@@ -32,18 +29,18 @@ SIZES = {"hidden_size": 256, "num_hidden_layers": 2, "num_experts": 8, "num_expe
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
     return save_tiny_checkpoint("qwen3_moe", tmp_path / "model", **SIZES)
 
 
-def _fit(model: Path, available: int, **options: Any) -> Fit:
+def _fit(model, available, **options):
     checkpoint, config = Checkpoint.open(model), EngineConfig.from_options(**options)
     return plan_fit(checkpoint, config, select_path(checkpoint, config), checkpoint.summary(), available)
 
 
-def test_what_is_planned_is_what_the_engine_takes(model: Path) -> None:
+def test_what_is_planned_is_what_the_engine_takes(model):
     for options in ({"num_blocks": 40}, {"max_cache_bytes": 3e6}, {"num_blocks": 40, "kv_cache_bits": 8}):
         fit = _fit(model, GB, weights="int4", **options)
         with CPUPagedEngine.from_pretrained(model, weights="int4", **options) as engine:
@@ -56,7 +53,7 @@ def test_what_is_planned_is_what_the_engine_takes(model: Path) -> None:
         assert abs(fit.pool_tokens - 16 * stats["num_blocks"]) <= 16 * 4
 
 
-def test_a_wrong_size_in_the_config_is_no_lack_of_memory(model: Path) -> None:
+def test_a_wrong_size_in_the_config_is_no_lack_of_memory(model):
     path = model / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**config, "moe_intermediate_size": 2**31}), encoding="utf-8")
@@ -64,9 +61,7 @@ def test_a_wrong_size_in_the_config_is_no_lack_of_memory(model: Path) -> None:
         _fit(model, GB, weights="int4", num_blocks=40)
 
 
-def test_weights_and_pool_together_are_refused_before_anything_is_packed(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_and_pool_together_are_refused_before_anything_is_packed(model, monkeypatch):
     """Each alone would fit. What `doctor` says is what the engine raises."""
     fit = _fit(model, GB, weights="int4", num_blocks=400)
     assert fit.pool > fit.info.weight_bytes // 10
@@ -76,7 +71,7 @@ def test_weights_and_pool_together_are_refused_before_anything_is_packed(
     assert "exceed memory" in refused
     assert "lower max_cache_bytes or num_blocks" in refused
     monkeypatch.setattr(build, "available_on", lambda device: available)
-    asked: list[tuple[int, int]] = []
+    asked = []
     with pytest.raises(CapacityError) as caught:
         CPUPagedEngine.from_pretrained(
             model, weights="int4", num_blocks=400, progress=lambda done, total: asked.append((done, total))
@@ -89,12 +84,12 @@ def test_weights_and_pool_together_are_refused_before_anything_is_packed(
 
 
 @pytest.fixture
-def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hybrid(tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     return save_tiny_model("qwen3_5_text", tmp_path / "model")
 
 
-def test_states_are_weighed_beside_weights_and_pool(hybrid: Path) -> None:
+def test_states_are_weighed_beside_weights_and_pool(hybrid):
     options = {"weights": "int8", "num_blocks": 64, "max_num_seqs": 3}
     found = []
     for more in ({}, {"speculation": "off"}, {"max_state_bytes": 2e6}, {"max_num_seqs": 5}):
@@ -110,9 +105,7 @@ def test_states_are_weighed_beside_weights_and_pool(hybrid: Path) -> None:
 
 
 @pytest.mark.parametrize("max_state_bytes", [1000, 1_000_000])
-def test_states_that_do_not_fit_are_refused_before_anything_is_packed(
-    max_state_bytes: int, hybrid: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_that_do_not_fit_are_refused_before_anything_is_packed(max_state_bytes, hybrid, monkeypatch):
     """A budget below the batch's, and one for which there is no memory: with the numbers of both."""
     options = {"weights": "int8", "num_blocks": 64, "max_num_seqs": 2, "max_state_bytes": max_state_bytes}
     options["speculation"] = "on"  # else there would be fewer drafts
@@ -135,9 +128,7 @@ def test_states_that_do_not_fit_are_refused_before_anything_is_packed(
 
 
 @pytest.mark.parametrize("rows", [31, 9, 0])
-def test_drafts_that_find_no_room_are_fewer_in_the_plan_and_in_the_engine(
-    hybrid: Path, caplog: pytest.LogCaptureFixture, rows: int
-) -> None:
+def test_drafts_that_find_no_room_are_fewer_in_the_plan_and_in_the_engine(hybrid, caplog, rows):
     spec = _fit(hybrid, GB, num_blocks=40).info.kv_spec
     options = {"num_blocks": 40, "max_num_seqs": 2, "weights": "int8"}
     options["max_state_bytes"] = 3 * spec.bytes_per_state + rows * spec.bytes_per_draft
@@ -158,9 +149,7 @@ def test_drafts_that_find_no_room_are_fewer_in_the_plan_and_in_the_engine(
         assert str(caught.value) == asked
 
 
-def test_room_for_states_of_a_model_without_any_is_refused_before_anything_is_packed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_for_states_of_a_model_without_any_is_refused_before_anything_is_packed(tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
     path = save_tiny_model("llama", tmp_path / "model")
@@ -175,7 +164,7 @@ def test_room_for_states_of_a_model_without_any_is_refused_before_anything_is_pa
     assert not (tmp_path / "cache" / "packed").exists()
 
 
-def test_copies_of_the_onnx_runner_are_weighed_before_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_the_onnx_runner_are_weighed_before_it_loads(tmp_path, monkeypatch):
     path = write_onnx(build_tiny_model("llama"), tmp_path / "m", Form(concat=True), ConcatDecoder)
     fit = _fit(path, GB, num_blocks=400)
     assert fit.info.name == "onnx"
@@ -191,9 +180,7 @@ def test_copies_of_the_onnx_runner_are_weighed_before_it_loads(tmp_path: Path, m
     assert str(caught.value) == refused
 
 
-def test_a_pool_of_no_given_size_takes_a_quarter_of_what_the_weights_leave(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_of_no_given_size_takes_a_quarter_of_what_the_weights_leave(model, monkeypatch):
     """Weights of a mapped file are no less available once they are read, so what there was before counts."""
     weights = _fit(model, GB, weights="int4").info.weight_bytes
     available = weights + 4_000_000
@@ -206,17 +193,15 @@ def test_a_pool_of_no_given_size_takes_a_quarter_of_what_the_weights_leave(
     assert memory_beside(weights, available) == 0
 
 
-def test_every_format_is_weighed(model: Path) -> None:
+def test_every_format_is_weighed(model):
     found = format_bytes(Checkpoint.open(model))
     assert list(found) == list(WEIGHT_FORMATS)
     assert found["int4"] < found["int4-asym"] < found["int8"] < found["bf16"] < found["f32"]
     assert all(found[weights] == _fit(model, GB, weights=weights).info.weight_bytes for weights in found)
 
 
-def test_where_packed_weights_go_is_known_without_reading_the_model(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def place(cache_dir: Path | None = None) -> tuple[bool, Path | None]:
+def test_where_packed_weights_go_is_known_without_reading_the_model(model, monkeypatch):
+    def place(cache_dir=None):
         checkpoint = Checkpoint.open(model, cache_dir=cache_dir)
         with monkeypatch.context() as patch:
             fingerprints = sys.modules["kvboost_edge.models.fingerprint"]

@@ -1,7 +1,5 @@
 """A forked child has the engine's memory and not its thread: every call says so, none waits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -67,7 +65,7 @@ engine.close()
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
 @pytest.mark.parametrize("busy", [True, False])
-def test_a_forked_child_is_told_and_the_parent_goes_on(tiny_model_dir: Path, busy: bool) -> None:
+def test_a_forked_child_is_told_and_the_parent_goes_on(tiny_model_dir, busy):
     code = SCRIPT.format(path=str(tiny_model_dir), busy=busy)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False

@@ -1,26 +1,16 @@
 """The test that stands before reuse: run once, by one thread, leaving nothing behind; what fails it is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from helpers.engine.fake_runner import assert_clean, checked, expected_tokens, fake_engine, hold_passes, runner_of
 from helpers.engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.gate import Gate
 from kvboost_edge.errors import CapacityError, KVBoostError, RequestError
-from kvboost_edge.reuse.gate import Verdict
-from kvboost_edge.runners.base import ForwardBatch
 
 REUSE = GenerationMode.CHUNK_KV_REUSE
 TEXT = [number * 7 % 256 for number in range(80)]
@@ -28,17 +18,17 @@ PROMPT = [*range(20), *TEXT, 5]
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
 
 
 @pytest.fixture
-def tests_run(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
+def tests_run(monkeypatch):
     """What the tests that really ran found."""
-    found: list[Verdict] = []
+    found = []
     measure = Gate._measure
 
-    def counted(self: Gate, *arguments: Any) -> Verdict:
+    def counted(self, *arguments):
         found.append(measure(self, *arguments))
         return found[-1]
 
@@ -46,24 +36,24 @@ def tests_run(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
     return found
 
 
-def engine_of(num_blocks: int = 128, **options: Any) -> CPUPagedEngine:
+def engine_of(num_blocks=128, **options):
     return fake_engine(num_blocks, **{"primer_tokens": 32, "reuse_gate": "auto", **options})
 
 
-def spoil(engine: CPUPagedEngine) -> None:
+def spoil(engine):
     """What leans on keys at other positions becomes noise."""
     runner = runner_of(engine)
     forward = runner.forward
 
-    def noisy(batch: ForwardBatch) -> npt.NDArray[np.float32]:
+    def noisy(batch):
         logits = forward(batch)
         moved = batch.layout.parts is not None and (batch.layout.parts[:, -1] != 0).any()
         return logits[:, ::-1].copy() if moved else logits
 
-    runner.forward = noisy  # type: ignore[method-assign]
+    runner.forward = noisy
 
 
-def test_reuse_is_tested_once_and_leaves_nothing(tests_run: list[Verdict]) -> None:
+def test_reuse_is_tested_once_and_leaves_nothing(tests_run):
     with engine_of() as engine:
         engine.generate(TEXT + [1] * 16, 1)
         before = engine.block_map()
@@ -92,7 +82,7 @@ def test_reuse_is_tested_once_and_leaves_nothing(tests_run: list[Verdict]) -> No
     assert len(tests_run) == 1, "the outcome is kept for other processes"
 
 
-def test_what_fails_the_test_is_refused_with_its_figures(tests_run: list[Verdict]) -> None:
+def test_what_fails_the_test_is_refused_with_its_figures(tests_run):
     words = r"refused for this model.*KL\(full \|\| reuse\).*reuse_gate='off'"
     with engine_of() as engine:
         spoil(engine)
@@ -100,7 +90,7 @@ def test_what_fails_the_test_is_refused_with_its_figures(tests_run: list[Verdict
         with pytest.raises(RequestError, match=words):
             engine.submit(PROMPT, mode=REUSE)
         computed = runner_of(engine).computed
-        calls: list[Callable[[], Any]] = [
+        calls = [
             lambda: engine.generate(PROMPT, 6, mode=REUSE),
             lambda: engine.check(PROMPT, mode=REUSE),
             lambda: engine.warm(documents=[TEXT]),
@@ -121,14 +111,14 @@ def test_what_fails_the_test_is_refused_with_its_figures(tests_run: list[Verdict
     assert len(tests_run) == 1
 
 
-def test_other_repairs_are_other_tests(tests_run: list[Verdict]) -> None:
+def test_other_repairs_are_other_tests(tests_run):
     with engine_of() as engine:
         for strategy, ratio, count in (("none", 0.1, 1), ("none", 0.2, 1), ("cacheblend", 0.2, 2), ("none", 0.1, 2)):
             engine.generate(PROMPT, 1, mode=REUSE, recompute_strategy=strategy, recompute_ratio=ratio)
             assert len(tests_run) == count
 
 
-def test_off_says_that_nothing_was_tested(tests_run: list[Verdict]) -> None:
+def test_off_says_that_nothing_was_tested(tests_run):
     with engine_of(reuse_gate="off") as engine:
         engine.warm(documents=[TEXT])
         assert engine.generate(PROMPT, 1, mode=REUSE).gate == "off"
@@ -136,7 +126,7 @@ def test_off_says_that_nothing_was_tested(tests_run: list[Verdict]) -> None:
     assert tests_run == []
 
 
-def test_several_threads_wait_for_one_test(tests_run: list[Verdict]) -> None:
+def test_several_threads_wait_for_one_test(tests_run):
     go = threading.Event()
     with engine_of() as engine, ThreadPoolExecutor(4) as pool:
         hold_passes(engine, go)
@@ -148,7 +138,7 @@ def test_several_threads_wait_for_one_test(tests_run: list[Verdict]) -> None:
         assert_clean(engine)
 
 
-def test_other_requests_run_beside_the_test(tests_run: list[Verdict]) -> None:
+def test_other_requests_run_beside_the_test(tests_run):
     with engine_of() as engine, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(engine.generate, PROMPT, 4, mode=REUSE)
         while not asked.done():
@@ -157,7 +147,7 @@ def test_other_requests_run_beside_the_test(tests_run: list[Verdict]) -> None:
         assert len(tests_run) == 1
 
 
-def test_a_request_that_fails_in_any_case_starts_no_test(tests_run: list[Verdict]) -> None:
+def test_a_request_that_fails_in_any_case_starts_no_test(tests_run):
     with engine_of(num_blocks=20) as engine:
         for call in (engine.generate, engine.submit):
             with pytest.raises(CapacityError, match="enlarge max_cache_bytes"):
@@ -183,18 +173,18 @@ def test_a_request_that_fails_in_any_case_starts_no_test(tests_run: list[Verdict
     ],
     ids=str,
 )
-def test_without_room_for_its_test_reuse_is_refused(options: dict[str, Any], words: str) -> None:
+def test_without_room_for_its_test_reuse_is_refused(options, words):
     with engine_of(**options) as engine:
         with pytest.raises(RequestError, match=rf"{words}.*reuse_gate='off'"):
             engine.generate([1] * 40, 4, mode=REUSE)
         assert runner_of(engine).computed == 0
 
 
-def test_an_engine_that_is_closed_ends_its_test() -> None:
+def test_an_engine_that_is_closed_ends_its_test():
     engine = engine_of()
     go, begun = threading.Event(), threading.Event()
 
-    def hold(batch: ForwardBatch) -> None:
+    def hold(batch):
         begun.set()
         assert go.wait(30)
 
@@ -211,13 +201,11 @@ def test_an_engine_that_is_closed_ends_its_test() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_test_that_is_interrupted_is_run_again(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, tests_run: list[Verdict]
-) -> None:
-    failing: Iterator[BaseException | None] = iter([error("stop"), None])
+def test_a_test_that_is_interrupted_is_run_again(error, monkeypatch, tests_run):
+    failing = iter([error("stop"), None])
     logits = Gate.logits
 
-    def interrupted(self: Gate, *arguments: Any) -> Any:
+    def interrupted(self, *arguments):
         if (one := next(failing, None)) is not None:
             raise one
         return logits(self, *arguments)
@@ -233,14 +221,12 @@ def test_a_test_that_is_interrupted_is_run_again(
 
 
 @pytest.mark.parametrize(("times", "passes"), [(3, True), (5, False)])
-def test_what_others_drive_out_of_the_pool_proves_nothing(
-    times: int, passes: bool, monkeypatch: pytest.MonkeyPatch, tests_run: list[Verdict]
-) -> None:
+def test_what_others_drive_out_of_the_pool_proves_nothing(times, passes, monkeypatch, tests_run):
     """The documents are computed again, so many times; then the request is refused and the next one tries."""
     left, logits = iter(range(times)), Gate.logits
     with engine_of() as engine:
 
-        def robbed(self: Gate, *arguments: Any) -> Any:
+        def robbed(self, *arguments):
             if len(arguments) == 4 and next(left, None) is not None:
                 engine.reset_cache()
             return logits(self, *arguments)
@@ -255,10 +241,10 @@ def test_what_others_drive_out_of_the_pool_proves_nothing(
         assert_clean(engine)
 
 
-def test_a_failing_pass_fails_the_request_that_asked() -> None:
+def test_a_failing_pass_fails_the_request_that_asked():
     with engine_of() as engine:
 
-        def fail(batch: ForwardBatch) -> None:
+        def fail(batch):
             raise MemoryError("no memory")
 
         runner_of(engine).on_forward = fail
@@ -269,7 +255,7 @@ def test_a_failing_pass_fails_the_request_that_asked() -> None:
         assert_clean(engine)
 
 
-def test_the_draws_of_others_are_what_they_would_be_without_it() -> None:
+def test_the_draws_of_others_are_what_they_would_be_without_it():
     outputs = []
     for gate in ("auto", "off"):
         with engine_of(seed=3, reuse_gate=gate) as engine:
@@ -278,7 +264,7 @@ def test_the_draws_of_others_are_what_they_would_be_without_it() -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_no_tier_is_given_what_the_test_computed(tests_run: list[Verdict]) -> None:
+def test_no_tier_is_given_what_the_test_computed(tests_run):
     tier = DictTier()
     with engine_of(tiers=[tier]) as engine:
         engine.generate(PROMPT, 1, mode=REUSE)
@@ -288,7 +274,7 @@ def test_no_tier_is_given_what_the_test_computed(tests_run: list[Verdict]) -> No
     assert len(tier.blocks) == len(PROMPT) // 16 + (32 + 80) // 16
 
 
-def test_verify_compares_reuse_with_a_full_computation(tests_run: list[Verdict]) -> None:
+def test_verify_compares_reuse_with_a_full_computation(tests_run):
     with engine_of() as engine:
         report = engine.verify_correctness(max_new_tokens=6, mode=REUSE)
         assert report
@@ -308,7 +294,7 @@ def test_verify_compares_reuse_with_a_full_computation(tests_run: list[Verdict])
         assert_clean(engine)
 
 
-def test_verify_says_by_how_much_reuse_goes_too_far() -> None:
+def test_verify_says_by_how_much_reuse_goes_too_far():
     with engine_of() as engine:
         spoil(engine)
         report = engine.verify_correctness(max_new_tokens=6, mode=REUSE)
@@ -332,7 +318,7 @@ def test_verify_says_by_how_much_reuse_goes_too_far() -> None:
     ],
     ids=str,
 )
-def test_verify_refuses_what_is_wrong(arguments: dict[str, Any], words: str) -> None:
+def test_verify_refuses_what_is_wrong(arguments, words):
     with engine_of() as engine:
         with pytest.raises(RequestError, match=words):
             engine.verify_correctness(**{"mode": REUSE, "max_new_tokens": 4, **arguments})

@@ -3,14 +3,12 @@
 KVBOOST_EDGE_TEST_LONG=1 tries more examples.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.engine.fake_runner import fake_engine
-from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.grammars import MadeGrammar
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.server.api.bounds import COUNTS
@@ -31,36 +28,36 @@ Make = Callable[[], Any]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[CPUPagedEngine]:
+def engine():
     with fake_engine(num_blocks=512, debug_checks=False) as engine:
         yield engine
 
 
-def refs(part: Callable[[dict[str, str]], dict[str, Any]], count: int) -> dict[str, Any]:
+def refs(part, count):
     """A chain of definitions, each made of a reference to the next."""
-    chain: dict[str, Any] = {f"d{i}": part({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
+    chain = {f"d{i}": part({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
     return {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{count}": {"type": "string"}}}
 
 
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "integer"}
+def nested(depth):
+    schema = {"type": "integer"}
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
     return schema
 
 
-def words(count: int) -> list[str]:
+def words(count):
     rng = random.Random(count)
     return ["".join(rng.choices("abcdefgh", k=12)) for _ in range(count)]
 
 
-def rules(count: int) -> str:
+def rules(count):
     lines = [f'r{i}: r{i + 1} | r{i + 1} r{i + 1} | "a"' for i in range(count)]
     return "\n".join(["start: r0", *lines, f'r{count}: "b"'])
 
 
 PROPERTIES = {f"p{i}": {"type": "string"} for i in range(2000)}
-HOSTILE: dict[str, Make] = {
+HOSTILE = {
     "schema: a chain of 3,900 references": lambda: {"json_schema": refs(lambda r: {"type": "array", "items": r}, 3900)},
     "schema: 2,600 alternatives": lambda: {"json_schema": refs(lambda r: {"anyOf": [r, {"type": "null"}]}, 2600)},
     "schema: allOf over references": lambda: {"json_schema": refs(lambda r: {"allOf": [r]}, 3900)},
@@ -105,7 +102,7 @@ HOSTILE: dict[str, Make] = {
 }
 
 
-def survives(engine: CPUPagedEngine, options: dict[str, Any]) -> None:
+def survives(engine, options):
     """It is refused, or its answer comes, or an error of its own; another one is answered, and nothing is kept."""
     try:
         handle = engine.submit([1, 2, 3], max_new_tokens=12, temperature=1.0, seed=1, **options)
@@ -123,7 +120,7 @@ def survives(engine: CPUPagedEngine, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_it_ends_its_own_request_at_most(engine: CPUPagedEngine, name: str) -> None:
+def test_it_ends_its_own_request_at_most(engine, name):
     survives(engine, HOSTILE[name]())
 
 
@@ -156,26 +153,24 @@ def test_it_ends_its_own_request_at_most(engine: CPUPagedEngine, name: str) -> N
         "nothing fits",
     ],
 )
-def test_what_no_limit_of_the_compiler_holds_is_refused_before(
-    engine: CPUPagedEngine, options: dict[str, Any], match: str
-) -> None:
+def test_what_no_limit_of_the_compiler_holds_is_refused_before(engine, options, match):
     with pytest.raises(RequestError, match=match):
         engine.submit("x", **options)
 
 
 @pytest.mark.parametrize("divisor", [0.01, 0.5, 1, 7, 10_000, 1e4])
-def test_usual_divisors_are_taken(engine: CPUPagedEngine, divisor: float) -> None:
+def test_usual_divisors_are_taken(engine, divisor):
     schema = {"type": "number", "multipleOf": divisor, "minimum": 0, "maximum": 10 * divisor}
     engine.generate([1], max_new_tokens=2, temperature=0, json_schema=schema)
 
 
-def test_texts_for_people_do_not_count(engine: CPUPagedEngine) -> None:
+def test_texts_for_people_do_not_count(engine):
     schema = {"type": "boolean", "description": "d" * 200_000, "title": "t" * 200_000}
     result = engine.generate([1], max_new_tokens=9, temperature=0, json_schema=schema)
     assert result.output_text in ("true", "false")
 
 
-def test_a_schema_cannot_ask_for_less_than_it_says(engine: CPUPagedEngine) -> None:
+def test_a_schema_cannot_ask_for_less_than_it_says(engine):
     with pytest.raises(RequestError, match="not"):
         engine.generate("x", json_schema={"x-guidance": {"lenient": True}, "type": "string", "not": {"const": "a"}})
 
@@ -201,23 +196,23 @@ PIECES = st.sampled_from(
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS)
-def test_any_object_is_a_schema_or_is_refused(engine: CPUPagedEngine, schema: dict[str, Any]) -> None:
+def test_any_object_is_a_schema_or_is_refused(engine, schema):
     survives(engine, {"json_schema": schema})
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(PIECES, min_size=1, max_size=12).map("".join), st.sampled_from(["regex", "grammar"]))
-def test_any_text_is_an_expression_or_is_refused(engine: CPUPagedEngine, text: str, kind: str) -> None:
+def test_any_text_is_an_expression_or_is_refused(engine, text, kind):
     survives(engine, {kind: text})
 
 
-def test_as_many_tools_as_a_request_may_have(engine: CPUPagedEngine) -> None:
+def test_as_many_tools_as_a_request_may_have(engine):
     """Their grammar is longer than any that callers may give."""
     properties = {f"p{number}": {"type": "string", "description": "x" * 100} for number in range(6)}
     schema = {"type": "object", "properties": properties, "required": ["p0", "p1"], "additionalProperties": False}
     tools = [Tool(f"tool_number_{number}", schema) for number in range(int(COUNTS["tools"].high))]
     format = TurnFormat(GENERIC, None, shows_tools=False, replays=True)
-    wanted: Any = {"choice": "required", "parallel": False, "reasoning": "closed"}
+    wanted = {"choice": "required", "parallel": False, "reasoning": "closed"}
     made = calls_grammar(format, tools, **wanted, special_id=lambda _: None)
     with pytest.raises(RequestError, match=r"grammar has \d{6} bytes; at most 262144"):
         engine.generate("x", grammar=made)

@@ -1,15 +1,12 @@
 """Tiny hybrid models through the whole engine: answers are equal to the bit with and without what was kept of them, in
 the pool, on disk, and after the process that kept it was killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,6 @@ import pytest
 from helpers.models.tiny_models import save_tiny_model
 from helpers.pairwise import each_once
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, ModelFormatError
 
 TESTS = Path(__file__).parents[1]
@@ -45,20 +41,20 @@ ALL_BITS = (16, 8, (8, 4), 4)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(request, tmp_path_factory):
     return save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def engine_of(model: Path, **options: Any) -> CPUPagedEngine:
+def engine_of(model, **options):
     return CPUPagedEngine.from_pretrained(model, **{"num_blocks": 64, "num_threads": 1, "weights": "int8", **options})
 
 
-def same(one: GenerationResult, other: GenerationResult) -> bool:
+def same(one, other):
     return one.output_token_ids == other.output_token_ids and one.logprobs == other.logprobs
 
 
 @pytest.mark.parametrize(("model", "bits"), each_once(FAMILIES, ALL_BITS), indirect=["model"])
-def test_cold_hit_and_branch_are_equal_to_the_bit(model: Path, bits: Any) -> None:
+def test_cold_hit_and_branch_are_equal_to_the_bit(model, bits):
     with engine_of(model, kv_cache_bits=bits, debug_checks=True) as engine:
         cold = [engine.generate(prompt, mode="baseline", **ANSWER) for prompt in (PROMPT, OTHER)]
         hit = engine.generate(PROMPT, **ANSWER)
@@ -75,7 +71,7 @@ def test_cold_hit_and_branch_are_equal_to_the_bit(model: Path, bits: Any) -> Non
 
 
 @pytest.mark.parametrize(("model", "bits"), each_once(FAMILIES, ALL_BITS), indirect=["model"])
-def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model: Path, bits: Any, tmp_path: Path) -> None:
+def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model, bits, tmp_path):
     """The second time the tenant asks, its answer is known; and after a restart the states of that are on disk."""
     options = {"kv_cache_bits": bits, "debug_checks": True, "disk_cache_dir": tmp_path, "max_disk_bytes": 64 << 20}
     sampled = {**ANSWER, "max_new_tokens": 40, "temperature": 0.8, "seed": 3}
@@ -95,7 +91,7 @@ def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model: Path, b
             assert same(restored, following)
 
 
-def test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it(tmp_path: Path) -> None:
+def test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it(tmp_path):
     """Nobody names the place: the template says where a message of the user begins, and a state is kept before it."""
     system = {"role": "system", "content": "You are a helper of few words. " * 4}
     chats = [[system, {"role": "user", "content": content}] for content in ("What is it?", "Another question, longer.")]
@@ -114,7 +110,7 @@ def test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it(t
     "model", [FAMILIES[0], *(pytest.param(one, marks=pytest.mark.full) for one in FAMILIES[1:])], indirect=True
 )
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_states_survive_the_death_of_the_process(model: Path, tmp_path: Path) -> None:
+def test_states_survive_the_death_of_the_process(model, tmp_path):
     options = {
         "num_blocks": 64, "num_threads": 1, "weights": "int8",
         "disk_cache_dir": str(tmp_path / "blocks"), "max_disk_bytes": 64 << 20,
@@ -131,7 +127,7 @@ def test_states_survive_the_death_of_the_process(model: Path, tmp_path: Path) ->
     assert same(restored, cold)
 
 
-def test_what_does_not_go_with_states_is_refused_by_name(model: Path) -> None:
+def test_what_does_not_go_with_states_is_refused_by_name(model):
     with pytest.raises(CapacityError, match=r"max_state_bytes=1000 holds 0 states of .* sequences need"):
         engine_of(model, max_state_bytes=1000)
     with pytest.raises((BackendUnavailable, ConfigError, ModelFormatError), match="state"):

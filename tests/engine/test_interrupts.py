@@ -1,31 +1,26 @@
 """Ctrl-C at any moment of a call ends the call's requests and leaves nothing behind."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from helpers.engine.fake_runner import assert_clean, fake_engine, hold_passes, runner_of, wait_until_idle
-from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
 
 
 @pytest.fixture
-def engine() -> Iterator[CPUPagedEngine]:
+def engine():
     with fake_engine() as engine:
         yield engine
 
 
-def test_ctrl_c_while_waiting_cancels_and_leaves_nothing(engine: CPUPagedEngine) -> None:
+def test_ctrl_c_while_waiting_cancels_and_leaves_nothing(engine):
     main = threading.get_ident()
     passes = itertools.count()
 
-    def interrupt(batch: Any) -> None:
+    def interrupt(batch):
         if next(passes) == 3:
             signal.pthread_kill(main, signal.SIGINT)
 
@@ -50,12 +45,10 @@ def test_ctrl_c_while_waiting_cancels_and_leaves_nothing(engine: CPUPagedEngine)
     ],
     ids=["generate", "generate_batch", "generate_many", "warm", "stream"],
 )
-def test_ctrl_c_before_anybody_holds_the_handle_cancels(
-    engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch, call: Callable[[CPUPagedEngine], Any]
-) -> None:
+def test_ctrl_c_before_anybody_holds_the_handle_cancels(engine, monkeypatch, call):
     """The request is queued already: on a busy machine several passes may be over by then."""
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     go = threading.Event()
@@ -70,7 +63,7 @@ def test_ctrl_c_before_anybody_holds_the_handle_cancels(
     assert_clean(engine)
 
 
-def interrupted_stream(engine: CPUPagedEngine) -> None:
+def interrupted_stream(engine):
     for count, _ in enumerate(engine.stream(list(range(50)), max_new_tokens=None)):
         if count == 3:
             raise KeyboardInterrupt

@@ -13,7 +13,6 @@ import csv
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ import pytest
 
 from helpers.engine.hand_mover import DictTier
 from helpers.engine.hostile_drafts import CutDrafter
-from helpers.engine.native_bench import BLOCK, Bits, Cold, Floats, Machine, NativeBench, assert_begins
+from helpers.engine.native_bench import BLOCK, Cold, NativeBench, assert_begins
 from helpers.engine.native_kinds import FORMATS, KINDS, STATES, machine_of, needs_torch
 from helpers.runners.paged_driver import PagedDriver
 from helpers.runners.recurrent_driver import StateDriver
@@ -41,27 +40,27 @@ NOTHING = SamplingParams(max_new_tokens=0)
 class Case:
     """A model at one width of its cache."""
 
-    def __init__(self, machine: Machine, bits: Bits) -> None:
+    def __init__(self, machine, bits):
         self.machine, self.bits = machine, bits
         self.cold = Cold(machine, bits)
         self.is_hybrid = machine.states is not None
 
-    def bench(self, *, every_block: bool = False, **options: object) -> NativeBench:
+    def bench(self, *, every_block=False, **options):
         """every_block: in a hybrid, a state is kept after each block."""
         states = STATES._replace(every_block=every_block) if self.is_hybrid else None
-        return NativeBench(self.machine, bits=self.bits, states=states, **options)  # type: ignore[arg-type]
+        return NativeBench(self.machine, bits=self.bits, states=states, **options)
 
-    def driver(self, threads: int) -> PagedDriver:
+    def driver(self, threads):
         """Over a pool that holds NaN wherever nothing was written."""
         parts = self.machine.parts(self.bits, threads, 64, 9, self.machine.states)
         return (StateDriver if self.is_hybrid else PagedDriver)(*parts)
 
 
-def same(found: Floats, expected: Floats, where: str) -> None:
+def same(found, expected, where):
     np.testing.assert_array_equal(found, expected, err_msg=where)
 
 
-def cached(case: Case) -> None:
+def cached(case):
     """After a prefix of any length, in the pool up to its last whole block. A hybrid needs a state there, too."""
     expected = case.cold.logits(TEXT)
     for cut in (0, 1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 79, 80, 81, 89):
@@ -83,7 +82,7 @@ def cached(case: Case) -> None:
         bench.assert_clean()
 
 
-def chunked(case: Case) -> None:
+def chunked(case):
     expected = case.cold.logits(TEXT)
     for budget in (1, 2, 3, 5, 7, 8, 13, 15, 16, 17, 31, 64):
         bench = case.bench(max_batch_tokens=budget)
@@ -91,13 +90,13 @@ def chunked(case: Case) -> None:
         bench.assert_clean()
 
 
-def threads(case: Case) -> None:
+def threads(case):
     expected = case.cold.logits(TEXT)
     for budget in (1, 7, 17, 512):
         same(case.bench(threads=2, max_batch_tokens=budget).logits(TEXT), expected, f"passes of {budget} tokens")
 
 
-def batched(case: Case) -> None:
+def batched(case):
     """Prompts of different lengths in one pass, and a prompt in pieces next to two answers."""
     prompts, answers = (TEXT, ONE, OTHER, SHORT), ((OTHER, GREEDY), (SHORT, SAMPLED))
     expected = [case.cold.logits(prompt) for prompt in prompts]
@@ -119,7 +118,7 @@ def batched(case: Case) -> None:
             assert_begins(handle.result(0), one, f"next to a prompt, {number} threads")
 
 
-def preempted(case: Case) -> None:
+def preempted(case):
     """Recomputed for want of blocks, and after everything that was cached was dropped."""
     wanted = [(TEXT[:33], GREEDY), (TEXT[40:75], SAMPLED), (OTHER, GREEDY)]
     expected, alone = case.cold.logits(TEXT), [case.cold.answer(*each) for each in wanted]
@@ -144,7 +143,7 @@ def preempted(case: Case) -> None:
     same(np.concatenate(rows), expected[80:], "after the cache was dropped")
 
 
-def speculative(case: Case) -> None:
+def speculative(case):
     """Two answers at once, one of them sampled, whose drafts are right up to any number; and what is kept of them."""
     asked = [(TEXT[:25], GREEDY), (TEXT[40:70], SAMPLED)]
     alone = [case.cold.answer(*each) for each in asked]
@@ -155,7 +154,7 @@ def speculative(case: Case) -> None:
         drafters = [CutDrafter(whole, right, NUM_DRAFTS, 256) for whole, right in zip(wholes, rights, strict=True)]
         bench = case.bench(every_block=cut % 2 == 1, threads=1 + cut % 2)
         of_request = dict(enumerate(drafters, 1))
-        bench.scheduler.speculation.drafter = lambda request, known=of_request: known[request.index]  # type: ignore[method-assign, misc]
+        bench.scheduler.speculation.drafter = lambda request, known=of_request: known[request.index]
         handles = [bench.submit(*each, max_draft_tokens=NUM_DRAFTS, always_drafts=True) for each in asked]
         bench.run()
         for handle, one in zip(handles, alone, strict=True):
@@ -163,7 +162,7 @@ def speculative(case: Case) -> None:
         for right, one in zip(rights, drafters, strict=True):
             assert all(accepted == min(right, drafted) for drafted, accepted in one.outcomes)
             assert max(accepted for _, accepted in one.outcomes) == right
-        bench.scheduler.speculation.drafter = lambda request: None  # type: ignore[method-assign]
+        bench.scheduler.speculation.drafter = lambda request: None
         for whole, logits in zip(wholes, expected, strict=True):
             handle, rows = bench.submit_logits([*whole, 7, 8], len(whole) - 1)
             bench.run()
@@ -172,7 +171,7 @@ def speculative(case: Case) -> None:
         bench.assert_clean()
 
 
-def restored(case: Case) -> None:
+def restored(case):
     """From a tier, by an engine that has only the tier, and once more where the tier lost the third block."""
     answer = case.cold.answer(TEXT[:60], GREEDY)
     turn = [*TEXT[:60], *answer.output_token_ids, *OTHER[:9]]
@@ -194,7 +193,7 @@ def restored(case: Case) -> None:
             tier.drop([key for key, (_, data) in tier.blocks.items() if len(data) == size][2:3])
 
 
-def next_turn(case: Case) -> None:
+def next_turn(case):
     """Keys, values and states that decoding made, one token at a time, equal what one pass makes."""
     for number, budget in ((1, 64), (2, 7)):
         bench = case.bench(threads=number, max_batch_tokens=budget)
@@ -208,7 +207,7 @@ def next_turn(case: Case) -> None:
         same(np.concatenate(rows), expected[69:], f"{number} threads")
 
 
-def some_rows(case: Case) -> None:
+def some_rows(case):
     """Logits and hidden states of some rows of a pass, after pieces none of whose rows were wanted."""
     expected, longer, other = (case.cold.logits(each) for each in (TEXT, [*TEXT, 7], OTHER))
     driver = case.driver(1)
@@ -231,7 +230,7 @@ def some_rows(case: Case) -> None:
         same(driver.prefill(late), other[38:], f"the rest, {number} threads")
 
 
-def forked(case: Case) -> None:
+def forked(case):
     """Two sequences that share a block go on in one pass."""
     expected = case.cold.logits(TEXT)
     for number, cut in ((1, 33), (2, 37), (2, 47)):
@@ -244,7 +243,7 @@ def forked(case: Case) -> None:
         same(driver.step([(parent, 20), (child, 90 - cut)])[1], expected[cut:], f"cut {cut}, {number} threads")
 
 
-WAYS: dict[str, Callable[[Case], None]] = {
+WAYS = {
     "cached": cached,
     "chunked": chunked,
     "threads": threads,
@@ -267,10 +266,10 @@ class Row(NamedTuple):
     way: str
 
 
-VALUES = Row(tuple(KINDS), tuple(FORMATS), ("16-16", "8-8", "8-4", "4-4"), tuple(WAYS))  # type: ignore[arg-type]
+VALUES = Row(tuple(KINDS), tuple(FORMATS), ("16-16", "8-8", "8-4", "4-4"), tuple(WAYS))
 
 
-def is_possible(row: list[str] | Row) -> bool:
+def is_possible(row):
     """Whether the first values of a row go together."""
     kind, weights, _, way = [*row, *[""] * 4][:4]
     if kind == "gemma4-alike" and weights.isupper():
@@ -278,12 +277,12 @@ def is_possible(row: list[str] | Row) -> bool:
     return way != "forked" or not KINDS[kind].states  # the engine forks no hybrid
 
 
-def committed() -> list[Row]:
+def committed():
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     return [Row(*line) for line in csv.reader(lines[1:])]
 
 
-def parts_of(row: Row, size: int = 2) -> set[tuple[tuple[str, str], ...]]:
+def parts_of(row, size=2):
     """Values of so many factors: ((factor, value), (factor, value))."""
     return set(itertools.combinations(zip(Row._fields, row, strict=True), size))
 
@@ -293,7 +292,7 @@ ALL = [Row(*row) for row in itertools.product(*VALUES) if is_possible(row)]
 MODELS = list(dict.fromkeys((row.kind, row.weights) for row in ALL))
 
 
-def test_every_possible_pair_is_in_the_table() -> None:
+def test_every_possible_pair_is_in_the_table():
     assert set(PAIRS) <= set(ALL), "a row is unknown or impossible"
     assert len(set(PAIRS)) == len(PAIRS)
     assert not set().union(*map(parts_of, ALL)) - set().union(*map(parts_of, PAIRS))
@@ -302,12 +301,12 @@ def test_every_possible_pair_is_in_the_table() -> None:
 class Models:
     """The model in use; it is closed when another one is asked for. Cases of one model follow each other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder, self._key = folder, ("", "")
-        self._machine: Machine | None = None
-        self._cases: dict[str, Case] = {}
+        self._machine = None
+        self._cases = {}
 
-    def case(self, row: Row) -> Case:
+    def case(self, row):
         if self._key != (row.kind, row.weights):
             self.close()
             self._key = (row.kind, row.weights)
@@ -320,7 +319,7 @@ class Models:
             assert stored >= FORMATS[row.weights], "the packed weights have another format"
         return self._cases[row.kv_bits]
 
-    def close(self) -> None:
+    def close(self):
         if self._machine is not None:
             self._machine.close()
         self._machine = None
@@ -328,13 +327,13 @@ class Models:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+def models(tmp_path_factory):
     models = Models(tmp_path_factory.mktemp("models"))
     yield models
     models.close()
 
 
-def run(models: Models, row: Row) -> None:
+def run(models, row):
     if needs_torch(row.kind, row.weights):
         pytest.importorskip("torch")
         pytest.importorskip("gguf")
@@ -342,13 +341,13 @@ def run(models: Models, row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", PAIRS, ids=" ".join)
-def test_bits_do_not_depend_on_how_a_token_is_computed(models: Models, row: Row) -> None:
+def test_bits_do_not_depend_on_how_a_token_is_computed(models, row):
     run(models, row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", MODELS, ids=" ".join)
-def test_the_rest_of_the_product(models: Models, model: tuple[str, str]) -> None:
+def test_the_rest_of_the_product(models, model):
     known, failed = set(PAIRS), []
     for row in ALL:
         if (row.kind, row.weights) == model and row not in known:
@@ -359,7 +358,7 @@ def test_the_rest_of_the_product(models: Models, model: tuple[str, str]) -> None
     assert not failed, "\n".join(failed)
 
 
-def write_table() -> None:
+def write_table():
     """Choose the row with most new pairs until none is missing; of equal ones that with the rarest way and width."""
     pairs = {row: parts_of(row) for row in ALL}
     missing, used, chosen = set().union(*pairs.values()), Counter[str](), set[Row]()

@@ -1,12 +1,9 @@
 """Where the memory goes: what is resident is counted, not what is reserved; nothing is kept unless it is wanted."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,13 +18,13 @@ from kvboost_edge.host.memory import Region
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell what is resident")
 
 
-def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch):
     monkeypatch.setattr(ledger, "process_rss", lambda: 1000)
-    regions: list[Region] = [Region(0, 600)]
+    regions = [Region(0, 600)]
     now = [0.0]
     monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def count(found: list[Region]) -> int:
+    def count(found):
         now[0] += 0.01
         return sum(region.nbytes for region in found)
 
@@ -54,7 +51,7 @@ def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch: pytest.Monk
 
 @linux
 @pytest.mark.parametrize("bits", [16, 8])
-def test_an_untouched_pool_is_not_resident(bits: int) -> None:
+def test_an_untouched_pool_is_not_resident(bits):
     with CPUPagedEngine.from_pretrained(
         "kvboost-edge/demo", max_cache_bytes=200e6, kv_cache_bits=bits, max_num_seqs=2
     ) as engine:
@@ -63,9 +60,7 @@ def test_an_untouched_pool_is_not_resident(bits: int) -> None:
         assert stats["process_rss_bytes"] - stats["other_bytes"] < 20e6 + stats["weight_bytes"]
 
 
-def test_without_a_pack_cache_the_answers_are_the_same_and_nothing_is_kept(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_pack_cache_the_answers_are_the_same_and_nothing_is_kept(tiny_model_dir, tmp_path, monkeypatch):
     path = write_gguf(tiny_model_dir, tmp_path / "m.gguf", kind="Q8_0")
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     found = []
@@ -97,7 +92,7 @@ with CPUPagedEngine.from_pretrained(sys.argv[1], max_cache_bytes=64e6) as engine
 
 
 @linux
-def test_first_and_later_starts_hold_little_beside_weights_and_pool(tmp_path: Path) -> None:
+def test_first_and_later_starts_hold_little_beside_weights_and_pool(tmp_path):
     # Kernels are compiled before: what that leaves behind is another matter.
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=64) as engine:
         engine.generate("Hello", max_new_tokens=4)

@@ -1,13 +1,9 @@
 """Whatever ends a request - finish, cancel, an error at any point, the engine's end - nothing stays behind."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -22,7 +18,6 @@ from helpers.engine.fake_runner import (
     wait_until_idle,
 )
 from helpers.server.live_servers import wait_until
-from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.sequence import Sequence
 from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
@@ -32,17 +27,17 @@ from kvboost_edge.text.stop_strings import StopChecker
 
 
 @pytest.fixture
-def engine() -> Iterator[CPUPagedEngine]:
+def engine():
     with fake_engine() as engine:
         yield engine
 
 
-def test_who_waits_for_the_result_sleeps_until_it_is_there() -> None:
+def test_who_waits_for_the_result_sleeps_until_it_is_there():
     """Woken for each token it would take a processor from the pass, only to fall asleep again."""
     handle = RequestHandle(0, lambda index: None)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(handle.result)
-        asleep = handle._ended._waiters  # type: ignore[attr-defined]
+        asleep = handle._ended._waiters
         wait_until(lambda: len(asleep) == 1, "the other thread to fall asleep")
         (sleeper,) = asleep
         handle._push(TokenEvent(1, "", 0.0))
@@ -55,12 +50,12 @@ class Boom(Exception):
     """An error nobody expects."""
 
 
-def raise_on_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> list[int]:
+def raise_on_call(monkeypatch, owner, name, at):
     """Make the `at`-th call of a method raise Boom; returns a list that grows with the calls."""
     real = getattr(owner, name)
-    calls: list[int] = []
+    calls = []
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args, **kwargs):
         calls.append(len(calls) + 1)
         if len(calls) == at:
             raise Boom(f"{name} call {at}")
@@ -89,9 +84,7 @@ POINTS = [
 
 @pytest.mark.parametrize(("owner", "name"), POINTS, ids=lambda value: getattr(value, "__name__", value))
 @pytest.mark.parametrize("at", [1, 2, 3, 7])
-def test_an_error_at_any_point_ends_at_most_its_own_requests(
-    engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int
-) -> None:
+def test_an_error_at_any_point_ends_at_most_its_own_requests(engine, monkeypatch, owner, name, at):
     """RELIABILITY 6 and 8."""
     if isinstance(owner, str):
         owner = __import__(owner, fromlist=["_"])
@@ -112,7 +105,7 @@ def test_an_error_at_any_point_ends_at_most_its_own_requests(
             assert again.output_token_ids == outcome.output_token_ids
 
 
-def _outcome(call: Callable[[], Any]) -> Any:
+def _outcome(call):
     try:
         return call()
     except Exception as error:
@@ -120,9 +113,7 @@ def _outcome(call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["encode", "decode"])
-def test_an_error_while_tokenizing_holds_nothing(
-    engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_an_error_while_tokenizing_holds_nothing(engine, monkeypatch, name):
     with monkeypatch.context() as patch:
         raise_on_call(patch, type(engine.tokenizer), name, 1)
         with pytest.raises(Boom):
@@ -130,14 +121,14 @@ def test_an_error_while_tokenizing_holds_nothing(
     assert_clean(engine)
 
 
-def test_an_error_in_a_batch_reaches_the_caller_after_the_others_are_done(engine: CPUPagedEngine) -> None:
+def test_an_error_in_a_batch_reaches_the_caller_after_the_others_are_done(engine):
     runner_of(engine).nan_for = {77}
     with pytest.raises(KVBoostError, match="NaN"):
         engine.generate_batch([[1, 2, 3], [4, 77], [5, 6]], max_new_tokens=5)
     assert_clean(engine)
 
 
-def test_nan_logits_end_their_request_alone_and_publish_nothing() -> None:
+def test_nan_logits_end_their_request_alone_and_publish_nothing():
     bench = Bench(max_batch_tokens=64)
     bench.runner.nan_for = {255}
     bad = bench.submit([*range(47), 255], 5)
@@ -150,7 +141,7 @@ def test_nan_logits_end_their_request_alone_and_publish_nothing() -> None:
     assert bench.manager.peek([*range(47), 255, 1], bench.parts.root) < 48
 
 
-def test_nan_in_the_middle_of_a_chunked_prefill_is_seen_before_its_blocks_are_published() -> None:
+def test_nan_in_the_middle_of_a_chunked_prefill_is_seen_before_its_blocks_are_published():
     bench = Bench(max_batch_tokens=16)
     bench.runner.nan_for = {255}
     bad = bench.submit([*range(31), 255, *range(40)], 5)
@@ -160,7 +151,7 @@ def test_nan_in_the_middle_of_a_chunked_prefill_is_seen_before_its_blocks_are_pu
     assert bench.manager.peek([*range(31), 255, *range(40)], bench.parts.root) == 16
 
 
-def test_cancel_in_every_state() -> None:
+def test_cancel_in_every_state():
     """New, in the inbox, waiting, waiting for a prefix in flight, prefilling, decoding, preempted, done."""
     for steps in range(30):
         bench = Bench(6, max_num_seqs=2, max_batch_tokens=16)
@@ -178,10 +169,10 @@ def test_cancel_in_every_state() -> None:
             assert bench.answer(handle).finish_reason in ("cancelled", "length")
 
 
-def test_cancel_while_the_model_computes(engine: CPUPagedEngine) -> None:
+def test_cancel_while_the_model_computes(engine):
     started, go = threading.Event(), threading.Event()
 
-    def hold(batch: Any) -> None:
+    def hold(batch):
         started.set()
         assert go.wait(30)
 
@@ -197,7 +188,7 @@ def test_cancel_while_the_model_computes(engine: CPUPagedEngine) -> None:
     assert_clean(engine)
 
 
-def test_closing_a_stream_cancels(engine: CPUPagedEngine) -> None:
+def test_closing_a_stream_cancels(engine):
     stream = engine.stream(list(range(50)), max_new_tokens=None)
     assert next(stream)
     stream.close()
@@ -209,10 +200,10 @@ def test_closing_a_stream_cancels(engine: CPUPagedEngine) -> None:
     assert_clean(engine)
 
 
-def test_threads_share_one_engine(engine: CPUPagedEngine) -> None:
-    outputs: dict[int, tuple[int, ...]] = {}
+def test_threads_share_one_engine(engine):
+    outputs = {}
 
-    def work(number: int) -> None:
+    def work(number):
         for turn in range(6):
             prompt = [number, turn, *range(30)]
             outputs[number * 10 + turn] = engine.generate(prompt, max_new_tokens=10).output_token_ids
@@ -229,11 +220,11 @@ def test_threads_share_one_engine(engine: CPUPagedEngine) -> None:
     assert_clean(engine)
 
 
-def test_close_fails_what_runs_and_everything_after() -> None:
+def test_close_fails_what_runs_and_everything_after():
     engine = fake_engine()
     started, go = threading.Event(), threading.Event()
 
-    def hold(batch: Any) -> None:
+    def hold(batch):
         started.set()
         assert go.wait(30)
 
@@ -251,7 +242,7 @@ def test_close_fails_what_runs_and_everything_after() -> None:
         handle.cancel()
     engine.close()
     assert runner_of(engine).closed
-    assert engine._parts.backend.closed  # type: ignore[attr-defined]
+    assert engine._parts.backend.closed
     assert engine._parts.manager.used_block_count == 0
     for call in (
         lambda: engine.generate([1]),
@@ -267,7 +258,7 @@ def test_close_fails_what_runs_and_everything_after() -> None:
             call()
 
 
-def test_a_forgotten_engine_ends_its_thread() -> None:
+def test_a_forgotten_engine_ends_its_thread():
     engine = fake_engine()
     engine.generate([1, 2, 3], max_new_tokens=2)
     thread, gone = engine._core._thread, weakref.ref(engine)
@@ -278,18 +269,18 @@ def test_a_forgotten_engine_ends_its_thread() -> None:
     assert not thread.is_alive()
 
 
-def test_a_handle_keeps_its_engine_until_it_is_done_with() -> None:
+def test_a_handle_keeps_its_engine_until_it_is_done_with():
     handle = fake_engine().submit(list(range(20)), max_new_tokens=10)
     gc.collect()
     assert list(handle.result(30).output_token_ids) == expected_tokens(range(20), 10)
 
 
 def test_a_contradiction_in_the_bookkeeping_stops_the_engine_and_tells_everyone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     with fake_engine() as engine:
 
-        def corrupt(*args: Any, **kwargs: Any) -> None:
+        def corrupt(*args, **kwargs):
             raise CacheCorruption("broken on purpose")
 
         monkeypatch.setattr(KVCacheManager, "commit", corrupt)
@@ -305,13 +296,13 @@ def test_a_contradiction_in_the_bookkeeping_stops_the_engine_and_tells_everyone(
             engine.generate([1])
 
 
-def test_debug_checks_notice_a_write_into_a_shared_block() -> None:
+def test_debug_checks_notice_a_write_into_a_shared_block():
     bench = Bench()
     bench.ask(list(range(32)), 1)
     cached = bench.manager.block_states().index(1)
 
-    def scribble(batch: Any) -> None:
-        bench.parts.backend.tokens[cached] = 3  # type: ignore[attr-defined]
+    def scribble(batch):
+        bench.parts.backend.tokens[cached] = 3
 
     bench.runner.on_forward = scribble
     bench.submit([200, 201], 1)
@@ -319,7 +310,7 @@ def test_debug_checks_notice_a_write_into_a_shared_block() -> None:
         bench.core.step()
 
 
-def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
+def test_a_request_that_can_never_fit_is_refused_at_once():
     with fake_engine(num_blocks=4) as small:
         with pytest.raises(CapacityError, match=r"needs 7 blocks \(60 prompt tokens and up to 50 new ones"):
             small.generate([1] * 60, max_new_tokens=50)
@@ -333,7 +324,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
         assert small.paged_stats()["used_blocks"] == 0
 
 
-def test_result_times_out_without_ending_the_request(engine: CPUPagedEngine) -> None:
+def test_result_times_out_without_ending_the_request(engine):
     go = threading.Event()
     hold_passes(engine, go)
     handle = engine.submit([1, 2, 3], max_new_tokens=3)
@@ -343,7 +334,7 @@ def test_result_times_out_without_ending_the_request(engine: CPUPagedEngine) -> 
     assert handle.result(30).generated_tokens == 3
 
 
-def test_reset_forgets_what_is_idle(engine: CPUPagedEngine) -> None:
+def test_reset_forgets_what_is_idle(engine):
     engine.generate(list(range(40)), max_new_tokens=2)
     assert engine.reset_cache() == 2
     assert engine.generate(list(range(40)), max_new_tokens=2).cached_tokens == 0

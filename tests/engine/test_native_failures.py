@@ -1,15 +1,10 @@
 """Requests that fail, are cancelled or get no number on the native runner: they end alone and leave nothing open."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from helpers.engine.native_bench import ALL_BITS, ROOT, Bits, Cold, Machine, NativeBench, assert_begins
+from helpers.engine.native_bench import ALL_BITS, ROOT, Cold, Machine, NativeBench, assert_begins
 from helpers.engine.native_kinds import machine_of
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge.engine.request import SamplingParams
@@ -21,14 +16,14 @@ TEXT = np.random.default_rng(5).integers(3, 250, 120).tolist()
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+def machine(tmp_path_factory):
     machine = machine_of("qwen3", "int8", tmp_path_factory.mktemp("plain"))
     yield machine
     machine.close()
 
 
 @pytest.mark.parametrize("bits", ALL_BITS[1:], ids=str)
-def test_no_buffer_of_an_open_block_is_lost(machine: Machine, bits: Bits) -> None:
+def test_no_buffer_of_an_open_block_is_lost(machine, bits):
     """Finished, cancelled and preempted requests give them back: with two buffers two sequences always run."""
     bench = NativeBench(machine, bits=bits, num_blocks=8, max_num_seqs=2, max_batch_tokens=24)
     for number in range(18):
@@ -44,7 +39,7 @@ def test_no_buffer_of_an_open_block_is_lost(machine: Machine, bits: Bits) -> Non
 
 
 @pytest.fixture(scope="module")
-def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+def overflowing(tmp_path_factory):
     """A Llama whose token BAD, and no other, has first-layer keys beyond float16: stored, they are infinite."""
     directory = save_tiny_checkpoint("llama", tmp_path_factory.mktemp("overflow"), num_hidden_layers=2)
     path = directory / "model.safetensors"
@@ -59,7 +54,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 
 @pytest.mark.parametrize("bits", ALL_BITS[:3], ids=str)
-def test_keys_that_are_not_finite_end_their_request_alone(overflowing: Machine, bits: Bits) -> None:
+def test_keys_that_are_not_finite_end_their_request_alone(overflowing, bits):
     """RELIABILITY 8: nothing of the request is published, and a request in the same batch keeps its bits."""
     prompt, expected = [7, 8, 9, BAD, *range(40)], Cold(overflowing, bits).answer(TEXT[:51], GREEDY)
     bench = NativeBench(overflowing, bits=bits, max_batch_tokens=128)
@@ -74,17 +69,15 @@ def test_keys_that_are_not_finite_end_their_request_alone(overflowing: Machine, 
 
 @pytest.mark.parametrize("bits", ALL_BITS[:2], ids=str)
 @pytest.mark.parametrize("at", [0, 1, 4])
-def test_a_pass_that_fails_half_way_leaves_nothing_open(
-    machine: Machine, bits: Bits, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_fails_half_way_leaves_nothing_open(machine, bits, at, monkeypatch):
     prompts, cold = (TEXT[:50], TEXT[30:81], TEXT[40:108]), Cold(machine, bits)
     expected = [cold.answer(prompt, GREEDY) for prompt in prompts]
     bench = NativeBench(machine, bits=bits, max_num_seqs=2, max_batch_tokens=24)
-    runner: Any = bench.core._runner
+    runner = bench.core._runner
     real = runner._run
-    calls: list[int] = []
+    calls = []
 
-    def fail(*args: Any) -> None:
+    def fail(*args):
         real(*args)
         calls.append(len(calls))
         if len(calls) == 2 * at + 1:
@@ -101,7 +94,7 @@ def test_a_pass_that_fails_half_way_leaves_nothing_open(
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid-experts", "nemotron_h-moe", "falcon_h1"])
-def test_an_overflowing_state_ends_its_request_alone(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_overflowing_state_ends_its_request_alone(kind, tmp_path_factory):
     pytest.importorskip("torch")
     machine = machine_of(kind, "int8", tmp_path_factory.mktemp("hybrid"))
     expected = [Cold(machine, (16, 16)).answer(prompt, GREEDY) for prompt in (TEXT[:40], TEXT[40:80])]

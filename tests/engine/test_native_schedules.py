@@ -1,12 +1,9 @@
 """RELIABILITY 5 on the native runner: whatever happens around a request, its tokens and the log probabilities of prompt
 and output are equal to the bit to those of an uncached run alone, for every width of the cache."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -14,12 +11,10 @@ import pytest
 from helpers.engine.hand_mover import DictTier
 from helpers.engine.hostile_drafts import KINDS as DRAFTS
 from helpers.engine.hostile_drafts import HostileDrafter
-from helpers.engine.native_bench import ALL_BITS, Bits, Cold, Machine, NativeBench, assert_begins
+from helpers.engine.native_bench import ALL_BITS, Cold, NativeBench, assert_begins
 from helpers.engine.native_kinds import machine_of, needs_torch
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.request import Request, SamplingParams
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.kvcache.states.tables import StateSizes
 from kvboost_edge.reuse.repair import Repair
 
@@ -36,7 +31,7 @@ REPAIRS = [
 ]
 
 
-def _prompts() -> list[list[int]]:
+def _prompts():
     """Two stems, each cut at many places, each cut alone and with two tails: much to share and much to diverge."""
     rng = np.random.default_rng(5)
     stems = [rng.integers(0, VOCABULARY, 33).tolist() for _ in range(2)]
@@ -48,7 +43,7 @@ def _prompts() -> list[list[int]]:
 PROMPTS = _prompts()
 
 
-def params_of(prompt: list[int]) -> SamplingParams:
+def params_of(prompt):
     """Half of the prompts are answered greedily, half at random with a seed of their own."""
     drawn = {"temperature": 1.1, "top_p": 0.95, "seed": len(prompt)} if len(prompt) % 2 else {"temperature": 0.0}
     return SamplingParams(max_new_tokens=NEW, logprobs=2, **drawn)
@@ -57,15 +52,15 @@ def params_of(prompt: list[int]) -> SamplingParams:
 class Model:
     """A model, the results of its prompts alone, and tiers that schedules of equal widths share."""
 
-    def __init__(self, machine: Machine, seed: int) -> None:
+    def __init__(self, machine, seed):
         self.machine, self.is_hybrid = machine, machine.states is not None
         self._cold = {bits: Cold(machine, bits) for bits in ALL_BITS}
         self.tiers = {bits: DictTier(losses=0.1, seed=seed) for bits in ALL_BITS}
 
-    def alone(self, bits: Bits, prompt: list[int]) -> GenerationResult:
+    def alone(self, bits, prompt):
         return self._cold[bits].answer(prompt, dataclasses.replace(params_of(prompt), prompt_logprobs=1))
 
-    def bench(self, bits: Bits, seed: int, rng: random.Random) -> NativeBench:
+    def bench(self, bits, seed, rng):
         """Most of them find what those before kept, as after a restart."""
         states = StateSizes(rng.choice((9, 12, 40)), rng.choice((16, 1024)), rng.random() < 0.3, rng.choice((5, 31)))
         return NativeBench(
@@ -80,7 +75,7 @@ class Model:
         )
 
 
-def submit_moved(bench: NativeBench, text: list[int], rng: random.Random) -> RequestHandle:
+def submit_moved(bench, text, rng):
     """Company whose keys are at other positions."""
     tokens = [*(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 16, 23)))), *text, rng.randrange(VOCABULARY)]
     params = SamplingParams(max_new_tokens=rng.choice((1, 9)), temperature=0.0)
@@ -88,7 +83,7 @@ def submit_moved(bench: NativeBench, text: list[int], rng: random.Random) -> Req
     return bench.submit(tokens, params, GenerationMode.CHUNK_KV_REUSE, repair=rng.choice(REPAIRS), **drafts)
 
 
-def submit_wanted(bench: NativeBench, prompt: list[int], rng: random.Random) -> RequestHandle:
+def submit_wanted(bench, prompt, rng):
     params = dataclasses.replace(
         params_of(prompt),
         max_new_tokens=rng.choice((0, 1, 17, NEW, NEW)),
@@ -106,7 +101,7 @@ def submit_wanted(bench: NativeBench, prompt: list[int], rng: random.Random) -> 
     )
 
 
-def run_schedule(model: Model, seed: int) -> Counter[str]:
+def run_schedule(model, seed):
     """One random schedule, and what happened in it."""
     rng = random.Random(seed)
     bits = ALL_BITS[seed % 4]
@@ -115,17 +110,17 @@ def run_schedule(model: Model, seed: int) -> Counter[str]:
     expected = {tuple(prompt): model.alone(bits, prompt) for prompt in prompts}  # before the bench: it takes the runner
     bench = model.bench(bits, seed, rng)
 
-    def drafter(request: Request) -> HostileDrafter | None:
+    def drafter(request):
         known = expected.get(request.prompt_ids)
         if not request.max_draft_tokens:
             return None
         truth = [*request.prompt_ids, *(known.output_token_ids if known else ())]
         return HostileDrafter(DRAFTS[request.index % len(DRAFTS)], truth, VOCABULARY, request.index)
 
-    bench.scheduler.speculation.drafter = drafter  # type: ignore[method-assign]
-    wanted: list[tuple[RequestHandle, list[int]]] = []
-    doomed: list[RequestHandle] = []
-    moved: list[RequestHandle] = []
+    bench.scheduler.speculation.drafter = drafter
+    wanted = []
+    doomed = []
+    moved = []
     pending, idle = rng.randrange(4, 8), 0
     while pending or bench.scheduler.has_work or idle < 1:
         if pending and rng.random() < 0.8:
@@ -158,22 +153,20 @@ def run_schedule(model: Model, seed: int) -> Counter[str]:
 
 
 @pytest.fixture(scope="module", params=CHOSEN)
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     if needs_torch(request.param, "int8"):
         pytest.importorskip("torch")
     return request.param
 
 
 @pytest.fixture(scope="module")
-def machine(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+def machine(kind, tmp_path_factory):
     machine = machine_of(kind, "int8", tmp_path_factory.mktemp("schedules"))
     yield machine
     machine.close()
 
 
-def test_random_schedules_equal_uncached_single_runs(
-    kind: str, machine: Machine, scale: Callable[[int, int], int]
-) -> None:
+def test_random_schedules_equal_uncached_single_runs(kind, machine, scale):
     found = Counter[str]()
     for first in range(0, scale(16, 1760), 16):
         model = Model(machine, first)

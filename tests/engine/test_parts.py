@@ -1,13 +1,9 @@
 """A running sequence whose table gets a seam: through reserving, batch building and the native runner."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from helpers.engine.native_bench import BLOCK, Bits, Machine, NativeBench
+from helpers.engine.native_bench import BLOCK, Machine, NativeBench
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import TableEntry, TablePart
@@ -15,11 +11,11 @@ from kvboost_edge.kvcache.block_table import TableEntry, TablePart
 TOKENS = [(7 * index) % 61 + 1 for index in range(70)]
 
 
-def test_a_row_of_a_part_is_the_part_with_its_sequence() -> None:
+def test_a_row_of_a_part_is_the_part_with_its_sequence():
     assert Part._fields == ("sequence", *TablePart._fields)
 
 
-def seamed_logits(machine: Machine, bits: Bits, cut: int, part: TablePart) -> np.ndarray:
+def seamed_logits(machine, bits, cut, part):
     """Logits of all tokens; the table goes on with `part` behind the first `cut` of them."""
     bench = NativeBench(machine, bits=bits, max_batch_tokens=cut)
     handle, rows = bench.submit_logits(TOKENS)
@@ -41,9 +37,7 @@ def seamed_logits(machine: Machine, bits: Bits, cut: int, part: TablePart) -> np
         ((8, 8), "f32", 32, 3, 2e-2),
     ],
 )
-def test_logits_do_not_depend_on_where_a_part_begins(
-    tmp_path: Path, bits: Bits, weights: str, cut: int, first_index: int, tolerance: float
-) -> None:
+def test_logits_do_not_depend_on_where_a_part_begins(tmp_path, bits, weights, cut, first_index, tolerance):
     machine = Machine(save_tiny_model("llama", tmp_path), weights)
     seamed = seamed_logits(machine, bits, cut, TablePart(first_index, cut, cut, 0))
     plain = NativeBench(machine, bits=bits, max_batch_tokens=cut).logits(TOKENS)
@@ -52,7 +46,7 @@ def test_logits_do_not_depend_on_where_a_part_begins(
     machine.close()
 
 
-def test_what_a_seamed_sequence_computed_behind_its_seam_is_not_found_by_others(tmp_path: Path) -> None:
+def test_what_a_seamed_sequence_computed_behind_its_seam_is_not_found_by_others(tmp_path):
     machine = Machine(save_tiny_model("llama", tmp_path))
     bench = NativeBench(machine, max_batch_tokens=20)
     handle, _ = bench.submit_logits(TOKENS)

@@ -1,7 +1,5 @@
 """What belongs to one request or one model stays with it: sampling in a batch, and all EOS ids of the model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,48 +1,43 @@
 """Pinned prompts: what stays, for how long, whose it is, and which requests that refuses."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from helpers.clocks import give_clock
 from helpers.engine.fake_runner import Bench, checked, expected_tokens, fake_engine, hold_passes, runner_of
 from kvboost_edge.engine import core
-from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 
 PROMPT = list(range(60, 100))  # two full blocks and a half
 
 
 @pytest.fixture
-def engine() -> Iterator[CPUPagedEngine]:
+def engine():
     with fake_engine(num_blocks=16) as engine:
         yield engine
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch):
     now = [100.0]
     give_clock(monkeypatch, lambda: now[0], core)
     return now
 
 
-def flush(engine: CPUPagedEngine) -> None:
+def flush(engine):
     """A request that wants all blocks that are not pinned."""
     free = engine.paged_stats()["free_blocks"]
     engine.generate([1] * (free * 16 - 8), 2)
 
 
-def hits(engine: CPUPagedEngine, prompt: list[int] = PROMPT, **terms: Any) -> int:
+def hits(engine, prompt=PROMPT, **terms):
     result = checked(engine, prompt, 2, **terms)
     return result.cached_tokens
 
 
-def test_a_pinned_prompt_survives_what_flushes_the_pool(engine: CPUPagedEngine) -> None:
+def test_a_pinned_prompt_survives_what_flushes_the_pool(engine):
     assert engine.pin(PROMPT).chunks_stored == 2
     flush(engine)
     assert engine.reset_cache() > 0
@@ -59,7 +54,7 @@ def test_a_pinned_prompt_survives_what_flushes_the_pool(engine: CPUPagedEngine) 
     assert engine.paged_stats()["used_blocks"] == 0
 
 
-def test_pins_are_their_tenants_and_salts(engine: CPUPagedEngine) -> None:
+def test_pins_are_their_tenants_and_salts(engine):
     engine.pin(PROMPT, tenant="a")
     engine.pin(PROMPT, tenant="a", cache_salt="s")
     for terms in ({}, {"tenant": "b"}, {"cache_salt": "s"}, {"tenant": "b", "cache_salt": "s"}):
@@ -70,14 +65,14 @@ def test_pins_are_their_tenants_and_salts(engine: CPUPagedEngine) -> None:
     assert engine.unpin(PROMPT, tenant="a") == engine.unpin(PROMPT, tenant="a", cache_salt="s") == 2
 
 
-def test_warm_and_submit_pin_too(engine: CPUPagedEngine) -> None:
+def test_warm_and_submit_pin_too(engine):
     engine.warm("x" * 40, pin=True)
     assert engine.unpin("x" * 40) == 2
     engine.submit(PROMPT, pin=True, max_new_tokens=30).result(30)
     assert engine.unpin(PROMPT) == 2, "the prompt, not what was generated"
 
 
-def test_a_pin_ends_in_time_also_while_the_engine_sleeps(clock: list[float]) -> None:
+def test_a_pin_ends_in_time_also_while_the_engine_sleeps(clock):
     bench = Bench(16)
     for prompt, ttl in ((PROMPT, 5.0), ([7] * 32, None), ([8] * 32, 50.0)):
         bench.ask(prompt, 2, pin=True, ttl=ttl)
@@ -90,7 +85,7 @@ def test_a_pin_ends_in_time_also_while_the_engine_sleeps(clock: list[float]) -> 
     assert bench.manager.pins.num_blocks == 2
 
 
-def test_an_idle_engine_wakes_when_a_pin_ends(engine: CPUPagedEngine) -> None:
+def test_an_idle_engine_wakes_when_a_pin_ends(engine):
     engine.pin(PROMPT, ttl=0.05)
     give_up = time.monotonic() + 30
     while engine.paged_stats()["pinned_blocks"]:
@@ -98,7 +93,7 @@ def test_an_idle_engine_wakes_when_a_pin_ends(engine: CPUPagedEngine) -> None:
     assert engine.paged_stats()["cached_blocks"] == 2
 
 
-def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(engine: CPUPagedEngine) -> None:
+def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(engine):
     with pytest.raises(CapacityError, match=r"9 more blocks cannot be pinned: of the 16 .* max_pinned_blocks=8"):
         engine.pin([1] * 144)
     with pytest.raises(RequestError, match="a prompt of 15 tokens cannot be pinned"):
@@ -117,7 +112,7 @@ def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(engine: CP
         fake_engine(max_pinned_blocks=-1)
 
 
-def test_what_is_expected_again_counts_as_used_again() -> None:
+def test_what_is_expected_again_counts_as_used_again():
     with fake_engine(num_blocks=16) as engine:
         flags = engine._parts.manager._uses.again
         engine.generate(PROMPT, 2)
@@ -143,7 +138,7 @@ def test_what_is_expected_again_counts_as_used_again() -> None:
     ],
     ids=repr,
 )
-def test_bad_terms_of_pins(engine: CPUPagedEngine, terms: dict[str, Any], message: str) -> None:
+def test_bad_terms_of_pins(engine, terms, message):
     for call in (engine.submit, engine.check, engine.stream):
         with pytest.raises(RequestError, match=message):
             call(PROMPT, **terms)
@@ -151,7 +146,7 @@ def test_bad_terms_of_pins(engine: CPUPagedEngine, terms: dict[str, Any], messag
         engine.unpin([])
 
 
-def test_a_request_that_fails_or_is_cancelled_pins_nothing(engine: CPUPagedEngine) -> None:
+def test_a_request_that_fails_or_is_cancelled_pins_nothing(engine):
     runner_of(engine).nan_for = {PROMPT[-1]}
     with pytest.raises(Exception, match="NaN"):
         engine.pin(PROMPT)
@@ -159,7 +154,7 @@ def test_a_request_that_fails_or_is_cancelled_pins_nothing(engine: CPUPagedEngin
     assert engine.paged_stats()["pinned_blocks"] == 0
 
 
-def test_pins_outlive_preemption_and_every_request_ends() -> None:
+def test_pins_outlive_preemption_and_every_request_ends():
     """Half of the pool is pinned while six requests share the other half."""
     bench = Bench(16, max_num_seqs=6)
     bench.ask([9] * 128, 1, pin=True)
@@ -174,14 +169,14 @@ def test_pins_outlive_preemption_and_every_request_ends() -> None:
 # ---- requests that only the pins keep from running -------------------------------------------------------------------
 
 
-def test_a_request_larger_than_what_is_left_is_refused_at_once(engine: CPUPagedEngine) -> None:
+def test_a_request_larger_than_what_is_left_is_refused_at_once(engine):
     engine.pin([5] * 80)
     with pytest.raises(CapacityError, match=r"the pool has 11 of 16 that are not pinned; lower max_new_tokens, unpin"):
         engine.submit([1] * 180)
     assert hits(engine, [1] * 150) == 0
 
 
-def test_a_prompt_that_begins_with_pinned_blocks_needs_only_the_rest(engine: CPUPagedEngine) -> None:
+def test_a_prompt_that_begins_with_pinned_blocks_needs_only_the_rest(engine):
     engine.pin([5] * 128)
     for prompt, served in (([5] * 128 + [6] * 110, 128), ([5] * 128, 127)):
         assert hits(engine, prompt) == served
@@ -193,7 +188,7 @@ def test_a_prompt_that_begins_with_pinned_blocks_needs_only_the_rest(engine: CPU
         engine.submit([5] * 128 + [6] * 127, max_new_tokens=2)
 
 
-def test_a_request_that_fitted_when_it_was_queued_is_refused_and_not_a_contradiction() -> None:
+def test_a_request_that_fitted_when_it_was_queued_is_refused_and_not_a_contradiction():
     """The pins grew while it waited: nothing else runs, so nothing would ever free what it needs."""
     bench = Bench(16)
     bench.ask([3] * 128, 1)
@@ -207,7 +202,7 @@ def test_a_request_that_fitted_when_it_was_queued_is_refused_and_not_a_contradic
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 20])
-def test_pins_that_grow_while_it_runs_end_it_with_an_error_that_names_them(steps: int) -> None:
+def test_pins_that_grow_while_it_runs_end_it_with_an_error_that_names_them(steps):
     bench = Bench(16, max_batch_tokens=32)
     bench.ask([3] * 96, 1)
     handle = bench.submit([1] * 100, 60)
@@ -225,7 +220,7 @@ def test_pins_that_grow_while_it_runs_end_it_with_an_error_that_names_them(steps
         late.result(0)
 
 
-def test_unpinning_lets_a_waiting_request_in() -> None:
+def test_unpinning_lets_a_waiting_request_in():
     bench = Bench(16)
     bench.ask([3] * 128, 1, pin=True)
     first = bench.submit([1] * 60, 60)
@@ -240,7 +235,7 @@ def test_unpinning_lets_a_waiting_request_in() -> None:
     assert (first.result(0).generated_tokens, second.result(0).generated_tokens) == (60, 20)
 
 
-def test_a_pin_may_be_ended_while_a_request_reads_its_blocks() -> None:
+def test_a_pin_may_be_ended_while_a_request_reads_its_blocks():
     with fake_engine(num_blocks=16) as engine:
         engine.pin(PROMPT)
         go = threading.Event()
@@ -257,11 +252,11 @@ def test_a_pin_may_be_ended_while_a_request_reads_its_blocks() -> None:
 # ---- several tenants -------------------------------------------------------------------------------------------------
 
 
-def pinned(engine: CPUPagedEngine, number: int, blocks: int, tenant: str) -> None:
+def pinned(engine, number, blocks, tenant):
     engine.submit([number] * (blocks * 16), max_new_tokens=1, pin=True, tenant=tenant, pin_share=0.5).result(30)
 
 
-def test_a_tenant_pins_its_share_and_no_more(engine: CPUPagedEngine) -> None:
+def test_a_tenant_pins_its_share_and_no_more(engine):
     pinned(engine, 1, 4, "a")
     with pytest.raises(CapacityError, match="share of max_pinned_blocks is 4"):
         pinned(engine, 2, 1, "a")
@@ -274,7 +269,7 @@ def test_a_tenant_pins_its_share_and_no_more(engine: CPUPagedEngine) -> None:
             engine.check(PROMPT, pin_share=share)
 
 
-def test_what_others_pinned_keeps_a_request_out_and_is_not_told(engine: CPUPagedEngine) -> None:
+def test_what_others_pinned_keeps_a_request_out_and_is_not_told(engine):
     """The same words whatever the others pinned; an owner who is alone reads the arithmetic."""
     texts = []
     for number, blocks in ((1, 2), (2, 2)):
@@ -291,7 +286,7 @@ def test_what_others_pinned_keeps_a_request_out_and_is_not_told(engine: CPUPaged
         engine.submit([5] * 300, max_new_tokens=1, tenant="b", pin_share=0.5)
 
 
-def test_beginnings_are_pinned_where_there_is_room_and_nothing_fails_where_not(clock: list[float]) -> None:
+def test_beginnings_are_pinned_where_there_is_room_and_nothing_fails_where_not(clock):
     bench = Bench(16, max_num_seqs=1)
     whole = bench.submit(PROMPT, 2, terms={"pins": ((16, 60.0), (40, 5.0))})
     bench.run()

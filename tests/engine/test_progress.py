@@ -1,7 +1,5 @@
 """How far a prompt is and how long it will take: against what is known of steps whose time the test says."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
@@ -12,42 +10,41 @@ import pytest
 from helpers.engine.fake_runner import Bench, fake_engine, hold_passes
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.progress import Progress
-from kvboost_edge.engine.scheduler import StepPlan
 from kvboost_edge.errors import KVBoostError
 
 PER_TOKEN = 0.01
 Cost = Callable[[int, int], float]
 
 
-def flat(start: int, stop: int) -> float:
+def flat(start, stop):
     """Seconds of the tokens at these positions, each of which takes as long."""
     return PER_TOKEN * (stop - start)
 
 
-def steep(start: int, stop: int) -> float:
+def steep(start, stop):
     """The same where a token at 1,000 takes twice as long as the first."""
     return PER_TOKEN * sum(1 + position / 1000 for position in range(start, stop))
 
 
 @pytest.fixture(autouse=True)
-def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_memory(monkeypatch):
     """All requests are looked at whenever somebody asks."""
     monkeypatch.setattr("kvboost_edge.engine.pace._BOARD_SECONDS", 0.0)
 
 
-def timed(bench: Bench, cost: Cost = flat) -> Bench:
+def timed(bench, cost=flat):
     """A bench whose steps take what the test says."""
     pace = bench.core._pace
     observe = pace.observe
 
-    def told(plan: StepPlan, seconds: float) -> None:
+    def told(plan, seconds):
         observe(plan, sum(cost(one.start, one.stop) for one in plan.work))
 
-    pace.observe = told  # type: ignore[method-assign]
+    pace.observe = told
     return bench
 
 
-def test_a_prompt_is_followed_to_its_first_token() -> None:
+def test_a_prompt_is_followed_to_its_first_token():
     bench = timed(Bench(max_batch_tokens=64))
     handle = bench.submit(range(200), max_new_tokens=3)
     assert handle.progress() == Progress(200)
@@ -64,7 +61,7 @@ def test_a_prompt_is_followed_to_its_first_token() -> None:
     assert handle.result().finish_reason == "length"
 
 
-def test_what_the_cache_has_is_there_at_once() -> None:
+def test_what_the_cache_has_is_there_at_once():
     bench = timed(Bench(max_batch_tokens=32))
     bench.ask(range(100), max_new_tokens=1)
     handle = bench.submit([*range(90), *range(200, 250)], max_new_tokens=1)
@@ -78,7 +75,7 @@ def test_what_the_cache_has_is_there_at_once() -> None:
     assert whole.progress()[:3] == (100, 96, 100)
 
 
-def test_a_token_deep_in_a_prompt_costs_what_it_costs_there() -> None:
+def test_a_token_deep_in_a_prompt_costs_what_it_costs_there():
     bench = timed(Bench(num_blocks=600, max_batch_tokens=256), steep)
     bench.ask([number % 251 for number in range(4000)], max_new_tokens=1)
     handle = bench.submit([255 - number % 241 for number in range(6000)], max_new_tokens=1)
@@ -89,10 +86,10 @@ def test_a_token_deep_in_a_prompt_costs_what_it_costs_there() -> None:
         assert found.seconds_left == pytest.approx(steep(done, 6000), rel=0.1)
 
 
-def test_one_slow_step_does_not_spoil_the_estimate() -> None:
+def test_one_slow_step_does_not_spoil_the_estimate():
     slow = iter([1000.0])  # such as one that compiled a kernel
 
-    def cost(start: int, stop: int) -> float:
+    def cost(start, stop):
         return next(slow, flat(start, stop))
 
     bench = timed(Bench(max_batch_tokens=64), cost)
@@ -102,7 +99,7 @@ def test_one_slow_step_does_not_spoil_the_estimate() -> None:
     assert handle.progress().seconds_left == pytest.approx(flat(192, 256))
 
 
-def test_one_that_waits_counts_what_is_before_it_and_its_own_prompt() -> None:
+def test_one_that_waits_counts_what_is_before_it_and_its_own_prompt():
     bench = timed(Bench(max_num_seqs=1, max_batch_tokens=50))
     first = bench.submit(range(100, 250), max_new_tokens=1)
     second = bench.submit(range(100), max_new_tokens=1)
@@ -121,7 +118,7 @@ def test_one_that_waits_counts_what_is_before_it_and_its_own_prompt() -> None:
     bench.run()
 
 
-def test_one_that_waits_for_a_place_counts_the_outputs_before_it() -> None:
+def test_one_that_waits_for_a_place_counts_the_outputs_before_it():
     bench = timed(Bench(max_num_seqs=1, max_batch_tokens=64))
     bench.ask(range(64), max_new_tokens=5)
     mean = bench.core._pace._step_seconds
@@ -136,7 +133,7 @@ def test_one_that_waits_for_a_place_counts_the_outputs_before_it() -> None:
     bench.run()
 
 
-def test_other_prompts_take_their_share() -> None:
+def test_other_prompts_take_their_share():
     bench = timed(Bench(max_batch_tokens=64))
     long = bench.submit(range(250), max_new_tokens=1)
     bench.step()
@@ -149,11 +146,11 @@ def test_other_prompts_take_their_share() -> None:
     bench.run()
 
 
-def test_a_request_that_lost_its_blocks_does_not_go_back() -> None:
+def test_a_request_that_lost_its_blocks_does_not_go_back():
     bench = timed(Bench(num_blocks=8, max_batch_tokens=3))
     first = bench.submit(range(40), max_new_tokens=60)
     second = bench.submit(range(100, 160), max_new_tokens=3)
-    seen: list[Progress] = []
+    seen = []
     lost = 0
     while not (first.done and second.done):
         before = bench.scheduler.num_preemptions
@@ -167,7 +164,7 @@ def test_a_request_that_lost_its_blocks_does_not_go_back() -> None:
     assert first.result().finish_reason == second.result().finish_reason == "length"
 
 
-def test_the_estimate_of_one_that_lost_its_blocks_says_so() -> None:
+def test_the_estimate_of_one_that_lost_its_blocks_says_so():
     bench = timed(Bench(max_batch_tokens=32))
     handle = bench.submit(range(200), max_new_tokens=1, mode=GenerationMode.BASELINE)
     for _ in range(4):
@@ -183,7 +180,7 @@ def test_the_estimate_of_one_that_lost_its_blocks_says_so() -> None:
     assert handle.progress().computed == 200
 
 
-def test_what_ended_before_its_first_token_stays_where_it_was() -> None:
+def test_what_ended_before_its_first_token_stays_where_it_was():
     bench = timed(Bench(max_batch_tokens=32))
     cancelled = bench.submit(range(100), max_new_tokens=1)
     failed = bench.submit([*range(32), 7], max_new_tokens=1, mode=GenerationMode.BASELINE)
@@ -200,7 +197,7 @@ def test_what_ended_before_its_first_token_stays_where_it_was() -> None:
         failed.result()
 
 
-def test_a_request_without_output_ends_at_its_total() -> None:
+def test_a_request_without_output_ends_at_its_total():
     bench = timed(Bench(max_batch_tokens=32))
     handle, _ = bench.submit_logits(range(100))
     bench.run()
@@ -209,7 +206,7 @@ def test_a_request_without_output_ends_at_its_total() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_happens_progress_only_grows(seed: int) -> None:
+def test_whatever_happens_progress_only_grows(seed):
     rng = random.Random(seed)
     bench = timed(
         Bench(rng.choice((8, 12, 40)), max_num_seqs=rng.choice((1, 3, 8)), max_batch_tokens=rng.choice((5, 33)))
@@ -241,7 +238,7 @@ def test_whatever_happens_progress_only_grows(seed: int) -> None:
             assert progress.computed == result.prompt_tokens
 
 
-def test_to_wait_for_the_first_token_ends_with_the_patience_or_with_it() -> None:
+def test_to_wait_for_the_first_token_ends_with_the_patience_or_with_it():
     go = threading.Event()
     with fake_engine(max_batch_tokens=64) as engine:
         hold_passes(engine, go)
@@ -256,7 +253,7 @@ def test_to_wait_for_the_first_token_ends_with_the_patience_or_with_it() -> None
         assert handle.result().generated_tokens == 2
 
 
-def test_a_request_that_is_cancelled_before_its_first_token_is_waited_for_no_longer() -> None:
+def test_a_request_that_is_cancelled_before_its_first_token_is_waited_for_no_longer():
     go = threading.Event()
     with fake_engine(max_batch_tokens=64) as engine:
         hold_passes(engine, go)

@@ -5,25 +5,23 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import redis
 
 from helpers.models.tiny_models import save_tiny_model
 from helpers.server.live_servers import wait_until
-from helpers.tiers.redis_servers import RedisServer, running_redis
+from helpers.tiers.redis_servers import running_redis
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.tiering import tier_places
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.hashing import prefix_hashes, state_hash
 
 DEMO = "kvboost-edge/demo"
-TOKENS: list[int] = np.random.default_rng(5).integers(10, 250, 150).tolist()  # nine full blocks and six tokens
+TOKENS = np.random.default_rng(5).integers(10, 250, 150).tolist()  # nine full blocks and six tokens
 HINTS = (70,)  # recurrent states after four blocks and, at the prompt's end, nine
 DAY_S = 86_400
 
@@ -37,12 +35,12 @@ class Model(NamedTuple):
     logits: npt.NDArray[np.float32]
     answer: tuple[int, ...]
 
-    def engine(self, server: RedisServer | None, **options: Any) -> CPUPagedEngine:
+    def engine(self, server, **options):
         url = None if server is None else server.url
         options = {"num_blocks": 64, "kv_cache_bits": self.bits, "debug_checks": True, **options}
         return CPUPagedEngine.from_pretrained(self.path, redis_url=url, **options)
 
-    def fill(self, server: RedisServer) -> dict[int, str]:
+    def fill(self, server):
         """An engine computes the prompt and goes; keys of its blocks, by number, and below zero of their states."""
         num_records = 9 + len(self.states)
         with self.engine(server) as one:
@@ -58,18 +56,17 @@ class Model(NamedTuple):
         return {number: keys[name.hex()] for number, name in names.items()}
 
     @property
-    def num_read(self) -> int:
+    def num_read(self):
         """Blocks, and a state, that the whole prompt takes."""
         return 9 + bool(self.states)
 
 
-def redis_of(one: CPUPagedEngine) -> dict[str, Any]:
-    stats: dict[str, Any] = one.paged_stats()["tiers"]["redis"]
-    return stats
+def redis_of(one):
+    return one.paged_stats()["tiers"]["redis"]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
+def server():
     with running_redis() as running:
         yield running
 
@@ -78,7 +75,7 @@ MODELS = (("demo", 16), ("demo", (8, 4)), ("lfm2", 16), ("qwen3_5_text", 16))
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=str)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(request, tmp_path_factory):
     name, bits = request.param
     path = DEMO if name == "demo" else save_tiny_model(name, tmp_path_factory.mktemp(name))
     with CPUPagedEngine.from_pretrained(path, num_blocks=64, kv_cache_bits=bits) as alone:
@@ -87,7 +84,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(autouse=True)
-def client(monkeypatch: pytest.MonkeyPatch, server: RedisServer) -> Iterator[redis.Redis]:
+def client(monkeypatch, server):
     """The server, emptied, by a connection of the test's own."""
     monkeypatch.setenv("KVBOOST_EDGE_REDIS_SECRET", "a secret of the test suite")
     monkeypatch.delenv("KVBOOST_EDGE_REDIS_PASSWORD", raising=False)
@@ -230,7 +227,7 @@ def test_a_server_that_dies_costs_no_request(model, when, monkeypatch):
 # ---- the server and other tiers --------------------------------------------------------------------------------------
 
 
-def engine(server: RedisServer, **options: Any) -> CPUPagedEngine:
+def engine(server, **options):
     return CPUPagedEngine.from_pretrained(DEMO, num_blocks=64, redis_url=server.url, **options)
 
 
@@ -294,7 +291,7 @@ def test_a_server_that_is_down_is_a_line_and_the_engine_serves_on(server, caplog
     assert not any("hidden" in record.getMessage() for record in caplog.records)
 
 
-def test_a_server_that_dies_meanwhile_costs_no_request(tmp_path: Path):
+def test_a_server_that_dies_meanwhile_costs_no_request(tmp_path):
     with running_redis() as mortal, engine(mortal, disk_cache_dir=tmp_path) as one:
         one.warm(TOKENS)
         wait_until(lambda: one.paged_stats()["tiers"]["disk"]["blocks"] == 9, "the blocks to be on disk")

@@ -1,7 +1,5 @@
 """What an engine tells of its cache: the hashes that a router makes of the same prompts."""
 
-from __future__ import annotations
-
 import threading
 
 from helpers.engine.fake_runner import fake_engine
@@ -35,7 +33,7 @@ def test_events_may_be_asked_for_while_requests_run():
         known = set(engine.take_cache_events().published)
         done = threading.Event()
 
-        def work() -> None:
+        def work():
             for number in range(40):
                 engine.generate([number, *PROMPT], 2)
             done.set()

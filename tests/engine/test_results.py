@@ -1,17 +1,13 @@
 """What callers get back: text, tokens, stop reasons, times, statistics, warm, logits, verify."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from helpers.engine.fake_runner import EOS_ID, Bench, expected_tokens, fake_engine, runner_of, token_logits
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.request import SamplingParams
 
 PROMPT = list(range(60, 100))
@@ -26,12 +22,12 @@ num_waiting backend runner isa kernel_path attention_path threading_layer num_th
 
 
 @pytest.fixture
-def engine() -> Iterator[CPUPagedEngine]:
+def engine():
     with fake_engine() as engine:
         yield engine
 
 
-def test_every_field_of_a_result(engine: CPUPagedEngine) -> None:
+def test_every_field_of_a_result(engine):
     engine.generate(PROMPT, max_new_tokens=3)
     result = engine.generate(PROMPT, max_new_tokens=12, logprobs=2)
     tokens = expected_tokens(PROMPT, 12)
@@ -52,7 +48,7 @@ def test_every_field_of_a_result(engine: CPUPagedEngine) -> None:
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.BASELINE, "prefix_cache"])
-def test_phases_add_up_and_times_are_on_one_clock(engine: CPUPagedEngine, mode: GenerationMode | str) -> None:
+def test_phases_add_up_and_times_are_on_one_clock(engine, mode):
     for result in engine.generate_batch([PROMPT, [1, 2, 3], "some text"], max_new_tokens=7, mode=mode):
         assert sum(result.phases.values()) == result.total_ms
         assert list(result.phases) == "tokenize queue lookup load probe repair prefill decode".split()
@@ -64,7 +60,7 @@ def test_phases_add_up_and_times_are_on_one_clock(engine: CPUPagedEngine, mode: 
         assert 0 < result.token_times_ms[-1] <= result.total_ms
 
 
-def test_eos_ends_the_output_and_is_in_the_ids_only(engine: CPUPagedEngine) -> None:
+def test_eos_ends_the_output_and_is_in_the_ids_only(engine):
     plain = engine.generate(PROMPT, max_new_tokens=10)
     forced = engine.generate(PROMPT, max_new_tokens=10, logit_bias={EOS_ID: 100.0})
     assert forced.output_token_ids == (EOS_ID,)
@@ -79,20 +75,20 @@ def test_eos_ends_the_output_and_is_in_the_ids_only(engine: CPUPagedEngine) -> N
     assert stopped.finish_reason == "stop"
 
 
-def forced_text(engine: CPUPagedEngine, prompt: list[int], text: str, **options: object) -> list[str]:
+def forced_text(engine, prompt, text, **options):
     """Stream while the runner spells `text`, one byte a token, and then EOS."""
     ids = [*engine.tokenizer.encode(text), EOS_ID]
     positions = {len(prompt) + i: token for i, token in enumerate(ids)}
     runner = runner_of(engine)
     real = type(runner)._row
 
-    def spell(batch: object, row: int) -> np.ndarray:
-        real(runner, batch, row)  # type: ignore[arg-type]
+    def spell(batch, row):
+        real(runner, batch, row)
         logits = np.zeros(260, np.float32)
-        logits[positions[int(batch.positions[row]) + 1]] = 9.0  # type: ignore[attr-defined]
+        logits[positions[int(batch.positions[row]) + 1]] = 9.0
         return logits
 
-    runner._row = spell  # type: ignore[method-assign,assignment]
+    runner._row = spell
     return list(engine.stream(prompt, **options))
 
 
@@ -110,9 +106,7 @@ def forced_text(engine: CPUPagedEngine, prompt: list[int], text: str, **options:
         ("🙂🙃 ok", "🙃", "🙂"),
     ],
 )
-def test_stop_strings_across_token_borders(
-    engine: CPUPagedEngine, text: str, stop: str | list[str], expected: str
-) -> None:
+def test_stop_strings_across_token_borders(engine, text, stop, expected):
     pieces = forced_text(engine, [1, 2, 3], text, stop=stop)
     assert "".join(pieces) == expected
     assert all("\ufffd" not in piece for piece in pieces), "no half character is ever shown"
@@ -121,20 +115,20 @@ def test_stop_strings_across_token_borders(
     assert result.finish_reason == "stop"
 
 
-def test_no_half_character_is_streamed(engine: CPUPagedEngine) -> None:
+def test_no_half_character_is_streamed(engine):
     text = "naïve 日本 🙂 e\u0301 done"
     pieces = forced_text(engine, [1, 2, 3], text)
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-def test_an_open_character_at_the_length_limit_is_shown_as_replacement(engine: CPUPagedEngine) -> None:
+def test_an_open_character_at_the_length_limit_is_shown_as_replacement(engine):
     forced_text(engine, [1, 2, 3], "é")
     result = engine.generate([1, 2, 3], max_new_tokens=1)
     assert (result.output_text, result.finish_reason) == ("\ufffd", "length")
 
 
-def test_events_carry_every_token(engine: CPUPagedEngine) -> None:
+def test_events_carry_every_token(engine):
     handle = engine.submit(PROMPT, max_new_tokens=9, logprobs=0)
     events = list(handle.events())
     result = handle.result()
@@ -145,7 +139,7 @@ def test_events_carry_every_token(engine: CPUPagedEngine) -> None:
     assert list(handle) == [], "each event is handed out once"
 
 
-def test_seeds_reproduce_and_are_recorded(engine: CPUPagedEngine) -> None:
+def test_seeds_reproduce_and_are_recorded(engine):
     first, second = (engine.generate(PROMPT, max_new_tokens=16, temperature=1.5) for _ in range(2))
     assert first.seed != second.seed
     assert first.output_token_ids != second.output_token_ids
@@ -158,7 +152,7 @@ def test_seeds_reproduce_and_are_recorded(engine: CPUPagedEngine) -> None:
     assert len(set(seeds)) == 2
 
 
-def test_each_request_of_a_batch_has_its_own_parameters(engine: CPUPagedEngine) -> None:
+def test_each_request_of_a_batch_has_its_own_parameters(engine):
     params = [
         SamplingParams(max_new_tokens=4),
         SamplingParams(max_new_tokens=9, temperature=2.0, seed=5),
@@ -171,7 +165,7 @@ def test_each_request_of_a_batch_has_its_own_parameters(engine: CPUPagedEngine) 
     assert results[2].output_token_ids == (7, 7)
 
 
-def test_generate_many_keeps_the_order_and_shares_prefixes() -> None:
+def test_generate_many_keeps_the_order_and_shares_prefixes():
     with fake_engine(num_blocks=8, max_num_seqs=1) as engine:
         a, b = [1] * 64, [2] * 64
         prompts = [[*(a if i % 2 == 0 else b), i] for i in range(8)]
@@ -182,7 +176,7 @@ def test_generate_many_keeps_the_order_and_shares_prefixes() -> None:
         assert sum(result.cached_tokens == 64 for result in results) == 6
 
 
-def test_warm_stores_whole_chunks(engine: CPUPagedEngine) -> None:
+def test_warm_stores_whole_chunks(engine):
     result = engine.warm("x" * 40)
     assert (result.chunks_stored, result.token_count, result.chunk_size) == (2, 40, 16)
     assert (result.partial_tail_tokens, result.chunk_boundary_aligned, result.alignment_warning) == (8, True, None)
@@ -198,7 +192,7 @@ def test_warm_stores_whole_chunks(engine: CPUPagedEngine) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 5, 20])
-def test_logits_of_a_preempted_request_are_given_once(start: int) -> None:
+def test_logits_of_a_preempted_request_are_given_once(start):
     bench = Bench(5, max_batch_tokens=2)
     bench.submit(range(100, 116), 40)
     bench.step()
@@ -210,7 +204,7 @@ def test_logits_of_a_preempted_request_are_given_once(start: int) -> None:
     np.testing.assert_array_equal(np.concatenate(rows), truth)
 
 
-def test_logits_are_those_of_each_position(engine: CPUPagedEngine) -> None:
+def test_logits_are_those_of_each_position(engine):
     truth = np.stack([token_logits(PROMPT[: i + 1]) for i in range(40)])
     with fake_engine(max_batch_tokens=7) as chunked:
         for start in (0, 1, 15, 16, 31, 32, 39):
@@ -223,7 +217,7 @@ def test_logits_are_those_of_each_position(engine: CPUPagedEngine) -> None:
     assert runner_of(engine).computed - before == 8, "tokens before start may come from the cache"
 
 
-def test_verify_correctness_passes_and_reports(engine: CPUPagedEngine) -> None:
+def test_verify_correctness_passes_and_reports(engine):
     report = engine.verify_correctness()
     assert report
     assert all(check.reused_tokens > 0 and check.text_equal for check in report.checks)
@@ -233,14 +227,14 @@ def test_verify_correctness_passes_and_reports(engine: CPUPagedEngine) -> None:
     assert sampled.checks[0].kl_divergence == 0.0
 
 
-def test_verify_correctness_can_fail(engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_correctness_can_fail(engine, monkeypatch):
     runner = runner_of(engine)
     real = runner._row
 
-    def drift(batch: object, row: int) -> np.ndarray:
+    def drift(batch, row):
         """Wrong whenever part of the prompt came from the cache: the pass starts behind position 0."""
-        logits = real(batch, row)  # type: ignore[arg-type]
-        if int(batch.positions[0]) == 48:  # type: ignore[attr-defined]
+        logits = real(batch, row)
+        if int(batch.positions[0]) == 48:
             logits = logits + np.linspace(0, 9, len(logits), dtype=np.float32)
         return logits
 
@@ -254,7 +248,7 @@ def test_verify_correctness_can_fail(engine: CPUPagedEngine, monkeypatch: pytest
     assert "nothing was reused" in str(short.checks[0].problem)
 
 
-def test_stats_have_every_key(engine: CPUPagedEngine) -> None:
+def test_stats_have_every_key(engine):
     engine.generate(PROMPT, max_new_tokens=3)
     engine.generate(PROMPT, max_new_tokens=3)
     cache, paged = engine.cache_stats(), engine.paged_stats()
@@ -270,7 +264,7 @@ def test_stats_have_every_key(engine: CPUPagedEngine) -> None:
     json.dumps([cache, paged])
 
 
-def test_tenants_do_not_share() -> None:
+def test_tenants_do_not_share():
     """The root of the hash chain differs; the same engine options give the same root."""
     from kvboost_edge.kvcache.hashing import root_hash
 

@@ -1,12 +1,8 @@
 """What is retained in an engine: prompts for a time, and what calls under one key had in common."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -14,7 +10,6 @@ from helpers.clocks import give_clock
 from helpers.engine.fake_runner import Bench, checked, fake_engine
 from helpers.engine.hand_mover import DictTier
 from kvboost_edge.engine import core
-from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.retention import KEY_SECONDS, CacheKeys
 from kvboost_edge.errors import RequestError
 
@@ -23,19 +18,19 @@ NUM_BLOCKS = 32
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch):
     now = [100.0]
     give_clock(monkeypatch, lambda: now[0], core)
     return now
 
 
 @pytest.fixture
-def engine() -> Iterator[CPUPagedEngine]:
+def engine():
     with fake_engine(num_blocks=NUM_BLOCKS) as engine:
         yield engine
 
 
-def ask(engine: CPUPagedEngine, prompt: list[int], **terms: Any) -> int:
+def ask(engine, prompt, **terms):
     """Tokens of a prompt that were in the cache; its answer is the right one whatever was."""
     result = checked(engine, prompt, 2, **terms)
     return result.cached_tokens
@@ -44,10 +39,10 @@ def ask(engine: CPUPagedEngine, prompt: list[int], **terms: Any) -> int:
 class Scan:
     """Somebody reads texts that never come again."""
 
-    def __init__(self, engine: CPUPagedEngine) -> None:
+    def __init__(self, engine):
         self._engine, self._rng = engine, random.Random(1)
 
-    def __call__(self, texts: int = 20, key: str | None = None, **terms: Any) -> None:
+    def __call__(self, texts=20, key=None, **terms):
         for number in itertools.count():
             if number == texts:
                 return
@@ -59,10 +54,10 @@ class Scan:
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_keyed_chain_survives_a_scan_that_flushes_one_without_a_key(engine: CPUPagedEngine) -> None:
+def test_a_keyed_chain_survives_a_scan_that_flushes_one_without_a_key(engine):
     """The third call finds it, and from then on all: each time twenty texts were read, two fillings of the pool."""
     scan = Scan(engine)
-    found: dict[str | None, list[int]] = {None: [], "chat": []}
+    found = {None: [], "chat": []}
     plain = [token + 100 for token in HEAD]
     for _ in range(5):
         found[None].append(ask(engine, plain))
@@ -73,7 +68,7 @@ def test_a_keyed_chain_survives_a_scan_that_flushes_one_without_a_key(engine: CP
 
 
 @pytest.mark.parametrize("key", ["fresh", "always the same"])
-def test_texts_that_never_come_again_gain_nothing_by_a_key(engine: CPUPagedEngine, key: str) -> None:
+def test_texts_that_never_come_again_gain_nothing_by_a_key(engine, key):
     """Neither with a new key each time nor with one for all: what is wanted again stays, whoever scans beside it."""
     scan, manager = Scan(engine), engine._parts.manager
     for _ in range(2):
@@ -83,7 +78,7 @@ def test_texts_that_never_come_again_gain_nothing_by_a_key(engine: CPUPagedEngin
     assert ask(engine, HEAD, cache_key="chat") == 63
 
 
-def test_of_calls_that_part_their_common_beginning_is_kept(engine: CPUPagedEngine) -> None:
+def test_of_calls_that_part_their_common_beginning_is_kept(engine):
     scan = Scan(engine)
     for number in range(1, 4):
         assert ask(engine, [*HEAD, *[number] * 32], cache_key="rag") == (64 if number > 2 else 0)
@@ -91,7 +86,7 @@ def test_of_calls_that_part_their_common_beginning_is_kept(engine: CPUPagedEngin
         scan()
 
 
-def test_the_next_turn_finds_what_the_last_turns_had(engine: CPUPagedEngine) -> None:
+def test_the_next_turn_finds_what_the_last_turns_had(engine):
     scan, turn = Scan(engine), HEAD.copy()
     found = []
     for number in range(4):
@@ -101,7 +96,7 @@ def test_the_next_turn_finds_what_the_last_turns_had(engine: CPUPagedEngine) -> 
     assert found == [0, 0, 64, 96]
 
 
-def test_a_key_is_its_tenants_and_salts(engine: CPUPagedEngine) -> None:
+def test_a_key_is_its_tenants_and_salts(engine):
     for terms in ({"tenant": "a"}, {"tenant": "b"}, {"tenant": "a", "cache_salt": "s"}, {}):
         ask(engine, HEAD, cache_key="chat", **terms)
     assert engine._parts.manager.pins.num_retained == 0
@@ -109,11 +104,11 @@ def test_a_key_is_its_tenants_and_salts(engine: CPUPagedEngine) -> None:
     assert engine._parts.manager.pins.num_retained == 4
 
 
-def test_choices_of_one_call_are_one_call_and_what_failed_is_none(clock: list[float]) -> None:
+def test_choices_of_one_call_are_one_call_and_what_failed_is_none(clock):
     bench = Bench(NUM_BLOCKS)
     pins = bench.manager.pins
 
-    def call(began: float, **options: Any) -> None:
+    def call(began, **options):
         bench.submit(HEAD, 2, terms={"cache_key": b"k", "entered_at": began}, **options)
         bench.run()
 
@@ -137,7 +132,7 @@ def test_choices_of_one_call_are_one_call_and_what_failed_is_none(clock: list[fl
     assert pins.num_retained == 0
 
 
-def test_what_is_remembered_of_keys_is_bounded_and_fair() -> None:
+def test_what_is_remembered_of_keys_is_bounded_and_fair():
     keys = CacheKeys(8)
     hashes = [bytes([number]) * 32 for number in range(200)]
     for call in range(2):
@@ -155,8 +150,8 @@ def test_what_is_remembered_of_keys_is_bounded_and_fair() -> None:
 
 
 @pytest.mark.parametrize(("length", "other"), [(0, 9), (1, 1), (5, 40), (32, 33), (33, 20), (300, 1000), (1000, 300)])
-def test_the_common_beginning_of_two_chains_is_never_too_long_and_little_too_short(length: int, other: int) -> None:
-    def chain(number: int, shared: int, name: int) -> list[bytes]:
+def test_the_common_beginning_of_two_chains_is_never_too_long_and_little_too_short(length, other):
+    def chain(number, shared, name):
         return [(index if index < shared else 10_000 * name + index).to_bytes(32, "little") for index in range(number)]
 
     for shared in range(min(length, other) + 1):
@@ -168,7 +163,7 @@ def test_the_common_beginning_of_two_chains_is_never_too_long_and_little_too_sho
         assert found == shared or (length > 32 and shared < length)
 
 
-def test_a_key_is_in_no_message_and_in_no_log(engine: CPUPagedEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_is_in_no_message_and_in_no_log(engine, caplog):
     caplog.set_level(logging.DEBUG)
     secret = "the user's own name"
     for prompt in (HEAD, HEAD):
@@ -185,16 +180,16 @@ def test_a_key_is_in_no_message_and_in_no_log(engine: CPUPagedEngine, caplog: py
 # ---- for a time ------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_is_retained_for_its_time(clock: list[float]) -> None:
+def test_a_prompt_is_retained_for_its_time(clock):
     """On an injected clock: through whatever comes for 24 hours, then it goes as anything else."""
     bench = Bench(NUM_BLOCKS)
     rng = random.Random(2)
 
-    def flush() -> None:
+    def flush():
         for _ in range(20):
             bench.ask([rng.randrange(200) for _ in range(64)], 2)
 
-    def cached() -> int:
+    def cached():
         return bench.manager.peek([*HEAD, 0], bench.parts.root)
 
     bench.ask(HEAD, 40, terms={"retention": 86400.0})
@@ -208,7 +203,7 @@ def test_a_prompt_is_retained_for_its_time(clock: list[float]) -> None:
     assert cached() == 0
 
 
-def test_what_is_retained_makes_nobody_wait_and_refuses_nothing(clock: list[float]) -> None:
+def test_what_is_retained_makes_nobody_wait_and_refuses_nothing(clock):
     """All that others asked for is retained, and a request as large as the pool runs at once."""
     bench = Bench(16)
     for number in range(20):
@@ -221,26 +216,26 @@ def test_what_is_retained_makes_nobody_wait_and_refuses_nothing(clock: list[floa
 
 
 @pytest.mark.parametrize("retention", [0, -1, 1e10, float("nan"), "24h", True])
-def test_bad_times(engine: CPUPagedEngine, retention: Any) -> None:
+def test_bad_times(engine, retention):
     with pytest.raises(RequestError, match="retention="):
         engine.check(HEAD, retention=retention)
 
 
-def test_what_is_retained_is_saved_before_what_was_there_first() -> None:
+def test_what_is_retained_is_saved_before_what_was_there_first():
     """A tier that takes little at a time gets it first, though it was computed last."""
     tier = DictTier()
     bench = Bench(64, tiers=[tier])
     room = bench.mover.room
-    bench.core.tiering._save_next = lambda most_bytes: None  # type: ignore[attr-defined,method-assign]
+    bench.core.tiering._save_next = lambda most_bytes: None
     bench.submit([5] * 160, 2)
     bench.submit(HEAD, 2, terms={"retention": 60.0})
     for _ in range(20):
         bench.step()
-    del bench.core.tiering._save_next  # type: ignore[attr-defined]
+    del bench.core.tiering._save_next
     assert room > 0
     assert not tier.blocks
     size = bench.parts.backend.spec.bytes_per_block
-    bench.core.tiering._save_next(4 * size)  # type: ignore[attr-defined]
+    bench.core.tiering._save_next(4 * size)
     while bench.mover.pump():
         pass
     tokens = [block[0].tokens for block in tier.blocks.values()]

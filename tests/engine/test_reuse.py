@@ -1,10 +1,7 @@
 """Spans at other positions through scheduler, tables and batches: the fake runner reads every token back where it must
 be, so what is shared wrongly shows as an error or as other tokens."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
 
 import pytest
 
@@ -21,17 +18,17 @@ QUERY = Repair(strategy=RecomputeStrategy.QUERY, overlap=16, ratio=0.25)
 REUSE = GenerationMode.CHUNK_KV_REUSE
 
 
-def document(number: int, length: int) -> list[int]:
+def document(number, length):
     return random.Random(number).choices(range(256), k=length)
 
 
-def joined(documents: Sequence[list[int]]) -> list[int]:
+def joined(documents):
     return [token for tokens in documents for token in tokens]
 
 
 @pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND, QUERY], ids=lambda repair: repair.strategy.value)
 @pytest.mark.parametrize("budget", [1, 7, 16, 64, 512])
-def test_documents_in_another_order_are_shared_and_read_where_they_are(repair: Repair, budget: int) -> None:
+def test_documents_in_another_order_are_shared_and_read_where_they_are(repair, budget):
     bench = Bench(max_batch_tokens=budget)
     head, (one, two, three) = document(0, 20), (document(n, 53 + n) for n in (1, 2, 3))
     bench.ask(head + one + two + three, 1)
@@ -50,7 +47,7 @@ def test_documents_in_another_order_are_shared_and_read_where_they_are(repair: R
     bench.manager.check_invariants([])
 
 
-def test_nothing_approximate_is_found_by_others() -> None:
+def test_nothing_approximate_is_found_by_others():
     bench = Bench()
     head, one, two = document(0, 32), document(1, 64), document(2, 64)
     bench.ask(head + one + two, 1)
@@ -64,7 +61,7 @@ def test_nothing_approximate_is_found_by_others() -> None:
     assert again.mode is GenerationMode.PREFIX_CACHE
 
 
-def test_without_a_run_what_was_asked_for_as_approximate_is_exact_and_published() -> None:
+def test_without_a_run_what_was_asked_for_as_approximate_is_exact_and_published():
     bench = Bench()
     prompt = document(0, 70)
     handle = bench.ask(prompt, 2, REUSE, repair=BARE)
@@ -73,7 +70,7 @@ def test_without_a_run_what_was_asked_for_as_approximate_is_exact_and_published(
     assert bench.manager.peek(prompt, bench.parts.root) == 64
 
 
-def test_a_block_of_two_tables_outlives_its_prompt() -> None:
+def test_a_block_of_two_tables_outlives_its_prompt():
     """Blocks that are shared at another position are not handed out while they are."""
     bench = Bench(14, max_num_seqs=4, max_batch_tokens=16)
     head, one = document(0, 17), document(1, 80)
@@ -90,7 +87,7 @@ def test_a_block_of_two_tables_outlives_its_prompt() -> None:
 
 
 @pytest.mark.parametrize("when", ["probe", "query", "repair"])
-def test_a_failure_in_probe_or_repair_ends_the_request_alone(when: str) -> None:
+def test_a_failure_in_probe_or_repair_ends_the_request_alone(when):
     bench = Bench(max_batch_tokens=32)
     docs = [document(number, 70) for number in (1, 2)]
     bench.ask(joined(docs), 1)
@@ -108,7 +105,7 @@ def test_a_failure_in_probe_or_repair_ends_the_request_alone(when: str) -> None:
     assert bench.manager.used_block_count == 0
 
 
-def test_a_tenant_shares_no_spans_of_another() -> None:
+def test_a_tenant_shares_no_spans_of_another():
     bench = Bench()
     doc = document(1, 80)
     bench.ask(doc, 1, tenant="a")
@@ -119,7 +116,7 @@ def test_a_tenant_shares_no_spans_of_another() -> None:
     assert own.reused_span_tokens > 60
 
 
-def test_one_document_twice_in_a_prompt_is_one_set_of_blocks() -> None:
+def test_one_document_twice_in_a_prompt_is_one_set_of_blocks():
     bench = Bench()
     doc = document(1, 96)
     bench.ask(doc, 1)
@@ -133,7 +130,7 @@ def test_one_document_twice_in_a_prompt_is_one_set_of_blocks() -> None:
     bench.answer(handle)
 
 
-def test_what_does_not_fit_with_spans_runs_exactly() -> None:
+def test_what_does_not_fit_with_spans_runs_exactly():
     """Spans begin and end inside blocks: with them the prompt needs more blocks than it has tokens for."""
     bench = Bench(9)
     docs = [document(number, 41) for number in (1, 2, 3)]
@@ -144,7 +141,7 @@ def test_what_does_not_fit_with_spans_runs_exactly() -> None:
 
 @pytest.mark.parametrize("repair", [SEAMS, BLEND], ids=["seams", "blend"])
 @pytest.mark.parametrize("preempted", [False, True], ids=["undisturbed", "preempted"])
-def test_what_was_found_shared_and_computed_adds_up_to_the_prompts(repair: Repair, preempted: bool) -> None:
+def test_what_was_found_shared_and_computed_adds_up_to_the_prompts(repair, preempted):
     """Each token once, also of a sequence that lost its blocks and shared spans again."""
     bench = Bench()
     head, one, two = document(0, 20), document(1, 105), document(2, 104)
@@ -178,7 +175,7 @@ def test_what_was_found_shared_and_computed_adds_up_to_the_prompts(repair: Repai
         assert first.prompt_ms == pytest.approx(first.total_ms - others, abs=1e-3)
 
 
-def test_the_block_map_tells_which_blocks_are_used_at_another_position() -> None:
+def test_the_block_map_tells_which_blocks_are_used_at_another_position():
     bench = Bench()
     head, one, two = document(0, 32), document(1, 64), document(2, 64)
     bench.ask(head + one + two, 1)

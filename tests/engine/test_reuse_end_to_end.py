@@ -1,9 +1,5 @@
 """Reuse at other positions on the bundled model: its test, documents computed alone, what is found of them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -16,18 +12,18 @@ REUSE = GenerationMode.CHUNK_KV_REUSE
 
 
 @pytest.fixture(scope="module", params=[16, 8], ids=["kv16", "kv8"])
-def engine(request: pytest.FixtureRequest) -> Iterator[CPUPagedEngine]:
+def engine(request):
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=320, kv_cache_bits=request.param) as made:
         yield made
 
 
-def prompt_of(engine: CPUPagedEngine, order: list[int], question: str = QUESTIONS[0]) -> list[int]:
+def prompt_of(engine, order, question=QUESTIONS[0]):
     encode = engine.tokenizer.encode
     parts = [encode(PASSAGES[number], False) for number in order]
     return [*encode(INTRODUCTION), *(token for part in parts for token in part), *encode(question, False)]
 
 
-def test_the_bundled_model_passes_its_test(engine: CPUPagedEngine) -> None:
+def test_the_bundled_model_passes_its_test(engine):
     repair = engine._intake.own_repair()
     verdict = engine._gate.verdict(repair)
     assert verdict.passed
@@ -37,7 +33,7 @@ def test_the_bundled_model_passes_its_test(engine: CPUPagedEngine) -> None:
     assert engine.paged_stats()["cached_blocks"] == 0
 
 
-def test_documents_are_found_in_any_order(engine: CPUPagedEngine) -> None:
+def test_documents_are_found_in_any_order(engine):
     engine.reset_cache()
     warmed = engine.warm(documents=list(PASSAGES))
     assert (warmed.chunks_stored, warmed.partial_tail_tokens) == (8, 0)
@@ -50,7 +46,7 @@ def test_documents_are_found_in_any_order(engine: CPUPagedEngine) -> None:
         assert (result.mode, result.gate) == (REUSE, "passed")
 
 
-def test_a_document_behind_what_it_was_computed_behind_is_as_if_computed_there(engine: CPUPagedEngine) -> None:
+def test_a_document_behind_what_it_was_computed_behind_is_as_if_computed_there(engine):
     """Nothing moved and nothing else before it: the keys and values of a text warmed for its place are those of the
     prompt, and so are its logits."""
     engine.reset_cache()
@@ -70,7 +66,7 @@ def test_a_document_behind_what_it_was_computed_behind_is_as_if_computed_there(e
     assert moved.reused_span_tokens > 0
 
 
-def test_verify_reports_how_far_answers_change(engine: CPUPagedEngine) -> None:
+def test_verify_reports_how_far_answers_change(engine):
     engine.reset_cache()
     engine.warm(documents=list(PASSAGES))
     report = engine.verify_correctness([prompt_of(engine, [4, 1, 6])], max_new_tokens=8, mode=REUSE)
@@ -80,9 +76,7 @@ def test_verify_reports_how_far_answers_change(engine: CPUPagedEngine) -> None:
     assert all(0.3 < check.agreement <= 1 for check in report.checks)
 
 
-def test_reuse_is_refused_where_another_order_changes_less(
-    engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reuse_is_refused_where_another_order_changes_less(engine, monkeypatch):
     """Without another order there is nothing that could excuse a change."""
     from kvboost_edge.reuse.gate import Material
 

@@ -2,12 +2,8 @@
 the same tokens computed between them. The bundled model answers rightly even where keys were not turned at all, so its
 logits are compared, not its answers."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +16,6 @@ from helpers.pairwise import each_once, pairwise
 from kvboost_edge import CPUPagedEngine, SamplingParams
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.intake import Terms
-from kvboost_edge.kvcache.block_table import Span
 from kvboost_edge.reuse.finding import prepare_search
 from kvboost_edge.reuse.probe import NUM_ASKING
 from kvboost_edge.reuse.repair import Repair
@@ -41,42 +36,42 @@ Floats = npt.NDArray[np.float32]
 class Oracle:
     """The bundled model in transformers, float32, one layer of attention after another."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         directory = f"{kvboost_edge.__path__[0]}/assets/demo"
         self.model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
 
     @torch.inference_mode()
-    def run(self, ids: Sequence[int], cache: DynamicCache, **options: Any) -> Any:
+    def run(self, ids, cache, **options):
         """What the model returns for tokens behind those in the cache, which takes theirs."""
         start = cache.get_seq_length()
         positions = torch.arange(start, start + len(ids))[None]
         return self.model(torch.tensor([list(ids)]), past_key_values=cache, position_ids=positions, **options)
 
-    def kv(self, ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def kv(self, ids):
         """Keys and values of each layer, [1, kv heads, len(ids), head_dim]."""
         cache = DynamicCache(config=self.model.config)
         self.run(ids, cache)
         return [(layer.keys, layer.values) for layer in cache.layers]
 
     @torch.inference_mode()
-    def turned(self, keys: torch.Tensor, delta: int) -> torch.Tensor:
+    def turned(self, keys, delta):
         """Keys as they would be `delta` positions further on."""
         cos, sin = self.model.model.rotary_emb(keys, torch.tensor([[delta]]))
         first, second = keys.chunk(2, dim=-1)
         return keys * cos + torch.cat((-second, first), dim=-1) * sin
 
-    def logits(self, ids: Sequence[int], served: Sequence[int], spans: Sequence[Span]) -> Floats:
+    def logits(self, ids, served, spans):
         """Logits of the last NUM_ROWS tokens, with the spans' keys and values from where they were served."""
         return self._behind_spans(ids, served, spans).logits[0, -NUM_ROWS:].numpy()
 
-    def masses(self, ids: Sequence[int], served: Sequence[int], spans: Sequence[Span], layer: int) -> Floats:
+    def masses(self, ids, served, spans, layer):
         """What the last tokens of a prompt give to each token [len(ids)] in a layer, over all heads."""
         found = self._behind_spans(ids, served, spans, output_attentions=True)
         return found.attentions[layer][0, :, -NUM_ASKING:].sum((0, 1)).numpy()
 
-    def _behind_spans(self, ids: Sequence[int], served: Sequence[int], spans: Sequence[Span], **options: Any) -> Any:
+    def _behind_spans(self, ids, served, spans, **options):
         """What the model returns for the tokens behind the last span."""
         stored = self.kv(served)
         cache, position = DynamicCache(config=self.model.config), 0
@@ -92,18 +87,18 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def oracle() -> Oracle:
+def oracle():
     return Oracle()
 
 
-RUNNERS: dict[str, dict[str, Any]] = {
+RUNNERS = {
     "native": {"weights": "f32"},
     "torch": {"runner": "torch", "backend": "torch", "dtype": "float32", "num_threads": 1},
 }
 
 
 @pytest.fixture(scope="module", params=RUNNERS)
-def engine(request: pytest.FixtureRequest) -> Iterator[CPUPagedEngine]:
+def engine(request):
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=128, **RUNNERS[request.param]) as made:
         assert made.runner_info.name == request.param
         prepare_search()
@@ -113,17 +108,17 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CPUPagedEngine]:
 class Seen:
     """What a request with reuse shared, and the logits of its last tokens."""
 
-    def __init__(self, engine: CPUPagedEngine, ids: Sequence[int], repair: Repair, patch: pytest.MonkeyPatch) -> None:
-        self.placed: Sequence[Span] = ()
-        self.spans: Sequence[Span] = ()
-        spans: Any = engine._parts.manager.spans
+    def __init__(self, engine, ids, repair, patch):
+        self.placed = ()
+        self.spans = ()
+        spans = engine._parts.manager.spans
         place, cut = spans.place, spans.cut
 
-        def placing(table: Any, given: Sequence[Span], *args: Any, **options: Any) -> bool:
+        def placing(table, given, *args, **options):
             self.placed = self.spans = tuple(given)
             return bool(place(table, given, *args, **options))
 
-        def cutting(table: Any, given: Sequence[Span]) -> None:
+        def cutting(table, given):
             self.spans = tuple(given)
             cut(table, given)
 
@@ -136,14 +131,14 @@ class Seen:
         self.logits = np.concatenate(rows)
 
     @property
-    def chosen(self) -> set[int]:
+    def chosen(self):
         """Where the blocks begin that were taken out of the spans."""
         kept = {position for span in self.spans for position in range(span.start, span.stop)}
         placed = [position for span in self.placed for position in range(span.start, span.stop, BLOCK)]
         return {position for position in placed if position not in kept}
 
 
-def document(engine: CPUPagedEngine, number: int, count: int) -> list[int]:
+def document(engine, number, count):
     """Facts from words of the model, some 10 tokens each."""
     rng = random.Random(number)
     names, values = ("Mira Dolen", "Lake Brelo", "Sarik Tonar", "Fort Puna"), ("baker", "owl", "tea", "rice", "steel")
@@ -154,7 +149,7 @@ def document(engine: CPUPagedEngine, number: int, count: int) -> list[int]:
     return engine.tokenizer.encode(f"Doc {number}.\n{' '.join(facts)}\n\n", add_special_tokens=False)
 
 
-def prompts(engine: CPUPagedEngine) -> tuple[list[int], list[int]]:
+def prompts(engine):
     """What is served, and what is asked: one document moved to the front, a new one, two moved back."""
     encode = engine.tokenizer.encode
     head = encode("<|bos|><|system|>\nRead the documents and answer.<|end|>\n<|user|>\n", False)
@@ -163,9 +158,7 @@ def prompts(engine: CPUPagedEngine) -> tuple[list[int], list[int]]:
     return head + one + two + three + question, head + three + document(engine, 9, 2) + one + two + question
 
 
-def asked(
-    engine: CPUPagedEngine, repair: Repair, patch: pytest.MonkeyPatch
-) -> tuple[Sequence[int], Sequence[int], Seen]:
+def asked(engine, repair, patch):
     """A prompt served to an empty cache, one asked for behind it, and what that shared."""
     served, ids = prompts(engine)
     engine.reset_cache()
@@ -173,16 +166,14 @@ def asked(
     return served, ids, Seen(engine, ids, repair, patch)
 
 
-def distance(first: Floats, second: Floats) -> float:
+def distance(first, second):
     return float(np.linalg.norm(first - second) / np.linalg.norm(second))
 
 
 @pytest.mark.parametrize(
     "repair", [BARE, SEAMS, BLOCKS, BLEND, QUERY], ids=lambda repair: f"{repair.strategy}-{repair.overlap}"
 )
-def test_logits_are_those_of_keys_turned_by_hand(
-    engine: CPUPagedEngine, oracle: Oracle, repair: Repair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_those_of_keys_turned_by_hand(engine, oracle, repair, monkeypatch):
     served, ids, seen = asked(engine, repair, monkeypatch)
     assert min(span.delta for span in seen.spans) < 0 < max(span.delta for span in seen.spans)
     expected = oracle.logits(ids, served, seen.spans)
@@ -191,10 +182,8 @@ def test_logits_are_those_of_keys_turned_by_hand(
 
 
 @pytest.mark.parametrize(("runner", "repair"), each_once(RUNNERS, [BARE, BLEND, QUERY]), ids=str)
-def test_keys_of_8_bits_are_turned_as_near_as_they_are_stored(
-    runner: str, repair: Repair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {**RUNNERS[runner], "kv_cache_bits": 8, "debug_checks": True}
+def test_keys_of_8_bits_are_turned_as_near_as_they_are_stored(runner, repair, oracle, monkeypatch):
+    options = {**RUNNERS[runner], "kv_cache_bits": 8, "debug_checks": True}
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=128, **options) as made:
         prepare_search()
         served, ids = prompts(made)
@@ -206,12 +195,10 @@ def test_keys_of_8_bits_are_turned_as_near_as_they_are_stored(
 
 
 @pytest.mark.parametrize("repair", [BLOCKS, BLEND], ids=["blocks", "default"])
-def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
-    engine: CPUPagedEngine, oracle: Oracle, repair: Repair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_blocks_computed_are_those_whose_second_values_deviate_most(engine, oracle, repair, monkeypatch):
     served, ids, seen = asked(engine, repair, monkeypatch)
     true, stored = oracle.kv(ids)[1][1], oracle.kv(served)[1][1]
-    deviations: dict[int, float] = {}
+    deviations = {}
     for span in seen.placed:
         for start in range(span.start, span.stop - BLOCK + 1, BLOCK):
             there = stored[:, :, start - span.delta : start - span.delta + BLOCK]
@@ -223,9 +210,7 @@ def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
 
 
 @pytest.mark.parametrize("repair", [QUERY, QUERY_SEAMS], ids=["blocks", "behind seams"])
-def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(
-    engine: CPUPagedEngine, oracle: Oracle, repair: Repair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(engine, oracle, repair, monkeypatch):
     served, ids, seen = asked(engine, repair, monkeypatch)
     prompt = ids[: len(ids) - NUM_ROWS + 1]  # the rest stands for its answer
     masses = oracle.masses(prompt, served, seen.placed, 2 * oracle.model.config.num_hidden_layers // 3)
@@ -238,13 +223,11 @@ def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(
 
 
 @pytest.mark.parametrize(("runner", "bits", "repair"), pairwise(RUNNERS, (16, 8), [BLOCKS, QUERY]), ids=str)
-def test_the_same_blocks_are_chosen_however_the_prompt_is_cut(
-    runner: str, bits: int, repair: Repair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_blocks_are_chosen_however_the_prompt_is_cut(runner, bits, repair, monkeypatch):
     """Pieces that are computed and not looked at are there for those behind them."""
     chosen = []
     for budget in (512, 48, 16):
-        options: dict[str, Any] = {**RUNNERS[runner], "kv_cache_bits": bits, "debug_checks": True}
+        options = {**RUNNERS[runner], "kv_cache_bits": bits, "debug_checks": True}
         with CPUPagedEngine.from_pretrained(
             "kvboost-edge/demo", num_blocks=128, max_batch_tokens=budget, **options
         ) as made:

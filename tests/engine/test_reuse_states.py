@@ -1,8 +1,6 @@
 """Requests that share spans, exact ones among them, in a small pool, under random operations: a machine that finds the
 shortest way to a leak, a use after free or a wrong token."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -10,7 +8,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from helpers.engine.fake_runner import Bench
 from helpers.engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.reuse.repair import Repair
 
 TEXTS = [[(7 * number + 3 * index * index) % 251 for index in range(66)] for number in range(3)]
@@ -34,49 +31,49 @@ class ReuseMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         tier=st.sampled_from([None, 0.0, 0.1]),
     )
-    def start(self, num_blocks: int, budget: int, max_num_seqs: int, tier: float | None) -> None:
+    def start(self, num_blocks, budget, max_num_seqs, tier):
         tiers = [] if tier is None else [DictTier(losses=tier)]
         self.bench = Bench(num_blocks, max_num_seqs=max_num_seqs, max_batch_tokens=budget, tiers=tiers)
-        self.wanted: list[RequestHandle] = []
+        self.wanted = []
 
-    def prompt(self, head: list[int], parts: list[list[int]], cut: int) -> list[int]:
+    def prompt(self, head, parts, cut):
         body = [token for part in parts for token in part[:cut]]
         return ([*head, *body] or [1])[: self.bench.manager.num_blocks * 16 - 24]
 
     @rule(head=heads, parts=texts, cut=cuts, count=counts)
-    def ask_exactly(self, head: list[int], parts: list[list[int]], cut: int, count: int) -> None:
+    def ask_exactly(self, head, parts, cut, count):
         self.wanted.append(self.bench.submit(self.prompt(head, parts, cut), count))
 
     @rule(head=heads, parts=texts, cut=cuts, count=counts, repair=st.sampled_from(REPAIRS))
-    def ask_with_reuse(self, head: list[int], parts: list[list[int]], cut: int, count: int, repair: Repair) -> None:
+    def ask_with_reuse(self, head, parts, cut, count, repair):
         prompt = self.prompt(head, parts, cut)
         self.wanted.append(self.bench.submit(prompt, count, GenerationMode.CHUNK_KV_REUSE, repair=repair))
 
     @rule(count=st.integers(1, 12))
-    def step(self, count: int) -> None:
+    def step(self, count):
         for _ in range(count):
             self.bench.step()
 
     @rule(count=st.integers(1, 4))
-    def move_blocks(self, count: int) -> None:
+    def move_blocks(self, count):
         self.bench.core.tiering.save_more()
         self.bench.mover.pump(count)
 
     @rule(pick=st.integers(0, 100))
-    def cancel(self, pick: int) -> None:
+    def cancel(self, pick):
         if self.wanted:
             self.wanted.pop(pick % len(self.wanted)).cancel()
 
     @rule()
-    def forget_the_cache(self) -> None:
+    def forget_the_cache(self):
         self.bench.manager.reset()
 
     @invariant()
-    def is_sound(self) -> None:
+    def is_sound(self):
         if hasattr(self, "bench"):
             self.bench.check()
 
-    def teardown(self) -> None:
+    def teardown(self):
         if not hasattr(self, "bench"):
             return
         self.bench.run()
@@ -86,10 +83,10 @@ class ReuseMachine(RuleBasedStateMachine):
         SHARED.append(shared)
 
 
-SHARED: list[int] = []
+SHARED = []
 
 
-def test_no_way_leads_to_a_leak_or_a_wrong_token(scale) -> None:
+def test_no_way_leads_to_a_leak_or_a_wrong_token(scale):
     SHARED.clear()
     count = scale(100, 10_000)
     run_state_machine_as_test(ReuseMachine, settings=settings(max_examples=count, stateful_step_count=14))

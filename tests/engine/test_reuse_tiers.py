@@ -1,10 +1,6 @@
 """Runs at other positions whose blocks were driven out of the pool, and came back from a tier."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +8,6 @@ from helpers.engine.fake_runner import Bench, checked, expected_tokens, fake_eng
 from helpers.engine.hand_mover import DictTier
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.reuse.repair import Repair
 
 REUSE = GenerationMode.CHUNK_KV_REUSE
@@ -21,7 +15,7 @@ BARE = Repair(strategy=RecomputeStrategy.NONE)
 NUM_BLOCKS = 24
 
 
-def document(number: int, length: int) -> list[int]:
+def document(number, length):
     return random.Random(number).choices(range(256), k=length)
 
 
@@ -30,13 +24,13 @@ SERVED = [*HEAD, *ONE, *TWO]
 ASKED = [*document(3, 20), *TWO, *document(4, 5), *ONE, 7, 8]
 
 
-def flush(bench: Bench, first: int = 100) -> None:
+def flush(bench, first=100):
     """Others take every block."""
     for number in range(first, first + 2):
         bench.ask(document(number, 16 * (NUM_BLOCKS - 2)), 1)
 
 
-def served(*tiers: DictTier) -> Bench:
+def served(*tiers):
     """What was served and asked about once, driven out since."""
     bench = Bench(NUM_BLOCKS, tiers=tiers)
     bench.submit([1] * 40, 1, REUSE, repair=BARE)  # from the first question on it is kept in mind
@@ -46,8 +40,8 @@ def served(*tiers: DictTier) -> Bench:
     return bench
 
 
-def asked(bench: Bench, prompt: list[int] = ASKED, **options: object) -> GenerationResult:
-    handle: RequestHandle = bench.submit(prompt, 12, REUSE, repair=BARE, **options)
+def asked(bench, prompt=ASKED, **options):
+    handle = bench.submit(prompt, 12, REUSE, repair=BARE, **options)
     bench.run()
     result = handle.result(0)
     assert list(result.output_token_ids) == expected_tokens(prompt, 12)
@@ -56,7 +50,7 @@ def asked(bench: Bench, prompt: list[int] = ASKED, **options: object) -> Generat
     return result
 
 
-def test_what_was_driven_out_is_found_and_brought_back() -> None:
+def test_what_was_driven_out_is_found_and_brought_back():
     tier = DictTier()
     bench = served(tier)
     read = tier.num_read
@@ -71,13 +65,13 @@ def test_what_was_driven_out_is_found_and_brought_back() -> None:
     assert tier.num_read == read, "it is in the pool by now"
 
 
-def test_without_a_tier_nothing_is_kept_in_mind() -> None:
+def test_without_a_tier_nothing_is_kept_in_mind():
     bench = served()
     assert bench.scheduler.sharing.harvest._remembered is None
     assert not asked(bench).approximate
 
 
-def test_a_tier_that_lost_it_makes_no_difference_to_the_answer() -> None:
+def test_a_tier_that_lost_it_makes_no_difference_to_the_answer():
     tier = DictTier()
     bench = served(tier)
     tier.blocks.clear()
@@ -87,7 +81,7 @@ def test_a_tier_that_lost_it_makes_no_difference_to_the_answer() -> None:
         asked(served(shaky))
 
 
-def test_only_what_is_gone_is_read() -> None:
+def test_only_what_is_gone_is_read():
     """Chains lose their ends first."""
     tier = DictTier()
     bench = Bench(NUM_BLOCKS, tiers=[tier])
@@ -101,7 +95,7 @@ def test_only_what_is_gone_is_read() -> None:
     assert tier.num_read - read == len(SERVED) // 16 - kept
 
 
-def test_runs_of_several_texts_come_one_after_another() -> None:
+def test_runs_of_several_texts_come_one_after_another():
     tier = DictTier()
     bench = Bench(NUM_BLOCKS, tiers=[tier])
     bench.submit([1] * 40, 1, REUSE, repair=BARE)
@@ -112,7 +106,7 @@ def test_runs_of_several_texts_come_one_after_another() -> None:
     assert asked(bench).reused_span_tokens > 90
 
 
-def test_nobody_finds_what_another_tenant_had() -> None:
+def test_nobody_finds_what_another_tenant_had():
     tier = DictTier()
     bench = Bench(NUM_BLOCKS, tiers=[tier])
     bench.submit([1] * 40, 1, REUSE, repair=BARE, tenant="a")
@@ -124,7 +118,7 @@ def test_nobody_finds_what_another_tenant_had() -> None:
     assert asked(bench, tenant="a").approximate
 
 
-def test_an_exact_request_looks_for_no_runs() -> None:
+def test_an_exact_request_looks_for_no_runs():
     tier = DictTier()
     bench = served(tier)
     read = tier.num_read
@@ -132,7 +126,7 @@ def test_an_exact_request_looks_for_no_runs() -> None:
     assert (result.mode, tier.num_read) == (GenerationMode.PREFIX_CACHE, read)
 
 
-def test_what_does_not_fit_beside_the_prompt_is_not_brought() -> None:
+def test_what_does_not_fit_beside_the_prompt_is_not_brought():
     tier = DictTier()
     bench = Bench(NUM_BLOCKS, tiers=[tier])
     bench.submit([1] * 40, 1, REUSE, repair=BARE)
@@ -144,7 +138,7 @@ def test_what_does_not_fit_beside_the_prompt_is_not_brought() -> None:
     assert (result.approximate, tier.num_read) == (False, read)
 
 
-def test_what_is_kept_in_mind_is_bounded() -> None:
+def test_what_is_kept_in_mind_is_bounded():
     tier = DictTier()
     bench = served(tier)
     for round_number in range(8):
@@ -158,13 +152,13 @@ def test_what_is_kept_in_mind_is_bounded() -> None:
 
 
 @pytest.fixture
-def small_engine() -> Iterator[tuple[CPUPagedEngine, DictTier]]:
+def small_engine():
     tier = DictTier()
     with fake_engine(48, tiers=[tier], primer_tokens=32, recompute_strategy="none") as engine:
         yield engine, tier
 
 
-def test_documents_come_back_too(small_engine: tuple[CPUPagedEngine, DictTier]) -> None:
+def test_documents_come_back_too(small_engine):
     engine, tier = small_engine
     documents = [document(number, 64) for number in range(30, 33)]
     engine.generate([1] * 40, 1, mode=REUSE)
@@ -180,14 +174,14 @@ def test_documents_come_back_too(small_engine: tuple[CPUPagedEngine, DictTier]) 
 
 
 @pytest.mark.parametrize("bits", [16, 8])
-def test_what_came_back_from_disk_has_the_bits_it_left_with(bits: int, tmp_path: Path) -> None:
+def test_what_came_back_from_disk_has_the_bits_it_left_with(bits, tmp_path):
     texts = [
         f"Doc {number}.\n" + f"The owner of boat {number} is Dibel. Its colour is {colour}. " * 5
         for number, colour in enumerate(("blue", "red", "green"))
     ]
     options = {"num_blocks": 64, "kv_cache_bits": bits, "reuse_gate": "off", "debug_checks": True}
 
-    def ask(engine: CPUPagedEngine) -> GenerationResult:
+    def ask(engine):
         return engine.generate(texts[2] + texts[1] + "What is red?", 8, mode=REUSE, logprobs=3, temperature=0)
 
     results = []

@@ -1,7 +1,5 @@
 """The sampler against a slow truth written out step by step."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -13,12 +11,12 @@ from kvboost_edge.engine.sampling import make_sampler, sampling_distribution, to
 VOCAB = 3000
 
 
-def random_logits(seed: int, size: int = VOCAB) -> np.ndarray:
+def random_logits(seed, size=VOCAB):
     # Rounded, so that equal logits occur and ties are exercised.
     return np.round(np.random.default_rng(seed).normal(0, 3, size), 1).astype(np.float32)
 
 
-def slow_distribution(logits: np.ndarray, ids: list[int], num_prompt: int, p: SamplingParams) -> np.ndarray:
+def slow_distribution(logits, ids, num_prompt, p):
     values = [float(v) for v in logits]
     for token in set(ids):
         factor = np.float32(p.repetition_penalty)
@@ -70,7 +68,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("options", CASES, ids=repr)
-def test_distribution_equals_the_slow_truth(options: dict[str, object]) -> None:
+def test_distribution_equals_the_slow_truth(options):
     params = SamplingParams.from_options(**options)
     ids = [3, 3, 5, 1, 8, 8, 8, 1]
     for seed in range(3):
@@ -82,7 +80,7 @@ def test_distribution_equals_the_slow_truth(options: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("options", CASES, ids=repr)
-def test_draws_invert_the_distribution(options: dict[str, object]) -> None:
+def test_draws_invert_the_distribution(options):
     """The token drawn is the one whose share of the unit interval holds the random number of (seed, position)."""
     params = SamplingParams.from_options(**options)
     sampler = make_sampler(params, 11)
@@ -97,7 +95,7 @@ def test_draws_invert_the_distribution(options: dict[str, object]) -> None:
             assert upper - probs[token] - 1e-9 <= uniform(11, length) <= upper + 1e-9
 
 
-def test_frequencies_follow_the_distribution() -> None:
+def test_frequencies_follow_the_distribution():
     params = SamplingParams(temperature=0.8, top_k=6)
     logits = random_logits(1, 12)
     probs = sampling_distribution(logits, [], 0, params)
@@ -109,7 +107,7 @@ def test_frequencies_follow_the_distribution() -> None:
     assert (np.abs(counts - draws * probs) < 5 * sigma).all()
 
 
-def test_a_largest_logit_that_is_known_counts_only_where_nothing_changes_the_logits() -> None:
+def test_a_largest_logit_that_is_known_counts_only_where_nothing_changes_the_logits():
     logits = np.arange(8, dtype=np.float32)
     assert make_sampler(SamplingParams(), 0)(logits, [1], 1, 7) == 7
     assert make_sampler(SamplingParams(logit_bias={7: -9.0}), 0)(logits, [1], 1, 7) == 6
@@ -118,7 +116,7 @@ def test_a_largest_logit_that_is_known_counts_only_where_nothing_changes_the_log
     assert drawn[0] == drawn[1]
 
 
-def test_greedy_breaks_ties_by_token_id() -> None:
+def test_greedy_breaks_ties_by_token_id():
     logits = np.zeros(100, np.float32)
     logits[[17, 40, 41]] = 3.0
     assert make_sampler(SamplingParams(), 0)(logits, [1], 1) == 17
@@ -146,27 +144,27 @@ def test_greedy_breaks_ties_by_token_id() -> None:
     ],
     ids=repr,
 )
-def test_when_a_request_samples(options: dict[str, object], samples: bool) -> None:
+def test_when_a_request_samples(options, samples):
     assert SamplingParams.from_options(**options).samples is samples
 
 
-def test_params_are_values() -> None:
-    params = SamplingParams(stop="end", stop_token_ids=[3, 4], temperature=1)  # type: ignore[arg-type]
+def test_params_are_values():
+    params = SamplingParams(stop="end", stop_token_ids=[3, 4], temperature=1)
     assert params.stop == ("end",)
     assert params.stop_token_ids == (3, 4)
     assert dataclasses.replace(params, temperature=0.0).samples is False
     with pytest.raises(dataclasses.FrozenInstanceError):
-        params.top_k = 3  # type: ignore[misc]
+        params.top_k = 3
 
 
-def test_random_numbers_depend_on_seed_and_position_alone() -> None:
+def test_random_numbers_depend_on_seed_and_position_alone():
     numbers = {(s, p): uniform(s, p) for s in (0, 1, 2**64 - 1) for p in range(200)}
     assert len(set(numbers.values())) == len(numbers)
     assert all(0.0 <= n < 1.0 for n in numbers.values())
     assert abs(float(np.mean(list(numbers.values()))) - 0.5) < 0.05
 
 
-def test_logprobs_are_of_the_models_own_logits() -> None:
+def test_logprobs_are_of_the_models_own_logits():
     logits = random_logits(3)
     wide = logits.astype(np.longdouble)
     truth = wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max()
@@ -179,14 +177,14 @@ def test_logprobs_are_of_the_models_own_logits() -> None:
     assert token_logprobs(logits, 77, 0).top == ()
 
 
-def test_minus_infinity_masks_tokens() -> None:
+def test_minus_infinity_masks_tokens():
     logits = np.full(50, -np.inf, np.float32)
     logits[7] = 1.0
     for options in ({}, {"temperature": 1.0}, {"top_p": 0.5}, {"top_k": 10}, {"min_p": 0.5}):
         assert make_sampler(SamplingParams.from_options(**options), 5)(logits, [1, 2], 1) == 7
 
 
-def test_what_is_suppressed_is_never_drawn() -> None:
+def test_what_is_suppressed_is_never_drawn():
     """Whatever its logit and its bias are; the others keep their distribution."""
     logits = random_logits(3)
     best = np.argsort(-logits)[:3].tolist()

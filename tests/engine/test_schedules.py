@@ -1,26 +1,20 @@
 """Batch equals single: random schedules over tiny pools, checked against the output each prompt has alone."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
 from helpers.engine.fake_runner import EOS_ID, Bench, expected_tokens
 from helpers.engine.hand_mover import DictTier
 from helpers.engine.hostile_drafts import draft_in_turn
-from helpers.engine.model_kinds import HYBRID, PLAIN, ModelKind
+from helpers.engine.model_kinds import HYBRID, PLAIN
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.repair import Repair
-from kvboost_edge.runners.base import ForwardBatch
 
-MODES: list[tuple[GenerationMode, Repair | None]] = [
+MODES = [
     *[(GenerationMode.PREFIX_CACHE, None)] * 4,
     (GenerationMode.BASELINE, None),
     (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.NONE)),
@@ -37,7 +31,7 @@ class PassFailed(Exception):
 class RandomSchedule:
     """Requests, cancels, resets, failed passes and slow tiers at random, over a small pool of one kind of model."""
 
-    def __init__(self, kind: ModelKind, seed: int) -> None:
+    def __init__(self, kind, seed):
         self.kind, self.rng, self.fails = kind, random.Random(seed), seed % 4 == 0
         rng, max_num_seqs = self.rng, self.rng.choice((1, 2, 4, 8))
         near, far = DictTier("near", losses=0.1, seed=seed), DictTier("far", knows=False, losses=0.1, seed=seed)
@@ -55,15 +49,15 @@ class RandomSchedule:
         if self.fails:
             self.bench.runner.on_forward, self.bench.runner.on_accept = self.fail_sometimes, self.fail_accepting
         self.stems = [[rng.randrange(256) for _ in range(rng.choice((15, 16, 17, 32, 48)))] for _ in range(2)]
-        self.known: list[list[int]] = []
-        self.handles: list[RequestHandle] = []
-        self.cancelled: list[RequestHandle] = []
+        self.known = []
+        self.handles = []
+        self.cancelled = []
 
-    def fail_accepting(self) -> None:
+    def fail_accepting(self):
         if self.rng.random() < 0.05:
             raise PassFailed
 
-    def fail_sometimes(self, batch: ForwardBatch) -> None:
+    def fail_sometimes(self, batch):
         if self.rng.random() < 0.02:
             runner = self.bench.runner
             runner.on_forward = None
@@ -71,7 +65,7 @@ class RandomSchedule:
             runner.on_forward = self.fail_sometimes
             raise PassFailed
 
-    def prompt(self, is_moved: bool) -> list[int]:
+    def prompt(self, is_moved):
         """A stem, perhaps at another position, and something of its own; or a conversation that goes on or branches."""
         rng = self.rng
         tail = [rng.randrange(256) for _ in range(rng.choice((0, 1, 5, 20)))]
@@ -84,7 +78,7 @@ class RandomSchedule:
             return head + rng.choice(self.stems) + [rng.randrange(256)] + prompt
         return prompt
 
-    def submit(self) -> None:
+    def submit(self):
         rng = self.rng
         mode, repair = rng.choice(MODES if self.kind is PLAIN else MODES[:5])
         prompt, count = self.prompt(repair is not None), rng.choice((1, 3, 30, 50))
@@ -92,7 +86,7 @@ class RandomSchedule:
             with pytest.raises(CapacityError):
                 self.bench.submit(prompt, count)
             return
-        terms: dict[str, Any] = {"max_draft_tokens": rng.choice((0, 3, 31)), "always_drafts": rng.random() < 0.7}
+        terms = {"max_draft_tokens": rng.choice((0, 3, 31)), "always_drafts": rng.random() < 0.7}
         if self.kind is HYBRID:
             terms["snapshot_hints"] = tuple(rng.choices(range(len(prompt) + 5), k=2))
         stop_ids = frozenset({EOS_ID})
@@ -101,7 +95,7 @@ class RandomSchedule:
         if rng.random() < 0.15:
             self.cancelled.append(self.handles[-1])
 
-    def run(self) -> None:
+    def run(self):
         rng, bench = self.rng, self.bench
         pending, idle = rng.randrange(3, 12), 0
         while pending or bench.scheduler.has_work or idle < 1:
@@ -117,7 +111,7 @@ class RandomSchedule:
             idle = 0 if bench.step() or bench.mover.pump(1) else idle + 1
         bench.run()
 
-    def outcome(self) -> Counter[str]:
+    def outcome(self):
         """Check every answer and that nothing is held; count what happened, so that the test sees that all did."""
         bench, found = self.bench, Counter(preemptions=self.bench.scheduler.num_preemptions)
         for handle in self.handles:
@@ -144,10 +138,10 @@ EXPECTED = {"preemptions": 15, "pool": 2000, "near": 100, "far": 50, "failed": 2
 OF_KIND = {PLAIN: {"spans": 50}, HYBRID: {"missing_states": 10, "replayed": 200, "saved": 150}}
 
 
-def test_random_schedules_equal_single_runs(kind: ModelKind, scale: Callable[[int, int], int]) -> None:
+def test_random_schedules_equal_single_runs(kind, scale):
     """RELIABILITY 5, 7: the same tokens in any batch, order, pool size and budget, cold or cached, preempted, with any
     drafts and after failed passes; no schedule hangs."""
-    found: Counter[str] = Counter()
+    found = Counter()
     for seed in range(scale(100, 3000)):
         schedule = RandomSchedule(kind, seed)
         schedule.run()
@@ -157,7 +151,7 @@ def test_random_schedules_equal_single_runs(kind: ModelKind, scale: Callable[[in
 
 
 @pytest.mark.parametrize("budget", [1, 2, 16, 64])
-def test_sampling_is_the_same_in_any_batch(kind: ModelKind, budget: int) -> None:
+def test_sampling_is_the_same_in_any_batch(kind, budget):
     prompts = [[i, *range(20 + i)] for i in range(6)]
     options = {"temperature": 1.3, "top_p": 0.95, "repetition_penalty": 1.2}
     alone = []
@@ -174,7 +168,7 @@ def test_sampling_is_the_same_in_any_batch(kind: ModelKind, budget: int) -> None
     assert bench.scheduler.num_preemptions > 0
 
 
-def test_a_shared_prefix_in_flight_is_computed_once(kind: ModelKind) -> None:
+def test_a_shared_prefix_in_flight_is_computed_once(kind):
     bench = kind.bench(max_batch_tokens=32)
     prefix = list(range(160))
     handles = [bench.submit([*prefix, 200 + i], 1) for i in range(8)]
@@ -183,11 +177,11 @@ def test_a_shared_prefix_in_flight_is_computed_once(kind: ModelKind) -> None:
     assert [handle.result(0).cached_tokens for handle in handles] == [0] + [160] * 7
 
 
-def test_a_waiting_prompt_is_looked_up_once_not_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    lookups: list[int] = []
+def test_a_waiting_prompt_is_looked_up_once_not_every_step(monkeypatch):
+    lookups = []
     real = KVCacheManager.awaited_hash
 
-    def counted(self: KVCacheManager, token_ids: Sequence[int], root: bytes, known: bytes = b"") -> bytes | None:
+    def counted(self, token_ids, root, known=b""):
         lookups.append(token_ids[-1])
         return real(self, token_ids, root, known)
 
@@ -200,7 +194,7 @@ def test_a_waiting_prompt_is_looked_up_once_not_every_step(monkeypatch: pytest.M
     assert [lookups.count(200 + i) for i in range(1, 4)] == [2] * 3  # when it came, and when its prefix was there
 
 
-def test_a_blocked_request_is_let_in_when_others_publish_what_it_needs() -> None:
+def test_a_blocked_request_is_let_in_when_others_publish_what_it_needs():
     bench = Bench(5, max_num_seqs=2)
     prompt = list(range(17))
     first = bench.submit(prompt, 40)
@@ -213,7 +207,7 @@ def test_a_blocked_request_is_let_in_when_others_publish_what_it_needs() -> None
     assert bench.answer(second).cached_tokens == 32
 
 
-def test_the_waiting_request_takes_over_when_the_computing_one_is_cancelled(kind: ModelKind) -> None:
+def test_the_waiting_request_takes_over_when_the_computing_one_is_cancelled(kind):
     bench = kind.bench(max_batch_tokens=32)
     prefix = list(range(160))
     first, second = (bench.submit([*prefix, 200 + i], 4) for i in range(2))
@@ -226,7 +220,7 @@ def test_the_waiting_request_takes_over_when_the_computing_one_is_cancelled(kind
     assert bench.answer(second).cached_tokens == 64
 
 
-def test_the_kv_of_generated_tokens_serves_the_next_turn(kind: ModelKind) -> None:
+def test_the_kv_of_generated_tokens_serves_the_next_turn(kind):
     bench = kind.bench()
     prompt = list(range(30))
     turn = [*prompt, *bench.ask(prompt, 40).output_token_ids, 7, 8, 9]
@@ -237,7 +231,7 @@ def test_the_kv_of_generated_tokens_serves_the_next_turn(kind: ModelKind) -> Non
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33, 150])
-def test_a_fully_cached_prompt_computes_what_its_kind_of_model_must(kind: ModelKind, length: int) -> None:
+def test_a_fully_cached_prompt_computes_what_its_kind_of_model_must(kind, length):
     bench = kind.bench()
     prompt = list(range(length))
     full = length // 16 * 16
@@ -247,7 +241,7 @@ def test_a_fully_cached_prompt_computes_what_its_kind_of_model_must(kind: ModelK
         assert bench.runner.computed - before == length - cached
 
 
-def test_two_fully_cached_prompts_at_once_copy_on_write() -> None:
+def test_two_fully_cached_prompts_at_once_copy_on_write():
     """The recompute of the last token goes into a block the other one reads."""
     bench = Bench(max_batch_tokens=64)
     prompt = list(range(32))
@@ -259,7 +253,7 @@ def test_two_fully_cached_prompts_at_once_copy_on_write() -> None:
     bench.answer(long_runner)
 
 
-def test_a_copy_that_fails_ends_the_requests_of_its_step_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_ends_the_requests_of_its_step_and_no_other(monkeypatch):
     bench = Bench(max_batch_tokens=64)
     prompt = list(range(32))
     bench.ask(prompt, 1)
@@ -267,7 +261,7 @@ def test_a_copy_that_fails_ends_the_requests_of_its_step_and_no_other(monkeypatc
     bench.step()
     copying = bench.submit(prompt, 5)
 
-    def fail(ops: object) -> None:
+    def fail(ops):
         raise RuntimeError("the copy failed")
 
     with monkeypatch.context() as patch:
@@ -279,21 +273,21 @@ def test_a_copy_that_fails_ends_the_requests_of_its_step_and_no_other(monkeypatc
             handle.result(0)
 
 
-def test_baseline_reads_nothing_and_gives_the_same(kind: ModelKind) -> None:
+def test_baseline_reads_nothing_and_gives_the_same(kind):
     bench = kind.bench()
     bench.ask(list(range(50)), 6)
     baseline = bench.ask(list(range(50)), 6, GenerationMode.BASELINE)
     assert (baseline.cached_tokens, baseline.mode) == (0, GenerationMode.BASELINE)
 
 
-def test_a_request_with_logprobs_of_its_prompt_reads_nothing_and_gives_the_same(kind: ModelKind) -> None:
+def test_a_request_with_logprobs_of_its_prompt_reads_nothing_and_gives_the_same(kind):
     bench = kind.bench(max_batch_tokens=16)
     bench.ask(list(range(60)), 1)
     assert bench.ask(list(range(60)), 3, prompt_logprobs=0).cached_tokens == 0
 
 
 @pytest.mark.parametrize("budget", [1, 2, 8])
-def test_prefill_and_decode_both_advance_under_any_budget(budget: int) -> None:
+def test_prefill_and_decode_both_advance_under_any_budget(budget):
     """Decodes never starve a prefill and a prefill never starves decodes."""
     bench = Bench(max_batch_tokens=budget)
     decoding = [bench.submit([i] * 3, 60) for i in range(3)]
@@ -312,7 +306,7 @@ def test_prefill_and_decode_both_advance_under_any_budget(budget: int) -> None:
     bench.run()
 
 
-def test_decodes_take_turns_when_the_budget_is_smaller_than_their_number() -> None:
+def test_decodes_take_turns_when_the_budget_is_smaller_than_their_number():
     bench = Bench(max_batch_tokens=2)
     for i in range(5):
         bench.submit([i], 40)
@@ -324,7 +318,7 @@ def test_decodes_take_turns_when_the_budget_is_smaller_than_their_number() -> No
     bench.run()
 
 
-def test_prefills_share_the_budget_so_a_short_one_is_not_stuck_behind_a_long_one() -> None:
+def test_prefills_share_the_budget_so_a_short_one_is_not_stuck_behind_a_long_one():
     bench = Bench(max_batch_tokens=32)
     bench.submit(list(range(250)), 1)
     short = bench.submit([7] * 30, 1)
@@ -334,7 +328,7 @@ def test_prefills_share_the_budget_so_a_short_one_is_not_stuck_behind_a_long_one
     bench.run()
 
 
-def test_equal_prompts_that_come_together_are_done_one_after_another() -> None:
+def test_equal_prompts_that_come_together_are_done_one_after_another():
     bench = Bench(80, max_num_seqs=16, max_batch_tokens=64)
     handles = [bench.submit([number] * 60, 1) for number in range(16)]
     done = []
@@ -346,7 +340,7 @@ def test_equal_prompts_that_come_together_are_done_one_after_another() -> None:
     assert done[4] >= 3, done
 
 
-def test_a_long_prompt_gets_on_though_short_ones_keep_coming() -> None:
+def test_a_long_prompt_gets_on_though_short_ones_keep_coming():
     bench = Bench(80, max_num_seqs=16, max_batch_tokens=64)
     long = bench.submit(list(range(240)), 1)
     steps = 0
@@ -359,7 +353,7 @@ def test_a_long_prompt_gets_on_though_short_ones_keep_coming() -> None:
     bench.run()
 
 
-def test_a_large_request_is_served_though_small_ones_keep_coming(kind: ModelKind) -> None:
+def test_a_large_request_is_served_though_small_ones_keep_coming(kind):
     bench = kind.bench(8, max_num_seqs=4)
     small = [bench.submit([i, i], 12) for i in range(3)]
     large = bench.submit(list(range(110)), 4)
@@ -373,7 +367,7 @@ def test_a_large_request_is_served_though_small_ones_keep_coming(kind: ModelKind
     assert all(handle.result(0).generated_tokens == 12 for handle in small)
 
 
-def test_preemption_takes_the_latest_arrival_and_keeps_its_tokens(kind: ModelKind) -> None:
+def test_preemption_takes_the_latest_arrival_and_keeps_its_tokens(kind):
     bench = kind.bench(6, max_num_seqs=2)
     handles = [bench.submit([number] * 30, 50) for number in (1, 2)]
     bench.run()
@@ -382,7 +376,7 @@ def test_preemption_takes_the_latest_arrival_and_keeps_its_tokens(kind: ModelKin
     assert (bench.manager.hit_tokens, bench.manager.miss_tokens) == (0, 60), "its own blocks are no hits"
 
 
-def test_a_request_that_fills_the_whole_pool_runs() -> None:
+def test_a_request_that_fills_the_whole_pool_runs():
     bench = Bench(4)
     prompt = list(range(64))
     for _ in range(2):  # the second time its prompt is cached and every block of the pool is its own
@@ -391,7 +385,7 @@ def test_a_request_that_fills_the_whole_pool_runs() -> None:
         bench.submit(prompt, 2)
 
 
-def test_steps_are_not_wasted() -> None:
+def test_steps_are_not_wasted():
     """A batch of equal requests decodes in lockstep: as many steps as the longest needs."""
     bench = Bench(max_batch_tokens=64)
     for i in range(8):

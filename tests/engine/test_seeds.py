@@ -1,25 +1,22 @@
 """A seed in a result reproduces its request; it tells nothing of other requests, and of other tenants' least of all."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
 
 from helpers.engine.fake_runner import fake_engine
-from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.seeds import Seeds
 
 PROMPT = "Once upon a time"
 
 
-def seed_of(engine: CPUPagedEngine, tenant: str = "", prompt: str = PROMPT) -> int:
+def seed_of(engine, tenant="", prompt=PROMPT):
     return engine.generate(prompt, max_new_tokens=1, temperature=1.0, tenant=tenant).seed
 
 
-def test_seeds_do_not_repeat_after_a_restart_and_have_nothing_to_do_with_the_arrival_number() -> None:
-    seen: set[int] = set()
+def test_seeds_do_not_repeat_after_a_restart_and_have_nothing_to_do_with_the_arrival_number():
+    seen = set()
     for _ in range(2):
         with fake_engine() as engine:
             assert engine.config.seed is None
@@ -29,10 +26,10 @@ def test_seeds_do_not_repeat_after_a_restart_and_have_nothing_to_do_with_the_arr
     assert not seen & counted
 
 
-def test_with_an_engine_seed_a_tenants_seeds_do_not_depend_on_what_others_do() -> None:
+def test_with_an_engine_seed_a_tenants_seeds_do_not_depend_on_what_others_do():
     with fake_engine(seed=0) as alone, fake_engine(seed=0) as shared, fake_engine(seed=1) as other:
         lonely = [seed_of(alone, "a", prompt) for prompt in ("one", "two", "three")]
-        mixed: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+        mixed = {"a": [], "b": [], "c": []}
         for tenant, prompt in zip("abcbabacb", itertools.cycle(("one", "two", "three"))):
             mixed[tenant].append(seed_of(shared, tenant, prompt))
         assert mixed["a"] == lonely, "the same requests in the same order, whatever others sent between"
@@ -40,14 +37,14 @@ def test_with_an_engine_seed_a_tenants_seeds_do_not_depend_on_what_others_do() -
         assert seed_of(other, "a", "one") not in lonely
 
 
-def test_a_salt_does_not_start_a_count_of_its_own() -> None:
+def test_a_salt_does_not_start_a_count_of_its_own():
     with fake_engine(seed=3) as engine:
         plain, salted = (engine.generate(PROMPT, max_new_tokens=1, **o).seed for o in ({}, {"cache_salt": "s"}))
     assert plain != salted
 
 
 @pytest.mark.parametrize("seed", [None, 0, 255, 256, 2**200])
-def test_every_engine_seed_gives_seeds_a_request_takes(seed: int | None) -> None:
+def test_every_engine_seed_gives_seeds_a_request_takes(seed):
     seeds = Seeds(seed)
     drawn = [seeds.draw(bytes(32)) for _ in range(50)]
     assert all(0 <= number < 2**64 for number in drawn)

@@ -1,42 +1,35 @@
 """Tokens guessed ahead change when an answer comes, never what it is: proposers of every kind on the fake runner, whose
 next token is a hash of all before it."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.engine.fake_runner import VOCAB_SIZE, Bench
+from helpers.engine.fake_runner import VOCAB_SIZE
 from helpers.engine.hostile_drafts import KINDS, HostileDrafter, draft_in_turn
-from helpers.engine.model_kinds import PLAIN, ModelKind
-from kvboost_edge.engine.request import Request
-from kvboost_edge.engine.results import GenerationResult
+from helpers.engine.model_kinds import PLAIN
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.runners.base import ForwardBatch
 
-DRAFTS: dict[str, Any] = {"max_draft_tokens": 31, "always_drafts": True}
+DRAFTS = {"max_draft_tokens": 31, "always_drafts": True}
 SIZE = 16
 
 
-def drafting(kind: ModelKind, drafts: Sequence[str] = KINDS, *, closes_blocks: bool = False, **options: Any) -> Bench:
+def drafting(kind, drafts=KINDS, *, closes_blocks=False, **options):
     """A bench whose requests get drafts of these kinds in turn."""
     bench = draft_in_turn(kind.bench(**options), drafts)
     bench.scheduler.speculation._closes_blocks = closes_blocks
     return bench
 
 
-def prompt(seed: int, length: int) -> list[int]:
+def prompt(seed, length):
     return np.random.default_rng(seed).integers(0, 250, length).tolist()
 
 
 @pytest.mark.parametrize("drafts", KINDS)
 @pytest.mark.parametrize("closes_blocks", [False, True])
-def test_the_answer_is_the_same_whatever_is_proposed(kind: ModelKind, drafts: str, closes_blocks: bool) -> None:
+def test_the_answer_is_the_same_whatever_is_proposed(kind, drafts, closes_blocks):
     for length in (1, 14, 15, 16, 17, 40):
         bench = drafting(kind, [drafts], closes_blocks=closes_blocks)
         result = bench.ask(prompt(length, length), 60, terms=DRAFTS)
@@ -47,7 +40,7 @@ def test_the_answer_is_the_same_whatever_is_proposed(kind: ModelKind, drafts: st
         assert bench.manager.free_block_count == 64
 
 
-def test_right_guesses_save_passes_and_wrong_ones_cost_none(kind: ModelKind) -> None:
+def test_right_guesses_save_passes_and_wrong_ones_cost_none(kind):
     passes = {}
     for drafts in ("right", "wrong"):
         bench = drafting(kind, [drafts])
@@ -58,7 +51,7 @@ def test_right_guesses_save_passes_and_wrong_ones_cost_none(kind: ModelKind) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_many_at_once_in_a_pool_that_is_too_small(kind: ModelKind, seed: int) -> None:
+def test_many_at_once_in_a_pool_that_is_too_small(kind, seed):
     """Preempted with drafts under way, sharing prefixes of what was drafted, cancelled between: the tokens stand."""
     rng = random.Random(seed)
     bench = drafting(
@@ -85,7 +78,7 @@ def test_many_at_once_in_a_pool_that_is_too_small(kind: ModelKind, seed: int) ->
     assert bench.manager.free_block_count == bench.manager.num_blocks
 
 
-def test_no_request_is_preempted_for_a_guess_and_what_is_left_goes_back(kind: ModelKind) -> None:
+def test_no_request_is_preempted_for_a_guess_and_what_is_left_goes_back(kind):
     bench = drafting(kind, ["wrong"], num_blocks=6)
     for number in range(2):
         bench.submit(prompt(number, 2 * SIZE - 2), 14, terms=DRAFTS)
@@ -94,11 +87,11 @@ def test_no_request_is_preempted_for_a_guess_and_what_is_left_goes_back(kind: Mo
     assert bench.scheduler.speculation.num_drafted > 0
 
 
-def test_only_a_certain_token_fills_a_block_that_closes(kind: ModelKind) -> None:
+def test_only_a_certain_token_fills_a_block_that_closes(kind):
     bench = drafting(kind, ["right", "random"], closes_blocks=True)
     drafted = 0
 
-    def look(batch: ForwardBatch) -> None:
+    def look(batch):
         nonlocal drafted
         starts = batch.layout.cu_seqlens_q.tolist()
         for first, stop in itertools.pairwise(starts):
@@ -115,7 +108,7 @@ def test_only_a_certain_token_fills_a_block_that_closes(kind: ModelKind) -> None
 
 
 @pytest.mark.parametrize("drafts", ["right", "one off"])
-def test_a_stop_inside_a_draft_ends_there(kind: ModelKind, drafts: str) -> None:
+def test_a_stop_inside_a_draft_ends_there(kind, drafts):
     """What is kept of it, a recurrent state too, is that of the tokens up to there."""
     token_ids = prompt(3, 20)
     truth = kind.bench().runner.expected(token_ids, 40)
@@ -129,7 +122,7 @@ def test_a_stop_inside_a_draft_ends_there(kind: ModelKind, drafts: str) -> None:
         assert bench.ask(longer, 3).cached_tokens == (len(longer) - 3) // SIZE * SIZE
 
 
-def test_a_stop_string_inside_a_draft_cuts_the_text_where_it_would_alone(kind: ModelKind) -> None:
+def test_a_stop_string_inside_a_draft_cuts_the_text_where_it_would_alone(kind):
     token_ids = prompt(5, 20)
     text = kind.bench().ask(token_ids, 60).output_text
     pairs = (text[i : i + 2] for i in range(8, len(text) - 2))
@@ -141,11 +134,11 @@ def test_a_stop_string_inside_a_draft_cuts_the_text_where_it_would_alone(kind: M
         assert handle.result(0).output_text == text[: text.index(stop)]
 
 
-def test_samples_penalties_and_log_probabilities_are_those_without_drafts(kind: ModelKind) -> None:
-    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "logprobs": 3}
+def test_samples_penalties_and_log_probabilities_are_those_without_drafts(kind):
+    options = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "logprobs": 3}
     options |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
 
-    def sampled(bench: Bench) -> GenerationResult:
+    def sampled(bench):
         handle = bench.submit(prompt(8, 30), 50, terms=DRAFTS, **options)
         bench.run()
         return handle.result(0)
@@ -158,19 +151,19 @@ def test_samples_penalties_and_log_probabilities_are_those_without_drafts(kind: 
         assert result.drafted_tokens > 0
 
 
-def test_nan_after_a_wrong_guess_changes_no_answer_and_after_a_right_one_fails_as_without_it(kind: ModelKind) -> None:
+def test_nan_after_a_wrong_guess_changes_no_answer_and_after_a_right_one_fails_as_without_it(kind):
     token_ids = prompt(9, 20)
     bench = kind.bench()
     truth = bench.runner.expected(token_ids, 30)
     bad = next(token_id for token_id in range(VOCAB_SIZE) if token_id not in truth and token_id not in token_ids)
 
     class Poisoned(HostileDrafter):
-        def propose(self, known: Sequence[int], most: int) -> Any:
+        def propose(self, known, most):
             draft = super().propose(known, most)
             return draft._replace(token_ids=[bad, *draft.token_ids[1:]])
 
     bench.runner.nan_for = {bad}
-    bench.scheduler.speculation.drafter = lambda request: Poisoned("right", truth, VOCAB_SIZE, 0)  # type: ignore[method-assign]
+    bench.scheduler.speculation.drafter = lambda request: Poisoned("right", truth, VOCAB_SIZE, 0)
     bench.ask(token_ids, 30, terms=DRAFTS)
 
     bench = drafting(kind, ["right"])
@@ -180,7 +173,7 @@ def test_nan_after_a_wrong_guess_changes_no_answer_and_after_a_right_one_fails_a
     assert bench.manager.free_block_count == 64
 
 
-def test_nothing_that_was_not_accepted_is_published(kind: ModelKind) -> None:
+def test_nothing_that_was_not_accepted_is_published(kind):
     """What the next request finds in the cache is what it would compute; the fake runner looks at every slot."""
     for drafts in KINDS:
         bench = drafting(kind, [drafts])
@@ -188,9 +181,9 @@ def test_nothing_that_was_not_accepted_is_published(kind: ModelKind) -> None:
         assert bench.ask(longer, 20, terms=DRAFTS).cached_tokens == (len(longer) - 1) // SIZE * SIZE
 
 
-def test_a_step_has_no_more_tokens_than_its_budget(kind: ModelKind) -> None:
+def test_a_step_has_no_more_tokens_than_its_budget(kind):
     bench = drafting(kind, ["right"], max_batch_tokens=6)
-    sizes: list[int] = []
+    sizes = []
     bench.runner.on_forward = lambda batch: sizes.append(len(batch.token_ids))
     for number in range(4):
         bench.submit(prompt(number, 9), 30, terms=DRAFTS)
@@ -198,7 +191,7 @@ def test_a_step_has_no_more_tokens_than_its_budget(kind: ModelKind) -> None:
     assert max(sizes) == 6
 
 
-def test_a_tenant_is_charged_for_what_it_keeps(kind: ModelKind) -> None:
+def test_a_tenant_is_charged_for_what_it_keeps(kind):
     """Wrong guesses of one tenant are no tokens that it was served."""
     bench = drafting(kind, ["wrong"])
     for number, tenant in enumerate("ab"):
@@ -208,11 +201,11 @@ def test_a_tenant_is_charged_for_what_it_keeps(kind: ModelKind) -> None:
             assert sequence.num_charged_tokens <= sequence.num_tokens
 
 
-def test_a_request_that_generates_nothing_has_no_drafts() -> None:
-    request_fields: list[Request] = []
+def test_a_request_that_generates_nothing_has_no_drafts():
+    request_fields = []
     bench = drafting(PLAIN, ["right"])
     original = bench.scheduler.speculation.drafter
-    bench.scheduler.speculation.drafter = lambda request: (request_fields.append(request), original(request))[1]  # type: ignore[method-assign, func-returns-value]
+    bench.scheduler.speculation.drafter = lambda request: (request_fields.append(request), original(request))[1]
     _, rows = bench.submit_logits(prompt(1, 40), 10)
     bench.run()
     assert np.concatenate(rows).shape == (30, VOCAB_SIZE)

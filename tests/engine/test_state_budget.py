@@ -1,10 +1,7 @@
 """Room for states: how many slots, how many sequences, and what is refused with the arithmetic."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -24,12 +21,12 @@ LARGE, SMALL = LayerStateSpec(3, 8192, 32, 128, 128, 64), LayerStateSpec(2, 2048
 DRAFTS = 31 * LARGE.draft_bytes
 
 
-def info_of(states: tuple[LayerStateSpec, ...]) -> RunnerInfo:
+def info_of(states):
     spec = KVSpec((LAYER,), 16, "float16", states=states)
     return RunnerInfo("native", "toy", "float32", 100, 4096, 10 * MIB, spec)
 
 
-def test_the_sizes_of_the_models_that_the_defaults_were_made_for() -> None:
+def test_the_sizes_of_the_models_that_the_defaults_were_made_for():
     assert 24 * LARGE.nbytes == int(50.25 * MIB)
     assert 10 * SMALL.nbytes == 160 * 1024
     assert 24 * LARGE.draft_bytes == 24 * 4 * (8192 + 64)
@@ -51,15 +48,13 @@ def test_the_sizes_of_the_models_that_the_defaults_were_made_for() -> None:
         ((SMALL,) * 9, 256, 4, (28, False, 4)),
     ],
 )
-def test_the_default_is_a_quarter_of_the_pool_and_enough_for_the_batch(
-    states: tuple[LayerStateSpec, ...], num_blocks: int, max_num_seqs: int | None, expected: tuple[int, bool, int]
-) -> None:
+def test_the_default_is_a_quarter_of_the_pool_and_enough_for_the_batch(states, num_blocks, max_num_seqs, expected):
     config = EngineConfig(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
     sizes, num_seqs = plan_states(config, info_of(states), num_blocks, 1 << 34)
     assert (sizes.num_slots, sizes.every_block, num_seqs) == expected
 
 
-def test_the_default_takes_no_more_than_there_is() -> None:
+def test_the_default_takes_no_more_than_there_is():
     pool = 4096 * 64 * 1024
     for room, expected in ((100, 30), (20, 20), (12, 12)):
         config = EngineConfig(num_blocks=4096, max_num_seqs=4)
@@ -68,7 +63,7 @@ def test_the_default_takes_no_more_than_there_is() -> None:
 
 
 @pytest.mark.parametrize("available", [1 << 34, 8 * MIB])
-def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(available: int) -> None:
+def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(available):
     """Of a model that does not fit beside others it is known what it needs: they may leave."""
     config, info = EngineConfig(num_blocks=4096, max_num_seqs=4), info_of((LARGE,))
     sizes, _ = plan_states(config, info, 4096, 1 << 34)
@@ -79,7 +74,7 @@ def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(
         planned_states(dataclasses.replace(config, max_state_bytes=LARGE.nbytes), info, available)
 
 
-def test_where_memory_is_short_fewer_sequences_run_together() -> None:
+def test_where_memory_is_short_fewer_sequences_run_together():
     config = EngineConfig(num_blocks=256)
     pool = 256 * 64 * 1024
     for room, expected in ((12, 4), (10, 3), (6, 1)):
@@ -94,11 +89,11 @@ def test_where_memory_is_short_fewer_sequences_run_together() -> None:
         plan_states(asked, info_of((LARGE,)), 256, pool + 5 * LARGE.nbytes + DRAFTS)
 
 
-def test_a_given_size_holds_what_it_holds() -> None:
+def test_a_given_size_holds_what_it_holds():
     config = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS + 1, max_num_seqs=4)
     sizes, num_seqs = plan_states(config, info_of((LARGE,)), 256, 1 << 34)
     assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (5, 31, 4)
-    free = EngineConfig(num_blocks=256, max_state_bytes=6e6)  # type: ignore[arg-type]
+    free = EngineConfig(num_blocks=256, max_state_bytes=6e6)
     assert plan_states(free, info_of((LARGE,)), 256, 1 << 34)[1] == 1
     small = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS - 1, max_num_seqs=4)
     for asked in ({"speculation": "on"}, {"max_draft_tokens": 31}):
@@ -115,7 +110,7 @@ def test_a_given_size_holds_what_it_holds() -> None:
 
 @pytest.mark.parametrize(("lack", "rows"), [(0, 31), (1, 30), (10, 21), (31, 0)])
 @pytest.mark.parametrize("max_num_seqs", [4, None])
-def test_drafts_that_nobody_asked_for_take_what_room_there_is(lack: int, rows: int, max_num_seqs: int | None) -> None:
+def test_drafts_that_nobody_asked_for_take_what_room_there_is(lack, rows, max_num_seqs):
     """Whatever starts without drafts starts with the default, given a size or not."""
     info, needed = info_of((LARGE,)), (5 if max_num_seqs else 2) * LARGE.nbytes
     room = needed + (31 - lack) * LARGE.draft_bytes
@@ -130,7 +125,7 @@ def test_drafts_that_nobody_asked_for_take_what_room_there_is(lack: int, rows: i
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, None])
-def test_what_starts_without_drafts_starts_with_the_default(max_num_seqs: int | None) -> None:
+def test_what_starts_without_drafts_starts_with_the_default(max_num_seqs):
     """Every size near the least, and every memory near it."""
     info, pool = info_of((LARGE,)), 256 * 64 * 1024
     step, most = LARGE.nbytes // 7, 6 * LARGE.nbytes
@@ -147,7 +142,7 @@ def test_what_starts_without_drafts_starts_with_the_default(max_num_seqs: int | 
 
 
 @pytest.mark.parametrize(("options", "expected"), [({"speculation": "off"}, 0), ({"max_draft_tokens": 7}, 7)])
-def test_drafts_take_the_room_that_their_number_needs(options: dict[str, Any], expected: int) -> None:
+def test_drafts_take_the_room_that_their_number_needs(options, expected):
     config = EngineConfig(num_blocks=256, max_state_bytes=6 * LARGE.nbytes, max_num_seqs=1, **options)
     info = info_of((LARGE,))
     sizes, _ = plan_states(config, info, 256, 1 << 34)
@@ -157,26 +152,26 @@ def test_drafts_take_the_room_that_their_number_needs(options: dict[str, Any], e
     assert state_bytes(info, sizes) == sizes.num_slots * LARGE.nbytes + expected * LARGE.draft_bytes
 
 
-def test_a_model_without_states_has_no_room_for_them() -> None:
+def test_a_model_without_states_has_no_room_for_them():
     assert plan_states(EngineConfig(num_blocks=256), info_of(()), 256, 1 << 34) == (None, 8)
     with pytest.raises(ConfigError, match="max_state_bytes=5 has no effect"):
         plan_states(EngineConfig(max_state_bytes=5), info_of(()), 256, 1 << 34)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "5", float("inf")])
-def test_a_size_is_a_number_of_bytes(wrong: object) -> None:
+def test_a_size_is_a_number_of_bytes(wrong):
     with pytest.raises(ConfigError, match="max_state_bytes"):
-        EngineConfig(max_state_bytes=wrong)  # type: ignore[arg-type]
+        EngineConfig(max_state_bytes=wrong)
 
 
-def test_options_are_for_models_that_they_concern() -> None:
+def test_options_are_for_models_that_they_concern():
     for states in ((LARGE,), ()):
         check_options(EngineConfig(speculation="on"), info_of(states))
     with pytest.raises(ConfigError, match="max_state_bytes=5 has no effect"):
         check_options(EngineConfig(max_state_bytes=5), info_of(()))
 
 
-def test_an_engine_with_states_refuses_what_needs_none_and_counts_them() -> None:
+def test_an_engine_with_states_refuses_what_needs_none_and_counts_them():
     parts = hybrid_parts(64, 12)
     with CPUPagedEngine._from_parts(parts, EngineConfig(num_blocks=64, debug_checks=True)) as engine:
         engine.generate(list(range(40)), max_new_tokens=3)
@@ -194,7 +189,7 @@ def test_an_engine_with_states_refuses_what_needs_none_and_counts_them() -> None
             engine.generate([1, 2, 3], snapshot_hints=(-1,))
 
 
-def test_an_engine_says_how_many_drafts_its_states_left_room_for() -> None:
+def test_an_engine_says_how_many_drafts_its_states_left_room_for():
     text = [*range(60, 90)] * 3
     config = EngineConfig(num_blocks=64, speculation="on")
     with CPUPagedEngine._from_parts(hybrid_parts(64, 12, num_draft_rows=3), config) as engine:
@@ -215,7 +210,7 @@ def test_an_engine_says_how_many_drafts_its_states_left_room_for() -> None:
             engine.generate(text, speculation="on")
 
 
-def test_an_engine_without_states_says_so() -> None:
+def test_an_engine_without_states_says_so():
     with CPUPagedEngine._from_parts(fake_parts(8), EngineConfig()) as engine:
         stats = engine.paged_stats()
         assert [stats[name] for name in ("state_slots", "state_slots_used", "state_snapshots", "state_bytes")] == [

@@ -1,39 +1,32 @@
 """Drafts of sequences with states: a slot holds the state of exactly the tokens that are computed."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from engine.test_speculation import DRAFTS, SIZE, prompt
 from helpers.engine.fake_hybrid import expected_hybrid, next_state
-from helpers.engine.fake_runner import ROOT, VOCAB_SIZE, Bench
+from helpers.engine.fake_runner import ROOT, VOCAB_SIZE
 from helpers.engine.hostile_drafts import CutDrafter
 from helpers.engine.model_kinds import HYBRID
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.engine import CPUPagedEngine
-from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.request import Request
 from kvboost_edge.errors import KVBoostError, RequestError
-from kvboost_edge.runners.base import ForwardBatch
 
 
-def drafting(num_right: int, num_drafts: int = 6, **options: Any) -> Bench:
+def drafting(num_right, num_drafts=6, **options):
     """A bench whose requests are guessed right so far, and then wrong."""
     bench = HYBRID.bench(**options)
 
-    def drafter(request: Request) -> CutDrafter | None:
+    def drafter(request):
         truth = [*request.prompt_ids, *expected_hybrid(request.prompt_ids, 100)]
         return CutDrafter(truth, num_right, num_drafts, VOCAB_SIZE) if request.max_draft_tokens else None
 
-    bench.scheduler.speculation.drafter = drafter  # type: ignore[method-assign]
+    bench.scheduler.speculation.drafter = drafter
     return bench
 
 
-def assert_slots_are_of_what_is_computed(bench: Bench) -> None:
+def assert_slots_are_of_what_is_computed(bench):
     states, backend = bench.manager.states, bench.parts.backend
     for sequence in bench.scheduler.running:
         own = states._states[sequence.blocks._serial]
@@ -45,9 +38,7 @@ def assert_slots_are_of_what_is_computed(bench: Bench) -> None:
 
 @pytest.mark.parametrize("num_right", range(7))
 @pytest.mark.parametrize("closes_blocks", [False, True])
-def test_drafts_right_up_to_any_cut_change_nothing_but_the_number_of_passes(
-    num_right: int, closes_blocks: bool
-) -> None:
+def test_drafts_right_up_to_any_cut_change_nothing_but_the_number_of_passes(num_right, closes_blocks):
     bench = drafting(num_right)
     bench.scheduler.speculation._closes_blocks = closes_blocks
     handles = [bench.submit(prompt(number, 14 + number), 60, terms=DRAFTS) for number in range(3)]
@@ -61,7 +52,7 @@ def test_drafts_right_up_to_any_cut_change_nothing_but_the_number_of_passes(
 
 
 @pytest.mark.parametrize("num_right", [1, 5, 6])
-def test_what_drafts_were_right_is_kept_where_blocks_end(num_right: int) -> None:
+def test_what_drafts_were_right_is_kept_where_blocks_end(num_right):
     """After any cut of the answer the next turn goes on from the last full block, and every one with small states."""
     token_ids = prompt(1, 20)
     for length in range(30, 47):
@@ -74,7 +65,7 @@ def test_what_drafts_were_right_is_kept_where_blocks_end(num_right: int) -> None
         assert bench.ask([*whole[:stop], 1, 1], 3).cached_tokens == stop // SIZE * SIZE
 
 
-def test_right_drafts_of_a_request_that_stores_nothing_publish_nothing() -> None:
+def test_right_drafts_of_a_request_that_stores_nothing_publish_nothing():
     """Though they run over the ends of blocks."""
     bench = drafting(6)
     assert bench.ask(prompt(1, 20), 40, terms={**DRAFTS, "stores_nothing": True}).accepted_tokens > SIZE
@@ -82,11 +73,11 @@ def test_right_drafts_of_a_request_that_stores_nothing_publish_nothing() -> None
     assert (bench.manager.content.under(ROOT), states.slots.num_used) == ([], 0)
 
 
-def test_all_sequences_together_have_no_more_drafts_than_there_are_rows_for() -> None:
+def test_all_sequences_together_have_no_more_drafts_than_there_are_rows_for():
     bench = drafting(6, num_draft_rows=4)
-    sizes: list[int] = []
+    sizes = []
 
-    def look(batch: ForwardBatch) -> None:
+    def look(batch):
         states = batch.layout.states
         sizes.append(int(batch.layout.cu_seqlens_q[-1] - states.certain.sum()))
 
@@ -98,7 +89,7 @@ def test_all_sequences_together_have_no_more_drafts_than_there_are_rows_for() ->
         bench.answer(handle)
 
 
-def test_sequences_share_the_rows_for_drafts() -> None:
+def test_sequences_share_the_rows_for_drafts():
     bench = drafting(6, num_draft_rows=6)
     handles = [bench.submit(prompt(number, 9), 30, terms=DRAFTS) for number in range(3)]
     bench.run()
@@ -106,15 +97,15 @@ def test_sequences_share_the_rows_for_drafts() -> None:
     assert min(drafted) > max(drafted) // 2, "the first in rank takes all"
 
 
-def test_where_there_are_no_rows_nothing_is_guessed() -> None:
+def test_where_there_are_no_rows_nothing_is_guessed():
     assert drafting(6, num_draft_rows=0).ask(prompt(1, 9), 30, terms=DRAFTS).drafted_tokens == 0
 
 
-def test_states_that_cannot_take_drafts_in_end_their_requests_and_nobody_finds_them() -> None:
+def test_states_that_cannot_take_drafts_in_end_their_requests_and_nobody_finds_them():
     bench = drafting(6)
     token_ids = prompt(2, 20)
 
-    def fail() -> None:
+    def fail():
         raise MemoryError
 
     bench.runner.on_accept = fail
@@ -130,32 +121,32 @@ def test_states_that_cannot_take_drafts_in_end_their_requests_and_nobody_finds_t
         bench.ask([*token_ids, number], 40, terms=DRAFTS)
 
 
-def test_an_answer_that_its_drafts_end_is_whole_though_no_state_takes_them_in() -> None:
+def test_an_answer_that_its_drafts_end_is_whole_though_no_state_takes_them_in():
     bench, token_ids = drafting(6), prompt(3, 20)
 
-    def fail() -> None:
+    def fail():
         raise MemoryError
 
     bench.runner.on_accept = fail
     assert bench.ask(token_ids, 4, terms=DRAFTS).drafted_tokens > 0
 
 
-def test_a_slot_of_a_request_that_failed_is_another_ones_while_drafts_are_taken_in() -> None:
+def test_a_slot_of_a_request_that_failed_is_another_ones_while_drafts_are_taken_in():
     """The one that fails is first in the pass, and its slot may be given away before the others' states move on."""
     token_ids, bad = prompt(9, 20), 251
     bench = HYBRID.bench(64, 3)
 
     class Failing(CutDrafter):
-        def propose(self, known: Sequence[int], most: int) -> Any:
+        def propose(self, known, most):
             bench.runner.nan_for = {known[-1]} if len(known) == 26 else set()
             return super().propose(known, most)
 
-    def drafter(request: Request) -> CutDrafter:
+    def drafter(request):
         truth = [*request.prompt_ids, *expected_hybrid(request.prompt_ids, 60)]
         made = Failing if request.index == 1 else CutDrafter
         return made(truth, 5 if request.index == 2 else 0, 5, VOCAB_SIZE)
 
-    bench.scheduler.speculation.drafter = drafter  # type: ignore[method-assign]
+    bench.scheduler.speculation.drafter = drafter
     doomed = bench.submit([bad, *token_ids], 60, terms=DRAFTS)
     fine = bench.submit(token_ids, 60, terms=DRAFTS)
     bench.run()
@@ -164,9 +155,9 @@ def test_a_slot_of_a_request_that_failed_is_another_ones_while_drafts_are_taken_
     bench.answer(fine)
 
 
-def test_a_cancel_between_drafts_gives_everything_back() -> None:
+def test_a_cancel_between_drafts_gives_everything_back():
     bench = drafting(6)
-    handles: list[RequestHandle] = []
+    handles = []
     for number in range(12):
         handles.append(bench.submit(prompt(number, 20), 60, terms=DRAFTS))
         for _ in range(number % 5):
@@ -179,13 +170,13 @@ def test_a_cancel_between_drafts_gives_everything_back() -> None:
     assert states.slots.num_used == sum(states.slots.counts().values())
 
 
-def test_while_states_take_drafts_in_the_figures_are_read_and_the_cache_is_reset() -> None:
+def test_while_states_take_drafts_in_the_figures_are_read_and_the_cache_is_reset():
     """As during a pass: whoever asks waits for neither."""
     text, ended = [*range(60, 90)] * 3, []
     with CPUPagedEngine._from_parts(HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")) as engine:
         runner = engine._parts.runner
 
-        def ask() -> None:
+        def ask():
             runner.on_accept = None
             for call in (engine.paged_stats, engine.reset_cache):
                 asking = threading.Thread(target=call)
@@ -202,16 +193,16 @@ def test_while_states_take_drafts_in_the_figures_are_read_and_the_cache_is_reset
 
 
 @pytest.mark.parametrize("num_right", range(1, 7))
-def test_a_reset_while_states_take_drafts_in_changes_no_answer(num_right: int) -> None:
+def test_a_reset_while_states_take_drafts_in_changes_no_answer(num_right):
     bench = drafting(num_right)
-    bench.runner.on_accept = bench.manager.reset  # type: ignore[assignment]
+    bench.runner.on_accept = bench.manager.reset
     handles = [bench.submit([*prompt(1, 20), number], 40, terms=DRAFTS) for number in range(3)]
     bench.run()
     for handle in handles:
         bench.answer(handle)
 
 
-def test_rows_of_drafts_hold_no_number_before_a_pass() -> None:
+def test_rows_of_drafts_hold_no_number_before_a_pass():
     bench = drafting(6)
     backend, seen = bench.parts.backend, []
     bench.runner.on_forward = lambda batch: seen.append(backend.drafted(0).view("f4").copy())
@@ -220,7 +211,7 @@ def test_rows_of_drafts_hold_no_number_before_a_pass() -> None:
     assert all((values != values).all() for values in seen)
 
 
-def test_an_engine_guesses_ahead_and_one_that_was_told_not_to_says_why_it_cannot() -> None:
+def test_an_engine_guesses_ahead_and_one_that_was_told_not_to_says_why_it_cannot():
     text = [*range(60, 90)] * 3
     with CPUPagedEngine._from_parts(HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")) as engine:
         result = engine.generate(text, max_new_tokens=40)

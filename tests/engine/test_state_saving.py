@@ -23,7 +23,7 @@ class Saving(NamedTuple):
     mover: HandMover
     tier: DictTier
 
-    def save(self, most_bytes: int | None) -> int:
+    def save(self, most_bytes):
         """How many states that wrote."""
         before = self.tier.num_written
         self.saved.save_next(most_bytes)
@@ -31,7 +31,7 @@ class Saving(NamedTuple):
         return self.tier.num_written - before
 
 
-def saving() -> Saving:
+def saving():
     bench, tier = bench_of(), DictTier()
     spec = bench.parts.backend.spec
     assert spec.bytes_per_state == SIZE
@@ -40,7 +40,7 @@ def saving() -> Saving:
     return Saving(bench, SavedStates(bench.manager, bench.parts.backend, mover), mover, tier)
 
 
-def test_a_state_that_a_tier_has_is_not_copied_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_a_tier_has_is_not_copied_out_again(monkeypatch):
     one = saving()
     computed_by(one.bench, PROMPT)
     assert one.save(None) == 1
@@ -54,7 +54,7 @@ def test_a_state_that_a_tier_has_is_not_copied_out_again(monkeypatch: pytest.Mon
     assert one.save(None) == 0
 
 
-def test_a_state_behind_a_block_that_stays_inside_goes_to_no_tier() -> None:
+def test_a_state_behind_a_block_that_stays_inside_goes_to_no_tier():
     one = saving()
     one.bench.manager.content.keep_inside(ROOT)
     computed_by(one.bench, PROMPT)
@@ -62,13 +62,13 @@ def test_a_state_behind_a_block_that_stays_inside_goes_to_no_tier() -> None:
     assert one.save(None) == 0
 
 
-def test_a_state_is_written_once_steps_left_as_many_bytes_over_as_it_has() -> None:
+def test_a_state_is_written_once_steps_left_as_many_bytes_over_as_it_has():
     one = saving()
     computed_by(one.bench, PROMPT)
     assert [one.save(20) for _ in range(5)] == [0, 0, 0, 1, 0]
 
 
-def test_steps_without_a_state_to_save_leave_over_what_one_has_and_no_more() -> None:
+def test_steps_without_a_state_to_save_leave_over_what_one_has_and_no_more():
     one = saving()
     assert [one.save(40) for _ in range(9)] == [0] * 9
     for first in (0, 100):

@@ -1,31 +1,27 @@
 """Sequences with recurrent states: where a state is kept, who goes on from it, and whose it never is."""
 
-from __future__ import annotations
-
 import pytest
 
-from helpers.engine.fake_runner import Bench
 from helpers.engine.model_kinds import HYBRID
-from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 
 bench_of = HYBRID.bench
 
 
-def computed_by(bench: Bench, prompt: list[int], *args: object, **options: object) -> tuple[int, GenerationResult]:
+def computed_by(bench, prompt, *args, **options):
     """Run one request alone, for one token unless more are asked for; tokens that computed, and its result."""
     before = bench.runner.computed
     result = bench.ask(prompt, *(args or (1,)), **options)
     return bench.runner.computed - before, result
 
 
-def test_an_answer_leaves_one_snapshot_and_not_one_for_each_block() -> None:
+def test_an_answer_leaves_one_snapshot_and_not_one_for_each_block():
     bench = bench_of()
     bench.ask(list(range(30)), 40)
     assert bench.manager.states.slots.counts()["answer"] <= 2
 
 
-def test_a_prompt_that_branches_off_repairs_the_junction_at_once() -> None:
+def test_a_prompt_that_branches_off_repairs_the_junction_at_once():
     bench = bench_of()
     stem = list(range(100, 150))
     computed_by(bench, [*stem, 1, 2, 3])
@@ -37,7 +33,7 @@ def test_a_prompt_that_branches_off_repairs_the_junction_at_once() -> None:
     assert computed == 12
 
 
-def test_a_hint_lets_the_first_prompt_that_branches_off_there_hit() -> None:
+def test_a_hint_lets_the_first_prompt_that_branches_off_there_hit():
     bench = bench_of()
     stem = list(range(100, 150))
     computed_by(bench, [*stem, 1, 2, 3], terms={"snapshot_hints": (40, 10_000)})
@@ -46,7 +42,7 @@ def test_a_hint_lets_the_first_prompt_that_branches_off_there_hit() -> None:
     assert computed == 11
 
 
-def test_a_request_that_waits_for_a_prefix_in_flight_finds_its_state_there() -> None:
+def test_a_request_that_waits_for_a_prefix_in_flight_finds_its_state_there():
     bench = bench_of(max_batch_tokens=32)
     prefix = list(range(160))
     bench.ask(prefix, 1)
@@ -56,7 +52,7 @@ def test_a_request_that_waits_for_a_prefix_in_flight_finds_its_state_there() -> 
     assert [bench.answer(handle).cached_tokens for handle in (*shorter, *other)] == [0, 96, 0, 96, 96]
 
 
-def test_nobody_goes_on_from_another_tenants_state() -> None:
+def test_nobody_goes_on_from_another_tenants_state():
     """Not one after the other, not at once, and not where slots are so few that the one's are taken for the other."""
     prompt = list(range(50))
     for num_slots in (40, 4):
@@ -70,7 +66,7 @@ def test_nobody_goes_on_from_another_tenants_state() -> None:
         assert [(result.matched_tokens, result.cached_tokens) for result in results] == [(32, 0), (0, 0)] * 2
 
 
-def test_a_backbone_serves_a_prompt_that_nobody_foresaw() -> None:
+def test_a_backbone_serves_a_prompt_that_nobody_foresaw():
     bench = bench_of(interval=64)
     text = [i % 256 for i in range(300)]
     computed_by(bench, text)
@@ -78,7 +74,7 @@ def test_a_backbone_serves_a_prompt_that_nobody_foresaw() -> None:
     assert (other.cached_tokens, other.matched_tokens) == (128, 144)
 
 
-def test_small_states_are_kept_behind_every_block() -> None:
+def test_small_states_are_kept_behind_every_block():
     bench = bench_of(every_block=True)
     text = [i % 256 for i in range(300)]
     computed_by(bench, text)
@@ -86,7 +82,7 @@ def test_small_states_are_kept_behind_every_block() -> None:
     assert (other.cached_tokens, other.miss_reason) == (144, "tail")
 
 
-def test_a_slot_that_nobody_can_have_keeps_a_request_waiting_and_no_longer() -> None:
+def test_a_slot_that_nobody_can_have_keeps_a_request_waiting_and_no_longer():
     bench = bench_of(64, 2, max_num_seqs=8)
     handles = [bench.submit([number] * 20, 30) for number in range(4)]
     bench.step()
@@ -96,7 +92,7 @@ def test_a_slot_that_nobody_can_have_keeps_a_request_waiting_and_no_longer() -> 
         bench.answer(handle)
 
 
-def test_the_state_of_a_request_that_fails_is_found_by_nobody() -> None:
+def test_the_state_of_a_request_that_fails_is_found_by_nobody():
     bench = bench_of()
     bench.runner.nan_for = {9}
     prompt = [*range(40), 9]
@@ -107,7 +103,7 @@ def test_the_state_of_a_request_that_fails_is_found_by_nobody() -> None:
     assert computed_by(bench, prompt)[0] == 41
 
 
-def test_a_runner_that_writes_into_a_snapshot_is_found_out() -> None:
+def test_a_runner_that_writes_into_a_snapshot_is_found_out():
     """By the checks of a bench, after the pass that did."""
     bench, prompt = bench_of(), list(range(50))
     computed_by(bench, prompt)

@@ -3,20 +3,14 @@
 A tier that cannot say what it has is asked; what it lost, or has damaged, costs time alone.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from engine.test_state_schedules import bench_of, computed_by
-from helpers.engine.fake_runner import ROOT, Bench
+from helpers.engine.fake_runner import ROOT
 from helpers.engine.hand_mover import DictTier
 from kvboost_edge.tiers import mover as mover_module
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
-from kvboost_edge.tiers.mover import Piece
 
 PROMPT = list(range(100))  # six full blocks and four tokens
 HINTS = {"snapshot_hints": (35, 70)}  # states behind two and four blocks; and behind six, the prompt's end
@@ -25,24 +19,24 @@ HINTS = {"snapshot_hints": (35, 70)}  # states behind two and four blocks; and b
 KEYS = list(bench_of().manager.content.keys_after(PROMPT, ROOT).keys)
 
 
-def block(number: int) -> bytes:
+def block(number):
     """The name of the prompt's n-th block."""
     return KEYS[number - 1].prefix_hash
 
 
-def state(number: int) -> bytes:
+def state(number):
     """The name of the state at its end."""
     return KEYS[number - 1].state.prefix_hash
 
 
-def damage(tier: DictTier, *names: bytes) -> None:
+def damage(tier, *names):
     """Make a tier hold something else by these names."""
     for name in names:
         address, data = tier.blocks[name]
         tier.blocks[name] = (address._replace(tokens=b""), data)
 
 
-def filled(*, knows: bool) -> DictTier:
+def filled(*, knows):
     """A tier that has the prompt's blocks and the three states."""
     tier = DictTier(knows=knows)
     computed_by(bench_of(tiers=[tier]), PROMPT, terms=HINTS)
@@ -53,7 +47,7 @@ def filled(*, knows: bool) -> DictTier:
 
 @pytest.mark.parametrize("knows", [True, False])
 @pytest.mark.parametrize(("length", "blocks"), [(100, 6), (96, 6), (95, 4), (64, 4), (63, 2), (32, 2), (31, 0)])
-def test_blocks_come_up_to_the_deepest_state_and_no_further(knows: bool, length: int, blocks: int) -> None:
+def test_blocks_come_up_to_the_deepest_state_and_no_further(knows, length, blocks):
     tier = filled(knows=knows)
     prompt = [*PROMPT[:length], 7, 7, 7]
     computed, result = computed_by(bench_of(tiers=[tier]), prompt)
@@ -77,7 +71,7 @@ def test_blocks_come_up_to_the_deepest_state_and_no_further(knows: bool, length:
         ([block(1)], 0),
     ],
 )
-def test_what_a_tier_lost_or_got_wrong_costs_time_alone(knows: bool, how: str, gone: list[bytes], cached: int) -> None:
+def test_what_a_tier_lost_or_got_wrong_costs_time_alone(knows, how, gone, cached):
     tier = filled(knows=knows)
     if how == "lost":
         tier.drop(gone)
@@ -93,7 +87,7 @@ def test_what_a_tier_lost_or_got_wrong_costs_time_alone(knows: bool, how: str, g
     assert computed_by(bench_of(tiers=[tier]), PROMPT)[0] == 4, "it was kept again"
 
 
-def without_states(tier: DictTier, *numbers: int) -> Bench:
+def without_states(tier, *numbers):
     """A bench whose pool has the prompt's blocks, and of the states behind them only these."""
     bench = bench_of(tiers=[tier])
     computed_by(bench, PROMPT, terms=HINTS)
@@ -109,9 +103,7 @@ def without_states(tier: DictTier, *numbers: int) -> Bench:
 
 @pytest.mark.parametrize("knows", [True, False])
 @pytest.mark.parametrize("here", [(), (2,), (2, 4)])
-def test_where_only_states_were_dropped_from_memory_one_state_is_read_and_no_block(
-    knows: bool, here: tuple[int, ...]
-) -> None:
+def test_where_only_states_were_dropped_from_memory_one_state_is_read_and_no_block(knows, here):
     tier = filled(knows=knows)
     bench = without_states(tier, *here)
     computed, result = computed_by(bench, PROMPT)
@@ -121,7 +113,7 @@ def test_where_only_states_were_dropped_from_memory_one_state_is_read_and_no_blo
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_of_blocks_that_are_partly_here_the_others_are_read(knows: bool) -> None:
+def test_of_blocks_that_are_partly_here_the_others_are_read(knows):
     tier = filled(knows=knows)
     bench = without_states(tier, 2)
     bench.manager.reset([block_id for block_id in range(bench.manager.num_blocks) if is_one_of(bench, block_id, 5, 6)])
@@ -130,7 +122,7 @@ def test_of_blocks_that_are_partly_here_the_others_are_read(knows: bool) -> None
     assert (tier.num_read, tier.num_asked) == (3, not knows)
 
 
-def is_one_of(bench: Bench, block_id: int, *numbers: int) -> bool:
+def is_one_of(bench, block_id, *numbers):
     """Whether a block of the pool is one of these of the prompt."""
     key = bench.manager.content.key(block_id)
     return key is not None and key.prefix_hash in map(block, numbers)
@@ -146,9 +138,7 @@ def is_one_of(bench: Bench, block_id: int, *numbers: int) -> bool:
         ([state(2), state(4), state(6)], 0),
     ],
 )
-def test_a_state_goes_with_blocks_that_are_here_whatever_its_tier_has_of_them(
-    knows: bool, gone: list[bytes], cached: int
-) -> None:
+def test_a_state_goes_with_blocks_that_are_here_whatever_its_tier_has_of_them(knows, gone, cached):
     tier = filled(knows=knows)
     bench = without_states(tier)
     tier.drop(gone)
@@ -158,7 +148,7 @@ def test_a_state_goes_with_blocks_that_are_here_whatever_its_tier_has_of_them(
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_behind_a_damaged_state_of_blocks_that_are_here_the_one_before_is_taken(knows: bool) -> None:
+def test_behind_a_damaged_state_of_blocks_that_are_here_the_one_before_is_taken(knows):
     tier = filled(knows=knows)
     bench = without_states(tier)
     damage(tier, state(6))
@@ -167,9 +157,7 @@ def test_behind_a_damaged_state_of_blocks_that_are_here_the_one_before_is_taken(
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_where_no_slot_is_left_for_a_state_alone_the_prompt_is_computed_as_if_it_had_not_come(
-    knows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_slot_is_left_for_a_state_alone_the_prompt_is_computed_as_if_it_had_not_come(knows, monkeypatch):
     tier = filled(knows=knows)
     bench = without_states(tier)
     states = bench.manager.states
@@ -183,15 +171,15 @@ def test_where_no_slot_is_left_for_a_state_alone_the_prompt_is_computed_as_if_it
     assert (bench.manager.used_block_count, bench.mover.staging_bytes) == (0, 0)
 
 
-def test_a_prompt_of_which_nothing_is_there_is_asked_for_once_and_nothing_is_read() -> None:
+def test_a_prompt_of_which_nothing_is_there_is_asked_for_once_and_nothing_is_read():
     tier = filled(knows=False)
     computed, _ = computed_by(bench_of(tiers=[tier]), list(range(200, 250)))
     assert (computed, tier.num_asked, tier.num_read) == (50, 1, 0)
 
 
 def test_a_tier_is_asked_for_the_deepest_states_first_and_no_further_than_one_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(mover_module, "_ASKED_AT_ONCE", 2)
     tier = filled(knows=False)
     prompt = [*PROMPT[:70], *range(100, 250)]  # 13 blocks that could be served: 13 and 12, 11 and 10, ..., 5 and 4
@@ -200,9 +188,7 @@ def test_a_tier_is_asked_for_the_deepest_states_first_and_no_further_than_one_is
 
 
 @pytest.mark.parametrize("gone", [(), (6,)])
-def test_where_the_first_block_is_lost_no_state_behind_it_is_asked_for_twice_and_no_block_is_read(
-    gone: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_first_block_is_lost_no_state_behind_it_is_asked_for_twice_and_no_block_is_read(gone, monkeypatch):
     monkeypatch.setattr(mover_module, "_ASKED_AT_ONCE", 2)
     tier = filled(knows=False)
     tier.drop([block(1), *map(state, gone)])
@@ -212,14 +198,14 @@ def test_where_the_first_block_is_lost_no_state_behind_it_is_asked_for_twice_and
     assert (computed, result.cached_tokens, tier.num_asked) == (100, 0, 1)
 
 
-def test_what_a_near_tier_has_to_the_end_no_far_one_is_asked_for() -> None:
+def test_what_a_near_tier_has_to_the_end_no_far_one_is_asked_for():
     near, far = filled(knows=True), filled(knows=False)
     far.name = "far"
     _, result = computed_by(bench_of(tiers=[near, far]), PROMPT)
     assert (result.hit_tokens, far.num_asked) == ({"pool": 0, "shelf": 96}, 0)
 
 
-def test_blocks_of_one_tier_and_the_state_of_another_go_together() -> None:
+def test_blocks_of_one_tier_and_the_state_of_another_go_together():
     near, far = filled(knows=True), filled(knows=False)
     far.name = "far"
     near.drop(map(state, (2, 4, 6)))
@@ -229,7 +215,7 @@ def test_blocks_of_one_tier_and_the_state_of_another_go_together() -> None:
     assert far.num_read == 1
 
 
-def test_who_waits_for_a_load_that_brings_another_state_gets_one_of_its_own() -> None:
+def test_who_waits_for_a_load_that_brings_another_state_gets_one_of_its_own():
     """The first one's prompt goes on to a state that the second one has no use for."""
     tier = filled(knows=False)
     bench = bench_of(tiers=[tier])
@@ -240,14 +226,12 @@ def test_who_waits_for_a_load_that_brings_another_state_gets_one_of_its_own() ->
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_who_has_its_blocks_waits_for_a_load_only_where_it_may_bring_a_state_of_its_own(
-    knows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_has_its_blocks_waits_for_a_load_only_where_it_may_bring_a_state_of_its_own(knows, monkeypatch):
     tier = filled(knows=knows)
     bench = bench_of(tiers=[tier])
     handles = [bench.submit(prompt, 1) for prompt in (PROMPT, [*PROMPT[:40], *range(200, 230)], [*PROMPT, 7])]
     bench.step()
-    pieces: list[Piece] = []
+    pieces = []
     deliver = bench.mover._deliver
     monkeypatch.setattr(bench.mover, "_deliver", pieces.append)
     bench.mover.pump()
@@ -262,7 +246,7 @@ def test_who_has_its_blocks_waits_for_a_load_only_where_it_may_bring_a_state_of_
     assert [bench.answer(handle).cached_tokens for handle in handles] == [96, 32, 96]
 
 
-def test_what_came_behind_the_state_that_is_taken_up_is_no_hit_of_its_tier() -> None:
+def test_what_came_behind_the_state_that_is_taken_up_is_no_hit_of_its_tier():
     tier = filled(knows=False)
     damage(tier, state(4), state(6))
     bench = bench_of(tiers=[tier])
@@ -271,7 +255,7 @@ def test_what_came_behind_the_state_that_is_taken_up_is_no_hit_of_its_tier() -> 
     assert (result.cached_tokens, result.hit_tokens) == (32, {"pool": 32})
 
 
-def test_what_came_of_a_load_whose_state_never_came_is_no_hit_of_its_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_of_a_load_whose_state_never_came_is_no_hit_of_its_tier(monkeypatch):
     bench = bench_of(tiers=[filled(knows=True)])
     computed_by(bench, PROMPT[:40])
     handle = bench.submit(PROMPT, 1)
@@ -289,7 +273,7 @@ def test_what_came_of_a_load_whose_state_never_came_is_no_hit_of_its_tier(monkey
 
 
 @pytest.mark.parametrize(("damaged", "cached"), [((4, 6), 48), ((3, 4, 6), 0)])
-def test_of_the_states_of_a_load_three_are_tried(damaged: tuple[int, ...], cached: int) -> None:
+def test_of_the_states_of_a_load_three_are_tried(damaged, cached):
     tier = DictTier(knows=False)
     computed_by(bench_of(tiers=[tier]), PROMPT, terms={"snapshot_hints": (20, 35, 52, 70)})
     damage(tier, *map(state, damaged))
@@ -298,13 +282,13 @@ def test_of_the_states_of_a_load_three_are_tried(damaged: tuple[int, ...], cache
     assert {state(1), state(2)} < tier.blocks.keys()
 
 
-def test_where_memory_for_one_state_is_refused_no_other_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_for_one_state_is_refused_no_other_is_tried(monkeypatch):
     tier = filled(knows=False)
     bench = bench_of(tiers=[tier])
-    refused: list[int] = []
+    refused = []
     allocated = bench.mover._allocated
 
-    def refuse_states(count: int, row_bytes: int) -> Any:
+    def refuse_states(count, row_bytes):
         if row_bytes == bench.parts.backend.spec.bytes_per_state and count:
             refused.append(row_bytes)
             return allocated(0, row_bytes)
@@ -315,8 +299,8 @@ def test_where_memory_for_one_state_is_refused_no_other_is_tried(monkeypatch: py
     assert len(refused) == 1
 
 
-def test_behind_a_damaged_state_on_disk_the_one_before_is_taken(tmp_path: Path) -> None:
-    def opened() -> DiskTier:
+def test_behind_a_damaged_state_on_disk_the_one_before_is_taken(tmp_path):
+    def opened():
         return DiskTier.open(tmp_path, bytes(32), max_bytes=1 << 20, sealer=InlineSealer())
 
     tier = opened()

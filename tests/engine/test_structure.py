@@ -1,26 +1,21 @@
 """Whatever the logits say, an answer that ends fits what it was asked to fit; guessed ahead or not, alone or among
 others, preempted or not, it is the same."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jsonschema_rs
 import pytest
 
 from helpers.engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, Bench, fake_engine, fake_tokenizer, runner_of
 from helpers.engine.schemas_made import made_schema
-from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.grammars import Grammar
-from kvboost_edge.engine.structure import Structure, Structures
+from kvboost_edge.engine.structure import Structures
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
 
 COUNT = 320
@@ -28,17 +23,17 @@ MOST = CONTEXT - 20
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[CPUPagedEngine]:
+def engine():
     with fake_engine(num_blocks=512, debug_checks=False) as engine:
         yield engine
 
 
-def prompt(number: int) -> list[int]:
+def prompt(number):
     return [number % 250, 1, 2 + number // 250]
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_answers_of_random_logits_fit_their_schemas(engine: CPUPagedEngine, part: int) -> None:
+def test_answers_of_random_logits_fit_their_schemas(engine, part):
     """The fake runner's logits are noise: every token of an answer is one that the schema allows."""
     seeds = range(part * COUNT // 4, (part + 1) * COUNT // 4)
     schemas = {seed: made_schema(seed) for seed in seeds}
@@ -61,14 +56,14 @@ def test_answers_of_random_logits_fit_their_schemas(engine: CPUPagedEngine, part
 @pytest.mark.parametrize(
     "pattern", [r"[a-z]{3,8}@[a-z]{2,5}\.(com|org)", r"(\+|-)?[0-9]{1,3}(\.[0-9]{1,2})?", r"ä{2}🙂?ß", r"(ab|cd){2,3}"]
 )
-def test_answers_match_their_regular_expression(engine: CPUPagedEngine, pattern: str) -> None:
+def test_answers_match_their_regular_expression(engine, pattern):
     for seed in range(6):
         result = engine.generate(prompt(seed), max_new_tokens=60, temperature=1.0, seed=seed, regex=pattern)
         assert result.finish_reason == "stop"
         assert re.fullmatch(pattern, result.output_text)
 
 
-def test_answers_are_among_the_choices_and_the_likeliest_is_taken(engine: CPUPagedEngine) -> None:
+def test_answers_are_among_the_choices_and_the_likeliest_is_taken(engine):
     choice = ["yes", "no", "yes, but later", 'a "quoted" one']
     found = {
         engine.generate(prompt(s), max_new_tokens=40, temperature=1.0, seed=s, choice=choice).output_text
@@ -86,7 +81,7 @@ def test_answers_are_among_the_choices_and_the_likeliest_is_taken(engine: CPUPag
     ],
     ids=["lark", "gbnf"],
 )
-def test_answers_fit_their_grammar(engine: CPUPagedEngine, grammar: str, form: str) -> None:
+def test_answers_fit_their_grammar(engine, grammar, form):
     result = engine.generate(prompt(1), max_new_tokens=200, temperature=1.0, seed=1, grammar=grammar)
     if result.finish_reason == "stop":
         assert re.fullmatch(form, result.output_text)
@@ -95,7 +90,7 @@ def test_answers_fit_their_grammar(engine: CPUPagedEngine, grammar: str, form: s
 
 
 @pytest.mark.parametrize("way", ["off", "on"])
-def test_guessed_ahead_or_not_the_answer_is_the_same(way: str) -> None:
+def test_guessed_ahead_or_not_the_answer_is_the_same(way):
     """Tokens that a schema forces are proposed as drafts; others come from what was said before."""
     with fake_engine(num_blocks=256, speculation=way) as engine:
         results = [
@@ -117,8 +112,8 @@ def test_guessed_ahead_or_not_the_answer_is_the_same(way: str) -> None:
         assert sum(result.accepted_tokens for result in results) > 50
 
 
-def test_preemption_and_company_change_nothing() -> None:
-    alone: list[list[int]] = []
+def test_preemption_and_company_change_nothing():
+    alone = []
     for number in range(5):
         with fake_engine(num_blocks=64) as engine:
             result = engine.generate(prompt(number), max_new_tokens=100, temperature=1.0, seed=3, regex="[a-z ]{90}")
@@ -137,12 +132,12 @@ def test_preemption_and_company_change_nothing() -> None:
     assert [list(handle.result(0).output_token_ids) for handle in handles] == alone
 
 
-def test_too_few_tokens_end_with_what_there_is(engine: CPUPagedEngine) -> None:
+def test_too_few_tokens_end_with_what_there_is(engine):
     result = engine.generate(prompt(1), max_new_tokens=5, temperature=0, json_schema={"const": "a long text to write"})
     assert (result.finish_reason, result.output_text) == ("length", '"a lo')
 
 
-def test_white_space_does_not_go_on_for_ever(engine: CPUPagedEngine) -> None:
+def test_white_space_does_not_go_on_for_ever(engine):
     """JSON allows any amount of it, and small models like it."""
     likely = dict.fromkeys(engine.tokenizer.encode(" \n\t"), 100.0)
     schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
@@ -152,12 +147,12 @@ def test_white_space_does_not_go_on_for_ever(engine: CPUPagedEngine) -> None:
     assert len(result.output_text) > 20, "it was wanted"
 
 
-def test_a_stop_string_ends_inside_a_grammar(engine: CPUPagedEngine) -> None:
+def test_a_stop_string_ends_inside_a_grammar(engine):
     result = engine.generate(prompt(1), max_new_tokens=40, temperature=0, choice=["one, two, three"], stop=", t")
     assert (result.finish_reason, result.output_text) == ("stop", "one")
 
 
-def test_log_probabilities_are_the_model_s_own(engine: CPUPagedEngine) -> None:
+def test_log_probabilities_are_the_model_s_own(engine):
     free = engine.generate(prompt(1), max_new_tokens=1, temperature=0, logprobs=0)
     fitted = engine.generate(prompt(1), max_new_tokens=1, temperature=0, logprobs=0, choice=["z"])
     assert fitted.logprobs[0].logprob < free.logprobs[0].logprob < 0
@@ -191,14 +186,14 @@ def test_log_probabilities_are_the_model_s_own(engine: CPUPagedEngine) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_sound_is_refused_by_name(engine: CPUPagedEngine, options: dict[str, Any], match: str) -> None:
+def test_what_is_not_sound_is_refused_by_name(engine, options, match):
     with pytest.raises(RequestError, match=match):
         engine.generate("x", **options)
     assert engine.paged_stats()["used_blocks"] == 0
 
 
-def test_a_deep_schema_is_refused_before_it_is_compiled(engine: CPUPagedEngine) -> None:
-    schema: dict[str, Any] = {"type": "integer"}
+def test_a_deep_schema_is_refused_before_it_is_compiled(engine):
+    schema = {"type": "integer"}
     for _ in range(300):
         schema = {"type": "array", "items": schema}
     with pytest.raises(RequestError, match="nested more than 120 deep"):
@@ -209,7 +204,7 @@ def test_a_deep_schema_is_refused_before_it_is_compiled(engine: CPUPagedEngine) 
         )
 
 
-def test_a_schema_that_refers_to_itself_ends_where_the_tokens_do(engine: CPUPagedEngine) -> None:
+def test_a_schema_that_refers_to_itself_ends_where_the_tokens_do(engine):
     schema = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}}}
     result = engine.generate(prompt(2), max_new_tokens=50, temperature=0, json_schema=schema)
     assert result.finish_reason == "length"
@@ -226,7 +221,7 @@ def test_a_schema_that_refers_to_itself_ends_where_the_tokens_do(engine: CPUPage
     ],
     ids=["nested stars", "nested counts", "catastrophic for backtracking", "400 branches"],
 )
-def test_a_hostile_grammar_cannot_hold_the_engine(engine: CPUPagedEngine, options: dict[str, Any]) -> None:
+def test_a_hostile_grammar_cannot_hold_the_engine(engine, options):
     """It is refused, or its answer comes, or ends with an error of its own; others get on meanwhile."""
     began = time.monotonic()
     try:
@@ -242,22 +237,20 @@ def test_a_hostile_grammar_cannot_hold_the_engine(engine: CPUPagedEngine, option
     assert engine.is_alive()
 
 
-def test_without_the_package_the_request_says_what_to_install(
-    engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_the_request_says_what_to_install(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(BackendUnavailable, match=r"regex= needs the package llguidance.*\[structured\]"):
         engine.generate("x", regex="a")
     assert engine.generate("x", max_new_tokens=1).generated_tokens == 1
 
 
-def test_a_model_without_an_end_token_is_refused() -> None:
+def test_a_model_without_an_end_token_is_refused():
     structures = Structures(fake_tokenizer(), VOCAB_SIZE, frozenset())
     with pytest.raises(RequestError, match="names none"):
         structures.make(Grammar("regex", "a"))
 
 
-def test_nan_fails_the_request_alone(engine: CPUPagedEngine) -> None:
+def test_nan_fails_the_request_alone(engine):
     runner = runner_of(engine)
     runner.nan_for = set(engine.tokenizer.encode("b"))
     try:
@@ -268,11 +261,11 @@ def test_nan_fails_the_request_alone(engine: CPUPagedEngine) -> None:
     assert engine.generate("c", max_new_tokens=5, temperature=0, regex="a{3}").output_text == "aaa"
 
 
-def test_the_vocabulary_is_read_ahead_and_closing_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_is_read_ahead_and_closing_waits_for_it(monkeypatch):
     began, go, threads = threading.Event(), threading.Event(), list[str]()
     read = Structures._read
 
-    def slow(self: Structures) -> Any:
+    def slow(self):
         threads.append(threading.current_thread().name)
         began.set()
         assert go.wait(60)
@@ -293,17 +286,17 @@ def test_the_vocabulary_is_read_ahead_and_closing_waits_for_it(monkeypatch: pyte
     assert {"kvboost-vocabulary", "kvboost-grammar"}.isdisjoint(thread.name for thread in threading.enumerate())
 
 
-def test_closing_while_the_vocabulary_is_read_leaves_no_thread() -> None:
+def test_closing_while_the_vocabulary_is_read_leaves_no_thread():
     engine = fake_engine()
     engine.read_ahead()
     engine.close()
     assert "kvboost-vocabulary" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_grammars_are_compiled_beside_the_engine(engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_are_compiled_beside_the_engine(engine, monkeypatch):
     compile_one, threads = Structures._compile, list[str]()
 
-    def noting(self: Structures, *given: Any) -> Structure:
+    def noting(self, *given):
         threads.append(threading.current_thread().name)
         return compile_one(self, *given)
 
@@ -312,7 +305,7 @@ def test_grammars_are_compiled_beside_the_engine(engine: CPUPagedEngine, monkeyp
     assert threads == ["kvboost-grammar"]
 
 
-def test_a_forced_text_is_cut_into_tokens_once() -> None:
+def test_a_forced_text_is_cut_into_tokens_once():
     """Where the model cuts it otherwise, a long one is not asked for again: each time takes as long as the text."""
     structures = Structures(fake_tokenizer(), VOCAB_SIZE, frozenset({EOS_ID}))
     structure = structures.make(Grammar("choice", json.dumps(["x" * 300])))

@@ -1,12 +1,8 @@
 """What a server asks of the engine: tenants, salts, priorities, deadlines, prompt log probabilities, and its state."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,25 +17,24 @@ from helpers.engine.fake_runner import (
     token_logits,
 )
 from kvboost_edge.engine import core
-from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
 
 PROMPT = list(range(60, 100))
 
 
 @pytest.fixture
-def engine() -> Iterator[CPUPagedEngine]:
+def engine():
     with fake_engine() as engine:
         yield engine
         assert engine.paged_stats()["used_blocks"] == 0
 
 
-def cached(engine: CPUPagedEngine, **terms: Any) -> tuple[int, str]:
+def cached(engine, **terms):
     result = checked(engine, PROMPT, 2, **terms)
     return result.cached_tokens, result.miss_reason
 
 
-def test_tenants_and_salts_share_nothing(engine: CPUPagedEngine) -> None:
+def test_tenants_and_salts_share_nothing(engine):
     """RELIABILITY 18: neither hits nor the reasons of misses tell one tenant what another cached."""
     for terms in (
         {},
@@ -55,13 +50,13 @@ def test_tenants_and_salts_share_nothing(engine: CPUPagedEngine) -> None:
     assert cached(engine, tenant="") == (32, "tail"), "no tenant is the engine's own"
 
 
-def test_warm_is_for_its_tenant(engine: CPUPagedEngine) -> None:
+def test_warm_is_for_its_tenant(engine):
     assert engine.warm(PROMPT, tenant="a", cache_salt="s").chunks_stored == 2
     assert cached(engine, tenant="a", cache_salt="s") == (32, "tail")
     assert cached(engine, tenant="a") == (0, "first_seen")
 
 
-def test_reasons_of_misses() -> None:
+def test_reasons_of_misses():
     with fake_engine(num_blocks=6) as engine:
         assert cached(engine) == (0, "first_seen")
         engine.generate([7] * 90, 2)
@@ -76,7 +71,7 @@ def test_reasons_of_misses() -> None:
         assert engine.generate([5] * 33, 2, prompt_logprobs=0).miss_reason == "bypassed"
 
 
-def test_phases_by_name(engine: CPUPagedEngine) -> None:
+def test_phases_by_name(engine):
     result = engine.generate(PROMPT, 3)
     parts = (result.tokenize_ms, result.queue_ms, result.lookup_ms, result.load_ms, result.prefill_ms, result.decode_ms)
     assert sum(parts) == result.total_ms
@@ -101,13 +96,13 @@ def test_phases_by_name(engine: CPUPagedEngine) -> None:
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_bad_terms(engine: CPUPagedEngine, terms: dict[str, Any], message: str) -> None:
+def test_bad_terms(engine, terms, message):
     for call in (engine.submit, engine.check, engine.stream, lambda p, **o: engine.generate_batch([p], **o)):
         with pytest.raises(RequestError, match=message):
             call(PROMPT, **terms)
 
 
-def test_check_raises_what_submit_would_and_holds_nothing(engine: CPUPagedEngine) -> None:
+def test_check_raises_what_submit_would_and_holds_nothing(engine):
     assert engine.check(PROMPT, max_new_tokens=5, tenant="a") == 40
     with pytest.raises(RequestError, match="the prompt is empty"):
         engine.check([])
@@ -118,9 +113,9 @@ def test_check_raises_what_submit_would_and_holds_nothing(engine: CPUPagedEngine
     assert (engine.num_running(), engine.num_waiting(), engine.waiting_tokens()) == (0, 0, 0)
 
 
-def test_lower_priority_numbers_run_first() -> None:
+def test_lower_priority_numbers_run_first():
     bench = Bench(64, max_num_seqs=1)
-    order: list[int] = []
+    order = []
     handles = [bench.submit([i] * 20, 3, priority=p) for i, p in enumerate((0, 5, -1, 5, 0))]
     while not all(handle.done for handle in handles):
         bench.step()
@@ -130,7 +125,7 @@ def test_lower_priority_numbers_run_first() -> None:
         bench.answer(handle)
 
 
-def test_the_budget_goes_to_the_lowest_priority_number() -> None:
+def test_the_budget_goes_to_the_lowest_priority_number():
     bench = Bench(64, max_batch_tokens=16)
     slow = bench.submit([1] * 200, 1, priority=1)
     bench.step()
@@ -142,7 +137,7 @@ def test_the_budget_goes_to_the_lowest_priority_number() -> None:
     bench.run()
 
 
-def test_memory_is_taken_from_the_highest_priority_number() -> None:
+def test_memory_is_taken_from_the_highest_priority_number():
     bench = Bench(6, max_num_seqs=2)
     first, second = bench.submit([1] * 30, 50, priority=1), bench.submit([2] * 30, 50, priority=0)
     bench.run()
@@ -151,7 +146,7 @@ def test_memory_is_taken_from_the_highest_priority_number() -> None:
         bench.answer(handle)
 
 
-def test_past_its_deadline_a_request_ends_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_past_its_deadline_a_request_ends_with_what_it_has(monkeypatch):
     """New, waiting, prefilling, decoding: it ends within one step, its blocks are back, others go on."""
     now = [100.0]
     give_clock(monkeypatch, lambda: now[0], core)
@@ -173,26 +168,26 @@ def test_past_its_deadline_a_request_ends_with_what_it_has(monkeypatch: pytest.M
     assert timed[0].result(0).generated_tokens > 0
 
 
-def test_a_deadline_in_the_past_computes_nothing(engine: CPUPagedEngine) -> None:
+def test_a_deadline_in_the_past_computes_nothing(engine):
     result = engine.generate(PROMPT, 5, deadline=time.monotonic() - 1)
     assert (result.finish_reason, result.generated_tokens, result.miss_reason) == ("timeout", 0, "not_started")
     assert runner_of(engine).computed == 0
 
 
-def test_entries_of_ended_requests_do_not_pile_up() -> None:
+def test_entries_of_ended_requests_do_not_pile_up():
     bench = Bench()
     for _ in range(300):
         bench.ask([1, 2], 1, deadline=time.monotonic() + 1000)
     assert len(bench.core._deadlines) < 100
 
 
-def logprob(token_ids: list[int], token: int) -> float:
+def logprob(token_ids, token):
     logits = token_logits(token_ids).astype(np.float64)
     return float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
-def test_prompt_logprobs_are_those_of_the_prompt(budget: int) -> None:
+def test_prompt_logprobs_are_those_of_the_prompt(budget):
     """Whatever the cache holds, however the prompt is cut, and though blocks are lost on the way."""
     prompts = [[i, *range(30 + 9 * i)] for i in range(3)]
     bench = Bench(6, max_num_seqs=3, max_batch_tokens=budget)
@@ -212,16 +207,16 @@ def test_prompt_logprobs_are_those_of_the_prompt(budget: int) -> None:
     assert bench.scheduler.num_preemptions > 0
 
 
-def test_prompt_logprobs_do_not_ask_for_many_rows_at_once() -> None:
+def test_prompt_logprobs_do_not_ask_for_many_rows_at_once():
     bench = Bench(64, max_batch_tokens=400)
-    rows: list[int] = []
+    rows = []
     bench.runner.on_forward = lambda batch: rows.append(len(batch.logit_rows))
     bench.ask(list(range(250)), 3, prompt_logprobs=0)
     assert sum(rows) == 252
     assert max(rows) == 64
 
 
-def test_no_new_tokens_computes_the_prompt_alone(engine: CPUPagedEngine) -> None:
+def test_no_new_tokens_computes_the_prompt_alone(engine):
     result = engine.generate(PROMPT, 0)
     assert (result.output_token_ids, result.output_text, result.finish_reason) == ((), "", "length")
     assert engine.generate(PROMPT, 2).cached_tokens == 32
@@ -234,7 +229,7 @@ def test_no_new_tokens_computes_the_prompt_alone(engine: CPUPagedEngine) -> None
         engine.generate([3] * 401, 0)
 
 
-def test_counts_of_a_busy_engine() -> None:
+def test_counts_of_a_busy_engine():
     with fake_engine(max_num_seqs=2) as engine:
         go = threading.Event()
         hold_passes(engine, go)
@@ -252,7 +247,7 @@ def test_counts_of_a_busy_engine() -> None:
         assert (engine.num_running(), engine.num_waiting(), engine.waiting_tokens()) == (0, 0, 0)
 
 
-def test_block_details_tell_tokens_and_references() -> None:
+def test_block_details_tell_tokens_and_references():
     bench = Bench(8, max_batch_tokens=64)
     bench.ask(list(range(40)), 8)
     bench.submit(list(range(40)), 8)
@@ -267,14 +262,14 @@ def test_block_details_tell_tokens_and_references() -> None:
     bench.run()
 
 
-def test_a_dead_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_engine_says_so(monkeypatch):
     from kvboost_edge.kvcache.manager import KVCacheManager
 
     engine = fake_engine()
     assert engine.is_alive()
     assert engine.failure() is None
 
-    def corrupt(*args: Any, **kwargs: Any) -> None:
+    def corrupt(*args, **kwargs):
         raise CacheCorruption("broken on purpose")
 
     monkeypatch.setattr(KVCacheManager, "commit", corrupt)

@@ -1,9 +1,5 @@
 """While the engine prefills a long prompt, other Python threads go on."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 
 from helpers.models.tiny_models import save_tiny_model
@@ -13,7 +9,7 @@ from kvboost_edge import CPUPagedEngine
 TOKENS = 2048
 
 
-def test_a_python_thread_keeps_ticking_during_a_prefill(tmp_path: Path) -> None:
+def test_a_python_thread_keeps_ticking_during_a_prefill(tmp_path):
     """Nearly all of the time is one call of the attention kernel, and a held GIL would be one gap as long."""
     heads = {"num_attention_heads": 64, "head_dim": 64, "num_hidden_layers": 1}
     directory = save_tiny_model("llama", tmp_path, max_position_embeddings=TOKENS + 1, **heads)

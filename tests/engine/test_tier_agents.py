@@ -1,7 +1,5 @@
 """An agent on a pool that holds its head and little more: nothing that a tier can bring back is computed twice."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 
@@ -14,11 +12,11 @@ from helpers.engine.hand_mover import DictTier
 AGENT = Turns(head=160, chats=2, turns=3, message=20, answer=8, side=70, sides=3, vocab=250)
 
 
-def run(bench: Bench, turns: Turns, seed: int | None) -> tuple[int, int]:
+def run(bench, turns, seed):
     """Full blocks computed twice, in all and at most by one request. `seed`: the mover is as slow as chance wills."""
     draw = random.Random(seed)
 
-    def ask(prompt: list[int], count: int) -> tuple[int, list[int]]:
+    def ask(prompt, count):
         handle = bench.submit(prompt, count)
         while not handle.done:
             worked = bench.step()
@@ -37,12 +35,12 @@ def run(bench: Bench, turns: Turns, seed: int | None) -> tuple[int, int]:
 
 @pytest.mark.parametrize("num_blocks", [18, 20, 22])
 @pytest.mark.parametrize("seed", [None, 1, 2])
-def test_no_full_block_is_computed_twice(num_blocks: int, seed: int | None) -> None:
+def test_no_full_block_is_computed_twice(num_blocks, seed):
     tier = DictTier()
     assert run(Bench(num_blocks, tiers=[tier]), AGENT, seed) == (0, 0)
     assert tier.num_read >= AGENT.head // 16
 
 
-def test_without_a_tier_the_same_agent_computes_its_head_again() -> None:
+def test_without_a_tier_the_same_agent_computes_its_head_again():
     twice, _ = run(Bench(18), dataclasses.replace(AGENT, turns=2), None)
     assert twice > AGENT.head // 16

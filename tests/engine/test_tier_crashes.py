@@ -1,11 +1,7 @@
 """kill -9 of whole engines, at system calls, at steps and at random times: what the next one answers is right."""
 
-from __future__ import annotations
-
 import os
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -51,18 +47,18 @@ def run(options, prompts, end_at, at):
 
 
 @pytest.fixture(scope="module")
-def crash() -> Iterator[Callable[..., bool]]:
+def crash():
     with crashing(CODE) as crash:
         yield crash
 
 
-def answers(engine: CPUPagedEngine, prompt: list[int]) -> tuple[tuple[int, ...], np.ndarray]:
+def answers(engine, prompt):
     result = engine.generate(prompt, max_new_tokens=8, temperature=0.0, ignore_eos=True)
     return result.output_token_ids, engine.logits([*prompt, *result.output_token_ids], start=len(prompt) - 1)
 
 
 @pytest.fixture(scope="module")
-def cold() -> dict[Any, list[tuple[tuple[int, ...], np.ndarray]]]:
+def cold():
     found = {}
     for bits in BITS:
         with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=100, kv_cache_bits=bits) as engine:

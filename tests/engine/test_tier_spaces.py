@@ -1,10 +1,5 @@
 """One directory for engines that differ in what shapes a block: none finds another's, and the cap holds over all."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,16 +11,16 @@ CAP = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     """The same shape and tokenizer; other weights, and another rope."""
     folder = tmp_path_factory.mktemp("models")
-    kinds: dict[str, dict[str, Any]] = {"one": {}, "another seed": {"seed": 1}, "rope": {"rope_theta": 5000.0}}
+    kinds = {"one": {}, "another seed": {"seed": 1}, "rope": {"rope_theta": 5000.0}}
     for name in kinds:
         (folder / name).mkdir()
     return {name: save_tiny_checkpoint("llama", folder / name, **options) for name, options in kinds.items()}
 
 
-ENGINES: tuple[tuple[str, dict[str, Any]], ...] = (
+ENGINES = (
     ("one", {}),
     ("one", {"block_size": 32}),
     ("one", {"kv_cache_bits": 8}),
@@ -42,7 +37,7 @@ ENGINES: tuple[tuple[str, dict[str, Any]], ...] = (
 def test_engines_of_all_kinds_share_a_directory_and_no_block(models, tmp_path):
     root = tmp_path / "disk"
     for name, options in ENGINES:
-        fixed: dict[str, Any] = {"num_blocks": 32, "pack_cache": False, "weights": "int8", **options}
+        fixed = {"num_blocks": 32, "pack_cache": False, "weights": "int8", **options}
         with CPUPagedEngine.from_pretrained(models[name], **fixed) as engine:
             cold = engine.logits(PROMPT, start=350)
         fixed |= {"disk_cache_dir": root, "max_disk_bytes": CAP, "debug_checks": True}

@@ -7,7 +7,7 @@ import errno
 import random
 import shutil
 from collections import Counter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
@@ -18,7 +18,6 @@ from helpers.engine.model_kinds import ModelKind
 from helpers.tiers.disk_cases import chain, scratch
 from helpers.tiers.disk_faults import FaultyFiles, PowerOff, fails, moves_half, powers_off
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.tiers.disk import tier as module
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
@@ -35,32 +34,32 @@ class TieredMachine(RuleBasedStateMachine):
     kind: ModelKind
     hits: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.directory = scratch()
         self.now = 0.0
         self.start(8)
 
-    def start(self, num_blocks: int) -> None:
+    def start(self, num_blocks):
         self.files = FaultyFiles()
         parts = {"files": self.files, "sealer": InlineSealer(), "clock": lambda: self.now}
         self.tier = DiskTier.open(self.directory, SPACE, max_bytes=CAP, **parts)
         assert self.tier.stat().writable
         self.bench = self.kind.bench(num_blocks, 6, tiers=[self.tier], max_num_seqs=3)
-        self.asked: list[RequestHandle] = []
+        self.asked = []
 
     @rule(which=st.integers(0, len(PROMPTS) - 1), count=st.sampled_from((1, 2, 18)), mode=st.sampled_from(MODES))
-    def submit(self, which: int, count: int, mode: GenerationMode) -> None:
+    def submit(self, which, count, mode):
         self.asked.append(self.bench.submit(PROMPTS[which], count, mode))
 
     @rule(steps=st.integers(1, 6), moves=st.integers(0, 2))
-    def work(self, steps: int, moves: int) -> None:
+    def work(self, steps, moves):
         for _ in range(steps):
             self.bench.step()
             self.bench.mover.pump(moves)
 
     @rule()
-    def finish(self) -> None:
+    def finish(self):
         self.bench.run()
         for handle in self.asked:
             self.hits.update(self.bench.answer(handle).hit_tokens)
@@ -69,21 +68,21 @@ class TieredMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.asked)
     @rule(pick=st.integers(0, 100))
-    def cancel(self, pick: int) -> None:
+    def cancel(self, pick):
         self.asked[pick % len(self.asked)].cancel()
 
     @rule()
-    def reset(self) -> None:
+    def reset(self):
         self.bench.manager.reset()
 
     @rule(seed=st.integers(0, 1000))
-    def flood(self, seed: int) -> None:
+    def flood(self, seed):
         """Blocks of somebody else, enough to push all others out."""
         blocks = chain(60, seed)
         self.tier.write(blocks, [memoryview(bytes(18_000))] * len(blocks))
 
     @rule(after=st.integers(0, 12), fault=st.sampled_from((fails(errno.ENOSPC), fails(errno.EIO), moves_half)))
-    def trouble(self, after: int, fault: Any) -> None:
+    def trouble(self, after, fault):
         """The device fails from some call on, until it is well again."""
         self.files.at, self.files.fault, self.files.lasting = self.files.calls + after, fault, True
         self.work(3, 2)
@@ -91,7 +90,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.now += 60
 
     @rule(seed=st.integers(0, 2**32))
-    def damage(self, seed: int) -> None:
+    def damage(self, seed):
         draw = random.Random(seed)
         paths = sorted(self.directory.glob("*/*.kv?"))
         if paths:
@@ -103,7 +102,7 @@ class TieredMachine(RuleBasedStateMachine):
                 file.write(bytes([byte[0] ^ 1 << draw.randrange(8)]))
 
     @rule(num_blocks=st.sampled_from((8, 12, 40)), save=st.booleans())
-    def restart(self, num_blocks: int, save: bool) -> None:
+    def restart(self, num_blocks, save):
         for handle in self.asked:
             handle.cancel()
         self.bench.step()
@@ -113,7 +112,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.start(num_blocks)
 
     @rule(which=st.integers(0, len(PROMPTS) - 1))
-    def come_back(self, which: int) -> None:
+    def come_back(self, which):
         """A prompt, then a restart, then the same prompt, which is not answered yet."""
         self.submit(which, 2, GenerationMode.PREFIX_CACHE)
         self.finish()
@@ -121,7 +120,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.submit(which, 2, GenerationMode.PREFIX_CACHE)
 
     @rule(which=st.integers(0, len(PROMPTS) - 1), after=st.integers(0, 20), seed=st.integers(0, 2**32))
-    def crash(self, which: int, after: int, seed: int) -> None:
+    def crash(self, which, after, seed):
         """The process ends at some call of the system; part of the unsealed segment may not be there afterwards."""
         self.files.at, self.files.fault, self.files.lasting = self.files.calls + after, powers_off, True
         store = self.tier._store
@@ -138,17 +137,17 @@ class TieredMachine(RuleBasedStateMachine):
         self.lose(random.Random(seed))
         self.start(8)
 
-    def lose(self, draw: random.Random) -> None:
+    def lose(self, draw):
         path = max(self.directory.glob("*/*.kvs"), default=None)
         if path is not None and not path.with_suffix(".kvx").exists():
             with open(path, "r+b") as file:
                 file.truncate(draw.randrange(path.stat().st_size + 1))
 
     @invariant()
-    def cap_holds(self) -> None:
+    def cap_holds(self):
         assert sum(path.stat().st_size for path in self.directory.glob("*/*.kvs")) <= CAP
 
-    def teardown(self) -> None:
+    def teardown(self):
         self.finish()
         self.tier.close()
         shutil.rmtree(self.directory)

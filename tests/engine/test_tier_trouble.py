@@ -1,22 +1,16 @@
 """A running engine over a real disk tier, and what a hostile operator does to it: answers stay right, nothing hangs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
 import threading
 import types
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from helpers.engine.fake_runner import assert_clean, expected_tokens, fake_engine, runner_of
 from helpers.server.live_servers import wait_until
-from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.tiers.disk.tier import DiskTier
 
@@ -24,18 +18,18 @@ SPACE = bytes(32)
 SECONDS = 30  # nothing here takes as long
 
 
-def prompt(number: int, length: int = 100) -> list[int]:
+def prompt(number, length=100):
     return [(7 * number + 3 * place) % 250 for place in range(length)]
 
 
 @contextlib.contextmanager
-def opened(directory: Path, num_blocks: int = 64, *, max_bytes: int = 16 << 20, **options: Any) -> Iterator[Any]:
+def opened(directory, num_blocks=64, *, max_bytes=16 << 20, **options):
     tier = DiskTier.open(directory, SPACE, max_bytes=max_bytes)
     with fake_engine(num_blocks, tiers=[tier], **options) as engine:
         yield engine
 
 
-def ask(engine: CPUPagedEngine, token_ids: list[int], count: int = 4) -> dict[str, int]:
+def ask(engine, token_ids, count=4):
     """Where the prompt's tokens came from; the answer is the right one."""
     handle = engine.submit(token_ids, max_new_tokens=count, temperature=0.0, ignore_eos=True)
     result = handle.result(SECONDS)
@@ -43,14 +37,14 @@ def ask(engine: CPUPagedEngine, token_ids: list[int], count: int = 4) -> dict[st
     return dict(result.hit_tokens)
 
 
-def fill(directory: Path, *prompts: list[int]) -> None:
+def fill(directory, *prompts):
     """Have the blocks of these prompts on disk."""
     with opened(directory) as engine:
         for token_ids in prompts:
             ask(engine, token_ids)
 
 
-def no_memory(*args: Any, **options: Any) -> Any:
+def no_memory(*args, **options):
     raise MemoryError("there is none")
 
 
@@ -71,7 +65,7 @@ def test_without_memory_to_copy_blocks_out_they_are_not_kept(tmp_path, monkeypat
 def test_without_memory_to_stage_a_load_the_prompt_is_computed(tmp_path, monkeypatch, caplog):
     fill(tmp_path, prompt(1))
 
-    def empty(shape: tuple[int, int], dtype: Any) -> np.ndarray:
+    def empty(shape, dtype):
         return no_memory() if shape[0] else np.empty(shape, dtype)
 
     with opened(tmp_path) as engine:

@@ -1,7 +1,5 @@
 """Blocks outside the pool: what is kept and when, what comes back and who waits for it, and what goes wrong."""
 
-from __future__ import annotations
-
 import errno
 
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 
 from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine
 from helpers.engine.hand_mover import DictTier
-from helpers.engine.model_kinds import HYBRID, PLAIN, ModelKind
+from helpers.engine.model_kinds import HYBRID, PLAIN
 from helpers.tiers.disk_faults import FaultyFiles, fails
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode
@@ -22,7 +20,7 @@ from kvboost_edge.tiers.disk.tier import DiskTier
 PROMPT = list(range(70))  # four full blocks and six tokens
 
 
-def kept(*prompts: list[int], kind: ModelKind = PLAIN, tier: DictTier | None = None) -> DictTier:
+def kept(*prompts, kind=PLAIN, tier=None):
     """A tier that holds what these prompts left, filled by another engine."""
     tier = tier or DictTier()
     bench = kind.bench(tiers=[tier])
@@ -32,7 +30,7 @@ def kept(*prompts: list[int], kind: ModelKind = PLAIN, tier: DictTier | None = N
     return tier
 
 
-def num_records(kind: ModelKind) -> int:
+def num_records(kind):
     """Of the prompt: its blocks, and the recurrent state at their end."""
     return 4 + (kind is HYBRID)
 
@@ -260,7 +258,7 @@ def test_use_counts_on_the_tier_too(kind):
 
 
 @pytest.fixture(scope="module")
-def cold() -> dict[object, np.ndarray]:
+def cold():
     found = {}
     for bits in (16, 8, (8, 4), 4):
         with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=64, kv_cache_bits=bits) as engine:

@@ -1,9 +1,5 @@
 """Control groups of both versions, laid out in a directory of their own."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from kvboost_edge.host.cgroup import MemoryLimit, cpu_quota, memory_limit
@@ -12,14 +8,14 @@ GIB = 1 << 30
 MOUNT_V2 = "31 23 0:28 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw\n"
 
 
-def machine(root: Path, files: dict[str, str]) -> Path:
+def machine(root, files):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
 
 
-def test_version_2_takes_the_tightest_parent(tmp_path: Path) -> None:
+def test_version_2_takes_the_tightest_parent(tmp_path):
     root = machine(
         tmp_path,
         {
@@ -38,7 +34,7 @@ def test_version_2_takes_the_tightest_parent(tmp_path: Path) -> None:
     assert cpu_quota(root) == 1.5
 
 
-def test_version_2_in_a_container_sees_itself_at_the_top(tmp_path: Path) -> None:
+def test_version_2_in_a_container_sees_itself_at_the_top(tmp_path):
     root = machine(
         tmp_path,
         {
@@ -53,7 +49,7 @@ def test_version_2_in_a_container_sees_itself_at_the_top(tmp_path: Path) -> None
     assert cpu_quota(root) == 0.5
 
 
-def test_version_1_in_a_container_strips_the_root_of_the_mount(tmp_path: Path) -> None:
+def test_version_1_in_a_container_strips_the_root_of_the_mount(tmp_path):
     root = machine(
         tmp_path,
         {
@@ -72,7 +68,7 @@ def test_version_1_in_a_container_strips_the_root_of_the_mount(tmp_path: Path) -
     assert cpu_quota(root) == 2.0
 
 
-def test_version_1_without_a_limit(tmp_path: Path) -> None:
+def test_version_1_without_a_limit(tmp_path):
     root = machine(
         tmp_path,
         {
@@ -98,11 +94,11 @@ def test_version_1_without_a_limit(tmp_path: Path) -> None:
         {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": MOUNT_V2, "sys/fs/cgroup/cpu.max": "100 0"},
     ],
 )
-def test_where_there_is_nothing_to_read_there_is_no_limit(tmp_path: Path, files: dict[str, str]) -> None:
+def test_where_there_is_nothing_to_read_there_is_no_limit(tmp_path, files):
     root = machine(tmp_path, files)
     assert memory_limit(root) is None
     assert cpu_quota(root) is None
 
 
-def test_more_used_than_allowed_leaves_nothing() -> None:
+def test_more_used_than_allowed_leaves_nothing():
     assert MemoryLimit(10, 20).free == 0

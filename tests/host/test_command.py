@@ -1,10 +1,7 @@
 """What hints tell a person to type."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +9,7 @@ from kvboost_edge.host.command import command_name
 
 
 @pytest.fixture
-def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scripts(tmp_path, monkeypatch):
     """A directory of programs of this environment."""
     made = tmp_path / "project" / ".venv" / "bin"
     made.mkdir(parents=True)
@@ -23,15 +20,13 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def test_a_program_that_the_shell_finds_has_its_name(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_the_shell_finds_has_its_name(scripts, monkeypatch):
     monkeypatch.setenv("PATH", f"{scripts}{os.pathsep}/usr/bin")
     assert command_name() == "kvboost-edge"
 
 
 @pytest.mark.parametrize(("below", "shown"), [("project", ".venv/bin/kvboost-edge"), (".", None)])
-def test_else_it_is_the_path_that_can_be_typed(
-    scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str, shown: str | None
-) -> None:
+def test_else_it_is_the_path_that_can_be_typed(scripts, tmp_path, monkeypatch, below, shown):
     other = tmp_path / "other"
     other.mkdir()
     (other / "kvboost-edge").write_text("#!/bin/sh\n")
@@ -41,6 +36,6 @@ def test_else_it_is_the_path_that_can_be_typed(
     assert command_name() == (shown or str(scripts / "kvboost-edge"))
 
 
-def test_without_a_program_it_is_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_program_it_is_the_name(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_path", {"scripts": str(tmp_path)}.__getitem__)
     assert command_name() == "kvboost-edge"

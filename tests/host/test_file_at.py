@@ -1,10 +1,7 @@
 """Places of a file from several threads, with the system's own calls and without them."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -14,20 +11,20 @@ _PART = 1000
 
 
 @pytest.fixture(params=["pwrite", "turns"])
-def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def system(request, monkeypatch):
     if request.param == "turns":  # a system that has neither
         monkeypatch.delattr(os, "pwrite", raising=False)
         monkeypatch.delattr(os, "preadv", raising=False)
 
 
 @pytest.mark.usefixtures("system")
-def test_threads_write_and_read_their_own_places(tmp_path: Path) -> None:
+def test_threads_write_and_read_their_own_places(tmp_path):
     parts = [os.urandom(_PART) for _ in range(64)]
     with open(tmp_path / "file", "w+b", buffering=0) as file, ThreadPoolExecutor(4) as pool:
         target = FileAt(file)
         list(pool.map(lambda at: target.write(memoryview(parts[at]), at * _PART), reversed(range(len(parts)))))
 
-        def read(at: int) -> bytes:
+        def read(at):
             view = memoryview(bytearray(_PART))
             assert target.read_into(view, at * _PART) == _PART
             return bytes(view)
@@ -37,7 +34,7 @@ def test_threads_write_and_read_their_own_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("system")
-def test_fewer_bytes_only_where_the_file_ends(tmp_path: Path) -> None:
+def test_fewer_bytes_only_where_the_file_ends(tmp_path):
     (tmp_path / "file").write_bytes(b"abcdef")
     with open(tmp_path / "file", "rb") as file:
         view = memoryview(bytearray(4))
@@ -46,7 +43,7 @@ def test_fewer_bytes_only_where_the_file_ends(tmp_path: Path) -> None:
         assert FileAt(file).read_into(view, 6) == 0
 
 
-def test_short_calls_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_calls_are_carried_on(tmp_path, monkeypatch):
     """A signal, or a disk that is nearly full, cuts a call short."""
     write, read = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda handle, data, at: write(handle, data[:7], at))

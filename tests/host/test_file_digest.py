@@ -1,10 +1,7 @@
 """Digests of large files: those of the parts together, whatever the threads; a short file is an error."""
 
-from __future__ import annotations
-
 import hashlib
 import os
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +10,7 @@ from kvboost_edge.host.file_digest import digest_in_parts
 
 @pytest.mark.parametrize("has_preadv", [True, False])
 @pytest.mark.parametrize(("stop", "part"), [(0, 10), (1, 10), (100, 10), (101, 10), (99, 1000)])
-def test_it_is_the_digest_of_the_digests(
-    has_preadv: bool, stop: int, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_the_digest_of_the_digests(has_preadv, stop, part, tmp_path, monkeypatch):
     data = os.urandom(120)
     (tmp_path / "file").write_bytes(data)
     if not has_preadv:
@@ -28,7 +23,7 @@ def test_it_is_the_digest_of_the_digests(
             assert digest_in_parts(file, stop, part_bytes=part, num_threads=num_threads) == expected
 
 
-def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_ends_early_is_an_error(tmp_path):
     (tmp_path / "file").write_bytes(bytes(50))
     with open(tmp_path / "file", "rb") as file, pytest.raises(OSError, match="ends 30 bytes early"):
         digest_in_parts(file, 80, part_bytes=40, num_threads=2)

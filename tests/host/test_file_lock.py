@@ -1,12 +1,9 @@
 """Files that are held open."""
 
-from __future__ import annotations
-
 import mmap
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ from kvboost_edge.tiers.disk.files import READ, Files
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
 
 
-def is_free(path: Path) -> bool:
+def is_free(path):
     files = Files()
     handle = files.open(path, READ)
     try:
@@ -25,7 +22,7 @@ def is_free(path: Path) -> bool:
         files.close(handle)
 
 
-def test_a_mapping_holds_its_file_until_it_is_closed(tmp_path: Path) -> None:
+def test_a_mapping_holds_its_file_until_it_is_closed(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
     maps = []
@@ -40,7 +37,7 @@ def test_a_mapping_holds_its_file_until_it_is_closed(tmp_path: Path) -> None:
     assert is_free(path)
 
 
-def test_whoever_looks_is_waited_for(tmp_path: Path) -> None:
+def test_whoever_looks_is_waited_for(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
     files = Files()

@@ -1,7 +1,5 @@
 """Processor, memory and threads of the machine the tests run on, and of others by their own words."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -20,7 +18,7 @@ X86 = (
 ARM = "processor\t: 0\nBogoMIPS\t: 108.00\nFeatures\t: fp asimd asimddp\nCPU part\t: 0xd0b\n"
 
 
-def test_cpuinfo_of_both_kinds() -> None:
+def test_cpuinfo_of_both_kinds():
     assert cpu.parse_cpuinfo(X86) == ("Some CPU @ 3GHz", frozenset({"fpu", "sse2", "avx2"}))
     assert cpu.parse_cpuinfo(ARM) == ("", frozenset({"fp", "asimd", "asimddp"}))
     assert cpu.parse_cpuinfo("") == ("", frozenset())
@@ -44,11 +42,11 @@ def test_cpuinfo_of_both_kinds() -> None:
         ("riscv64", "", "riscv64"),
     ],
 )
-def test_isa_label(arch: str, flags: str, label: str) -> None:
+def test_isa_label(arch, flags, label):
     assert cpu.isa_label(arch, frozenset(flags.split())) == label
 
 
-def test_this_machine() -> None:
+def test_this_machine():
     info = cpu.describe_cpu()
     assert info.model
     assert info.arch
@@ -58,13 +56,13 @@ def test_this_machine() -> None:
 
 
 @pytest.mark.parametrize(("affinity", "quota", "threads"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 16.0, 2)])
-def test_default_threads(monkeypatch: pytest.MonkeyPatch, affinity: int, quota: float | None, threads: int) -> None:
+def test_default_threads(monkeypatch, affinity, quota, threads):
     monkeypatch.setattr(cpu, "_affinity", lambda: affinity)
     monkeypatch.setattr(cpu, "cpu_quota", lambda: quota)
     assert cpu.default_num_threads() == threads
 
 
-def test_memory_is_that_of_the_machine_or_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_the_machine_or_the_group(monkeypatch):
     monkeypatch.setattr(memory, "memory_limit", lambda: None)
     assert 0 < memory.available_bytes() <= memory.total_bytes() == psutil.virtual_memory().total
     monkeypatch.setattr(memory, "memory_limit", lambda: MemoryLimit(1000, 400))
@@ -73,7 +71,7 @@ def test_memory_is_that_of_the_machine_or_the_group(monkeypatch: pytest.MonkeyPa
     assert memory.total_bytes() == psutil.virtual_memory().total
 
 
-def test_peak_grows_with_what_was_touched_and_is_this_process_own() -> None:
+def test_peak_grows_with_what_was_touched_and_is_this_process_own():
     slack = 4 << 20  # the kernel counts pages in batches
     before = memory.process_peak()
     block = np.ones(64 << 20, dtype=np.uint8)
@@ -86,7 +84,7 @@ def test_peak_grows_with_what_was_touched_and_is_this_process_own() -> None:
     assert 1 << 20 < int(child.stdout) < memory.process_peak()
 
 
-def test_import_is_light() -> None:
+def test_import_is_light():
     code = (
         "import sys, kvboost_edge.host.cpu, kvboost_edge.host.memory, kvboost_edge.models.weights.safetensors_check, "
         "kvboost_edge.models.fingerprint, kvboost_edge.models.locate, kvboost_edge.models.config.architectures, "

@@ -1,7 +1,5 @@
 """What is resident is counted page by page, and what loading has left over is given back."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import subprocess
@@ -17,12 +15,12 @@ from kvboost_edge.host.memory import Region, Slack, process_rss, resident_bytes,
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 
 
-def _region(array: np.ndarray) -> Region:
+def _region(array):
     return Region(array.ctypes.data, array.nbytes)
 
 
 @linux
-def test_pages_count_once_they_were_touched() -> None:
+def test_pages_count_once_they_were_touched():
     pages = np.frombuffer(mmap.mmap(-1, 64 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     assert resident_bytes([_region(pages)]) == 0
     for touched in (0, 1, 40):
@@ -34,7 +32,7 @@ def test_pages_count_once_they_were_touched() -> None:
 
 
 @linux
-def test_a_mapped_file_counts_what_was_read_of_it(tmp_path: Path) -> None:
+def test_a_mapped_file_counts_what_was_read_of_it(tmp_path):
     (tmp_path / "file").write_bytes(bytes(1024 * mmap.PAGESIZE))
     with open(tmp_path / "file", "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -47,18 +45,18 @@ def test_a_mapped_file_counts_what_was_read_of_it(tmp_path: Path) -> None:
     assert resident_bytes([_region(pages)]) == pages.nbytes
 
 
-def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> object:
+def test_a_system_that_does_not_tell(monkeypatch):
+    def refuse(*_, **__):
         raise FileNotFoundError("/proc/self/pagemap")
 
     monkeypatch.setattr("builtins.open", refuse)
     assert resident_bytes([Region(4096, 4096)]) is None
 
 
-def test_it_gives_back_once_for_each_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gives_back_once_for_each_growth(monkeypatch):
     resident, calls = [100 << 20], []
 
-    def give_back() -> None:
+    def give_back():
         calls.append(resident[0])
         resident[0] -= 30 << 20
 
@@ -96,14 +94,14 @@ print(before, after)
 
 @linux
 @pytest.mark.alone
-def test_a_process_that_has_compiled_becomes_smaller_and_still_works() -> None:
+def test_a_process_that_has_compiled_becomes_smaller_and_still_works():
     done = subprocess.run([sys.executable, "-c", _GIVE_BACK], capture_output=True, text=True, check=True, timeout=120)
     before, after = (int(number) for number in done.stdout.split())
     assert before - after > 120e6
 
 
 @linux
-def test_only_what_nothing_can_write_is_dropped() -> None:
+def test_only_what_nothing_can_write_is_dropped():
     import llvmlite.binding  # noqa: F401 - the library is mapped now
 
     regions = memory._unwritten_code("libllvmlite")
@@ -116,12 +114,12 @@ def test_only_what_nothing_can_write_is_dropped() -> None:
     assert memory._unwritten_code("no library") == []
 
 
-def test_the_process_is_resident() -> None:
+def test_the_process_is_resident():
     assert 1e6 < process_rss() < memory.total_bytes()
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_the_search_for_garbage_rests_and_goes_on_as_before(is_on: bool) -> None:
+def test_the_search_for_garbage_rests_and_goes_on_as_before(is_on):
     before = gc.isenabled()
     try:
         (gc.enable if is_on else gc.disable)()

@@ -1,7 +1,5 @@
 """Unfinished files: removed when their writer was killed, left alone while it writes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -25,11 +23,11 @@ sys.stdin.read()
 """
 
 
-def _names(directory: Path) -> list[str]:
+def _names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_file_is_named_when_it_is_complete(tmp_path: Path) -> None:
+def test_a_file_is_named_when_it_is_complete(tmp_path):
     file = open_unfinished(tmp_path)
     file.write(b"all of it")
     assert [name[:5] for name in _names(tmp_path)] == [".new-"]
@@ -43,7 +41,7 @@ def test_a_file_is_named_when_it_is_complete(tmp_path: Path) -> None:
     assert (tmp_path / "done").read_bytes() == b"more"
 
 
-def test_only_what_nobody_writes_is_removed(tmp_path: Path) -> None:
+def test_only_what_nobody_writes_is_removed(tmp_path):
     command = [sys.executable, "-c", _WRITER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
@@ -59,7 +57,7 @@ def test_only_what_nobody_writes_is_removed(tmp_path: Path) -> None:
     other.close()
 
 
-def test_a_directory_is_abandoned_once_no_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_abandoned_once_no_writer_lives(tmp_path, monkeypatch):
     assert not is_abandoned(tmp_path)  # nothing was begun there
     first, second = open_unfinished(tmp_path), open_unfinished(tmp_path)
     assert not is_abandoned(tmp_path)
@@ -71,7 +69,7 @@ def test_a_directory_is_abandoned_once_no_writer_lives(tmp_path: Path, monkeypat
     assert not is_abandoned(tmp_path)  # nothing tells whether they live
 
 
-def test_without_locks_age_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_age_decides(tmp_path, monkeypatch):
     monkeypatch.setattr(unfinished, "_lock", lambda handle, wait: None)
     for name, age in ((".new-old", 2 * 24 * 3600), (".new-young", 60)):
         (tmp_path / name).write_bytes(b"x")
@@ -83,11 +81,11 @@ def test_without_locks_age_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert ".new-old" not in names
 
 
-def test_a_disk_that_refuses_meanwhile_is_told_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_meanwhile_is_told_at_the_end(tmp_path, monkeypatch):
     """fsync tells of a failed write once: what the thread was told must not be lost."""
     told = threading.Event()
 
-    def refuse(handle: int) -> None:
+    def refuse(handle):
         told.set()
         raise OSError(errno.EIO, "the disk failed")
 

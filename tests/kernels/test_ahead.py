@@ -1,13 +1,10 @@
 """Compiling ahead, in children."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -47,16 +44,15 @@ print(json.dumps([own, told, sorted(path.name for path in Path(ahead.cache_path(
 """
 
 
-def compiled(cache: Path, children: int, stop_at: int = -1) -> list[list[object]]:
+def compiled(cache, children, stop_at=-1):
     """children: 0: none can be started."""
     command = [sys.executable, "-c", COMPILE, str(children), str(stop_at)]
     environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found: list[list[object]] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
-def test_children_leave_what_one_process_leaves_and_the_parent_compiles_nothing(tmp_path: Path) -> None:
+def test_children_leave_what_one_process_leaves_and_the_parent_compiles_nothing(tmp_path):
     own, told, files = compiled(tmp_path / "two", 2)
     assert own == []
     assert told == [[0, 3], [1, 3], [2, 3], [3, 3]]
@@ -68,7 +64,7 @@ def test_children_leave_what_one_process_leaves_and_the_parent_compiles_nothing(
     assert same == files
 
 
-def test_an_interrupt_leaves_a_cache_that_the_next_start_completes(tmp_path: Path) -> None:
+def test_an_interrupt_leaves_a_cache_that_the_next_start_completes(tmp_path):
     own, told, files = compiled(tmp_path, 1, stop_at=1)
     assert (own, told[-1]) == ([], [1, 3])
     assert 1 <= len(files) < 3
@@ -79,15 +75,13 @@ def test_an_interrupt_leaves_a_cache_that_the_next_start_completes(tmp_path: Pat
 
 
 @pytest.fixture
-def missing(monkeypatch: pytest.MonkeyPatch) -> Entry:
+def missing(monkeypatch):
     """An entry that is said to be nowhere."""
     monkeypatch.setattr(Entry, "is_ready", False)
     return team_entries[0]
 
 
-def test_a_child_that_fails_is_told_with_the_kernel_and_leaves_no_process(
-    missing: Entry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_fails_is_told_with_the_kernel_and_leaves_no_process(missing, monkeypatch):
     monkeypatch.setattr(ahead, "_MODULE", "kvboost_edge.kernels.nowhere")
     before = set(psutil.Process().children())
     with pytest.raises(BackendUnavailable, match=r"kernel kvboost_edge\.kernels\.team:_wait_for ended with 1.*nowhere"):
@@ -95,10 +89,10 @@ def test_a_child_that_fails_is_told_with_the_kernel_and_leaves_no_process(
     assert set(psutil.Process().children()) <= before
 
 
-def test_an_interrupt_leaves_no_process(missing: Entry) -> None:
+def test_an_interrupt_leaves_no_process(missing):
     before = set(psutil.Process().children())
 
-    def tell(done: int, total: int) -> None:
+    def tell(done, total):
         raise KeyboardInterrupt
 
     ahead.on_compiling(tell)
@@ -111,9 +105,7 @@ def test_an_interrupt_leaves_no_process(missing: Entry) -> None:
 
 
 @pytest.mark.parametrize("executable", ["", "/nowhere/python"])
-def test_where_no_child_can_be_started_the_log_says_so(
-    executable: str, missing: Entry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_no_child_can_be_started_the_log_says_so(executable, missing, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", executable)
     with caplog.at_level(logging.INFO, "kvboost_edge"):
         ahead.compile_ahead([missing], 2)

@@ -1,7 +1,5 @@
 """The code that ARM processors get, compiled here: no such machine is needed to read it."""
 
-from __future__ import annotations
-
 import pytest
 from llvmlite import binding, ir
 
@@ -10,7 +8,7 @@ from kvboost_edge.kernels.integers import emit_load_bytes
 from kvboost_edge.kernels.vectors import I64
 
 
-def assembly(form: str, cpu: str) -> str:
+def assembly(form, cpu):
     """The dot product of quantized attention, compiled for a processor."""
     module = ir.Module()
     module.triple = "aarch64-unknown-linux-gnu"
@@ -26,12 +24,12 @@ def assembly(form: str, cpu: str) -> str:
 
 
 @pytest.mark.parametrize("cpu", ["cortex-a76", "neoverse-n1", "apple-m1"])
-def test_attention_uses_dot_products(cpu: str) -> None:
+def test_attention_uses_dot_products(cpu):
     """For each of four parts one for the codes, and two that put 128 times the signed bytes back."""
     assert assembly("neon", cpu).count("sdot") == 12
 
 
-def test_attention_without_dot_products_multiplies_vectors() -> None:
+def test_attention_without_dot_products_multiplies_vectors():
     """Products of 8 bytes at once, each vector of them added in pairs."""
     code = assembly("plain", "cortex-a72")
     assert "sdot" not in code

@@ -1,16 +1,13 @@
 """The mask of logits against its oracle."""
 
-from __future__ import annotations
-
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from kvboost_edge.kernels import bitmask
 from kvboost_edge.kernels.reference import bitmask as reference
 
 
-def words_of(rng: np.random.Generator, count: int) -> npt.NDArray[np.int32]:
+def words_of(rng, count):
     """Some all ones, some zeros, some with a single bit, the rest random."""
     words = rng.integers(-(2**31), 2**31, count).astype(np.int32)
     kinds = rng.integers(0, 5, count)
@@ -22,7 +19,7 @@ def words_of(rng: np.random.Generator, count: int) -> npt.NDArray[np.int32]:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 64, 100, 257, 49152, 151_936, 151_665])
-def test_every_token_is_as_its_bit_says(vocab_size: int) -> None:
+def test_every_token_is_as_its_bit_says(vocab_size):
     rng = np.random.default_rng(vocab_size)
     for _ in range(5):
         words = words_of(rng, -(-vocab_size // bitmask.WORD_BITS))
@@ -37,7 +34,7 @@ def test_every_token_is_as_its_bit_says(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("word", [-1, 0])
-def test_nothing_is_written_behind_the_vocabulary(word: int) -> None:
+def test_nothing_is_written_behind_the_vocabulary(word):
     vocab_size = 70
     room, logits = np.full(96, 7, np.float32), np.arange(96, dtype=np.float32)
     bitmask.mask_logits(np.full(3, word, np.int32), logits[:vocab_size], room[:vocab_size])

@@ -1,10 +1,7 @@
 """Rows of blocks decoded alone: equal to the `gguf` package to the bit."""
 
-from __future__ import annotations
-
 import gguf
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from kvboost_edge.kernels import block_rows
@@ -12,7 +9,7 @@ from kvboost_edge.kernels.block_rows import FORMATS, decode_rows, decode_rows_en
 from kvboost_edge.models.gguf.blocks import BLOCKS
 
 
-def _random(name: str, rows: int, width: int) -> npt.NDArray[np.uint8]:
+def _random(name, rows, width):
     block, rng = BLOCKS[name], np.random.default_rng(len(name) + rows)
     raw = rng.integers(0, 256, (rows * width // block.weights, block.nbytes), dtype=np.uint8)
     for at in block.halves or (0,):
@@ -25,7 +22,7 @@ def _random(name: str, rows: int, width: int) -> npt.NDArray[np.uint8]:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("rows", "width"), [(1, 256), (1, 8960), (5, 1536)])
-def test_every_bit_is_the_packages(name: str, rows: int, width: int) -> None:
+def test_every_bit_is_the_packages(name, rows, width):
     raw = _random(name, rows, width)
     found = np.full((rows, width), np.nan, np.float32)
     decode_rows(name, raw, found)
@@ -33,14 +30,14 @@ def test_every_bit_is_the_packages(name: str, rows: int, width: int) -> None:
     np.testing.assert_array_equal(found.view(np.uint32), np.asarray(expected, np.float32).view(np.uint32))
 
 
-def test_all_halves_are_numbers_of_numpy() -> None:
+def test_all_halves_are_numbers_of_numpy():
     raw = np.arange(1 << 16, dtype=np.uint16)
     found = np.empty((1, 1 << 16), np.float32)
     decode_rows("F16", raw.view(np.uint8).reshape(1, -1), found)
     np.testing.assert_array_equal(found[0], raw.view(np.float16).astype(np.float32))
 
 
-def test_what_is_compiled_ahead_is_what_is_called() -> None:
+def test_what_is_compiled_ahead_is_what_is_called():
     decode_rows("Q8_0", _random("Q8_0", 1, 256), np.empty((1, 256), np.float32))
     decode_rows_entry.compile()
-    assert list(block_rows._decode.overloads) == [decode_rows_entry.arguments]  # type: ignore[attr-defined]
+    assert list(block_rows._decode.overloads) == [decode_rows_entry.arguments]

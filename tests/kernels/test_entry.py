@@ -1,7 +1,5 @@
 """Kernels called by their addresses."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 
@@ -20,12 +18,12 @@ from kvboost_edge.kernels.vectors import store_f32
 
 
 @kernel
-def store_groups(tile: Tile, factor: float) -> None:
+def store_groups(tile, factor):
     store_f32(tile.weights, np.float32(factor * tile.groups))
 
 
 @kernel
-def store_runs(tile: Tile, factor: float) -> None:
+def store_runs(tile, factor):
     store_f32(tile.weights, np.float32(factor * tile.runs))
 
 
@@ -35,20 +33,20 @@ store = caller(*ARGUMENTS)
 
 
 @kernel
-def call_both(addresses: np.ndarray, out: int, number: int) -> None:
+def call_both(addresses, out, number):
     for index in range(addresses.size):
         where = Tile(out + 4 * index, 0, 0, 0, 0, 0, number, 2 * number, 0)
         store(addresses[index], (where, 0.5))
 
 
-def test_what_is_called_depends_on_the_address_and_gets_its_arguments_as_they_are() -> None:
+def test_what_is_called_depends_on_the_address_and_gets_its_arguments_as_they_are():
     out = np.zeros(3, dtype=np.float32)
     first, second = (one.address for one in ENTRIES)
     call_both(np.array([second, first, second]), out.ctypes.data, 7)
     assert out.tolist() == [7.0, 3.5, 7.0]
 
 
-def test_every_entry_is_found_by_its_name() -> None:
+def test_every_entry_is_found_by_its_name():
     for info in pkgutil.walk_packages(kvboost_edge.kernels.__path__, "kvboost_edge.kernels."):
         importlib.import_module(info.name)
     found = {name: one for name, one in entry._ENTRIES.items() if name.startswith("kvboost_edge.")}
@@ -57,6 +55,6 @@ def test_every_entry_is_found_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["kvboost_edge.kernels.team:nothing", "os:system", "nothing", ""])
-def test_other_names_are_refused(name: str) -> None:
+def test_other_names_are_refused(name):
     with pytest.raises(ConfigError, match="is no kernel"):
         entry_named(name)

@@ -1,7 +1,5 @@
 """Compile options that results and responsiveness depend on."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil
@@ -9,25 +7,23 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from numba.core.caching import IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 
 import kvboost_edge.kernels
 from kvboost_edge.kernels import jit
 
 
-def dispatchers() -> dict[str, Dispatcher]:
+def dispatchers():
     """Every kernel, under the first name that is found for it."""
     modules = [
         importlib.import_module(info.name)
         for info in pkgutil.walk_packages(kvboost_edge.kernels.__path__, "kvboost_edge.kernels.")
     ]
-    found: dict[Dispatcher, str] = {}
+    found = {}
     for module in modules:
         for name, value in vars(module).items():
             if isinstance(value, Dispatcher) and (value not in found or value.__module__ == module.__name__):
@@ -36,7 +32,7 @@ def dispatchers() -> dict[str, Dispatcher]:
 
 
 @pytest.mark.parametrize("name", dispatchers())
-def test_every_kernel_runs_without_the_gil_and_without_fast_math(name: str) -> None:
+def test_every_kernel_runs_without_the_gil_and_without_fast_math(name):
     options = dispatchers()[name].targetoptions
     assert options["nogil"] is True
     assert not options.get("fastmath", False)
@@ -44,7 +40,7 @@ def test_every_kernel_runs_without_the_gil_and_without_fast_math(name: str) -> N
     assert options["error_model"] == "numpy"
 
 
-def test_compiled_code_does_not_outlive_an_edit_of_any_kernel_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_does_not_outlive_an_edit_of_any_kernel_source(monkeypatch):
     attend = dispatchers()["kvboost_edge.kernels.attention.attend.attend"]
     signature = attend.signatures[0] if attend.signatures else ()
     codegen = attend.targetctx.codegen()
@@ -54,13 +50,13 @@ def test_compiled_code_does_not_outlive_an_edit_of_any_kernel_source(monkeypatch
     assert attend._cache._index_key(signature, codegen) != before
 
 
-def test_kernels_made_by_one_factory_differ_in_name() -> None:
+def test_kernels_made_by_one_factory_differ_in_name():
     """Their files, and their code where it is linked, would be taken for one another's."""
     names = [(kernel.__module__, kernel.__qualname__) for kernel in dispatchers().values()]
     assert sorted(names) == sorted(set(names))
 
 
-def test_the_digest_of_the_sources_covers_the_folders_below(tmp_path: Path) -> None:
+def test_the_digest_of_the_sources_covers_the_folders_below(tmp_path):
     sources = Path(kvboost_edge.kernels.__file__).parent
     room = tmp_path / "kernels"
     shutil.copytree(sources, room, ignore=shutil.ignore_patterns("__pycache__"))
@@ -95,7 +91,7 @@ def run():
 """
 
 
-def test_a_second_process_loads_what_a_factory_made(tmp_path: Path) -> None:
+def test_a_second_process_loads_what_a_factory_made(tmp_path):
     (tmp_path / "made.py").write_text(MAKE_TWO)
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
@@ -111,18 +107,16 @@ def test_a_second_process_loads_what_a_factory_made(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Callable[[], IndexDataCacheFile]:
+def files(tmp_path):
     """Cache files of one function, as several processes open them."""
     return lambda: jit._NamedDataFile(str(tmp_path), "function-1.py311", "stamp")
 
 
-def key(signature: str, digest: str = "sources") -> tuple[str, str]:
+def key(signature, digest="sources"):
     return signature, digest
 
 
-def test_a_process_killed_while_saving_leaves_nothing_that_runs(
-    files: Callable[[], IndexDataCacheFile], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_killed_while_saving_leaves_nothing_that_runs(files, monkeypatch):
     """With numbers for names, the entry written first would name what an older version left under its number."""
     files().save(key("f(int)", "old"), "code of the old sources")
     for method in ("_save_data", "_save_index"):
@@ -135,12 +129,12 @@ def test_a_process_killed_while_saving_leaves_nothing_that_runs(
     assert files().load(key("f(int)")) == "code"
 
 
-def test_writers_at_once_lose_none_of_their_code(files: Callable[[], IndexDataCacheFile]) -> None:
+def test_writers_at_once_lose_none_of_their_code(files):
     """Each has opened the files for itself, as processes do, and saves another signature."""
     names = [f"f({number})" for number in range(12)]
     start = threading.Barrier(len(names))
 
-    def save(name: str) -> None:
+    def save(name):
         mine = files()
         start.wait()
         mine.save(key(name), f"code of {name}")
@@ -150,9 +144,7 @@ def test_writers_at_once_lose_none_of_their_code(files: Callable[[], IndexDataCa
     assert [files().load(key(name)) for name in names] == [f"code of {name}" for name in names]
 
 
-def test_two_processes_saving_at_once_never_load_one_anothers_code(
-    files: Callable[[], IndexDataCacheFile], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_saving_at_once_never_load_one_anothers_code(files, monkeypatch):
     late = files()
     monkeypatch.setattr(late, "_load_index", dict)  # it has looked before the other one saved
     files().save(key("f(int)"), "code of one")
@@ -161,9 +153,7 @@ def test_two_processes_saving_at_once_never_load_one_anothers_code(
     assert files().load(key("f(int)")) in ("code of one", None)
 
 
-def test_the_cache_keeps_every_signature_and_no_file_of_older_sources(
-    files: Callable[[], IndexDataCacheFile], tmp_path: Path
-) -> None:
+def test_the_cache_keeps_every_signature_and_no_file_of_older_sources(files, tmp_path):
     for signature in ("f(int)", "f(float)"):
         files().save(key(signature, "old"), "old " + signature)
     for signature in ("f(int)", "f(float)", "f(int)"):
@@ -173,17 +163,15 @@ def test_the_cache_keeps_every_signature_and_no_file_of_older_sources(
     assert len(list(tmp_path.glob("*.nbc"))) == 2
 
 
-def test_kernels_are_cached_that_way() -> None:
+def test_kernels_are_cached_that_way():
     attend = dispatchers()["kvboost_edge.kernels.attention.attend.attend"]
     assert isinstance(attend._cache._cache_file, jit._NamedDataFile)
 
 
-def test_the_first_kernel_that_is_not_found_compiled_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_kernel_that_is_not_found_compiled_is_told_once(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
-    told: list[str] = []
+    told = []
     try:
         jit.on_first_compilation(lambda: told.append("compiling"))
         one, other = (jit.kernel(lambda x, y=y: x + y) for y in (1, 2))

@@ -1,7 +1,5 @@
 """While a large prefill computes on one thread, Python runs on."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -13,7 +11,7 @@ from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_atte
 from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
 
 
-def test_python_runs_on_during_a_prefill() -> None:
+def test_python_runs_on_during_a_prefill():
     """With the GIL held, nothing of another thread would fall into the middle of the call."""
     tokens, dim, size = 4096, 64, 64
     case = make_case(np.random.default_rng(0), [(tokens, tokens)], kv_heads=2, per_group=8, dim=dim, block_size=size)
@@ -23,10 +21,10 @@ def test_python_runs_on_during_a_prefill() -> None:
     storage.write_kv(case.keys[0], case.values[0], pool, layout.slot_mapping)
     batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables)
     space, options = AttentionWorkspace(1), AttentionOptions(0.1)
-    times: list[float] = []
+    times = []
     stop = threading.Event()
 
-    def tick() -> None:
+    def tick():
         while not stop.wait(0.001):
             times.append(time.perf_counter())
 

@@ -1,12 +1,9 @@
 """Threads that share the units of one call: all units are done, failures come out, nothing stays behind."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ PATIENCE = 60.0
 
 
 @kernel
-def take_units(job: tuple[int, int, int]) -> None:
+def take_units(job):
     """job: address of the counters, address of int64 [units] to add 1 to, units."""
     counters, marks, units = job
     while True:
@@ -32,18 +29,18 @@ def take_units(job: tuple[int, int, int]) -> None:
         fetch_add(counters + 8, 1)
 
 
-def run_units(team: KernelTeam, units: int) -> list[int]:
+def run_units(team, units):
     counters, marks = np.zeros(2, np.int64), np.zeros(units, np.int64)
     team.run(take_units, (counters.ctypes.data, marks.ctypes.data, units), counters, DONE, units)
     return marks.tolist()
 
 
-def helpers() -> list[threading.Thread]:
+def helpers():
     return [thread for thread in threading.enumerate() if thread.name.startswith("kvboost-kernel")]
 
 
 @pytest.fixture
-def team() -> Iterator[KernelTeam]:
+def team():
     before = helpers()
     team = KernelTeam(3)
     yield team
@@ -51,13 +48,13 @@ def team() -> Iterator[KernelTeam]:
     assert helpers() == before
 
 
-def test_every_unit_is_done_once(team: KernelTeam) -> None:
+def test_every_unit_is_done_once(team):
     for call in range(2000):
         units = call % 7
         assert run_units(team, units) == [1] * units
 
 
-def test_helpers_start_with_the_first_work_that_can_be_shared(team: KernelTeam) -> None:
+def test_helpers_start_with_the_first_work_that_can_be_shared(team):
     before = len(helpers())
     run_units(team, 1)
     assert len(helpers()) == before
@@ -67,17 +64,17 @@ def test_helpers_start_with_the_first_work_that_can_be_shared(team: KernelTeam) 
     assert len(helpers()) == before + 2
 
 
-def test_one_thread_is_the_caller_alone() -> None:
+def test_one_thread_is_the_caller_alone():
     before = helpers()
     team = KernelTeam(1)
     assert run_units(team, 50) == [1] * 50
     assert helpers() == before
 
 
-def test_all_threads_work_at_the_same_time(team: KernelTeam) -> None:
+def test_all_threads_work_at_the_same_time(team):
     barrier, counters = threading.Barrier(3), np.zeros(2, np.int64)
 
-    def meet(job: None) -> None:
+    def meet(job):
         barrier.wait(PATIENCE)
         counters[DONE] += 1
 
@@ -85,7 +82,7 @@ def test_all_threads_work_at_the_same_time(team: KernelTeam) -> None:
     assert counters[DONE] == 3
 
 
-def test_close_ends_the_threads() -> None:
+def test_close_ends_the_threads():
     before = helpers()
     team = KernelTeam(3)
     run_units(team, 5)
@@ -95,7 +92,7 @@ def test_close_ends_the_threads() -> None:
     team.close()
 
 
-def test_a_dropped_team_ends_its_threads() -> None:
+def test_a_dropped_team_ends_its_threads():
     before = helpers()
     team = KernelTeam(3)
     run_units(team, 5)
@@ -104,10 +101,10 @@ def test_a_dropped_team_ends_its_threads() -> None:
     assert helpers() == before
 
 
-def test_a_failure_in_a_helper_comes_out_of_run(team: KernelTeam) -> None:
+def test_a_failure_in_a_helper_comes_out_of_run(team):
     caller = threading.current_thread()
 
-    def fail(job: None) -> None:
+    def fail(job):
         if threading.current_thread() is not caller:
             raise ValueError("a unit went wrong")
 
@@ -115,10 +112,10 @@ def test_a_failure_in_a_helper_comes_out_of_run(team: KernelTeam) -> None:
         team.run(fail, None, np.zeros(2, np.int64), DONE, 2)
 
 
-def test_a_failure_in_the_caller_comes_out_of_run(team: KernelTeam) -> None:
+def test_a_failure_in_the_caller_comes_out_of_run(team):
     caller, counters = threading.current_thread(), np.zeros(2, np.int64)
 
-    def fail(job: None) -> None:
+    def fail(job):
         if threading.current_thread() is caller:
             raise ValueError("a unit went wrong")
 
@@ -126,10 +123,10 @@ def test_a_failure_in_the_caller_comes_out_of_run(team: KernelTeam) -> None:
         team.run(fail, None, counters, DONE, 2)
 
 
-def test_a_failure_comes_out_when_nobody_uses_the_memory_of_the_call_any_more(team: KernelTeam) -> None:
+def test_a_failure_comes_out_when_nobody_uses_the_memory_of_the_call_any_more(team):
     caller, started, ended = threading.current_thread(), threading.Barrier(2), threading.Event()
 
-    def fail(job: None) -> None:
+    def fail(job):
         if threading.current_thread() is caller:
             started.wait(PATIENCE)
             raise ValueError("a unit went wrong")
@@ -144,13 +141,13 @@ def test_a_failure_comes_out_when_nobody_uses_the_memory_of_the_call_any_more(te
     assert ended.is_set()
 
 
-def test_a_helper_that_starts_late_finds_the_counters_still_there(team: KernelTeam) -> None:
+def test_a_helper_that_starts_late_finds_the_counters_still_there(team):
     """Work knows its counters by address only; they outlive the call for as long as a helper may look at them."""
     caller, started, may_end = threading.current_thread(), threading.Event(), threading.Event()
     counters = np.zeros(2, np.int64)
     alive = weakref.ref(counters)
 
-    def start_late(job: None) -> None:
+    def start_late(job):
         if threading.current_thread() is caller:
             assert started.wait(PATIENCE)
             alive()[DONE] = 2
@@ -170,6 +167,6 @@ def test_a_helper_that_starts_late_finds_the_counters_still_there(team: KernelTe
     assert alive() is None
 
 
-def test_no_threads_are_no_team() -> None:
+def test_no_threads_are_no_team():
     with pytest.raises(ConfigError, match="num_threads=0"):
         KernelTeam(0)

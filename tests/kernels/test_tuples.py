@@ -34,19 +34,19 @@ class Call(NamedTuple):
 
 
 @kernel
-def read(row: Any) -> Any:
+def read(row):
     outer = load_row(Outer, address_of(row))
     return outer.first, outer.inner.size, outer.inner.factor, outer.last
 
 
 @kernel
-def convert(call: Any) -> Any:
+def convert(call):
     outer = addresses_of(Outer, call)
     return outer.first, outer.inner.size, outer.inner.factor, outer.last
 
 
 @kernel
-def read_i32(row: Any) -> Any:
+def read_i32(row):
     outer = load_i32_row(Pair, address_of(row))
     return outer.high - outer.low
 
@@ -56,7 +56,7 @@ class Pair(NamedTuple):
     high: int
 
 
-def test_a_row_is_read_as_it_was_written() -> None:
+def test_a_row_is_read_as_it_was_written():
     array = np.zeros(3, np.float32)
     for first, address in ((array, array.ctypes.data), (array[:0], 0), (-7, -7)):
         call = Call(last=-(2**60), unused=1, inner=Inner(5, -0.1), first=first)
@@ -65,7 +65,7 @@ def test_a_row_is_read_as_it_was_written() -> None:
         assert read(row) == convert(call) == (address, 5, -0.1, -(2**60))
 
 
-def test_numbers_are_found_by_their_names() -> None:
+def test_numbers_are_found_by_their_names():
     assert [number_at(Outer, path) for path in ("first", "inner", "inner.size", "inner.factor", "last")] == [
         0,
         1,
@@ -75,10 +75,10 @@ def test_numbers_are_found_by_their_names() -> None:
     ]
 
 
-def test_a_row_of_int32_keeps_signs() -> None:
+def test_a_row_of_int32_keeps_signs():
     assert read_i32(np.array([-5, 3], np.int32)) == 8
 
 
-def test_jobs_have_the_fields_of_their_calls() -> None:
+def test_jobs_have_the_fields_of_their_calls():
     assert {*Job._fields, *Turn._fields} == set(AttentionCall._fields)
     assert set(CodedJob._fields) == set(CodedCall._fields)

@@ -1,7 +1,5 @@
 """exp to two units in the last place, the same in vectors and scalars; exact conversions to and from 16 bits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -28,13 +26,13 @@ ALL_16_BITS = np.arange(1 << 16, dtype=np.uint16)
 
 
 @kernel
-def exp_each(values: np.ndarray, out: np.ndarray) -> None:
+def exp_each(values, out):
     for index in range(values.size):
         out[index] = exp_f32(values[index])
 
 
 @kernel
-def exp_rows(scores: int, numbers: int, steps: int) -> None:
+def exp_rows(scores, numbers, steps):
     """softmax_rows on float32 [steps, 4, 64], each from a maximum of 0 and a total of 0."""
     for step in range(steps):
         for row in range(4):
@@ -44,36 +42,36 @@ def exp_rows(scores: int, numbers: int, steps: int) -> None:
 
 
 @kernel
-def load_each(source: int, size: int, kind: int, out: np.ndarray) -> None:
+def load_each(source, size, kind, out):
     for index in range(out.size):
         out[index] = load_scalar(source + index * size, kind)
 
 
 @kernel
-def store_each(values: np.ndarray, out: int, size: int, kind: int) -> None:
+def store_each(values, out, size, kind):
     for index in range(values.size):
         store_scalar(out + index * size, values[index], kind)
 
 
 @kernel
-def stage(out: int, source: int, rows: int, size: int, low: int, high: int, kind: int) -> None:
+def stage(out, source, rows, size, low, high, kind):
     stage_rows(out, source, source, rows, LANES * size, low, high, kind)
 
 
 @kernel
-def move_numbers(floats: np.ndarray, integers: np.ndarray, out: np.ndarray) -> tuple[float, int, int]:
+def move_numbers(floats, integers, out):
     number, integer = load_f32(address_of(floats) + 4), load_i32(address_of(integers) + 4)
     store_i64(address_of(out) + 8, integer)
     return number, integer, fetch_add(address_of(out), 5)
 
 
-def exp_of(values: np.ndarray) -> np.ndarray:
+def exp_of(values):
     out = np.empty_like(values)
     exp_each(values, out)
     return out
 
 
-def assert_same_bits(got: np.ndarray, expected: np.ndarray) -> None:
+def assert_same_bits(got, expected):
     """Equal to the bit, signs of zeros included; a NaN must be a NaN."""
     nan = np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(got), nan)
@@ -81,27 +79,27 @@ def assert_same_bits(got: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(got.view(unsigned)[~nan], expected.view(unsigned)[~nan])
 
 
-def as_float16(bits: np.ndarray) -> np.ndarray:
+def as_float16(bits):
     with np.errstate(invalid="ignore"):  # some processors say so when they widen a signalling NaN
         return bits.view(np.float16).astype(np.float32)
 
 
-def as_bfloat16(bits: np.ndarray) -> np.ndarray:
+def as_bfloat16(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def test_exp_is_accurate_everywhere() -> None:
+def test_exp_is_accurate_everywhere():
     values = np.concatenate([np.linspace(-87, 88, 400_001), np.linspace(-1, 1, 100_001)]).astype(np.float32)
     exact = np.exp(values.astype(np.float64))
     assert np.abs(exp_of(values) / exact - 1).max() < 2e-7
 
 
-def test_exp_at_the_edges() -> None:
+def test_exp_at_the_edges():
     values = np.array([0.0, -0.0, -87.5, -1e30, -np.inf, np.nan], np.float32)
     np.testing.assert_array_equal(exp_of(values), np.array([1, 1, 0, 0, 0, np.nan], np.float32))
 
 
-def test_exp_in_vectors_equals_exp_alone() -> None:
+def test_exp_in_vectors_equals_exp_alone():
     values = -np.abs(np.random.default_rng(0).standard_normal((50, 4, TILE)).astype(np.float32)) * 30
     values[0, :, :3] = 0.0, -np.inf, -87.01
     out, numbers = values.copy(), np.zeros(12, np.float32)
@@ -114,7 +112,7 @@ def test_exp_in_vectors_equals_exp_alone() -> None:
     [(KIND_F16, as_float16(ALL_16_BITS)), (KIND_BF16, as_bfloat16(ALL_16_BITS))],
     ids=["float16", "bfloat16"],
 )
-def test_all_16_bit_numbers_widen_exactly(kind: int, expected: np.ndarray) -> None:
+def test_all_16_bit_numbers_widen_exactly(kind, expected):
     alone, staged = np.empty(1 << 16, np.float32), np.empty(1 << 16, np.float32)
     load_each(ALL_16_BITS.ctypes.data, 2, kind, alone)
     stage(staged.ctypes.data, ALL_16_BITS.ctypes.data, (1 << 16) // LANES, 2, 0, LANES, kind)
@@ -123,7 +121,7 @@ def test_all_16_bit_numbers_widen_exactly(kind: int, expected: np.ndarray) -> No
 
 
 @pytest.mark.parametrize("kind", [KIND_F16, KIND_BF16], ids=["float16", "bfloat16"])
-def test_rounding_is_to_nearest_and_ties_to_even(kind: int) -> None:
+def test_rounding_is_to_nearest_and_ties_to_even(kind):
     wide = as_float16(ALL_16_BITS) if kind == KIND_F16 else as_bfloat16(ALL_16_BITS)
     wide = np.sort(wide[np.isfinite(wide)])
     middle = ((wide[1:].astype(np.float64) + wide[:-1]) / 2).astype(np.float32)
@@ -141,7 +139,7 @@ def test_rounding_is_to_nearest_and_ties_to_even(kind: int) -> None:
         assert_same_bits(as_bfloat16(bits), round_to(values, "bfloat16"))
 
 
-def test_float32_is_kept() -> None:
+def test_float32_is_kept():
     values = np.random.default_rng(2).integers(0, 1 << 32, 1000, dtype=np.uint32).view(np.float32)
     stored, loaded = np.empty_like(values), np.empty_like(values)
     store_each(values, stored.ctypes.data, 4, KIND_F32)
@@ -151,7 +149,7 @@ def test_float32_is_kept() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0, 16), (0, 5), (3, 16), (7, 8), (4, 4), (-20, 90)])
 @pytest.mark.parametrize("kind", [KIND_F32, KIND_F16, KIND_BF16])
-def test_staging_puts_zeros_where_no_token_is(kind: int, low: int, high: int) -> None:
+def test_staging_puts_zeros_where_no_token_is(kind, low, high):
     kept = (np.arange(LANES) >= low) & (np.arange(LANES) < high)
     source = np.where(kept, np.float32(1.5), np.float32(np.nan)) * np.ones((3, 1), np.float32)
     stored = np.empty((3, LANES), {KIND_F32: np.float32}.get(kind, np.uint16))
@@ -161,7 +159,7 @@ def test_staging_puts_zeros_where_no_token_is(kind: int, low: int, high: int) ->
     np.testing.assert_array_equal(out, np.where(kept, 1.5, 0.0) * np.ones((3, 1)))
 
 
-def test_numbers_in_memory() -> None:
+def test_numbers_in_memory():
     floats, integers = np.array([1, -2.5], np.float32), np.array([3, -4], np.int32)
     out = np.array([100, 0], np.int64)
     assert move_numbers(floats, integers, out) == (-2.5, -4, 100)

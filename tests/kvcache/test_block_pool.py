@@ -1,7 +1,5 @@
 """Reference counts and the order in which free blocks are handed out."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
@@ -9,12 +7,12 @@ from kvboost_edge.kvcache.block_pool import BlockPool
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.0, "4", None, True])
-def test_a_pool_has_at_least_one_block(bad: int) -> None:
+def test_a_pool_has_at_least_one_block(bad):
     with pytest.raises(ConfigError, match="num_blocks"):
         BlockPool(bad)
 
 
-def test_blocks_are_handed_out_least_recently_used_first() -> None:
+def test_blocks_are_handed_out_least_recently_used_first():
     pool = BlockPool(4)
     assert pool.take(4) == [0, 1, 2, 3]
     for block_id in (2, 0, 3, 1):
@@ -25,7 +23,7 @@ def test_blocks_are_handed_out_least_recently_used_first() -> None:
     assert pool.take(2) == [0, 3]
 
 
-def test_what_cannot_be_matched_is_handed_out_before_what_can() -> None:
+def test_what_cannot_be_matched_is_handed_out_before_what_can():
     pool = BlockPool(3)
     pool.take(3)
     pool.release(0, matchable=True)
@@ -34,7 +32,7 @@ def test_what_cannot_be_matched_is_handed_out_before_what_can() -> None:
     assert pool.free_ids() == [2, 1, 0]
 
 
-def test_take_is_all_or_nothing() -> None:
+def test_take_is_all_or_nothing():
     pool = BlockPool(3)
     pool.take(1)
     with pytest.raises(CapacityError, match=r"3 blocks needed, 2 of 3 are free; enlarge max_cache_bytes or num_blocks"):
@@ -43,7 +41,7 @@ def test_take_is_all_or_nothing() -> None:
     assert pool.take(0) == []
 
 
-def test_a_touched_block_is_freed_by_its_last_holder() -> None:
+def test_a_touched_block_is_freed_by_its_last_holder():
     pool = BlockPool(2)
     pool.take(1)
     pool.touch(0)
@@ -55,7 +53,7 @@ def test_a_touched_block_is_freed_by_its_last_holder() -> None:
     assert (pool.ref_count(0), pool.free_ids()) == (1, [1])
 
 
-def test_double_free_raises_and_changes_nothing() -> None:
+def test_double_free_raises_and_changes_nothing():
     pool = BlockPool(2)
     pool.take(1)
     pool.release(0, matchable=True)
@@ -65,7 +63,7 @@ def test_double_free_raises_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("stale", [-1, 2, 10**9])
-def test_stale_ids_raise(stale: int) -> None:
+def test_stale_ids_raise(stale):
     pool = BlockPool(2)
     for operation in (
         pool.touch,
@@ -78,7 +76,7 @@ def test_stale_ids_raise(stale: int) -> None:
     pool.check([])
 
 
-def test_check_finds_each_kind_of_contradiction() -> None:
+def test_check_finds_each_kind_of_contradiction():
     pool = BlockPool(3)
     pool.take(2)
     pool.check([0, 1])

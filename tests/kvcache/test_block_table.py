@@ -1,11 +1,9 @@
 """Tables whose parts begin inside a block: positions, slots and chains without `index == position // block_size`."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvboost_edge.errors import CacheCorruption
-from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, TableEntry, TablePart
+from kvboost_edge.kvcache.block_table import WHOLE, TableEntry, TablePart
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 
@@ -13,7 +11,7 @@ B = 4
 ROOT = root_hash(model_fingerprint="m", kv_format="f32", tenant="")
 
 
-def seamed(manager: KVCacheManager) -> BlockTable:
+def seamed(manager):
     """Tokens 0..5 in two blocks, 6..8 in one of their own that begins at position 6, 9..10 inside another."""
     table = manager.open_table(range(11), ROOT)
     manager.extend(table, 6)
@@ -26,7 +24,7 @@ def seamed(manager: KVCacheManager) -> BlockTable:
     return table
 
 
-def test_a_plain_table_is_one_part() -> None:
+def test_a_plain_table_is_one_part():
     manager = KVCacheManager(8, B)
     table = manager.open_table(range(6), ROOT)
     manager.extend(table, 6)
@@ -35,7 +33,7 @@ def test_a_plain_table_is_one_part() -> None:
     assert (table.num_slots(B), table.index_of(5, B), table.index_of(8, B)) == (8, 1, 2)
 
 
-def test_entries_and_slots_of_a_seamed_table() -> None:
+def test_entries_and_slots_of_a_seamed_table():
     manager = KVCacheManager(8, B)
     table = seamed(manager)
     assert table.block_ids == [0, 1, 2, 3]
@@ -53,7 +51,7 @@ def test_entries_and_slots_of_a_seamed_table() -> None:
         manager.slots(table, 0, 12)
 
 
-def test_room_is_counted_by_parts() -> None:
+def test_room_is_counted_by_parts():
     manager = KVCacheManager(8, B)
     table = seamed(manager)
     assert manager.blocks_needed(table, 11) == 0
@@ -64,7 +62,7 @@ def test_room_is_counted_by_parts() -> None:
         manager.commit(table, range(40), 16)
 
 
-def test_a_chain_ends_where_a_part_begins_inside_a_block() -> None:
+def test_a_chain_ends_where_a_part_begins_inside_a_block():
     """Only blocks whose content their tokens alone determine may be found by others."""
     manager = KVCacheManager(8, B)
     table = seamed(manager)
@@ -92,7 +90,7 @@ def test_a_chain_ends_where_a_part_begins_inside_a_block() -> None:
         [WHOLE, TablePart(9, 8, 8, 0)],
     ],
 )
-def test_parts_that_do_not_fit_are_found(parts: list[TablePart]) -> None:
+def test_parts_that_do_not_fit_are_found(parts):
     manager = KVCacheManager(8, B)
     table = manager.open_table(range(11), ROOT)
     manager.extend(table, 11)

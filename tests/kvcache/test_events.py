@@ -1,7 +1,5 @@
 """What came and left: whoever adds up the events knows the index, whatever happened between two questions."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B
@@ -13,14 +11,14 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.states.tables import StateSizes
 
 
-def fill(manager: KVCacheManager, tokens: list[int]) -> None:
+def fill(manager, tokens):
     table = manager.open_table(tokens, ROOTS[0])
     manager.extend(table, len(tokens))
     manager.commit(table, tokens, len(tokens))
     manager.free(table)
 
 
-def test_nobody_is_told_and_nothing_is_watched_before_the_first_question() -> None:
+def test_nobody_is_told_and_nothing_is_watched_before_the_first_question():
     manager = KVCacheManager(8, 2)
     fill(manager, [1, 2, 3, 4])
     assert manager._index._watchers == []
@@ -30,7 +28,7 @@ def test_nobody_is_told_and_nothing_is_watched_before_the_first_question() -> No
     assert len(first.published) == 2
 
 
-def test_only_what_changed_is_told() -> None:
+def test_only_what_changed_is_told():
     manager = KVCacheManager(8, 2)
     manager.events.take()
     assert manager.events.take() == CacheEvents(False, (), ())
@@ -43,7 +41,7 @@ def test_only_what_changed_is_told() -> None:
 
 
 @pytest.mark.parametrize("num_texts", [2, 40])
-def test_more_changes_than_blocks_are_told_as_a_whole(num_texts: int) -> None:
+def test_more_changes_than_blocks_are_told_as_a_whole(num_texts):
     manager = KVCacheManager(8, 2)
     manager.events.take()
     for number in range(num_texts):
@@ -56,7 +54,7 @@ def test_more_changes_than_blocks_are_told_as_a_whole(num_texts: int) -> None:
     assert not manager.events.take().is_whole
 
 
-def test_a_state_is_told_with_its_block_and_when_it_is_dropped_without_it() -> None:
+def test_a_state_is_told_with_its_block_and_when_it_is_dropped_without_it():
     manager, tokens = manager_of(), list(range(3 * B + 1))
     assert manager.events.take() == CacheEvents(True, (), ())
     cold(manager, tokens, hints=(B,))
@@ -74,7 +72,7 @@ def test_a_state_is_told_with_its_block_and_when_it_is_dropped_without_it() -> N
     assert not manager.events._states
 
 
-def test_of_a_model_without_states_blocks_alone_are_told() -> None:
+def test_of_a_model_without_states_blocks_alone_are_told():
     """The same tokens in both pools: what the one tells more is what has `state_hash` for a name."""
     plain, keeps = (KVCacheManager(8, B, state_sizes=sizes) for sizes in (None, StateSizes(8)))
     tokens = list(range(3 * B + 1))

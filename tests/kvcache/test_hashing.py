@@ -1,7 +1,5 @@
 """The hash chain: what enters it, what it must tell apart, and that it is the same in every process."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import struct
@@ -16,7 +14,7 @@ from kvboost_edge.kvcache.hashing import STATE_MASK, STATE_WORD, chain_hash, enc
 FIELDS = ["model_fingerprint", "kv_format", "rope", "adapter", "tenant"]
 
 
-def test_tokens_are_little_endian_u32() -> None:
+def test_tokens_are_little_endian_u32():
     ids = [0, 1, 255, 256, 65_536, 2**31, 2**32 - 1]
     assert encode_tokens(ids) == struct.pack("<7I", *ids)
     assert encode_tokens([]) == b""
@@ -24,17 +22,17 @@ def test_tokens_are_little_endian_u32() -> None:
 
 
 @pytest.mark.parametrize("bad", [[-1], [2**32], [1.5], ["a"], [None], [1, [2]]])
-def test_what_is_no_token_id_is_refused(bad: list[int]) -> None:
+def test_what_is_no_token_id_is_refused(bad):
     with pytest.raises(RequestError, match="token ids"):
         encode_tokens(bad)
 
 
-def test_a_link_is_sha256_of_parent_and_tokens() -> None:
+def test_a_link_is_sha256_of_parent_and_tokens():
     parent, tokens = b"p" * 32, encode_tokens(range(16))
     assert chain_hash(parent, tokens) == hashlib.sha256(parent + tokens).digest()
 
 
-def test_a_state_has_a_hash_of_its_own_that_each_word_of_its_block_tells() -> None:
+def test_a_state_has_a_hash_of_its_own_that_each_word_of_its_block_tells():
     block = chain_hash(b"p" * 32, encode_tokens(range(16)))
     words = struct.unpack("<4Q", state_hash(block))
     assert words == tuple((word ^ STATE_WORD) & STATE_MASK for word in struct.unpack("<4Q", block))
@@ -43,12 +41,12 @@ def test_a_state_has_a_hash_of_its_own_that_each_word_of_its_block_tells() -> No
     assert len({*many, *map(state_hash, many)}) == 400
 
 
-def test_the_hash_of_a_state_is_what_stored_records_have() -> None:
+def test_the_hash_of_a_state_is_what_stored_records_have():
     """Tiers of other versions, and of other machines, are asked for states by it."""
     assert state_hash(bytes(range(32))).hex() == "00dd451379de755100d54d1b71d67d5900cd550369ce654100c55d0b61c66d49"
 
 
-def test_each_field_of_the_root_matters_and_none_runs_into_the_next() -> None:
+def test_each_field_of_the_root_matters_and_none_runs_into_the_next():
     base = dict.fromkeys(FIELDS, "ab")
     roots = {root_hash(**base)}
     roots |= {root_hash(**{**base, field: value}) for field in FIELDS for value in ("abc", "a", "", "AB", "b")}
@@ -59,12 +57,12 @@ def test_each_field_of_the_root_matters_and_none_runs_into_the_next() -> None:
     assert all(len(root) == 32 for root in roots)
 
 
-def test_a_tenant_of_undecodable_bytes_has_its_own_root() -> None:
+def test_a_tenant_of_undecodable_bytes_has_its_own_root():
     tenants = [raw.decode("utf-8", "surrogateescape") for raw in (b"\xff", b"\xfe", b"?", b"")]
     assert len({root_hash(model_fingerprint="m", kv_format="k", tenant=tenant) for tenant in tenants}) == 4
 
 
-def test_hashes_do_not_depend_on_the_process() -> None:
+def test_hashes_do_not_depend_on_the_process():
     code = (
         "from kvboost_edge.kvcache.hashing import *;"
         "print(chain_hash(root_hash(model_fingerprint='m', kv_format='f32'), encode_tokens([1, 2])).hex())"

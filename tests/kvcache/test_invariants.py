@@ -1,7 +1,5 @@
 """check_invariants must find each contradiction that is planted: a check that cannot fail checks nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +11,7 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 ROOT = b"r" * 32
 
 
-def busy_manager() -> tuple[KVCacheManager, BlockTable, BlockTable]:
+def busy_manager():
     """A manager with a computed table, one in flight, an idle chain and a block being rewritten."""
     manager = KVCacheManager(16, 4)
     tokens = list(range(8))
@@ -34,7 +32,7 @@ def busy_manager() -> tuple[KVCacheManager, BlockTable, BlockTable]:
 Damage = Callable[[KVCacheManager, BlockTable, BlockTable], object]
 
 
-def swap_entry(manager: KVCacheManager, block_id: int, **fields: object) -> None:
+def swap_entry(manager, block_id, **fields):
     entry = manager._index.withdraw(block_id)
     manager._index.restore(block_id, entry._replace(**fields))
 
@@ -64,14 +62,14 @@ def swap_entry(manager: KVCacheManager, block_id: int, **fields: object) -> None
         lambda m, done, new: m._index._buckets.popitem(),
     ],
 )
-def test_each_planted_contradiction_is_found(damage: Damage) -> None:
+def test_each_planted_contradiction_is_found(damage):
     manager, done, rewriting = busy_manager()
     damage(manager, done, rewriting)
     with pytest.raises(CacheCorruption):
         manager.check_invariants([done, rewriting])
 
 
-def test_a_lost_a_repeated_and_a_foreign_table_are_found() -> None:
+def test_a_lost_a_repeated_and_a_foreign_table_are_found():
     manager, done, rewriting = busy_manager()
     stranger = KVCacheManager(4, 4).open_table([1], ROOT)
     for tables in ([done], [done, done], [done, rewriting, rewriting], [done, rewriting, stranger], []):

@@ -1,9 +1,5 @@
 """Chains that somebody else hashed: right ones save the hashing, wrong ones cost a miss and never a wrong block."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,13 +12,13 @@ TOKENS = list(range(30))
 tokens_of = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
 
-def right(tokens: Sequence[int], root: bytes = ROOT) -> bytes:
+def right(tokens, root=ROOT):
     return b"".join(prefix_hashes(tokens, root, B))
 
 
-def read(manager: KVCacheManager, block_ids: Sequence[int]) -> list[int]:
+def read(manager, block_ids):
     """The tokens that blocks were published with."""
-    found: list[int] = []
+    found = []
     for block_id in block_ids:
         key = manager.content.key(block_id)
         found += [int.from_bytes(key.tokens[at : at + 4], "little") for at in range(0, len(key.tokens), 4)]
@@ -32,17 +28,17 @@ def read(manager: KVCacheManager, block_ids: Sequence[int]) -> list[int]:
 class Counting:
     """The hash function, and how often it was called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def __call__(self, parent: bytes, tokens: bytes) -> bytes:
+    def __call__(self, parent, tokens):
         self.count += 1
         return chain_hash(parent, tokens)
 
 
 @pytest.mark.parametrize("whole_blocks", [False, True])
 @pytest.mark.parametrize("held", [0, 3, 7])
-def test_a_chain_that_is_known_is_hashed_no_more(held: int, whole_blocks: bool) -> None:
+def test_a_chain_that_is_known_is_hashed_no_more(held, whole_blocks):
     hashes = Counting()
     manager = KVCacheManager(32, B, hash_fn=hashes, whole_blocks=whole_blocks)
     if held:
@@ -67,7 +63,7 @@ def test_a_chain_that_is_known_is_hashed_no_more(held: int, whole_blocks: bool) 
 
 
 @given(st.lists(tokens_of, min_size=1, max_size=5), tokens_of, st.data())
-def test_a_lie_finds_nothing_that_is_not_there(before: list[list[int]], tokens: list[int], data: st.DataObject) -> None:
+def test_a_lie_finds_nothing_that_is_not_there(before, tokens, data):
     """Chains of other prompts and roots, shifted, cut and mixed, against a pool that holds all those prompts: what is
     served is always the prompt's own, and what is published is found by whoever hashes for himself."""
     manager = KVCacheManager(64, B)
@@ -93,7 +89,7 @@ def test_a_lie_finds_nothing_that_is_not_there(before: list[list[int]], tokens: 
 
 
 @given(tokens_of, tokens_of, st.integers(0, 3))
-def test_what_a_tier_is_asked_for_is_never_a_lie(tokens: list[int], other: list[int], num_held: int) -> None:
+def test_what_a_tier_is_asked_for_is_never_a_lie(tokens, other, num_held):
     """A tier believes the address it is asked by: blocks of equal tokens behind another prefix must not be named."""
     manager = KVCacheManager(64, B)
     manager.free(prefill(manager, tokens[: num_held * B] or tokens[:1]))
@@ -108,7 +104,7 @@ def test_what_a_tier_is_asked_for_is_never_a_lie(tokens: list[int], other: list[
         assert [key.prefix_hash for key in found] == list(hashes[first : first + len(found)])
 
 
-def test_a_false_promise_keeps_nobody_waiting_for_longer_than_it_lives() -> None:
+def test_a_false_promise_keeps_nobody_waiting_for_longer_than_it_lives():
     manager = KVCacheManager(32, B)
     liar = manager.open_table([7] * 12, ROOT, known=right(TOKENS))
     assert manager.is_in_flight(manager.awaited_hash(TOKENS, ROOT))

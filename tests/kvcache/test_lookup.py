@@ -1,7 +1,5 @@
 """What is served of a prompt when full blocks cannot be written into again, and why something was missed."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
@@ -11,7 +9,7 @@ ROOT = root_hash(model_fingerprint="m", kv_format="f")
 BLOCK = 16
 
 
-def compute(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> None:
+def compute(manager, tokens, root=ROOT):
     """Compute a prompt to its end and let go of it."""
     table = manager.open_table(tokens, root)
     manager.extend(table, len(tokens))
@@ -24,7 +22,7 @@ def compute(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> N
     ("length", "served", "served_whole"),
     [(1, 0, 0), (15, 0, 0), (16, 15, 0), (17, 16, 16), (31, 16, 16), (32, 31, 16), (33, 32, 32), (48, 47, 32)],
 )
-def test_whole_blocks_leave_out_the_block_of_the_last_token(length: int, served: int, served_whole: int) -> None:
+def test_whole_blocks_leave_out_the_block_of_the_last_token(length, served, served_whole):
     tokens = list(range(length))
     for whole, expected in ((False, served), (True, served_whole)):
         manager = KVCacheManager(8, BLOCK, whole_blocks=whole)
@@ -41,14 +39,14 @@ def test_whole_blocks_leave_out_the_block_of_the_last_token(length: int, served:
         assert manager.peek([*tokens, 99], ROOT) == length // BLOCK * BLOCK, "all of it is there for longer prompts"
 
 
-def reason(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> str:
+def reason(manager, tokens, root=ROOT):
     table = manager.open_table(tokens, root)
     manager.free(table)
     return table.miss_reason
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_reasons_of_misses(whole: bool) -> None:
+def test_reasons_of_misses(whole):
     manager = KVCacheManager(4, BLOCK, whole_blocks=whole)
     tokens = list(range(40))
     assert reason(manager, tokens) == "first_seen"
@@ -67,7 +65,7 @@ def test_reasons_of_misses(whole: bool) -> None:
     assert reason(manager, tokens) == "evicted"
 
 
-def test_a_tenant_never_learns_that_another_ones_block_was_dropped() -> None:
+def test_a_tenant_never_learns_that_another_ones_block_was_dropped():
     manager = KVCacheManager(4, BLOCK)
     other = narrowed_root(ROOT, "tenant", "other")
     compute(manager, list(range(40)), other)
@@ -76,7 +74,7 @@ def test_a_tenant_never_learns_that_another_ones_block_was_dropped() -> None:
     assert reason(manager, list(range(40)), other) == "evicted"
 
 
-def test_what_was_dropped_is_remembered_for_a_while_only() -> None:
+def test_what_was_dropped_is_remembered_for_a_while_only():
     manager = KVCacheManager(2, BLOCK)
     for number in range(20):
         compute(manager, [number] * 32)
@@ -85,7 +83,7 @@ def test_what_was_dropped_is_remembered_for_a_while_only() -> None:
     assert reason(manager, [0] * 32) == "first_seen"
 
 
-def test_roots_of_tenants_and_salts_are_all_different() -> None:
+def test_roots_of_tenants_and_salts_are_all_different():
     roots = {
         ROOT,
         narrowed_root(ROOT, "tenant", "a"),
@@ -99,7 +97,7 @@ def test_roots_of_tenants_and_salts_are_all_different() -> None:
     assert all(len(root) == 32 for root in roots)
 
 
-def test_freed_blocks_are_told_once_if_nothing_in_them_can_be_matched() -> None:
+def test_freed_blocks_are_told_once_if_nothing_in_them_can_be_matched():
     manager = KVCacheManager(8, BLOCK)
     tokens = list(range(40))
     table = manager.open_table(tokens, ROOT)

@@ -1,7 +1,5 @@
 """What the manager refuses, shows, evicts and waits for; what it shares and copies is in test_state_machine.py."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -13,7 +11,7 @@ from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFEREN
 # ---- misuse ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_freed_table_is_stale_for_every_operation() -> None:
+def test_a_freed_table_is_stale_for_every_operation():
     manager = KVCacheManager(8, B)
     table = prefill(manager, list(range(8)))
     twin = copy.copy(table)
@@ -35,7 +33,7 @@ def test_a_freed_table_is_stale_for_every_operation() -> None:
     manager.check_invariants([])
 
 
-def test_a_copy_of_a_live_table_and_a_table_of_another_pool_are_refused() -> None:
+def test_a_copy_of_a_live_table_and_a_table_of_another_pool_are_refused():
     manager, other = KVCacheManager(8, B), KVCacheManager(8, B)
     table, foreign = prefill(manager, list(range(8))), prefill(other, list(range(8)))
     for stranger in (copy.copy(table), foreign):
@@ -44,7 +42,7 @@ def test_a_copy_of_a_live_table_and_a_table_of_another_pool_are_refused() -> Non
     manager.check_invariants([table])
 
 
-def test_a_table_with_a_stale_id_is_found() -> None:
+def test_a_table_with_a_stale_id_is_found():
     manager = KVCacheManager(8, B)
     table = prefill(manager, list(range(8)))
     for ids in ([0, 5], [0, 99], [0, 0], [0]):
@@ -56,7 +54,7 @@ def test_a_table_with_a_stale_id_is_found() -> None:
         manager.free(table)
 
 
-def test_slots_follow_the_table() -> None:
+def test_slots_follow_the_table():
     manager = KVCacheManager(8, B)
     manager.open_table([], ROOT)
     pad = prefill(manager, [9] * 4)
@@ -74,7 +72,7 @@ def test_slots_follow_the_table() -> None:
             manager.make_writable(table, index)
 
 
-def test_blocks_behind_the_tokens_are_given_back() -> None:
+def test_blocks_behind_the_tokens_are_given_back():
     manager = KVCacheManager(8, B)
     table = prefill(manager, list(range(2 * B + 1)))
     progress = manager.progress
@@ -99,12 +97,12 @@ def test_blocks_behind_the_tokens_are_given_back() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, -16, 1.5, "16", None, True])
-def test_a_bad_block_size_is_refused(bad: int) -> None:
+def test_a_bad_block_size_is_refused(bad):
     with pytest.raises(ConfigError, match="block_size"):
         KVCacheManager(8, bad)
 
 
-def test_bad_token_ids_leave_nothing_behind() -> None:
+def test_bad_token_ids_leave_nothing_behind():
     manager = KVCacheManager(8, B)
     with pytest.raises(RequestError):
         manager.open_table([1, 2, 3, -4], ROOT)
@@ -115,7 +113,7 @@ def test_bad_token_ids_leave_nothing_behind() -> None:
 # ---- looking ---------------------------------------------------------------------------------------------------------
 
 
-def test_states_and_counts_of_the_pool() -> None:
+def test_states_and_counts_of_the_pool():
     manager = KVCacheManager(6, B)
     manager.free(prefill(manager, [1] * 8))
     parent = prefill(manager, [2] * 5)
@@ -131,7 +129,7 @@ def test_states_and_counts_of_the_pool() -> None:
     assert manager.reference_count == 4
 
 
-def test_new_blocks_are_told_once_and_copies_are_not_among_them() -> None:
+def test_new_blocks_are_told_once_and_copies_are_not_among_them():
     manager = KVCacheManager(6, B)
     parent = prefill(manager, [1] * 6)
     assert manager.drain_new_blocks() == parent.block_ids
@@ -147,7 +145,7 @@ def test_new_blocks_are_told_once_and_copies_are_not_among_them() -> None:
     manager.free(shared)
 
 
-def test_a_table_shows_itself() -> None:
+def test_a_table_shows_itself():
     manager = KVCacheManager(8, B)
     table = prefill(manager, list(range(5)))
     assert repr(table) == "BlockTable(block_ids=[0, 1], num_cached_tokens=0, num_computed_tokens=5)"
@@ -157,7 +155,7 @@ def test_a_table_shows_itself() -> None:
 # ---- eviction --------------------------------------------------------------------------------------------------------
 
 
-def test_chains_are_evicted_tail_first_and_the_least_recently_used_chain_first() -> None:
+def test_chains_are_evicted_tail_first_and_the_least_recently_used_chain_first():
     manager = KVCacheManager(8, B)
     one, two = [1] * 16, [2] * 16
     manager.free(prefill(manager, one))
@@ -171,7 +169,7 @@ def test_chains_are_evicted_tail_first_and_the_least_recently_used_chain_first()
     assert manager.evictions == 8
 
 
-def test_a_hit_makes_a_chain_recently_used() -> None:
+def test_a_hit_makes_a_chain_recently_used():
     manager = KVCacheManager(4, B)
     one, two = [1] * 8, [2] * 8
     manager.free(prefill(manager, one))
@@ -182,7 +180,7 @@ def test_a_hit_makes_a_chain_recently_used() -> None:
     assert (manager.peek([*one, 0], ROOT), manager.peek([*two, 0], ROOT)) == (8, 0)
 
 
-def test_peeking_changes_nothing() -> None:
+def test_peeking_changes_nothing():
     manager = KVCacheManager(4, B)
     manager.free(prefill(manager, [1] * 8))
     manager.free(prefill(manager, [2] * 8))
@@ -193,7 +191,7 @@ def test_peeking_changes_nothing() -> None:
     assert (manager.hit_tokens, manager.miss_tokens) == (0, 16)
 
 
-def test_what_was_never_published_is_taken_before_anything_cached() -> None:
+def test_what_was_never_published_is_taken_before_anything_cached():
     manager = KVCacheManager(4, B)
     manager.free(prefill(manager, [1] * 8))
     manager.free(prefill(manager, [2] * 7))  # one full block, one partial
@@ -205,7 +203,7 @@ def test_what_was_never_published_is_taken_before_anything_cached() -> None:
 # ---- capacity --------------------------------------------------------------------------------------------------------
 
 
-def test_extend_is_all_or_nothing() -> None:
+def test_extend_is_all_or_nothing():
     manager = KVCacheManager(4, B)
     held = prefill(manager, [1] * 6)
     table = manager.fork(held)
@@ -221,7 +219,7 @@ def test_extend_is_all_or_nothing() -> None:
     manager.check_invariants([held, table])
 
 
-def test_extending_to_what_exists_takes_nothing() -> None:
+def test_extending_to_what_exists_takes_nothing():
     manager = KVCacheManager(4, B)
     table = prefill(manager, [1] * 6)
     assert manager.extend(table, 8) == []
@@ -233,7 +231,7 @@ def test_extending_to_what_exists_takes_nothing() -> None:
 # ---- publishing ------------------------------------------------------------------------------------------------------
 
 
-def test_an_unpublished_commit_ends_the_publishing_of_a_table_and_its_forks() -> None:
+def test_an_unpublished_commit_ends_the_publishing_of_a_table_and_its_forks():
     manager = KVCacheManager(8, B)
     tokens = list(range(16))
     table = manager.open_table(tokens, ROOT)
@@ -248,7 +246,7 @@ def test_an_unpublished_commit_ends_the_publishing_of_a_table_and_its_forks() ->
 
 
 @pytest.mark.parametrize("num_computed", [3, 9, 13])
-def test_a_commit_must_grow_and_fit(num_computed: int) -> None:
+def test_a_commit_must_grow_and_fit(num_computed):
     manager = KVCacheManager(8, B)
     table = prefill(manager, list(range(4)))
     manager.extend(table, 12)
@@ -256,7 +254,7 @@ def test_a_commit_must_grow_and_fit(num_computed: int) -> None:
         manager.commit(table, list(range(8 if num_computed == 9 else 20)), num_computed)
 
 
-def test_a_rewrite_with_other_tokens_raises() -> None:
+def test_a_rewrite_with_other_tokens_raises():
     manager = KVCacheManager(8, B)
     manager.free(prefill(manager, [1, 2, 3, 4]))
     table = manager.open_table([1, 2, 3, 4], ROOT)
@@ -268,7 +266,7 @@ def test_a_rewrite_with_other_tokens_raises() -> None:
 # ---- prompts in flight -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_waited_for_is_the_last_block_another_one_promised() -> None:
+def test_what_is_waited_for_is_the_last_block_another_one_promised():
     manager = KVCacheManager(16, B)
     tokens = list(range(12))
     owner = manager.open_table(tokens, ROOT)
@@ -282,7 +280,7 @@ def test_what_is_waited_for_is_the_last_block_another_one_promised() -> None:
     assert not manager.is_in_flight(None)
 
 
-def test_progress_counts_what_can_make_room() -> None:
+def test_progress_counts_what_can_make_room():
     manager = KVCacheManager(16, B)
     table = manager.open_table(list(range(10)), ROOT)
     manager.extend(table, 10)
@@ -297,7 +295,7 @@ def test_progress_counts_what_can_make_room() -> None:
     assert manager.progress == 4
 
 
-def test_a_table_that_is_not_counted_is_served_all_the_same() -> None:
+def test_a_table_that_is_not_counted_is_served_all_the_same():
     manager = KVCacheManager(16, B)
     manager.free(prefill(manager, list(range(8))))
     table = manager.open_table(list(range(12)), ROOT, count=False)

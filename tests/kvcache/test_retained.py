@@ -1,7 +1,5 @@
 """What is retained: it outlives all else of its owner for its time, and never keeps a block from anybody."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -11,7 +9,7 @@ from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.manager import KVCacheManager
 
 
-def run(manager: KVCacheManager, tokens: list[int], owner: bytes = b"", root: bytes = ROOT, ttl: float = 0.0) -> int:
+def run(manager, tokens, owner=b"", root=ROOT, ttl=0.0):
     """A whole prompt, retained until `ttl` where that is not 0; how many of its blocks were there."""
     table = manager.open_table(tokens, root, owner=owner)
     found = table.num_cached_tokens // B
@@ -24,16 +22,16 @@ def run(manager: KVCacheManager, tokens: list[int], owner: bytes = b"", root: by
     return found
 
 
-def scan(manager: KVCacheManager, length: int, owner: bytes = b"", root: bytes = ROOT) -> None:
+def scan(manager, length, owner=b"", root=ROOT):
     for number in range(length):
         run(manager, [1000 + number] * B, owner, root)
 
 
-def cached(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> int:
+def cached(manager, tokens, root=ROOT):
     return manager.peek([*tokens, 0], root) // B
 
 
-def test_it_outlives_a_scan_that_flushes_all_else_and_goes_when_its_time_is_over() -> None:
+def test_it_outlives_a_scan_that_flushes_all_else_and_goes_when_its_time_is_over():
     manager = KVCacheManager(16, B, policy=TenantFloors)
     kept, plain = [1] * 4 * B, [2] * 4 * B
     run(manager, kept, ttl=100.0)
@@ -51,7 +49,7 @@ def test_it_outlives_a_scan_that_flushes_all_else_and_goes_when_its_time_is_over
     assert cached(manager, kept) == 0
 
 
-def test_what_is_looked_for_once_a_second_ends_a_second_late_at_most() -> None:
+def test_what_is_looked_for_once_a_second_ends_a_second_late_at_most():
     manager = KVCacheManager(16, B, policy=TenantFloors)
     for number in range(5):
         run(manager, [number] * B, ttl=10.0 + number / 10)
@@ -67,7 +65,7 @@ def test_what_is_looked_for_once_a_second_ends_a_second_late_at_most() -> None:
 
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed, TenantFloors])
-def test_it_is_free_for_whoever_needs_it(policy: type) -> None:
+def test_it_is_free_for_whoever_needs_it(policy):
     """All of the pool is retained: a request that wants all of it gets it at once."""
     manager = KVCacheManager(8, B, policy=policy)
     run(manager, [1] * 8 * B, ttl=1e9)
@@ -77,7 +75,7 @@ def test_it_is_free_for_whoever_needs_it(policy: type) -> None:
     assert (cached(manager, [1] * 8 * B), manager.pins.num_retained) == (0, 0)
 
 
-def test_a_longer_time_stays_and_use_makes_it_no_longer() -> None:
+def test_a_longer_time_stays_and_use_makes_it_no_longer():
     manager = KVCacheManager(16, B, policy=TenantFloors)
     run(manager, [1] * 2 * B, ttl=50.0)
     assert run(manager, [1] * 2 * B, ttl=20.0) == 1
@@ -88,7 +86,7 @@ def test_a_longer_time_stays_and_use_makes_it_no_longer() -> None:
     assert manager.pins.num_retained == 0
 
 
-def test_of_an_owner_that_retains_all_the_latest_half_stays() -> None:
+def test_of_an_owner_that_retains_all_the_latest_half_stays():
     manager = KVCacheManager(16, B, policy=TenantFloors)
     for number in range(1, 40):
         run(manager, [number] * 2 * B, ttl=1e9)
@@ -96,7 +94,7 @@ def test_of_an_owner_that_retains_all_the_latest_half_stays() -> None:
     assert [number for number in range(1, 40) if cached(manager, [number] * 2 * B) == 2] == [36, 37, 38, 39]
 
 
-def test_who_retains_all_takes_nothing_from_another_owner() -> None:
+def test_who_retains_all_takes_nothing_from_another_owner():
     """Two owners of a pool of 24: each finds its floor of 6 again, whether the other retains or not."""
     found = []
     for ttl in (0.0, 1e9):
@@ -109,7 +107,7 @@ def test_who_retains_all_takes_nothing_from_another_owner() -> None:
     assert found == [6, 6]
 
 
-def test_a_pin_that_ends_leaves_what_is_retained_retained() -> None:
+def test_a_pin_that_ends_leaves_what_is_retained_retained():
     manager = KVCacheManager(16, B, policy=TenantFloors)
     run(manager, [1] * 2 * B, ttl=1e9)
     manager.pins.add([1] * 2 * B, ROOT)
@@ -118,7 +116,7 @@ def test_a_pin_that_ends_leaves_what_is_retained_retained() -> None:
     assert cached(manager, [1] * 2 * B) == 2
 
 
-def test_what_is_reset_is_retained_no_longer() -> None:
+def test_what_is_reset_is_retained_no_longer():
     manager = KVCacheManager(8, B, policy=TenantFloors)
     run(manager, [1] * 2 * B, ttl=1e9)
     run(manager, [2] * 4 * B)
@@ -130,7 +128,7 @@ def test_what_is_reset_is_retained_no_longer() -> None:
     manager.check_invariants([])
 
 
-def test_an_equal_block_beside_the_published_one_retains_that_one() -> None:
+def test_an_equal_block_beside_the_published_one_retains_that_one():
     """Computed anew without the cache: the sequence's own blocks are unpublished, and the published ones are idle."""
     manager = KVCacheManager(16, B, policy=TenantFloors)
     run(manager, [1] * 2 * B)
@@ -141,7 +139,7 @@ def test_an_equal_block_beside_the_published_one_retains_that_one() -> None:
     assert cached(manager, [1] * 2 * B) == 2
 
 
-def test_an_ancestor_is_never_evicted_before_its_descendants() -> None:
+def test_an_ancestor_is_never_evicted_before_its_descendants():
     rng = random.Random(5)
     manager = KVCacheManager(60, B, policy=TenantFloors)
     texts = [[rng.randrange(5)] * B * 2 for _ in range(3)]

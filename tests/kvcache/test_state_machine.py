@@ -5,13 +5,10 @@ flight by their whole token tuple. The memory holds, in each slot, the prefix it
 write into a shared block, a lost copy or a read of poisoned memory all show as a slot with other content.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,9 +21,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from helpers.kvcache.pool_model import POISON, ROOTS, Asking, Live, Prefix, cut_hash, go_over, picks, tokens_lists
+from helpers.kvcache.pool_model import POISON, ROOTS, Asking, Live, cut_hash, go_over, picks, tokens_lists
 from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
-from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
@@ -44,36 +40,36 @@ class PoolMachine(Asking):
         whole=st.booleans(),
         policy=st.sampled_from([LeastRecentlyUsed, TenantFloors]),
     )
-    def start(self, num_blocks: int, block_size: int, bits: int, whole: bool, policy: Any) -> None:
+    def start(self, num_blocks, block_size, bits, whole, policy):
         self.size, self.whole = block_size, whole
         self.weak = bits < 256
         hash_fn = cut_hash(bits) if self.weak else chain_hash
         self.manager = KVCacheManager(num_blocks, block_size, hash_fn=hash_fn, whole_blocks=whole, policy=policy)
-        self.memory: list[Prefix] = [POISON] * (num_blocks * block_size)
-        self.live: list[Live] = []
-        self.cached: dict[tuple[Any, tuple[int, ...]], tuple[int, int]] = {}  # (parent node, tokens) -> block, node
-        self.claims: dict[Prefix, Live] = {}
-        self.pins: dict[Any, tuple[list[int], int | None]] = {}  # node of the last block -> blocks, end
+        self.memory = [POISON] * (num_blocks * block_size)
+        self.live = []
+        self.cached = {}  # (parent node, tokens) -> block, node
+        self.claims = {}
+        self.pins = {}  # node of the last block -> blocks, end
         self.now = self.next_node = 0
         self.evictions = self.cow_copies = self.hits = self.misses = 0
 
     # ---- the model -----------------------------------------------------------------------------------------------
 
-    def refs(self) -> Counter[int]:
+    def refs(self):
         pinned = {block_id for block_ids, _ in self.pins.values() for block_id in block_ids}
         return Counter((*pinned, *(block_id for seq in self.live for block_id in seq.table.block_ids)))
 
-    def full_block(self, tokens: list[int], index: int) -> tuple[int, ...]:
+    def full_block(self, tokens, index):
         return tuple(tokens[index * self.size : (index + 1) * self.size])
 
-    def prefix(self, seq_tokens: list[int], root: bytes, num_blocks: int) -> Prefix:
+    def prefix(self, seq_tokens, root, num_blocks):
         return root, tuple(seq_tokens[: num_blocks * self.size])
 
-    def servable_blocks(self, tokens: list[int]) -> int:
+    def servable_blocks(self, tokens):
         """Full blocks a prompt may share; of storage that cannot write into them, not that of the last token."""
         return (len(tokens) - int(self.whole)) // self.size
 
-    def match(self, tokens: list[int], root: bytes) -> tuple[list[int], Any]:
+    def match(self, tokens, root):
         block_ids, node = [], root
         for index in range(self.servable_blocks(tokens)):
             known = self.cached.get((node, self.full_block(tokens, index)))
@@ -83,16 +79,16 @@ class PoolMachine(Asking):
             node = known[1]
         return block_ids, node
 
-    def forget_blocks(self, block_ids: list[int]) -> None:
+    def forget_blocks(self, block_ids):
         lost = [key for key, (block_id, _) in self.cached.items() if block_id in block_ids]
         for key in lost:
             del self.cached[key]
         self.evictions += len(lost)
 
-    def drop_claims(self, seq: Live) -> None:
+    def drop_claims(self, seq):
         self.claims = {prefix: owner for prefix, owner in self.claims.items() if owner is not seq}
 
-    def withdraw_if_published(self, seq: Live, index: int) -> None:
+    def withdraw_if_published(self, seq, index):
         """`seq` alone holds the block and is about to write it: the block must not be matched meanwhile."""
         for key, (block_id, node) in self.cached.items():
             if block_id == seq.table.block_ids[index]:
@@ -101,7 +97,7 @@ class PoolMachine(Asking):
                 self.claims.setdefault(self.prefix(seq.tokens, seq.root, index + 1), seq)
                 return
 
-    def apply(self, ops: list[CopyOp]) -> None:
+    def apply(self, ops):
         for src, dst in ops:
             for offset in range(self.size):
                 self.memory[dst * self.size + offset] = self.memory[src * self.size + offset]
@@ -109,7 +105,7 @@ class PoolMachine(Asking):
             for offset in range(self.size):
                 self.memory[block_id * self.size + offset] = POISON
 
-    def made_writable(self, seq: Live, before: list[int], indices: range, refs: Counter[int]) -> None:
+    def made_writable(self, seq, before, indices, refs):
         """Follow a make_writable of blocks `indices`, given the ids and reference counts before it."""
         new = [b for b in seq.table.block_ids if b not in before]
         assert all(refs[block_id] == 0 for block_id in new), "a block somebody holds was handed out"
@@ -125,13 +121,13 @@ class PoolMachine(Asking):
             else:
                 self.withdraw_if_published(seq, index)
 
-    def pick(self, number: int) -> Live:
+    def pick(self, number):
         return self.live[number % len(self.live)]
 
     # ---- operations ----------------------------------------------------------------------------------------------
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), use_cache=st.booleans())
-    def open(self, tokens: list[int], root: bytes, use_cache: bool) -> None:
+    def open(self, tokens, root, use_cache):
         if len(self.live) == 6:
             self.finish_or_cancel(0)
         block_ids, node = self.match(tokens, root)
@@ -158,14 +154,14 @@ class PoolMachine(Asking):
             self.claims.setdefault(self.prefix(tokens, root, count), seq)
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), use_cache=st.sampled_from([True, True, False]))
-    def prefill(self, tokens: list[int], root: bytes, use_cache: bool) -> None:
+    def prefill(self, tokens, root, use_cache):
         self.open(tokens, root, use_cache)
         self.extend(-1, len(tokens))
         self.compute(-1)
 
     @precondition(lambda self: self.live)
     @rule(number=picks, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
-    def append(self, number: int, tokens: list[int]) -> None:
+    def append(self, number, tokens):
         """Generate: each step computes what is left and adds a token."""
         seq = self.pick(number)
         for token in tokens:
@@ -175,7 +171,7 @@ class PoolMachine(Asking):
 
     @precondition(lambda self: self.live)
     @rule(number=picks, count=st.integers(1, 14))
-    def extend(self, number: int, count: int) -> None:
+    def extend(self, number, count):
         seq = self.pick(number)
         target = min(len(seq.tokens), seq.computed + count)
         refs, before = self.refs(), seq.table.block_ids.copy()
@@ -199,7 +195,7 @@ class PoolMachine(Asking):
 
     @precondition(lambda self: self.live)
     @rule(number=picks)
-    def compute(self, number: int) -> None:
+    def compute(self, number):
         """A forward pass over what was extended, then commit."""
         seq = self.pick(number)
         refs = self.refs()
@@ -232,7 +228,7 @@ class PoolMachine(Asking):
 
     @precondition(lambda self: self.live)
     @rule(number=picks, count=st.integers(1, 9))
-    def draft(self, number: int, count: int) -> None:
+    def draft(self, number, count):
         """What is guessed behind the last token is written, and its blocks are given back."""
         seq = self.pick(number)
         self.extend(number, len(seq.tokens))
@@ -252,7 +248,7 @@ class PoolMachine(Asking):
 
     @precondition(lambda self: self.live)
     @rule(number=picks)
-    def fork(self, number: int) -> None:
+    def fork(self, number):
         seq = self.pick(number)
         if len(self.live) == 6 or seq.extended > seq.computed:
             return
@@ -265,7 +261,7 @@ class PoolMachine(Asking):
 
     @precondition(lambda self: any(seq.table.block_ids for seq in self.live))
     @rule(number=picks, position=picks)
-    def copy_on_write(self, number: int, position: int) -> None:
+    def copy_on_write(self, number, position):
         """Recompute into any block: make it writable and write the same prefix there again."""
         seq = self.pick(number)
         if not seq.table.block_ids:
@@ -286,7 +282,7 @@ class PoolMachine(Asking):
 
     @precondition(lambda self: self.live)
     @rule(number=picks)
-    def finish_or_cancel(self, number: int) -> None:
+    def finish_or_cancel(self, number):
         """Free in any state: done, half way through a pass, or just opened."""
         seq = self.live.pop(number % len(self.live))
         self.manager.free(seq.table)
@@ -297,7 +293,7 @@ class PoolMachine(Asking):
             self.manager.extend(seq.table, 1)
 
     @rule(share=st.integers(1, 4))
-    def evict(self, share: int) -> None:
+    def evict(self, share):
         """Somebody else takes the oldest free blocks, writes garbage and goes."""
         count = self.manager.free_block_count * share // 4
         table = self.manager.open_table([], b"evict", use_cache=False)
@@ -306,7 +302,7 @@ class PoolMachine(Asking):
         self.manager.free(table)
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), ttl=st.none() | st.integers(1, 3))
-    def pin(self, tokens: list[int], root: bytes, ttl: int | None) -> None:
+    def pin(self, tokens, root, ttl):
         num_full, until = len(tokens) // self.size, None if ttl is None else self.now + ttl
         block_ids, node = self.match([*tokens, *[2] * self.size], root)
         pinned = {block_id for ids, _ in self.pins.values() for block_id in ids}
@@ -318,7 +314,7 @@ class PoolMachine(Asking):
         self.pins[node] = block_ids, until
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS))
-    def unpin(self, tokens: list[int], root: bytes) -> None:
+    def unpin(self, tokens, root):
         block_ids, node = self.match([*tokens, *[2] * self.size], root)
         whole = len(block_ids) == len(tokens) // self.size
         before = len(self.refs())
@@ -328,12 +324,12 @@ class PoolMachine(Asking):
         assert len(self.refs()) <= before
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), ttl=st.integers(1, 3))
-    def retain(self, tokens: list[int], root: bytes, ttl: int) -> None:
+    def retain(self, tokens, root, ttl):
         pins = self.manager.pins
         pins.retain(pins.published(tokens, root), b"", self.now + ttl)
 
     @rule(seconds=st.integers(1, 3))
-    def time_goes_by(self, seconds: int) -> None:
+    def time_goes_by(self, seconds):
         self.now += seconds
         self.pins = {node: pin for node, pin in self.pins.items() if pin[1] is None or pin[1] > self.now}
         self.manager.pins.expire(self.now)
@@ -342,7 +338,7 @@ class PoolMachine(Asking):
         )
 
     @rule()
-    def reset(self) -> None:
+    def reset(self):
         refs = self.refs()
         idle = [key for key, (block_id, _) in self.cached.items() if refs[block_id] == 0]
         for key in idle:
@@ -352,7 +348,7 @@ class PoolMachine(Asking):
     # ---- what holds after every operation ------------------------------------------------------------------------
 
     @invariant()
-    def bookkeeping_agrees(self) -> None:
+    def bookkeeping_agrees(self):
         if not hasattr(self, "manager"):
             return
         manager, refs = self.manager, self.refs()
@@ -369,13 +365,13 @@ class PoolMachine(Asking):
         assert (manager.hit_tokens, manager.miss_tokens) == (self.hits, self.misses)
 
     @invariant()
-    def every_computed_slot_holds_its_prefix(self) -> None:
+    def every_computed_slot_holds_its_prefix(self):
         for seq in getattr(self, "live", []):
             assert seq.table.num_computed_tokens == seq.computed
             held = [self.memory[slot] for slot in self.manager.slots(seq.table, 0, seq.computed)]
             assert held == [(seq.root, tuple(seq.tokens[: position + 1])) for position in range(seq.computed)]
 
-    def teardown(self) -> None:
+    def teardown(self):
         for seq in getattr(self, "live", []):
             self.manager.free(seq.table)
         if hasattr(self, "manager"):
@@ -389,18 +385,18 @@ class PoolMachine(Asking):
             assert self.manager.free_block_count == self.manager.num_blocks
 
 
-def test_random_operations_agree_with_the_model() -> None:
+def test_random_operations_agree_with_the_model():
     run_state_machine_as_test(
         PoolMachine, settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=STEPS, deadline=None)
     )
 
 
 @pytest.mark.parametrize("bits", [1, 8])
-def test_ten_thousand_lookups_under_a_weak_hash_without_a_wrong_hit(bits: int) -> None:
+def test_ten_thousand_lookups_under_a_weak_hash_without_a_wrong_hit(bits):
     rng = random.Random(bits)
     manager = KVCacheManager(64, 2, hash_fn=cut_hash(bits))
     # The oracle: what each published block stands for, told by who wrote it and not by any hash.
-    content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+    content = {}
     lookups = hits = 0
     while lookups < 10_000:
         tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 13))]

@@ -1,30 +1,28 @@
 """Blocks that a table computed although equal ones were published: it goes over to those, and all it holds is found."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B, prefill
-from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
+from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.states.tables import StateSizes
 
 
-def compute(manager: KVCacheManager, table: BlockTable, tokens: list[int]) -> None:
+def compute(manager, table, tokens):
     """A pass over the tokens that a table has not computed yet, of a model with states."""
     manager.extend(table, len(tokens))
     manager.states.plan(table, table.num_computed_tokens, len(tokens))
     manager.commit(table, tokens, len(tokens))
 
 
-def take_all(manager: KVCacheManager) -> None:
+def take_all(manager):
     """Somebody else takes every free block, and goes."""
     filler = manager.open_table([], b"f" * 32, use_cache=False)
     manager.extend(filler, B * manager.free_block_count)
     manager.free(filler)
 
 
-def test_who_computes_what_is_published_meanwhile_gives_its_own_blocks_back() -> None:
+def test_who_computes_what_is_published_meanwhile_gives_its_own_blocks_back():
     manager, tokens = KVCacheManager(8, B), list(range(12))
     first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
     for table in (first, second):
@@ -44,7 +42,7 @@ def test_who_computes_what_is_published_meanwhile_gives_its_own_blocks_back() ->
     manager.check_invariants([second])
 
 
-def test_what_is_replayed_for_its_state_stays_found_while_the_table_lives() -> None:
+def test_what_is_replayed_for_its_state_stays_found_while_the_table_lives():
     """Its keys and values are there twice; those that are published go over to the table before they are evicted."""
     manager, tokens = KVCacheManager(16, B, state_sizes=StateSizes(8)), list(range(7 * B))
     table = manager.open_table(tokens[:25], ROOT)
@@ -63,7 +61,7 @@ def test_what_is_replayed_for_its_state_stays_found_while_the_table_lives() -> N
     manager.check_invariants([again, following])
 
 
-def test_a_copy_takes_the_place_of_what_it_was_copied_from_if_that_is_evicted_meanwhile() -> None:
+def test_a_copy_takes_the_place_of_what_it_was_copied_from_if_that_is_evicted_meanwhile():
     manager, tokens = KVCacheManager(4, B), list(range(8))
     first = prefill(manager, [*tokens, 1, 2, 3, 4])
     second = manager.open_table(tokens, ROOT)
@@ -80,7 +78,7 @@ def test_a_copy_takes_the_place_of_what_it_was_copied_from_if_that_is_evicted_me
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_a_table_without_the_cache_keeps_its_own_and_its_equals_outlive_what_hangs_on_them(forked: bool) -> None:
+def test_a_table_without_the_cache_keeps_its_own_and_its_equals_outlive_what_hangs_on_them(forked):
     manager, tokens = KVCacheManager(8, B), list(range(8))
     first = prefill(manager, tokens)
     second = prefill(manager, tokens, use_cache=False)
@@ -100,7 +98,7 @@ def test_a_table_without_the_cache_keeps_its_own_and_its_equals_outlive_what_han
     assert manager.peek([*running, 0], ROOT) == 8  # the end of the chain went first
 
 
-def test_kept_apart_a_table_keeps_its_own() -> None:
+def test_kept_apart_a_table_keeps_its_own():
     manager, tokens = KVCacheManager(8, B), list(range(8))
     manager.twins.keep_apart()
     first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
@@ -111,7 +109,7 @@ def test_kept_apart_a_table_keeps_its_own() -> None:
     manager.check_invariants([first, second])
 
 
-def test_an_evicted_equal_is_not_mistaken_for_what_took_its_block() -> None:
+def test_an_evicted_equal_is_not_mistaken_for_what_took_its_block():
     manager, tokens = KVCacheManager(3, B), list(range(4))
     first = prefill(manager, tokens)
     second = prefill(manager, tokens, use_cache=False)  # its published equal is the first table's block

@@ -1,13 +1,10 @@
 """Checkpoints: what is read of a model is read once; a file that is replaced meanwhile is not taken for the first."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,30 +16,29 @@ from kvboost_edge.engine.build import load_tokenizer
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf import file as gguf_file
-from kvboost_edge.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
+def model_dir(tmp_path):
     return save_tiny_model("llama", tmp_path / "model")
 
 
 @pytest.fixture
-def gguf(model_dir: Path, tmp_path: Path) -> Path:
+def gguf(model_dir, tmp_path):
     return write_gguf(model_dir, tmp_path / "m.gguf", kind="Q8_0")
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def reads(monkeypatch):
     """How often headers were parsed ("header"), and arrays of strings decoded, by key."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     parse, decode = gguf_file._read, gguf_file._decoded
 
-    def counted_parse(*given: Any) -> Any:
+    def counted_parse(*given):
         counts["header"] += 1
         return parse(*given)
 
-    def counted_decode(path: Path, key: str, *given: Any) -> Any:
+    def counted_decode(path, key, *given):
         counts[key] += 1
         return decode(path, key, *given)
 
@@ -51,9 +47,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_an_engine_parses_a_header_once(
-    gguf: Path, reads: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_parses_a_header_once(gguf, reads, tmp_path, monkeypatch):
     """The first start packs the weights, another finds them packed."""
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     for _ in range(2):
@@ -64,12 +58,12 @@ def test_an_engine_parses_a_header_once(
 
 
 @pytest.mark.parametrize("command", ["inspect", "doctor"])
-def test_a_command_parses_a_header_once(command: str, gguf: Path, reads: Counter[str]) -> None:
+def test_a_command_parses_a_header_once(command, gguf, reads):
     assert run([command, str(gguf), "--json"]) == 0
     assert reads == {"header": 1, "tokenizer.ggml.tokens": 1}
 
 
-def test_an_open_checkpoint_stays_the_same_one(model_dir: Path, gguf: Path) -> None:
+def test_an_open_checkpoint_stays_the_same_one(model_dir, gguf):
     for path in (model_dir, gguf):
         checkpoint = Checkpoint.open(str(path))
         assert checkpoint.path == path
@@ -77,18 +71,18 @@ def test_an_open_checkpoint_stays_the_same_one(model_dir: Path, gguf: Path) -> N
         assert checkpoint.config is checkpoint.config
 
 
-def test_both_forms_say_the_same(model_dir: Path, gguf: Path) -> None:
+def test_both_forms_say_the_same(model_dir, gguf):
     directory, file = Checkpoint.open(model_dir), Checkpoint.open(gguf)
     assert (directory.is_gguf, file.is_gguf) == (False, True)
     assert (directory.is_quantized, file.is_quantized) == (False, True)
     assert directory.summary().num_params == file.summary().num_params
     assert directory.packed_bytes("int8") == file.packed_bytes("int8")
     assert directory.generation() == file.generation()
-    tokenizers: list[Tokenizer] = [load_tokenizer(directory), load_tokenizer(file)]
+    tokenizers = [load_tokenizer(directory), load_tokenizer(file)]
     assert tokenizers[0].encode("one two") == tokenizers[1].encode("one two")
 
 
-def test_the_fingerprint_of_a_file_is_of_its_bytes_alone(gguf: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_of_a_file_is_of_its_bytes_alone(gguf, tmp_path):
     """Packed files and shared blocks of earlier versions stay valid: the value may not change."""
     whole = hashlib.sha256(hashlib.sha256(gguf.read_bytes()).digest()).hexdigest()  # one part, then all parts
     expected = hashlib.sha256(b"kvboost-edge gguf 1" + whole.encode()).hexdigest()
@@ -97,7 +91,7 @@ def test_the_fingerprint_of_a_file_is_of_its_bytes_alone(gguf: Path, tmp_path: P
         assert Checkpoint.open(path).fingerprint(cache_dir=tmp_path / "cache") == expected
 
 
-def test_a_file_that_is_replaced_after_its_header_was_read_is_refused(gguf: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_after_its_header_was_read_is_refused(gguf, tmp_path):
     """The places in the header are those of the first file."""
     checkpoint = Checkpoint.open(gguf)
     assert checkpoint.changed_files() == []
@@ -111,7 +105,7 @@ def test_a_file_that_is_replaced_after_its_header_was_read_is_refused(gguf: Path
         checkpoint.fingerprint(cache_dir=tmp_path / "cache")
 
 
-def test_a_directory_that_changes_after_its_fingerprint_is_noticed(model_dir: Path, tmp_path: Path) -> None:
+def test_a_directory_that_changes_after_its_fingerprint_is_noticed(model_dir, tmp_path):
     checkpoint = Checkpoint.open(model_dir)
     first = checkpoint.fingerprint(cache_dir=tmp_path / "cache")
     assert checkpoint.changed_files() == []

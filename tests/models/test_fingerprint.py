@@ -1,13 +1,10 @@
 """Fingerprints: equal for equal models, different for any byte that matters, remembered by the file's stamp."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
 import stat
 from pathlib import Path
-from typing import IO
 
 import pytest
 import torch
@@ -21,22 +18,22 @@ from kvboost_edge.models.fingerprint import fingerprint_of_directory, fingerprin
 
 
 @pytest.fixture
-def model(tiny_model_dir: Path, tmp_path: Path) -> Path:
+def model(tiny_model_dir, tmp_path):
     return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
+def cache(tmp_path):
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def hashed(monkeypatch):
     """Files whose content was read through."""
-    calls: list[Path] = []
+    calls = []
     real = fingerprint.digest_in_parts
 
-    def counted(file: IO[bytes], stop: int, *, part_bytes: int, num_threads: int) -> str:
+    def counted(file, stop, *, part_bytes, num_threads):
         calls.append(Path(file.name))
         return real(file, stop, part_bytes=part_bytes, num_threads=num_threads)
 
@@ -44,7 +41,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return calls
 
 
-def test_a_copy_has_the_same_and_a_changed_byte_another(model: Path, tmp_path: Path, cache: Path) -> None:
+def test_a_copy_has_the_same_and_a_changed_byte_another(model, tmp_path, cache):
     first = fingerprint_of_directory(model, cache_dir=cache)
     assert len(first) == 64
     copy = shutil.copytree(model, tmp_path / "copy")
@@ -59,13 +56,13 @@ def test_a_copy_has_the_same_and_a_changed_byte_another(model: Path, tmp_path: P
     assert len(seen) == 4
 
 
-def test_other_files_do_not_count(model: Path, cache: Path) -> None:
+def test_other_files_do_not_count(model, cache):
     first = fingerprint_of_directory(model, cache_dir=cache)
     (model / "README.md").write_text("words")
     assert fingerprint_of_directory(model, cache_dir=cache) == first
 
 
-def test_digest_is_sha256_of_the_parts(model: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_digest_is_sha256_of_the_parts(model, monkeypatch, cache):
     monkeypatch.setattr(fingerprint, "_PART_BYTES", 1000)
     monkeypatch.setattr(file_digest, "_READ_BYTES", 300)
     raw = (model / "model.safetensors").read_bytes()
@@ -74,7 +71,7 @@ def test_digest_is_sha256_of_the_parts(model: Path, monkeypatch: pytest.MonkeyPa
     assert found == hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def test_remembered_by_stamp(model: Path, hashed: list[Path], cache: Path) -> None:
+def test_remembered_by_stamp(model, hashed, cache):
     first = fingerprint_of_directory(model, cache_dir=cache)
     assert hashed
     hashed.clear()
@@ -89,9 +86,7 @@ def test_remembered_by_stamp(model: Path, hashed: list[Path], cache: Path) -> No
     assert fingerprint_of_directory(model, cache_dir=cache) != first
 
 
-def test_cache_directory_from_the_environment_and_private(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_directory_from_the_environment_and_private(model, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "named"))
     assert cache_directory() == tmp_path / "named"
     fingerprint_of_directory(model)
@@ -102,7 +97,7 @@ def test_cache_directory_from_the_environment_and_private(
     assert stat.S_IMODE(entries[0].stat().st_mode) == 0o600
 
 
-def test_works_where_nothing_can_be_remembered(model: Path, tmp_path: Path, cache: Path, hashed: list[Path]) -> None:
+def test_works_where_nothing_can_be_remembered(model, tmp_path, cache, hashed):
     first = fingerprint_of_directory(model, cache_dir=cache)
     blocked = tmp_path / "a-file"
     blocked.write_text("in the way")
@@ -112,7 +107,7 @@ def test_works_where_nothing_can_be_remembered(model: Path, tmp_path: Path, cach
     assert len(hashed) == 2
 
 
-def test_damaged_or_foreign_memory_is_not_believed(model: Path, cache: Path, hashed: list[Path]) -> None:
+def test_damaged_or_foreign_memory_is_not_believed(model, cache, hashed):
     first = fingerprint_of_directory(model, cache_dir=cache)
     (entry,) = (cache / "files").iterdir()
     good = entry.read_text()
@@ -132,7 +127,7 @@ def test_damaged_or_foreign_memory_is_not_believed(model: Path, cache: Path, has
     assert hashed
 
 
-def test_facts_add_up(model: Path, cache: Path) -> None:
+def test_facts_add_up(model, cache):
     stamp = FileStamp.of(model / "model.safetensors")
     remember(stamp, {"digest": "d"}, cache)
     remember(stamp, {"finite": True}, cache)
@@ -140,13 +135,13 @@ def test_facts_add_up(model: Path, cache: Path) -> None:
     assert not list((cache / "files").glob(".new-*"))
 
 
-def test_missing_weights_raise(model: Path, cache: Path) -> None:
+def test_missing_weights_raise(model, cache):
     (model / "model.safetensors").unlink()
     with pytest.raises(ModelFormatError, match=r"model\.safetensors"):
         fingerprint_of_directory(model, cache_dir=cache)
 
 
-def test_shards_and_their_names_count(model: Path, cache: Path) -> None:
+def test_shards_and_their_names_count(model, cache):
     """Bytes moved from one tensor to another are another model, though the bytes are the same."""
     first = fingerprint_of_directory(model, cache_dir=cache)
     state = load_file(model / "model.safetensors")
@@ -156,7 +151,7 @@ def test_shards_and_their_names_count(model: Path, cache: Path) -> None:
     assert fingerprint_of_directory(model, cache_dir=cache) != first
 
 
-def test_module_fingerprint_sees_every_parameter() -> None:
+def test_module_fingerprint_sees_every_parameter():
     from helpers.models.tiny_models import build_tiny_model
 
     tokenizer = object()

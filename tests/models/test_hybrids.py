@@ -1,10 +1,5 @@
 """Hybrids from their files to packed tensors: a float64 model of these equals transformers."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -24,24 +19,24 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 TOKENS = np.random.default_rng(5).integers(0, 256, 70).tolist()
 
 
-def _of_transformers(model: Any) -> np.ndarray:
+def _of_transformers(model):
     with torch.inference_mode():
         return np.asarray(model(torch.tensor([TOKENS]), use_cache=False).logits[0].numpy(), dtype=np.float64)
 
 
-def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+def _distance(found, expected):
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_the_packed_tensors_are_the_model_of_transformers(name: str, tmp_path: Path) -> None:
+def test_the_packed_tensors_are_the_model_of_transformers(name, tmp_path):
     spec, weights = plan_floats(save_tiny_model(name, tmp_path))
     expected = _of_transformers(build_tiny_model(name))
     assert _distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", HYBRID_NESTED)
-def test_a_language_model_inside_another(name: str, tmp_path: Path) -> None:
+def test_a_language_model_inside_another(name, tmp_path):
     """Beside it a part for images, and layers that guess tokens ahead: both are told and not used."""
     save_nested_model(name, tmp_path)
     path = tmp_path / "model.safetensors"
@@ -56,7 +51,7 @@ def test_a_language_model_inside_another(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("wrong", ["conv", "state", "gate", "rope"])
-def test_the_oracle_sees_what_is_wrong(name: str, wrong: str, tmp_path: Path) -> None:
+def test_the_oracle_sees_what_is_wrong(name, wrong, tmp_path):
     """Its distance from transformers is far above the tolerance where a tensor is in another order."""
     spec, weights = plan_floats(save_tiny_model(name, tmp_path))
     expected = hybrid_logits(spec, weights, TOKENS)
@@ -76,7 +71,7 @@ def test_the_oracle_sees_what_is_wrong(name: str, wrong: str, tmp_path: Path) ->
     assert _distance(hybrid_logits(spec, weights, TOKENS), expected) > 1e-2
 
 
-def test_steps_of_time_are_limited_as_the_config_says(tmp_path: Path) -> None:
+def test_steps_of_time_are_limited_as_the_config_says(tmp_path):
     """In one pass, as transformers does; token by token it does not."""
     limited = {"time_step_limit": (0.3, 0.6)}
     spec, weights = plan_floats(save_tiny_model("granitemoehybrid-groups", tmp_path, **limited))
@@ -85,7 +80,7 @@ def test_steps_of_time_are_limited_as_the_config_says(tmp_path: Path) -> None:
     assert _distance(expected, _of_transformers(build_tiny_model("granitemoehybrid-groups"))) > 1e-2
 
 
-def test_experts_may_be_chosen_without_a_bias(tmp_path: Path) -> None:
+def test_experts_may_be_chosen_without_a_bias(tmp_path):
     """There is no tensor of it in the file then."""
     without = {"use_expert_bias": False}
     spec, weights = plan_floats(save_tiny_model("lfm2_moe", tmp_path, **without))
@@ -94,7 +89,7 @@ def test_experts_may_be_chosen_without_a_bias(tmp_path: Path) -> None:
     assert _distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
 
 
-def test_shares_of_sigmoids_are_divided_where_the_config_says_so(tmp_path: Path) -> None:
+def test_shares_of_sigmoids_are_divided_where_the_config_says_so(tmp_path):
     as_they_are = {"norm_topk_prob": False}
     spec, weights = plan_floats(save_tiny_model("nemotron_h-moe", tmp_path, **as_they_are))
     expected = _of_transformers(build_tiny_model("nemotron_h-moe", **as_they_are))
@@ -105,7 +100,7 @@ def test_shares_of_sigmoids_are_divided_where_the_config_says_so(tmp_path: Path)
 # -- tensors --
 
 
-def test_what_a_state_space_packs(tmp_path: Path) -> None:
+def test_what_a_state_space_packs(tmp_path):
     """The file's [z | x | B | C | dt] as [x | B | C | z], and dt as floats beside it; gate and up from one matrix."""
     save_tiny_model("granitemoehybrid-h", tmp_path)
     spec, weights = plan_floats(tmp_path)
@@ -125,7 +120,7 @@ def test_what_a_state_space_packs(tmp_path: Path) -> None:
     assert (kinds["layer2.mixer_gates"], kinds["layer2.mixer_in"]) == ("f32", "int4")
 
 
-def test_what_a_convolution_packs(tmp_path: Path) -> None:
+def test_what_a_convolution_packs(tmp_path):
     save_tiny_model("lfm2", tmp_path)
     spec, weights = plan_floats(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
@@ -142,7 +137,7 @@ def test_what_a_convolution_packs(tmp_path: Path) -> None:
     assert "layer1.conv" not in weights
 
 
-def test_what_a_gated_delta_rule_packs(tmp_path: Path) -> None:
+def test_what_a_gated_delta_rule_packs(tmp_path):
     save_tiny_model("qwen3_5_text", tmp_path)
     spec, weights = plan_floats(tmp_path)
     files = {name: tensor.astype(np.float64) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
@@ -161,7 +156,7 @@ def test_what_a_gated_delta_rule_packs(tmp_path: Path) -> None:
     assert gates.kind == "f32"
 
 
-def test_queries_and_gates_are_told_apart(tmp_path: Path) -> None:
+def test_queries_and_gates_are_told_apart(tmp_path):
     """Of each head the file has its query, then its gate; packed are all queries, keys, values, then all gates."""
     save_tiny_model("qwen3_5_text", tmp_path)
     _, weights = plan_floats(tmp_path)
@@ -173,7 +168,7 @@ def test_queries_and_gates_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q4_K", "IQ4_NL"])
-def test_any_range_of_queries_and_gates(kind: str, tmp_path: Path) -> None:
+def test_any_range_of_queries_and_gates(kind, tmp_path):
     wide = {"hidden_size": 256, "intermediate_size": 512, "linear_key_head_dim": 32}
     path = write_gguf(save_tiny_model("qwen3_5_text", tmp_path / "model", **wide), tmp_path / "m.gguf", kind=kind)
     name = "model.layers.2.self_attn.{}.weight"
@@ -199,7 +194,7 @@ def test_any_range_of_queries_and_gates(kind: str, tmp_path: Path) -> None:
                 ours.rows(name.format(part), 100, 129)
 
 
-TENSORS: dict[str, tuple[str, dict[str, np.ndarray | None], str]] = {
+TENSORS = {
     "a tap too many": (
         "lfm2", {"model.layers.2.conv.conv.weight": np.ones((64, 1, 4), np.float32)},
         r"conv.weight' has shape \(64, 1, 4\); the config says that a channel has 3 taps",
@@ -257,7 +252,7 @@ TENSORS: dict[str, tuple[str, dict[str, np.ndarray | None], str]] = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_refused(name, tmp_path):
     family, change, message = TENSORS[name]
     path = save_tiny_model(family, tmp_path) / "model.safetensors"
     changed = {key: value for key, value in {**load_file(path), **change}.items() if value is not None}

@@ -1,11 +1,7 @@
 """Models of several parts: the language model inside equals transformers' own, and what contradicts is refused."""
 
-from __future__ import annotations
-
 import json
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -21,7 +17,7 @@ from kvboost_edge.runners.native.runner import NativeRunner
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-def _change(directory: Path, change: dict[str, Any], text: dict[str, Any] | None = None) -> Path:
+def _change(directory, change, text=None):
     """Fields of the config, and of its text_config; None: taken out."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
@@ -34,7 +30,7 @@ def _change(directory: Path, change: dict[str, Any], text: dict[str, Any] | None
     return directory
 
 
-def _rename(directory: Path, **prefixes: str) -> None:
+def _rename(directory, **prefixes):
     """Prefixes of tensors in the file, "." written as "__"."""
     found = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
@@ -47,7 +43,7 @@ def _rename(directory: Path, **prefixes: str) -> None:
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_the_language_model_equals_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_language_model_equals_transformers(name, tmp_path, caplog):
     save_nested_model(name, tmp_path)
     with caplog.at_level(logging.INFO, "kvboost_edge"):
         assert_native_equals(build_nested_model(name), tmp_path)
@@ -58,7 +54,7 @@ def test_the_language_model_equals_transformers(name: str, tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_head_that_the_configs_disagree_about_is_where_the_file_says(tied: bool, tmp_path: Path) -> None:
+def test_a_head_that_the_configs_disagree_about_is_where_the_file_says(tied, tmp_path):
     save_nested_model("qwen3_vl", tmp_path, tie_word_embeddings=tied)
     for outer, inner in ((not tied, tied), (tied, not tied), (None, tied), (None, None)):
         _change(tmp_path, {"tie_word_embeddings": outer}, {"tie_word_embeddings": inner})
@@ -66,7 +62,7 @@ def test_a_head_that_the_configs_disagree_about_is_where_the_file_says(tied: boo
     assert_native_equals(build_nested_model("qwen3_vl", tie_word_embeddings=tied), tmp_path)
 
 
-def test_names_of_older_files(tmp_path: Path) -> None:
+def test_names_of_older_files(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
     _rename(tmp_path, model__language_model__="language_model.model.", lm_head__="language_model.lm_head.",
             model__visual__="visual.")  # fmt: skip
@@ -76,7 +72,7 @@ def test_names_of_older_files(tmp_path: Path) -> None:
     assert_native_equals(build_nested_model("qwen3_vl"), tmp_path)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+REFUSED = {
     "two widths": ({"hidden_size": 128}, {}, "hidden_size=128, but its text_config hidden_size=64"),
     "two vocabularies": ({"vocab_size": 301}, {}, "vocab_size=301, but its text_config vocab_size=300"),
     "two ropes": ({"rope_theta": 1e4}, {"rope_theta": 1e6}, "rope_theta=10000.0, but its text_config rope_theta="),
@@ -89,7 +85,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_config_that_contradicts_itself_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_config_that_contradicts_itself_is_refused(name, tmp_path):
     change, text, message = REFUSED[name]
     save_nested_model("qwen3_vl", tmp_path)
     _change(tmp_path, {}, text)
@@ -98,14 +94,14 @@ def test_a_config_that_contradicts_itself_is_refused(name: str, tmp_path: Path) 
         NativeRunner.from_dir(tmp_path, weights="f32")
 
 
-def test_the_same_size_in_both_configs_is_no_contradiction(tmp_path: Path) -> None:
+def test_the_same_size_in_both_configs_is_no_contradiction(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
     expected = describe_model(Checkpoint.open(tmp_path).config)
     _change(tmp_path, {"hidden_size": 64, "vocab_size": 300})
     assert describe_model(Checkpoint.open(tmp_path).config) == expected
 
 
-def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.language_model.norm.weight"].copy()
@@ -114,14 +110,14 @@ def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         SafetensorsSource(tmp_path)
 
 
-def test_a_part_that_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_a_part_that_is_not_known_is_refused(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
     _rename(tmp_path, model__visual__="model.smell.")
     with pytest.raises(ModelFormatError, match=r"model\.smell\..*is not known"):
         NativeRunner.from_dir(tmp_path, weights="f32")
 
 
-def test_what_gemmas_files_leave_out(tmp_path: Path) -> None:
+def test_what_gemmas_files_leave_out(tmp_path):
     """As of Gemma 3 4B: its text_config names five things."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip

@@ -1,7 +1,5 @@
 """Where documents are cut: every token once, ends of sentences where they are in reach, options that make sense."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -10,16 +8,16 @@ from hypothesis import strategies as st
 
 from kvboost_edge.config import ChunkStrategy
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.reuse.cutting import Chunk, ChunkOptions, cut
+from kvboost_edge.reuse.cutting import ChunkOptions, cut
 
 
 class Words:
     """A tokenizer: words with the space before them, marks and line ends are tokens."""
 
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
+    def __init__(self):
+        self.pieces = []
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         ids = []
         for piece in re.findall(r" ?\w+|\n+|.", text):
             if piece not in self.pieces:
@@ -27,21 +25,21 @@ class Words:
             ids.append(self.pieces.index(piece))
         return ids
 
-    def piece_of(self, token: int) -> str:
+    def piece_of(self, token):
         return self.pieces[token]
 
-    def texts(self, document: list[int], chunks: list[Chunk]) -> list[str]:
+    def texts(self, document, chunks):
         return ["".join(map(self.piece_of, document[chunk.start : chunk.stop])) for chunk in chunks]
 
 
-def semantic(text: str, size: int, window: int) -> list[str]:
+def semantic(text, size, window):
     words = Words()
     options = ChunkOptions(strategy="semantic", chunk_size=size, chunk_boundary_window=window, block_size=1)
     document = words.encode(text)
     return words.texts(document, cut([document], options, words.piece_of))
 
 
-def bounds(chunks: list[Chunk]) -> list[tuple[int, int, int]]:
+def bounds(chunks):
     return [(chunk.document, chunk.start, chunk.stop) for chunk in chunks]
 
 

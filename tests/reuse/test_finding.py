@@ -1,10 +1,7 @@
 """Runs of a prompt in blocks of another context, against an oracle that compares every block at every place."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ from hypothesis import strategies as st
 
 from helpers.reuse.index_cases import OTHER, ROOT, Offered, told
 from kvboost_edge.errors import ConfigError, RequestError
-from kvboost_edge.kernels.reference.spans import StoredBlock
 from kvboost_edge.kernels.spans.scan import scan, scan_entry
 from kvboost_edge.kernels.spans.table import MOST_TRIED
 from kvboost_edge.reuse.finding import find_runs
@@ -23,11 +19,11 @@ HEADER, LAST = list(range(900, 910)), [999]
 A, B, C = list(range(100, 141)), list(range(200, 237)), list(range(300, 350))
 
 
-def joined(parts: Sequence[list[int]]) -> list[int]:
+def joined(parts):
     return list(itertools.chain.from_iterable(parts))
 
 
-def served(*documents: list[int], block_size: int = 4) -> Offered:
+def served(*documents, block_size=4):
     offered = Offered(64, block_size)
     offered.chain(joined(documents))
     return offered
@@ -145,7 +141,7 @@ def test_what_find_runs_calls_is_what_was_compiled_ahead():
     assert [tuple(signature) for signature in scan.signatures] == [scan_entry.arguments]
 
 
-def periodic(period: int, count: int) -> list[int]:
+def periodic(period, count):
     return list(itertools.islice(itertools.cycle(range(1, period + 1)), count))
 
 
@@ -159,7 +155,7 @@ def test_repeated_tokens_fit_the_buffers(stored, wanted):
 
 
 @st.composite
-def pools(draw: st.DrawFn) -> Offered:
+def pools(draw):
     """Contexts that branch, over few tokens, some blocks withdrawn and some of those offered again."""
     size = draw(st.sampled_from([1, 2, 3, 4]))
     tokens = st.lists(st.integers(0, draw(st.integers(1, 2))), min_size=size, max_size=size)
@@ -203,8 +199,8 @@ def test_long_random_texts_against_the_definition():
         size = rng.choice([2, 4, 8])
         offered = Offered(400, size)
         texts = [[rng.randrange(2) for _ in range(rng.randrange(size, 40))] for _ in range(4)]
-        parents: list[StoredBlock | None] = [None]
-        seen: set[tuple[int, tuple[int, ...]]] = set()
+        parents = [None]
+        seen = set()
         while len(offered.blocks) < 120:
             text = joined(rng.choices(texts, k=3))
             text = text[rng.randrange(len(text)) :]

@@ -1,7 +1,5 @@
 """From runs to spans: seams, whole blocks between, and what is too short."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +11,7 @@ from kvboost_edge.reuse.runs import Piece, Run
 SIZE = 16
 
 
-def run_at(start: int, length: int, offset: int = 0, delta: int = 3) -> Run:
+def run_at(start, length, offset=0, delta=3):
     """A run that begins `offset` slots into its first block; block ids count up from its position."""
     count = -(-(offset + length) // SIZE)
     pieces = [Piece(1000 + start + index, 0, SIZE) for index in range(count)]
@@ -22,7 +20,7 @@ def run_at(start: int, length: int, offset: int = 0, delta: int = 3) -> Run:
     return Run(start, length, tuple(pieces), delta, start - delta)
 
 
-def test_a_seam_is_behind_the_left_end_of_a_run() -> None:
+def test_a_seam_is_behind_the_left_end_of_a_run():
     (span,) = plan_spans([run_at(40, 100, offset=5)], 32, SIZE, 16)
     assert (span.start, span.stop) == (64, 140)  # 40 + 16, and whole blocks behind position 32
     assert span.first_position == 40 - 5 + 16
@@ -31,19 +29,19 @@ def test_a_seam_is_behind_the_left_end_of_a_run() -> None:
     assert (bare.start, bare.stop) == (48, 140)
 
 
-def test_the_first_block_of_a_prompt_is_in_no_span() -> None:
+def test_the_first_block_of_a_prompt_is_in_no_span():
     (span,) = plan_spans([run_at(0, 90)], 0, SIZE, 0)
     assert span.start == SIZE
 
 
-def test_what_leaves_less_than_a_block_is_computed() -> None:
+def test_what_leaves_less_than_a_block_is_computed():
     assert plan_spans([run_at(32, 47)], 32, SIZE, 32) == []
     spans = plan_spans([run_at(32, 31), run_at(64, 40)], 32, SIZE, 16)
     assert [(span.start, span.stop) for span in spans] == [(80, 104)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90), st.integers(0, 15)), max_size=6), st.integers(0, 40))
-def test_spans_lie_in_their_runs_whole_blocks_apart(shapes: list[tuple[int, int, int]], num_seam_tokens: int) -> None:
+def test_spans_lie_in_their_runs_whole_blocks_apart(shapes, num_seam_tokens):
     runs, position = [], SIZE
     for gap, length, offset in shapes:
         runs.append(run_at(position + gap, length, offset))
@@ -62,7 +60,7 @@ def test_spans_lie_in_their_runs_whole_blocks_apart(shapes: list[tuple[int, int,
         behind = span.stop
 
 
-def test_whatever_numbers_clients_choose_few_repairs_are_tested() -> None:
+def test_whatever_numbers_clients_choose_few_repairs_are_tested():
     """And none that repairs more than what was asked for."""
     tested = set()
     for strategy in RecomputeStrategy:

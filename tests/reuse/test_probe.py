@@ -1,20 +1,18 @@
 """The probe's rows, and the blocks it chooses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from kvboost_edge.kvcache.block_table import BlockTable, Span, TablePart
+from kvboost_edge.kvcache.block_table import Span, TablePart
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.plan import cut_spans
-from kvboost_edge.reuse.probe import NUM_ASKING, Probe, ProbeRow, QueryProbe, num_probed_blocks
+from kvboost_edge.reuse.probe import NUM_ASKING, Probe, QueryProbe, num_probed_blocks
 
 SIZE = 4
 ROOT = b"r" * 32
 
 
-def shared_table(num_reserved: int = 3) -> tuple[KVCacheManager, BlockTable]:
+def shared_table(num_reserved=3):
     """A prompt of 30 tokens: 4 computed, a span of 10 from inside a block on, 4 computed, a span of 9, the rest."""
     manager = KVCacheManager(32, SIZE)
     stored = manager.open_table(range(100, 140), ROOT)
@@ -28,16 +26,16 @@ def shared_table(num_reserved: int = 3) -> tuple[KVCacheManager, BlockTable]:
     return manager, table
 
 
-def looked_at(rows: list[ProbeRow]) -> list[tuple[int, int, bool]]:
+def looked_at(rows):
     return [(row.start, row.stop, bool(row.stored)) for row in rows]
 
 
 @pytest.mark.parametrize(("limit", "reserved"), [(100, 5), (100, 1), (4, 5), (1, 1), (8, 2), (12, 3)])
-def test_every_token_before_the_end_of_the_last_span_is_looked_at_once_in_order(limit: int, reserved: int) -> None:
+def test_every_token_before_the_end_of_the_last_span_is_looked_at_once_in_order(limit, reserved):
     manager, table = shared_table(reserved)
     probe = Probe(table, SIZE)
-    seen: list[int] = []
-    compared: list[int] = []
+    seen = []
+    compared = []
     while not probe.is_done:
         rows = probe.next_rows(limit)
         assert 0 < sum(row.stop - row.start for row in rows) <= max(SIZE, limit)
@@ -56,7 +54,7 @@ def test_every_token_before_the_end_of_the_last_span_is_looked_at_once_in_order(
     manager.check_invariants([table])
 
 
-def test_a_row_of_a_span_is_behind_all_before_it_in_a_part_of_its_own() -> None:
+def test_a_row_of_a_span_is_behind_all_before_it_in_a_part_of_its_own():
     _, table = shared_table()
     probe = Probe(table, SIZE)
     rows = probe.next_rows(12)
@@ -68,7 +66,7 @@ def test_a_row_of_a_span_is_behind_all_before_it_in_a_part_of_its_own() -> None:
     assert rows[0].parts == table.parts[:3]
 
 
-def test_the_blocks_that_deviate_most_go_to_reserved_blocks() -> None:
+def test_the_blocks_that_deviate_most_go_to_reserved_blocks():
     manager, table = shared_table(2)
     old = {position: table.slots(position, position + 1, SIZE)[0] for position in range(30)}
     reserve = table.reserve.copy()
@@ -91,7 +89,7 @@ def test_the_blocks_that_deviate_most_go_to_reserved_blocks() -> None:
     assert manager.used_block_count == 0
 
 
-def test_what_is_behind_a_span_is_promised_to_nobody() -> None:
+def test_what_is_behind_a_span_is_promised_to_nobody():
     """Nothing of it will be published; only the block before the first span is exact."""
     manager, table = shared_table()
     promised = manager.awaited_hash(range(5), ROOT)
@@ -101,7 +99,7 @@ def test_what_is_behind_a_span_is_promised_to_nobody() -> None:
     assert manager.awaited_hash(range(30), ROOT) is None
 
 
-def test_all_of_the_spans_may_be_chosen() -> None:
+def test_all_of_the_spans_may_be_chosen():
     """What is left is the ends that are no whole blocks."""
     manager, table = shared_table(4)
     probe = Probe(table, SIZE)
@@ -114,19 +112,19 @@ def test_all_of_the_spans_may_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "count"), [(0.0, 0), (0.01, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
-def test_how_many_blocks_are_chosen(ratio: float, count: int) -> None:
+def test_how_many_blocks_are_chosen(ratio, count):
     spans = [Span((1, 2, 3), 0, 1, 11, 0), Span((4, 5, 6), 20, 20, 29, 0)]
     assert num_probed_blocks(spans, ratio, SIZE) == count
 
 
-def test_spans_are_cut_at_whole_blocks_behind_their_starts() -> None:
+def test_spans_are_cut_at_whole_blocks_behind_their_starts():
     span = Span((7, 8, 9, 10), 2, 5, 17, 3)
     assert cut_spans([span], [9], SIZE) == [Span((7, 8), 2, 5, 9, 3), Span((9, 10), 10, 13, 17, 3)]
     assert cut_spans([span], [5, 9, 13], SIZE) == []
     assert cut_spans([span], [], SIZE) == [span]
 
 
-def asked_table() -> tuple[KVCacheManager, BlockTable]:
+def asked_table():
     """As `shared_table`, but with room behind the spans for more tokens than ask."""
     manager, table = shared_table(2)
     manager.extend(table, 30 + NUM_ASKING)
@@ -135,11 +133,11 @@ def asked_table() -> tuple[KVCacheManager, BlockTable]:
 
 @pytest.mark.parametrize("limit", [100, 16, 8, 4, 1])
 @pytest.mark.parametrize("stop", [28, 30, 27 + NUM_ASKING, 30 + NUM_ASKING])
-def test_the_last_tokens_ask_once_each_and_what_no_span_serves_is_computed_before(limit: int, stop: int) -> None:
+def test_the_last_tokens_ask_once_each_and_what_no_span_serves_is_computed_before(limit, stop):
     _, table = asked_table()
     probe = QueryProbe(table, SIZE, stop)
-    computed: list[int] = []
-    asked: list[int] = []
+    computed = []
+    asked = []
     while not probe.is_done:
         rows = probe.next_rows(limit)
         positions = [position for row in rows for position in range(row.start, row.stop)]
@@ -152,7 +150,7 @@ def test_the_last_tokens_ask_once_each_and_what_no_span_serves_is_computed_befor
     assert asked == [*range(max(27, stop - NUM_ASKING), stop)]
 
 
-def test_what_is_attended_is_the_whole_blocks_of_the_spans() -> None:
+def test_what_is_attended_is_the_whole_blocks_of_the_spans():
     _, table = shared_table()
     slots, positions, deltas = QueryProbe(table, SIZE, 30).stored
     assert positions.tolist() == [*range(4, 12), *range(18, 26)]
@@ -160,7 +158,7 @@ def test_what_is_attended_is_the_whole_blocks_of_the_spans() -> None:
     assert slots.tolist() == [*table.slots(4, 12, SIZE), *table.slots(18, 26, SIZE)]
 
 
-def test_the_blocks_attended_to_most_over_all_pieces_are_taken_out() -> None:
+def test_the_blocks_attended_to_most_over_all_pieces_are_taken_out():
     manager, table = shared_table(2)
     probe = QueryProbe(table, SIZE, 30)
     first, last = np.zeros(16, np.float32), np.zeros(16, np.float32)

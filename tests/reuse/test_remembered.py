@@ -1,9 +1,5 @@
 """Blocks that are, or were, in a pool, and the texts to bring back for runs of them."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import pytest
 
 from kvboost_edge.kvcache.hashing import LoneRoot, decode_tokens
@@ -17,25 +13,25 @@ TEXT = list(range(100))  # 6 blocks and 4 tokens
 PROMPT = [*range(500, 520), *TEXT[20:90], 7]
 
 
-def publish(manager: KVCacheManager, tokens: Sequence[int], root: bytes = ROOT) -> None:
+def publish(manager, tokens, root=ROOT):
     table = manager.open_table(tokens, root)
     manager.extend(table, len(tokens))
     manager.commit(table, list(tokens), len(tokens))
     manager.free(table)
 
 
-def remembering(limit: int = 32) -> tuple[KVCacheManager, Remembered]:
+def remembering(limit=32):
     manager, remembered = KVCacheManager(16, SIZE), Remembered(limit, SIZE)
     manager.spans.watch(remembered)
     return manager, remembered
 
 
-def lost(remembered: Remembered, prompt: Sequence[int] = PROMPT, root: bytes = ROOT) -> list[tuple[list[int], bytes]]:
+def lost(remembered, prompt=PROMPT, root=ROOT):
     runs = find_runs(prompt, SIZE, remembered.index, root, SIZE)
     return [(decode_tokens(chain.tokens), chain.root) for chain in remembered.lost_chains(runs)]
 
 
-def test_what_is_there_is_not_lost_and_what_is_gone_is_told_from_its_beginning() -> None:
+def test_what_is_there_is_not_lost_and_what_is_gone_is_told_from_its_beginning():
     manager, remembered = remembering()
     publish(manager, TEXT)
     assert lost(remembered) == []
@@ -50,7 +46,7 @@ def test_what_is_there_is_not_lost_and_what_is_gone_is_told_from_its_beginning()
 
 
 @pytest.mark.parametrize("num_hidden", [0, 2])
-def test_of_a_text_computed_alone_the_root_is_known(num_hidden: int) -> None:
+def test_of_a_text_computed_alone_the_root_is_known(num_hidden):
     manager, remembered = remembering()
     root = LoneRoot.of(ROOT, num_hidden)
     publish(manager, TEXT, root)
@@ -62,7 +58,7 @@ def test_of_a_text_computed_alone_the_root_is_known(num_hidden: int) -> None:
     assert lost(remembered, PROMPT, b"o" * 32) == []
 
 
-def test_the_oldest_are_forgotten_and_a_text_without_its_beginning_is_no_use() -> None:
+def test_the_oldest_are_forgotten_and_a_text_without_its_beginning_is_no_use():
     manager, remembered = remembering(8)
     publish(manager, TEXT)
     manager.reset()

@@ -1,7 +1,5 @@
 """The index of offered blocks: what it refuses, and that its links are right after every change."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -11,7 +9,6 @@ from helpers.kvcache.manager_cases import B, prefill
 from helpers.reuse.index_cases import OTHER, ROOT, Offered
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kernels.reference.spans import StoredBlock
-from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.content import ContentKey
 from kvboost_edge.kvcache.hashing import encode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -35,7 +32,7 @@ def test_the_width_of_a_hash_is_checked(value):
         SpanIndex(4, 4, hash_bits=value)
 
 
-def two_blocks() -> SpanIndex:
+def two_blocks():
     index = SpanIndex(8, 4)
     index.offer(ROOT, 0, 1, ROOT_SERIAL, TOKENS, 0)
     index.offer(ROOT, 3, 7, 6, TOKENS, 12)
@@ -137,9 +134,9 @@ def test_what_a_pool_publishes_fits_as_it_is():
     """Serials, parents and tokens of a manager's entries, through evictions and twins."""
     rng = random.Random(11)
     manager, offered = KVCacheManager(12, B), Offered(12, B)
-    known: dict[int, StoredBlock] = {}
+    known = {}
     roots, depths = {ROOT_SERIAL: b""}, {ROOT_SERIAL: -1}  # of every serial ever: a parent may be gone
-    live: list[BlockTable] = []
+    live = []
     withdrawn = num_runs = 0
     for _ in range(400):
         if len(live) == 2:

@@ -1,13 +1,9 @@
 """Which runner and weight format a model gets, how it stores KV, and what is refused."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,11 +32,11 @@ UNKNOWN = {**LLAMA, "model_type": "gpt_neox"}
 INT8_BYTES = plan_bytes(pack_plan(describe_model(LLAMA), "int8"))
 
 
-def runner(model: dict[str, Any] = LLAMA, *, gguf: bool = False, stored: bool = False, **options: Any) -> Any:
+def runner(model=LLAMA, *, gguf=False, stored=False, **options):
     return choose_runner(EngineConfig.from_options(**options), ModelTraits(model, gguf, stored))
 
 
-def weights(available: int = 10**9, pool: int = 0, *, stored: bool = False, **options: Any) -> tuple[str, str]:
+def weights(available=10**9, pool=0, *, stored=False, **options):
     model = ModelTraits(LLAMA, False, stored)
     return choose_weights(EngineConfig.from_options(**options), model, lambda spec, max_context: pool, available)
 
@@ -66,14 +62,14 @@ def weights(available: int = 10**9, pool: int = 0, *, stored: bool = False, **op
         ({"dtype": "float16"}, "torch"),
     ],
 )
-def test_native_unless_something_asks_for_torch(options: dict[str, Any], expected: str) -> None:
+def test_native_unless_something_asks_for_torch(options, expected):
     choice = runner(**options)
     assert choice.name == expected
     if expected == "torch":
         assert choice.reason == f"{next(iter(options))}={next(iter(options.values()))!r} was asked for"
 
 
-def test_a_family_that_native_does_not_know_runs_on_torch_with_the_reason() -> None:
+def test_a_family_that_native_does_not_know_runs_on_torch_with_the_reason():
     choice = runner(UNKNOWN)
     assert (choice.name, choice.wanted) == ("torch", False)
     assert "gpt_neox" in choice.reason
@@ -84,7 +80,7 @@ def test_a_family_that_native_does_not_know_runs_on_torch_with_the_reason() -> N
     ("options", "gguf"),
     [({"runner": "native"}, False), ({"weights": "int4"}, False), ({"kv_cache_bits": 4}, False), ({}, True)],
 )
-def test_what_only_native_serves_is_refused_for_other_families(options: dict[str, Any], gguf: bool) -> None:
+def test_what_only_native_serves_is_refused_for_other_families(options, gguf):
     named = "a GGUF file" if gguf else next(iter(options))
     with pytest.raises(ModelFormatError, match=f"gpt_neox.*{named}"):
         runner(UNKNOWN, gguf=gguf, **options)
@@ -100,14 +96,14 @@ def test_what_only_native_serves_is_refused_for_other_families(options: dict[str
         ({"device": "cuda", "kv_cache_bits": (8, 4)}, r"kv_cache_bits=\(8, 4\) needs .* and device='cuda' asks"),
     ],
 )
-def test_contradictions_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_contradictions_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message):
         runner(**options)
     with pytest.raises(ConfigError, match="a GGUF file needs"):
         runner(gguf=True, device="cuda")
 
 
-def hybrid_of(model_type: str) -> dict[str, Any]:
+def hybrid_of(model_type):
     kind = "conv" if model_type.startswith("lfm2") else "linear_attention"
     name = "layers_block_type" if model_type == "nemotron_h" else "layer_types"
     return {**LLAMA, "model_type": model_type, name: ["full_attention", kind, "full_attention"]}
@@ -116,7 +112,7 @@ def hybrid_of(model_type: str) -> dict[str, Any]:
 WITH_STATES = (
     "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1", "granitemoehybrid", "nemotron_h",
 )  # fmt: skip
-ELSEWHERE: tuple[dict[str, Any], ...] = (
+ELSEWHERE = (
     {"runner": "torch"}, {"backend": "torch"}, {"backend": "cuda"}, {"backend": "mps"}, {"device": "cuda"},
     {"device": "mps"}, {"dtype": "float16"},
 )  # fmt: skip
@@ -124,9 +120,7 @@ ELSEWHERE: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("model_type", WITH_STATES)
 @pytest.mark.parametrize("options", ELSEWHERE, ids=str)
-def test_states_are_refused_by_name_elsewhere_than_in_the_native_runner(
-    model_type: str, options: dict[str, Any]
-) -> None:
+def test_states_are_refused_by_name_elsewhere_than_in_the_native_runner(model_type, options):
     model = hybrid_of(model_type)
     with pytest.raises(ModelFormatError, match=r"keep a state .* native runner alone computes; .* needs the torch"):
         runner(model, **options)
@@ -138,7 +132,7 @@ def test_states_are_refused_by_name_elsewhere_than_in_the_native_runner(
 
 
 @pytest.mark.parametrize("model_type", WITH_STATES)
-def test_a_graph_of_a_model_with_states_is_refused_by_name(model_type: str) -> None:
+def test_a_graph_of_a_model_with_states_is_refused_by_name(model_type):
     """As it was exported it may have inputs for keys and values alone, and run."""
     for refusal in ("", "the input 'past_conv.0' of type F32 is not known"):
         traits = ModelTraits(hybrid_of(model_type), native_refusal="not read from ONNX", onnx_refusal=refusal)
@@ -157,7 +151,7 @@ STATES_REFUSED = {
 
 
 @pytest.mark.parametrize("model_type", STATES_REFUSED)
-def test_a_graph_of_a_type_that_is_refused_for_its_states_is_refused_for_the_same_reason(model_type: str) -> None:
+def test_a_graph_of_a_type_that_is_refused_for_its_states_is_refused_for_the_same_reason(model_type):
     for config in ({**LLAMA, "model_type": model_type}, {"text_config": {**LLAMA, "model_type": model_type}}):
         traits = ModelTraits(config, native_refusal="not read from ONNX", onnx_refusal="", onnx_layers=3)
         for options in ({}, {"runner": "onnx"}):
@@ -165,7 +159,7 @@ def test_a_graph_of_a_type_that_is_refused_for_its_states_is_refused_for_the_sam
                 choose_runner(EngineConfig.from_options(**options), traits)
 
 
-def test_a_granite_4_graph_without_a_list_of_layers_shows_itself_which_attend() -> None:
+def test_a_granite_4_graph_without_a_list_of_layers_shows_itself_which_attend():
     """Past keys and values for each layer: none keeps a state. A layer of Falcon-H1 has both."""
     traits = ModelTraits({**LLAMA, "model_type": "granitemoehybrid"}, False, False, "not read from ONNX", "", 3)
     assert choose_runner(EngineConfig(), traits).name == "onnx"
@@ -177,7 +171,7 @@ def test_a_granite_4_graph_without_a_list_of_layers_shows_itself_which_attend() 
             choose_runner(EngineConfig(), one)
 
 
-def test_granite_4_goes_elsewhere_where_all_its_layers_attend() -> None:
+def test_granite_4_goes_elsewhere_where_all_its_layers_attend():
     model = {**LLAMA, "model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["attention"] * 3}
     assert runner(model, runner="torch").name == "torch"
     for types in (["attention", "mamba", "attention"], None):  # a state in every layer without the key
@@ -199,26 +193,26 @@ def test_granite_4_goes_elsewhere_where_all_its_layers_attend() -> None:
         (10, 0, {"weights": "bf16", "dtype": "bfloat16"}, "bf16"),
     ],
 )
-def test_weights(available: int, pool: int, options: dict[str, Any], expected: str) -> None:
+def test_weights(available, pool, options, expected):
     chosen, why = weights(available, pool, **options)
     assert chosen == expected
     assert why
 
 
-def test_a_quantized_checkpoint_keeps_its_formats_unless_others_are_asked_for() -> None:
+def test_a_quantized_checkpoint_keeps_its_formats_unless_others_are_asked_for():
     assert weights(stored=True)[0] == STORED
     assert weights(stored=True, weights="int8")[0] == "int8"
     assert weights(stored=True, weights="int4-asym")[0] == "int4-asym"
     assert weights(stored=True, dtype="float32")[0] == "f32"
 
 
-def test_the_options_are_the_formats_there_are() -> None:
+def test_the_options_are_the_formats_there_are():
     assert sorted(CHOICES["weights"]) == sorted([*WEIGHT_FORMATS, STORED])
     with pytest.raises(ConfigError, match=r"weights='int3' is not one of .*'int4-asym'"):
         EngineConfig.from_options(weights="int3")
 
 
-def test_weights_and_dtype_may_not_contradict_each_other() -> None:
+def test_weights_and_dtype_may_not_contradict_each_other():
     with pytest.raises(ConfigError, match=r"dtype='float32' means weights='f32' .* and weights='int8'"):
         weights(weights="int8", dtype="float32")
 
@@ -232,7 +226,7 @@ def test_weights_and_dtype_may_not_contradict_each_other() -> None:
         ("f32", (8, 4), "float16"),
     ],
 )
-def test_how_keys_and_values_are_stored(weights: str, bits: tuple[int, int], dtype: str) -> None:
+def test_how_keys_and_values_are_stored(weights, bits, dtype):
     spec = native_kv_spec(describe_model(LLAMA), weights, 32, bits)
     assert (spec.dtype, spec.bits, spec.block_size, len(spec.layers)) == (dtype, bits, 32, 3)
     assert (spec.layers[0].num_kv_heads, spec.layers[0].head_dim) == (4, 16)
@@ -248,16 +242,16 @@ def test_how_keys_and_values_are_stored(weights: str, bits: tuple[int, int], dty
         ("float16", "float16", "cpu", "float16"),
     ],
 )
-def test_float16_is_computed_in_float32_on_the_cpu(asked: str, stored: str, device: str, computed: str) -> None:
+def test_float16_is_computed_in_float32_on_the_cpu(asked, stored, device, computed):
     assert compute_dtype(asked, stored, device) == computed
 
 
-def test_the_options_are_the_runners_there_are() -> None:
+def test_the_options_are_the_runners_there_are():
     assert sorted(CHOICES["runner"]) == sorted(["auto", *RUNNERS])
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_a_runner_decides_by_its_plan_and_is_loaded_by_its_module(name: str) -> None:
+def test_a_runner_decides_by_its_plan_and_is_loaded_by_its_module(name):
     plan = plan_of(name)
     assert plan.WORKS_WITH
     assert plan.AUTO_BACKEND in CHOICES["backend"]
@@ -267,7 +261,7 @@ def test_a_runner_decides_by_its_plan_and_is_loaded_by_its_module(name: str) -> 
     assert callable(importlib.import_module(f"{RUNNERS[name]}.runner").load)
 
 
-def test_deciding_loads_no_runner_and_nothing_heavy() -> None:
+def test_deciding_loads_no_runner_and_nothing_heavy():
     script = (
         "import sys\n"
         "from kvboost_edge.config import EngineConfig\n"
@@ -296,9 +290,7 @@ def test_deciding_loads_no_runner_and_nothing_heavy() -> None:
     ("runner_name", "backend"),
     [("native", "cpu"), ("native", "reference"), ("torch", "cpu"), ("torch", "reference"), ("torch", "torch")],
 )
-def test_what_is_said_of_reuse_before_loading_holds_when_loaded(
-    runner_name: str, name: str, overrides: dict[str, Any], backend: str, tmp_path: Path
-) -> None:
+def test_what_is_said_of_reuse_before_loading_holds_when_loaded(runner_name, name, overrides, backend, tmp_path):
     directory = save_tiny_model(name, tmp_path, **overrides)
     options = LoadOptions("f32" if runner_name == "native" else "", "auto", "cpu", 1, 16, (16, 16))
     runner = load_runner(runner_name, Checkpoint.open(directory), options)

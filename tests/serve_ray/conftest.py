@@ -1,15 +1,11 @@
 """A Ray of this machine's own for these tests, two replicas of the bundled model on it, and the same model alone."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from helpers.serve_ray.replica_cases import Running, options_of, running_replicas
-from helpers.server.live_servers import LiveServer, serving
+from helpers.serve_ray.replica_cases import options_of, running_replicas
+from helpers.server.live_servers import serving
 
 SECRET = "a secret of the test suite"
 NUM_CPUS = 4  # Ray's own count: replicas share what CPUs there are
@@ -17,7 +13,7 @@ OPTIONS = {"num_blocks": 512, "max_num_seqs": 8, "num_threads": 1, "reuse_gate":
 
 
 @pytest.fixture(scope="package")
-def ray_cluster(isolated_cache: Any) -> Iterator[str]:
+def ray_cluster(isolated_cache):
     """Gives its address. Replicas that wait for a place are told of soon, and all know the secret of the suite."""
     with warnings.catch_warnings():
         # Ray Serve's own models are written for an older pydantic.
@@ -35,20 +31,20 @@ def ray_cluster(isolated_cache: Any) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def running(ray_cluster: str) -> Iterator[Running]:
+def running(ray_cluster):
     with running_replicas(options_of(), "test") as found:
         yield found
 
 
 @pytest.fixture
-def two(running: Running) -> Running:
+def two(running):
     """With two replicas, whatever a test before did."""
     running.wait_for(2)
     return running
 
 
 @pytest.fixture(scope="module")
-def alone(isolated_cache: Any) -> Iterator[Any]:
+def alone(isolated_cache):
     """The same model and settings in this process."""
     from kvboost_edge import CPUPagedEngine
 
@@ -57,7 +53,7 @@ def alone(isolated_cache: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(running: Running) -> Iterator[LiveServer]:
+def server(running):
     """The server over the replicas, with two tenants' keys."""
     with serving(running.pool, api_keys=("first-key", "second-key"), admin_api_keys=("admin-key",)) as live:
         yield live

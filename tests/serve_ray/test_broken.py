@@ -1,7 +1,5 @@
 """Replicas that are unlike the others, that break, or that cannot load: what is told, and who answers meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -9,13 +7,11 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from helpers.serve_ray.replica_cases import Running, options_of, replica_processes, running_replicas
+from helpers.serve_ray.replica_cases import options_of, replica_processes, running_replicas
 from helpers.server.live_servers import wait_until
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
@@ -29,7 +25,7 @@ SMALL_BLOCKS = 32
 SAMPLING = {"max_new_tokens": 4, "temperature": 0.0}
 
 
-def breakable(folder: Path) -> type:
+def breakable(folder):
     """A replica that does what files in a folder say: "small": the next one has a small pool; "other": the next one has
     keys and values of 8 bits; "dies": processes are killed while they load. And it breaks when it is asked to. Ray
     copies the class to its processes."""
@@ -38,7 +34,7 @@ def breakable(folder: Path) -> type:
     class Breakable(RayReplica):
         still_seconds = 2.0
 
-        def __init__(self, options: Any) -> None:
+        def __init__(self, options):
             if (folder / "dies").exists():
                 os.kill(os.getpid(), signal.SIGKILL)
             for name, changes in {"small": {"num_blocks": SMALL_BLOCKS}, "other": {"kv_cache_bits": 8}}.items():
@@ -47,7 +43,7 @@ def breakable(folder: Path) -> type:
                     options = options._replace(engine={**options.engine, **changes})
             super().__init__(options)
 
-        async def ask(self, asked: Any) -> Any:
+        async def ask(self, asked):
             if not asked.method.startswith("be_"):
                 return await super().ask(asked)
             if self.name in asked.targets:
@@ -55,20 +51,20 @@ def breakable(folder: Path) -> type:
                 return True
             return None
 
-        def be_dead(self) -> None:
-            def fail() -> None:
+        def be_dead(self):
+            def fail():
                 raise RuntimeError("the bookkeeping of this engine is broken")
 
             self._engine._core._plan = fail
             self._engine._core.cancel(-1)  # wakes it
 
-        def be_still(self) -> None:
+        def be_still(self):
             self._engine._core._runner.forward = lambda batch: threading.Event().wait()
 
-        def be_slow(self) -> None:
+        def be_slow(self):
             real = self._engine._core._runner.forward
 
-            def forward(batch: Any) -> Any:
+            def forward(batch):
                 # At most half a second a pass: one of two seconds, on a busy machine, would count as still.
                 time.sleep(1e-3 * len(batch.token_ids))
                 return real(batch)
@@ -79,23 +75,23 @@ def breakable(folder: Path) -> type:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("breakable")
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
+def model(folder):
     """A copy of the bundled model, to be changed."""
     return Path(shutil.copytree(locate_model("kvboost-edge/demo"), folder / "model"))
 
 
 @pytest.fixture(scope="module")
-def breakable_class(ray_cluster: str, folder: Path) -> Iterator[None]:
+def breakable_class(ray_cluster, folder):
     from kvboost_edge.serve_ray import deployment
 
     real, broken = deployment.replica_deployment, breakable(folder)
 
-    def deployment_of(options: Any, **given: Any) -> Any:
+    def deployment_of(options, **given):
         return real(options, **given)._bound_deployment.options(func_or_class=broken).bind(options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -104,35 +100,35 @@ def breakable_class(ray_cluster: str, folder: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def broken(breakable_class: None, folder: Path, model: Path) -> Iterator[Running]:
+def broken(breakable_class, folder, model):
     (folder / "small").touch()
     with running_replicas(options_of("--model", str(model)), NAME) as found:
         yield found
 
 
 @pytest.fixture
-def pool(broken: Running) -> Any:
+def pool(broken):
     """With two replicas, whatever a test before did."""
     broken.wait_for(2)
     return broken.pool
 
 
-def ask_to(pool: Any, what: str, replica: str) -> None:
+def ask_to(pool, what, replica):
     """Have one replica break."""
     assert pool._replicas.ask(what, seconds=20, among=[replica]) == [True]
 
 
-def computed(pool: Any) -> dict[str, int]:
+def computed(pool):
     """Prompt tokens that each replica has computed."""
     return {name: view.paged_stats()["miss_tokens"] for name, view in pool.replicas().items()}
 
 
-def prompts(first: int, count: int, num_tokens: int) -> list[list[int]]:
+def prompts(first, count, num_tokens):
     """That share no prefix."""
     return [[20 + number, *range(20, 19 + num_tokens)] for number in range(first, first + count)]
 
 
-def status() -> tuple[str, str]:
+def status():
     """Of the deployment, as Ray tells it, and why."""
     from ray import serve
 
@@ -140,7 +136,7 @@ def status() -> tuple[str, str]:
     return str(found.status.value), found.message
 
 
-def test_what_one_pool_cannot_hold_a_larger_one_computes(pool: Any) -> None:
+def test_what_one_pool_cannot_hold_a_larger_one_computes(pool):
     """And what none holds is refused as one engine refuses it."""
     sizes = sorted(view.paged_stats()["num_blocks"] for view in pool.replicas().values())
     assert sizes == [SMALL_BLOCKS, 512]
@@ -149,7 +145,7 @@ def test_what_one_pool_cannot_hold_a_larger_one_computes(pool: Any) -> None:
         assert handle.result(timeout=120).generated_tokens == 4
 
 
-def test_slower_replicas_get_less(pool: Any) -> None:
+def test_slower_replicas_get_less(pool):
     """Once its speed has been measured, a slow replica is chosen only where the other one is busy."""
     sizes = {name: view.paged_stats()["num_blocks"] for name, view in pool.replicas().items()}
     slow, fast = sorted(sizes, key=lambda name: sizes[name])
@@ -167,7 +163,7 @@ def test_slower_replicas_get_less(pool: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["be_dead", "be_still"])
-def test_an_engine_that_computes_no_more_is_replaced(pool: Any, broken: Running, what: str) -> None:
+def test_an_engine_that_computes_no_more_is_replaced(pool, broken, what):
     """One whose thread has died, and one that does nothing although it has a request: that is computed elsewhere."""
     prompt = prompts(100, 1, 300)[0]
     expected = pool.submit(prompt, **SAMPLING).result(timeout=60)
@@ -184,9 +180,7 @@ def test_an_engine_that_computes_no_more_is_replaced(pool: Any, broken: Running,
     wait_until(broken.idle, "the blocks to be free", 60)
 
 
-def test_replicas_of_another_kind_are_refused_and_the_others_answer(
-    pool: Any, broken: Running, folder: Path, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_replicas_of_another_kind_are_refused_and_the_others_answer(pool, broken, folder, model, tmp_path, caplog):
     """One with other settings, one with other files, one that cannot read them: the log or Ray says why. With the right
     ones there are two again."""
     from kvboost_edge.serve_ray.model import model_digest
@@ -198,13 +192,13 @@ def test_replicas_of_another_kind_are_refused_and_the_others_answer(
     _, other = sorted(pool._replicas.usable)
     kept = broken.pids()[other]
 
-    def replace_the_other_one() -> None:
+    def replace_the_other_one():
         for process in replica_processes(NAME, "engine"):
             if process.pid != kept:
                 process.kill()
 
-    def wait_for_refusal(what: str) -> None:
-        def reasons() -> list[str]:
+    def wait_for_refusal(what):
+        def reasons():
             return [r.facts["reason"] for r in caplog.records if r.getMessage() == "replica refused"]
 
         wait_until(lambda: any(what in reason for reason in reasons()), f"a replica to be refused: {what}", 120)
@@ -238,7 +232,7 @@ def test_replicas_of_another_kind_are_refused_and_the_others_answer(
     wait_until(lambda: status()[0] == "HEALTHY", "the deployment to be healthy", 120)
 
 
-def test_a_replica_that_is_killed_while_it_loads_ends_the_start(broken: Running, folder: Path) -> None:
+def test_a_replica_that_is_killed_while_it_loads_ends_the_start(broken, folder):
     (folder / "dies").touch()
     try:
         with (
@@ -250,20 +244,20 @@ def test_a_replica_that_is_killed_while_it_loads_ends_the_start(broken: Running,
         (folder / "dies").unlink()
 
 
-def test_replicas_that_have_no_place_are_told(broken: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_replicas_that_have_no_place_are_told(broken, caplog):
     """CPUs that somebody else has reserved meanwhile; it waits until they are free, or until it is ended."""
     from ray import serve
 
-    ended: list[KVBoostError] = []
+    ended = []
 
-    def start() -> None:
+    def start():
         try:
             with running_replicas(options_of("--workers", "3"), "waiting"):
                 pass
         except KVBoostError as error:
             ended.append(error)
 
-    def told() -> list[str]:
+    def told():
         return [r.facts["reason"] for r in caplog.records if r.getMessage() == "replicas are not there yet"]
 
     with caplog.at_level(logging.WARNING):

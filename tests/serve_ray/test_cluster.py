@@ -1,7 +1,5 @@
 """docs/deploy/serve.yaml as `serve run` runs it: the server on the cluster too, restarted and scaled under load."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import json
@@ -11,9 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -32,19 +28,19 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 class Cluster:
     """The file's application on the Ray of the tests, at a free port."""
 
-    def __init__(self, address: str, folder: Path) -> None:
+    def __init__(self, address, folder):
         import yaml
 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.config: dict[str, Any] = yaml.safe_load(FILE.read_text())
+        self.config = yaml.safe_load(FILE.read_text())
         assert self.config["http_options"] == {"host": "127.0.0.1", "port": 8000}
         self.config["http_options"]["port"] = port
         self._address, self._file = address, folder / "serve.yaml"
 
-    def deploy(self, **changes: Any) -> None:
+    def deploy(self, **changes):
         """With other values of the application. Without waiting for them."""
         from kvboost_edge.serve_ray.start import _OWN
 
@@ -63,47 +59,46 @@ class Cluster:
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def client(self) -> httpx.Client:
+    def client(self):
         return httpx.Client(base_url=self.url, timeout=60)
 
-    def is_ready(self) -> bool:
+    def is_ready(self):
         with contextlib.suppress(httpx.HTTPError), self.client() as client:
             return client.get("/ready").status_code == 200
         return False
 
-    def scale(self, count: int) -> None:
+    def scale(self, count):
         """Have Ray run so many replicas. Without waiting for them."""
         self.deploy(deployments=[{"name": "engine", "num_replicas": count}])
 
-    def states(self) -> dict[str, int]:
+    def states(self):
         """How many replicas are in which of Ray's states."""
         from ray import serve
 
         return dict(serve.status().applications[NAME].deployments["engine"].replica_states)
 
-    def running(self) -> dict[str, int]:
+    def running(self):
         """Requests that each replica computes, as the server's figures tell."""
         with self.client() as client:
             lines = client.get("/metrics").text.splitlines()
         told = [line for line in lines if line.startswith("vllm:num_requests_running{")]
         return {line.split('replica="')[1].split('"')[0]: int(float(line.split()[-1])) for line in told}
 
-    def replicas(self) -> set[str]:
+    def replicas(self):
         return set(self.running())
 
-    def num_running(self) -> int:
+    def num_running(self):
         return sum(self.running().values())
 
-    def ask(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+    def ask(self, prompt, **fields):
         with self.client() as client:
             answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, **GREEDY, **fields})
         assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
+        return answer.json()
 
-    def events(self, prompt: Any, **fields: Any) -> list[str]:
+    def events(self, prompt, **fields):
         """The data of a stream, as far as it came."""
-        found: list[str] = []
+        found = []
         body = {"prompt": prompt, "stream": True, **GREEDY, **fields}
         with (
             contextlib.suppress(httpx.HTTPError),
@@ -114,14 +109,14 @@ class Cluster:
         return found
 
 
-def text_of(events: list[str]) -> str:
+def text_of(events):
     """Of a stream that came to its end."""
     assert events[-1] == "[DONE]"
     return "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"])
 
 
 @pytest.fixture(scope="module")
-def cluster(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(ray_cluster, tmp_path_factory):
     from ray import serve
 
     serve.shutdown()  # that of other tests has no port
@@ -132,14 +127,14 @@ def cluster(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     serve.shutdown()
 
 
-def test_the_file_of_the_docs_serves(cluster: Cluster, alone: Any) -> None:
+def test_the_file_of_the_docs_serves(cluster, alone):
     wait_until(lambda: len(cluster.replicas()) == 2, "two replicas to tell their figures", 60)
     expected = alone.generate("Hello", max_new_tokens=12, temperature=0.0, ignore_eos=True).output_text
     assert cluster.ask("Hello", max_tokens=12)["choices"][0]["text"] == expected
     assert text_of(cluster.events("Hello", max_tokens=12)) == expected
 
 
-def test_a_server_that_is_restarted_under_load_knows_what_replicas_hold(cluster: Cluster) -> None:
+def test_a_server_that_is_restarted_under_load_knows_what_replicas_hold(cluster):
     """Each prompt lies where a cache key of its own has put it: without knowing that half of them would be missed."""
     prompts = [[20 + number, *range(100, 100 + 159)] for number in range(12)]
     for number, prompt in enumerate(prompts):
@@ -160,21 +155,21 @@ def test_a_server_that_is_restarted_under_load_knows_what_replicas_hold(cluster:
     wait_until(lambda: not cluster.num_running(), "what nobody waits for to end", 60)
 
 
-def test_one_replica_becomes_three_and_one_again_under_streams(cluster: Cluster, alone: Any) -> None:
+def test_one_replica_becomes_three_and_one_again_under_streams(cluster, alone):
     """By the file's `deployments`. The replica that there was stays, those that go end what they have first, and every
     answer is that of one engine."""
     prompts = [[number, 7] for number in range(40, 56)]
     whole = alone.generate_batch(prompts, max_new_tokens=200, temperature=0.0, ignore_eos=True)
     is_enough = threading.Event()
 
-    def stream_on(prompt: list[int]) -> list[str]:
+    def stream_on(prompt):
         """One stream after the other, whatever happens to the replicas; their texts."""
         texts = []
         while not is_enough.is_set():
             texts.append(text_of(cluster.events(prompt, max_tokens=200)))
         return texts
 
-    def scaled(count: int) -> set[str]:
+    def scaled(count):
         cluster.scale(count)
         wait_until(lambda: len(cluster.replicas()) == count, f"{count} replicas to tell their figures", 120)
         return cluster.replicas()
@@ -187,7 +182,7 @@ def test_one_replica_becomes_three_and_one_again_under_streams(cluster: Cluster,
             three = scaled(3)
             assert one < three
 
-            def each_has_some() -> bool:
+            def each_has_some():
                 running = cluster.running()
                 return running.keys() == three and all(running.values())
 
@@ -200,7 +195,7 @@ def test_one_replica_becomes_three_and_one_again_under_streams(cluster: Cluster,
     assert texts == [{result.output_text} for result in whole]
 
 
-def test_another_model_waits_for_its_own_replicas(cluster: Cluster, tmp_path: Path) -> None:
+def test_another_model_waits_for_its_own_replicas(cluster, tmp_path):
     """While Ray replaces replicas, those of the model before are there: the new server refuses them and waits."""
     model = Path(shutil.copytree(locate_model("kvboost-edge/demo"), tmp_path / "model"))
     with (model / "config.json").open("a") as config:
@@ -208,7 +203,7 @@ def test_another_model_waits_for_its_own_replicas(cluster: Cluster, tmp_path: Pa
     arguments = {**cluster.config["applications"][0]["args"], "model": str(model), "model_name": "another"}
     cluster.deploy(args=arguments, deployments=[])
 
-    def models() -> list[str]:
+    def models():
         with contextlib.suppress(httpx.HTTPError, ValueError, KeyError), cluster.client() as client:
             return [one["id"] for one in client.get("/v1/models").json()["data"]]
         return []

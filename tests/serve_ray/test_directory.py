@@ -1,7 +1,5 @@
 """Where the files of a server's own Ray are, who may see them, and what becomes of those that a killed server left."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not l
 
 
 @pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def memory(tmp_path, monkeypatch):
     """The place in memory, which is not there yet; "disk" beside it is that for temporary files. Their paths are longer
     than sockets allow."""
     (tmp_path / "disk").mkdir()
@@ -33,7 +30,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "memory"
 
 
-def test_it_is_in_memory_where_there_is_room(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_in_memory_where_there_is_room(memory, monkeypatch):
     disk = memory.parent / "disk"
     with ray_directory() as found:
         assert Path(found).parents[1] == disk  # there is no such place
@@ -46,14 +43,14 @@ def test_it_is_in_memory_where_there_is_room(memory: Path, monkeypatch: pytest.M
     assert not [*memory.iterdir(), *disk.iterdir()]
 
 
-def test_nobody_else_may_look_into_it_whatever_ray_allows_below(memory: Path) -> None:
+def test_nobody_else_may_look_into_it_whatever_ray_allows_below(memory):
     memory.mkdir()
     with ray_directory() as found:
         os.chmod(found, 0o777)
         assert Path(found).parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_path_that_is_too_long_for_sockets_is_refused(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_too_long_for_sockets_is_refused(memory, monkeypatch):
     """The message says how long it may be."""
     disk = memory.parent / "disk"
     monkeypatch.setattr(directory, "_MOST_SOCKET_PATH", len(str(disk)) + 200)
@@ -71,11 +68,11 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(memory: Path, monkeypatc
     assert not [*too_long.iterdir()]
 
 
-def test_in_memory_no_path_is_too_long() -> None:
+def test_in_memory_no_path_is_too_long():
     assert len(f"/dev/shm/{directory._prefix()}/r") + directory._RANDOM + directory._SESSION_PATH <= 107
 
 
-def test_what_a_server_that_was_killed_has_left_is_removed_by_the_next(memory: Path) -> None:
+def test_what_a_server_that_was_killed_has_left_is_removed_by_the_next(memory):
     """And nothing of one that lives, and nothing that is no server's."""
     memory.mkdir()
     other = memory / f"{directory._prefix()}somebody"
@@ -101,7 +98,7 @@ def test_what_a_server_that_was_killed_has_left_is_removed_by_the_next(memory: P
         assert {other, Path(found).parent} == set(memory.iterdir())
 
 
-def left_behind(place: Path) -> Path:
+def left_behind(place):
     """A directory as a server that was killed leaves it."""
     left = place / f"{directory._prefix()}left"
     (left / "r").mkdir(parents=True)
@@ -109,7 +106,7 @@ def left_behind(place: Path) -> Path:
     return left
 
 
-def test_what_another_machine_has_there_stays(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_machine_has_there_stays(memory, monkeypatch):
     """Its locks may not be seen from here."""
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(platform, "node", lambda: "another machine")
@@ -120,11 +117,11 @@ def test_what_another_machine_has_there_stays(memory: Path, monkeypatch: pytest.
         assert theirs.exists()
 
 
-def test_what_could_not_be_removed_is_tried_again(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_removed_is_tried_again(memory, monkeypatch):
     """By whichever server: what tells that nobody lives there is the last to go."""
     memory.mkdir()
 
-    def keep_inner(path: Path, **options: Any) -> None:
+    def keep_inner(path, **options):
         """As if the files that Ray has there were held."""
         for one in path.glob(".new-*"):
             one.unlink()

@@ -1,10 +1,7 @@
 """The configurations for clusters that the documentation shows, against Ray's own schema and the command's flags."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,24 +14,22 @@ pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def kuberay() -> dict[str, Any]:
+def kuberay():
     """The example of docs/scale_out.md."""
     text = (DOCS / "scale_out.md").read_text()
     lines = text[text.index("    apiVersion: ray.io/v1") :].splitlines()
     end = next(number for number, line in enumerate(lines) if line and not line.startswith("    "))
-    found: dict[str, Any] = yaml.safe_load("\n".join(line[4:] for line in lines[:end]))
-    return found
+    return yaml.safe_load("\n".join(line[4:] for line in lines[:end]))
 
 
-def serve_config() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((DOCS / "deploy" / "serve.yaml").read_text())
-    return found
+def serve_config():
+    return yaml.safe_load((DOCS / "deploy" / "serve.yaml").read_text())
 
 
 @pytest.mark.parametrize(
     "config", [serve_config(), yaml.safe_load(kuberay()["spec"]["serveConfigV2"])], ids=["serve.yaml", "kuberay"]
 )
-def test_ray_knows_every_field_and_the_command_every_argument(config: dict[str, Any]) -> None:
+def test_ray_knows_every_field_and_the_command_every_argument(config):
     with warnings.catch_warnings():
         # Ray Serve's own models are written for an older pydantic.
         warnings.filterwarnings("ignore", "Using extra keyword arguments on `Field`", DeprecationWarning)
@@ -47,7 +42,7 @@ def test_ray_knows_every_field_and_the_command_every_argument(config: dict[str, 
     assert options.workers == application["args"]["workers"]
 
 
-def test_the_kuberay_example_has_room_for_its_replicas() -> None:
+def test_the_kuberay_example_has_room_for_its_replicas():
     """As many workers as replicas, each with the CPUs of one; the server's CPU is on the head."""
     cluster = kuberay()["spec"]["rayClusterConfig"]
     [application] = yaml.safe_load(kuberay()["spec"]["serveConfigV2"])["applications"]

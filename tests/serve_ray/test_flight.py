@@ -1,9 +1,6 @@
 """A request's way, without replicas."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
@@ -19,16 +16,16 @@ from kvboost_edge.serve_ray.routing.records import Choice
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
 
-def test_what_is_cancelled_before_it_begins_is_never_sent() -> None:
+def test_what_is_cancelled_before_it_begins_is_never_sent():
     handle = RequestHandle(1, lambda number: None, lambda number: None, 1)
-    nothing: Any = None
+    nothing = None
 
     class Named:
         request = "r"
 
-    sent: Any = Named()
+    sent = Named()
 
-    def never(*_: Any) -> Any:
+    def never(*_):
         raise AssertionError("it was sent")
 
     flight = Flight(sent, nothing, handle, nothing, choices=never, call=never, end=never, keep=never)
@@ -41,37 +38,37 @@ def test_what_is_cancelled_before_it_begins_is_never_sent() -> None:
 class Answer:
     """What comes of a call, as Ray gives it."""
 
-    def __init__(self, came: list[Came]) -> None:
+    def __init__(self, came):
         self._came = came
 
-    async def __aiter__(self) -> AsyncIterator[Came]:
+    async def __aiter__(self):
         for one in self._came:
             yield one
 
-    def cancel(self) -> None:
+    def cancel(self):
         pass
 
 
 class Pools:
     """Replicas that refuse requests, as far as a flight sees them."""
 
-    def __init__(self, refusing: set[str], names: list[str]) -> None:
+    def __init__(self, refusing, names):
         self.refusing, self.names = refusing, names
-        self.asked: list[str] = []
+        self.asked = []
 
-    def choices(self, chain: Any, count: int) -> list[Choice]:
+    def choices(self, chain, count):
         return [Choice(name, 0, 1, 0.1) for name in self.names[:count]]
 
-    def call(self, sent: Sent) -> Answer:
+    def call(self, sent):
         name = sent.targets[0]
         self.asked.append(name)
         if name in self.refusing:
             return Answer([Came(name, failure=failure_of(CapacityError(f"the pool of {name} is too small")))])
         return Answer([Came(name), Came(name, result=cast(Any, f"by {name}"))])
 
-    def run(self) -> RequestHandle:
+    def run(self):
         handle = RequestHandle(1, lambda number: None, lambda number: None, 1)
-        sent: Any = Sent("r", (), b"", SamplingParams(), Terms(), None, 0.0, None, 1)
+        sent = Sent("r", (), b"", SamplingParams(), Terms(), None, 0.0, None, 1)
         flight = Flight(
             sent, PromptChain((), 1, 16), handle, PrefixRouter(),
             choices=self.choices, call=self.call, end=cast(Any, None), keep=cast(Any, None),
@@ -80,7 +77,7 @@ class Pools:
         return handle
 
 
-def test_what_a_pool_cannot_hold_goes_to_others_until_none_is_left() -> None:
+def test_what_a_pool_cannot_hold_goes_to_others_until_none_is_left():
     pools = Pools({"a", "b"}, ["a", "b", "c"])
     assert pools.run()._result == "by c"
     assert pools.asked == ["a", "b", "c"]

@@ -1,10 +1,7 @@
 """Which clusters and machines have room for replicas, against placing them one by one; no Ray."""
 
-from __future__ import annotations
-
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -14,7 +11,7 @@ from kvboost_edge.serve_ray import places
 from kvboost_edge.serve_ray.places import check_address, cpus_of_each
 
 
-def test_each_replica_gets_its_threads_or_an_even_part() -> None:
+def test_each_replica_gets_its_threads_or_an_even_part():
     assert cpus_of_each(2, None, [8]) == 4
     assert cpus_of_each(3, None, [8]) == 2
     assert cpus_of_each(2, 3, [8]) == 3
@@ -32,10 +29,10 @@ def test_each_replica_gets_its_threads_or_an_even_part() -> None:
 
 
 @pytest.mark.parametrize("machines", [[3, 3], [5, 1], [2, 2, 2], [7, 1, 1], [1, 1, 1, 1, 1]])
-def test_a_replica_is_on_one_machine(machines: list[int]) -> None:
+def test_a_replica_is_on_one_machine(machines):
     """Ray would wait for ever for a place on two; each size is compared with placing them one by one."""
 
-    def fit(workers: int, each: int) -> bool:
+    def fit(workers, each):
         free = list(machines)
         for _ in range(workers):
             place = next((n for n, cpus in enumerate(free) if cpus >= each), None)
@@ -57,12 +54,12 @@ def test_a_replica_is_on_one_machine(machines: list[int]) -> None:
 
 
 @contextmanager
-def listening(answer: bytes | None) -> Iterator[str]:
+def listening(answer):
     """A server that answers the first client with these bytes and ends; None: it accepts and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         done = threading.Event()
 
-        def serve() -> None:
+        def serve():
             client, _ = listener.accept()
             with client:
                 assert client.recv(1024)
@@ -89,21 +86,19 @@ def listening(answer: bytes | None) -> Iterator[str]:
         (None, "timed out"),
     ],
 )
-def test_what_is_no_head_of_a_cluster_is_told_soon(
-    answer: bytes | None, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_head_of_a_cluster_is_told_soon(answer, reason, monkeypatch):
     monkeypatch.setattr(places, "_ANSWERING_SECONDS", 0.2 if answer is None else 60.0)
     with listening(answer) as address, pytest.raises(BackendUnavailable, match=f"no Ray cluster answers.*{reason}"):
         check_address(address)
 
 
-def test_whatever_speaks_as_a_head_does_may_be_one() -> None:
+def test_whatever_speaks_as_a_head_does_may_be_one():
     with listening(bytes([0, 0, 6, 4, 0, 0, 0, 0, 0]) + bytes(6)) as address:
         check_address(address)
     check_address("auto")
 
 
-def test_behind_tls_it_is_enough_that_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_tls_it_is_enough_that_somebody_listens(monkeypatch):
     """Such a head answers nothing that is not encrypted; where nobody listens there is none."""
     monkeypatch.setenv("RAY_USE_TLS", "1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -114,12 +109,12 @@ def test_behind_tls_it_is_enough_that_somebody_listens(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("address", ["here", "ray://127.0.0.1:1", ":1", "127.0.0.1:", "127.0.0.1:x"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_what_is_no_address_is_refused(address):
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
         check_address(address)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999999999"])
-def test_where_nobody_listens_there_is_no_cluster(address: str) -> None:
+def test_where_nobody_listens_there_is_no_cluster(address):
     with pytest.raises(BackendUnavailable, match=f"ray_address='{address}': no Ray cluster answers there"):
         check_address(address)

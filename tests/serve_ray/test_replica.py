@@ -1,14 +1,9 @@
 """A replica without Ray: what comes with a request, and what it tells of itself."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,11 +25,11 @@ OPTIONS = {"num_blocks": 128, "max_num_seqs": 4, "num_threads": 1, "reuse_gate":
 
 
 @pytest.fixture
-def open_replica(isolated_cache: Any, tmp_path: Path) -> Iterator[Callable[[str], EngineReplica]]:
+def open_replica(isolated_cache, tmp_path):
     """Makes replicas of the bundled model that share one disk, and closes them."""
-    made: list[EngineReplica] = []
+    made = []
 
-    def open_one(name: str) -> EngineReplica:
+    def open_one(name):
         options = ReplicaOptions("kvboost-edge/demo", {**OPTIONS, "disk_cache_dir": tmp_path / "tier"})
         made.append(EngineReplica(options, name))
         return made[-1]
@@ -44,13 +39,13 @@ def open_replica(isolated_cache: Any, tmp_path: Path) -> Iterator[Callable[[str]
         replica.close()
 
 
-def sent(prompt: list[int], hashes: bytes = b"", hints: tuple[int, ...] = (), **more: int) -> Sent:
+def sent(prompt, hashes=b"", hints=(), **more):
     sampling, terms = SamplingParams(max_new_tokens=4, temperature=0.0), Terms(snapshot_hints=hints)
     return Sent("r", (), encode_tokens(prompt), sampling, terms, None, 0.0, None, len(prompt), hashes=hashes, **more)
 
 
-def answer(replica: EngineReplica, request: Sent) -> GenerationResult:
-    async def run() -> GenerationResult:
+def answer(replica, request):
+    async def run():
         found = [came async for came in replica.generate(request)]
         assert found[-1].failure is None, found[-1].failure
         assert isinstance(found[-1].result, GenerationResult)
@@ -59,7 +54,7 @@ def answer(replica: EngineReplica, request: Sent) -> GenerationResult:
     return asyncio.run(run())
 
 
-def tell(replica: EngineReplica, router: PrefixRouter, now: float) -> None:
+def tell(replica, router, now):
     """What an ingress does ten times a second."""
     asked = Asked((replica.name,), "tell", (router.cursor(replica.name),))
     told = asyncio.run(replica.ask(asked))
@@ -68,14 +63,14 @@ def tell(replica: EngineReplica, router: PrefixRouter, now: float) -> None:
     router.take_report(replica.name, told.report, now)
 
 
-def chain_of(replica: EngineReplica, prompt: list[int]) -> tuple[bytes, PromptChain]:
+def chain_of(replica, prompt):
     engine = replica._engine
     root, size, has_states = engine.cache_root, engine.config.block_size, bool(engine.runner_info.kv_spec.states)
     hashes = prefix_hashes(prompt, root, size)
     return b"".join(hashes), PromptChain.of_hashes(hashes, len(prompt), size, root, has_states=has_states)
 
 
-def test_a_prompt_is_looked_up_by_the_hashes_it_came_with(open_replica: Any, monkeypatch: Any) -> None:
+def test_a_prompt_is_looked_up_by_the_hashes_it_came_with(open_replica, monkeypatch):
     """Nothing of a prompt is hashed to find it; wrong hashes cost what they hide, and change no answer."""
     replica = open_replica("a")
     hashes, _ = chain_of(replica, PROMPT)
@@ -83,7 +78,7 @@ def test_a_prompt_is_looked_up_by_the_hashes_it_came_with(open_replica: Any, mon
     lookup = replica._engine._parts.manager._lookup
     plain, counted = lookup._hash_fn, []
 
-    def counting(parent: bytes, tokens: bytes) -> bytes:
+    def counting(parent, tokens):
         counted.append(tokens)
         return plain(parent, tokens)
 
@@ -103,7 +98,7 @@ def test_a_prompt_is_looked_up_by_the_hashes_it_came_with(open_replica: Any, mon
 
 
 @pytest.mark.parametrize("size", [32, 8])
-def test_hashes_of_blocks_of_another_size_are_left_aside(open_replica: Any, size: int) -> None:
+def test_hashes_of_blocks_of_another_size_are_left_aside(open_replica, size):
     """An ingress knows a newer version's settings a moment after its replicas are there."""
     replica = open_replica("a")
     hashes, _ = chain_of(replica, PROMPT)
@@ -113,7 +108,7 @@ def test_hashes_of_blocks_of_another_size_are_left_aside(open_replica: Any, size
     assert (found.output_token_ids, found.cached_tokens) == (expected, 992)
 
 
-def test_what_a_disk_holds_is_told_and_counts_as_read(open_replica: Any) -> None:
+def test_what_a_disk_holds_is_told_and_counts_as_read(open_replica):
     """A replica computes a prompt, and a new one finds it on their disk: it is believed to read it, and what it took to
     read is what is expected of the next."""
     first = open_replica("a")
@@ -144,7 +139,7 @@ def test_what_a_disk_holds_is_told_and_counts_as_read(open_replica: Any) -> None
     router.check()
 
 
-def test_what_a_model_without_states_tells_is_the_keys_of_its_blocks_to_the_byte(open_replica: Any) -> None:
+def test_what_a_model_without_states_tells_is_the_keys_of_its_blocks_to_the_byte(open_replica):
     replica = open_replica("a")
     hashes, chain = chain_of(replica, PROMPT)
     assert chain.states == ()
@@ -161,8 +156,8 @@ def test_what_a_model_without_states_tells_is_the_keys_of_its_blocks_to_the_byte
 
 
 def test_a_prompt_of_a_model_with_states_is_read_from_the_server_that_others_filled(
-    isolated_cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    isolated_cache, tmp_path, monkeypatch
+):
     """By a replica that never saw it, on a machine of its own: as many tokens as a router expects."""
     monkeypatch.setenv("KVBOOST_EDGE_REDIS_SECRET", "a secret of the test suite")
     prompt, name = [10 + number % 200 for number in range(500)], str(save_tiny_model("lfm2", tmp_path / "model"))
@@ -170,7 +165,7 @@ def test_a_prompt_of_a_model_with_states_is_read_from_the_server_that_others_fil
     router.set_members("ab")
     with contextlib.ExitStack() as opened:
         redis_url = opened.enter_context(running_redis()).url
-        replicas: dict[str, EngineReplica] = {}
+        replicas = {}
         for who in "ab":
             replicas[who] = EngineReplica(ReplicaOptions(name, {**OPTIONS, "redis_url": redis_url}), who)
             opened.callback(replicas[who].close)
@@ -187,9 +182,7 @@ def test_a_prompt_of_a_model_with_states_is_read_from_the_server_that_others_fil
     router.check()
 
 
-def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(
-    isolated_cache: Any, tmp_path: Path
-) -> None:
+def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(isolated_cache, tmp_path):
     """Two have computed the same prompt, and only one was asked to keep the state behind its head, in its pool and on a
     disk: what the router expects each of them to find of other prompts with that head is what they find."""
     head, name = [10 + number % 200 for number in range(320)], str(save_tiny_model("qwen3_5_text", tmp_path / "model"))
@@ -198,7 +191,7 @@ def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(
     router.set_members("abc")
     with contextlib.ExitStack() as opened:
 
-        def open_one(who: str, **options: Any) -> EngineReplica:
+        def open_one(who, **options):
             replica = EngineReplica(ReplicaOptions(name, {**OPTIONS, **options}), who)
             opened.callback(replica.close)
             return replica
@@ -209,7 +202,7 @@ def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(
             answer(replica, sent(filled, hints=hints))
             tell(replica, router, 0.0)
 
-        def expected(prompt: list[int], now: float) -> list[tuple[int, int]]:
+        def expected(prompt, now):
             chain = chain_of(a, prompt)[1]
             found = [router.choose(chain, now, among=who)[0] for who in "abc"]
             return [(one.matched_tokens, one.restored_tokens) for one in found]
@@ -231,7 +224,7 @@ def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(
             manager.states.slots.drop(manager.pins.published(filled, a._engine.cache_root)[19])
         tell(b, router, 2.0)
 
-        def is_told() -> bool:
+        def is_told():
             tell(a, router, 2.0)
             return expected(other, 2.0) == [(0, 320), (320, 0), (0, 0)]
 
@@ -244,7 +237,7 @@ def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(
     router.check()
 
 
-def test_events_of_a_question_that_nobody_waits_for_are_told_at_the_next(open_replica: Any, monkeypatch: Any) -> None:
+def test_events_of_a_question_that_nobody_waits_for_are_told_at_the_next(open_replica, monkeypatch):
     """An ingress gives up after two seconds; the engine tells what came to its cache once."""
     replica = open_replica("a")
     hashes, chain = chain_of(replica, PROMPT)
@@ -254,7 +247,7 @@ def test_events_of_a_question_that_nobody_waits_for_are_told_at_the_next(open_re
     answer(replica, sent(PROMPT, hashes))
     plain, taken, goes_on = replica._engine.take_cache_events, threading.Event(), threading.Event()
 
-    def slow() -> Any:
+    def slow():
         events = plain()
         taken.set()
         goes_on.wait()
@@ -262,7 +255,7 @@ def test_events_of_a_question_that_nobody_waits_for_are_told_at_the_next(open_re
 
     monkeypatch.setattr(replica._engine, "take_cache_events", slow)
 
-    async def ask_twice() -> Told:
+    async def ask_twice():
         asked = Asked(("a",), "tell", (router.cursor("a"),))
         first = asyncio.ensure_future(replica.ask(asked))
         try:
@@ -273,26 +266,25 @@ def test_events_of_a_question_that_nobody_waits_for_are_told_at_the_next(open_re
             assert first.cancelled()
         finally:
             goes_on.set()
-        told: Told = await replica.ask(asked)
-        return told
+        return await replica.ask(asked)
 
     assert router.take_events("a", asyncio.run(ask_twice()).batches, 1.0)
     assert router.choose(chain, 1.0)[0].matched_tokens == 992
 
 
-async def computed_by(replica: EngineReplica) -> Computed:
+async def computed_by(replica):
     found = [one async for one in replica.compute(sent([]), "embed", ([[1, 2, 3]],), {})]
     assert found[0] is None
     assert isinstance(found[-1], Computed)
     return found[-1]
 
 
-def test_long_calls_hold_up_no_health_check(open_replica: Any, monkeypatch: Any) -> None:
+def test_long_calls_hold_up_no_health_check(open_replica, monkeypatch):
     replica = open_replica("a")
     goes_on = threading.Event()
     monkeypatch.setattr(replica._engine, "embed", lambda *_, **__: goes_on.wait() and 7)
 
-    async def run() -> list[Computed]:
+    async def run():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         calls = [asyncio.ensure_future(computed_by(replica)) for _ in range(3)]
         try:
@@ -310,19 +302,19 @@ def test_long_calls_hold_up_no_health_check(open_replica: Any, monkeypatch: Any)
     assert closed.failure.has_died
 
 
-def test_a_long_call_that_is_left_stops_what_it_comes_to_later(open_replica: Any, monkeypatch: Any) -> None:
+def test_a_long_call_that_is_left_stops_what_it_comes_to_later(open_replica, monkeypatch):
     replica = open_replica("a")
     left = threading.Event()
-    cancelled: list[int] = []
+    cancelled = []
 
-    def embed(*_: Any, handles: list[RequestHandle], **__: Any) -> None:
+    def embed(*_, handles, **__):
         handles.append(RequestHandle(0, cancelled.append))
         assert left.wait(60)
         handles.append(RequestHandle(1, cancelled.append))
 
     monkeypatch.setattr(replica._engine, "embed", embed)
 
-    async def run() -> None:
+    async def run():
         call = replica.compute(sent([]), "embed", ([[1, 2, 3]],), {})
         assert await anext(call) is None
         leaving = asyncio.ensure_future(call.aclose())

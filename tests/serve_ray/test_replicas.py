@@ -1,12 +1,9 @@
 """Real replicas: the same answers as one engine's, to the bit; cancelled, killed, more and fewer of them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import signal
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +20,7 @@ CHAT = [{"role": "user", "content": "What is a block?"}]
 LONG = {"max_new_tokens": 600, "temperature": 0.0, "ignore_eos": True}
 
 
-def test_answers_are_those_of_one_engine_to_the_bit(two: Any, alone: Any) -> None:
+def test_answers_are_those_of_one_engine_to_the_bit(two, alone):
     asked = [
         (prompt, sampling)
         for prompt in [*PROMPTS, CHAT]
@@ -43,14 +40,14 @@ def test_answers_are_those_of_one_engine_to_the_bit(two: Any, alone: Any) -> Non
     wait_until(two.idle, "the blocks to be free")
 
 
-def test_vectors_and_documents_are_those_of_one_engine(two: Any, alone: Any) -> None:
+def test_vectors_and_documents_are_those_of_one_engine(two, alone):
     texts = ["a text", "another one", [4, 5, 6]]
     np.testing.assert_array_equal(two.pool.embed(texts, 8), alone.embed(texts, 8))
     with pytest.raises(RequestError, match="dimensions=0"):
         two.pool.embed(texts, 0)
     with pytest.raises(RequestError, match="yes"):
         two.pool.rerank("query", ["document"])
-    handles: list[Any] = []
+    handles = []
     stored = two.pool.warm(documents=["words of a document " * 20], handles=handles)
     assert int(stored)
     assert all(handle.done for handle in handles)
@@ -59,7 +56,7 @@ def test_vectors_and_documents_are_those_of_one_engine(two: Any, alone: Any) -> 
     wait_until(two.idle, "the blocks to be free")
 
 
-def test_wrong_requests_are_refused_as_by_an_engine(two: Any) -> None:
+def test_wrong_requests_are_refused_as_by_an_engine(two):
     with pytest.raises(RequestError, match="temperature=-1"):
         two.pool.submit("x", temperature=-1)
     with pytest.raises(RequestError, match="nonsense"):
@@ -75,7 +72,7 @@ def test_wrong_requests_are_refused_as_by_an_engine(two: Any) -> None:
         small.result(timeout=60)
 
 
-def test_a_pinned_prompt_is_unpinned_wherever_it_lies(two: Any) -> None:
+def test_a_pinned_prompt_is_unpinned_wherever_it_lies(two):
     prompt = "A prompt that is pinned, so that it stays in the pool of its replica until it is unpinned again. " * 2
     two.pool.warm(prompt, pin=True)
     assert two.pool.paged_stats()["pinned_blocks"] > 0
@@ -83,7 +80,7 @@ def test_a_pinned_prompt_is_unpinned_wherever_it_lies(two: Any) -> None:
     assert two.pool.paged_stats()["pinned_blocks"] == 0
 
 
-def test_requests_of_one_prefix_go_to_one_replica_and_find_it(two: Any) -> None:
+def test_requests_of_one_prefix_go_to_one_replica_and_find_it(two):
     two.pool.reset_cache()
     shared = [*range(100, 100 + 160)]
     two.pool.submit([*shared, 1], max_new_tokens=1, temperature=0.0).result(timeout=60)
@@ -96,7 +93,7 @@ def test_requests_of_one_prefix_go_to_one_replica_and_find_it(two: Any) -> None:
     assert other.cached_tokens == 0
 
 
-def test_a_cancelled_request_ends_and_frees_its_blocks(two: Any) -> None:
+def test_a_cancelled_request_ends_and_frees_its_blocks(two):
     handle = two.pool.submit("Count", **LONG)
     next(iter(handle.events()))
     handle.cancel()
@@ -106,7 +103,7 @@ def test_a_cancelled_request_ends_and_frees_its_blocks(two: Any) -> None:
     wait_until(two.idle, "the blocks to be free")
 
 
-async def test_the_handle_is_read_by_coroutines_too(two: Any, alone: Any) -> None:
+async def test_the_handle_is_read_by_coroutines_too(two, alone):
     handle = two.pool.submit("Hello", max_new_tokens=8, temperature=0.0)
     batches = [batch async for batch in handle.abatches()]
     assert isinstance(batches[-1][-1], GenerationResult)
@@ -114,7 +111,7 @@ async def test_the_handle_is_read_by_coroutines_too(two: Any, alone: Any) -> Non
     assert (await handle.aresult()).output_token_ids == expected.output_token_ids
 
 
-def test_the_server_streams_and_tells_of_each_replica(two: Any, server: Any, alone: Any) -> None:
+def test_the_server_streams_and_tells_of_each_replica(two, server, alone):
     body = {"messages": CHAT, "max_tokens": 12, "temperature": 0.0}
     expected = alone.generate(CHAT, max_new_tokens=12, temperature=0.0).output_text
     with server.client() as client:
@@ -130,7 +127,7 @@ def test_the_server_streams_and_tells_of_each_replica(two: Any, server: Any, alo
     assert metrics.count("# TYPE kvboost:blocks gauge") == 1
 
 
-def test_who_leaves_the_server_frees_the_replica(two: Any, server: Any) -> None:
+def test_who_leaves_the_server_frees_the_replica(two, server):
     body = {"prompt": "Count", "max_tokens": 600, "temperature": 0.0, "stream": True, "ignore_eos": True}
     sock = server.connect()
     sock.sendall(server.request_bytes("/v1/completions", body))
@@ -140,7 +137,7 @@ def test_who_leaves_the_server_frees_the_replica(two: Any, server: Any) -> None:
     wait_until(two.idle, "the replica to end it")
 
 
-def test_a_frozen_replica_keeps_nobody_waiting(two: Any) -> None:
+def test_a_frozen_replica_keeps_nobody_waiting(two):
     """Once it is known not to answer, figures and answers are those of the other; then it is back as it was."""
     pids = two.pids()
     frozen, other = sorted(pids)
@@ -156,7 +153,7 @@ def test_a_frozen_replica_keeps_nobody_waiting(two: Any) -> None:
     assert two.pids() == pids
 
 
-def test_a_killed_replica_loses_started_answers_alone(two: Any) -> None:
+def test_a_killed_replica_loses_started_answers_alone(two):
     handles = [two.pool.submit([number, *range(200, 240)], **LONG) for number in range(20, 32)]
     victim = sorted(two.pool._replicas.usable)[0]
     wait_until(lambda: any(handle._events for handle in handles), "an answer to begin")
@@ -182,7 +179,7 @@ def test_a_killed_replica_loses_started_answers_alone(two: Any) -> None:
     wait_until(two.idle, "what is left to end", 60)
 
 
-def test_a_stream_of_a_killed_replica_ends_with_an_error_event(two: Any, server: Any) -> None:
+def test_a_stream_of_a_killed_replica_ends_with_an_error_event(two, server):
     body = {"prompt": "Count", "max_tokens": 1500, "temperature": 0.0, "stream": True, "ignore_eos": True}
     with server.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()

@@ -1,7 +1,5 @@
 """What is told before and while replicas start, without Ray where it can be; and the command as people run it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -11,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
 
 import httpx
 import psutil
@@ -27,7 +24,7 @@ from kvboost_edge.server.__main__ import _ended_by_signal, main
 from kvboost_edge.server.flags import parse_flags
 
 
-def test_a_replica_computes_with_its_cpus_and_takes_no_memory_that_is_not_there() -> None:
+def test_a_replica_computes_with_its_cpus_and_takes_no_memory_that_is_not_there():
     assert own_options({}, 3.0, 0) == {"num_threads": 3}
     assert own_options({"num_threads": 1}, 3.0, 1 << 20)["num_threads"] == 1
     assert own_options({}, 0.5, 0) == {}
@@ -44,13 +41,13 @@ def test_a_replica_computes_with_its_cpus_and_takes_no_memory_that_is_not_there(
         ("", BackendUnavailable, "Ray gives no reason"),
     ],
 )
-def test_what_a_replica_raised_while_it_loaded_is_told(text: str, kind: type[Exception], words: str) -> None:
+def test_what_a_replica_raised_while_it_loaded_is_told(text, kind, words):
     error = loading_error(text)
     assert type(error) is kind
     assert words in str(error)
 
 
-def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_SERVE_FLAGS", "--workers 3 --model-name 'a b'")
     assert flags_of({}) == ["--workers", "3", "--model-name", "a b"]
     found = flags_of({"num_threads": 2, "insecure": True, "redis_trust": False, "warm": ["x", "y"], "api-key": "k"})
@@ -62,12 +59,12 @@ def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch: pytest.Mo
 
 
 @pytest.mark.cluster
-def test_of_a_ray_that_does_not_start_whole_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_ray_that_does_not_start_whole_nothing_is_left(monkeypatch):
     """Whatever Ray raises then. Another one of this process, and what is no part of any, goes on."""
     ray = pytest.importorskip("ray")
-    started: list[subprocess.Popen[bytes]] = []
+    started = []
 
-    def init(_temp_dir: str, **_: Any) -> None:
+    def init(_temp_dir, **_):
         for words in ([_temp_dir], []):
             started.append(subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", *words], stdin=PIPE))
         raise Exception("The current node timed out during startup.")
@@ -83,13 +80,13 @@ def test_of_a_ray_that_does_not_start_whole_nothing_is_left(monkeypatch: pytest.
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_ray_starts_leaves_none_of_it(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_ray_starts_leaves_none_of_it(number, monkeypatch):
     """And it ends this process as it would have before: Ray's handler would do so with another status."""
     ray = pytest.importorskip("ray")
     utils = pytest.importorskip("ray._private.utils")
-    started: list[subprocess.Popen[bytes]] = []
+    started = []
 
-    def init(_temp_dir: str, **_: Any) -> None:
+    def init(_temp_dir, **_):
         utils.set_sigterm_handler(lambda *_: sys.exit(number))
         command = [sys.executable, "-c", "import sys; sys.stdin.read()", _temp_dir]
         started.append(subprocess.Popen(command, stdin=PIPE))
@@ -105,9 +102,7 @@ def test_a_signal_while_ray_starts_leaves_none_of_it(number: signal.Signals, mon
     assert (told.type, *told.value.args) == ((SystemExit, 0) if number == signal.SIGTERM else (KeyboardInterrupt,))
 
 
-def test_without_ray_the_flag_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_ray_the_flag_says_what_to_install(monkeypatch, capsys):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else real(name, *rest))
     assert main(["--workers", "2"]) == 1
@@ -115,7 +110,7 @@ def test_without_ray_the_flag_says_what_to_install(
     assert "pip install 'kvboost-edge[ray]'" in told
 
 
-def _command(*flags: str) -> list[str]:
+def _command(*flags):
     own = ["--port", "0", "--disk-cache-dir", "off", "--num-blocks", "256"]
     return [sys.executable, "-m", "kvboost_edge", "serve", *own, *flags]
 
@@ -130,7 +125,7 @@ def _command(*flags: str) -> list[str]:
 )
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_what_is_wrong_is_told_before_anything_runs(flags: list[str], words: str) -> None:
+def test_what_is_wrong_is_told_before_anything_runs(flags, words):
     done = subprocess.run(_command(*flags), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stderr
     assert words in done.stderr
@@ -138,7 +133,7 @@ def test_what_is_wrong_is_told_before_anything_runs(flags: list[str], words: str
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_a_cluster_without_room_is_told(ray_cluster: str) -> None:
+def test_a_cluster_without_room_is_told(ray_cluster):
     own = {name: value for name, value in _OWN.items() if value is not None}
     flags = ["--ray-address", ray_cluster, "--workers", "5"]
     done = subprocess.run(
@@ -151,7 +146,7 @@ def test_a_cluster_without_room_is_told(ray_cluster: str) -> None:
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.skipif(default_num_threads() < 2, reason="two replicas need two CPUs")
-def test_the_command_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_command_serves_and_leaves_nothing_behind(tmp_path):
     """On SIGTERM a stream in progress goes on to its end, and then no process, no file and no variable is left."""
     log = (tmp_path / "log").open("w+")
     environment = {**os.environ, "TMPDIR": "/tmp", "HOME": str(tmp_path)}
@@ -159,7 +154,7 @@ def test_the_command_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with subprocess.Popen(_command(*flags), stdout=log, stderr=log, env=environment) as process:
         try:
 
-            def address() -> str | None:
+            def address():
                 assert process.poll() is None, Path(log.name).read_text()
                 found = re.search(r'"url": "(http://[^"]+)"', Path(log.name).read_text())
                 return found[1] if found else None

@@ -1,16 +1,12 @@
 """Versions of the replicas that follow one another while requests run; and what new ones know of the old ones' work."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from helpers.serve_ray.replica_cases import Running, options_of, running_replicas
+from helpers.serve_ray.replica_cases import options_of, running_replicas
 from helpers.server.live_servers import wait_until
-from helpers.tiers.redis_servers import RedisServer, running_redis
+from helpers.tiers.redis_servers import running_redis
 from kvboost_edge.serve_ray.flight import ReplicaLost
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -20,29 +16,28 @@ PREFIX = [number % 200 + 20 for number in range(7 * 48)]
 
 
 @pytest.fixture(scope="module")
-def redis_server() -> Iterator[RedisServer]:
+def redis_server():
     with running_redis() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def versions(ray_cluster: str, redis_server: RedisServer) -> Iterator[Running]:
+def versions(ray_cluster, redis_server):
     with running_replicas(options_of("--redis-url", redis_server.url), "versions") as found:
         yield found
 
 
-def told(pool: Any, keys: tuple[int, ...]) -> bool:
+def told(pool, keys):
     """Whether a replica has told the pool's router that it holds all blocks of a prompt."""
 
-    async def look() -> bool:
+    async def look():
         router = pool._replicas.router
         return any(all(router.beliefs(name).get(key) for key in keys) for name in router.members())
 
-    found: bool = pool._replicas.start(look()).result(timeout=60)
-    return found
+    return pool._replicas.start(look()).result(timeout=60)
 
 
-def started(pool: Any, count: int, **sampling: Any) -> list[Any]:
+def started(pool, count, **sampling):
     """Requests whose first token has been taken."""
     handles = [pool.submit([number, *range(200, 240)], **sampling) for number in range(20, 20 + count)]
     for handle in handles:
@@ -50,9 +45,7 @@ def started(pool: Any, count: int, **sampling: Any) -> list[Any]:
     return handles
 
 
-def test_a_new_version_takes_over_while_started_answers_go_on_to_their_end(
-    versions: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_version_takes_over_while_started_answers_go_on_to_their_end(versions, monkeypatch):
     """Its settings are others: they become the pool's, and what the new replicas hold is known by them."""
     pool, before, root = versions.pool, versions.pids(), versions.pool._about.root
     handles = started(pool, 6, **LONG)
@@ -82,9 +75,7 @@ def test_a_new_version_takes_over_while_started_answers_go_on_to_their_end(
     wait_until(lambda: told(pool, chains[0].keys), "a replica to tell of the prompt")
 
 
-def test_what_the_drain_does_not_wait_for_ends_with_an_error_that_says_so(
-    versions: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_drain_does_not_wait_for_ends_with_an_error_that_says_so(versions, monkeypatch):
     """And what replicas wrote to Redis those that come after them read: the same answer."""
     pool = versions.pool
     monkeypatch.setattr("kvboost_edge.serve_ray.deployment._LAST_SECONDS", 0.0)
@@ -93,7 +84,7 @@ def test_what_the_drain_does_not_wait_for_ends_with_an_error_that_says_so(
     sampling = {"max_new_tokens": 8, "temperature": 0.0, "logprobs": 0}
     cold = pool.submit(PREFIX, **sampling).result(timeout=60)
 
-    def written() -> int:
+    def written():
         stats = [view.paged_stats()["tiers"]["redis"] for view in pool.replicas().values()]
         return sum(one["written_blocks"] for one in stats)
 

@@ -1,7 +1,5 @@
 """A real server on a free loopback port with the bundled model, and the app over ASGI with a tiny engine."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

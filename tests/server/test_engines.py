@@ -1,7 +1,5 @@
 """The engine is what the server asks for, member by member; mypy checks the types where `__main__` serves one."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every API has its errors in its own shape, from wherever they come."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvboost_edge.server.errors import ApiError, error_body

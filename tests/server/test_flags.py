@@ -1,7 +1,5 @@
 """The commands' flags: names, defaults, where each goes, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import subprocess

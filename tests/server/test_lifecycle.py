@@ -1,7 +1,5 @@
 """The server as a process: start, drain on SIGTERM, exit code, and truthful readiness."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

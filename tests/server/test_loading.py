@@ -1,7 +1,5 @@
 """What the server says while it loads a model."""
 
-from __future__ import annotations
-
 import logging
 
 from helpers.clocks import give_clock

@@ -1,7 +1,5 @@
 """Log lines: one a record, facts in fields, nothing of a client's text."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """The event loop goes on whatever is asked of which API, whatever is remembered, and however much is compared."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """/metrics: every promised name, values that agree with what was asked, and a dashboard that reads what is there."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The README's curl examples, run as they stand against a live server."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The server's own part of running: the heap before the first request, and what is left after the last."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import socket

@@ -1,7 +1,5 @@
 """Speeds over the last minute: what counts, what is forgotten, and how much is kept."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

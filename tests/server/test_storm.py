@@ -1,8 +1,6 @@
 """Many requests of all APIs and two keys, whose clients leave at random moments of every phase: all that a request
 holds comes back, exactly."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Tiers as a server's clients see them: where an answer's tokens came from, what each tier holds."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.server.live_servers import ENGINE_OPTIONS, serving

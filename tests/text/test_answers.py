@@ -1,17 +1,10 @@
 """Kept answers never undo what keeps a message's text from being read as special tokens."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
-import pytest
-
 from kvboost_edge.text.answers import encode_with_answers
 from kvboost_edge.text.tokenizer import Tokenizer
 
 
-def test_a_message_with_a_special_tokens_text_is_encoded_apart_whatever_is_kept(tiny_model_dir: Path) -> None:
+def test_a_message_with_a_special_tokens_text_is_encoded_apart_whatever_is_kept(tiny_model_dir):
     tokenizer = Tokenizer.from_dir(tiny_model_dir)
     (special, *_) = [text for text in tokenizer.special_tokens.values() if text]
     messages = [
@@ -19,9 +12,9 @@ def test_a_message_with_a_special_tokens_text_is_encoded_apart_whatever_is_kept(
         {"role": "assistant", "content": "an answer"},
         {"role": "user", "content": "go on"},
     ]
-    asked: list[str] = []
+    asked = []
 
-    def find(text: str) -> list[int]:
+    def find(text):
         asked.append(text)
         return tokenizer.encode(text, False)
 
@@ -37,12 +30,12 @@ def test_a_message_with_a_special_tokens_text_is_encoded_apart_whatever_is_kept(
     assert set(asked) == {"an answer"}
 
 
-def test_only_answers_that_are_kept_are_searched_for(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_answers_that_are_kept_are_searched_for(tiny_model_dir, monkeypatch):
     """Each is searched for in the whole text: of ten thousand messages that was most of the time."""
     tokenizer = Tokenizer.from_dir(tiny_model_dir)
-    searched: list[list[str]] = []
+    searched = []
 
-    def search(text: str, answers: list[str], *others: Any) -> list[int]:
+    def search(text, answers, *others):
         searched.append(answers)
         return encode_with_answers(text, answers, *others)
 

@@ -1,7 +1,5 @@
 """Where the user's messages begin, for templates of several families."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.text.byte_level import byte_level
@@ -28,7 +26,7 @@ CHAT = [
 ]
 
 
-def tokenizer_of(template: str | None) -> Tokenizer:
+def tokenizer_of(template):
     raw = byte_level()
     raw.add_special_tokens(SPECIALS)
     return Tokenizer(FastCodec(raw), name="toy", chat_template=template)
@@ -39,7 +37,7 @@ def tokenizer_of(template: str | None) -> Tokenizer:
     [(HERMES, "<|im_start|>user"), (LLAMA, "<|head|>user<|/head|>"), (MISTRAL, "[INST]")],
     ids=["chatml", "llama", "mistral"],
 )
-def test_each_message_of_the_user_is_found_and_nothing_that_looks_like_one(template: str, header: str) -> None:
+def test_each_message_of_the_user_is_found_and_nothing_that_looks_like_one(template, header):
     tokenizer = tokenizer_of(template)
     chat = CHAT[1:] if template is MISTRAL else CHAT
     ids = tokenizer.encode_chat(chat)
@@ -56,12 +54,12 @@ def test_each_message_of_the_user_is_found_and_nothing_that_looks_like_one(templ
 
 
 @pytest.mark.parametrize("template", [None, PLAIN, STRICT], ids=["none", "no special token", "refuses"])
-def test_a_template_that_begins_them_with_no_special_token_has_none(template: str | None) -> None:
+def test_a_template_that_begins_them_with_no_special_token_has_none(template):
     tokenizer = tokenizer_of(template)
     assert user_starts(tokenizer, tokenizer.encode("user: <|im_start|>user")) == ()
 
 
-def test_a_short_prompt_has_none() -> None:
+def test_a_short_prompt_has_none():
     tokenizer = tokenizer_of(HERMES)
     assert user_starts(tokenizer, []) == ()
     assert user_starts(tokenizer, tokenizer.encode("<|im_start|>us")) == ()

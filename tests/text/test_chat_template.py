@@ -1,16 +1,12 @@
 """Chat templates: equal to transformers' rendering, and unable to reach out of the sandbox."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvboost_edge.errors import ModelFormatError, RequestError
 from kvboost_edge.text.chat_template import ChatTemplate
 
-MESSAGES: list[dict[str, Any]] = [
+MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Grüße <b> & 'quotes'"},
     {"role": "assistant", "content": "Hi"},
@@ -30,13 +26,13 @@ TEMPLATES = {
 }
 
 
-def make(source: str) -> ChatTemplate:
+def make(source):
     return ChatTemplate(source, model_name="tiny", variables={"bos_token": "<s>", "eos_token": "</s>"})
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("prompt", [True, False])
-def test_equals_transformers(name: str, prompt: bool) -> None:
+def test_equals_transformers(name, prompt):
     tools = [{"type": "function", "function": {"name": "look_up"}}]
     truth, _ = render_jinja_template(
         [MESSAGES], tools=tools, chat_template=TEMPLATES[name], add_generation_prompt=prompt, bos_token="<s>",
@@ -55,18 +51,18 @@ def test_equals_transformers(name: str, prompt: bool) -> None:
         *("range", "namespace", "raise_exception", "strftime_now", "dict", "lipsum", "_private", "a b", ""),
     ],
 )
-def test_a_variable_may_not_take_a_name_that_means_something(name: str) -> None:
+def test_a_variable_may_not_take_a_name_that_means_something(name):
     with pytest.raises(RequestError, match="no name for a template variable"):
         make("{{ messages }}").render(MESSAGES, variables={name: 1})
 
 
-def test_names_of_our_own_parameters_are_variables_like_others() -> None:
+def test_names_of_our_own_parameters_are_variables_like_others():
     source = "{{ source }}{{ variables }}{{ template_name }}{{ environment }}{{ args }}"
     names = ("source", "variables", "template_name", "environment", "args")
     assert make(source).render(MESSAGES, variables=dict.fromkeys(names, "v")) == "vvvvv"
 
 
-def test_date() -> None:
+def test_date():
     assert len(make("{{ strftime_now('%Y-%m-%d') }}").render(MESSAGES)) == 10
 
 
@@ -94,21 +90,21 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("source", REFUSED)
-def test_attack_or_failure_is_a_request_error_and_changes_nothing(source: str) -> None:
+def test_attack_or_failure_is_a_request_error_and_changes_nothing(source):
     before = [dict(message) for message in MESSAGES]
     with pytest.raises(RequestError, match="tiny"):
         make(source).render(MESSAGES)
     assert before == MESSAGES
 
 
-def test_messages_are_copied() -> None:
+def test_messages_are_copied():
     class Sly(str):
         secret = "leaked"
 
     assert make("{{ messages[0].content.secret }}|").render([{"role": "user", "content": Sly("x")}]) == "|"
 
 
-def test_broken_template_names_the_model() -> None:
+def test_broken_template_names_the_model():
     with pytest.raises(ModelFormatError, match="tiny"):
         make("{% for %}")
 
@@ -128,13 +124,13 @@ def test_broken_template_names_the_model() -> None:
         None,
     ],
 )
-def test_bad_messages_are_refused(messages: Any) -> None:
+def test_bad_messages_are_refused(messages):
     with pytest.raises(RequestError):
         make("{{ messages }}").render(messages)
 
 
-def test_deep_messages_are_refused() -> None:
-    deep: Any = "x"
+def test_deep_messages_are_refused():
+    deep = "x"
     for _ in range(200):
         deep = [deep]
     with pytest.raises(RequestError, match="nested"):

@@ -1,10 +1,6 @@
 """The incremental detokenizer against `decode` of all ids, for the tokenizer families."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -29,7 +25,7 @@ TEXTS = [
 ]
 
 
-def byte_level() -> Fast:
+def byte_level():
     """GPT-2 style: 256 bytes, some merges, an ordinary added token with a space in it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("l", "l"), ("h", "e"), ("ð", "Ł"), ("Ġ", "a")]
@@ -42,7 +38,7 @@ def byte_level() -> Fast:
     return fast
 
 
-def llama2() -> Fast:
+def llama2():
     """Sentencepiece as Llama 2 has it: byte fallback, a leading space that is put on and taken off."""
     pieces = ["<unk>", "▁", "▁▁", "▁hello", "hello", "world", ",", "a", "b", "▁a", "é", "語", "", "\ufffd", "🙂"]
     vocab = {piece: i for i, piece in enumerate([*pieces, *(f"<0x{byte:02X}>" for byte in range(256))])}
@@ -55,7 +51,7 @@ def llama2() -> Fast:
     return fast
 
 
-def gemma() -> Fast:
+def gemma():
     """Byte fallback without the leading space."""
     fast = llama2()
     fast.normalizer = normalizers.Replace(" ", "▁")
@@ -63,7 +59,7 @@ def gemma() -> Fast:
     return fast
 
 
-def metaspace() -> Fast:
+def metaspace():
     vocab = [("<unk>", 0.0), ("▁", -1.0), ("▁the", -2.0), ("cat", -2.5), ("s", -3.0), ("▁sat", -3.5), ("é", -4.0)]
     fast = Fast(models.Unigram([*vocab, *((char, -6.0) for char in "tha▂")], unk_id=0))
     fast.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -72,7 +68,7 @@ def metaspace() -> Fast:
     return fast
 
 
-def wordpiece() -> Fast:
+def wordpiece():
     words = ["[UNK]", "un", "##aff", "##able", "do", "n't", "'", "##t", ".", ",", "i", "'m", "##.", "é", "日"]
     fast = Fast(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -81,18 +77,18 @@ def wordpiece() -> Fast:
     return fast
 
 
-def no_decoder() -> Fast:
+def no_decoder():
     return Fast(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "drei": 3, "": 4}, unk_token="[UNK]"))
 
 
-def bpe_suffix() -> Fast:
+def bpe_suffix():
     """The last token of a text is decoded differently: nothing can be streamed."""
     fast = Fast(models.BPE(vocab={"lo": 0, "w</w>": 1, "er</w>": 2}, merges=[]))
     fast.decoder = decoders.BPEDecoder(suffix="</w>")
     return fast
 
 
-FAMILIES: dict[str, tuple[Callable[[], Fast], StreamKind]] = {
+FAMILIES = {
     "byte-level": (byte_level, StreamKind.BYTES),
     "llama2": (llama2, StreamKind.PIECES),
     "gemma": (gemma, StreamKind.PIECES),
@@ -105,12 +101,12 @@ TOKENIZERS = {name: Tokenizer.from_transformers(make()) for name, (make, _) in F
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], *, skip: bool = True) -> list[str]:
+def stream(tokenizer, ids, *, skip=True):
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
-def byte_ids(tokenizer: Tokenizer, raw: bytes) -> list[int]:
+def byte_ids(tokenizer, raw):
     """Tokens of single bytes, in a tokenizer that has them all."""
     if tokenizer.codec.stream_kind is StreamKind.BYTES:
         back = {tokenizer.codec.token_bytes(i): i for i in range(256)}
@@ -119,13 +115,13 @@ def byte_ids(tokenizer: Tokenizer, raw: bytes) -> list[int]:
 
 
 @every_family
-def test_stream_kind(family: str) -> None:
+def test_stream_kind(family):
     assert TOKENIZERS[family].codec.stream_kind is FAMILIES[family][1]
 
 
 @every_family
 @given(data=st.data(), skip=st.booleans())
-def test_any_ids_give_the_text_of_decode(family: str, data: st.DataObject, skip: bool) -> None:
+def test_any_ids_give_the_text_of_decode(family, data, skip):
     tokenizer = TOKENIZERS[family]
     ids = data.draw(st.lists(st.integers(-3, tokenizer.vocab_size + 40), max_size=30))
     assert "".join(stream(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
@@ -135,7 +131,7 @@ def test_any_ids_give_the_text_of_decode(family: str, data: st.DataObject, skip:
 @given(text=st.text(max_size=20))
 @example("🙂 🙂")
 @example("  two leading spaces")
-def test_any_text_comes_back_and_no_part_ends_in_half_a_character(family: str, text: str) -> None:
+def test_any_text_comes_back_and_no_part_ends_in_half_a_character(family, text):
     tokenizer = TOKENIZERS[family]
     ids = tokenizer.encode(text, add_special_tokens=False)
     parts = stream(tokenizer, ids)
@@ -146,7 +142,7 @@ def test_any_text_comes_back_and_no_part_ends_in_half_a_character(family: str, t
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_byte_level_shows_each_character_with_its_last_byte(text: str) -> None:
+def test_byte_level_shows_each_character_with_its_last_byte(text):
     tokenizer = TOKENIZERS["byte-level"]
     raw = text.encode()
     ids = byte_ids(tokenizer, raw)
@@ -159,14 +155,14 @@ def test_byte_level_shows_each_character_with_its_last_byte(text: str) -> None:
 
 
 @given(raw=st.binary(max_size=12))
-def test_broken_utf8_is_replaced_as_decode_does(raw: bytes) -> None:
+def test_broken_utf8_is_replaced_as_decode_does(raw):
     for family in ("byte-level", "llama2", "gemma"):
         tokenizer = TOKENIZERS[family]
         ids = byte_ids(tokenizer, raw)
         assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_a_special_token_inside_a_character_does_not_break_it() -> None:
+def test_a_special_token_inside_a_character_does_not_break_it():
     for family in ("byte-level", "llama2"):
         tokenizer = TOKENIZERS[family]
         eos = tokenizer.codec.token_id("</s>")
@@ -175,7 +171,7 @@ def test_a_special_token_inside_a_character_does_not_break_it() -> None:
         assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == "😀"
 
 
-def test_flush_makes_it_new() -> None:
+def test_flush_makes_it_new():
     tokenizer = TOKENIZERS["llama2"]
     ids = tokenizer.encode("hello world", add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -184,19 +180,19 @@ def test_flush_makes_it_new() -> None:
     assert first == second == "hello world"
 
 
-def test_ids_without_a_token_are_nothing() -> None:
+def test_ids_without_a_token_are_nothing():
     for tokenizer in TOKENIZERS.values():
         assert tokenizer.decode([tokenizer.vocab_size + 100, -1, 1 << 40]) == ""
         assert stream(tokenizer, [tokenizer.vocab_size + 100, -1, 1 << 40]) == ["", "", "", ""]
 
 
 @pytest.mark.parametrize("family", ["byte-level", "llama2"])
-def test_work_per_token_does_not_grow(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_per_token_does_not_grow(family, monkeypatch):
     tokenizer = Tokenizer.from_transformers(FAMILIES[family][0]())
     longest = 0
-    real: Any = tokenizer.codec.decode
+    real = tokenizer.codec.decode
 
-    def decode(ids: list[int], skip: bool) -> str:
+    def decode(ids, skip):
         nonlocal longest
         longest = max(longest, len(ids))
         return real(ids, skip)
@@ -207,7 +203,7 @@ def test_work_per_token_does_not_grow(family: str, monkeypatch: pytest.MonkeyPat
     assert longest <= 8
 
 
-def test_decoder_json_names_are_those_of_the_library() -> None:
+def test_decoder_json_names_are_those_of_the_library():
     """The codec reads the decoder's own JSON; a renamed field must be noticed here, not in somebody's output."""
     assert json.loads(llama2().decoder.__getstate__())["decoders"][3] == {
         "type": "Strip",

@@ -1,10 +1,7 @@
 """Tokenizers from GGUF metadata encode and decode as the tokenizer they were made from."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +33,7 @@ LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _
 QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL
 
 
-def _byte_level(pre: str) -> Tokenizer:
+def _byte_level(pre):
     """A trained byte-level BPE tokenizer of the kind that `pre` names."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -60,7 +57,7 @@ def _byte_level(pre: str) -> Tokenizer:
     return tokenizer
 
 
-def _metadata(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
+def _metadata(tokenizer, pre):
     """What llama.cpp's converter writes, with two unused ids at the end."""
     state = json.loads(tokenizer.to_str())
     count = tokenizer.get_vocab_size()
@@ -85,7 +82,7 @@ def _metadata(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
-def test_byte_level_equals_the_original(pre: str) -> None:
+def test_byte_level_equals_the_original(pre):
     original = _byte_level(pre)
     ours = gguf_tokenizer(_metadata(original, pre), name="m.gguf")
     for text in CORPUS:
@@ -99,7 +96,7 @@ def test_byte_level_equals_the_original(pre: str) -> None:
     assert (ours.bos_token_id, ours.eos_token_id) == tuple(original.token_to_id(text) for text in SPECIAL[:2])
 
 
-def test_chat_messages() -> None:
+def test_chat_messages():
     original = _byte_level("gpt-2")
     ours = gguf_tokenizer(_metadata(original, "gpt-2"), name="m.gguf")
     messages = [{"role": "user", "content": "hi"}]
@@ -112,7 +109,7 @@ def test_chat_messages() -> None:
 
 @pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (True, True), (None, None)])
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
-def test_ends(pre: str, bos: bool | None, eos: bool | None) -> None:
+def test_ends(pre, bos, eos):
     original = _byte_level(pre)
     metadata = {**_metadata(original, pre), "tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
     ours = gguf_tokenizer({key: value for key, value in metadata.items() if value is not None}, name="m.gguf")
@@ -126,7 +123,7 @@ def test_ends(pre: str, bos: bool | None, eos: bool | None) -> None:
 
 @pytest.mark.parametrize("eos", [False, True])
 @pytest.mark.parametrize("bos", [False, True])
-def test_an_end_needs_its_token_only_where_it_is_wanted(bos: bool, eos: bool) -> None:
+def test_an_end_needs_its_token_only_where_it_is_wanted(bos, eos):
     metadata = _metadata(_byte_level("gpt-2"), "gpt-2")
     metadata |= {"tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
     for key, wanted in (("bos", bos), ("eos", eos)):
@@ -139,7 +136,7 @@ def test_an_end_needs_its_token_only_where_it_is_wanted(bos: bool, eos: bool) ->
             assert gguf_tokenizer(without, name="m.gguf").encode("a b") == whole.encode("a b")
 
 
-def test_default_splits_as_llama_cpp_does() -> None:
+def test_default_splits_as_llama_cpp_does():
     """Its four regexes one after the other, on what the ones before left: worked out by hand."""
     metadata = _metadata(_byte_level("gpt-2"), "default")
     steps = gguf_tokenizer(metadata, name="m.gguf").codec._tokenizer.pre_tokenizer
@@ -178,7 +175,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("pre", WORDS)
-def test_words(pre: str) -> None:
+def test_words(pre):
     metadata = {**_metadata(_byte_level("gpt-2"), "gpt-2"), "tokenizer.ggml.pre": pre}
     steps = gguf_tokenizer(metadata, name="m.gguf").codec._tokenizer.pre_tokenizer
     for text, words in WORDS[pre].items():
@@ -186,7 +183,7 @@ def test_words(pre: str) -> None:
         assert found == words, text
 
 
-def test_the_end_of_phi3_swallows_spaces_whatever_its_kind() -> None:
+def test_the_end_of_phi3_swallows_spaces_whatever_its_kind():
     _, metadata = _scored(prefix=False)
     types = metadata["tokenizer.ggml.token_type"].copy()
     types[2] = 4
@@ -198,7 +195,7 @@ def test_the_end_of_phi3_swallows_spaces_whatever_its_kind() -> None:
     assert other.encode("hi</s> x") != other.encode("hi</s>x")
 
 
-def _scored(prefix: bool) -> tuple[Tokenizer, dict[str, Any]]:
+def _scored(prefix):
     """A sentencepiece-like BPE tokenizer as Llama 2's tokenizer.json has it, and its GGUF metadata."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -239,7 +236,7 @@ def _scored(prefix: bool) -> tuple[Tokenizer, dict[str, Any]]:
     return original, metadata
 
 
-def _best_first(text: str, metadata: dict[str, Any]) -> list[str]:
+def _best_first(text, metadata):
     """Sentencepiece's own rule: of all neighbours whose union is a token, merge those of the highest score, leftmost
     first."""
     scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"].tolist(), strict=True))
@@ -253,7 +250,7 @@ def _best_first(text: str, metadata: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_scored_equals_the_original(prefix: bool) -> None:
+def test_scored_equals_the_original(prefix):
     original, metadata = _scored(prefix)
     ours = gguf_tokenizer(metadata, name="m.gguf")
     for text in [*CORPUS, "<|user|> hi<|user|>there"]:
@@ -265,7 +262,7 @@ def test_scored_equals_the_original(prefix: bool) -> None:
     assert (ours.bos_token_id, ours.eos_token_id) == (1, 2)
 
 
-def test_scores_decide_the_merges() -> None:
+def test_scores_decide_the_merges():
     _, metadata = _scored(prefix=False)
     ours = gguf_tokenizer(metadata, name="m.gguf")
     for text in ("hello world return", "things trailing", "def f(x): return", "spaces and tabs", "case_case"):
@@ -274,18 +271,18 @@ def test_scores_decide_the_merges() -> None:
         assert [ours.codec._tokenizer.id_to_token(i) for i in ours.encode(text)[1:]] == pieces
 
 
-def test_control_tokens_of_phi3_swallow_spaces() -> None:
+def test_control_tokens_of_phi3_swallow_spaces():
     _, metadata = _scored(prefix=False)
     ours = gguf_tokenizer({**metadata, "general.architecture": "phi3"}, name="m.gguf")
     assert ours.encode("<|user|> \n hi") == ours.encode("<|user|>hi")
     assert ours.encode("<s> hi") != ours.encode("<s>hi")
 
 
-def _without(key: str) -> dict[str, Any]:
+def _without(key):
     return {f"tokenizer.ggml.{key}": None}
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED = {
     "no tokenizer": (_without("model"), "tokenizer.ggml.model is missing"),
     "another model": ({"tokenizer.ggml.model": "t5"}, "'t5'; known are 'gpt2'"),
     "no pre": (_without("pre"), "tokenizer.ggml.pre is missing"),
@@ -306,7 +303,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_the_key(name: str) -> None:
+def test_refused_with_the_key(name):
     change, message = REFUSED[name]
     metadata = {**_metadata(_byte_level("gpt-2"), "gpt-2"), **change}
     with pytest.raises(ModelFormatError, match=message) as caught:
@@ -314,7 +311,7 @@ def test_refused_with_the_key(name: str) -> None:
     assert "m.gguf" in str(caught.value)
 
 
-def test_scored_needs_scores_and_no_squeezing() -> None:
+def test_scored_needs_scores_and_no_squeezing():
     _, metadata = _scored(prefix=True)
     with pytest.raises(ModelFormatError, match="scores must have one number"):
         gguf_tokenizer({**metadata, "tokenizer.ggml.scores": np.ones(3)}, name="m.gguf")
@@ -327,7 +324,7 @@ def test_scored_needs_scores_and_no_squeezing() -> None:
         gguf_tokenizer({**metadata, "tokenizer.ggml.tokens": twice}, name="m.gguf")
 
 
-def test_every_known_pre_tokenizer_builds() -> None:
+def test_every_known_pre_tokenizer_builds():
     original = _byte_level("gpt-2")
     for pre in PRE_TOKENIZERS:
         ours = gguf_tokenizer(_metadata(original, pre), name="m.gguf")

@@ -1,8 +1,6 @@
 """Ways of splitting text that GGUF files name, against what llama.cpp splits: recorded once, and compared again with
 `make bench-peers`. The texts and the vocabularies are those of hostile_words.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -26,13 +24,13 @@ OTHERWISE = {
 }
 
 
-def test_every_known_way_is_recorded() -> None:
+def test_every_known_way_is_recorded():
     assert WORDS.keys() == PRE_TOKENIZERS.keys()
     assert all(len(words) == len(TEXTS) for words in WORDS.values())
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
-def test_words_are_llama_cpps(pre: str) -> None:
+def test_words_are_llama_cpps(pre):
     ours = gguf_tokenizer(metadata_of(pre), name="m.gguf")
     otherwise = set()
     for text, words in zip(TEXTS, WORDS[pre], strict=True):
@@ -42,14 +40,14 @@ def test_words_are_llama_cpps(pre: str) -> None:
     assert otherwise == set(OTHERWISE.get(pre, ()))
 
 
-def test_numbers_of_afmoe_end_in_threes() -> None:
+def test_numbers_of_afmoe_end_in_threes():
     """As the ids of its published vocabulary do: "33333" is the token of "33", then that of "333"."""
     steps = gguf_tokenizer(metadata_of("afmoe"), name="m.gguf").codec._tokenizer.pre_tokenizer
     for text, words in {"33333": ["33", "333"], "a1234567": ["a", "1", "234", "567"], "333": ["333"]}.items():
         assert [word for word, _ in steps.pre_tokenize_str(text)] == words
 
 
-def test_gemma4_encodes_as_llama_cpp_does() -> None:
+def test_gemma4_encodes_as_llama_cpp_does():
     metadata = gemma4_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
     ours = gguf_tokenizer(metadata, name="m.gguf")
@@ -61,7 +59,7 @@ def test_gemma4_encodes_as_llama_cpp_does() -> None:
     assert ours.codec.stream_kind is StreamKind.PIECES
 
 
-def test_markers_of_channels_and_tools_are_text_that_a_reader_sees() -> None:
+def test_markers_of_channels_and_tools_are_text_that_a_reader_sees():
     ours = gguf_tokenizer(gemma4_metadata(), name="m.gguf")
     text = "<|turn>model\n<|channel>thought\nx<channel|><|tool_call>f{}<tool_call|><turn|>"
     ids = ours.encode(text, add_special_tokens=False)
@@ -69,7 +67,7 @@ def test_markers_of_channels_and_tools_are_text_that_a_reader_sees() -> None:
     assert ours.decode(ids, False) == text
 
 
-def test_the_bos_of_gemma4_is_added_even_where_the_file_denies_it() -> None:
+def test_the_bos_of_gemma4_is_added_even_where_the_file_denies_it():
     ours = gguf_tokenizer({**gemma4_metadata(), "tokenizer.ggml.add_bos_token": False}, name="m.gguf")
     assert ours.encode("a")[0] == 2
 
@@ -83,7 +81,7 @@ def test_the_bos_of_gemma4_is_added_even_where_the_file_denies_it() -> None:
         ({"tokenizer.ggml.bos_token_id": None}, "bos_token_id is missing, but add_bos_token asks for it"),
     ],
 )
-def test_what_gemma4_needs(change: dict[str, object], message: str) -> None:
+def test_what_gemma4_needs(change, message):
     metadata = {key: value for key, value in {**gemma4_metadata(), **change}.items() if value is not None}
     with pytest.raises(ModelFormatError, match=message):
         gguf_tokenizer(metadata, name="m.gguf")

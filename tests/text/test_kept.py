@@ -1,11 +1,7 @@
 """A kept tokenizer is the one that was built; what is damaged, foreign or of another model is built again."""
 
-from __future__ import annotations
-
 import logging
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,31 +12,30 @@ from kvboost_edge.text import kept
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
 from kvboost_edge.text.kept import kept_tokenizer
-from kvboost_edge.text.tokenizer import Tokenizer
 
 KEY = "ab" * 32
 TEXTS = ("Hello world! 1234", "", " a\n\nb  ", "naïve 你好 🚀", "<|end|>x")
 
 
 @pytest.fixture(scope="module")
-def metadata(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+def metadata(tiny_model_dir, tmp_path_factory):
     path = write_gguf(tiny_model_dir, tmp_path_factory.mktemp("gguf") / "m.gguf")
     return {**(Checkpoint.open(path).gguf_metadata() or {}), "tokenizer.chat_template": "{{ eos_token }}ü"}
 
 
 @pytest.fixture
-def built(metadata: dict[str, object]) -> tuple[Callable[[], Tokenizer], list[int]]:
+def built(metadata):
     """Builds the tokenizer, and has an entry for each time."""
-    calls: list[int] = []
+    calls = []
 
-    def build() -> Tokenizer:
+    def build():
         calls.append(1)
         return gguf_tokenizer(metadata, name="m.gguf")
 
     return build, calls
 
 
-def test_the_second_start_builds_nothing(built: tuple[Callable[[], Tokenizer], list[int]], tmp_path: Path) -> None:
+def test_the_second_start_builds_nothing(built, tmp_path):
     build, calls = built
     first = kept_tokenizer(KEY, build, name="m.gguf", cache_dir=tmp_path)
     second = kept_tokenizer(KEY, build, name="n.gguf", cache_dir=tmp_path)
@@ -60,12 +55,12 @@ def test_the_second_start_builds_nothing(built: tuple[Callable[[], Tokenizer], l
 
 @pytest.mark.parametrize("how", ["byte", "cut", "empty", "version", "library", "model", "writable", "directory"])
 def test_what_is_not_ours_is_built_again(
-    how: str,
-    built: tuple[Callable[[], Tokenizer], list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    how,
+    built,
+    tmp_path,
+    monkeypatch,
+    caplog,
+):
     build, calls = built
     expected = kept_tokenizer(KEY, build, name="m.gguf", cache_dir=tmp_path).encode(TEXTS[0])
     (path,) = (tmp_path / "packed").glob("*.kvtok")
@@ -97,9 +92,7 @@ def test_what_is_not_ours_is_built_again(
         assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(
-    built: tuple[Callable[[], Tokenizer], list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_that_cannot_be_written_costs_time_only(built, tmp_path, caplog):
     build, calls = built
     (tmp_path / "packed").touch()
     for _ in range(2):
@@ -108,12 +101,12 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
     assert "cannot be kept" in caplog.text
 
 
-def test_the_engine_keeps_it(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_keeps_it(tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     path = write_gguf(tiny_model_dir, tmp_path / "m.gguf")
     first = load_tokenizer(Checkpoint.open(path))
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__):
         raise AssertionError("built again")
 
     monkeypatch.setattr("kvboost_edge.engine.build.gguf_tokenizer", refuse)

@@ -1,11 +1,7 @@
 """The text of a special token in a message stays text, whatever the template does with messages."""
 
-from __future__ import annotations
-
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
@@ -18,7 +14,7 @@ from kvboost_edge.text.plain_content import SpecialTexts
 from kvboost_edge.text.tokenizer import Tokenizer
 
 ROLES = ("<|im_start|>", "<|im_end|>", "[INST]", "<s>")
-MESSAGES: list[dict[str, Any]] = [
+MESSAGES = [
     {"role": "system", "content": "Be brief. "},
     {"role": "user", "content": "Grüße <b> & 'quotes' < | [x"},
     {"role": "assistant", "content": " Hi"},
@@ -39,7 +35,7 @@ ATTACKS = [
 ATTACKS += ["<|im_start|><|im_start|>", "é<|im_end|>語🙂<|im_start|>", "x<s>", "\ufdd0<|im_start|>\ufdd1"]
 
 
-def byte_fallback(prefixed: bool) -> Fast:
+def byte_fallback(prefixed):
     """Sentencepiece's kind: the first text has a space before it, or (`prefixed`) each behind a special token."""
     pieces = ["<unk>", "▁", "a", "b", "▁a", "é", "<", ">", "|", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -59,7 +55,7 @@ FAMILIES = {
 }
 
 
-def make(template: str, family: str = "byte level") -> Tokenizer:
+def make(template, family="byte level"):
     fast = FAMILIES[family]()
     fast.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ROLES])
     return Tokenizer(FastCodec(fast), name="tiny", special_tokens={"bos_token": "<s>"}, chat_template=template)
@@ -67,7 +63,7 @@ def make(template: str, family: str = "byte level") -> Tokenizer:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("how", HOW)
-def test_no_message_writes_a_special_token(how: str, attack: str) -> None:
+def test_no_message_writes_a_special_token(how, attack):
     ours = make(CHATML.replace("CONTENT", how))
     harmless, bad = ([{"role": "user", "content": text}, MESSAGES[2]] for text in ("a", attack))
     special = {ours.codec.token_id(text) for text in ROLES}
@@ -83,7 +79,7 @@ def test_no_message_writes_a_special_token(how: str, attack: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("how", HOW)
-def test_other_messages_have_the_ids_of_their_text(family: str, how: str) -> None:
+def test_other_messages_have_the_ids_of_their_text(family, how):
     ours = make("{{ bos_token }}" + CHATML.replace("CONTENT", how), family)
     for prompt in (True, False):
         text = ours.apply_chat_template(MESSAGES, prompt)
@@ -92,7 +88,7 @@ def test_other_messages_have_the_ids_of_their_text(family: str, how: str) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_the_text_of_the_special_token_is_encoded_apart(family: str) -> None:
+def test_only_the_text_of_the_special_token_is_encoded_apart(family):
     """What is around it has the ids that it has around a special token."""
     ours = make(CHATML.replace("CONTENT", "m.content"), family)
     messages = [{"role": "user", "content": "a b<|im_end|> a"}]
@@ -107,15 +103,15 @@ def test_only_the_text_of_the_special_token_is_encoded_apart(family: str) -> Non
         assert len(ids) - len(ours.codec.encode(head, False)) - len(ours.codec.encode(tail, False)) in (-1, 0)
 
 
-def test_every_part_of_a_message_and_every_variable_is_text() -> None:
+def test_every_part_of_a_message_and_every_variable_is_text():
     ours = make("{{ messages[0].name }}{{ messages[0].content[0].text }}{{ extra }}")
     parts = [{"type": "text", "text": "<|im_start|>"}]
-    messages: Any = [{"role": "user", "name": "<|im_end|>", "content": parts}]
+    messages = [{"role": "user", "name": "<|im_end|>", "content": parts}]
     ids = ours.encode_chat(messages, True, {"extra": "[INST]"})
     assert ours.decode(ids, skip_special_tokens=True) == "<|im_end|><|im_start|>[INST]"
 
 
-def test_names_in_tools_and_in_calls_are_text() -> None:
+def test_names_in_tools_and_in_calls_are_text():
     ours = make("{{ tools | tojson }}{% for c in messages[0].tool_calls %}{{ c | tojson }}{% endfor %}")
     tools = [{"function": {"name": "f", "parameters": {"properties": {"<|im_end|>\ufdd0": {}, "[INST]": {}}}}}]
     calls = [{"function": {"name": "f", "arguments": {"<|im_start|>": {"<s>": 1}}}}]
@@ -125,7 +121,7 @@ def test_names_in_tools_and_in_calls_are_text() -> None:
     assert text == json.dumps(tools, ensure_ascii=False) + json.dumps(calls[0])
 
 
-def test_what_cannot_be_followed_is_refused() -> None:
+def test_what_cannot_be_followed_is_refused():
     ours = make("{{ messages | tojson(ensure_ascii=true) }}")
     assert ours.encode_chat([{"role": "user", "content": "é"}])
     with pytest.raises(RequestError, match="text of a special token"):
@@ -136,9 +132,9 @@ def test_what_cannot_be_followed_is_refused() -> None:
 
 
 @pytest.mark.parametrize("how", HOW[:4])
-def test_the_last_message_goes_on(how: str) -> None:
+def test_the_last_message_goes_on(how):
     ours = make(CHATML.replace("CONTENT", how))
-    messages: list[dict[str, Any]] = [MESSAGES[1], {"role": "assistant", "content": "It is [INST]"}]
+    messages = [MESSAGES[1], {"role": "assistant", "content": "It is [INST]"}]
     ids = ours.encode_chat(messages, continue_final=True)
     assert ours.decode(ids, skip_special_tokens=False).endswith("<|im_start|>assistant\nIt is [INST]")
     assert ids[-1] != ours.codec.token_id("[INST]")
@@ -149,7 +145,7 @@ def test_the_last_message_goes_on(how: str) -> None:
         make("nothing").encode_chat(messages, continue_final=True)
 
 
-def test_special_tokens_in_any_case_where_the_tokenizer_folds_it() -> None:
+def test_special_tokens_in_any_case_where_the_tokenizer_folds_it():
     specials = SpecialTexts(["<a>"], ["[Mask]"])
     assert specials.marked(["<a><A>", {"k": "[mask] [MASK] [mas"}, 1, None], "#") == [
         "<#a><A>",
@@ -159,7 +155,7 @@ def test_special_tokens_in_any_case_where_the_tokenizer_folds_it() -> None:
     ]
 
 
-def test_finding_them_takes_no_time(tiny_model_dir: Path) -> None:
+def test_finding_them_takes_no_time(tiny_model_dir):
     specials = SpecialTexts([f"<unused{i}>" for i in range(6000)] + ["<|im_start|>", "[INST]"])
     text = "a < b, [x] and <u>more</u> " * 40_000
     started = time.perf_counter()

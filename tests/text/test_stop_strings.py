@@ -1,7 +1,5 @@
 """Stop strings against a plain search of the whole text."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,7 +10,7 @@ from kvboost_edge.text.stop_strings import StopChecker
 WORDS = st.text(alphabet="aab\n🙂", min_size=1, max_size=4)
 
 
-def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
+def cut(text, stops):
     """The truth: the occurrence that ends first; of those that end together, the longest."""
     found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     if not found:
@@ -21,9 +19,9 @@ def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text[: end + length], stop
 
 
-def run(parts: list[str], stops: list[str]) -> tuple[str, str | None, list[str]]:
+def run(parts, stops):
     checker = StopChecker(stops)
-    shown: list[str] = []
+    shown = []
     for part in parts:
         emit, stopped = checker.push(part)
         shown.append(emit)
@@ -37,19 +35,19 @@ def run(parts: list[str], stops: list[str]) -> tuple[str, str | None, list[str]]
 @example(["aaa", "ab"], ["aab"])
 @example(["xabc"], ["abcd", "bc"])
 @example(["xabc"], ["abc", "bc"])
-def test_equals_a_search_of_the_whole_text(parts: list[str], stops: list[str]) -> None:
+def test_equals_a_search_of_the_whole_text(parts, stops):
     shown, stop, _ = run(parts, stops)
     assert (shown, stop) == cut("".join(parts), stops)
 
 
 @given(text=st.text(alphabet="aab", max_size=30), stops=st.lists(WORDS, min_size=1, max_size=3), size=st.integers(1, 7))
-def test_borders_of_tokens_do_not_matter(text: str, stops: list[str], size: int) -> None:
+def test_borders_of_tokens_do_not_matter(text, stops, size):
     parts = [text[i : i + size] for i in range(0, len(text), size)]
     assert run(parts, stops)[:2] == run([text], stops)[:2]
 
 
 @given(text=st.text(alphabet="ab", max_size=20), stops=st.lists(WORDS, min_size=1, max_size=3))
-def test_holds_back_exactly_what_could_begin_a_stop_string(text: str, stops: list[str]) -> None:
+def test_holds_back_exactly_what_could_begin_a_stop_string(text, stops):
     checker = StopChecker(stops)
     shown = ""
     for count, char in enumerate(text, start=1):
@@ -65,7 +63,7 @@ def test_holds_back_exactly_what_could_begin_a_stop_string(text: str, stops: lis
         assert shown == seen[: count - longest]
 
 
-def test_nothing_is_shown_after_the_stop() -> None:
+def test_nothing_is_shown_after_the_stop():
     checker = StopChecker(["END"])
     assert checker.push("one E") == ("one ", False)
     assert checker.push("ND two") == ("", True)
@@ -74,11 +72,11 @@ def test_nothing_is_shown_after_the_stop() -> None:
     assert checker.stop == "END"
 
 
-def test_no_stop_strings_show_all_at_once() -> None:
+def test_no_stop_strings_show_all_at_once():
     assert StopChecker([]).push("text") == ("text", False)
 
 
 @pytest.mark.parametrize("stops", [[""], [3], [None], "END"])
-def test_bad_stop_strings_are_refused(stops: list[str]) -> None:
+def test_bad_stop_strings_are_refused(stops):
     with pytest.raises(RequestError, match="stop"):
         StopChecker(stops)

@@ -1,11 +1,8 @@
 """Tokenizer: equal to transformers' own on a saved directory and on a loaded one; damaged files are named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,7 +27,7 @@ CHAT = [
 
 
 @pytest.fixture
-def directory(tiny_model_dir: Path, tmp_path: Path) -> Path:
+def directory(tiny_model_dir, tmp_path):
     """A copy of the tiny model's tokenizer files that a test may damage."""
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
         if (tiny_model_dir / name).is_file():
@@ -38,13 +35,13 @@ def directory(tiny_model_dir: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def edit(path: Path, **fields: Any) -> None:
+def edit(path, **fields):
     old = json.loads(path.read_text()) if path.is_file() else {}
     path.write_text(json.dumps({**old, **fields}))
 
 
 @given(text=st.text(max_size=30))
-def test_equals_transformers(tiny_model_dir: Path, text: str) -> None:
+def test_equals_transformers(tiny_model_dir, text):
     theirs = AutoTokenizer.from_pretrained(tiny_model_dir)
     for ours in (Tokenizer.from_dir(tiny_model_dir), Tokenizer.from_transformers(theirs)):
         ids = ours.encode(text)
@@ -54,7 +51,7 @@ def test_equals_transformers(tiny_model_dir: Path, text: str) -> None:
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
 
 
-def test_special_tokens_and_sizes(tiny_model_dir: Path) -> None:
+def test_special_tokens_and_sizes(tiny_model_dir):
     theirs = AutoTokenizer.from_pretrained(tiny_model_dir)
     for ours in (Tokenizer.from_dir(tiny_model_dir), Tokenizer.from_transformers(theirs)):
         assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
@@ -62,7 +59,7 @@ def test_special_tokens_and_sizes(tiny_model_dir: Path) -> None:
         assert Tokenizer.from_transformers(ours) is ours
 
 
-def test_chat_has_one_bos_and_equals_transformers(tiny_model_dir: Path) -> None:
+def test_chat_has_one_bos_and_equals_transformers(tiny_model_dir):
     theirs = AutoTokenizer.from_pretrained(tiny_model_dir)
     for ours in (Tokenizer.from_dir(tiny_model_dir), Tokenizer.from_transformers(theirs)):
         assert ours.apply_chat_template(CHAT) == theirs.apply_chat_template(
@@ -76,16 +73,14 @@ def test_chat_has_one_bos_and_equals_transformers(tiny_model_dir: Path) -> None:
 
 @pytest.mark.parametrize("bos", [True, False, None])
 @pytest.mark.parametrize("eos", [True, False, None])
-def test_bos_and_eos_are_those_of_tokenizer_json_as_in_transformers(
-    directory: Path, bos: bool | None, eos: bool | None
-) -> None:
+def test_bos_and_eos_are_those_of_tokenizer_json_as_in_transformers(directory, bos, eos):
     flags = {"add_bos_token": bos, "add_eos_token": eos}
     edit(directory / "tokenizer_config.json", **{name: flag for name, flag in flags.items() if flag is not None})
     theirs = AutoTokenizer.from_pretrained(directory)
     assert Tokenizer.from_dir(directory).encode("text") == theirs.encode("text")
 
 
-def test_tokens_that_only_the_config_knows_are_added(directory: Path) -> None:
+def test_tokens_that_only_the_config_knows_are_added(directory):
     count = Tokenizer.from_dir(directory).vocab_size
     token = {
         "content": "<extra>",
@@ -102,7 +97,7 @@ def test_tokens_that_only_the_config_knows_are_added(directory: Path) -> None:
         Tokenizer.from_dir(directory)
 
 
-def test_truncation_and_padding_of_the_file_are_switched_off(directory: Path) -> None:
+def test_truncation_and_padding_of_the_file_are_switched_off(directory):
     path = directory / "tokenizer.json"
     fields = {
         "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
@@ -121,7 +116,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off(directory: Path) ->
         ("config", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "one"}]),
     ],
 )
-def test_where_the_chat_template_may_be(directory: Path, file: str, field: Any) -> None:
+def test_where_the_chat_template_may_be(directory, file, field):
     (directory / "chat_template.jinja").unlink(missing_ok=True)
     if file == "jinja":
         edit(directory / "tokenizer_config.json", chat_template="old")
@@ -131,7 +126,7 @@ def test_where_the_chat_template_may_be(directory: Path, file: str, field: Any) 
     assert Tokenizer.from_dir(directory).apply_chat_template(CHAT) == "one"
 
 
-def test_no_chat_template_names_the_model(directory: Path) -> None:
+def test_no_chat_template_names_the_model(directory):
     (directory / "chat_template.jinja").unlink(missing_ok=True)
     fields = json.loads((directory / "tokenizer_config.json").read_text())
     fields.pop("chat_template", None)
@@ -140,7 +135,7 @@ def test_no_chat_template_names_the_model(directory: Path) -> None:
         Tokenizer.from_dir(directory).encode_chat(CHAT)
 
 
-def test_missing_and_damaged_files_are_named(directory: Path) -> None:
+def test_missing_and_damaged_files_are_named(directory):
     for name in ("tokenizer_config.json", "tokenizer.json"):
         good = (directory / name).read_bytes()
         for bad in (good[: len(good) // 2], b"[]", b"\xff\xfe", b""):
@@ -154,7 +149,7 @@ def test_missing_and_damaged_files_are_named(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [3, None, b"bytes", ["list"], "\ud800"])
-def test_what_is_no_text_is_refused(tiny_model_dir: Path, text: Any) -> None:
+def test_what_is_no_text_is_refused(tiny_model_dir, text):
     with pytest.raises(RequestError):
         Tokenizer.from_dir(tiny_model_dir).encode(text)
 
@@ -164,19 +159,19 @@ class Letters:
 
     vocab_size = 26
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         return [ord(char) - 97 for char in text]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids):
         return "".join(chr(97 + i) for i in ids)
 
 
 class Spaced(Letters):
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids):
         return " ".join(chr(97 + i) for i in ids)
 
 
-def test_a_simple_object_works_and_others_are_refused() -> None:
+def test_a_simple_object_works_and_others_are_refused():
     tokenizer = Tokenizer.from_transformers(Letters())
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -187,7 +182,7 @@ def test_a_simple_object_works_and_others_are_refused() -> None:
         Tokenizer.from_transformers(object())
 
 
-def test_a_fast_tokenizer_is_copied(tiny_model_dir: Path) -> None:
+def test_a_fast_tokenizer_is_copied(tiny_model_dir):
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tiny_model_dir / "tokenizer.json"))
     ours = Tokenizer.from_transformers(theirs)
     before = ours.encode("text")
@@ -195,7 +190,7 @@ def test_a_fast_tokenizer_is_copied(tiny_model_dir: Path) -> None:
     assert ours.encode("text") == before
 
 
-def test_long_texts_have_the_same_tokens(tiny_model_dir: Path) -> None:
+def test_long_texts_have_the_same_tokens(tiny_model_dir):
     """They take another way through the library, which lets other threads run."""
     tokenizer = Tokenizer.from_dir(tiny_model_dir)
     sentence = "Ein längerer Satz — mit 漢字 und 🙂.\n"
@@ -222,12 +217,12 @@ CALLED = [
 ]
 
 
-def with_template(tiny_model_dir: Path, template: str) -> Tokenizer:
+def with_template(tiny_model_dir, template):
     tokenizer = Tokenizer.from_dir(tiny_model_dir)
     return Tokenizer(tokenizer.codec, name="made", special_tokens=tokenizer.special_tokens, chat_template=template)
 
 
-def test_tools_and_past_calls_are_shown_and_hold_no_special_tokens(tiny_model_dir: Path) -> None:
+def test_tools_and_past_calls_are_shown_and_hold_no_special_tokens(tiny_model_dir):
     ours = with_template(tiny_model_dir, SHOWS_TOOLS)
     text = ours.apply_chat_template(CALLED, tools=TOOLS)
     assert text == f"[T]{json.dumps(TOOLS)}<user>q<assistant><call>{CALL_TEXT}</call><assistant>"
@@ -235,12 +230,12 @@ def test_tools_and_past_calls_are_shown_and_hold_no_special_tokens(tiny_model_di
     assert ours.decode(ids, skip_special_tokens=False) == text
     assert not {ours.codec.token_id(special) for special in ours.codec.special_texts()[0]} & set(ids)
     with pytest.raises(RequestError, match="tool 0 must be a dict"):
-        ours.encode_chat(CALLED, tools=["look_up"])  # type: ignore[list-item]
+        ours.encode_chat(CALLED, tools=["look_up"])
     with pytest.raises(RequestError, match="tools must be a list"):
-        ours.encode_chat(CALLED, tools={"name": "look_up"})  # type: ignore[arg-type]
+        ours.encode_chat(CALLED, tools={"name": "look_up"})
 
 
-def test_the_form_of_turns_is_that_of_the_template(tiny_model_dir: Path) -> None:
+def test_the_form_of_turns_is_that_of_the_template(tiny_model_dir):
     ours = with_template(tiny_model_dir, SHOWS_TOOLS)
     assert ours.turn_format.calls is not None
     assert (ours.turn_format.calls.trigger, ours.turn_format.shows_tools) == ("<call>", True)
@@ -250,7 +245,7 @@ def test_the_form_of_turns_is_that_of_the_template(tiny_model_dir: Path) -> None
         _ = bare.turn_format
 
 
-def test_markers_are_the_special_tokens_of_grammars() -> None:
+def test_markers_are_the_special_tokens_of_grammars():
     raw = RawTokenizer.from_file(str(DEMO / "tokenizer.json"))
     added = [("<plain>", False), ("[plain]", False), ("<a b>", False), ("</x", False), ("[special]", True)]
     raw.add_tokens([AddedToken(text, special=special, normalized=False) for text, special in added])

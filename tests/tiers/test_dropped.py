@@ -1,7 +1,5 @@
 """What a tier dropped is remembered up to a bound, the last first."""
 
-from __future__ import annotations
-
 from kvboost_edge.tiers.dropped import Dropped
 
 

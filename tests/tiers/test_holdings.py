@@ -1,7 +1,5 @@
 """What somebody is told that a tier holds: everything once, then what changed, and what left without a word in time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,11 +16,11 @@ from kvboost_edge.tiers.holdings import Holdings
 numbers = st.sets(st.integers(0, 9))
 
 
-def hash_of(number: int) -> bytes:
+def hash_of(number):
     return bytes([number]) * 32
 
 
-def tier_with(held: set[int]) -> DictTier:
+def tier_with(held):
     tier = DictTier()
     tier.blocks = {hash_of(number): (BlockAddress(hash_of(number), b"", b""), b"") for number in held}
     return tier
@@ -105,9 +103,9 @@ def test_an_engine_tells_what_its_tiers_got_by_the_hashes_a_router_makes(kind, t
         assert (first.is_whole, first.published, first.evicted) == (True, (), ())
         engine.generate(prompt, 1)
         expected = set(prefix_hashes(prompt, engine.cache_root, engine.config.block_size))
-        told: set[bytes] = set()
+        told = set()
 
-        def is_told() -> bool:
+        def is_told():
             told.update(engine.take_tier_events()[kind].published)
             return told == expected
 

@@ -1,7 +1,5 @@
 """A record's header says what the block is, and a damaged one says nothing."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -13,7 +11,7 @@ SPACE = bytes(range(32))
 PAYLOAD = memoryview(random.Random(0).randbytes(4096))
 
 
-def address(num_tokens: int) -> BlockAddress:
+def address(num_tokens):
     draw = random.Random(num_tokens)
     return BlockAddress(draw.randbytes(32), draw.randbytes(32), draw.randbytes(4 * num_tokens))
 

@@ -1,17 +1,13 @@
 """Apple GPUs as far as they are known without one: refusals, limits, and a trial at start that finds faults."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from helpers.backends.fake_mps import DEVICE, FakeMpsBackend, fake_device
-from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.select import choose_backend
 from kvboost_edge.backends.torch import apple
 from kvboost_edge.backends.torch.batch import TorchBatch
@@ -23,7 +19,7 @@ SPEC = KVSpec((LayerKVSpec(8, 128), LayerKVSpec(2, 64)), 16, "float16")
 
 
 @pytest.fixture(autouse=True)
-def tried_anew() -> Iterator[None]:
+def tried_anew():
     trial = apple.find_fault
     trial.cache_clear()
     yield
@@ -31,7 +27,7 @@ def tried_anew() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("built", "message"), [(False, "is built without it"), (True, "this Mac has no Metal device")])
-def test_a_machine_without_an_apple_gpu(built: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_an_apple_gpu(built, message, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: built)
     message = rf"no Apple GPU \(MPS\): torch {re.escape(torch.__version__)}.*{message}"
@@ -41,24 +37,24 @@ def test_a_machine_without_an_apple_gpu(built: bool, message: str, monkeypatch: 
     assert choose_backend().device == "cpu"
 
 
-def on_either(spec: KVSpec, num_blocks: int, *, device: str) -> TorchBackend:
+def on_either(spec, num_blocks, *, device):
     return TorchBackend(spec, num_blocks) if device == "cpu" else FakeMpsBackend(spec, num_blocks)
 
 
-def test_a_device_that_computes_rightly_passes() -> None:
+def test_a_device_that_computes_rightly_passes():
     with torch.no_grad(), fake_device():
         assert apple.find_fault(on_either, DEVICE) is None
 
 
 def test_trials_are_small_enough_for_one_thread_and_leave_torchs_threads_as_they_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     threads = [3]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     seen = []
 
-    def make(spec: KVSpec, num_blocks: int, *, device: str) -> TorchBackend:
+    def make(spec, num_blocks, *, device):
         seen.append(threads[-1])
         if device != "cpu":
             raise RuntimeError("no such device")
@@ -73,25 +69,25 @@ def test_trials_are_small_enough_for_one_thread_and_leave_torchs_threads_as_they
 class Leaking(TorchBackend):
     """As with is_causal in half precision on some versions: queries see up to 3 tokens of the future."""
 
-    def attention(self, layer: int, queries: Any, batch: TorchBatch, params: AttentionParams, *more: Any) -> Any:
+    def attention(self, layer, queries, batch, params, *more):
         for group in batch.groups(params.window):
             group.q_positions.add_(3 - group.q_positions % 4)
         return super().attention(layer, queries, batch, params, *more)
 
 
 class Rounding(TorchBackend):
-    def attention(self, *args: Any) -> Any:
+    def attention(self, *args):
         out, lse = super().attention(*args)
         return out * 1.01, lse
 
 
 class Broken(TorchBackend):
-    def attention(self, *args: Any) -> Any:
+    def attention(self, *args):
         return tuple(part * float("nan") for part in super().attention(*args))
 
 
 class Raising(TorchBackend):
-    def attention(self, *args: Any) -> Any:
+    def attention(self, *args):
         raise NotImplementedError("The operator 'aten::amax' is not currently implemented for the MPS device")
 
 
@@ -99,10 +95,8 @@ class Raising(TorchBackend):
     ("kind", "message"),
     [(Leaking, "away from the CPU's"), (Rounding, "0.01"), (Broken, "nan"), (Raising, "fails: The operator")],
 )
-def test_a_device_with_a_fault_is_refused_with_the_version_of_torch(
-    kind: type[TorchBackend], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make(spec: KVSpec, num_blocks: int, *, device: str) -> TorchBackend:
+def test_a_device_with_a_fault_is_refused_with_the_version_of_torch(kind, message, monkeypatch):
+    def make(spec, num_blocks, *, device):
         return (TorchBackend if device == "cpu" else kind)(spec, num_blocks)
 
     fault = apple.find_fault(make, "cpu:0")
@@ -119,7 +113,7 @@ def test_a_device_with_a_fault_is_refused_with_the_version_of_torch(
 
 
 @pytest.mark.parametrize(("bits", "per_block"), [((16, 16), 32768), ((8, 8), 8 * (128 * 16 + 384 + 128 * 16 + 64))])
-def test_tensors_of_the_pool_stay_below_four_gibibytes(bits: tuple[int, int], per_block: int) -> None:
+def test_tensors_of_the_pool_stay_below_four_gibibytes(bits, per_block):
     """Of the largest layer: 16 tokens of 8 heads of 128 channels, keys or values, or the codes of both."""
     spec = KVSpec(SPEC.layers, 16, "float16", bits)
     most = ((1 << 32) - 1) // per_block
@@ -130,7 +124,7 @@ def test_tensors_of_the_pool_stay_below_four_gibibytes(bits: tuple[int, int], pe
         FakeMpsBackend(spec, most + 1)
 
 
-def test_what_is_gathered_at_once_stays_below_four_gibibytes() -> None:
+def test_what_is_gathered_at_once_stays_below_four_gibibytes():
     assert apple.most_slots(SPEC) * 8 * 128 * 4 < 1 << 32 <= (apple.most_slots(SPEC) + 1) * 8 * 128 * 4
     layout = BatchLayout(
         np.arange(6, dtype=np.int32),
@@ -148,9 +142,7 @@ def test_what_is_gathered_at_once_stays_below_four_gibibytes() -> None:
     ("limit", "taken", "machine", "expected"),
     [(100, 30, 500, 70), (100, 30, 50, 50), (100, 130, 500, 0)],
 )
-def test_the_ledger_takes_the_limits_of_the_gpu(
-    limit: int, taken: int, machine: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ledger_takes_the_limits_of_the_gpu(limit, taken, machine, expected, monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: limit)
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: taken)
     monkeypatch.setattr("kvboost_edge.host.memory.available_bytes", lambda: machine)

@@ -1,10 +1,6 @@
 """The fake Apple GPU finds what a real one would refuse: planted operators, dtypes and integers, alone and in the
 backend."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -19,12 +15,12 @@ BITS = [((16, 16), "float32"), ((16, 16), "float16"), ((8, 8), "float16")]
 
 
 @pytest.fixture(autouse=True)
-def on_the_fake_device() -> Iterator[None]:
+def on_the_fake_device():
     with torch.no_grad(), fake_device():
         yield
 
 
-def some(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def some(*shape, dtype=torch.float32):
     return torch.ones(shape).to(dtype).to(DEVICE)
 
 
@@ -49,18 +45,18 @@ def some(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_an_apple_gpu_refuses_is_refused(planted: Callable[[], torch.Tensor], message: str) -> None:
+def test_what_an_apple_gpu_refuses_is_refused(planted, message):
     with pytest.raises(Refused, match=message):
         planted()
 
 
-def test_what_is_on_the_device_is_not_read_without_a_copy() -> None:
+def test_what_is_on_the_device_is_not_read_without_a_copy():
     with pytest.raises(RuntimeError):
         some(4).numpy()
     np.testing.assert_array_equal((some(4) * 2).cpu().numpy(), np.full(4, 2, np.float32))
 
 
-def attended(bits: tuple[int, int], dtype: str) -> np.ndarray:
+def attended(bits, dtype):
     """A pass that fills blocks, and one that reads them."""
     case = make_case(np.random.default_rng(0), ((20, 40), (1, 33)), kv_heads=2, per_group=3, dim=24, block_size=16)
     backend = FakeMpsBackend(KVSpec((LayerKVSpec(2, 24),), 16, dtype, bits), 12)
@@ -75,7 +71,7 @@ def attended(bits: tuple[int, int], dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("bits", "dtype"), BITS)
-def test_the_recorder_sees_what_the_backend_computes_with(bits: tuple[int, int], dtype: str) -> None:
+def test_the_recorder_sees_what_the_backend_computes_with(bits, dtype):
     recorded.clear()
     assert np.isfinite(attended(bits, dtype)).all()
     assert {"bmm", "index.Tensor", "masked_fill_.Scalar", "amax", "exp_"} <= recorded
@@ -91,15 +87,13 @@ def test_the_recorder_sees_what_the_backend_computes_with(bits: tuple[int, int],
     ],
     ids=["float64", "an operator without a kernel", "a sum of 64-bit integers"],
 )
-def test_a_fault_planted_in_the_backend_is_found(
-    place: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_planted_in_the_backend_is_found(place, fault, monkeypatch):
     monkeypatch.setattr(f"kvboost_edge.backends.torch_backend.{place}", fault)
     with pytest.raises(Refused):
         attended((16, 16), "float32")
 
 
-def test_the_table_is_torchs_and_answers_what_is_known() -> None:
+def test_the_table_is_torchs_and_answers_what_is_known():
     assert len(read_table()) > 2000
     known = {"bmm": True, "add.Tensor": True, "_int_mm": False, "linalg_eig": False, "no_such_operator": False}
     assert {name: problem_of(name) is None for name in known} == known

@@ -1,13 +1,10 @@
 """Models by their names in what is kept of them, and packed weights that a process has open."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,29 +14,27 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.cli.app import run
 from kvboost_edge.tiers.disk.files import Files
 
-OPTIONS: dict[str, Any] = {"num_blocks": 32, "weights": "int8"}
+OPTIONS = {"num_blocks": 32, "weights": "int8"}
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     return tmp_path
 
 
-def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
+def rows(capsys, *argv):
     capsys.readouterr()
     assert run(["cache", *argv, "--json"]) == 0
     return list(json.loads(capsys.readouterr().out)["rows"])
 
 
-def kinds(found: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def kinds(found):
     return sorted((row["kind"], row["model"]) for row in found)
 
 
-def test_all_that_is_kept_of_a_model_has_its_name(
-    home: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_that_is_kept_of_a_model_has_its_name(home, tiny_model_dir, capsys):
     shutil.copytree(tiny_model_dir, home / "Qwen-tiny")
     write_gguf(tiny_model_dir, home / "Lama.gguf", kind="Q8_0")
     for name in ("Qwen-tiny", "Lama.gguf"):
@@ -56,9 +51,7 @@ def test_all_that_is_kept_of_a_model_has_its_name(
     assert kinds(rows(capsys, "list")) == qwen
 
 
-def test_weights_that_were_packed_without_a_name_get_it_when_they_are_loaded(
-    home: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_were_packed_without_a_name_get_it_when_they_are_loaded(home, tiny_model_dir, capsys):
     first = shutil.copytree(tiny_model_dir, home / "first")
     CPUPagedEngine.from_pretrained(first, **OPTIONS).close()
     shutil.rmtree(home / "cache" / "files")
@@ -69,9 +62,7 @@ def test_weights_that_were_packed_without_a_name_get_it_when_they_are_loaded(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows deletes no mapped file")
-def test_packed_weights_that_are_open_stay(
-    home: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packed_weights_that_are_open_stay(home, tiny_model_dir, capsys):
     for _ in range(2):  # packed, then mapped as they were
         with CPUPagedEngine.from_pretrained(tiny_model_dir, **OPTIONS):
             (row,) = rows(capsys, "clear")
@@ -84,19 +75,17 @@ def test_packed_weights_that_are_open_stay(
     assert not Path(row["path"]).exists()
 
 
-def test_where_files_cannot_be_locked_weights_are_removed_all_the_same(
-    home: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_files_cannot_be_locked_weights_are_removed_all_the_same(home, tiny_model_dir, capsys, monkeypatch):
     CPUPagedEngine.from_pretrained(tiny_model_dir, **OPTIONS).close()
 
-    def lock(self: Files, handle: int) -> bool:
+    def lock(self, handle):
         raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setattr(Files, "lock", lock)
     assert rows(capsys, "clear")[0]["removed"] is True
 
 
-def test_pruning_says_what_stays_because_it_is_open(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pruning_says_what_stays_because_it_is_open(home, capsys):
     with opened(home / "cache" / "blocks", SPACE, description={"model": "alpha"}) as tier:
         write(tier, chain(20))
         for dry in (["--dry-run"], []):
@@ -105,13 +94,13 @@ def test_pruning_says_what_stays_because_it_is_open(home: Path, capsys: pytest.C
 
 
 class Terminal:
-    def __init__(self, answer: str) -> None:
+    def __init__(self, answer):
         self.answer = answer
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
-    def readline(self, size: int = -1) -> str:
+    def readline(self, size=-1):
         return f"{self.answer}\n"
 
 
@@ -119,13 +108,13 @@ class Terminal:
     ("answer", "extra", "left"), [("n", [], 1), ("y", [], 0), ("n", ["--yes"], 0), ("n", ["alph"], 0)]
 )
 def test_whoever_clears_everything_at_a_terminal_is_asked(
-    home: Path,
-    answer: str,
-    extra: list[str],
-    left: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    home,
+    answer,
+    extra,
+    left,
+    capsys,
+    monkeypatch,
+):
     with opened(home / "cache" / "blocks", SPACE, description={"model": "alpha"}) as tier:
         write(tier, chain(2))
     with monkeypatch.context() as patch:

@@ -1,12 +1,8 @@
 """`kvboost-edge cache` over made-up directories: what is there, what is sound, what goes; what is open stays."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +11,7 @@ from kvboost_edge.cli.app import run
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """The package's cache directory: two spaces, the first used longest ago, and a file of packed weights."""
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
@@ -28,13 +24,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def answer(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict[str, Any]:
+def answer(capsys, *argv, code=0):
     assert run(["cache", *argv, "--json"]) == code
     found = json.loads(capsys.readouterr().out)
     return {**found, "rows": {row["name"]: row for row in found["rows"]}}
 
 
-def bytes_of(home: Path, space: bytes) -> int:
+def bytes_of(home, space):
     return sum(path.stat().st_size for path in segments(home / "blocks", space))
 
 

@@ -1,7 +1,5 @@
 """`kvboost-edge launch`: what it prints is what a shell takes, and what it runs gets it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -10,10 +8,7 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,15 +19,15 @@ MODELS = [{"id": "a model's name", "max_model_len": 4096}, {"id": "alias", "max_
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def server(monkeypatch):
     """Lists its models to who knows the key; the URL."""
     monkeypatch.delenv("KVBOOST_API_KEY", raising=False)
 
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *args: Any) -> None:
+        def log_message(self, *args):
             """Quiet."""
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             known = self.headers.get("authorization") in (None, "Bearer a'key") and self.path == "/v1/models"
             content = json.dumps({"data": MODELS} if known else {"error": {"message": "the key is wrong"}}).encode()
             self.send_response(200 if known else 401)
@@ -48,7 +43,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, str], list[str]]:
+def printed(capsys, *argv):
     """The environment that a shell makes of what is printed, and the command."""
     assert run(["launch", *argv]) == 0
     out = capsys.readouterr().out
@@ -58,7 +53,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, s
     return environment, shlex.split(out.splitlines()[-1].removeprefix("# "))
 
 
-def test_claude_gets_the_address_and_one_model_for_all_sizes(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_claude_gets_the_address_and_one_model_for_all_sizes(server, capsys):
     environment, command = printed(capsys, "claude", "--url", f"{server}/v1/", "--api-key", "a'key", "--", "-p", "x y")
     assert command == ["claude", "-p", "x y"]
     assert environment["ANTHROPIC_BASE_URL"] == server
@@ -68,7 +63,7 @@ def test_claude_gets_the_address_and_one_model_for_all_sizes(server: str, capsys
     assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
 
 
-def test_codex_gets_settings_in_toml(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_codex_gets_settings_in_toml(server, capsys):
     environment, command = printed(capsys, "codex", "--url", server, "--model", "alias", "--api-key", "a'key")
     assert (command[0], set(command[1::2])) == ("codex", {"-c"})
     settings = tomllib.loads("\n".join(command[2::2]))
@@ -81,7 +76,7 @@ def test_codex_gets_settings_in_toml(server: str, capsys: pytest.CaptureFixture[
     assert "context" not in " ".join(command)
 
 
-def test_opencode_gets_its_settings_as_json(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_opencode_gets_its_settings_as_json(server, capsys):
     environment, command = printed(capsys, "opencode", "--url", server)
     config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
     provider, _, model = config["model"].partition("/")
@@ -90,13 +85,13 @@ def test_opencode_gets_its_settings_as_json(server: str, capsys: pytest.CaptureF
     assert config["provider"][provider]["models"][model]["limit"]["context"] == 4096
 
 
-def test_open_webui_gets_the_address(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_webui_gets_the_address(server, capsys):
     environment, command = printed(capsys, "openwebui", "--url", server)
     assert command == ["open-webui", "serve"]
     assert environment["OPENAI_API_BASE_URL"] == f"{server}/v1"
 
 
-def test_exec_becomes_the_client(server: str, tmp_path: Path) -> None:
+def test_exec_becomes_the_client(server, tmp_path):
     """A program of that name is found on PATH and gets environment and arguments; its exit status is ours."""
     client = tmp_path / "claude"
     client.write_text('#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL" "$@"\nexit 3\n')
@@ -108,9 +103,7 @@ def test_exec_becomes_the_client(server: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_errors_say_what_to_do(
-    server: str, client: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_say_what_to_do(server, client, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

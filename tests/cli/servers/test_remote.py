@@ -1,16 +1,11 @@
 """`chat --url` against a scripted server: streams, figures, and every way a server can be absent or wrong."""
 
-from __future__ import annotations
-
 import io
 import json
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +16,7 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError, RequestError
 USAGE = {"prompt_tokens": 30, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 16}}
 
 
-def chunk(text: str | None = None, finish: str | None = None, **more: Any) -> dict[str, Any]:
+def chunk(text=None, finish=None, **more):
     delta = {} if text is None else {"content": text}
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **more}
 
@@ -32,43 +27,43 @@ GOOD = [chunk(""), chunk("Hel"), chunk("lo"), chunk(finish="stop"), {"choices": 
 class Script:
     """What the server answers, and what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.url = ""
         self.key = ""
         self.status = 200
-        self.events: list[Any] = GOOD
-        self.raw: bytes | None = None
-        self.models: Any = {"data": [{"id": "a-model"}]}
-        self.bodies: list[dict[str, Any]] = []
+        self.events = GOOD
+        self.raw = None
+        self.models = {"data": [{"id": "a-model"}]}
+        self.bodies = []
 
 
 @pytest.fixture
-def server() -> Iterator[Script]:
+def server():
     script = Script()
 
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *args: Any) -> None:
+        def log_message(self, *args):
             """Quiet."""
 
-        def _send(self, status: int, content: bytes, kind: str = "application/json") -> None:
+        def _send(self, status, content, kind="application/json"):
             self.send_response(status)
             self.send_header("content-type", kind)
             self.send_header("content-length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
 
-        def _allowed(self) -> bool:
+        def _allowed(self):
             if script.key and self.headers["authorization"] != f"Bearer {script.key}":
                 self._send(401, b'{"error": {"message": "Incorrect API key", "type": "invalid_request_error"}}')
                 return False
             return True
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             if self._allowed():
                 answer = script.models if self.path == "/v1/models" else {"cache": {"hit_rate": 0.5}}
                 self._send(200, answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             script.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             if not self._allowed():
                 return
@@ -90,12 +85,12 @@ def server() -> Iterator[Script]:
     thread.join()
 
 
-def ask(server: Script, **options: Any) -> list[str | RemoteAnswer]:
+def ask(server, **options):
     with RemoteChat(server.url, **options) as remote:
         return list(remote.stream([{"role": "user", "content": "Hi"}], {"max_tokens": 5, "top_k": 3}))
 
 
-def test_an_answer_streams_and_ends_with_its_figures(server: Script) -> None:
+def test_an_answer_streams_and_ends_with_its_figures(server):
     *pieces, answer = ask(server)
     assert pieces == ["Hel", "lo"]
     assert isinstance(answer, RemoteAnswer)
@@ -111,7 +106,7 @@ def test_an_answer_streams_and_ends_with_its_figures(server: Script) -> None:
     assert server.bodies[-1]["model"] == "other"
 
 
-def test_figures_that_a_server_does_not_tell_are_left_out(server: Script) -> None:
+def test_figures_that_a_server_does_not_tell_are_left_out(server):
     server.events = [chunk("x"), chunk(finish="length"), "[DONE]"]
     answer = ask(server)[-1]
     assert isinstance(answer, RemoteAnswer)
@@ -119,7 +114,7 @@ def test_figures_that_a_server_does_not_tell_are_left_out(server: Script) -> Non
     assert answer.timing_line.endswith("length")
 
 
-def test_the_key_is_sent_and_a_wrong_one_is_named(server: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_sent_and_a_wrong_one_is_named(server, monkeypatch):
     server.key = "sk-right"
     assert ask(server, api_key="sk-right")[0] == "Hel"
     monkeypatch.setenv("KVBOOST_API_KEY", "sk-right")
@@ -131,19 +126,19 @@ def test_the_key_is_sent_and_a_wrong_one_is_named(server: Script, monkeypatch: p
         assert not key or key not in str(caught.value)
 
 
-def _unknown_model(server: Script) -> None:
+def _unknown_model(server):
     server.status = 404
 
 
-def _refusing(server: Script) -> None:
+def _refusing(server):
     server.status = 503
 
 
-def _failing(server: Script) -> None:
+def _failing(server):
     server.events = [chunk("x"), {"error": {"message": "the engine stopped"}}]
 
 
-def _garbled(server: Script) -> None:
+def _garbled(server):
     server.raw = b"data: {nonsense\n\n"
 
 
@@ -156,22 +151,20 @@ def _garbled(server: Script) -> None:
         (_garbled, RequestError, "no JSON object"),
     ],
 )
-def test_what_a_server_refuses(
-    server: Script, prepare: Callable[[Script], None], kind: type[Exception], message: str
-) -> None:
+def test_what_a_server_refuses(server, prepare, kind, message):
     prepare(server)
     with pytest.raises(kind, match=message):
         ask(server)
 
 
 @pytest.mark.parametrize("models", [b"<html>", {"data": []}, [1], {}])
-def test_something_else_at_the_address(server: Script, models: Any) -> None:
+def test_something_else_at_the_address(server, models):
     server.models = models
     with pytest.raises(RequestError, match="not as an OpenAI-compatible server"):
         ask(server)
 
 
-def test_nobody_at_the_address() -> None:
+def test_nobody_at_the_address():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -180,20 +173,18 @@ def test_nobody_at_the_address() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://x", "http://[::1"])
-def test_addresses_that_are_none(url: str) -> None:
+def test_addresses_that_are_none(url):
     with pytest.raises(ConfigError, match="--url"):
         RemoteChat(url)
 
 
-def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_httpx_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(BackendUnavailable, match=r"install the extra \[server\]"):
         RemoteChat("http://127.0.0.1:1")
 
 
-def test_a_whole_conversation(
-    server: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_conversation(server, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n/stats\nMore\n/reset\nAgain\n/quit\n"))
     argv = ["chat", "--url", server.url, "--system", "Be brief.", "-n", "7", "-s", "temperature=0.5", "-s", "stop=END"]
     assert run(argv) == 0
@@ -207,7 +198,7 @@ def test_a_whole_conversation(
     assert {"max_tokens": 7, "temperature": 0.5, "stop": ["END"]}.items() <= server.bodies[0].items()
 
 
-def test_a_real_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_server(monkeypatch, capsys):
     from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving
     from kvboost_edge import CPUPagedEngine
 
@@ -234,14 +225,12 @@ def test_a_real_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         (["--api-key", "sk-x"], "--api-key"),
     ],
 )
-def test_options_of_the_other_side_are_refused(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_the_other_side_are_refused(argv, named, capsys):
     assert run(["chat", *argv]) == 1
     assert named in capsys.readouterr().err
 
 
-def test_how_the_cache_may_be_used_is_asked_of_the_server_and_told(
-    server: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_the_cache_may_be_used_is_asked_of_the_server_and_told(server, capsys, monkeypatch):
     told = {"hit_tokens": {"pool": 16}, "reused_span_tokens": 9, "recomputed_tokens": 3}
     server.events = [*GOOD[:-2], {**GOOD[-2], "kvboost": told}, GOOD[-1]]
     argv = ["chat", "--url", server.url, "--mode", "chunk_kv_reuse", "--recompute-strategy", "cacheblend"]
@@ -261,11 +250,11 @@ def test_how_the_cache_may_be_used_is_asked_of_the_server_and_told(
     assert "kvboost" not in server.bodies[-1]
 
 
-def delta(**fields: Any) -> dict[str, Any]:
+def delta(**fields):
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
 
 
-def call(index: int, arguments: str, name: str | None = None) -> dict[str, Any]:
+def call(index, arguments, name=None):
     named = {} if name is None else {"name": name}
     return delta(tool_calls=[{"index": index, "function": {**named, "arguments": arguments}}])
 
@@ -282,7 +271,7 @@ CALLING = [
 ]
 
 
-def test_thoughts_come_apart_from_the_answer(server: Script) -> None:
+def test_thoughts_come_apart_from_the_answer(server):
     server.events = THINKING
     *pieces, answer = ask(server)
     assert pieces == [Thought("Two "), Thought("and two."), "Fo", "ur"]
@@ -290,7 +279,7 @@ def test_thoughts_come_apart_from_the_answer(server: Script) -> None:
     assert (answer.text, answer.reasoning, answer.tool_calls) == ("Four", "Two and two.", ())
 
 
-def test_pieces_of_calls_are_put_together(server: Script) -> None:
+def test_pieces_of_calls_are_put_together(server):
     server.events = CALLING
     *pieces, answer = ask(server)
     assert pieces == ["Wait."]
@@ -299,9 +288,7 @@ def test_pieces_of_calls_are_put_together(server: Script) -> None:
     assert answer.tool_calls == (ToolCall("get_weather", '{"city":\n "Wien"}'), ToolCall("get_time", "{}"))
 
 
-def test_thoughts_are_shown_and_sent_back_and_calls_have_a_line_each(
-    server: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_thoughts_are_shown_and_sent_back_and_calls_have_a_line_each(server, monkeypatch, capsys):
     server.events = THINKING
     monkeypatch.setattr(sys, "stdin", io.StringIO("2 + 2?\nSure?\n"))
     assert run(["chat", "--url", server.url]) == 0
@@ -316,7 +303,7 @@ def test_thoughts_are_shown_and_sent_back_and_calls_have_a_line_each(
         assert lines in capsys.readouterr().out
 
 
-def test_a_schema_is_asked_of_the_server(server: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_schema_is_asked_of_the_server(server, monkeypatch, tmp_path):
     schema = {"type": "object", "properties": {"größe": {"type": "integer"}}}
     path = tmp_path / "schema.json"
     path.write_text(json.dumps(schema), encoding="utf-8")

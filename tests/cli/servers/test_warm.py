@@ -1,16 +1,11 @@
 """`kvboost-edge warm`: a recorded request finds all full blocks of its prompt afterwards."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helpers.engine.fake_runner import fake_engine
-from helpers.server.live_servers import LiveServer, serving
+from helpers.server.live_servers import serving
 from helpers.server.scripted_model import TEMPLATE
 from kvboost_edge.cli.app import run
 
@@ -18,7 +13,7 @@ BLOCK = 16
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("map", "clock")
 ]
-RECORDED: dict[str, Any] = {
+RECORDED = {
     "model": "fake", "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.7, "max_tokens": 3,
     "tool_choice": "auto", "user": "me", "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False},
     "messages": [{"role": "system", "content": "You are a coder."}, {"role": "user", "content": "Read the file."}],
@@ -26,14 +21,14 @@ RECORDED: dict[str, Any] = {
 
 
 @pytest.fixture
-def server() -> Iterator[LiveServer]:
+def server():
     with fake_engine(num_blocks=256, max_context=2000) as engine:
         engine.tokenizer.chat_template = TEMPLATE
         with serving(engine, model_name="fake") as server:
             yield server
 
 
-def asked(server: LiveServer, **more: Any) -> tuple[int, int]:
+def asked(server, **more):
     """Tokens of the recorded request's prompt, and how many of them were cached."""
     body = {name: item for name, item in RECORDED.items() if not name.startswith("stream")}
     with server.client() as client:
@@ -41,7 +36,7 @@ def asked(server: LiveServer, **more: Any) -> tuple[int, int]:
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_the_request_finds_all_full_blocks(server: LiveServer, tmp_path: Path, capsys: Any) -> None:
+def test_the_request_finds_all_full_blocks(server, tmp_path, capsys):
     file = tmp_path / "agent.json"
     file.write_text(json.dumps(RECORDED))
     command = ["warm", "--from-request", str(file), "--url", server.base_url]
@@ -55,7 +50,7 @@ def test_the_request_finds_all_full_blocks(server: LiveServer, tmp_path: Path, c
     assert server.engine.paged_stats()["pinned_blocks"] == tokens // BLOCK
 
 
-def test_the_next_turns_begin_so_without_the_generation_prompt(server: LiveServer) -> None:
+def test_the_next_turns_begin_so_without_the_generation_prompt(server):
     with server.client() as client:
         warmed = client.post("/v1/warm", json=RECORDED).json()["token_count"]
     later = [*RECORDED["messages"], {"role": "assistant", "content": "Done."}, {"role": "user", "content": "And?"}]
@@ -66,7 +61,7 @@ def test_the_next_turns_begin_so_without_the_generation_prompt(server: LiveServe
     ("text", "said"),
     [(None, "cannot be read"), ("{", "is no JSON"), ("[]", "object with messages"), ('{"prompt": "a"}', "messages")],
 )
-def test_a_file_that_is_no_request_is_named(tmp_path: Path, text: str | None, said: str, capsys: Any) -> None:
+def test_a_file_that_is_no_request_is_named(tmp_path, text, said, capsys):
     file = tmp_path / "agent.json"
     if text is not None:
         file.write_text(text)
@@ -76,7 +71,7 @@ def test_a_file_that_is_no_request_is_named(tmp_path: Path, text: str | None, sa
     assert "agent.json" in error
 
 
-def test_what_may_change_a_prompt_is_not_ignored(server: LiveServer) -> None:
+def test_what_may_change_a_prompt_is_not_ignored(server):
     with server.client() as client:
         for more in ({"functions": []}, {"unknown": 1}, {"chat_template": "x"}):
             answer = client.post("/v1/warm", json={**RECORDED, **more})

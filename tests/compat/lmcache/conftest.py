@@ -1,24 +1,19 @@
 """Engines over every backend, each empty; one Redis server per file of tests."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 
 from helpers.compat.lmcache_cases import BACKENDS, make_engine
-from helpers.tiers.redis_servers import RedisServer, running_redis
+from helpers.tiers.redis_servers import running_redis
 
 
 @pytest.fixture(scope="module")
-def redis_server() -> Iterator[RedisServer]:
+def redis_server():
     with running_redis() as running:
         yield running
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
+def backend(request, tmp_path):
     """A configuration's `backend`; its disk and its server are empty."""
     if request.param == "redis":
         server = request.getfixturevalue("redis_server")
@@ -31,11 +26,11 @@ def backend(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
 
 
 @pytest.fixture
-def engines(backend: Any) -> Iterator[Callable[..., Any]]:
+def engines(backend):
     """`engines(**options)` makes one more engine over the same place; all are closed in the end."""
-    made: list[Any] = []
+    made = []
 
-    def make(**options: Any) -> Any:
+    def make(**options):
         made.append(make_engine(options.pop("backend", backend), **options))
         return made[-1]
 
@@ -45,6 +40,6 @@ def engines(backend: Any) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def engine(engines: Callable[..., Any]) -> Any:
+def engine(engines):
     """One engine of chunks of 4 tokens in vLLM's format."""
     return engines()

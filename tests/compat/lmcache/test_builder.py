@@ -1,7 +1,5 @@
 """One engine per name and configuration."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
@@ -54,10 +52,10 @@ def test_destroying_closes_and_an_unknown_name_is_passed_over():
 
 
 def test_threads_that_ask_together_get_the_same_engine():
-    got: list[object] = []
+    got = []
     start = threading.Barrier(8)
 
-    def ask() -> None:
+    def ask():
         start.wait()
         got.append(LMCacheEngineBuilder.get_or_create("a", CONFIG, METADATA))
 

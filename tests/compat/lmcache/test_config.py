@@ -1,7 +1,5 @@
 """Configurations and metadata: LMCache's names, what is refused, and by which name."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvboost_edge import LMCacheEngineConfig, LMCacheEngineMetadata

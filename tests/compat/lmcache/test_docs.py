@@ -1,7 +1,5 @@
 """What the documentation shows runs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

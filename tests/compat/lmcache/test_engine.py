@@ -1,7 +1,5 @@
 """LMCache's engine over memory, disk, both and Redis: what test_oracle.py does not show of it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,7 @@ from kvboost_edge.errors import RequestError
 T, F = True, False
 
 
-def mask(skipped: int, total: int) -> np.ndarray:
+def mask(skipped, total):
     return np.arange(total) >= skipped
 
 

@@ -1,10 +1,6 @@
 """Any order of calls against a dictionary from prefixes to chunks, and many threads at once."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +9,6 @@ from hypothesis import strategies as st
 
 from helpers.compat.lmcache_cases import BACKENDS, equal, kv_of, kv_slice, make_engine, num_tokens_of
 from helpers.tiers.redis_servers import running_redis
-from kvboost_edge.compat.lmcache import LMCacheEngine
 
 TOKENS = st.lists(st.integers(0, 1), max_size=9)  # so few that prefixes are shared
 STORE = st.tuples(st.just("store"), TOKENS, st.integers(0, 3), st.booleans(), st.booleans(), st.integers(0, 3))
@@ -24,21 +19,21 @@ CALLS = st.lists(st.one_of(STORE, RETRIEVE, st.tuples(st.just("lookup"), TOKENS)
 class Oracle:
     """The rules as one would write them down: a chunk is found by all tokens up to its end."""
 
-    def __init__(self, chunk_size: int) -> None:
+    def __init__(self, chunk_size):
         self.size = chunk_size
-        self.chunks: dict[tuple[int, ...], Any] = {}
+        self.chunks = {}
         self.hits = self.misses = 0
 
-    def ends(self, tokens: list[int], start: int) -> Iterator[tuple[int, int]]:
+    def ends(self, tokens, start):
         for first in range(start, len(tokens), self.size):
             yield first, min(first + self.size, len(tokens))
 
-    def store(self, tokens: list[int], kv: Any, start: int, skip_existing: bool) -> None:
+    def store(self, tokens, kv, start, skip_existing):
         for first, end in self.ends(tokens, start):
             if not skip_existing or tuple(tokens[:end]) not in self.chunks:
                 self.chunks[tuple(tokens[:end])] = kv_slice(kv, first - start, end - start)
 
-    def retrieve(self, tokens: list[int], skipped: int) -> list[Any]:
+    def retrieve(self, tokens, skipped):
         """Chunks found, the first of them without its tokens that are left out."""
         found = []
         for first, end in self.ends(tokens, skipped - skipped % self.size):
@@ -51,7 +46,7 @@ class Oracle:
         self.misses += len(tokens) - skipped - count
         return found
 
-    def lookup(self, tokens: list[int]) -> int:
+    def lookup(self, tokens):
         length = 0
         for _, end in self.ends(tokens, 0):
             if tuple(tokens[:end]) not in self.chunks:
@@ -60,14 +55,14 @@ class Oracle:
         return length
 
 
-def joined(chunks: list[Any]) -> Any:
+def joined(chunks):
     return tuple(
         tuple(np.concatenate([chunk[layer][part] for chunk in chunks]) for part in (0, 1))
         for layer in range(len(chunks[0]))
     )
 
 
-def compare(engine: LMCacheEngine, oracle: Oracle, calls: list[Any]) -> None:
+def compare(engine, oracle, calls):
     for name, tokens, *more in calls:
         if name == "store":
             chunks_skipped, skip_existing, blocking, salt = more
@@ -96,10 +91,10 @@ def compare(engine: LMCacheEngine, oracle: Oracle, calls: list[Any]) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_calls_do_as_the_dictionary_does(backend, scale, tmp_path_factory):
-    def run(place: Any) -> None:
+    def run(place):
         @settings(max_examples=scale(100, 1000))
         @given(chunk_size=st.integers(1, 4), calls=CALLS)
-        def example(chunk_size: int, calls: list[Any]) -> None:
+        def example(chunk_size, calls):
             engine = make_engine(place(), chunk_size)
             try:
                 compare(engine, Oracle(chunk_size), calls)
@@ -121,10 +116,10 @@ def test_threads_see_whole_chunks_and_counts_add_up(backend, engines, max_memory
     """Eight threads store, replace and ask for sequences of a common head: what one gets is of one store per chunk."""
     engine = engines(max_memory_bytes=max_memory_bytes)
     kinds = [kv_of(np.arange(24), salt=salt / 8) for salt in range(4)]
-    failures: list[BaseException] = []
+    failures = []
     asked = [0] * 8
 
-    def work(number: int) -> None:
+    def work(number):
         draw = np.random.default_rng(number)
         try:
             for _ in range(40):

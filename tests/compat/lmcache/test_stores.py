@@ -1,7 +1,5 @@
 """Memory is bounded and forgets tails first; a tier's failed writes are never served, whichever fails."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -17,7 +15,7 @@ SPACE = bytes(range(32))
 CHUNK = 2 * 2 * 3 * 4 * 4 * 4 + 16  # of make_engine's: layers, k and v, heads, head size, tokens, float32; its tokens
 
 
-def chunks_of(tokens, fill: int = 0) -> list[Chunk]:
+def chunks_of(tokens, fill=0):
     """Chunks of 4 tokens, 200 bytes each."""
     addresses = chunk_addresses(SPACE, token_bytes(tokens), 4)
     return [
@@ -109,10 +107,10 @@ def test_a_chunk_of_another_sequence_under_the_same_hash_is_not_found():
 class FailingWrites:
     """A tier whose n-th written block is lost, as a full disk loses it."""
 
-    def __init__(self, tier: DiskTier, lost: int) -> None:
+    def __init__(self, tier, lost):
         self.tier, self.lost, self.name = tier, lost, "disk"
 
-    def write(self, blocks, payloads) -> int:
+    def write(self, blocks, payloads):
         done = 0
         for block, payload in zip(blocks, payloads, strict=True):
             self.lost -= 1

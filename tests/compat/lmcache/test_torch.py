@@ -1,7 +1,5 @@
 """Torch tensors go in and come back, type and bits; torch is loaded when a tensor is there and not before."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +14,7 @@ from kvboost_edge.errors import BackendUnavailable
 TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8, torch.bool]
 
 
-def tensors(tokens, dtype: torch.dtype) -> tuple:
+def tensors(tokens, dtype):
     """Like `kv_of`; not contiguous, and part of a graph where the type allows."""
     made = []
     for pair in kv_of(tokens):
@@ -25,7 +23,7 @@ def tensors(tokens, dtype: torch.dtype) -> tuple:
     return tuple(made)
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same(one, other):
     other = other.detach()
     return one.dtype == other.dtype and torch.equal(
         one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)

@@ -1,7 +1,5 @@
 """The later engine's names without a connector: the caller's arrays stand for the GPU's memory."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -16,7 +14,7 @@ GIB = 1 << 30
 ANY = LMCacheMetadata("model")
 
 
-def empty(length: int, dtype=np.float32):
+def empty(length, dtype=np.float32):
     return tuple(tuple(np.full((length, HEADS, HEAD_SIZE), 7, dtype) for _ in range(2)) for _ in range(LAYERS))
 
 
@@ -24,7 +22,7 @@ def empty(length: int, dtype=np.float32):
 def make(tmp_path):
     made = []
 
-    def engine(metadata: LMCacheMetadata = ANY, **options) -> LMCacheEngine:
+    def engine(metadata=ANY, **options):
         config = LMCacheEngineConfig.from_defaults(**{
             "chunk_size": 4, "local_disk": str(tmp_path), "max_local_disk_size": 0.01, "save_unfull_chunk": True,
             **options,

@@ -1,15 +1,10 @@
 """The attention kernel against dense attention, and its promise that a row's bits depend on its own sequence alone."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-
 import numpy as np
 import pytest
 
 from helpers.kernels.paged_cases import (
     DTYPES,
-    Case,
     assert_close,
     make_case,
     num_blocks_for,
@@ -18,7 +13,7 @@ from helpers.kernels.paged_cases import (
 )
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
-from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch
+from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch
 from kvboost_edge.kernels.attention.storage import merge_state
 from kvboost_edge.kernels.reference import attention as reference
 
@@ -43,13 +38,13 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def two_threads() -> Iterator[AttentionWorkspace]:
+def two_threads():
     space = AttentionWorkspace(2)
     yield space
     space.close()
 
 
-def ragged(seed: int, lengths: Sequence[tuple[int, int]] = LENGTHS, *, dim: int = 32, block_size: int = 16) -> Case:
+def ragged(seed, lengths=LENGTHS, *, dim=32, block_size=16):
     return make_case(
         np.random.default_rng(seed),
         lengths,
@@ -60,31 +55,29 @@ def ragged(seed: int, lengths: Sequence[tuple[int, int]] = LENGTHS, *, dim: int 
     )
 
 
-def empty_pool(case: Case, dtype: str = "float32") -> KVPool:
+def empty_pool(case, dtype="float32"):
     _, heads, dim = case.keys[0].shape
     return poisoned_pool(num_blocks_for(case.lengths, case.block_size), heads, dim, case.block_size, dtype)
 
 
-def write(case: Case, pool: KVPool, spans: Sequence[Span]) -> None:
+def write(case, pool, spans):
     slots = case.layout(spans).slot_mapping
     reference.write_kv(case.rows(case.keys, spans), case.rows(case.values, spans), pool, slots)
 
 
-def filled_pool(case: Case, dtype: str = "float32") -> KVPool:
+def filled_pool(case, dtype="float32"):
     pool = empty_pool(case, dtype)
     write(case, pool, [(sequence, 0, total) for sequence, (_, total) in enumerate(case.lengths)])
     return pool
 
 
-def attend(
-    case: Case, pool: KVPool, spans: Sequence[Span], options: AttentionOptions, space: AttentionWorkspace | None = None
-) -> Result:
+def attend(case, pool, spans, options, space=None):
     layout = case.layout(spans)
     batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables)
     return paged_attention(case.rows(case.queries, spans), pool, batch, options, space)
 
 
-def assert_same_bits(got: Result, expected: Result) -> None:
+def assert_same_bits(got, expected):
     for mine, other in zip(got, expected, strict=True):
         np.testing.assert_array_equal(mine, other)
         assert np.isfinite(mine).all()
@@ -92,14 +85,14 @@ def assert_same_bits(got: Result, expected: Result) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_equals_dense_attention(options: AttentionOptions, dtype: str, two_threads: AttentionWorkspace) -> None:
+def test_equals_dense_attention(options, dtype, two_threads):
     case = ragged(1)
     got = attend(case, filled_pool(case, dtype), case.spans, options, two_threads)
     assert_close(got, case.expected(case.spans, options, dtype))
 
 
 @pytest.mark.parametrize("dim", [8, 16, 20, 48, 72, 112, 160, 192, 256])
-def test_head_dims(dim: int) -> None:
+def test_head_dims(dim):
     """Channels are summed in panels of 64, 32 and 16, and what is left over is padded."""
     case = ragged(2, ((40, 90), (1, 70)), dim=dim)
     options = AttentionOptions(dim**-0.5)
@@ -107,7 +100,7 @@ def test_head_dims(dim: int) -> None:
 
 
 @pytest.mark.parametrize(("kv_heads", "per_group"), [(1, 1), (4, 1), (1, 5), (2, 16), (1, 71), (8, 2)])
-def test_groups_of_heads(kv_heads: int, per_group: int) -> None:
+def test_groups_of_heads(kv_heads, per_group):
     lengths = ((30, 80), (1, 70))
     sizes = {"kv_heads": kv_heads, "per_group": per_group, "dim": 16, "block_size": 16}
     case = make_case(np.random.default_rng(3), lengths, **sizes)
@@ -115,7 +108,7 @@ def test_groups_of_heads(kv_heads: int, per_group: int) -> None:
     assert_close(attend(case, filled_pool(case), case.spans, options), case.expected(case.spans, options, "float32"))
 
 
-def test_the_specification_itself_equals_dense_attention() -> None:
+def test_the_specification_itself_equals_dense_attention():
     case = ragged(4, ((5, 40), (1, 70)))
     layout = case.layout(case.spans)
     batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables)
@@ -137,9 +130,7 @@ def test_the_specification_itself_equals_dense_attention() -> None:
         (OPTIONS["all"], "bfloat16", 32),
     ],
 )
-def test_a_row_alone_equals_the_row_in_any_batch(
-    options: AttentionOptions, dtype: str, dim: int, two_threads: AttentionWorkspace
-) -> None:
+def test_a_row_alone_equals_the_row_in_any_batch(options, dtype, dim, two_threads):
     case = ragged(5, dim=dim)
     pool = filled_pool(case, dtype)
     together = attend(case, pool, case.spans, options)
@@ -161,7 +152,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("name", "dtype", "dim"), [("plain", "float32", 32), ("all", "float16", 40)])
-def test_chunks_equal_the_whole(name: str, dtype: str, dim: int, seed: int, two_threads: AttentionWorkspace) -> None:
+def test_chunks_equal_the_whole(name, dtype, dim, seed, two_threads):
     """Written and computed in random chunks, beside another sequence's, into memory full of NaN."""
     case = ragged(7, ((700, 700), (620, 620)), dim=dim)
     options = OPTIONS[name]
@@ -185,7 +176,7 @@ def test_chunks_equal_the_whole(name: str, dtype: str, dim: int, seed: int, two_
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])
-def test_where_blocks_lie_and_how_large_they_are_changes_no_bit(block_size: int) -> None:
+def test_where_blocks_lie_and_how_large_they_are_changes_no_bit(block_size):
     lengths = ((1, 600), (40, 70))
     small, large = ragged(8, lengths), ragged(9, lengths, block_size=block_size)
     for name in ("queries", "keys", "values"):
@@ -197,7 +188,7 @@ def test_where_blocks_lie_and_how_large_they_are_changes_no_bit(block_size: int)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 16, 50, 600])
-def test_blocks_before_the_window_are_not_read(window: int, dtype: str, two_threads: AttentionWorkspace) -> None:
+def test_blocks_before_the_window_are_not_read(window, dtype, two_threads):
     """NaN blocks there, and within the window's first block NaN tokens, change no bit."""
     case = ragged(10, ((1, 1300), (20, 700), (90, 1000)))
     options = AttentionOptions(0.2, window=window)
@@ -212,9 +203,7 @@ def test_blocks_before_the_window_are_not_read(window: int, dtype: str, two_thre
 
 @pytest.mark.parametrize("name", ["both ways", "both ways, window", "both ways, wide window"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_sequence_that_looks_both_ways_is_the_same_alone_and_in_any_batch(
-    name: str, dtype: str, two_threads: AttentionWorkspace
-) -> None:
+def test_a_sequence_that_looks_both_ways_is_the_same_alone_and_in_any_batch(name, dtype, two_threads):
     case = ragged(14, ((1100, 1100), (3, 3), (64, 64), (65, 65), (600, 600)))
     pool, options = filled_pool(case, dtype), OPTIONS[name]
     together, row = attend(case, pool, case.spans, options, two_threads), 0
@@ -226,7 +215,7 @@ def test_a_sequence_that_looks_both_ways_is_the_same_alone_and_in_any_batch(
 
 
 @pytest.mark.parametrize("ahead", [1, 40, 600])
-def test_what_is_behind_a_window_that_looks_ahead_is_not_read(ahead: int, two_threads: AttentionWorkspace) -> None:
+def test_what_is_behind_a_window_that_looks_ahead_is_not_read(ahead, two_threads):
     """Its rows see whole sequences; blocks that no row reaches are full of NaN."""
     case = ragged(12, ((1300, 1300), (20, 20), (700, 700)))
     options = AttentionOptions(0.2, window=ahead + 1, ahead=ahead)
@@ -242,7 +231,7 @@ def test_what_is_behind_a_window_that_looks_ahead_is_not_read(ahead: int, two_th
             assert_same_bits(got, tuple(part[at + total - 100 : at + total] for part in expected))
 
 
-def test_parts_are_not_looked_at_from_before() -> None:
+def test_parts_are_not_looked_at_from_before():
     case = ragged(13, ((5, 40),))
     layout = case.layout(case.spans)
     parts = np.zeros((1, 6), np.int32)
@@ -251,7 +240,7 @@ def test_parts_are_not_looked_at_from_before() -> None:
         paged_attention(case.rows(case.queries, case.spans), filled_pool(case), batch, AttentionOptions(0.2, ahead=3))
 
 
-def test_the_future_is_not_read() -> None:
+def test_the_future_is_not_read():
     case = ragged(11, ((100, 200),))
     options = AttentionOptions(0.2)
     expected = attend(case, filled_pool(case), case.spans, options)
@@ -266,7 +255,7 @@ def test_the_future_is_not_read() -> None:
         expected = got
 
 
-def test_parts_over_disjoint_keys_merge_to_the_whole() -> None:
+def test_parts_over_disjoint_keys_merge_to_the_whole():
     """A decode row over the first 37 blocks and over the rest, merged, equals the row over all."""
     case = ragged(12, ((1, 1000),))
     pool, options, cut = filled_pool(case), AttentionOptions(0.2), 37
@@ -279,7 +268,7 @@ def test_parts_over_disjoint_keys_merge_to_the_whole() -> None:
     assert_close(merge_state(*parts[0], *parts[1]), whole)
 
 
-def test_sinks_of_minus_infinity_are_no_sinks() -> None:
+def test_sinks_of_minus_infinity_are_no_sinks():
     case = ragged(13, ((4, 90),))
     none = AttentionOptions(0.2, sinks=np.full(6, -np.inf, np.float32))
     assert_same_bits(
@@ -288,7 +277,7 @@ def test_sinks_of_minus_infinity_are_no_sinks() -> None:
 
 
 @pytest.mark.parametrize("scale", [50.0, -50.0, 1e30])
-def test_scores_of_any_size_stay_finite(scale: float) -> None:
+def test_scores_of_any_size_stay_finite(scale):
     """Far apart scores: the row is its best key's value. The keys grow, so the running maximum moves all the time."""
     case = ragged(14, ((1, 700),))
     case.keys[0] *= np.linspace(0.1, 1.0, 700, dtype=np.float32)[:, None, None]
@@ -302,7 +291,7 @@ def test_scores_of_any_size_stay_finite(scale: float) -> None:
     np.testing.assert_allclose(lse[0], scores.max(axis=1), rtol=1e-3)
 
 
-def test_a_wide_spread_below_zero_underflows_to_nothing() -> None:
+def test_a_wide_spread_below_zero_underflows_to_nothing():
     case = ragged(15, ((1, 130),))
     case.queries[0][:] = 0
     case.queries[0][:, :, 0] = 1
@@ -313,7 +302,7 @@ def test_a_wide_spread_below_zero_underflows_to_nothing() -> None:
     np.testing.assert_array_equal(lse, np.zeros((1, 6)))
 
 
-def test_a_workspace_serves_calls_of_any_size(two_threads: AttentionWorkspace) -> None:
+def test_a_workspace_serves_calls_of_any_size(two_threads):
     options = AttentionOptions(0.2)
     for seed, dim, lengths in ((16, 16, ((1, 20),)), (17, 96, ((200, 900), (1, 2000))), (18, 16, ((1, 20),))):
         case = ragged(seed, lengths, dim=dim)
@@ -321,7 +310,7 @@ def test_a_workspace_serves_calls_of_any_size(two_threads: AttentionWorkspace) -
         assert_close(got, case.expected(case.spans, options, "float32"))
 
 
-def test_queries_that_do_not_fit_the_pool_are_refused() -> None:
+def test_queries_that_do_not_fit_the_pool_are_refused():
     case = ragged(19, ((1, 20),))
     pool = filled_pool(case)
     for heads, dim in ((6, 16), (5, 32)):
@@ -330,7 +319,7 @@ def test_queries_that_do_not_fit_the_pool_are_refused() -> None:
             attend(case, pool, case.spans, OPTIONS["plain"])
 
 
-def test_sinks_that_do_not_fit_the_heads_are_refused() -> None:
+def test_sinks_that_do_not_fit_the_heads_are_refused():
     case = ragged(20, ((1, 20),))
     with pytest.raises(ConfigError, match=r"sinks .*6"):
         attend(case, filled_pool(case), case.spans, AttentionOptions(0.2, sinks=np.zeros(5, np.float32)))

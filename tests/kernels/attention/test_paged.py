@@ -1,7 +1,5 @@
 """The plan covers the work exactly once, positions are right, and pools that kernels cannot read are refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -18,7 +16,7 @@ from kvboost_edge.kernels.attention.paged import (
 from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32
 
 
-def random_batch(rng: np.random.Generator) -> PagedBatch:
+def random_batch(rng):
     num_seqs = int(rng.integers(1, 7))
     totals = rng.integers(1, 5 * PARTITION, num_seqs)
     new = np.array([rng.choice([0, 1, rng.integers(1, total + 1)]) for total in totals])
@@ -27,15 +25,15 @@ def random_batch(rng: np.random.Generator) -> PagedBatch:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_plan_covers_every_span_of_every_row_once(seed: int) -> None:
+def test_the_plan_covers_every_span_of_every_row_once(seed):
     rng = np.random.default_rng(seed)
     batch, per_kv, heads = random_batch(rng), int(rng.choice([1, 3, 8, 100])), int(rng.integers(1, 9))
     window, threads = int(rng.choice([0, 1, 100, 512, 1000])), int(rng.integers(1, 9))
     plan = plan_work(batch, per_kv, heads, window, threads)
     assert plan.items.dtype == np.int32
     assert plan.items.flags.c_contiguous
-    done: dict[tuple[int, int], list[int]] = {}
-    splits: dict[int, list[Item]] = {}
+    done = {}
+    splits = {}
     for item in (Item(*row) for row in plan.items.tolist()):
         assert 0 < item.num_rows <= plan.tile_rows
         assert item.first_partition < item.end_partition
@@ -66,7 +64,7 @@ def test_the_plan_covers_every_span_of_every_row_once(seed: int) -> None:
         assert plan.num_splits == 0
 
 
-def test_a_window_leaves_out_the_spans_before_it() -> None:
+def test_a_window_leaves_out_the_spans_before_it():
     batch = PagedBatch(np.array([0, 1], np.int32), np.array([10 * PARTITION], np.int32), np.zeros((1, 1), np.int32))
     items = plan_work(batch, 1, 1, 100, 4).items
     assert [(item.first_partition, item.end_partition) for item in (Item(*row) for row in items)] == [(9, 10)]
@@ -74,7 +72,7 @@ def test_a_window_leaves_out_the_spans_before_it() -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 64, 100, 512, 513, 1000])
 @pytest.mark.parametrize("new", [1, 3])
-def test_steps_of_decoding_share_plans_and_see_what_they_must(window: int, new: int) -> None:
+def test_steps_of_decoding_share_plans_and_see_what_they_must(window, new):
     plans = {}
     for length in range(new, 4 * PARTITION):
         batch = PagedBatch(np.array([0, new], np.int32), np.array([length], np.int32), np.zeros((1, 1), np.int32))
@@ -87,14 +85,14 @@ def test_steps_of_decoding_share_plans_and_see_what_they_must(window: int, new: 
     assert len(plans) <= 4 * PARTITION // 64 + 4, "one for each tile, and where a partition falls behind the window"
 
 
-def test_a_long_decode_is_split_over_the_threads() -> None:
+def test_a_long_decode_is_split_over_the_threads():
     batch = PagedBatch(np.array([0, 1], np.int32), np.array([10 * PARTITION], np.int32), np.zeros((1, 1), np.int32))
     assert len(plan_work(batch, 4, 1, 0, 2).items) == 10
     assert len(plan_work(batch, 4, 1, 0, 1).items) == 1
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(np.float32, KIND_F32), (np.float16, KIND_F16), (np.uint16, KIND_BF16)])
-def test_kinds_of_pools(dtype: type, kind: int) -> None:
+def test_kinds_of_pools(dtype, kind):
     assert storage_kind(KVPool(np.zeros((2, 1, 24, 16), dtype), np.zeros((2, 1, 16, 24), dtype))) == kind
 
 
@@ -109,14 +107,14 @@ def test_kinds_of_pools(dtype: type, kind: int) -> None:
         (np.zeros((2, 1, 24, 8), np.float32), np.zeros((2, 1, 8, 24), np.float32), "multiple of 16"),
     ],
 )
-def test_pools_that_kernels_cannot_read_are_refused(keys: np.ndarray, values: np.ndarray, message: str) -> None:
+def test_pools_that_kernels_cannot_read_are_refused(keys, values, message):
     with pytest.raises(ConfigError, match=message):
         storage_kind(KVPool(keys, values))
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 5, 16)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16])
-def test_arrays_start_at_a_cache_line(shape: tuple[int, ...], dtype: type) -> None:
+def test_arrays_start_at_a_cache_line(shape, dtype):
     arrays = [aligned_empty(shape, dtype) for _ in range(8)]
     for array in arrays:
         assert array.ctypes.data % 64 == 0

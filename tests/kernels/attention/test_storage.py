@@ -1,7 +1,5 @@
 """Storage dtypes, write by slot, copy of blocks and merge of partial results, against NumPy and torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -16,27 +14,27 @@ from helpers.kernels.paged_cases import (
 )
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention import storage
-from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool
+from kvboost_edge.kernels.attention.paged import AttentionOptions
 from kvboost_edge.kernels.attention.storage import STORAGE_DTYPES, from_storage, merge_state, to_storage
 from kvboost_edge.kernels.reference import attention as reference
 
 MERGES = [storage.merge_state, reference.merge_state]
 
 
-def make_pool(dtype: str) -> KVPool:
+def make_pool(dtype):
     return poisoned_pool(6, 2, 24, 32, dtype)
 
 
-def as_bytes(pool: KVPool) -> list[bytes]:
+def as_bytes(pool):
     return [array.tobytes() for array in pool]
 
 
-def test_every_storage_dtype_has_a_numpy_dtype() -> None:
+def test_every_storage_dtype_has_a_numpy_dtype():
     assert STORAGE_DTYPES == NUMPY_DTYPES
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_conversion_rounds_as_torch_does(dtype: str) -> None:
+def test_conversion_rounds_as_torch_does(dtype):
     values = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32).view(np.float32)
     values = np.concatenate(
         [values, np.array([0, -0.0, np.inf, -np.inf, np.nan, 1 + 2**-8, 1 + 3 * 2**-8], np.float32)]
@@ -48,7 +46,7 @@ def test_conversion_rounds_as_torch_does(dtype: str) -> None:
     np.testing.assert_array_equal(from_storage(to_storage(from_storage(stored), stored.dtype)), from_storage(stored))
 
 
-def test_bfloat16_bits_are_those_of_torch() -> None:
+def test_bfloat16_bits_are_those_of_torch():
     import torch
 
     values = np.random.default_rng(1).standard_normal(10_000, dtype=np.float32)
@@ -58,7 +56,7 @@ def test_bfloat16_bits_are_those_of_torch() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("writer", [storage.write_kv, reference.write_kv])
-def test_write_puts_each_token_at_its_slot_and_touches_nothing_else(writer: object, dtype: str) -> None:
+def test_write_puts_each_token_at_its_slot_and_touches_nothing_else(writer, dtype):
     rng = np.random.default_rng(2)
     pool, slots = make_pool(dtype), rng.permutation(6 * 32)[:70].astype(np.int64)
     keys, values = random_rows(rng, 70, 2, 24), random_rows(rng, 70, 2, 24)
@@ -70,7 +68,7 @@ def test_write_puts_each_token_at_its_slot_and_touches_nothing_else(writer: obje
     assert as_bytes(pool) == as_bytes(expected)
 
 
-def test_what_is_written_need_not_be_contiguous() -> None:
+def test_what_is_written_need_not_be_contiguous():
     rng = np.random.default_rng(3)
     wide = random_rows(rng, 5, 4, 48)
     slots, pools = np.arange(10, dtype=np.int64)[::2], [make_pool("float32") for _ in range(2)]
@@ -80,7 +78,7 @@ def test_what_is_written_need_not_be_contiguous() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 24), (5, 1, 24), (5, 2, 16), (5, 48)])
-def test_rows_that_do_not_fit_the_pool_are_refused(shape: tuple[int, ...]) -> None:
+def test_rows_that_do_not_fit_the_pool_are_refused(shape):
     fit, other = np.zeros((5, 2, 24), np.float32), np.zeros(shape, np.float32)
     pool, slots = make_pool("float32"), np.arange(5, dtype=np.int64)
     before = as_bytes(pool)
@@ -92,7 +90,7 @@ def test_rows_that_do_not_fit_the_pool_are_refused(shape: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("copier", [storage.copy_blocks, reference.copy_blocks])
-def test_copies_are_whole_and_in_order(copier: object, dtype: str) -> None:
+def test_copies_are_whole_and_in_order(copier, dtype):
     pool = make_pool(dtype)
     for array in pool:
         array.view(np.uint8)[...] = np.random.default_rng(4).integers(0, 256, array.view(np.uint8).shape)
@@ -104,7 +102,7 @@ def test_copies_are_whole_and_in_order(copier: object, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("merge", MERGES)
-def test_merged_parts_are_attention_over_all_keys(merge: object) -> None:
+def test_merged_parts_are_attention_over_all_keys(merge):
     """Three disjoint sets of keys, merged from the left and from the right."""
     rng, options = np.random.default_rng(5), AttentionOptions(0.4)
     query, keys, values = random_rows(rng, 1, 6, 16), random_rows(rng, 60, 2, 16), random_rows(rng, 60, 2, 16)
@@ -119,7 +117,7 @@ def test_merged_parts_are_attention_over_all_keys(merge: object) -> None:
 
 
 @pytest.mark.parametrize("merge", MERGES)
-def test_an_empty_part_changes_nothing_and_is_not_looked_at(merge: object) -> None:
+def test_an_empty_part_changes_nothing_and_is_not_looked_at(merge):
     v, s = random_rows(np.random.default_rng(6), 3, 2, 16), np.array([[1, -200], [300, 0], [-1, 5]], np.float32)
     empty = np.full_like(v, np.nan), np.full_like(s, -np.inf)
     for merged in (merge(v, s, *empty), merge(*empty, v, s)):
@@ -130,7 +128,7 @@ def test_an_empty_part_changes_nothing_and_is_not_looked_at(merge: object) -> No
     np.testing.assert_array_equal(nothing[1], empty[1])
 
 
-def test_merge_far_apart_and_equal_weights() -> None:
+def test_merge_far_apart_and_equal_weights():
     v_a, v_b = np.full((3, 2), 1.0, np.float32), np.full((3, 2), 3.0, np.float32)
     s_a, s_b = np.array([1000, -1000, 7], np.float32), np.array([-1000, 1000, 7], np.float32)
     v, s = merge_state(v_a, s_a, v_b, s_b)

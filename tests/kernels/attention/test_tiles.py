@@ -1,7 +1,5 @@
 """The microkernels of one tile, four rows by 64 tokens, against NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -25,12 +23,12 @@ _VALUES_4, _VALUES_2, _VALUES_1 = values_tile[4], values_tile[2], values_tile[1]
 
 
 @kernel
-def score(query: int, table: int, head_dim: int, scores: int) -> None:
+def score(query, table, head_dim, scores):
     scores_tile(query, table, head_dim, scores)
 
 
 @kernel
-def weigh(weights: int, table: int, scales: int, out: int, row_bytes: int) -> None:
+def weigh(weights, table, scales, out, row_bytes):
     """A row of 112 channels in panels of 64, 32 and 16."""
     _VALUES_4(weights, table, 0, scales, out, row_bytes)
     _VALUES_2(weights, table, 64, scales, out, row_bytes)
@@ -38,18 +36,18 @@ def weigh(weights: int, table: int, scales: int, out: int, row_bytes: int) -> No
 
 
 @kernel
-def softmax(scores: int, maxima: int, totals: int, rescale: int) -> None:
+def softmax(scores, maxima, totals, rescale):
     softmax_rows(scores, maxima, totals, rescale)
 
 
 @kernel
-def change_row(scores: int, cap: float, low: int, high: int) -> None:
+def change_row(scores, cap, low, high):
     softcap_row(scores, np.float32(cap))
     hide_row(scores, low, high)
 
 
 @kernel
-def combine(out: int, source: int, count: int, keep: float, add: float) -> None:
+def combine(out, source, count, keep, add):
     mix_row(out, source, count, np.float32(keep), np.float32(add))
     scale_row(out + 4 * count, source, count, np.float32(add))
     fill(out + 8 * count, count, np.float32(keep))
@@ -57,12 +55,12 @@ def combine(out: int, source: int, count: int, keep: float, add: float) -> None:
 
 
 @kernel
-def set_table(table: int, numbers: np.ndarray) -> None:
+def set_table(table, numbers):
     for index in range(numbers.size):
         store_i64(table + 8 * index, numbers[index])
 
 
-def tile_table(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+def tile_table(keys, values):
     """Groups in the order 2, 0, 3, 1 of keys [4, dim, 16] and values [4, 16, channels]."""
     order, table = (2, 0, 3, 1), np.zeros((6, STRIPS), np.int64)
     for column, strip in enumerate(order):
@@ -80,12 +78,12 @@ def tile_table(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     return out
 
 
-def random(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def random(rng, *shape):
     return rng.standard_normal(shape, dtype=np.float32)
 
 
 @pytest.mark.parametrize("dim", [1, 16, 24, 128])
-def test_scores(dim: int) -> None:
+def test_scores(dim):
     rng = np.random.default_rng(dim)
     query, keys = random(rng, ROWS, dim), random(rng, STRIPS, dim, LANES)
     table = tile_table(keys, np.zeros((STRIPS, LANES, dim * LANES), np.float32))
@@ -95,7 +93,7 @@ def test_scores(dim: int) -> None:
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_weighted_values() -> None:
+def test_weighted_values():
     rng = np.random.default_rng(0)
     weights, values, scales = random(rng, ROWS, TILE), random(rng, STRIPS, LANES, 112), random(rng, ROWS)
     out = random(rng, ROWS, 112)
@@ -106,7 +104,7 @@ def test_weighted_values() -> None:
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_running_softmax() -> None:
+def test_running_softmax():
     """Three tiles, one of them unseen by row 1, add up to the softmax over all of them."""
     rng = np.random.default_rng(1)
     tiles = random(rng, 3, ROWS, TILE) * 5
@@ -129,7 +127,7 @@ def test_running_softmax() -> None:
 
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize(("low", "high"), [(0, 64), (5, 20), (-7, 33), (60, 200), (30, 30), (64, 70)])
-def test_softcap_and_hiding(cap: float, low: int, high: int) -> None:
+def test_softcap_and_hiding(cap, low, high):
     scores = random(np.random.default_rng(2), TILE) * 40
     scores[:4] = 0.0, 1e30, -1e30, 1e-6
     out = scores.copy()
@@ -140,7 +138,7 @@ def test_softcap_and_hiding(cap: float, low: int, high: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 16, 37])
-def test_rows_of_any_length(count: int) -> None:
+def test_rows_of_any_length(count):
     rng = np.random.default_rng(count)
     out, source = random(rng, 3 * count + 1), random(rng, count)
     mixed, beyond = out[:count] * np.float64(0.25) + source * np.float64(3.0), out[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -68,22 +67,22 @@ class Moved(NamedTuple):
     stored_values: Floats
 
     @property
-    def row(self) -> Row:
+    def row(self):
         return self.rows[-1]
 
-    def rotated(self, heads: Floats, positions: np.ndarray) -> Floats:
+    def rotated(self, heads, positions):
         half = self.cos.shape[1]
         cos, sin = (table[positions][:, None].astype(np.float64) for table in (self.cos, self.sin))
         first, second = heads[:, :, :half], heads[:, :, half : 2 * half]
         pairs = first * cos - second * sin, second * cos + first * sin
         return np.concatenate([*pairs, heads[:, :, 2 * half :]], axis=2).astype(np.float32)
 
-    def new(self, row: Row) -> tuple[Floats, Turning]:
+    def new(self, row):
         """Queries of a row's tokens, and what turns them."""
         queries = self.queries[row.start : row.stop]
         return self.rotated(queries, np.arange(row.start, row.stop)), Turning(queries, self.cos, self.sin)
 
-    def write(self, backend: CPUBackend) -> None:
+    def write(self, backend):
         everything = np.arange(STORED)
         batch = backend.prepare(layout_of([self.stored], SIZE))
         backend.write_kv(0, self.rotated(self.stored_keys, everything), self.stored_values, batch)
@@ -92,12 +91,12 @@ class Moved(NamedTuple):
             batch = backend.prepare(layout_of([row], SIZE))
             backend.write_kv(0, self.rotated(self.keys[span], np.arange(row.start, row.stop)), self.values[span], batch)
 
-    def batch(self, row: Row) -> PagedBatch:
+    def batch(self, row):
         layout = layout_of([row], SIZE)
         return PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.parts)
 
 
-def make(rope: str, last: int, seed: int = 0) -> Moved:
+def make(rope, last, seed=0):
     """Runs that begin and end inside blocks, or are whole blocks; the same blocks at two places; from positions before
     and behind their own; the first one begins inside a block."""
     dim, half, factor = ROPES[rope]
@@ -109,7 +108,7 @@ def make(rope: str, last: int, seed: int = 0) -> Moved:
     tables = RopeTable(exact, factor)
     tables.cover(POSITIONS)
     keys, values = (random_rows(rng, STORED, KV_HEADS, dim) for _ in range(2))
-    pieces: list[tuple[Floats, Floats]] = []
+    pieces = []
     rows = []
     for start, count in ((5, 42), (-1, 48), (5, 42), (100, 3), (96, 64), (560, 700), (-1, last)):
         if start < 0:
@@ -124,18 +123,18 @@ def make(rope: str, last: int, seed: int = 0) -> Moved:
 
 
 @pytest.fixture(scope="module")
-def two_threads() -> Iterator[AttentionWorkspace]:
+def two_threads():
     space = AttentionWorkspace(2)
     yield space
     space.close()
 
 
-def shapes_of(dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def shapes_of(dim):
     """Of a pool's keys and values."""
     return (BLOCKS, KV_HEADS, dim, SIZE), (BLOCKS, KV_HEADS, SIZE, dim)
 
 
-def float_pool(moved: Moved, dtype: str) -> KVPool:
+def float_pool(moved, dtype):
     """What is not written is NaN."""
     pool = poisoned_pool(BLOCKS, KV_HEADS, moved.keys.shape[2], SIZE, dtype)
     stored = moved.rotated(moved.stored_keys, np.arange(STORED))
@@ -147,21 +146,19 @@ def float_pool(moved: Moved, dtype: str) -> KVPool:
     return pool
 
 
-def assert_near(got: tuple[Floats, Floats], wanted: tuple[Floats, Floats], tolerance: float) -> None:
+def assert_near(got, wanted, tolerance):
     for mine, other in zip(got, wanted, strict=True):
         assert np.isfinite(mine).all()
         assert np.linalg.norm(mine - other) <= tolerance * np.linalg.norm(other)
 
 
-def assert_far(got: tuple[Floats, Floats], wanted: tuple[Floats, Floats]) -> None:
+def assert_far(got, wanted):
     assert np.linalg.norm(got[0] - wanted[0]) >= 0.1 * np.linalg.norm(wanted[0])
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("rope", ROPES)
-def test_the_specification_is_attention_over_keys_computed_where_they_are_attended(
-    rope: str, options: AttentionOptions
-) -> None:
+def test_the_specification_is_attention_over_keys_computed_where_they_are_attended(rope, options):
     moved = make(rope, 9)
     assert sorted({part.delta for part in moved.row.parts}) == [-361, -5, 0, 32, 39, 85]
     assert moved.row.parts[0].first_position == -5
@@ -172,9 +169,7 @@ def test_the_specification_is_attention_over_keys_computed_where_they_are_attend
 
 
 @pytest.mark.parametrize(("rope", "dtype", "name", "last"), pairwise(ROPES, DTYPES, OPTIONS, (1, 30)))
-def test_turned_queries_attend_what_turned_keys_give(
-    rope: str, dtype: str, name: str, last: int, two_threads: AttentionWorkspace
-) -> None:
+def test_turned_queries_attend_what_turned_keys_give(rope, dtype, name, last, two_threads):
     options = OPTIONS[name]
     moved = make(rope, 30)
     pool, row = float_pool(moved, dtype), moved.row.last(last)
@@ -192,7 +187,7 @@ def test_turned_queries_attend_what_turned_keys_give(
     ("bits", "rope", "last"),
     pairwise(BIT_PAIRS, {"whole": "plain", "wide": "softcap", "part": "window 300", "yarn": "plain"}.items(), (1, 13)),
 )
-def test_turned_queries_over_codes(bits: tuple[int, int], rope: tuple[str, str], last: int) -> None:
+def test_turned_queries_over_codes(bits, rope, last):
     """The specification's rounding steps to 1e-5; and what the codes stand for, as far as integers reach. The rows' own
     block is merged last, by whichever unit ends last: it must not see turned rows."""
     options, moved = OPTIONS[rope[1]], make(rope[0], 13)
@@ -230,7 +225,7 @@ def test_turned_queries_over_codes(bits: tuple[int, int], rope: tuple[str, str],
     backend.close()
 
 
-def test_a_delta_without_what_turns_queries_is_refused() -> None:
+def test_a_delta_without_what_turns_queries_is_refused():
     moved = make("whole", 2)
     pool, batch = float_pool(moved, "float32"), moved.batch(moved.row)
     queries, turning = moved.new(moved.row)

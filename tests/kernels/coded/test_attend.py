@@ -1,7 +1,5 @@
 """Compiled attention on quantized blocks against the specification, which takes the same rounding steps."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 from llvmlite import binding
 
-from helpers.kernels.paged_cases import Case, make_case
+from helpers.kernels.paged_cases import make_case
 from helpers.kernels.quantized_kv_cases import (
     before_new,
     form_and_digest,
@@ -31,15 +29,13 @@ OPTIONS = (
 )
 
 
-def some_case(seed: int, dim: int, size: int, per_group: int) -> Case:
+def some_case(seed, dim, size, per_group):
     lengths = ((1, 30), (3, 600), (20, 81), (17, 17))
     rng = np.random.default_rng([seed, dim])
     return make_case(rng, lengths, kv_heads=4 // per_group, per_group=per_group, dim=dim, block_size=size)
 
 
-def attend(
-    name: str, case: Case, bits: tuple[int, int], params: AttentionParams, threads: int = 1
-) -> tuple[np.ndarray, ...]:
+def attend(name, case, bits, params, threads=1):
     backend = make_backend(name, case, bits, threads=threads)
     write(backend, case, before_new(case))
     try:
@@ -52,7 +48,7 @@ def attend(
 @pytest.mark.parametrize(
     ("dim", "size", "per_group"), [(16, 16, 1), (24, 32, 4), (64, 16, 2), (80, 64, 4), (128, 16, 4), (256, 48, 2)]
 )
-def test_equal_to_the_specification(dim: int, size: int, per_group: int, bits: tuple[int, int]) -> None:
+def test_equal_to_the_specification(dim, size, per_group, bits):
     case = some_case(0, dim, size, per_group)
     params = OPTIONS[(dim // 8 + bits[0] + bits[1] // 4) % 3]._replace(softmax_scale=dim**-0.5)
     mine, plain = (attend(name, case, bits, params) for name in ("cpu", "reference"))
@@ -61,7 +57,7 @@ def test_equal_to_the_specification(dim: int, size: int, per_group: int, bits: t
 
 
 @pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
-def test_threads_batches_and_chunks_change_no_bit(bits: tuple[int, int]) -> None:
+def test_threads_batches_and_chunks_change_no_bit(bits):
     """Partitions of a long sequence are split over the threads, which merge them in order."""
     rng = np.random.default_rng(5)
     case = make_case(rng, ((1, 1600), (40, 700), (3, 90)), kv_heads=2, per_group=7, dim=64, block_size=16)
@@ -88,7 +84,7 @@ def test_threads_batches_and_chunks_change_no_bit(bits: tuple[int, int]) -> None
                 np.testing.assert_array_equal(half, other[-len(half) :])
 
 
-def test_large_biases_of_keys_cost_no_accuracy() -> None:
+def test_large_biases_of_keys_cost_no_accuracy():
     """Keys like Qwen2's: a few channels 300 times the others, constant in the text. Scores of the rest must survive."""
     case = some_case(1, 64, 16, 2)
     bias = np.zeros(64, np.float32)
@@ -107,7 +103,7 @@ def test_large_biases_of_keys_cost_no_accuracy() -> None:
     assert np.linalg.norm(got - plain) <= 0.02 * np.linalg.norm(plain)
 
 
-def test_without_512_bit_vectors_and_vnni_the_bits_are_the_same() -> None:
+def test_without_512_bit_vectors_and_vnni_the_bits_are_the_same():
     """The plain form is the one furthest from the others; test_dot.py has the sums of all."""
     without = ("avx512", "avx10", "evex512", "amx", "avxvnni", "dotprod")
     flags = binding.get_host_cpu_features().items()

@@ -1,10 +1,5 @@
 """Every form of the byte dot product of attention gives the exact sums."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 from llvmlite import binding
@@ -22,10 +17,10 @@ if _FEATURES.get("avx512vnni") and _FEATURES.get("avx512vl"):
     FORMS += ["vnni256", "vnni512"]
 
 
-def make_dot(form: str) -> Any:
+def make_dot(form):
     @intrinsic
-    def dot(typing: Any, sums: Any, unsigned: Any, signed: Any) -> Any:
-        def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+    def dot(typing, sums, unsigned, signed):
+        def codegen(context, b, signature, arguments):
             vectors = [emit_load_bytes(b, address) for address in arguments]
             emit_store(b, emit_dot(b, form, *vectors), arguments[0])
             return context.get_dummy_value()
@@ -33,14 +28,14 @@ def make_dot(form: str) -> Any:
         return types.void(*[types.int64] * 3), codegen
 
     @kernel
-    def call(sums: int, unsigned: int, signed: int) -> None:
+    def call(sums, unsigned, signed):
         dot(sums, unsigned, signed)
 
     return call
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_sums_are_exact_to_the_ends_of_both_ranges(form: str) -> None:
+def test_sums_are_exact_to_the_ends_of_both_ranges(form):
     rng = np.random.default_rng(0)
     dot = make_dot(form)
     for _ in range(20):
@@ -54,5 +49,5 @@ def test_sums_are_exact_to_the_ends_of_both_ranges(form: str) -> None:
         np.testing.assert_array_equal(sums, expected)
 
 
-def test_this_process_has_one_of_them() -> None:
+def test_this_process_has_one_of_them():
     assert coded_dot_form() in ("plain", "neon", "vnni256", "vnni512")

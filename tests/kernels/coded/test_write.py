@@ -1,7 +1,5 @@
 """Codes of full blocks: the compiled quantizer gives the specification's bytes, and they decode to what was stored."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,7 @@ from kvboost_edge.kernels.reference import coded as reference
 BLOCKS, HEADS = 4, 2
 
 
-def make_pool(rng: np.random.Generator, dim: int, size: int) -> KVPool:
+def make_pool(rng, dim, size):
     """Channels of keys and tokens of values differ in size by seven orders of magnitude; one token is all zeros."""
     keys = rng.standard_normal((BLOCKS, HEADS, dim, size)) * rng.choice([1e-5, 0.01, 1, 300], (BLOCKS, HEADS, dim, 1))
     values = rng.standard_normal((BLOCKS, HEADS, size, dim)) * rng.choice([1e-5, 0.1, 10], (BLOCKS, HEADS, size, 1))
@@ -22,17 +20,17 @@ def make_pool(rng: np.random.Generator, dim: int, size: int) -> KVPool:
     return KVPool(keys.astype(np.float16), values.astype(np.float16))
 
 
-def quantize(module: object, pool: KVPool, dim: int, size: int, bits: tuple[int, int]) -> np.ndarray:
+def quantize(module, pool, dim, size, bits):
     layout = code_layout(size, dim, bits)
     codes = aligned_empty((6, HEADS, layout.nbytes), np.uint8)
     codes[:] = 0xFF
-    module.quantize_blocks(pool, np.array([0, 2, 3]), codes, np.array([5, 1, 2]), layout)  # type: ignore[attr-defined]
+    module.quantize_blocks(pool, np.array([0, 2, 3]), codes, np.array([5, 1, 2]), layout)
     return codes
 
 
 @pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
 @pytest.mark.parametrize("dim", [16, 20, 24, 64, 80, 128, 256])
-def test_compiled_and_specified_bytes_are_equal(dim: int, bits: tuple[int, int]) -> None:
+def test_compiled_and_specified_bytes_are_equal(dim, bits):
     for size in (16, 32, 64):
         pool = make_pool(np.random.default_rng([dim, size]), dim, size)
         mine, plain = (quantize(module, pool, dim, size, bits) for module in (coded_write, reference))
@@ -41,7 +39,7 @@ def test_compiled_and_specified_bytes_are_equal(dim: int, bits: tuple[int, int])
 
 
 @pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
-def test_decoded_numbers_are_within_half_a_step(bits: tuple[int, int]) -> None:
+def test_decoded_numbers_are_within_half_a_step(bits):
     """Half a step of a channel's (keys) or a token's range (values), an eighth more where a step is rounded up."""
     pool = make_pool(np.random.default_rng(1), 64, 16)
     codes = quantize(reference, pool, 64, 16, bits)
@@ -60,7 +58,7 @@ def test_decoded_numbers_are_within_half_a_step(bits: tuple[int, int]) -> None:
             assert (np.abs(values - true_values) <= (1.003 * half_step + slack + 5e-6)[:, None]).all()
 
 
-def test_sections_of_a_blocks_codes_do_not_overlap_and_start_at_cache_lines() -> None:
+def test_sections_of_a_blocks_codes_do_not_overlap_and_start_at_cache_lines():
     for bits in BIT_PAIRS:
         for dim in (16, 24, 64, 80, 128, 256):
             for size in (16, 32, 48, 64):

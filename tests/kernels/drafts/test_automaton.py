@@ -1,7 +1,5 @@
 """The automaton against a search of the whole text for the longest end that stood in it before."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -16,7 +14,7 @@ from kvboost_edge.kernels.drafts.automaton import (
 )
 
 
-def longest_before(text: list[int]) -> tuple[int, int]:
+def longest_before(text):
     """Tokens of the longest end that stands in the text before, and the position behind its latest place."""
     for length in range(len(text) - 1, 0, -1):
         for end in range(len(text) - 1, length - 1, -1):
@@ -26,7 +24,7 @@ def longest_before(text: list[int]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3, 5, 2**31 - 1])
-def test_the_longest_end_that_stood_before_and_its_latest_place(alphabet: int) -> None:
+def test_the_longest_end_that_stood_before_and_its_latest_place(alphabet):
     rng = np.random.default_rng(alphabet)
     for _ in range(40):
         text = rng.integers(0, alphabet, rng.integers(1, 60), dtype=np.int32)
@@ -38,7 +36,7 @@ def test_the_longest_end_that_stood_before_and_its_latest_place(alphabet: int) -
             assert not length or automaton.counts[MATCH_END] == end
 
 
-def test_tokens_in_pieces_are_tokens_one_by_one() -> None:
+def test_tokens_in_pieces_are_tokens_one_by_one():
     text = np.random.default_rng(0).integers(0, 4, 300, dtype=np.int32)
     whole, pieces = new_automaton(512), new_automaton(512)
     extend(text, *whole)
@@ -49,7 +47,7 @@ def test_tokens_in_pieces_are_tokens_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["one token", "all different", "halves", "fibonacci"])
-def test_a_text_as_long_as_the_room_fits(kind: str) -> None:
+def test_a_text_as_long_as_the_room_fits(kind):
     """At most two states and three edges a token: the words with most of each fill no table."""
     count = 4096
     texts = {"one token": [7] * count, "all different": list(range(count)), "halves": [*range(count // 2)] * 2}
@@ -67,6 +65,6 @@ def test_a_text_as_long_as_the_room_fits(kind: str) -> None:
         assert automaton.counts[[MATCH_LENGTH, MATCH_END]].tolist() == [count // 2, count // 2]
 
 
-def test_what_it_takes_is_what_it_says() -> None:
+def test_what_it_takes_is_what_it_says():
     automaton = new_automaton(1024)
     assert (automaton.room, automaton.nbytes) == (1024, automaton_bytes(1024)) == (1024, 96 * 1024 + 40)

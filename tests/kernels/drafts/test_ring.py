@@ -1,22 +1,20 @@
 """The ring against a list of all that was appended."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from kvboost_edge.kernels.drafts.ring import GRAM, Ring, append_tokens, find_end, new_ring
+from kvboost_edge.kernels.drafts.ring import GRAM, append_tokens, find_end, new_ring
 
 ROOM = 64
 
 
-def look(ring: Ring, tail: list[int]) -> tuple[int, int]:
+def look(ring, tail):
     found = np.full(2, -1, np.int64)
     find_end(np.array(tail, np.int32), found, *ring)
     return int(found[0]), int(found[1])
 
 
-def latest_place(appended: list[int], tail: list[int]) -> tuple[int, int]:
+def latest_place(appended, tail):
     """The latest place of the last GRAM tokens that is still there with something behind it, and how far back they
     agree."""
     oldest = max(0, len(appended) - ROOM)
@@ -32,7 +30,7 @@ def latest_place(appended: list[int], tail: list[int]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3])
-def test_it_finds_what_a_search_finds(alphabet: int) -> None:
+def test_it_finds_what_a_search_finds(alphabet):
     """With two tokens nearly every run of eight stood before: the latest counts, and what was overwritten does not."""
     rng = np.random.default_rng(alphabet)
     ring, appended = new_ring(ROOM), list[int]()
@@ -52,7 +50,7 @@ def test_it_finds_what_a_search_finds(alphabet: int) -> None:
             assert found == expected or (found == (0, 0) and alphabet > 1)
 
 
-def test_what_was_overwritten_is_not_found() -> None:
+def test_what_was_overwritten_is_not_found():
     ring = new_ring(ROOM)
     run = list(range(100, 100 + GRAM))
     append_tokens(np.array([*run, 1], np.int32), *ring)
@@ -63,7 +61,7 @@ def test_what_was_overwritten_is_not_found() -> None:
     assert look(ring, run) == (0, 0)
 
 
-def test_a_hash_that_two_runs_share_is_no_match() -> None:
+def test_a_hash_that_two_runs_share_is_no_match():
     ring = new_ring(ROOM)
     run = list(range(GRAM))
     append_tokens(np.array([*run, 1], np.int32), *ring)

@@ -1,7 +1,5 @@
 """The kernels for Intel's AMX, in a process compiled for it: on emulated tile registers where there are no others."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -9,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from llvmlite import binding
@@ -26,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 PROGRAM = Path(__file__).with_name("amx_checks.py")
 
 
-def _check(name: str) -> dict[str, Any]:
+def _check(name):
     features = {**binding.get_host_cpu_features(), "amx-tile": True, "amx-int8": True}
     flags = ",".join(("+" if present else "-") + flag for flag, present in features.items())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -40,7 +37,7 @@ def _check(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("check", ["matrices", "models"])
-def test_same_bits_as_without_amx(check: str) -> None:
+def test_same_bits_as_without_amx(check):
     """The program compares; here it is seen that tiles were multiplied, and left in their first state."""
     found = _check(check)
     ran = found["instructions"]
@@ -49,7 +46,7 @@ def test_same_bits_as_without_amx(check: str) -> None:
     assert ran["ldtilecfg"] == ran["tilerelease"]
 
 
-def test_amx_is_used_only_where_a_trial_speaks_for_it() -> None:
+def test_amx_is_used_only_where_a_trial_speaks_for_it():
     """Emulated tiles are far slower than AVX512-VNNI; a processor's own are what the trial finds them to be."""
     found = _check("choice")
     emulated = found["emulated"]
@@ -69,7 +66,7 @@ def test_amx_is_used_only_where_a_trial_speaks_for_it() -> None:
     assert found["wrong"] == {"used": False, "reason": reason, "tiles": once // 2}
 
 
-def _assembly(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> str:
+def _assembly(kind, fine, monkeypatch):
     """The microkernel as compiled for a processor with AMX."""
     monkeypatch.setattr(linear_amx, "MATRIX_TOKENS", 32)
     monkeypatch.setattr(linear_amx, "MATRIX_FINE_TOKENS", 16)
@@ -79,7 +76,7 @@ def _assembly(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
-def test_a_group_takes_four_multiplications(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_takes_four_multiplications(kind, fine, monkeypatch):
     """Of the first group, and of those in the loop. The scratch memory is not filled with zeros at every entry."""
     assembly = _assembly(kind, fine, monkeypatch)
     for instruction in ("tdpbssd", "tilezero", "tilestored", "tileloadd"):

@@ -4,14 +4,9 @@ Each microkernel is compiled for this machine with functions in the place of the
 test_forms.py and test_amx.py run the forms that are here as they are.
 """
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from llvmlite import binding
 
@@ -31,7 +26,7 @@ INSTRUCTIONS = {
 }
 
 
-def _dot(name: str, lanes: int, signed: bool) -> str:
+def _dot(name, lanes, signed):
     """A function that adds the products of four bytes each to 32-bit sums."""
     many, sums, picks = f"<{4 * lanes} x i32>", f"<{lanes} x i32>", []
     for place in range(4):
@@ -59,7 +54,7 @@ SHUFFLES = {
 }
 
 
-def _shuffle(name: str, lanes: int, size: int, zeros: int) -> str:
+def _shuffle(name, lanes, size, zeros):
     """A function that looks up each byte in its part, of `size` bytes, of the table."""
     kind, lines = f"<{lanes} x i8>", []
     for lane in range(lanes):
@@ -81,8 +76,8 @@ def _shuffle(name: str, lanes: int, size: int, zeros: int) -> str:
 class _Registers:
     """Intel's tile registers, as its manual describes what is done with them."""
 
-    def __init__(self) -> None:
-        self.tiles: dict[int, npt.NDArray[np.int8]] = {}
+    def __init__(self):
+        self.tiles = {}
         self.multiplied = 0
         kinds = {
             "ldtilecfg": (self._configure, [ctypes.c_void_p]),
@@ -92,29 +87,27 @@ class _Registers:
             "tilestored64": (self._store, [ctypes.c_uint8, ctypes.c_void_p, ctypes.c_int64]),
             "tdpbssd": (self._multiply, [ctypes.c_uint8] * 3),
         }
-        self.functions: dict[str, Any] = {
-            name: ctypes.CFUNCTYPE(None, *types)(function) for name, (function, types) in kinds.items()
-        }
+        self.functions = {name: ctypes.CFUNCTYPE(None, *types)(function) for name, (function, types) in kinds.items()}
 
-    def _configure(self, address: int) -> None:
+    def _configure(self, address):
         text = ctypes.string_at(address, 64)
         for tile in range(8):
             width = int.from_bytes(text[16 + 2 * tile : 18 + 2 * tile], "little")
             self.tiles[tile] = np.zeros((text[48 + tile], width), np.int8)
 
-    def _rows(self, tile: int, address: int, step: int) -> Iterator[tuple[int, int]]:
+    def _rows(self, tile, address, step):
         for row in range(len(self.tiles[tile])):
             yield row, address + row * step
 
-    def _load(self, tile: int, address: int, step: int) -> None:
+    def _load(self, tile, address, step):
         for row, at in self._rows(tile, address, step):
             self.tiles[tile][row] = np.frombuffer(ctypes.string_at(at, self.tiles[tile].shape[1]), np.int8)
 
-    def _store(self, tile: int, address: int, step: int) -> None:
+    def _store(self, tile, address, step):
         for row, at in self._rows(tile, address, step):
             ctypes.memmove(at, self.tiles[tile][row].tobytes(), self.tiles[tile].shape[1])
 
-    def _multiply(self, sums: int, rows: int, weights: int) -> None:
+    def _multiply(self, sums, rows, weights):
         self.multiplied += 1
         a, b = self.tiles[rows].astype(np.int32), self.tiles[weights].astype(np.int32)
         assert a.shape[1] == 4 * len(b)
@@ -122,7 +115,7 @@ class _Registers:
         self.tiles[sums].view(np.int32)[:] += a @ quads
 
 
-def _run(tiles: IntTiles, functions: dict[str, Any], definitions: str = "") -> npt.NDArray[np.float32]:
+def _run(tiles, functions, definitions=""):
     """Two tiles against a panel, with emulated instructions; float32 [tokens, 32]."""
     text = tile_module(tiles, binding.get_default_triple())
     for form_name, _, _ in INSTRUCTIONS.values():
@@ -142,7 +135,7 @@ def _run(tiles: IntTiles, functions: dict[str, Any], definitions: str = "") -> n
 
 
 @pytest.mark.parametrize(("form", "kind", "fine"), pairwise(INSTRUCTIONS, INT_KINDS, (False, True)))
-def test_forms_of_the_dot_product(form: str, kind: int, fine: bool) -> None:
+def test_forms_of_the_dot_product(form, kind, fine):
     name, lanes, signed = INSTRUCTIONS[form]
     plain = _run(IntTiles(kind, 1, 2, fine, "plain"), {})
     definitions = _dot("emulated_dot", lanes, signed)
@@ -153,7 +146,7 @@ def test_forms_of_the_dot_product(form: str, kind: int, fine: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
-def test_tile_registers(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tile_registers(kind, fine, monkeypatch):
     monkeypatch.setattr(linear_amx, "MATRIX_TOKENS", 32)
     monkeypatch.setattr(linear_amx, "MATRIX_FINE_TOKENS", 16)
     registers = _Registers()
@@ -163,7 +156,7 @@ def test_tile_registers(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_array_equal(out, _run(IntTiles(kind, 1, tiles.tokens, fine, "plain"), {}))
 
 
-def test_only_signed_kinds_have_an_offset() -> None:
+def test_only_signed_kinds_have_an_offset():
     assert {NAMES[kind] for kind in INT_KINDS if OFFSET[kind]} == {"int8", "int4", "q6k", "int4t"}
 
 
@@ -180,9 +173,7 @@ def test_only_signed_kinds_have_an_offset() -> None:
         ("plain", "", False, False, "x86_64"),
     ],
 )
-def test_ways_to_look_up_codes(
-    form: str, name: str, permutes: bool, shuffles: bool, triple: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ways_to_look_up_codes(form, name, permutes, shuffles, triple, monkeypatch):
     """One instruction for so many bytes of the 8 quads of a group, and for all the same bits."""
     plain = _run(IntTiles(KIND_INT4T, 1, 2, False, "plain"), {})
     monkeypatch.setattr(loads, "has_byte_permute", lambda: permutes)

@@ -1,7 +1,5 @@
 """Every form of the integer dot product gives the same bits: each is compiled in a process of its own."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess
@@ -51,7 +49,7 @@ print(dot_form(), digest.hexdigest())
 _WITHOUT = {"vnni256": (), "avx2": ("avxvnni",), "plain": ("avxvnni", "avx2", "dotprod")}
 
 
-def _features(form: str) -> str:
+def _features(form):
     """Feature flags of this machine without what `form` does not have."""
     flags = []
     for name, present in binding.get_host_cpu_features().items():
@@ -62,7 +60,7 @@ def _features(form: str) -> str:
 
 
 @functools.cache
-def _run(form: str) -> list[str]:
+def _run(form):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     if form != "host":
         environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": _features(form)}
@@ -73,7 +71,7 @@ def _run(form: str) -> list[str]:
     return done.stdout.split()
 
 
-def _forms() -> list[str]:
+def _forms():
     """What this machine can run besides its own form."""
     features = binding.get_host_cpu_features()
     needs = {"vnni256": ("avxvnni",), "avx2": ("avx2",), "plain": ("sse2", "neon")}
@@ -84,28 +82,28 @@ def _forms() -> list[str]:
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=() if form == "avx2" else pytest.mark.full) for form in _forms()]
 )
-def test_same_bits_as_the_hosts_own_form(form: str) -> None:
+def test_same_bits_as_the_hosts_own_form(form):
     """The program also compares each result with the specification."""
     name, digest = _run("host")
     assert name == dot_form()
     assert _run(form) == [form, digest]
 
 
-def _assembly(kind: int, form: str, cpu: str, *, fine: bool = False) -> str:
+def _assembly(kind, form, cpu, *, fine=False):
     """A tile against four tokens, compiled for another processor."""
     return tile_assembly(IntTiles(kind, 1, 4, fine, form), "aarch64-unknown-linux-gnu", cpu)
 
 
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
-def test_arm_with_dot_products_uses_them(kind: int, fine: bool) -> None:
+def test_arm_with_dot_products_uses_them(kind, fine):
     """8 quads of 4 x 4 rows for each of 4 tokens (and planes): every one is an sdot."""
     assembly = _assembly(kind, "neon", "cortex-a76", fine=fine)
     assert assembly.count("sdot") == 8 * 4 * 4 * (2 if fine else 1)
 
 
 @pytest.mark.parametrize(("form", "cpu"), [("neon", "cortex-a76"), ("plain", "cortex-a72")])
-def test_arm_looks_up_16_codes_at_once(form: str, cpu: str) -> None:
+def test_arm_looks_up_16_codes_at_once(form, cpu):
     """8 quads of 4 x 16 codes, once for all tokens; the table is a register, nothing is looked up one by one."""
     instructions = [line.split()[0] for line in _assembly(KIND_INT4T, form, cpu).splitlines() if line.startswith("\t")]
     assert instructions.count("tbl") == 8 * 4
@@ -114,7 +112,7 @@ def test_arm_looks_up_16_codes_at_once(form: str, cpu: str) -> None:
 
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
-def test_arm_without_dot_products_multiplies_in_16_bits(kind: int, fine: bool) -> None:
+def test_arm_without_dot_products_multiplies_in_16_bits(kind, fine):
     """8 quads of 64 products for each of 4 tokens (and planes), 8 products at once: few instructions, so that compiling
     them is quick too. 32-bit sums are taken for every quad of int8, but once a group for 4-bit codes, of 5 and 6 bits
     after 4 and 2 quads."""
@@ -128,7 +126,7 @@ def test_arm_without_dot_products_multiplies_in_16_bits(kind: int, fine: bool) -
 
 
 @pytest.mark.parametrize("processor", ["znver4", "znver2", "sapphirerapids", "generic"])
-def test_single_tiles_ask_for_every_line_ahead_but_on_zen_4(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_tiles_ask_for_every_line_ahead_but_on_zen_4(processor, monkeypatch):
     """The bits are compared above: other forms are compiled for "generic", which asks for every line."""
     monkeypatch.setattr(integers, "_processor", lambda: processor)
     follows_pages.cache_clear()

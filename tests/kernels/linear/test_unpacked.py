@@ -1,11 +1,8 @@
 """Weights unpacked beforehand give the bits of the plain form, however many tiles, groups and panels there are."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from llvmlite import binding
 
@@ -20,7 +17,7 @@ GROUPS = 35  # more than are unpacked at once, and more than twice
 on_avx2 = pytest.mark.skipif(not binding.get_host_cpu_features().get("avx2"), reason="needs AVX2")
 
 
-def _run(tiles: IntTiles, count: int, panels: int = 1, *, add: bool = False) -> npt.NDArray[np.float32]:
+def _run(tiles, count, panels=1, *, add=False):
     run, engine = compiled_tile(tile_module(tiles, binding.get_default_triple()), {})
     out = product_of(run, tiles, GROUPS, count, panels, add=add)
     del engine
@@ -30,7 +27,7 @@ def _run(tiles: IntTiles, count: int, panels: int = 1, *, add: bool = False) -> 
 @on_avx2
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
-def test_tiles_against_one_panel(kind: int, fine: bool) -> None:
+def test_tiles_against_one_panel(kind, fine):
     plain = _run(IntTiles(kind, 1, TOKENS[fine], fine, "plain"), 3)
     np.testing.assert_array_equal(_run(UnpackedTiles(kind, TOKENS[fine], fine), 3), plain)
 
@@ -38,14 +35,14 @@ def test_tiles_against_one_panel(kind: int, fine: bool) -> None:
 @on_avx2
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
-def test_a_tile_against_more_panels_than_one_unpacking_serves(kind: int, fine: bool) -> None:
+def test_a_tile_against_more_panels_than_one_unpacking_serves(kind, fine):
     plain = _run(IntTiles(kind, 1, TOKENS[fine], fine, "plain"), 1, 37, add=True)
     unpacked = _run(UnpackedTiles(kind, TOKENS[fine], fine), 1, 37, add=True)
     np.testing.assert_array_equal(unpacked, plain)
 
 
 @pytest.mark.parametrize("kind", INT_KINDS)
-def test_sums_stay_in_registers_and_loops_stay_loops(kind: int) -> None:
+def test_sums_stay_in_registers_and_loops_stay_loops(kind):
     """Four tokens of two quads: 16 products and no vector on the stack; how often that is written is how often sums of
     16 bits are widened."""
     assembly = tile_assembly(UnpackedTiles(kind, 4, False), "x86_64-unknown-linux-gnu", "znver3", optimize=True)

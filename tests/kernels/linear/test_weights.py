@@ -1,9 +1,5 @@
 """Quantization of weights: the kernel equals its NumPy form to the bit, beats rounding, and is exact if it can be."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -17,7 +13,6 @@ from kvboost_edge.kernels.linear.weights import (
     LARGEST,
     NUMBERS,
     QUANTIZED,
-    PackedRows,
     pack_codes,
     pack_rows,
     packed_sizes,
@@ -30,22 +25,22 @@ Floats = npt.NDArray[np.float32]
 SHAPES = [(16, 32), (33, 64), (16, 40), (5, 31), (40, 7), (1, 1), (17, 33)]
 
 
-def _weights(shape: tuple[int, int], seed: int = 0) -> Floats:
+def _weights(shape, seed=0):
     return np.random.default_rng(seed).standard_t(4, shape).astype(np.float32)
 
 
-def _back(weights: Floats, kind: str) -> tuple[Floats, PackedRows]:
+def _back(weights, kind):
     packed = pack_rows(weights, KINDS[kind])
     return unpack_rows(packed, *weights.shape, kind), packed
 
 
-def _relative(off: Floats, weights: Floats) -> float:
+def _relative(off, weights):
     return float(np.linalg.norm(off.astype(np.float64)) / np.linalg.norm(weights.astype(np.float64)))
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernel_equals_the_reference(kind: str, shape: tuple[int, int]) -> None:
+def test_kernel_equals_the_reference(kind, shape):
     weights = _weights(shape)
     back, packed = _back(weights, kind)
     codes, scales, minima = fit_rows(weights, kind)
@@ -61,7 +56,7 @@ def test_kernel_equals_the_reference(kind: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("kind", "error", "left"), [("int8", 0.0050, 0.94), ("int4", 0.082, 0.85), ("int4-asym", 0.072, 0.93)]
 )
-def test_fitted_weights_are_nearer_than_rounded_ones(kind: str, error: float, left: float) -> None:
+def test_fitted_weights_are_nearer_than_rounded_ones(kind, error, left):
     rng = np.random.default_rng(1)
     gaussian = rng.standard_normal((256, 512)).astype(np.float32)
     assert _relative(_back(gaussian, kind)[0] - gaussian, gaussian) < error
@@ -75,7 +70,7 @@ def test_fitted_weights_are_nearer_than_rounded_ones(kind: str, error: float, le
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_no_group_is_worse_than_rounding(kind: str) -> None:
+def test_no_group_is_worse_than_rounding(kind):
     weights = _weights((64, 320), 3)
     off, rounded = _back(weights, kind)[0] - weights, round_to_nearest(weights, kind) - weights
     ours, plain = ((x.reshape(64, 10, 32) ** 2).sum(axis=2) for x in (off, rounded))
@@ -85,7 +80,7 @@ def test_no_group_is_worse_than_rounding(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.375, 1e-3, 6e4, -6e4, 1e-7])
-def test_constant_groups(kind: str, value: float) -> None:
+def test_constant_groups(kind, value):
     weights = np.full((17, 65), value, np.float32)
     back = _back(weights, kind)[0]
     np.testing.assert_allclose(back, weights, rtol=1e-2, atol=1e-7)
@@ -93,7 +88,7 @@ def test_constant_groups(kind: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_the_largest_weights_fit(kind: str) -> None:
+def test_the_largest_weights_fit(kind):
     for sign in (1.0, -1.0):
         weights = np.zeros((16, 32), np.float32)
         weights[3, 5] = sign * LARGEST[kind]
@@ -102,7 +97,7 @@ def test_the_largest_weights_fit(kind: str) -> None:
         np.testing.assert_allclose(back[3:5], weights[3:5], rtol=0.02, atol=LARGEST[kind] / 20)
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
+def test_rows_do_not_depend_on_their_neighbours():
     weights = _weights((50, 96))
     for kind in QUANTIZED:
         whole = _back(weights, kind)[0]
@@ -112,7 +107,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
 
 @pytest.mark.parametrize("kind", [*QUANTIZED, "int4t"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_codes_are_packed_as_they_are(kind: str, shape: tuple[int, int]) -> None:
+def test_codes_are_packed_as_they_are(kind, shape):
     rng = np.random.default_rng(4)
     table = rng.permutation(256)[:16].astype(np.uint8).view(np.int8)
     values = {"int8": np.arange(-128, 128), "int4": np.arange(-8, 8), "int4-asym": np.arange(16), "int4t": table}[kind]
@@ -130,7 +125,7 @@ def test_codes_are_packed_as_they_are(kind: str, shape: tuple[int, int]) -> None
 
 @pytest.mark.parametrize("rows", [16, 37])
 @pytest.mark.parametrize(("kind", "file_type"), [("q4k", "Q4_K"), ("q5k", "Q5_K"), ("q6k", "Q6_K")])
-def test_blocks_keep_the_values_of_the_file_to_the_bit(kind: str, file_type: str, rows: int) -> None:
+def test_blocks_keep_the_values_of_the_file_to_the_bit(kind, file_type, rows):
     raw = random_blocks(kind, rows, 3)
     packed = pack_blocks(raw, NUMBERS[kind])
     assert tuple(array.size for array in packed[:3]) == packed_sizes(rows, 768, NUMBERS[kind])
@@ -139,11 +134,11 @@ def test_blocks_keep_the_values_of_the_file_to_the_bit(kind: str, file_type: str
 
 
 @pytest.mark.parametrize(("kind", "most"), [("q4k", 1.028), ("q5k", 1.023), ("q6k", 1.0)])
-def test_packed_sizes_are_nearly_the_files(kind: str, most: float) -> None:
+def test_packed_sizes_are_nearly_the_files(kind, most):
     assert sum(packed_sizes(160, 2048, NUMBERS[kind])) <= most * random_blocks(kind, 160, 8).nbytes
 
 
-def test_tables_take_next_to_nothing() -> None:
+def test_tables_take_next_to_nothing():
     both = [sum(packed_sizes(9728, 2560, NUMBERS[kind])) for kind in ("int4t", "int4")]
     assert both[0] / both[1] < 1.001
     assert both[1] == 9728 * 2560 * 0.5625
@@ -166,14 +161,12 @@ CODES, SCALES, TABLE = np.zeros((16, 64), np.uint8), np.ones((16, 2), np.float16
         ("int4", CODES, SCALES, None, TABLE, "table"),
     ],
 )
-def test_codes_that_do_not_fit_are_refused(
-    kind: str, codes: Any, scales: Any, minima: Any, table: Any, message: str
-) -> None:
+def test_codes_that_do_not_fit_are_refused(kind, codes, scales, minima, table, message):
     with pytest.raises(ConfigError, match=message):
         pack_codes(codes, scales, minima, NUMBERS[kind], table)
 
 
-def test_unknown_kinds_and_floats_in_a_table_are_refused() -> None:
+def test_unknown_kinds_and_floats_in_a_table_are_refused():
     with pytest.raises(ConfigError, match="weight kind"):
         packed_sizes(16, 32, 99)
     with pytest.raises(ConfigError, match="floats are not packed as weight kind 9"):
@@ -181,7 +174,7 @@ def test_unknown_kinds_and_floats_in_a_table_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
-def test_floats_keep_their_values(kind: str) -> None:
+def test_floats_keep_their_values(kind):
     weights = _weights((37, 41))
     back, packed = _back(weights, kind)
     if kind == "f32":

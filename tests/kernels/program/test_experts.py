@@ -32,9 +32,7 @@ class Routed(NamedTuple):
     slots: list[tuple[int, list[int]]]
 
 
-def _route(
-    program: Program, logits: Floats, routing: Routing, bias: Floats | None = None, factors: Floats | None = None
-) -> Routed:
+def _route(program, logits, routing, bias=None, factors=None):
     """Adds the operations of the router; the arrays are full when the program has run."""
     tokens, experts = logits.shape
     padded = -(-experts // 16) * 16
@@ -55,10 +53,10 @@ def _route(
         how[lt.F_SCALE] = factors.ctypes.data
     program.add(lt.OP_ROUTE, {**sizes, **how}, {lt.P_FACTOR: routing.scale, lt.P_EPS: routing.eps})
     program.add(lt.OP_DISPATCH, sizes)
-    return Routed(chosen, shares, [(experts, numbers)])  # type: ignore[list-item]
+    return Routed(chosen, shares, [(experts, numbers)])
 
 
-def _slots(routed: Routed) -> list[tuple[int, list[int]]]:
+def _slots(routed):
     """Expert -> its slots, of the numbers of a program that has run."""
     experts, numbers = routed.slots[0]
     numbers = np.asarray(numbers)
@@ -68,12 +66,12 @@ def _slots(routed: Routed) -> list[tuple[int, list[int]]]:
 
 
 def _routed(
-    logits: Floats,
-    routing: Routing,
-    bias: Floats | None = None,
-    factors: Floats | None = None,
-    threads: int = 1,
-) -> Routed:
+    logits,
+    routing,
+    bias=None,
+    factors=None,
+    threads=1,
+):
     program = Program(len(logits))
     routed = _route(program, logits, routing, bias, factors)
     program.run(threads)
@@ -95,7 +93,7 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize(("name", "biased", "scaled"), pairwise(ROUTINGS, (False, True), (False, True)))
-def test_routing_equals_the_specification(name: str, biased: bool, scaled: bool) -> None:
+def test_routing_equals_the_specification(name, biased, scaled):
     rng, routing = np.random.default_rng(3), ROUTINGS[name]
     logits = (3 * rng.standard_normal((37, 20))).astype(np.float32)
     bias = rng.standard_normal(20).astype(np.float32) if biased else None
@@ -110,7 +108,7 @@ def test_routing_equals_the_specification(name: str, biased: bool, scaled: bool)
 
 
 @pytest.mark.parametrize("score", ["softmax", "chosen"])
-def test_logits_beyond_any_power_have_shares(score: str) -> None:
+def test_logits_beyond_any_power_have_shares(score):
     """The power of 200 is no float32."""
     logits = np.array([[200, 199, -200, 198], [-200, -199, -400, -201], [200, 200, 200, 200]], np.float32)
     routing = Routing(2, score=score)
@@ -121,7 +119,7 @@ def test_logits_beyond_any_power_have_shares(score: str) -> None:
     assert shares.min() > 0.2
 
 
-def test_the_bias_chooses_and_is_no_part_of_the_share() -> None:
+def test_the_bias_chooses_and_is_no_part_of_the_share():
     logits, bias = np.zeros((1, 4), np.float32), np.array([0, 0, 0, 9], np.float32)
     routed = _routed(logits, Routing(1), bias)
     assert routed.chosen.tolist() == [[3]]
@@ -129,7 +127,7 @@ def test_the_bias_chooses_and_is_no_part_of_the_share() -> None:
 
 
 @pytest.mark.parametrize("score", lt.SCORES)
-def test_of_equal_scores_the_lower_number_is_chosen(score: str) -> None:
+def test_of_equal_scores_the_lower_number_is_chosen(score):
     logits = np.array([[1, 2, 2, 2, 0, 2], [5, 5, 5, 5, 5, 5], [0, 0, 1, 0, 0, 1]], np.float32)
     routed = _routed(logits, Routing(3, score=score))
     assert routed.chosen.tolist() == [[1, 2, 3], [0, 1, 2], [0, 2, 5]]
@@ -139,7 +137,7 @@ def test_of_equal_scores_the_lower_number_is_chosen(score: str) -> None:
 
 @pytest.mark.parametrize("score", lt.SCORES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_broken_token_has_experts_and_no_number(score: str, bad: float) -> None:
+def test_a_broken_token_has_experts_and_no_number(score, bad):
     """Places stay inside the tables whatever a router gives; the other tokens are as without it."""
     logits = np.random.default_rng(1).standard_normal((9, 6)).astype(np.float32)
     clean = _routed(logits, Routing(2, score=score))
@@ -167,11 +165,11 @@ class Layer(NamedTuple):
     act: int = ACT_SILU
     biases: tuple[Floats, Floats] | None = None  # [experts, 2 * inner] and [experts, hidden]
 
-    def bias(self, which: int, expert: int) -> Floats | None:
+    def bias(self, which, expert):
         return None if self.biases is None else self.biases[which][expert]
 
 
-def _packed(kind: str, rows: int, inputs: int, seed: int) -> tuple[PackedRows, list[PackedRows]]:
+def _packed(kind, rows, inputs, seed):
     """Random matrices of all experts as one, and each alone."""
     alone = [random_weights(kind, rows, inputs, seed + expert, inputs**-0.5) for expert in range(EXPERTS)]
     return PackedRows(*(np.concatenate([one[index] for one in alone]) for index in range(3))), alone
@@ -180,11 +178,11 @@ def _packed(kind: str, rows: int, inputs: int, seed: int) -> tuple[PackedRows, l
 EXPERTS = 6
 
 
-HOWS: dict[str, dict[str, bool]] = {"silu": {}, "swiglu": {"biased": True}, "relu2": {"gated": False}}
+HOWS = {"silu": {}, "swiglu": {"biased": True}, "relu2": {"gated": False}}
 """Kinds of experts -> what `_layer` takes for them."""
 
 
-def _layer(kind: str, *, biased: bool = False, gated: bool = True) -> Layer:
+def _layer(kind, *, biased=False, gated=True):
     """biased: as gpt-oss's; of gates from -20 to 20 or so. gated: False: as Nemotron's."""
     hidden, inner = in_blocks(kind, 80), in_blocks(kind, 96)
     all_gate_up, gate_up = _packed(kind, (1 + gated) * inner, hidden, seed=0)
@@ -197,9 +195,7 @@ def _layer(kind: str, *, biased: bool = False, gated: bool = True) -> Layer:
     return layer._replace(act=ACT_CLAMPED_SWIGLU, biases=(biases[0], biases[1]))
 
 
-def _run(
-    layer: Layer, x: Floats, logits: Floats, before: Floats, extra: Extra = PLAIN, *, add: bool = True
-) -> tuple[Floats, Routed]:
+def _run(layer, x, logits, before, extra=PLAIN, *, add=True):
     """`before` and what the experts add, by the operations of a layer; without `add` what they add."""
     tokens, kind, used = len(x), NUMBERS[layer.kind], ROUTING.used
     is_float = layer.kind in ("f32", "bf16")
@@ -230,7 +226,7 @@ def _run(
     return out[:, : layer.hidden], routed
 
 
-def _bias(program: Program, layer: Layer, which: int) -> dict[int, int]:
+def _bias(program, layer, which):
     if layer.biases is None:
         return {}
     array = np.ascontiguousarray(layer.biases[which])
@@ -241,7 +237,7 @@ def _bias(program: Program, layer: Layer, which: int) -> dict[int, int]:
 ROUTING = Routing(3, renorm="add")
 
 
-def _data(layer: Layer, tokens: int) -> tuple[Floats, Floats, Floats]:
+def _data(layer, tokens):
     rng = np.random.default_rng(tokens)
     shapes = ((tokens, layer.hidden), (tokens, layer.experts), (tokens, layer.hidden))
     x, logits, before = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
@@ -250,13 +246,13 @@ def _data(layer: Layer, tokens: int) -> tuple[Floats, Floats, Floats]:
 
 
 @pytest.mark.parametrize(("kind", "tokens", "how"), pairwise(FORMATS, (1, 4, 23), HOWS))
-def test_experts_equal_the_specification(kind: str, tokens: int, how: str) -> None:
+def test_experts_equal_the_specification(kind, tokens, how):
     """Each expert's matrices are those of the linear kernels, which have an oracle of their own, row by row; then the
     walk over the experts."""
     layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, tokens)
 
-    def mlp(expert: int, rows: Floats) -> Floats:
+    def mlp(expert, rows):
         biases = [Extra(bias=layer.bias(which, expert)) for which in range(2)]
         if how == "relu2":
             inner = squared_rows(run_linear(kind, rows, layer.gate_up[expert], layer.inner, PLAIN)[0])
@@ -278,7 +274,7 @@ def test_experts_equal_the_specification(kind: str, tokens: int, how: str) -> No
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 23])
 @pytest.mark.parametrize("kind", ["f32", "int4"])
-def test_what_experts_give_alone_does_not_depend_on_what_was_there(kind: str, tokens: int, threads: int) -> None:
+def test_what_experts_give_alone_does_not_depend_on_what_was_there(kind, tokens, threads):
     layer = _layer(kind)
     x, logits, before = _data(layer, tokens)
     extra = Extra(threads=threads)
@@ -288,7 +284,7 @@ def test_what_experts_give_alone_does_not_depend_on_what_was_there(kind: str, to
 
 
 @pytest.mark.parametrize("tokens", [1, 23])
-def test_biased_experts_equal_plain_numpy(tokens: int) -> None:
+def test_biased_experts_equal_plain_numpy(tokens):
     """Nothing of the kernels is in the expectation: biases before the share, gates limited on one side, ups on both."""
     layer = _layer("f32", biased=True)
     x, logits, before = _data(layer, tokens)
@@ -305,7 +301,7 @@ def test_biased_experts_equal_plain_numpy(tokens: int) -> None:
         for expert in range(EXPERTS)
     ]
 
-    def swiglu(gate: Floats, up: Floats) -> Floats:
+    def swiglu(gate, up):
         gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
         return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
 
@@ -318,7 +314,7 @@ def test_biased_experts_equal_plain_numpy(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "matrix", "how"), pairwise(FORMATS, (0, 1), HOWS))
-def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind: str, matrix: int, how: str) -> None:
+def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind, matrix, how):
     layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, 150)
     logits[40:] += np.array([9, 0, 0, 0, 0, 0], np.float32)  # one expert has nearly all tokens
@@ -333,7 +329,7 @@ def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind: str, matrix: in
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["f32", "int4"])
-def test_what_is_not_finite_stays_with_its_token(kind: str, how: str) -> None:
+def test_what_is_not_finite_stays_with_its_token(kind, how):
     layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, 30)
     clean, _ = _run(layer, x, logits, before)
@@ -343,7 +339,7 @@ def test_what_is_not_finite_stays_with_its_token(kind: str, how: str) -> None:
     np.testing.assert_array_equal(np.delete(out, 11, 0), np.delete(clean, 11, 0))
 
 
-def test_experts_are_added_by_ascending_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_added_by_ascending_number(monkeypatch):
     """The first two cancel, exactly; in any other order the third would be lost in their rounding."""
     layer = _layer("f32")
     rng = np.random.default_rng(2)

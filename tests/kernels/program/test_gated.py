@@ -1,7 +1,5 @@
 """A gate and up matrix of every weight format, the activation and quantization in one operation."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np
@@ -32,7 +30,7 @@ EVERY_TIME = [(ACT_SILU, 1), (ACT_RELU2, 3), (ACT_SILU, 8), (ACT_RELU2, 15)]
     ],
 )
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
-def test_gated_in_one_operation_is_the_three_apart(kinds: tuple[str, str], act: int, tokens: int) -> None:
+def test_gated_in_one_operation_is_the_three_apart(kinds, act, tokens):
     """The activation without a gate takes a matrix of the way up alone."""
     hidden, inner, parts = in_blocks(kinds[0], 64), in_blocks(kinds[1], 96), 1 if act == ACT_RELU2 else 2
     x = np.random.default_rng(tokens).standard_normal((tokens, hidden)).astype(np.float32)

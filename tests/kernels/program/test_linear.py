@@ -1,7 +1,5 @@
 """Matrices of every weight format against their specification: integers exactly, floats but for fma."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from helpers.kernels.linear_driver import PLAIN, Extra, Program, matrix_fields, panel_sizes, run_linear
 from helpers.kernels.weight_formats import FORMATS, INTEGERS, in_blocks, product, random_weights
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
-from kvboost_edge.kernels.linear.weights import KINDS, NUMBERS, PackedRows, pack_codes, packed_sizes
+from kvboost_edge.kernels.linear.weights import KINDS, NUMBERS, pack_codes, packed_sizes
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import unpack_rows
@@ -21,14 +19,14 @@ PRECISIONS = [(kind, fine) for kind in FORMATS for fine in (False, True) if kind
 each_precision = pytest.mark.parametrize(("kind", "fine"), PRECISIONS)
 
 
-def _tokens(kind: str, tokens: int, inputs: int) -> Floats:
+def _tokens(kind, tokens, inputs):
     """The first group of the first token has codes of the largest magnitude."""
     x = np.random.default_rng(tokens).standard_normal((tokens, in_blocks(kind, inputs))).astype(np.float32)
     x[0, :32] = 1
     return x
 
 
-def _linear(kind: str, x: Floats, rows: int, extra: Extra = PLAIN) -> tuple[Floats, PackedRows]:
+def _linear(kind, x, rows, extra=PLAIN):
     """x [tokens, inputs] through quantization and a matrix; also the packed weights."""
     packed = random_weights(kind, rows, x.shape[1])
     assert [array.size for array in packed[:3]] == list(packed_sizes(rows, x.shape[1], NUMBERS[kind]))
@@ -41,7 +39,7 @@ def _linear(kind: str, x: Floats, rows: int, extra: Extra = PLAIN) -> tuple[Floa
 
 @each_precision
 @pytest.mark.parametrize("shape", SHAPES)
-def test_linear_equals_the_specification(kind: str, fine: bool, shape: tuple[int, int, int]) -> None:
+def test_linear_equals_the_specification(kind, fine, shape):
     tokens, rows, inputs = shape
     x = _tokens(kind, tokens, inputs)
     out, packed = _linear(kind, x, rows, Extra(fine=fine))
@@ -62,7 +60,7 @@ def test_linear_equals_the_specification(kind: str, fine: bool, shape: tuple[int
         ("int4t", [-128, *range(-7, 7), 127]),
     ],
 )
-def test_integer_sums_are_exact_at_the_extremes(kind: str, values: list[int]) -> None:
+def test_integer_sums_are_exact_at_the_extremes(kind, values):
     """One group with scales of one: the output is the integer sum itself, of the first and last values."""
     rng, table = np.random.default_rng(1), np.array(values)
     x = rng.choice([-127, 127], (9, 32)).astype(np.float32)
@@ -78,7 +76,7 @@ def test_integer_sums_are_exact_at_the_extremes(kind: str, values: list[int]) ->
 
 
 @pytest.mark.parametrize("inputs", [32, 2880])
-def test_codes_of_int4_in_a_table_give_the_bits_of_int4(inputs: int) -> None:
+def test_codes_of_int4_in_a_table_give_the_bits_of_int4(inputs):
     """The table of Q4_0: the same integers, and the same epilogue."""
     x, rng = _tokens("int4", 11, inputs), np.random.default_rng(2)
     codes = rng.integers(0, 16, (40, inputs)).astype(np.uint8)
@@ -89,7 +87,7 @@ def test_codes_of_int4_in_a_table_give_the_bits_of_int4(inputs: int) -> None:
 
 
 @each_precision
-def test_a_token_is_the_same_in_any_batch_and_on_any_thread(kind: str, fine: bool) -> None:
+def test_a_token_is_the_same_in_any_batch_and_on_any_thread(kind, fine):
     x = _tokens(kind, 23, 300)
     alone = np.concatenate([_linear(kind, row[None], 130, Extra(fine=fine))[0] for row in x])
     for threads in (1, 2):
@@ -98,7 +96,7 @@ def test_a_token_is_the_same_in_any_batch_and_on_any_thread(kind: str, fine: boo
 
 @pytest.mark.parametrize("tokens", [3, 9])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_bias_residual_and_factor(kind: str, tokens: int) -> None:
+def test_bias_residual_and_factor(kind, tokens):
     x = _tokens(kind, tokens, 64)
     bias = np.linspace(-1, 1, 40, dtype=np.float32)
     before = np.arange(40 * tokens, dtype=np.float32).reshape(-1, 40)
@@ -108,7 +106,7 @@ def test_bias_residual_and_factor(kind: str, tokens: int) -> None:
     np.testing.assert_array_equal(_linear(kind, x, 40, Extra(bias, before, 0.25))[0], exact.astype(np.float32))
 
 
-def test_zero_rows_and_tiny_values_quantize_to_zero() -> None:
+def test_zero_rows_and_tiny_values_quantize_to_zero():
     x = np.zeros((2, 64), np.float32)
     x[1, 40] = 1e-35
     np.testing.assert_array_equal(_linear("int8", x, 16)[0], 0)
@@ -116,7 +114,7 @@ def test_zero_rows_and_tiny_values_quantize_to_zero() -> None:
 
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INTEGERS)
-def test_what_is_not_finite_does_not_become_a_number(kind: str, fine: bool) -> None:
+def test_what_is_not_finite_does_not_become_a_number(kind, fine):
     """The rows of those tokens are NaN or infinite; those of others are as without them."""
     x = _tokens(kind, 9, 96)
     clean = _linear(kind, x, 40, Extra(fine=fine))[0]
@@ -130,7 +128,7 @@ def test_what_is_not_finite_does_not_become_a_number(kind: str, fine: bool) -> N
 
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kinds", [("q4k", "q6k"), ("int4t", "q5k"), ("q4k", "int4t"), ("int4t", "q6k")])
-def test_matrices_of_different_formats_read_one_panel(kinds: tuple[str, str], fine: bool) -> None:
+def test_matrices_of_different_formats_read_one_panel(kinds, fine):
     """Rows of one format, then of another, in one destination: each as it is alone."""
     tokens, rows, inputs = 11, 48, 512
     x = _tokens("q4k", tokens, inputs)

@@ -1,7 +1,5 @@
 """Operations on rows against their NumPy specification: activations, norm and rope."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,7 @@ from kvboost_edge.kernels.reference import linear as reference
 
 
 @pytest.mark.parametrize("gelu", [False, True])
-def test_activation(gelu: bool) -> None:
+def test_activation(gelu):
     rng = np.random.default_rng(3)
     both = (8 * rng.standard_normal((3, 2 * 1100))).astype(np.float32)
     both[0, :4] = [-200, 200, 0, -88]
@@ -30,7 +28,7 @@ def test_activation(gelu: bool) -> None:
     np.testing.assert_array_equal(out[:, 1100:], 0)
 
 
-def test_the_activation_without_a_gate() -> None:
+def test_the_activation_without_a_gate():
     """What is read as the way up has no meaning, NaN or not; a NaN of its own stays."""
     x = (8 * np.random.default_rng(4).standard_normal((3, 1120))).astype(np.float32)
     x[0, :4], x[2, 7] = [-200, 200, 0, -1e-30], np.nan
@@ -47,7 +45,7 @@ def test_the_activation_without_a_gate() -> None:
 
 
 @pytest.mark.parametrize("count", [64, 80, 90])
-def test_norm(count: int) -> None:
+def test_norm(count):
     rng = np.random.default_rng(4)
     x, weight = rng.standard_normal((2, 96)).astype(np.float32), rng.standard_normal(96).astype(np.float32)
     out = np.full((2, 96), np.nan, np.float32)
@@ -62,7 +60,7 @@ def test_norm(count: int) -> None:
     np.testing.assert_array_equal(out[:, count:], 0)
 
 
-def test_rope_splits_and_rotates() -> None:
+def test_rope_splits_and_rotates():
     rng = np.random.default_rng(5)
     heads, kv_heads, dim, half = 4, 2, 20, 6
     row = (heads + 2 * kv_heads) * dim
@@ -88,7 +86,7 @@ def test_rope_splits_and_rotates() -> None:
             np.testing.assert_allclose(array[:, head], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_rope_rows_do_not_depend_on_how_the_table_grew() -> None:
+def test_rope_rows_do_not_depend_on_how_the_table_grew():
     frequencies = np.array([1.0, 0.01], np.float32)
     at_once, slowly = RopeTable(frequencies, 1.5), RopeTable(frequencies, 1.5)
     at_once.cover(3000)

@@ -21,14 +21,14 @@ class Model:
     given_up: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
     now: int = 0
 
-    def put(self, key: int, owner: bytes, again: int) -> None:
+    def put(self, key, owner, again):
         self.now += 1
         self.entries[key] = (owner, again, self.now)
         if again == RETAINED:
             self.retaining[owner] = None
         self.settle()
 
-    def settle(self) -> None:
+    def settle(self):
         """No owner retains more than the floor; what is too much counts as used again just now."""
         self.retaining = {owner: None for owner in self.retaining if owner in self.owners}
         for owner in self.retaining:
@@ -36,26 +36,26 @@ class Model:
                 self.now += 1
                 self.entries[kept[0]] = (owner, AGAIN, self.now)
 
-    def retained(self, owner: bytes) -> list[int]:
+    def retained(self, owner):
         kept = [key for key, entry in self.entries.items() if entry[:2] == (owner, RETAINED)]
         return sorted(kept, key=lambda key: self.entries[key][2])
 
-    def count(self, owner: bytes) -> int:
+    def count(self, owner):
         return sum(entry[0] == owner for entry in self.entries.values())
 
     @property
-    def owners(self) -> set[bytes]:
+    def owners(self):
         return {owner for owner, _, _ in self.entries.values()}
 
     @property
-    def floor(self) -> int:
+    def floor(self):
         return self.capacity // 2 // max(1, len(self.owners))
 
-    def protected(self, owner: bytes) -> int:
+    def protected(self, owner):
         return sum(min(self.count(other), self.floor) for other in self.owners - {owner})
 
-    def take(self, count: int, owner: bytes, share: int) -> list[int]:
-        taken: list[int] = []
+    def take(self, count, owner, share):
+        taken = []
         for floor in (self.floor, 0):
             while len(taken) < count:
                 free = {o for o in self.owners if o == owner or self.count(o) > floor}
@@ -79,11 +79,11 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_operations_agree_with_the_model(seed: int) -> None:
+def test_random_operations_agree_with_the_model(seed):
     rng = random.Random(seed)
     capacity = rng.choice((1, 5, 20, 60))
     owners = [b"%d" % number for number in range(rng.choice((1, 2, 3, 9)))]
-    order: CachedOrder[int] = CachedOrder(capacity)
+    order = CachedOrder(capacity)
     model = Model(capacity)
     for step in range(400):
         act, keys, owner = rng.random(), list(model.entries), rng.choice(owners)
@@ -122,8 +122,8 @@ def test_random_operations_agree_with_the_model(seed: int) -> None:
         assert sorted(order.oldest_first()) == sorted(model.entries)
 
 
-def test_what_is_used_once_goes_before_what_came_again_beyond_its_share() -> None:
-    order: CachedOrder[str] = CachedOrder(10)
+def test_what_is_used_once_goes_before_what_came_again_beyond_its_share():
+    order = CachedOrder(10)
     for key in "abc":
         order.put(key, b"", again=1)
     for key in "defghij":
@@ -138,8 +138,8 @@ def test_what_is_used_once_goes_before_what_came_again_beyond_its_share() -> Non
     assert order.once_share == 10
 
 
-def test_what_is_given_up_seldom_and_then_wanted_counts_for_more() -> None:
-    order: CachedOrder[int] = CachedOrder(100)
+def test_what_is_given_up_seldom_and_then_wanted_counts_for_more():
+    order = CachedOrder(100)
     for key in range(100):
         order.put(key, b"", again=int(key >= 90))
     order.take(100, b"")
@@ -149,8 +149,8 @@ def test_what_is_given_up_seldom_and_then_wanted_counts_for_more() -> None:
     assert order.once_share == 100 - 2 * 3 + 2
 
 
-def test_a_key_that_is_not_there() -> None:
-    order: CachedOrder[int] = CachedOrder(4)
+def test_a_key_that_is_not_there():
+    order = CachedOrder(4)
     for call in (order.remove, order.refresh):
         with pytest.raises(KeyError):
             call(3)

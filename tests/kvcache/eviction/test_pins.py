@@ -1,7 +1,5 @@
 """Pinned prompts stay whatever else comes; their ends, their bound, and whose they are."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.kvcache.manager_cases import OTHER, ROOT, B, prefill
@@ -10,25 +8,25 @@ from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, KVCacheManager
 
 
-def cached(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> int:
+def cached(manager, tokens, root=ROOT):
     return manager.peek([*tokens, 0], root) // B
 
 
-def fill(manager: KVCacheManager) -> None:
+def fill(manager):
     """Somebody takes all there is, and goes."""
     table = manager.open_table([], ROOT, use_cache=False)
     manager.extend(table, manager.free_block_count * B)
     manager.free(table)
 
 
-def warmed(num_blocks: int, *prompts: list[int], max_pinned_blocks: int | None = None) -> KVCacheManager:
+def warmed(num_blocks, *prompts, max_pinned_blocks=None):
     manager = KVCacheManager(num_blocks, B, policy=TenantFloors, max_pinned_blocks=max_pinned_blocks)
     for tokens in prompts:
         manager.free(prefill(manager, tokens))
     return manager
 
 
-def test_a_pinned_prompt_outlives_everything_until_it_is_unpinned() -> None:
+def test_a_pinned_prompt_outlives_everything_until_it_is_unpinned():
     manager = warmed(8, [1] * 10, [2] * 8)
     assert manager.pins.add([1] * 10, ROOT) == 2
     assert (manager.used_block_count, manager.usable_block_count, manager.pins.num_blocks) == (2, 6, 2)
@@ -45,7 +43,7 @@ def test_a_pinned_prompt_outlives_everything_until_it_is_unpinned() -> None:
     manager.check_invariants([])
 
 
-def test_a_pin_ends_when_its_time_is_over_and_pinning_again_gives_it_a_new_end() -> None:
+def test_a_pin_ends_when_its_time_is_over_and_pinning_again_gives_it_a_new_end():
     manager = warmed(12, [1] * 8, [2] * 8)
     pins = manager.pins
     pins.add([1] * 8, ROOT, until=5.0)
@@ -64,7 +62,7 @@ def test_a_pin_ends_when_its_time_is_over_and_pinning_again_gives_it_a_new_end()
     manager.check_invariants([])
 
 
-def test_what_two_pins_share_stays_until_both_are_over() -> None:
+def test_what_two_pins_share_stays_until_both_are_over():
     one, two = [1] * 8 + [2] * 4, [1] * 8 + [3] * 4
     manager = warmed(8, one, two)
     for tokens in (one, two, [1] * 8):
@@ -75,7 +73,7 @@ def test_what_two_pins_share_stays_until_both_are_over() -> None:
     manager.check_invariants([])
 
 
-def test_more_than_the_bound_is_refused_by_name_and_changes_nothing() -> None:
+def test_more_than_the_bound_is_refused_by_name_and_changes_nothing():
     manager = warmed(12, [1] * 8, [2] * 8, max_pinned_blocks=3)
     manager.pins.add([1] * 8, ROOT)
     with pytest.raises(
@@ -94,12 +92,12 @@ def test_more_than_the_bound_is_refused_by_name_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("limit", [-1, 7])
-def test_at_most_half_of_the_pool_may_be_allowed(limit: int) -> None:
+def test_at_most_half_of_the_pool_may_be_allowed(limit):
     with pytest.raises(ConfigError, match=rf"max_pinned_blocks={limit} must be in 0\.\.6, half of the 12 blocks"):
         KVCacheManager(12, B, max_pinned_blocks=limit)
 
 
-def test_one_tenants_pins_leave_the_others_their_floors() -> None:
+def test_one_tenants_pins_leave_the_others_their_floors():
     """a pins all it may and reads on; b keeps the half of the pool that nobody can pin, as far as it is its share."""
     manager = KVCacheManager(40, B, policy=TenantFloors)
     for owner, root, blocks in ((b"b", OTHER, 10), (b"a", ROOT, 20)):
@@ -118,7 +116,7 @@ def test_one_tenants_pins_leave_the_others_their_floors() -> None:
     assert cached(manager, [1] * (20 * B)) == 20
 
 
-def test_the_bookkeeping_is_compared() -> None:
+def test_the_bookkeeping_is_compared():
     manager = warmed(8, [1] * 8)
     manager.pins.add([1] * 8, ROOT)
     manager.pins._counts.popitem()
@@ -126,7 +124,7 @@ def test_the_bookkeeping_is_compared() -> None:
         manager.check_invariants([])
 
 
-def test_owners_have_shares_of_the_bound_and_learn_nothing_of_one_another() -> None:
+def test_owners_have_shares_of_the_bound_and_learn_nothing_of_one_another():
     """With shares that add up to 1 each owner pins its own, however much the other pinned before, and a refusal is the
     same to the letter whether others pinned or not."""
     refusals = []
@@ -154,7 +152,7 @@ def test_owners_have_shares_of_the_bound_and_learn_nothing_of_one_another() -> N
 
 
 @pytest.mark.parametrize("number", [1, 3, 7, 49, 98])
-def test_equal_shares_lose_no_block_to_rounding(number: int) -> None:
+def test_equal_shares_lose_no_block_to_rounding(number):
     pins = KVCacheManager(196, B).pins
     pins.check_size(98 // number * B, 1 / number)
     with pytest.raises(CapacityError):

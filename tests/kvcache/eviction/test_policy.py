@@ -1,7 +1,5 @@
 """The eviction policy is an object: the order of the LRU, and what the pool and the manager ask any policy."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -18,14 +16,14 @@ ROOT = root_hash(model_fingerprint="m", kv_format="f32", tenant="")
 class NewestFirst(LeastRecentlyUsed):
     """Another order over the same list: what was used last is evicted first."""
 
-    def take(self, count: int, owner: bytes = b"") -> list[int]:
+    def take(self, count, owner=b""):
         newest = self.order()[::-1][:count]
         for block_id in newest:
             self.remove(block_id)
         return newest
 
 
-def test_least_recently_used_in_one_picture() -> None:
+def test_least_recently_used_in_one_picture():
     policy = LeastRecentlyUsed(range(4))
     assert policy.take(2) == [0, 1]
     policy.put(0, matchable=True)
@@ -37,7 +35,7 @@ def test_least_recently_used_in_one_picture() -> None:
     assert (len(policy), 3 in policy, 2 in policy) == (3, False, True)
 
 
-def test_the_pool_takes_what_its_policy_hands_out() -> None:
+def test_the_pool_takes_what_its_policy_hands_out():
     pool = BlockPool(3, NewestFirst)
     assert pool.take(1) == [2]
     pool.release(2, matchable=True)
@@ -45,8 +43,8 @@ def test_the_pool_takes_what_its_policy_hands_out() -> None:
     pool.check([1, 2])
 
 
-def test_another_order_evicts_another_prefix() -> None:
-    def survivor(manager: KVCacheManager) -> list[bool]:
+def test_another_order_evicts_another_prefix():
+    def survivor(manager):
         first, second = [1, 2, 3, 4, 0], [5, 6, 7, 8, 0]
         tables = [manager.open_table(tokens, ROOT) for tokens in (first, second)]
         for table, tokens in zip(tables, (first, second), strict=True):
@@ -63,7 +61,7 @@ def test_another_order_evicts_another_prefix() -> None:
     assert survivor(KVCacheManager(2, 4, policy=NewestFirst)) == [True, False]
 
 
-def test_what_is_pinned_is_counted_as_referenced_and_not_as_usable() -> None:
+def test_what_is_pinned_is_counted_as_referenced_and_not_as_usable():
     manager = KVCacheManager(4, 4)
     pool = manager._pool
     for block_id in (0, 1):
@@ -82,11 +80,11 @@ def test_what_is_pinned_is_counted_as_referenced_and_not_as_usable() -> None:
         pool.check([])  # it is pinned and has no reference
 
 
-def test_floors_with_one_owner_are_the_least_recently_used() -> None:
+def test_floors_with_one_owner_are_the_least_recently_used():
     rng = random.Random(5)
     for _ in range(50):
         both = LeastRecentlyUsed(range(12)), TenantFloors(range(12))
-        used: list[int] = []
+        used = []
         for _ in range(200):
             act, number = rng.choice(("take", "put", "remove", "refresh")), rng.randrange(1, 4)
             free = both[0].order()
@@ -111,7 +109,7 @@ def test_floors_with_one_owner_are_the_least_recently_used() -> None:
             assert all((b in both[0]) == (b in both[1]) for b in range(12))
 
 
-def test_floors_in_one_picture() -> None:
+def test_floors_in_one_picture():
     policy = TenantFloors(range(12))
     policy.take(10)
     for block_id in range(10):

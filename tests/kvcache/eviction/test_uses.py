@@ -1,9 +1,5 @@
 """What counts as used again: found by a prompt, or going on where a published chain ended."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B, prefill
@@ -12,7 +8,7 @@ from kvboost_edge.kvcache.eviction.uses import Uses
 from kvboost_edge.kvcache.manager import KVCacheManager
 
 
-def used_again(manager: KVCacheManager, tokens: list[int]) -> list[int]:
+def used_again(manager, tokens):
     """Of each published block of a prompt, whether it was used again."""
     table = manager.open_table([*tokens, 0], ROOT, count=False)
     flags = [manager._uses.again[block_id] for block_id in table.block_ids]
@@ -20,7 +16,7 @@ def used_again(manager: KVCacheManager, tokens: list[int]) -> list[int]:
     return flags
 
 
-def test_a_block_is_used_again_once_a_prompt_finds_it() -> None:
+def test_a_block_is_used_again_once_a_prompt_finds_it():
     manager = KVCacheManager(12, B)
     head, one, other = [1] * 8, [*[1] * 8, *[2] * 4], [*[1] * 8, *[3] * 4]
     manager.free(prefill(manager, one))
@@ -32,7 +28,7 @@ def test_a_block_is_used_again_once_a_prompt_finds_it() -> None:
     assert used_again(manager, [*head, *[4] * 4]) == [1, 1, 0]
 
 
-def test_a_chain_that_goes_on_at_its_end_is_used_again_as_a_whole() -> None:
+def test_a_chain_that_goes_on_at_its_end_is_used_again_as_a_whole():
     manager = KVCacheManager(12, B)
     turn = [1] * 8
     manager.free(prefill(manager, turn))
@@ -40,7 +36,7 @@ def test_a_chain_that_goes_on_at_its_end_is_used_again_as_a_whole() -> None:
     assert used_again(manager, [*turn, *[2] * 9]) == [1, 1, 1, 1]
 
 
-def test_a_block_that_is_handed_out_anew_was_used_by_nobody() -> None:
+def test_a_block_that_is_handed_out_anew_was_used_by_nobody():
     manager = KVCacheManager(4, B)
     for _ in range(2):
         manager.free(prefill(manager, [1] * 8))
@@ -49,14 +45,14 @@ def test_a_block_that_is_handed_out_anew_was_used_by_nobody() -> None:
     assert used_again(manager, [2] * 16) == [0, 0, 0, 0]
 
 
-def test_found_again_after_preemption_is_no_second_use() -> None:
+def test_found_again_after_preemption_is_no_second_use():
     manager = KVCacheManager(4, B)
     manager.free(prefill(manager, [1] * 8))
     assert used_again(manager, [1] * 8) == [0, 0]
     assert used_again(manager, [1] * 8) == [0, 0]
 
 
-def test_a_table_may_say_that_its_blocks_come_again() -> None:
+def test_a_table_may_say_that_its_blocks_come_again():
     for use_cache in (True, False):
         manager = KVCacheManager(12, B)
         table = manager.open_table([1] * 8, ROOT, use_cache=use_cache, again=True)
@@ -66,7 +62,7 @@ def test_a_table_may_say_that_its_blocks_come_again() -> None:
         assert used_again(manager, [1] * 8) == [1, 1]
 
 
-def test_uses_by_themselves() -> None:
+def test_uses_by_themselves():
     uses = Uses(3)
     assert not uses.matched([])
     uses.follow([0])
@@ -78,7 +74,7 @@ def test_uses_by_themselves() -> None:
 
 
 @pytest.mark.parametrize(("policy", "expected"), [(LeastRecentlyUsed, 0), (TenantFloors, 5 * 4)])
-def test_one_off_documents_do_not_flush_conversations(policy: Any, expected: int) -> None:
+def test_one_off_documents_do_not_flush_conversations(policy, expected):
     """Three documents are more than LRU keeps; what was missed in the first rounds teaches the order."""
     manager = KVCacheManager(40, B, policy=policy)
     chats = [[number] * 2 * B for number in range(1, 5)]

@@ -1,14 +1,12 @@
 """Snapshots of answers: one, which moves, also under drafts and failures."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B
 from helpers.kvcache.recurrent_tables import cold, manager_of, run_pass, states_of
 
 
-def test_an_answer_leaves_one_snapshot_that_moves() -> None:
+def test_an_answer_leaves_one_snapshot_that_moves():
     manager, tokens = manager_of(), list(range(6))
     table = manager.open_table(tokens, ROOT)
     run_pass(manager, table, tokens)
@@ -25,7 +23,7 @@ def test_an_answer_leaves_one_snapshot_that_moves() -> None:
     assert manager.peek([*tokens, 1], ROOT) == 36
 
 
-def test_of_an_answer_with_small_states_all_but_the_last_are_a_backbone() -> None:
+def test_of_an_answer_with_small_states_all_but_the_last_are_a_backbone():
     """Long answers drive out no ends and borders of others; what is between them is there while there is room."""
     manager, tokens = manager_of(num_slots=12, every_block=True), list(range(6))
     states = states_of(manager)
@@ -55,7 +53,7 @@ def test_of_an_answer_with_small_states_all_but_the_last_are_a_backbone() -> Non
     manager.check_invariants(())
 
 
-def test_what_somebody_went_on_from_stays_when_the_answer_goes_on() -> None:
+def test_what_somebody_went_on_from_stays_when_the_answer_goes_on():
     manager, tokens = manager_of(), list(range(6))
     table = manager.open_table(tokens, ROOT)
     tokens += range(4)
@@ -67,7 +65,7 @@ def test_what_somebody_went_on_from_stays_when_the_answer_goes_on() -> None:
     assert manager.peek([*tokens[:8], 9], ROOT) == 8
 
 
-def test_an_answer_keeps_its_snapshot_moving_where_no_slot_is_free() -> None:
+def test_an_answer_keeps_its_snapshot_moving_where_no_slot_is_free():
     manager, tokens = manager_of(num_slots=2), list(range(6))
     table = manager.open_table(tokens, ROOT)
     for token in range(20):
@@ -77,7 +75,7 @@ def test_an_answer_keeps_its_snapshot_moving_where_no_slot_is_free() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [12, 2])
-def test_the_pass_that_moves_an_answers_snapshot_may_fail(num_slots: int) -> None:
+def test_the_pass_that_moves_an_answers_snapshot_may_fail(num_slots):
     """Until the next one is there the one before is, where no slot is free too."""
     manager, tokens = manager_of(num_slots=num_slots), list(range(6))
     table = manager.open_table(tokens, ROOT)
@@ -93,7 +91,7 @@ def test_the_pass_that_moves_an_answers_snapshot_may_fail(num_slots: int) -> Non
 
 
 @pytest.mark.parametrize(("num_slots", "found"), [(12, 2 * B), (2, 0)])
-def test_drafts_that_move_an_answers_snapshot_may_fail(num_slots: int, found: int) -> None:
+def test_drafts_that_move_an_answers_snapshot_may_fail(num_slots, found):
     """Inside a pass a slot is needed before: where none is free the one before gives its own."""
     manager, tokens = manager_of(num_slots=num_slots), list(range(6))
     table = manager.open_table(tokens, ROOT)
@@ -110,7 +108,7 @@ def test_drafts_that_move_an_answers_snapshot_may_fail(num_slots: int, found: in
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_drafts_leave_an_answers_snapshot_that_gives_no_slot(fails: bool) -> None:
+def test_drafts_leave_an_answers_snapshot_that_gives_no_slot(fails):
     """The pass reads it: without it there would be no slot more for the next one."""
     manager, tokens = manager_of(num_slots=2), list(range(6))
     table = manager.open_table(tokens, ROOT)
@@ -133,7 +131,7 @@ def test_drafts_leave_an_answers_snapshot_that_gives_no_slot(fails: bool) -> Non
     assert manager.peek(tokens, ROOT) == (2 if fails else 4) * B
 
 
-def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more() -> None:
+def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more():
     manager, tokens = manager_of(), list(range(5 * B))
     states, prompt = states_of(manager), 2 * B + 1
     table = manager.open_table(tokens[:prompt], ROOT)
@@ -149,7 +147,7 @@ def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_block_that_is_another_prompts_by_now_keeps_its_snapshot_when_an_answer_moves_on_or_ends(ends: bool) -> None:
+def test_a_block_that_is_another_prompts_by_now_keeps_its_snapshot_when_an_answer_moves_on_or_ends(ends):
     """The answer's was behind an equal of its own block, which nobody held."""
     manager, tokens = manager_of(num_blocks=8), list(range(4 * B + 1))
     states = states_of(manager)

@@ -1,21 +1,19 @@
 """Tables that wait for blocks and a state from elsewhere: what they share, and where the state goes."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B
 from helpers.kvcache.recurrent_tables import cold, manager_of, states_of
 
 
-def test_a_state_that_could_not_be_written_is_no_snapshot() -> None:
+def test_a_state_that_could_not_be_written_is_no_snapshot():
     manager, tokens = manager_of(), list(range(2 * B))
     states = states_of(manager)
     table = manager.open_load(tokens, ROOT)
     manager.extend(table, 2 * B)
     manager.commit(table, tokens, 2 * B)
 
-    def fail(slot: int) -> None:
+    def fail(slot):
         raise MemoryError
 
     with pytest.raises(MemoryError):
@@ -25,7 +23,7 @@ def test_a_state_that_could_not_be_written_is_no_snapshot() -> None:
     manager.check_invariants(())
 
 
-def test_what_comes_from_elsewhere_is_not_computed_again() -> None:
+def test_what_comes_from_elsewhere_is_not_computed_again():
     manager, tokens = manager_of(), list(range(3 * B + 1))
     cold(manager, tokens)
     states = states_of(manager)
@@ -40,7 +38,7 @@ def test_what_comes_from_elsewhere_is_not_computed_again() -> None:
     assert manager.peek(tokens, ROOT) == 2 * B
 
 
-def test_who_waits_for_a_deeper_state_keeps_the_one_that_is_there() -> None:
+def test_who_waits_for_a_deeper_state_keeps_the_one_that_is_there():
     manager, tokens = manager_of(num_slots=2), list(range(3 * B))
     kept = cold(manager, tokens[: B + 1])
     table = manager.open_load(tokens, ROOT)

@@ -1,25 +1,20 @@
 """Snapshots of several owners under one manager: whatever one of them does, the other has its part."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from helpers.kvcache.manager_cases import OTHER, ROOT, B
 from helpers.kvcache.recurrent_tables import manager_of, run_pass, states_of
-from kvboost_edge.kvcache.manager import KVCacheManager
 
 LOUD = b"loud"
 
 
-def ends_of_prompts(manager: KVCacheManager, number: int) -> None:
+def ends_of_prompts(manager, number):
     table = manager.open_table([number] * (2 * B + 1), OTHER, owner=LOUD)
     run_pass(manager, table, [number] * (2 * B + 1))
     manager.free(table)
 
 
-def answers(manager: KVCacheManager, number: int) -> None:
+def answers(manager, number):
     """Each of which is kept behind its last full block, whose slot the pass takes as it ends."""
     table = manager.open_table([number], OTHER, owner=LOUD)
     for stop in range(1, 2 * B + 2):
@@ -27,14 +22,14 @@ def answers(manager: KVCacheManager, number: int) -> None:
     manager.free(table)
 
 
-def preempted(manager: KVCacheManager, number: int) -> None:
+def preempted(manager, number):
     """Leaves its state where it was."""
     table = manager.open_table([number] * (3 * B), OTHER, owner=LOUD)
     run_pass(manager, table, [number] * (3 * B), B)
     manager.free(table)
 
 
-def arrivals(manager: KVCacheManager, number: int) -> None:
+def arrivals(manager, number):
     """States from elsewhere, each behind the block before the last that came."""
     tokens = [number] * (2 * B)
     table = manager.open_load(tokens, OTHER, owner=LOUD)
@@ -46,8 +41,8 @@ def arrivals(manager: KVCacheManager, number: int) -> None:
 
 @pytest.mark.parametrize("flood", [ends_of_prompts, answers, preempted, arrivals])
 def test_whatever_an_owner_floods_the_slots_with_another_is_served_its_part(
-    flood: Callable[[KVCacheManager, int], None],
-) -> None:
+    flood,
+):
     manager = manager_of(num_blocks=200, num_slots=12)
     quiet = [[100 + number] * (2 * B + 1) for number in range(3)]  # a quarter of the slots, for each of two
     for tokens in quiet:
@@ -61,7 +56,7 @@ def test_whatever_an_owner_floods_the_slots_with_another_is_served_its_part(
     assert states_of(manager).slots.num_free <= 1, "the other has all the rest, but for what it runs with"
 
 
-def test_who_runs_takes_a_pinned_snapshot_last_though_its_owner_has_few() -> None:
+def test_who_runs_takes_a_pinned_snapshot_last_though_its_owner_has_few():
     manager, tokens = manager_of(num_slots=8), [list(range(n, n + B + 1)) for n in (0, 100)]
     for one in tokens:
         table = manager.open_table(one, ROOT, owner=b"one")

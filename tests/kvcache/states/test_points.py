@@ -1,7 +1,5 @@
 """Where snapshots of prompts are kept, and what of them where slots are few."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B
@@ -13,26 +11,26 @@ from kvboost_edge.kvcache.states.tables import StateSizes
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, []), (B, [B]), (B + 1, [B]), (2 * B, [B, 2 * B])])
-def test_the_end_of_a_prompt_is_kept_for_itself_and_for_what_goes_on(length: int, expected: list[int]) -> None:
+def test_the_end_of_a_prompt_is_kept_for_itself_and_for_what_goes_on(length, expected):
     assert rows(cold(manager_of(), list(range(length)))) == expected
 
 
-def test_hints_are_kept_at_the_border_before_them() -> None:
+def test_hints_are_kept_at_the_border_before_them():
     assert rows(cold(manager_of(), list(range(41)), hints=(0, 3, 9, 21, 22, 44, 999))) == [8, 20, 40]
 
 
-def test_a_border_at_the_prompts_end_takes_no_other_borders_place() -> None:
+def test_a_border_at_the_prompts_end_takes_no_other_borders_place():
     assert rows(cold(manager_of(num_slots=8), list(range(20)), hints=(5, 9, 20))) == [4, 8, 16, 20]
 
 
-def test_a_backbone_is_thinned_where_slots_are_few() -> None:
+def test_a_backbone_is_thinned_where_slots_are_few():
     assert rows(cold(manager_of(num_slots=80, interval=8), list(range(83)))) == [*range(8, 81, 8)]
     assert rows(cold(manager_of(num_slots=40, interval=8), list(range(83)))) == [8, 24, 56, 72, 80]
     assert rows(cold(manager_of(num_slots=40, every_block=True), list(range(41)))) == [*range(B, 41, B)]
     assert rows(cold(manager_of(num_slots=8, every_block=True), list(range(67)))) == [4, 20, 36, 52, 64]
 
 
-def test_of_many_borders_the_first_and_those_at_doubling_distances_are_kept() -> None:
+def test_of_many_borders_the_first_and_those_at_doubling_distances_are_kept():
     """A long conversation that comes for the first time leaves others their states."""
     borders = tuple(range(5, 81, 5))
     kept = rows(cold(manager_of(num_slots=80), list(range(83)), hints=borders))
@@ -43,7 +41,7 @@ def test_of_many_borders_the_first_and_those_at_doubling_distances_are_kept() ->
 @pytest.mark.parametrize(
     ("num_slots", "expected"), [(1, [5, 80]), (8, [5, 80]), (12, [5, 75, 80]), (28, [5, 45, 65, 75, 80]), (64, None)]
 )
-def test_hints_are_a_part_of_the_slots(num_slots: int, expected: list[int] | None) -> None:
+def test_hints_are_a_part_of_the_slots(num_slots, expected):
     borders = list(range(5, 81, 5))
     assert list(hint_points(borders, num_slots)) == (expected or borders)
     assert list(hint_points([], num_slots)) == []
@@ -51,7 +49,7 @@ def test_hints_are_a_part_of_the_slots(num_slots: int, expected: list[int] | Non
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 16, 999])
 @pytest.mark.parametrize("stop", [0, 1, 8, 9, 100, 4097])
-def test_a_backbone_is_a_part_of_the_slots(num_slots: int, stop: int) -> None:
+def test_a_backbone_is_a_part_of_the_slots(num_slots, stop):
     small = list(backbone_points(3, stop, 8, num_slots, small=True))
     assert len(small) <= max(1, num_slots // 2)
     assert set(small) <= set(range(8, stop, 8))
@@ -63,7 +61,7 @@ def test_a_backbone_is_a_part_of_the_slots(num_slots: int, stop: int) -> None:
         assert {large[0], large[-1]} >= {8}
 
 
-def test_a_junction_is_kept_where_the_keys_and_values_end() -> None:
+def test_a_junction_is_kept_where_the_keys_and_values_end():
     manager, tokens = manager_of(), list(range(5 * B + 1))
     cold(manager, tokens)
     branch = [*tokens[: 3 * B], 7, 7, 7, 7, 7, 7]
@@ -76,7 +74,7 @@ def test_a_junction_is_kept_where_the_keys_and_values_end() -> None:
     manager.check_invariants([])
 
 
-def test_who_waits_asks_for_the_state_behind_what_it_waits_for() -> None:
+def test_who_waits_asks_for_the_state_behind_what_it_waits_for():
     manager, tokens = manager_of(), list(range(5 * B + 1))
     first = manager.open_table(tokens, ROOT)
     branch = [*tokens[: 3 * B], 7, 7, 7]
@@ -87,9 +85,7 @@ def test_who_waits_asks_for_the_state_behind_what_it_waits_for() -> None:
 
 
 @pytest.mark.parametrize(("hints", "reason"), [((3 * B,), "hint"), ((), "junction")])
-def test_who_waits_makes_the_end_of_a_prompt_a_junction_and_leaves_a_border_one(
-    hints: tuple[int, ...], reason: str
-) -> None:
+def test_who_waits_makes_the_end_of_a_prompt_a_junction_and_leaves_a_border_one(hints, reason):
     manager, tokens = manager_of(), list(range(5 * B + 1))
     length = 5 * B + 1 if hints else 3 * B + 1
     table = manager.open_table(tokens[:length], ROOT, hints=hints)
@@ -102,12 +98,12 @@ def test_who_waits_makes_the_end_of_a_prompt_a_junction_and_leaves_a_border_one(
     }
 
 
-def test_where_nobody_says_otherwise_a_backbone_has_1024_tokens_between() -> None:
+def test_where_nobody_says_otherwise_a_backbone_has_1024_tokens_between():
     manager = KVCacheManager(600, B, state_sizes=StateSizes(40))
     assert rows(cold(manager, list(range(2100)))) == [1024, 2048, 2096, 2100]
 
 
-def test_what_conversations_begin_with_outlasts_a_long_one() -> None:
+def test_what_conversations_begin_with_outlasts_a_long_one():
     """Each turn goes on from the end of the answer before, and so uses what the system message ends with."""
     manager, tokens = manager_of(num_blocks=200, num_slots=6), list(range(2 * B))
     for turn in range(1, 20):
@@ -121,7 +117,7 @@ def test_what_conversations_begin_with_outlasts_a_long_one() -> None:
     assert manager.peek([*tokens[: 2 * B], 7], ROOT) == 2 * B
 
 
-def test_where_slots_lack_the_best_reason_gets_one() -> None:
+def test_where_slots_lack_the_best_reason_gets_one():
     manager, tokens = manager_of(num_slots=2), list(range(3 * B + 1))
     kept = cold(manager, tokens, hints=(B,))
     assert rows(kept) == [3 * B], "one slot is the sequence's own; the other one is for the prompt's end"

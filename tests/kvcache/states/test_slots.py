@@ -1,14 +1,12 @@
 """Slots of states by themselves: references, snapshots, and which of them goes first."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kvcache.states.slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
 
 
-def kept(slots: StateSlots, block_id: int, reason: str, owner: bytes = b"") -> int:
+def kept(slots, block_id, reason, owner=b""):
     """A snapshot behind a block; its slot."""
     slot = slots.take(reason, owner)
     assert slot is not None
@@ -16,22 +14,22 @@ def kept(slots: StateSlots, block_id: int, reason: str, owner: bytes = b"") -> i
     return slot
 
 
-def blocks(slots: StateSlots) -> set[int]:
+def blocks(slots):
     return set(slots.snapshots())
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "3"])
-def test_a_pool_has_slots(wrong: object) -> None:
+def test_a_pool_has_slots(wrong):
     with pytest.raises(ConfigError, match="num_state_slots"):
-        StateSlots(wrong)  # type: ignore[arg-type]
+        StateSlots(wrong)
 
 
-def test_slots_are_handed_out_once_and_come_back() -> None:
+def test_slots_are_handed_out_once_and_come_back():
     slots = StateSlots(3)
     taken = [slots.take() for _ in range(3)]
     assert sorted(slot for slot in taken if slot is not None) == [0, 1, 2]
     assert (slots.take(), slots.num_available, slots.num_used) == (None, 0, 3)
-    slots.release(taken[1])  # type: ignore[arg-type]
+    slots.release(taken[1])
     assert slots.take() == taken[1]
     with pytest.raises(CacheCorruption, match="holds nothing"):
         StateSlots(1).release(0)
@@ -39,7 +37,7 @@ def test_slots_are_handed_out_once_and_come_back() -> None:
         StateSlots(1).share(0)
 
 
-def test_a_snapshot_that_is_read_is_not_handed_out() -> None:
+def test_a_snapshot_that_is_read_is_not_handed_out():
     slots = StateSlots(2)
     first, second = kept(slots, 10, PROMPT), kept(slots, 11, PROMPT)
     slots.share(first)
@@ -54,7 +52,7 @@ def test_a_snapshot_that_is_read_is_not_handed_out() -> None:
     assert blocks(slots) == set()
 
 
-def test_a_dropped_snapshot_stays_with_who_reads_it() -> None:
+def test_a_dropped_snapshot_stays_with_who_reads_it():
     slots = StateSlots(1)
     slot = kept(slots, 10, PROMPT)
     slots.share(slot)
@@ -67,7 +65,7 @@ def test_a_dropped_snapshot_stays_with_who_reads_it() -> None:
     assert slots.take() == slot
 
 
-def test_the_least_recently_used_goes_first_within_a_class() -> None:
+def test_the_least_recently_used_goes_first_within_a_class():
     slots = StateSlots(3)
     for block_id in (10, 11, 12):
         kept(slots, block_id, JUNCTION)
@@ -79,7 +77,7 @@ def test_the_least_recently_used_goes_first_within_a_class() -> None:
     assert blocks(slots) == {10, 12, 13}
 
 
-def test_what_is_kept_again_for_the_same_reason_is_young_again() -> None:
+def test_what_is_kept_again_for_the_same_reason_is_young_again():
     """An equal prompt was computed once more, and had the same end."""
     slots = StateSlots(3)
     kept(slots, 10, PROMPT)
@@ -92,7 +90,7 @@ def test_what_is_kept_again_for_the_same_reason_is_young_again() -> None:
     assert blocks(slots) == {10, 12, 13}
 
 
-def test_a_backbone_goes_first_then_ends_of_prompts_borders_and_ends_of_answers() -> None:
+def test_a_backbone_goes_first_then_ends_of_prompts_borders_and_ends_of_answers():
     slots = StateSlots(4)
     kept(slots, 10, ANSWER)
     kept(slots, 11, JUNCTION)
@@ -103,7 +101,7 @@ def test_a_backbone_goes_first_then_ends_of_prompts_borders_and_ends_of_answers(
         assert blocks(slots) == expected
 
 
-def test_what_is_kept_for_less_does_not_drive_out_what_is_kept_for_more() -> None:
+def test_what_is_kept_for_less_does_not_drive_out_what_is_kept_for_more():
     slots = StateSlots(2)
     kept(slots, 10, HINT)
     kept(slots, 11, ANSWER)
@@ -114,7 +112,7 @@ def test_what_is_kept_for_less_does_not_drive_out_what_is_kept_for_more() -> Non
     assert blocks(slots) == {11, 12}
 
 
-def test_nothing_stays_for_ever() -> None:
+def test_nothing_stays_for_ever():
     """An end that nobody came back to makes room for junctions after so many snapshots as the rule says."""
     slots = StateSlots(4)
     kept(slots, 10, ANSWER)
@@ -125,7 +123,7 @@ def test_nothing_stays_for_ever() -> None:
     assert count == 8, "four of grace, then those that are younger than the three others there were"
 
 
-def test_a_backbone_and_an_answer_that_moves_let_nobody_grow_older() -> None:
+def test_a_backbone_and_an_answer_that_moves_let_nobody_grow_older():
     """There may be one behind each block of a long prompt or answer: by the first count borders would go soon."""
     slots = StateSlots(4)
     kept(slots, 10, HINT)
@@ -145,7 +143,7 @@ def test_a_backbone_and_an_answer_that_moves_let_nobody_grow_older() -> None:
 
 
 @pytest.mark.parametrize("reason", [JUNCTION, HINT])
-def test_who_goes_on_uses_what_more_conversations_begin_with(reason: str) -> None:
+def test_who_goes_on_uses_what_more_conversations_begin_with(reason):
     slots = StateSlots(4)
     kept(slots, 1, BACKBONE)
     for block_id in (2, 3, 4):
@@ -157,7 +155,7 @@ def test_who_goes_on_uses_what_more_conversations_begin_with(reason: str) -> Non
         assert blocks(slots) == expected
 
 
-def test_a_pinned_block_keeps_its_snapshot_but_from_who_runs() -> None:
+def test_a_pinned_block_keeps_its_snapshot_but_from_who_runs():
     slots = StateSlots(4, pinned={10, 11})
     kept(slots, 10, PROMPT)
     kept(slots, 11, BACKBONE)
@@ -170,7 +168,7 @@ def test_a_pinned_block_keeps_its_snapshot_but_from_who_runs() -> None:
     assert [slots.take() is None, slots.take() is None] == [False, True]
 
 
-def test_pins_leave_half_the_slots_to_others() -> None:
+def test_pins_leave_half_the_slots_to_others():
     slots = StateSlots(4, pinned={0, 1, 2})
     for block_id in (0, 1, 2, 10, 11, 12, 13):
         kept(slots, block_id, PROMPT)
@@ -178,7 +176,7 @@ def test_pins_leave_half_the_slots_to_others() -> None:
     slots.check(())
 
 
-def test_a_flood_leaves_other_owners_their_part() -> None:
+def test_a_flood_leaves_other_owners_their_part():
     slots = StateSlots(8)
     for block_id in range(4):
         kept(slots, block_id, PROMPT, b"quiet")
@@ -193,7 +191,7 @@ def test_a_flood_leaves_other_owners_their_part() -> None:
     assert blocks(slots) == set()
 
 
-def test_who_has_none_yet_counts_among_the_owners_whose_parts_are_left() -> None:
+def test_who_has_none_yet_counts_among_the_owners_whose_parts_are_left():
     slots = StateSlots(8)
     for block_id in range(8):
         kept(slots, block_id, PROMPT, b"old")
@@ -202,7 +200,7 @@ def test_who_has_none_yet_counts_among_the_owners_whose_parts_are_left() -> None
     assert blocks(slots) == {6, 7}
 
 
-def test_an_equal_snapshot_is_not_kept_twice_and_counts_for_the_better_reason() -> None:
+def test_an_equal_snapshot_is_not_kept_twice_and_counts_for_the_better_reason():
     slots = StateSlots(3)
     first = kept(slots, 10, BACKBONE)
     second = slots.take()
@@ -217,7 +215,7 @@ def test_an_equal_snapshot_is_not_kept_twice_and_counts_for_the_better_reason() 
     slots.check([])
 
 
-def test_an_answer_that_went_on_is_passed_unless_somebody_read_it() -> None:
+def test_an_answer_that_went_on_is_passed_unless_somebody_read_it():
     slots = StateSlots(4)
     slot = kept(slots, 10, ANSWER)
     kept(slots, 11, PROMPT)
@@ -227,7 +225,7 @@ def test_an_answer_that_went_on_is_passed_unless_somebody_read_it() -> None:
     assert not slots.is_passed(10)
 
 
-def test_a_shared_slot_does_not_become_a_snapshot() -> None:
+def test_a_shared_slot_does_not_become_a_snapshot():
     slots = StateSlots(2)
     slot = slots.take()
     assert slot is not None
@@ -236,7 +234,7 @@ def test_a_shared_slot_does_not_become_a_snapshot() -> None:
         slots.attach(slot, 10, PROMPT)
 
 
-def test_check_finds_a_lost_reference() -> None:
+def test_check_finds_a_lost_reference():
     slots = StateSlots(3)
     slot = slots.take()
     assert slot is not None

@@ -19,12 +19,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from helpers.kvcache.pool_model import POISON, ROOTS, Asking, Prefix, picks, tokens_lists
+from helpers.kvcache.pool_model import POISON, ROOTS, Asking, picks, tokens_lists
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, chain_hash, encode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.states.tables import PassSlots, StateSizes, TableStates
+from kvboost_edge.kvcache.states.tables import StateSizes
 from kvcache.test_state_machine import LONG, NUM_EXAMPLES, STEPS
 
 
@@ -37,7 +37,7 @@ class Open:
     root: bytes
     uses_cache: bool = True
 
-    def prefix(self, num_tokens: int) -> Prefix:
+    def prefix(self, num_tokens):
         return self.root, tuple(self.tokens[:num_tokens])
 
 
@@ -49,29 +49,29 @@ class StatesMachine(Asking):
         interval=st.sampled_from([1, 4, 1024]),
         every_block=st.booleans(),
     )
-    def start(self, num_blocks: int, block_size: int, num_slots: int, interval: int, every_block: bool) -> None:
+    def start(self, num_blocks, block_size, num_slots, interval, every_block):
         self.size = block_size
         sizes = StateSizes(num_slots, interval, every_block)
         self.manager = KVCacheManager(num_blocks, block_size, state_sizes=sizes)
-        self.memory: list[Prefix] = [POISON] * (num_blocks * block_size)
-        self.held: list[Prefix] = [POISON] * num_slots
-        self.live: list[Open] = []
+        self.memory = [POISON] * (num_blocks * block_size)
+        self.held = [POISON] * num_slots
+        self.live = []
 
     @property
-    def states(self) -> TableStates:
+    def states(self):
         assert self.manager.states is not None
         return self.manager.states
 
     # ---- the model -----------------------------------------------------------------------------------------------
 
-    def block_of(self, prefix: Prefix) -> int | None:
+    def block_of(self, prefix):
         """The published block at whose end a prefix is."""
         for block_id in self.manager._index.entries():
             if self.memory[(block_id + 1) * self.size - 1] == prefix:
                 return block_id
         return None
 
-    def served(self, tokens: list[int], root: bytes) -> tuple[int, int]:
+    def served(self, tokens, root):
         """(tokens up to the deepest state, tokens of keys and values), found without any hash."""
         cached = matched = 0
         for stop in range(self.size, len(tokens), self.size):
@@ -83,10 +83,10 @@ class StatesMachine(Asking):
                 cached = stop
         return cached, matched
 
-    def pick(self, number: int) -> Open:
+    def pick(self, number):
         return self.live[number % len(self.live)]
 
-    def extend(self, one: Open, stop: int) -> bool:
+    def extend(self, one, stop):
         """Whether there was room; new blocks hold nothing."""
         try:
             copies = self.manager.extend(one.table, stop)
@@ -99,7 +99,7 @@ class StatesMachine(Asking):
             self.memory[block_id * self.size : (block_id + 1) * self.size] = [POISON] * self.size
         return True
 
-    def write(self, one: Open, start: int, plan: PassSlots, stop: int) -> None:
+    def write(self, one, start, plan, stop):
         """What a pass over tokens start .. stop - 1 writes."""
         for position, slot in enumerate(self.manager.slots(one.table, start, stop), start):
             self.memory[slot] = one.prefix(position + 1)
@@ -115,7 +115,7 @@ class StatesMachine(Asking):
         use_cache=st.sampled_from([True, True, True, False]),
         hints=st.lists(st.integers(0, 20), max_size=2),
     )
-    def open(self, tokens: list[int], root: bytes, use_cache: bool, hints: list[int]) -> None:
+    def open(self, tokens, root, use_cache, hints):
         if len(self.live) == 5:
             self.free(0)
         served = self.served(tokens, root)
@@ -127,7 +127,7 @@ class StatesMachine(Asking):
         self.live.append(Open(table, list(tokens), root, use_cache))
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), answer=st.lists(st.integers(0, 1), max_size=9))
-    def prefill_and_answer(self, tokens: list[int], root: bytes, answer: list[int]) -> None:
+    def prefill_and_answer(self, tokens, root, answer):
         self.open(tokens, root, True, [])
         for token in (*answer, None):
             self.compute([-1], 99, fails=False)
@@ -135,7 +135,7 @@ class StatesMachine(Asking):
                 self.append(-1, token)
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), behind=st.integers(0, 20), stop=st.integers(0, 20))
-    def bring(self, tokens: list[int], root: bytes, behind: int, stop: int) -> None:
+    def bring(self, tokens, root, behind, stop):
         """Blocks come from elsewhere, up to some place, and then a state behind one of them, here before or not."""
         tokens = tokens[: len(tokens) // self.size * self.size]
         one = Open(self.manager.open_load(tokens, root), tokens, root)
@@ -154,7 +154,7 @@ class StatesMachine(Asking):
 
     @precondition(lambda self: self.live)
     @rule(number=picks, token=st.integers(0, 1))
-    def append(self, number: int, token: int) -> None:
+    def append(self, number, token):
         one = self.pick(number)
         if one.table.num_computed_tokens == len(one.tokens):
             one.tokens.append(token)
@@ -165,7 +165,7 @@ class StatesMachine(Asking):
         count=st.integers(1, 12),
         fails=st.sampled_from([False] * 5 + [True]),
     )
-    def compute(self, numbers: list[int], count: int, fails: bool) -> None:
+    def compute(self, numbers, count, fails):
         """A pass over the next tokens of several tables: all states are read before one is written."""
         members = list(dict.fromkeys(self.pick(number) for number in numbers))
         starts = {one: one.table.num_computed_tokens for one in members}
@@ -197,7 +197,7 @@ class StatesMachine(Asking):
         right=st.integers(0, 6),
         fails=st.sampled_from([False] * 5 + [True]),
     )
-    def compute_with_drafts(self, number: int, guesses: list[int], right: int, fails: bool) -> None:
+    def compute_with_drafts(self, number, guesses, right, fails):
         """One certain token, then guesses, of which the first ones are right: the state takes those in afterwards."""
         one = self.pick(number)
         start, right = one.table.num_computed_tokens, min(right, len(guesses))
@@ -228,53 +228,53 @@ class StatesMachine(Asking):
 
     @precondition(lambda self: self.live)
     @rule(number=picks)
-    def fork(self, number: int) -> None:
+    def fork(self, number):
         one = self.pick(number)
         if len(self.live) < 5 and len(one.table) * self.size < one.table.num_computed_tokens + self.size:
             self.live.append(dataclasses.replace(one, table=self.manager.fork(one.table), tokens=one.tokens.copy()))
 
     @precondition(lambda self: self.live)
     @rule(number=picks)
-    def free(self, number: int) -> None:
+    def free(self, number):
         """Done, cancelled, preempted, or half way."""
         self.manager.free(self.live.pop(number % len(self.live)).table)
 
     @rule(share=st.integers(1, 4))
-    def evict(self, share: int) -> None:
+    def evict(self, share):
         """Somebody else takes the oldest free blocks, and goes."""
         one = Open(self.manager.open_table([], b"evict", use_cache=False), [], b"evict")
         self.extend(one, self.manager.free_block_count * share // 4 * self.size)
         self.manager.free(one.table)
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS))
-    def pin(self, tokens: list[int], root: bytes) -> None:
+    def pin(self, tokens, root):
         published = self.manager.pins.published(tokens, root)
         if published and len(published) + self.manager.pins.num_blocks <= self.manager.pins.max_blocks:
             self.manager.pins.add(tokens[: len(published) * self.size], root, until=1)
 
     @rule()
-    def unpin(self) -> None:
+    def unpin(self):
         self.manager.pins.expire(2)
 
     @rule()
-    def reset(self) -> None:
+    def reset(self):
         self.manager.reset()
 
     # ---- what holds after every operation ------------------------------------------------------------------------
 
     @invariant()
-    def bookkeeping_agrees(self) -> None:
+    def bookkeeping_agrees(self):
         if hasattr(self, "manager"):
             self.manager.check_invariants(one.table for one in self.live)
 
     @invariant()
-    def a_snapshot_is_the_state_behind_its_block(self) -> None:
+    def a_snapshot_is_the_state_behind_its_block(self):
         if hasattr(self, "manager"):
             for block_id, slot in self.states.slots.snapshots().items():
                 assert self.held[slot] == self.memory[(block_id + 1) * self.size - 1] != POISON
 
     @invariant()
-    def what_a_live_table_holds_is_found(self) -> None:
+    def what_a_live_table_holds_is_found(self):
         """In its own blocks: whatever was evicted, a prompt that goes on as it did finds all its full blocks."""
         for one in getattr(self, "live", []):
             if one.uses_cache:
@@ -284,7 +284,7 @@ class StatesMachine(Asking):
                 )
                 assert match.block_ids == one.table.block_ids[:full]
 
-    def teardown(self) -> None:
+    def teardown(self):
         for one in getattr(self, "live", []):
             self.manager.free(one.table)
         if hasattr(self, "manager"):
@@ -294,7 +294,7 @@ class StatesMachine(Asking):
             assert self.states.slots.num_used == 0
 
 
-def test_random_operations_keep_every_state_where_it_belongs() -> None:
+def test_random_operations_keep_every_state_where_it_belongs():
     count = NUM_EXAMPLES if LONG else NUM_EXAMPLES * 2 // 5
     run_state_machine_as_test(
         StatesMachine, settings=settings(max_examples=count, stateful_step_count=STEPS, deadline=None)

@@ -1,7 +1,5 @@
 """The states of tables: which slot a pass reads and writes, and who finds it afterwards."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B
@@ -9,7 +7,7 @@ from helpers.kvcache.recurrent_tables import cold, manager_of, rows, run_pass, s
 from kvboost_edge.errors import CacheCorruption, CapacityError
 
 
-def test_a_pass_that_failed_leaves_no_snapshot() -> None:
+def test_a_pass_that_failed_leaves_no_snapshot():
     manager, tokens = manager_of(), list(range(4 * B))
     table = manager.open_table(tokens, ROOT)
     run_pass(manager, table, tokens, 2 * B)
@@ -21,7 +19,7 @@ def test_a_pass_that_failed_leaves_no_snapshot() -> None:
     assert manager.peek(tokens, ROOT) == 0
 
 
-def test_a_preempted_table_leaves_its_state_where_a_block_ends() -> None:
+def test_a_preempted_table_leaves_its_state_where_a_block_ends():
     manager, tokens = manager_of(), list(range(4 * B))
     table = manager.open_table(tokens, ROOT)
     run_pass(manager, table, tokens, 2 * B)
@@ -30,7 +28,7 @@ def test_a_preempted_table_leaves_its_state_where_a_block_ends() -> None:
     assert manager.open_table(tokens, ROOT).num_cached_tokens == 2 * B
 
 
-def test_where_a_pass_ends_its_own_slot_is_kept_and_the_next_writes_another() -> None:
+def test_where_a_pass_ends_its_own_slot_is_kept_and_the_next_writes_another():
     manager, tokens = manager_of(), list(range(3 * B))
     table = manager.open_table(tokens, ROOT)
     first = run_pass(manager, table, tokens)
@@ -48,7 +46,7 @@ def test_where_a_pass_ends_its_own_slot_is_kept_and_the_next_writes_another() ->
     manager.check_invariants([])
 
 
-def test_a_state_that_another_kept_meanwhile_is_not_kept_twice() -> None:
+def test_a_state_that_another_kept_meanwhile_is_not_kept_twice():
     manager, tokens = manager_of(), list(range(2 * B))
     first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
     for one in (first, second):
@@ -63,7 +61,7 @@ def test_a_state_that_another_kept_meanwhile_is_not_kept_twice() -> None:
     manager.check_invariants([])
 
 
-def test_a_snapshot_goes_with_its_block() -> None:
+def test_a_snapshot_goes_with_its_block():
     manager, tokens = manager_of(num_blocks=4), list(range(2 * B + 1))
     cold(manager, tokens)
     assert states_of(manager).slots.num_used == 1
@@ -73,7 +71,7 @@ def test_a_snapshot_goes_with_its_block() -> None:
     assert states_of(manager).slots.num_used == 0
 
 
-def test_a_table_without_a_slot_fails_and_changes_nothing() -> None:
+def test_a_table_without_a_slot_fails_and_changes_nothing():
     manager = manager_of(num_slots=1)
     first, second = (manager.open_table([number] * B, ROOT) for number in (1, 2))
     manager.extend(first, B)
@@ -87,7 +85,7 @@ def test_a_table_without_a_slot_fails_and_changes_nothing() -> None:
     assert states_of(manager).has_room(second)
 
 
-def test_a_fork_keeps_what_its_parent_was_to_keep() -> None:
+def test_a_fork_keeps_what_its_parent_was_to_keep():
     manager, tokens = manager_of(), list(range(3 * B + 1))
     table = manager.open_table(tokens, ROOT, hints=(2 * B,))
     run_pass(manager, table, tokens, 2)
@@ -97,7 +95,7 @@ def test_a_fork_keeps_what_its_parent_was_to_keep() -> None:
     assert manager.peek([*tokens[: 2 * B], 7], ROOT) == 2 * B
 
 
-def test_what_is_computed_again_for_its_state_counts_once() -> None:
+def test_what_is_computed_again_for_its_state_counts_once():
     """Also where the table takes a slot once more, as it is forked."""
     manager, tokens = manager_of(), list(range(3 * B + 2))
     cold(manager, tokens)
@@ -112,7 +110,7 @@ def test_what_is_computed_again_for_its_state_counts_once() -> None:
     manager.check_invariants([table, child])
 
 
-def test_passes_that_do_not_go_on_from_the_state_are_refused() -> None:
+def test_passes_that_do_not_go_on_from_the_state_are_refused():
     manager, tokens = manager_of(), list(range(3 * B))
     table = manager.open_table(tokens, ROOT)
     manager.extend(table, len(tokens))
@@ -129,7 +127,7 @@ def test_passes_that_do_not_go_on_from_the_state_are_refused() -> None:
         manager.fork(table)
 
 
-def test_check_finds_a_snapshot_of_a_block_that_is_gone() -> None:
+def test_check_finds_a_snapshot_of_a_block_that_is_gone():
     manager = manager_of()
     cold(manager, list(range(B + 1)))
     slots = states_of(manager).slots

@@ -1,11 +1,7 @@
 """What runs, what is tested, and why the rest is refused."""
 
-from __future__ import annotations
-
 import json
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 from gguf import MODEL_ARCH_NAMES
@@ -35,11 +31,11 @@ from kvboost_edge.models.gguf.names import ARCHITECTURES as GGUF
 
 
 @pytest.fixture(autouse=True)
-def forget_warnings() -> None:
+def forget_warnings():
     architectures._warn_once.cache_clear()
 
 
-def test_families_of_the_suite_are_tested_ones_and_the_other_way_round() -> None:
+def test_families_of_the_suite_are_tested_ones_and_the_other_way_round():
     alone = {**FAMILIES, **HYBRIDS}
     in_suite = {str(fields.get("model_type", name)).partition("-")[0] for name, fields in alone.items()}
     nested = {**NESTED, **HYBRID_NESTED}
@@ -48,7 +44,7 @@ def test_families_of_the_suite_are_tested_ones_and_the_other_way_round() -> None
     assert in_suite == {name for name, known in SUPPORTED_ARCHITECTURES.items() if known.tested}
 
 
-def _names(runner: str = "", files: str = "", *, tested: bool = True) -> set[str]:
+def _names(runner="", files="", *, tested=True):
     """Families that a runner computes, or that are read from such files."""
     return {
         name
@@ -57,7 +53,7 @@ def _names(runner: str = "", files: str = "", *, tested: bool = True) -> set[str
     }
 
 
-def test_runners_are_those_that_compute_the_family() -> None:
+def test_runners_are_those_that_compute_the_family():
     whole = {name for name, wrapper in WRAPPERS.items() if set(wrapper.texts) <= set(NATIVE)}
     assert _names("native") == {*NATIVE, *whole}
     assert _names("torch") == {
@@ -66,7 +62,7 @@ def test_runners_are_those_that_compute_the_family() -> None:
     assert _names("native", tested=False) == set()
 
 
-def test_gguf_files_are_those_that_are_read_and_that_the_tests_write() -> None:
+def test_gguf_files_are_those_that_are_read_and_that_the_tests_write():
     read = {known.model_type for known in GGUF.values()}
     archs = {**ARCHS, **HYBRID_ARCHS}
     assert _names(files="GGUF") == read | set(archs)
@@ -87,13 +83,13 @@ def test_gguf_files_are_those_that_are_read_and_that_the_tests_write() -> None:
         ("seed_oss", "nothing"),
     ],
 )
-def test_what_a_family_is_compared_with(name: str, proof: str) -> None:
+def test_what_a_family_is_compared_with(name, proof):
     assert SUPPORTED_ARCHITECTURES[name].proof == proof
 
 
 @pytest.mark.parametrize("model_type", sorted(SUPPORTED_ARCHITECTURES))
-def test_listed_families_are_causal_models_of_transformers(model_type: str) -> None:
-    alone: dict[str, Any] = {"model_type": model_type}
+def test_listed_families_are_causal_models_of_transformers(model_type):
+    alone = {"model_type": model_type}
     if model_type in WRAPPERS:
         assert model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         alone["text_config"] = {}
@@ -106,7 +102,7 @@ def test_listed_families_are_causal_models_of_transformers(model_type: str) -> N
     assert report.tested == SUPPORTED_ARCHITECTURES[model_type].tested
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED = {
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
     "state space": ({"model_type": "mamba"}, "recurrent state of a kind that is not built"),
     "gemma 3n": ({"model_type": "gemma3n"}, "several streams of states"),
@@ -130,7 +126,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_the_reason(name: str) -> None:
+def test_refused_with_the_reason(name):
     config, reason = REFUSED[name]
     with pytest.raises(ModelFormatError, match=reason):
         check_model_compatibility(config)
@@ -152,7 +148,7 @@ def test_refused_with_the_reason(name: str) -> None:
         None,
     ],
 )
-def test_rope_that_does_not_depend_on_the_length_runs_in_the_whole_context(rope: Any) -> None:
+def test_rope_that_does_not_depend_on_the_length_runs_in_the_whole_context(rope):
     config = {"model_type": "llama", "rope_scaling": rope, "max_position_embeddings": 4096}
     report = check_model_compatibility(config)
     assert (report.supported, report.reason) == (True, "")
@@ -181,7 +177,7 @@ def test_rope_that_does_not_depend_on_the_length_runs_in_the_whole_context(rope:
         ),
     ],
 )  # fmt: skip
-def test_rope_that_depends_on_the_length_pins_the_context(config: dict[str, Any], rope_type: str, length: int) -> None:
+def test_rope_that_depends_on_the_length_pins_the_context(config, rope_type, length):
     config = {"model_type": "llama", "max_position_embeddings": 131072, **config}
     assert pinned_context(config) == PinnedContext(rope_type, length)
     report = check_model_compatibility(config)
@@ -192,18 +188,18 @@ def test_rope_that_depends_on_the_length_pins_the_context(config: dict[str, Any]
 
 
 @pytest.mark.parametrize("length", [0, -1, "4096", 4096.0, True])
-def test_a_range_that_is_no_length_is_refused(length: Any) -> None:
+def test_a_range_that_is_no_length_is_refused(length):
     rope = {"type": "longrope", "original_max_position_embeddings": length}
     with pytest.raises(ModelFormatError, match="original_max_position_embeddings="):
         check_model_compatibility({"model_type": "llama", "rope_scaling": rope})
 
 
-def test_known_family_with_code_in_its_repository_runs_the_installed_library() -> None:
+def test_known_family_with_code_in_its_repository_runs_the_installed_library():
     config = {"model_type": "phi3", "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}
     assert check_model_compatibility(config).tested
 
 
-def test_untested_warns_once_and_only_when_strict() -> None:
+def test_untested_warns_once_and_only_when_strict():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = check_model_compatibility({"model_type": "cohere"}, strict=False)
@@ -216,7 +212,7 @@ def test_untested_warns_once_and_only_when_strict() -> None:
         check_model_compatibility({"model_type": "cohere"})
 
 
-def test_takes_a_directory_a_config_or_a_model(tiny_model_dir: Path) -> None:
+def test_takes_a_directory_a_config_or_a_model(tiny_model_dir):
     class Model:
         config = LlamaConfig()
 
@@ -225,7 +221,7 @@ def test_takes_a_directory_a_config_or_a_model(tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [{}, {"model_type": ""}, {"model_type": 3}, 3, object()])
-def test_what_is_no_model_is_refused(model: Any) -> None:
+def test_what_is_no_model_is_refused(model):
     with pytest.raises(ModelFormatError):
         check_model_compatibility(model)
 
@@ -237,9 +233,7 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
         ({"model_type": "mamba", "hidden_size": 8}, "recurrent state"),
     ],
 )
-def test_a_directory_of_another_kind_hears_the_reason_not_that_a_key_is_missing(
-    tmp_path: Path, config: dict[str, Any], reason: str
-) -> None:
+def test_a_directory_of_another_kind_hears_the_reason_not_that_a_key_is_missing(tmp_path, config, reason):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelFormatError, match=reason):
         check_model_compatibility(tmp_path)
@@ -247,6 +241,6 @@ def test_a_directory_of_another_kind_hears_the_reason_not_that_a_key_is_missing(
         check_model_compatibility(read_config(tmp_path))
 
 
-def test_directory_without_config(tmp_path: Path) -> None:
+def test_directory_without_config(tmp_path):
     with pytest.raises(ModelFormatError, match=r"config\.json"):
         check_model_compatibility(tmp_path)

@@ -1,9 +1,6 @@
 """Configs read into specs: the defaults of each family, rope kinds, and what is refused with its reason."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,14 +23,14 @@ SIZES = {
 }
 
 
-def _spec(model_type: str, **fields: Any) -> Any:
+def _spec(model_type, **fields):
     return describe_model({"model_type": model_type, **SIZES, **fields})
 
 
 @pytest.mark.parametrize("model_type", sorted({*FAMILIES} - {"minicpm"}))  # which transformers does not have
-def test_defaults_are_those_of_transformers(model_type: str) -> None:
+def test_defaults_are_those_of_transformers(model_type):
     """A config.json that leaves out what equals the default means the same here as there."""
-    extra: dict[str, Any] = {"head_dim": 32} if model_type == "mistral" else {}
+    extra = {"head_dim": 32} if model_type == "mistral" else {}
     if model_type == "granitemoehybrid":
         extra = {"layer_types": ["attention"] * 8, "num_local_experts": 0}
     # The width of its experts is none that is taken, and with so few channels neither are the heads of the other.
@@ -59,7 +56,7 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
         assert describe_model({**written, "model_type": model_type}) == spec
 
 
-def test_older_config_keys() -> None:
+def test_older_config_keys():
     old = _spec("llama", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
     new = _spec("llama", rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0})
     assert old == new
@@ -68,7 +65,7 @@ def test_older_config_keys() -> None:
     assert [layer.rope for layer in old.layers] == [1, 1, 1, 1, 1, 0, 1, 1]
 
 
-def test_layers_without_rope() -> None:
+def test_layers_without_rope():
     assert [layer.rope for layer in _spec("exaone4").layers] == [0, 0, 0, -1] * 2
     assert [layer.rope for layer in _spec("exaone4", sliding_window=None).layers] == [0] * 8
     written = _spec("exaone4", sliding_window_pattern="LLLG", layer_types=["full_attention"] * 8)
@@ -90,7 +87,7 @@ def test_layers_without_rope() -> None:
          "mscale_all_dim": 0.5},
     ],
 )  # fmt: skip
-def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
+def test_rope_frequencies_equal_transformers(settings):
     settings = {**settings, "rope_theta": 10000.0}
     found = rope_kind(settings, 64, 512)
     config = AutoConfig.for_model("llama", **{**SIZES, "hidden_size": 256}, rope_parameters=settings)
@@ -103,7 +100,7 @@ def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
     assert found.factor == pytest.approx(factor)
 
 
-def test_a_window_reaches_half_its_size_to_either_side_where_attention_is_both_ways() -> None:
+def test_a_window_reaches_half_its_size_to_either_side_where_attention_is_both_ways():
     fields = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 4}
     spec = _spec("gemma3_text", use_bidirectional_attention=True, **fields)
     assert spec.both_ways
@@ -114,12 +111,12 @@ def test_a_window_reaches_half_its_size_to_either_side_where_attention_is_both_w
 
 
 @pytest.mark.parametrize("value", ["x", None, math.nan, -1, math.inf, True, []])
-def test_eps_must_be_a_number(value: Any) -> None:
+def test_eps_must_be_a_number(value):
     with pytest.raises(ModelFormatError, match=r"rms_norm_eps=.* must be a number from 0 to 1"):
         _spec("llama", rms_norm_eps=value)
 
 
-def test_null_and_zero_mean_none() -> None:
+def test_null_and_zero_mean_none():
     spec = _spec("gemma2", sliding_window=None, layer_types=["full_attention"] * 8, attn_logit_softcapping=None,
                  final_logit_softcapping=None)  # fmt: skip
     assert (spec.softcap, spec.logit_cap) == (0.0, 0.0)
@@ -132,7 +129,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(8
 
 @pytest.mark.parametrize("extra", [{}, {"factor": 3.0}, {"attention_factor": 1.5}])
 @pytest.mark.parametrize(("longest", "original"), [(512, 64), (64, 64), (64, 512)])
-def test_longrope_is_that_of_its_first_range(extra: dict[str, Any], longest: int, original: int) -> None:
+def test_longrope_is_that_of_its_first_range(extra, longest, original):
     settings = {**LONG, **extra, "original_max_position_embeddings": original}
     sizes = {**SIZES, "max_position_embeddings": longest}
     spec = describe_model({"model_type": "llama", **sizes, "rope_parameters": settings})
@@ -145,7 +142,7 @@ def test_longrope_is_that_of_its_first_range(extra: dict[str, Any], longest: int
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
 @pytest.mark.parametrize("original", [64, None])
-def test_names_and_length_of_phi3s_longrope(name: str, original: int | None) -> None:
+def test_names_and_length_of_phi3s_longrope(name, original):
     """Its length stands beside the rope settings, and is 4096 where the config does not give it."""
     settings = {**{key: value for key, value in LONG.items() if key != "rope_type"}, "type": name}
     outer = {} if original is None else {"original_max_position_embeddings": original}
@@ -160,7 +157,7 @@ def test_names_and_length_of_phi3s_longrope(name: str, original: int | None) -> 
     assert spec.max_context == (original or 4096)
 
 
-def test_queries_of_ministral3_are_scaled_by_their_position() -> None:
+def test_queries_of_ministral3_are_scaled_by_their_position():
     scale = _spec("ministral3").query_scale
     assert (scale.beta, scale.length) == (0.1, 16384)
     factors = scale.factors(40000)
@@ -176,7 +173,7 @@ def test_queries_of_ministral3_are_scaled_by_their_position() -> None:
             _spec("ministral3", rope_parameters=rope)
 
 
-def test_hunyuans_dynamic_rope_is_static_with_an_alpha() -> None:
+def test_hunyuans_dynamic_rope_is_static_with_an_alpha():
     rope = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
     spec = _spec("hunyuan_v1_dense", head_dim=128, rope_theta=10000.0, rope_scaling=rope)
     base = 10000.0 * 1000.0 ** (128 / 126)
@@ -193,7 +190,7 @@ def test_hunyuans_dynamic_rope_is_static_with_an_alpha() -> None:
         _spec("hunyuan_v1_dense", head_dim=2, rope_scaling=rope)
 
 
-def test_granite_4_has_rope_where_it_asks_for_it() -> None:
+def test_granite_4_has_rope_where_it_asks_for_it():
     dense = {"layer_types": ["attention"] * 8, "num_local_experts": 0, "shared_intermediate_size": 96}
     assert {layer.rope for layer in _spec("granitemoehybrid", **dense).layers} == {-1}
     rope = _spec("granitemoehybrid", **dense, position_embedding_type="rope")
@@ -203,7 +200,7 @@ def test_granite_4_has_rope_where_it_asks_for_it() -> None:
         _spec("granitemoehybrid", **dense, position_embedding_type="alibi")
 
 
-def test_bases_of_rope_by_layer() -> None:
+def test_bases_of_rope_by_layer():
     spec = _spec("granite_swa", layer_rope_theta=[1e4, 0, 1e6, 1e4] * 2)
     assert [layer.rope for layer in spec.layers] == [0, -1, 1, 0] * 2
     assert [layer.window for layer in spec.layers] == [0, 128, 128, 128] * 2
@@ -215,7 +212,7 @@ def test_bases_of_rope_by_layer() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3"])
-def test_one_rope_for_a_family_of_two_is_refused(model_type: str) -> None:
+def test_one_rope_for_a_family_of_two_is_refused(model_type):
     """It was passed over, and the defaults taken."""
     flat = {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}
     for settings in (flat, {**flat, "full_attention": flat}, [flat], {"full_attention": 3.0}):

@@ -1,10 +1,6 @@
 """config.json and generation_config.json: sizes under all their names, every EOS id, damage refused by key."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ from kvboost_edge.models.config.file import (
     read_generation_config,
 )
 
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "model_type": "llama",
     "vocab_size": 100,
     "hidden_size": 64,
@@ -30,37 +26,37 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write(directory: Path, config: Any, generation: Any = None) -> Path:
+def write(directory, config, generation=None):
     (directory / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation))
     return directory
 
 
-def test_sound_config(tmp_path: Path) -> None:
+def test_sound_config(tmp_path):
     assert read_config(write(tmp_path, CONFIG)) == CONFIG
 
 
-def test_names_of_older_architectures(tmp_path: Path) -> None:
+def test_names_of_older_architectures(tmp_path):
     old = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 1024}
     assert read_config(write(tmp_path, old)) == old
     assert context_length(old) == 1024
 
 
-def test_parts_of_a_larger_config_may_leave_sizes_out(tmp_path: Path) -> None:
+def test_parts_of_a_larger_config_may_leave_sizes_out(tmp_path):
     config = {"model_type": "gemma3", "text_config": {"hidden_size": 8, "num_hidden_layers": 1}}
     assert read_config(write(tmp_path, config)) == config
 
 
 @pytest.mark.parametrize("key", [key for key in CONFIG if key != "num_key_value_heads"])
-def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
+def test_a_missing_key_is_named(tmp_path, key):
     with pytest.raises(ModelFormatError, match=f"config.json.*{key}"):
         read_config(write(tmp_path, {name: value for name, value in CONFIG.items() if name != key}))
 
 
 @pytest.mark.parametrize("key", [key for key in CONFIG if key != "model_type"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "64", True, [], 1 << 40])
-def test_a_size_that_is_none_is_named(tmp_path: Path, key: str, value: Any) -> None:
+def test_a_size_that_is_none_is_named(tmp_path, key, value):
     with pytest.raises(ModelFormatError, match=f"config.json.*{key}"):
         read_config(write(tmp_path, {**CONFIG, key: value}))
 
@@ -69,7 +65,7 @@ def test_a_size_that_is_none_is_named(tmp_path: Path, key: str, value: Any) -> N
     ("changes", "message"),
     [({"num_key_value_heads": 3}, "num_key_value_heads=3"), ({"hidden_size": 66}, "66"), ({"head_dim": 0}, "head_dim")],
 )
-def test_heads_must_fit(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_heads_must_fit(tmp_path, changes, message):
     with pytest.raises(ModelFormatError, match=message):
         read_config(write(tmp_path, {**CONFIG, **changes}))
 
@@ -91,11 +87,11 @@ NEMOTRON = {
         {"hybrid_override_pattern": "-*M", "layers_block_type": None},
     ],
 )
-def test_kinds_of_layers_say_how_many_there_are(tmp_path: Path, layers: dict[str, Any], kinds: dict[str, Any]) -> None:
+def test_kinds_of_layers_say_how_many_there_are(tmp_path, layers, kinds):
     assert read_config(write(tmp_path, {**NEMOTRON, **layers, **kinds}))["num_hidden_layers"] == 3
 
 
-def test_a_nemotron_whose_heads_are_no_part_of_the_hidden_size(tmp_path: Path) -> None:
+def test_a_nemotron_whose_heads_are_no_part_of_the_hidden_size(tmp_path):
     config = {**NEMOTRON, "hybrid_override_pattern": "-*M", "attention_head_dim": 64}
     assert describe_model(read_config(write(tmp_path, config))).head_dim == 64
     del config["attention_head_dim"]
@@ -105,7 +101,7 @@ def test_a_nemotron_whose_heads_are_no_part_of_the_hidden_size(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("model_type", ["nemotron_h", "falcon_h1"])
-def test_key_heads_that_a_config_leaves_out(tmp_path: Path, model_type: str) -> None:
+def test_key_heads_that_a_config_leaves_out(tmp_path, model_type):
     """Without the key there are 8, with null as many as heads."""
     config = {**NEMOTRON, "hybrid_override_pattern": "-*M", "num_hidden_layers": 2, "intermediate_size": 96}
     config |= {"model_type": model_type, "hidden_size": 640, "mamba_n_heads": 16}
@@ -116,18 +112,18 @@ def test_key_heads_that_a_config_leaves_out(tmp_path: Path, model_type: str) -> 
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b"\xff", b"null", b"[" * 100_000])
-def test_damaged_file_is_named(tmp_path: Path, raw: bytes) -> None:
+def test_damaged_file_is_named(tmp_path, raw):
     (tmp_path / "config.json").write_bytes(raw)
     with pytest.raises(ModelFormatError, match=r"config\.json"):
         read_config(tmp_path)
 
 
-def test_no_config(tmp_path: Path) -> None:
+def test_no_config(tmp_path):
     with pytest.raises(ModelFormatError, match=r"config\.json is missing"):
         read_config(tmp_path)
 
 
-def test_a_sliding_window_does_not_limit_the_context() -> None:
+def test_a_sliding_window_does_not_limit_the_context():
     assert context_length({**CONFIG, "sliding_window": 16}) == 4096
     assert context_length({"text_config": {"max_position_embeddings": 77}}) == 77
     with pytest.raises(ModelFormatError, match="max_position_embeddings"):
@@ -145,9 +141,7 @@ def test_a_sliding_window_does_not_limit_the_context() -> None:
         ({"text_config": {"eos_token_id": 4}, "eos_token_id": [1]}, {}, None, (1, 4)),
     ],
 )
-def test_all_eos_ids(
-    tmp_path: Path, config: dict[str, Any], generation: Any, tokenizer: int | None, expected: tuple[int, ...]
-) -> None:
+def test_all_eos_ids(tmp_path, config, generation, tokenizer, expected):
     directory = write(tmp_path, {**CONFIG, **config}, generation)
     assert read_generation_config(directory, tokenizer_eos=tokenizer).eos_token_ids == expected
     assert (
@@ -155,19 +149,19 @@ def test_all_eos_ids(
     )
 
 
-def test_bos_and_pad() -> None:
+def test_bos_and_pad():
     found = generation_defaults({"bos_token_id": 1, "pad_token_id": 3}, {"bos_token_id": 2})
     assert (found.bos_token_id, found.pad_token_id, found.eos_token_ids) == (2, 3, ())
 
 
 @pytest.mark.parametrize("value", ["2", [2, None], 2.0, True])
-def test_bad_eos_is_named(tmp_path: Path, value: Any) -> None:
+def test_bad_eos_is_named(tmp_path, value):
     with pytest.raises(ModelFormatError, match=r"generation_config\.json.*eos_token_id"):
         read_generation_config(write(tmp_path, CONFIG, {"eos_token_id": value}))
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_directory_of_one_gguf_file_names_it(number: int, tmp_path: Path) -> None:
+def test_a_directory_of_one_gguf_file_names_it(number, tmp_path):
     for name in ("a.gguf", "b.gguf")[:number]:
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ModelFormatError, match="is missing") as caught:
@@ -176,21 +170,21 @@ def test_a_directory_of_one_gguf_file_names_it(number: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("value", [[], 0, "awq", True])
-def test_a_quantization_config_that_is_no_object(value: Any, tmp_path: Path) -> None:
+def test_a_quantization_config_that_is_no_object(value, tmp_path):
     config = {**CONFIG, "quantization_config": value}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelFormatError, match="quantization_config must be an object, got"):
         read_config(tmp_path)
 
 
-def test_layers_are_bounded(tmp_path: Path) -> None:
+def test_layers_are_bounded(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 10**9}))
     with pytest.raises(ModelFormatError, match="num_hidden_layers=1000000000 must be an integer from 1 to 10000"):
         read_config(tmp_path)
 
 
 @pytest.mark.parametrize("value", ["x", None, True, float("nan"), -0.1, 1.1, [1]])
-def test_a_number_out_of_range_is_named(value: Any) -> None:
+def test_a_number_out_of_range_is_named(value):
     assert number_of({"a": 1}, "a", 0, 1) == 1.0
     with pytest.raises(ModelFormatError, match=r"here: a=.* must be a number from 0 to 1"):
         number_of({"a": value}, "a", 0, 1, "here")
@@ -200,13 +194,13 @@ def test_a_number_out_of_range_is_named(value: Any) -> None:
 
 @pytest.mark.parametrize("key", ["rms_norm_eps", "attention_multiplier", "logits_scaling"])
 @pytest.mark.parametrize("value", ["x", float("nan"), -1, 1e40])
-def test_a_damaged_number_is_refused_whatever_the_runner(key: str, value: Any, tmp_path: Path) -> None:
+def test_a_damaged_number_is_refused_whatever_the_runner(key, value, tmp_path):
     with pytest.raises(ModelFormatError, match=rf"config\.json: {key}=.* must be a number from"):
         read_config(write(tmp_path, {**CONFIG, key: value}))
     assert read_config(write(tmp_path, {**CONFIG, key: 0.5}))[key] == 0.5
 
 
-def test_suppressed_tokens(tmp_path: Path) -> None:
+def test_suppressed_tokens(tmp_path):
     assert generation_defaults(CONFIG, {}).suppressed_token_ids == ()
     assert generation_defaults(CONFIG, {"suppress_tokens": [9, 3, 9, -1]}).suppressed_token_ids == (3, 9)
     assert generation_defaults(CONFIG, {"suppress_tokens": None}).suppressed_token_ids == ()

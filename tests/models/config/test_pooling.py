@@ -1,10 +1,7 @@
 """How an embedding model pools, as its files say; what is not supported is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, re
 KINDS = ("Transformer", "Pooling", "Normalize")
 
 
-def write(directory: Path, settings: Any, kinds: tuple[str, ...] = KINDS) -> Path:
+def write(directory, settings, kinds=KINDS):
     modules = [{"path": "1_Pooling" if kind == "Pooling" else "", "type": f"models.{kind}"} for kind in kinds]
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling").mkdir()
@@ -31,11 +28,11 @@ def write(directory: Path, settings: Any, kinds: tuple[str, ...] = KINDS) -> Pat
         ({"pooling_mode": "lasttoken", "embedding_dimension": 64}, "last"),
     ],
 )
-def test_sentence_transformers_files_say_the_pooling(tmp_path: Path, settings: dict[str, Any], kind: str) -> None:
+def test_sentence_transformers_files_say_the_pooling(tmp_path, settings, kind):
     assert read_pooling(write(tmp_path, settings)) == Pooling(kind, "1_Pooling/config.json")
 
 
-def test_a_directory_without_them_says_nothing(tmp_path: Path) -> None:
+def test_a_directory_without_them_says_nothing(tmp_path):
     assert read_pooling(tmp_path) == UNSAID
 
 
@@ -51,14 +48,12 @@ def test_a_directory_without_them_says_nothing(tmp_path: Path) -> None:
         ({"pooling_mode": "lasttoken"}, (*KINDS[:2], "Pooling"), "are not in the order"),
     ],
 )
-def test_other_poolings_are_refused_by_name(
-    tmp_path: Path, settings: Any, kinds: tuple[str, ...], message: str
-) -> None:
+def test_other_poolings_are_refused_by_name(tmp_path, settings, kinds, message):
     with pytest.raises(ModelFormatError, match=message):
         read_pooling(write(tmp_path, settings, kinds))
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_are_named(tmp_path):
     (tmp_path / "modules.json").write_text("{}")
     with pytest.raises(ModelFormatError, match=r"modules.json must hold a list of objects"):
         read_pooling(tmp_path)
@@ -74,19 +69,19 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     ("number", "found"),
     [(0, UNSAID), (1, Pooling("mean", "key qwen3.pooling_type")), (3, Pooling("last", "key qwen3.pooling_type"))],
 )
-def test_a_gguf_files_key_says_the_pooling(number: int, found: Pooling) -> None:
+def test_a_gguf_files_key_says_the_pooling(number, found):
     values = {"general.architecture": "qwen3", "qwen3.pooling_type": number}
     assert gguf_pooling(values, Path("m.gguf")) == found
     assert gguf_pooling({"general.architecture": "qwen3"}, Path("m.gguf")) == UNSAID
 
 
 @pytest.mark.parametrize(("number", "message"), [(2, "first token"), (4, r"cls.output"), (9, "=9 is not known")])
-def test_other_poolings_of_a_gguf_file_are_refused(number: int, message: str) -> None:
+def test_other_poolings_of_a_gguf_file_are_refused(number, message):
     with pytest.raises(ModelFormatError, match=message):
         gguf_pooling({"general.architecture": "qwen3", "qwen3.pooling_type": number}, Path("m.gguf"))
 
 
-def test_the_folders_of_dense_layers_are_found_in_order(tmp_path: Path) -> None:
+def test_the_folders_of_dense_layers_are_found_in_order(tmp_path):
     write(tmp_path, {"pooling_mode": "mean"})
     modules = [
         {"path": path, "type": f"models.{kind}"}
@@ -101,7 +96,7 @@ def test_the_folders_of_dense_layers_are_found_in_order(tmp_path: Path) -> None:
     assert read_pooling(tmp_path).dense == (tmp_path / "3_Dense", tmp_path / "2_Dense")
 
 
-def test_bidirectional_models_but_one_family_are_refused_with_the_reason() -> None:
+def test_bidirectional_models_but_one_family_are_refused_with_the_reason():
     check_model_compatibility({"model_type": "gemma3_text", "use_bidirectional_attention": True})
     for fields in (
         {"model_type": "gemma", "use_bidirectional_attention": True},

@@ -1,10 +1,5 @@
 """rope_range="long": longrope beyond its original length, exact for all lengths, never mixed with "short"."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -25,7 +20,7 @@ from kvboost_edge.runners.native.runner import NativeRunner
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 ORIGINAL = 96
-FIELDS: dict[str, Any] = {
+FIELDS = {
     "original_max_position_embeddings": ORIGINAL,
     "sliding_window": None,
     "rope_parameters": {
@@ -37,11 +32,11 @@ PROMPT = np.random.default_rng(7).integers(0, 256, 150).tolist()
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(tmp_path_factory):
     return save_tiny_model("phi3", tmp_path_factory.mktemp("phi3"), **FIELDS)
 
 
-def _logits(path: Path, rope_range: str, prompt: list[int], budget: int = 512) -> np.ndarray:
+def _logits(path, rope_range, prompt, budget=512):
     runner = NativeRunner.from_dir(Checkpoint.open(path, rope_range=rope_range), weights="f32")
     driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
     logits = np.array(driver.prefill(driver.open(prompt), budget))
@@ -49,9 +44,7 @@ def _logits(path: Path, rope_range: str, prompt: list[int], budget: int = 512) -
     return logits
 
 
-def test_beyond_the_original_length_it_is_what_transformers_computes(
-    model_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_beyond_the_original_length_it_is_what_transformers_computes(model_dir, caplog):
     model = build_tiny_model("phi3", **FIELDS)
     model.set_attn_implementation("eager")
     with torch.inference_mode():
@@ -64,13 +57,13 @@ def test_beyond_the_original_length_it_is_what_transformers_computes(
 
 
 @pytest.mark.parametrize("count", [1, 50, ORIGINAL, ORIGINAL + 1])
-def test_a_token_is_the_same_whatever_follows_it(count: int, model_dir: Path) -> None:
+def test_a_token_is_the_same_whatever_follows_it(count, model_dir):
     np.testing.assert_array_equal(
         _logits(model_dir, "long", PROMPT[:count]), _logits(model_dir, "long", PROMPT, 23)[:count]
     )
 
 
-def test_contexts_and_the_notice_that_names_the_option(model_dir: Path) -> None:
+def test_contexts_and_the_notice_that_names_the_option(model_dir):
     short, long = (Checkpoint.open(model_dir, rope_range=name).config for name in ("short", "long"))
     assert (describe_model(short).max_context, describe_model(long).max_context) == (ORIGINAL, 512)
     assert "rope_range='long' takes the factors for longer ones" in pin_notice(short)
@@ -83,7 +76,7 @@ def test_contexts_and_the_notice_that_names_the_option(model_dir: Path) -> None:
     assert LONG_RANGE not in short
 
 
-def test_blocks_of_the_two_ranges_are_never_shared(model_dir: Path, tmp_path: Path) -> None:
+def test_blocks_of_the_two_ranges_are_never_shared(model_dir, tmp_path):
     roots, cached = [], []
     for rope_range in ("short", "long", "long"):
         options = {"rope_range": rope_range, "weights": "f32", "num_blocks": 32, "disk_cache_dir": tmp_path}
@@ -105,12 +98,12 @@ def test_blocks_of_the_two_ranges_are_never_shared(model_dir: Path, tmp_path: Pa
         ({"rope_range": "long", "runner": "torch"}, "rope_range='long'"),
     ],
 )
-def test_options_that_are_refused(options: dict[str, Any], message: str, model_dir: Path) -> None:
+def test_options_that_are_refused(options, message, model_dir):
     with pytest.raises(KVBoostError, match=message):
         CPUPagedEngine.from_pretrained(model_dir, num_blocks=16, **options)
 
 
-def test_models_with_one_range_are_refused_by_name(tmp_path: Path) -> None:
+def test_models_with_one_range_are_refused_by_name(tmp_path):
     path = save_tiny_model("llama-yarn", tmp_path)
     with pytest.raises(ConfigError, match=r"rope_range='long'.*model_type='llama' has none"):
         CPUPagedEngine.from_pretrained(path, num_blocks=16, rope_range="long")
@@ -119,7 +112,7 @@ def test_models_with_one_range_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rope_range", ["short", "long"])
-def test_a_gguf_file_has_both_ranges(rope_range: str, model_dir: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_has_both_ranges(rope_range, model_dir, tmp_path):
     path = write_gguf(model_dir, tmp_path / "m.gguf")
     spec, expected = (describe_model(Checkpoint.open(each, rope_range=rope_range).config) for each in (path, model_dir))
     assert spec.max_context == expected.max_context == (ORIGINAL if rope_range == "short" else 512)

@@ -1,7 +1,5 @@
 """Block formats of GGUF against the `gguf` package: float32 to the bit, codes exact where they are said to be."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -19,7 +17,7 @@ IN_BLOCKS = [name for name in QUANTIZED if BLOCKS[name].kind in BLOCK_FORMATS]
 EXACT = [name for name in QUANTIZED if BLOCKS[name].exact and name not in IN_BLOCKS]
 
 
-def _random(name: str, rows: int = 9, blocks: int = 4) -> np.ndarray:
+def _random(name, rows=9, blocks=4):
     """Random codes with ordinary scales: uint8 [rows, bytes]."""
     block, rng = BLOCKS[name], np.random.default_rng(3)
     raw = rng.integers(0, 256, (rows * blocks * (256 // block.weights), block.nbytes), dtype=np.uint8)
@@ -30,14 +28,14 @@ def _random(name: str, rows: int = 9, blocks: int = 4) -> np.ndarray:
     return raw.reshape(rows, -1)
 
 
-def _values(rows: object, kind: str) -> np.ndarray:
+def _values(rows, kind):
     codes, scales, minima = rows.codes.astype(np.float32), rows.scales, rows.minima
     signed = rows.table[rows.codes] if kind == "int4t" else codes - {"int8": 128, "int4": 8, "int4-asym": 0}[kind]
     values = np.repeat(scales.astype(np.float32), 32, 1) * signed
     return values if minima is None else values - np.repeat(minima.astype(np.float32), 32, 1)
 
 
-def test_sizes_and_numbers_are_those_of_the_format() -> None:
+def test_sizes_and_numbers_are_those_of_the_format():
     for name, block in BLOCKS.items():
         assert GGML_QUANT_SIZES[GGMLQuantizationType[name]] == (block.weights, block.nbytes)
     # Newer than the package: llama.cpp's GGML_TYPE_Q2_0.
@@ -45,14 +43,14 @@ def test_sizes_and_numbers_are_those_of_the_format() -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_floats_equal_the_package(name: str) -> None:
+def test_floats_equal_the_package(name):
     raw = _random(name)
     np.testing.assert_array_equal(dequantize(name, raw), quants.dequantize(raw, GGMLQuantizationType[name]))
     assert scales_of(name, raw).shape == (raw.size // BLOCKS[name].nbytes, len(BLOCKS[name].halves))
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
-def test_float_types(name: str) -> None:
+def test_float_types(name):
     values = np.random.default_rng(4).normal(size=(5, 7)).astype(np.float32)
     raw = quants.quantize(values, GGMLQuantizationType[name]).view(np.uint8).reshape(5, -1)
     expected = quants.dequantize(quants.quantize(values, GGMLQuantizationType[name]), GGMLQuantizationType[name])
@@ -60,7 +58,7 @@ def test_float_types(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_codes_are_exact(name: str) -> None:
+def test_codes_are_exact(name):
     raw = _random(name)
     rows = quant_rows_of(name, raw)
     assert rows.kind == BLOCKS[name].kind
@@ -70,7 +68,7 @@ def test_codes_are_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IN_BLOCKS)
-def test_blocks_are_taken_over_and_packed_exactly(name: str) -> None:
+def test_blocks_are_taken_over_and_packed_exactly(name):
     assert IN_BLOCKS == ["Q4_K", "Q5_K", "Q6_K", "Q3_K"]
     raw = _random(name)
     rows = quant_rows_of(name, raw)
@@ -83,7 +81,7 @@ def test_blocks_are_taken_over_and_packed_exactly(name: str) -> None:
     np.testing.assert_array_equal(unpack_rows(packed, *expected.shape, rows.kind), expected)
 
 
-def test_error_of_the_others() -> None:
+def test_error_of_the_others():
     assert set(QUANTIZED) - set(EXACT) - set(IN_BLOCKS) == {"Q5_1", "IQ4_XS"}
     raw = _random("Q5_1")
     rows, stored = quant_rows_of("Q5_1", raw), dequantize("Q5_1", raw)
@@ -94,7 +92,7 @@ def test_error_of_the_others() -> None:
     assert (difference <= 0.51 / 127 * largest + 1e-9).all()
 
 
-def test_zero_and_huge_groups() -> None:
+def test_zero_and_huge_groups():
     raw = np.zeros((1, BLOCKS["Q5_1"].nbytes), dtype=np.uint8)
     rows = quant_rows_of("Q5_1", raw)
     assert (rows.codes == 128).all()
@@ -104,7 +102,7 @@ def test_zero_and_huge_groups() -> None:
     assert np.isfinite(quant_rows_of("Q5_1", raw).scales).all()
 
 
-def test_q3_k_at_its_extremes() -> None:
+def test_q3_k_at_its_extremes():
     """Every code beside every scale, as the blocks of Q6_K that they become."""
     raw = np.random.default_rng(5).integers(0, 256, (64, 110), dtype=np.uint8)
     raw[0], raw[1] = 0, 255
@@ -115,7 +113,7 @@ def test_q3_k_at_its_extremes() -> None:
     np.testing.assert_array_equal(found, quants.dequantize(raw, GGMLQuantizationType.Q3_K))
 
 
-def test_scales_of_iq4_xs_are_rounded_to_float16() -> None:
+def test_scales_of_iq4_xs_are_rounded_to_float16():
     raw = _random("IQ4_XS")
     rows, stored = quant_rows_of("IQ4_XS", raw), dequantize("IQ4_XS", raw)
     error = np.linalg.norm(_values(rows, "int4t") - stored) / np.linalg.norm(stored)
@@ -123,7 +121,7 @@ def test_scales_of_iq4_xs_are_rounded_to_float16() -> None:
     assert rows.table.tolist()[:2] == [-127, -104]
 
 
-def test_scales_of_mxfp4_outside_float16() -> None:
+def test_scales_of_mxfp4_outside_float16():
     """Every exponent, before weights and before zeros of both signs: exact, or 0 where it is too small, or infinite."""
     raw = np.random.default_rng(6).integers(0, 256, (512, 17), dtype=np.uint8)
     raw[256:, 1:] = np.random.default_rng(7).choice(np.array([0x00, 0x80, 0x08, 0x88], np.uint8), (256, 16))
@@ -156,7 +154,7 @@ def test_scales_of_mxfp4_outside_float16() -> None:
         ("I32", "known are F32, F16, .*MXFP4; take a Q4_K_M"),
     ],
 )
-def test_types_that_are_not_read_are_refused_with_what_to_take(name: str, why: str) -> None:
+def test_types_that_are_not_read_are_refused_with_what_to_take(name, why):
     assert name in TYPE_NAMES.values()
     assert name not in BLOCKS
     assert re.search(why, refusal(name)), refusal(name)

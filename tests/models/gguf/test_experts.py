@@ -1,10 +1,5 @@
 """Mixtures of experts in GGUF files: what is kept as it is, and what is refused by name."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -22,12 +17,12 @@ from kvboost_edge.runners.native.runner import NativeRunner
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 6, "num_hidden_layers": 2, "head_dim": 64}
 
 
-def _model(directory: Path, **fields: Any) -> Path:
+def _model(directory, **fields):
     directory.mkdir()
     return save_tiny_checkpoint("qwen3_moe", directory, **{**WIDE, **fields})
 
 
-def test_experts_keep_the_files_formats(tmp_path: Path) -> None:
+def test_experts_keep_the_files_formats(tmp_path):
     """Every expert is the file's bits; the router stays as floats, whatever the others are."""
     path = write_gguf(_model(tmp_path / "model"), tmp_path / "m.gguf", kind=q4_k_m)
     plan = file_plan(path)
@@ -59,14 +54,14 @@ KEYS = {
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_keys_that_contradict_the_tensors(name: str, tmp_path: Path) -> None:
+def test_keys_that_contradict_the_tensors(name, tmp_path):
     keys, message = KEYS[name]
     path = write_gguf(_model(tmp_path / "model"), tmp_path / "m.gguf", keys=keys)
     with pytest.raises(ModelFormatError, match=message):
         NativeRunner.from_dir(path, weights="f32")
 
 
-def test_a_router_with_nan(tmp_path: Path) -> None:
+def test_a_router_with_nan(tmp_path):
     router = np.ones((6, 256), dtype=np.float32)
     router[2, 9] = np.nan
     more = {"blk.1.ffn_gate_inp.weight": router}
@@ -77,7 +72,7 @@ def test_a_router_with_nan(tmp_path: Path) -> None:
         Checkpoint.open(path).summary()
 
 
-def test_experts_of_other_architectures_are_refused(tmp_path: Path) -> None:
+def test_experts_of_other_architectures_are_refused(tmp_path):
     model = save_tiny_model("qwen2", tmp_path / "model")
     path = write_gguf(model, tmp_path / "m.gguf", keys={"expert_count": 8})
     with pytest.raises(ModelFormatError, match="expert_count=8 is a mixture"):

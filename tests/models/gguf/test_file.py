@@ -1,11 +1,7 @@
 """The GGUF reader: what it reads equals the `gguf` package; damage is a ModelFormatError that names what is wrong."""
 
-from __future__ import annotations
-
 import struct
 import tracemalloc
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +18,7 @@ MAX_BYTES = 200e6
 
 
 @pytest.fixture(scope="module")
-def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_gguf(tmp_path_factory):
     """A tiny quantized Llama; do not write into it."""
     directory = tmp_path_factory.mktemp("gguf")
     shapes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -31,7 +27,7 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(directory / "model", directory / "m.gguf", kind=lambda name: kinds.get(name, "F16"))
 
 
-def test_keys_and_tensors_equal_the_package(tiny_gguf: Path) -> None:
+def test_keys_and_tensors_equal_the_package(tiny_gguf):
     ours, theirs = read_gguf(tiny_gguf), GGUFReader(tiny_gguf)
     fields = {name: field for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
     assert set(ours.values) == set(fields)
@@ -54,12 +50,12 @@ def test_keys_and_tensors_equal_the_package(tiny_gguf: Path) -> None:
         assert found.stop - found.start == tensor.n_bytes
 
 
-def test_short_decimals_survive_float32(tiny_gguf: Path) -> None:
+def test_short_decimals_survive_float32(tiny_gguf):
     assert read_gguf(tiny_gguf).values["llama.attention.layer_norm_rms_epsilon"] == 1e-6
 
 
-def _patched(change: Callable[[bytearray], None]) -> Callable[[bytes], bytes]:
-    def patch(data: bytes) -> bytes:
+def _patched(change):
+    def patch(data):
         changed = bytearray(data)
         change(changed)
         return bytes(changed)
@@ -67,7 +63,7 @@ def _patched(change: Callable[[bytearray], None]) -> Callable[[bytes], bytes]:
     return patch
 
 
-def _number(data: bytearray, after: bytes, skip: int, value: int, size: int) -> None:
+def _number(data, after, skip, value, size):
     """Write an integer `skip` bytes behind the first `after`."""
     at = data.index(after) + len(after) + skip
     data[at : at + size] = value.to_bytes(size, "little")
@@ -114,7 +110,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named(name: str, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_damage_is_named(name, tiny_gguf, tmp_path):
     damage, message = DAMAGE[name]
     path = tmp_path / "m.gguf"
     path.write_bytes(damage(tiny_gguf.read_bytes()))
@@ -124,7 +120,7 @@ def test_damage_is_named(name: str, tiny_gguf: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alignment", [0, 3, 1 << 21])
-def test_alignment(alignment: int, tmp_path: Path) -> None:
+def test_alignment(alignment, tmp_path):
     path = tmp_path / "m.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_uint32("general.alignment", alignment)
@@ -136,21 +132,21 @@ def test_alignment(alignment: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 500, 4000])
-def test_zeros_behind_the_last_tensor_are_padding(count: int, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_zeros_behind_the_last_tensor_are_padding(count, tiny_gguf, tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(tiny_gguf.read_bytes() + bytes(count))
     assert read_gguf(path).tensors == read_gguf(tiny_gguf).tensors
 
 
-def _text(value: bytes) -> bytes:
+def _text(value):
     return struct.pack("<Q", len(value)) + value
 
 
-def _array(kind: int, *items: bytes) -> bytes:
+def _array(kind, *items):
     return struct.pack("<IQ", kind, len(items)) + b"".join(items)
 
 
-def _with_key(path: Path, key: bytes, value: bytes) -> Path:
+def _with_key(path, key, value):
     """A file of one tensor with a key of any value."""
     header = b"GGUF" + struct.pack("<IQQ", 3, 1, 2) + _text(b"general.architecture") + struct.pack("<I", 8)
     header += _text(b"llama") + _text(key) + value + _text(b"a") + struct.pack("<IQIQ", 1, 32, 0, 0)
@@ -163,7 +159,7 @@ WORDS = _array(8, _text(b"ab"), _text(b""))
 NESTED = _array(9, NUMBERS, WORDS, _array(9), _array(9, _array(4), NUMBERS))
 
 
-def test_arrays_of_arrays_are_passed_over(tmp_path: Path) -> None:
+def test_arrays_of_arrays_are_passed_over(tmp_path):
     path = _with_key(tmp_path / "m.gguf", b"tool.notes", struct.pack("<I", 9) + NESTED)
     header = read_gguf(path)
     assert header.values["general.architecture"] == "llama"
@@ -174,7 +170,7 @@ def test_arrays_of_arrays_are_passed_over(tmp_path: Path) -> None:
         header.strings("tool.notes")
 
 
-def test_arrays_of_arrays_end(tmp_path: Path) -> None:
+def test_arrays_of_arrays_end(tmp_path):
     many = struct.pack("<IQ", 9, 200_000) + _array(4) * 200_000
     with pytest.raises(ModelFormatError, match="more than 100000 arrays"):
         read_gguf(_with_key(tmp_path / "m.gguf", b"tool.notes", struct.pack("<I", 9) + many))
@@ -185,7 +181,7 @@ def test_arrays_of_arrays_end(tmp_path: Path) -> None:
             read_gguf(_with_key(tmp_path / "c.gguf", b"tool.notes", struct.pack("<I", 9) + cut))
 
 
-def test_other_alignment_is_read(tmp_path: Path) -> None:
+def test_other_alignment_is_read(tmp_path):
     path = tmp_path / "m.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_custom_alignment(256)
@@ -203,7 +199,7 @@ def test_other_alignment_is_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.frombuffer(path.read_bytes()[tensor.start : tensor.stop], "<f4"), values)
 
 
-def _mutated(data: bytes, header_bytes: int, rng: np.random.Generator) -> bytes:
+def _mutated(data, header_bytes, rng):
     """Bits flipped, bytes overwritten, moved, left out, put in, or the end cut off; mostly in the header."""
     changed = bytearray(data)
     where = int(rng.integers(0, header_bytes if rng.random() < 0.8 else len(data)))
@@ -227,7 +223,7 @@ def _mutated(data: bytes, header_bytes: int, rng: np.random.Generator) -> bytes:
     return bytes(changed)
 
 
-def _parse(path: Path) -> None:
+def _parse(path):
     """Everything that loading reads: keys, config, tokenizer, tensors. What is accepted lies where the `gguf` package
     finds it, and has its values."""
     tracemalloc.start()
@@ -262,7 +258,7 @@ def _parse(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutations", [200, pytest.param(1000, marks=pytest.mark.full)])
-def test_mutations_are_refused_or_read_to_the_end(mutations: int, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_mutations_are_refused_or_read_to_the_end(mutations, tiny_gguf, tmp_path):
     data = tiny_gguf.read_bytes()
     header_bytes = min(tensor.start for tensor in read_gguf(tiny_gguf).tensors.values())
     rng = np.random.default_rng(20)

@@ -1,9 +1,5 @@
 """Numbers of GGUF files that are no numbers: found on disk, in every kind of block, wherever they stand."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from helpers.gguf.writer import write_gguf
@@ -18,7 +14,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "h
 
 
 @pytest.mark.parametrize(("kind", "where"), [("Q4_0", 7), ("Q8_0", 3), ("F32", 100), ("F16", 100)])
-def test_nan_is_found(kind: str, where: int, tmp_path: Path) -> None:
+def test_nan_is_found(kind, where, tmp_path):
     model = save_tiny_model("llama", tmp_path / "model", **WIDE)
     path = write_gguf(model, tmp_path / "m.gguf", kind=kind)
     with GgufSource(read_gguf(path)) as source:
@@ -44,12 +40,12 @@ NOT_FINITE = {
 }
 
 
-def test_every_kind_is_searched() -> None:
+def test_every_kind_is_searched():
     assert set(NUMBERS) == set(BLOCKS)
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_one_number_that_is_not_finite_is_found(kind: str, tmp_path: Path) -> None:
+def test_one_number_that_is_not_finite_is_found(kind, tmp_path):
     """In the first, an inner and the last block; whatever the codes beside it are, they are no number."""
     path = write_gguf(save_tiny_model("llama", tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=kind)
     with GgufSource(read_gguf(path)) as source:

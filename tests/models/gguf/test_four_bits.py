@@ -1,10 +1,7 @@
 """Files of Q4_K_M, IQ4_NL, IQ4_XS, MXFP4 and Q3_K, and of widths that are not whole blocks of 256: whole models."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,29 +27,29 @@ UP = "model.layers.0.mlp.up_proj.weight"
 Kinds = str | Callable[[str], str]
 
 
-def _instead(name: str) -> str:
+def _instead(name):
     """What llama.cpp's quantizer takes for IQ4_XS, Q5_K and Q6_K where columns are not whole blocks of 256."""
     return {"IQ4_XS": "IQ4_NL", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}[iq4_xs(name)]
 
 
-def _fives(name: str) -> str:
+def _fives(name):
     """The same for Q4_K_M."""
     return "Q8_0" if iq4_xs(name) == "Q6_K" else "Q5_0"
 
 
-def _beside_eights(name: str) -> str:
+def _beside_eights(name):
     """MXFP4 beside Q8_0, as gpt-oss has them."""
     return "MXFP4" if "ffn" in name else "Q8_0"
 
 
-def _all(name: str) -> str:
+def _all(name):
     """Neighbours in one matrix: tables of two kinds, codes of int4, and a block format."""
     if "attn" in name:
         return {"attn_q": "IQ4_NL", "attn_k": "MXFP4", "attn_v": "Q6_K"}.get(name.split(".")[2], "IQ4_XS")
     return {"ffn_gate": "MXFP4", "ffn_up": "Q4_0"}.get(name.rsplit(".", 2)[-2], "IQ4_NL")
 
 
-CASES: dict[str, tuple[Kinds, dict[str, int]]] = {
+CASES = {
     "Q4_K_M": (q4_k_m, WIDE),
     "IQ4_NL": ("IQ4_NL", WIDE),
     "MXFP4": ("MXFP4", WIDE),
@@ -67,7 +64,7 @@ CASES: dict[str, tuple[Kinds, dict[str, int]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_logits_are_the_same_in_any_pass_and_near_the_floats(name: str, case: str, tmp_path: Path) -> None:
+def test_logits_are_the_same_in_any_pass_and_near_the_floats(name, case, tmp_path):
     """With a bias and without; prompts at once and in pieces. The floats are those of the package, see test_blocks."""
     kind, sizes = CASES[case]
     path = write_gguf(save_tiny_model(name, tmp_path / "model", **sizes), tmp_path / "m.gguf", kind=kind)
@@ -100,7 +97,7 @@ def test_logits_are_the_same_in_any_pass_and_near_the_floats(name: str, case: st
         ("MXFP4 and Q8_0, 2880 wide", {"qkv": "int8", "gate_up": "int4t", "down": "int4t"}, 1.03),
     ],
 )
-def test_formats_of_a_file(case: str, expected: dict[str, str], most: float, tmp_path: Path) -> None:
+def test_formats_of_a_file(case, expected, most, tmp_path):
     """What each matrix becomes, and the bytes that all take, against the file's."""
     kind, sizes = CASES[case]
     path = write_gguf(save_tiny_model("llama", tmp_path / "model", **sizes), tmp_path / "m.gguf", kind=kind)
@@ -111,7 +108,7 @@ def test_formats_of_a_file(case: str, expected: dict[str, str], most: float, tmp
 
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K"])
-def test_rows_in_transformers_order(kind: str, tmp_path: Path) -> None:
+def test_rows_in_transformers_order(kind, tmp_path):
     """Of a family whose rows are reordered: floats and codes of any range of rows belong together."""
     path = write_gguf(save_tiny_model("llama", tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=kind)
     name = "model.layers.1.self_attn.k_proj.weight"
@@ -132,7 +129,7 @@ def test_rows_in_transformers_order(kind: str, tmp_path: Path) -> None:
                 np.testing.assert_allclose(wide * rows.table[rows.codes], expected[start:stop], rtol=2**-10, atol=1e-9)
 
 
-def test_an_engine_says_what_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_says_what_it_runs(tmp_path, caplog):
     path = write_gguf(save_tiny_model("llama", tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=iq4_xs)
     with (
         caplog.at_level(logging.INFO, "kvboost_edge"),
@@ -145,7 +142,7 @@ def test_an_engine_says_what_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "become 0" not in caplog.text
 
 
-def _with_exponent(path: Path, exponent: int) -> Path:
+def _with_exponent(path, exponent):
     """The same file with another scale in block 300 of a tensor, whose weights are not all zeros."""
     with GgufSource(read_gguf(path)) as source:
         tensor = source._tensor(UP)
@@ -156,7 +153,7 @@ def _with_exponent(path: Path, exponent: int) -> Path:
     return path
 
 
-def test_scales_of_mxfp4_that_are_too_large_are_refused_by_name(tmp_path: Path) -> None:
+def test_scales_of_mxfp4_that_are_too_large_are_refused_by_name(tmp_path):
     model = save_tiny_model("llama", tmp_path / "model", **WIDE)
     path = _with_exponent(write_gguf(model, tmp_path / "m.gguf", kind="MXFP4"), 144)
     with pytest.raises(
@@ -168,7 +165,7 @@ def test_scales_of_mxfp4_that_are_too_large_are_refused_by_name(tmp_path: Path) 
     NativeRunner.from_dir(_with_exponent(path, 143), weights="auto").close()
 
 
-def test_weights_of_mxfp4_that_become_zeros_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_of_mxfp4_that_become_zeros_are_named_once(tmp_path, caplog):
     model = save_tiny_model("llama", tmp_path / "model", **WIDE)
     path = _with_exponent(write_gguf(model, tmp_path / "m.gguf", kind="MXFP4"), 103)
     with caplog.at_level(logging.WARNING, "kvboost_edge"):

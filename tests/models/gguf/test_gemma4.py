@@ -1,10 +1,6 @@
 """Gemma 4 from GGUF: config and tensors make the model that the file was written of; what contradicts is refused."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,8 +28,8 @@ from kvboost_edge.runners.native.runner import NativeRunner
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 LAYERS = 8  # of the family; 5 and 6 attend to what layer 3 computes, and layer 7 to that of layer 4
-SMALL: dict[str, Any] = {key: value for key, value in FAMILIES["gemma4"].items() if key != "model_type"}
-LARGE: dict[str, Any] = {
+SMALL = {key: value for key, value in FAMILIES["gemma4"].items() if key != "model_type"}
+LARGE = {
     **SMALL,
     "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 0,
@@ -42,7 +38,7 @@ LARGE: dict[str, Any] = {
     "num_global_key_value_heads": 1,
     "final_logit_softcapping": 8.0,
 }
-EXPERTS: dict[str, Any] = {
+EXPERTS = {
     **LARGE,
     "enable_moe_block": True,
     "num_experts": 6,
@@ -57,7 +53,7 @@ MODELS = {
 }
 
 
-def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _whole(tensors):
     """Experts' matrices as transformers has them, all of a layer in one."""
     found = {name: values for name, values in tensors.items() if ".experts." not in name}
     for layer in range(LAYERS) if len(found) < len(tensors) else ():
@@ -69,10 +65,10 @@ def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_gate_and_up_may_be_tensors_of_their_own(tmp_path: Path) -> None:
+def test_gate_and_up_may_be_tensors_of_their_own(tmp_path):
     """Files of early converters have them apart; the model is the same."""
     model, whole = _write(tmp_path, EXPERTS)
-    more: dict[str, np.ndarray | None] = {}
+    more = {}
     for layer in range(LAYERS):
         both = load_file(model / "model.safetensors")[f"model.layers.{layer}.experts.gate_up_proj"]
         gate, up = np.split(both, 2, axis=1)
@@ -85,7 +81,7 @@ def test_gate_and_up_may_be_tensors_of_their_own(tmp_path: Path) -> None:
             np.testing.assert_array_equal(one.rows(name), other.rows(name))
 
 
-BAD_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
+BAD_EXPERTS = {
     "no factors of the router": ({"more": {"blk.2.ffn_gate_inp.scale": None}}, "lacks tensor .*router.scale"),
     "no factors of experts": ({"more": {"blk.2.ffn_down_exps.scale": None}}, "lacks tensor .*per_expert_scale"),
     "factors of fewer experts": (
@@ -104,20 +100,20 @@ BAD_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_EXPERTS)
-def test_experts_that_contradict_are_refused(name: str, tmp_path: Path) -> None:
+def test_experts_that_contradict_are_refused(name, tmp_path):
     change, message = BAD_EXPERTS[name]
     _, path = _write(tmp_path, EXPERTS, **change)
     with pytest.raises(ModelFormatError, match=message):
         NativeRunner.from_dir(path, weights="int8", cache_dir=NO_CACHE)
 
 
-def _write(directory: Path, settings: dict[str, Any], **options: Any) -> tuple[Path, Path]:
+def _write(directory, settings, **options):
     model = save_tiny_model("gemma4_text", directory / "hf", **settings)
     return model, write_gguf(model, directory / "m.gguf", **options)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_config_and_tensors_make_the_same_model(name: str, tmp_path: Path) -> None:
+def test_config_and_tensors_make_the_same_model(name, tmp_path):
     """transformers' model of our config, with our tensors, computes what the original one does, to the bit."""
     directory, path = _write(tmp_path, MODELS[name])
     config = dict(Checkpoint.open(path, cache_dir=NO_CACHE).config)
@@ -144,7 +140,7 @@ def test_config_and_tensors_make_the_same_model(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_the_table_is_read_row_by_row(kind: str, tmp_path: Path) -> None:
+def test_the_table_is_read_row_by_row(kind, tmp_path):
     directory, path = _write(tmp_path, SMALL, kind=kind)
     model = Checkpoint.open(path, cache_dir=NO_CACHE)
     tokens = np.array([3, 299, 3])
@@ -155,7 +151,7 @@ def test_the_table_is_read_row_by_row(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
-def test_what_reads_the_table_is_compiled_ahead_where_a_kernel_does(kind: str, tmp_path: Path) -> None:
+def test_what_reads_the_table_is_compiled_ahead_where_a_kernel_does(kind, tmp_path):
     _, path = _write(tmp_path, SMALL, kind=lambda name: kind if name == "per_layer_token_embd.weight" else "F32")
     model = Checkpoint.open(path, cache_dir=NO_CACHE)
     spec = describe_model(model.config)
@@ -164,12 +160,12 @@ def test_what_reads_the_table_is_compiled_ahead_where_a_kernel_does(kind: str, t
     assert (decode_rows_entry in entries) is (kind == "Q8_0")
 
 
-def test_summary_takes_layers_of_two_sizes(tmp_path: Path) -> None:
+def test_summary_takes_layers_of_two_sizes(tmp_path):
     _, path = _write(tmp_path, SMALL)
     assert Checkpoint.open(path, cache_dir=NO_CACHE).summary().num_params > 0
 
 
-def test_the_engine_chats_with_a_file_alone(tmp_path: Path) -> None:
+def test_the_engine_chats_with_a_file_alone(tmp_path):
     """Tokenizer, template and endings from the file: an answer ends where a turn or a call does."""
     metadata = gemma4_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -188,13 +184,13 @@ def test_the_engine_chats_with_a_file_alone(tmp_path: Path) -> None:
         assert again.output_token_ids == answer.output_token_ids
 
 
-def test_tokens_that_a_file_suppresses_are_never_generated(tmp_path: Path) -> None:
+def test_tokens_that_a_file_suppresses_are_never_generated(tmp_path):
     """The one that would come next, and whatever comes in its place."""
     metadata = gemma4_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
     sizes = {"vocab_size": len(tokens), "vocab_size_per_layer_input": len(tokens)}
     model, path = _write(tmp_path, {**SMALL, **sizes}, tokenizer=metadata)
-    suppressed: list[int] = []
+    suppressed = []
     for number in range(3):
         with CPUPagedEngine.from_pretrained(path, weights="f32", num_blocks=32) as engine:
             answer = engine.generate([5, 6, 7], max_new_tokens=4, ignore_eos=True).output_token_ids
@@ -212,7 +208,7 @@ def test_tokens_that_a_file_suppresses_are_never_generated(tmp_path: Path) -> No
         Checkpoint.open(none).generation()
 
 
-def test_keys_that_sharing_layers_do_not_use_may_be_there(tmp_path: Path) -> None:
+def test_keys_that_sharing_layers_do_not_use_may_be_there(tmp_path):
     """The makers' checkpoints have them, and the converter writes what is there."""
     unused = np.ones((64, 64), np.float32)
     _, path = _write(tmp_path, SMALL, more={"blk.5.attn_k.weight": unused, "blk.5.attn_v.weight": unused})
@@ -223,7 +219,7 @@ def test_keys_that_sharing_layers_do_not_use_may_be_there(tmp_path: Path) -> Non
 TABLE = "per_layer_token_embd.weight"
 ONES = np.ones(32, np.float32)
 SLIDES = [True, True, False, True, False, True, True, False]
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+REFUSED = {
     "no table": (SMALL, {"more": {TABLE: None}}, f"lacks the tensor '{TABLE}', which .*per_layer_input=16 needs"),
     "another table": (SMALL, {"more": {TABLE: np.ones((300, 127), np.float32)}}, r"contradicts .*\(300, 127\)"),
     "fewer rows": (SMALL, {"more": {TABLE: np.ones((299, 128), np.float32)}}, r"contradicts .*\(299, 128\)"),
@@ -265,7 +261,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_contradicts_is_refused(name: str, tmp_path: Path) -> None:
+def test_what_contradicts_is_refused(name, tmp_path):
     settings, change, message = REFUSED[name]
     _, path = _write(tmp_path, settings, **change)
     with pytest.raises(ModelFormatError, match=message) as caught:

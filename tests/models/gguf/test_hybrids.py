@@ -1,11 +1,7 @@
 """Hybrids from GGUF files that follow the converters' rules: the same tensors, and each trap of theirs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +17,12 @@ from kvboost_edge.models.config.families import describe_model
 TOKENS = np.random.default_rng(5).integers(0, 256, 70).tolist()
 
 
-def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+def _distance(found, expected):
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
-def test_a_gguf_file_is_the_same_model(name: str, tmp_path: Path) -> None:
+def test_a_gguf_file_is_the_same_model(name, tmp_path):
     """Entries are equal to the bit, but for norms that files have with their 1, heads that have another order, and what
     files have multiplied already."""
     model = save_model(name, tmp_path / "model")
@@ -41,7 +37,7 @@ def test_a_gguf_file_is_the_same_model(name: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(stored[key], value, rtol=1e-6, atol=1e-7, err_msg=key)
 
 
-def test_value_heads_of_a_gguf_file_are_in_the_order_of_tiles(tmp_path: Path) -> None:
+def test_value_heads_of_a_gguf_file_are_in_the_order_of_tiles(tmp_path):
     """Two key heads, four value heads: the file has value heads 0, 2, 1, 3 of transformers' in every tensor, so value
     head h reads key head h mod 2. As transformers' own order read so they make another model."""
     model = save_model("qwen3_5_text", tmp_path / "model")
@@ -64,7 +60,7 @@ def test_value_heads_of_a_gguf_file_are_in_the_order_of_tiles(tmp_path: Path) ->
     assert _distance(wrong, hybrid_logits(spec, weights, TOKENS)) > 1e-2
 
 
-def test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used(tmp_path: Path) -> None:
+def test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used(tmp_path):
     model = save_model("qwen3_5_text", tmp_path / "model")
     expected = Checkpoint.open(write_gguf(model, tmp_path / "plain.gguf"))
     tensors = gguf_tensors(model)
@@ -79,7 +75,7 @@ def test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used(tmp_p
     assert _distance(hybrid_logits(spec, weights, TOKENS), hybrid_logits(*plan_floats(model), TOKENS)) < 1e-6
 
 
-def test_a_list_of_blocks_counts_the_layers_that_guess_ahead(tmp_path: Path) -> None:
+def test_a_list_of_blocks_counts_the_layers_that_guess_ahead(tmp_path):
     """Nemotron's converter writes them into the lists, as one block that attends and has experts."""
     model = save_model("nemotron_h-moe", tmp_path / "model")
     expected = Checkpoint.open(write_gguf(model, tmp_path / "plain.gguf"))
@@ -96,7 +92,7 @@ def test_a_list_of_blocks_counts_the_layers_that_guess_ahead(tmp_path: Path) -> 
     plan_floats(path)
 
 
-def test_every_nth_layer_attends_where_a_gguf_file_lists_none(tmp_path: Path) -> None:
+def test_every_nth_layer_attends_where_a_gguf_file_lists_none(tmp_path):
     fields = {"linear_key_head_dim": 32, "num_hidden_layers": 4, "layer_types": None, "full_attention_interval": 2}
     model = save_tiny_model("qwen3_5_text", tmp_path / "model", **fields)
     path = write_gguf(
@@ -105,7 +101,7 @@ def test_every_nth_layer_attends_where_a_gguf_file_lists_none(tmp_path: Path) ->
     assert [layer.attends for layer in describe_model(Checkpoint.open(path).config).layers] == [False, True] * 2
 
 
-def test_every_fourth_layer_attends_where_a_gguf_file_says_nothing_of_it(tmp_path: Path) -> None:
+def test_every_fourth_layer_attends_where_a_gguf_file_says_nothing_of_it(tmp_path):
     """As in a config that says nothing of it."""
     fields = {"linear_key_head_dim": 32, "num_hidden_layers": 9, "layer_types": None}
     model = save_tiny_model("qwen3_5_text", tmp_path / "model", **fields)
@@ -118,7 +114,7 @@ def test_every_fourth_layer_attends_where_a_gguf_file_says_nothing_of_it(tmp_pat
     assert found == [False, False, False, True] * 2 + [False]
 
 
-def test_a_nemotron_file_says_whether_shares_are_divided_by_their_sum(tmp_path: Path) -> None:
+def test_a_nemotron_file_says_whether_shares_are_divided_by_their_sum(tmp_path):
     fields = {**HYBRID_FAMILIES["nemotron_h-moe"], "norm_topk_prob": False}
     model = save_tiny_model("nemotron_h-moe", tmp_path / "model", **fields)
     expected = hybrid_logits(*plan_floats(model), TOKENS)
@@ -128,7 +124,7 @@ def test_a_nemotron_file_says_whether_shares_are_divided_by_their_sum(tmp_path: 
     assert _distance(hybrid_logits(*plan_floats(path), TOKENS), expected) > 1e-3
 
 
-def test_a_granite_file_says_whether_there_is_rope(tmp_path: Path) -> None:
+def test_a_granite_file_says_whether_there_is_rope(tmp_path):
     """Files of the makers' models say that there is none; one that says nothing has it, as llama.cpp computes it."""
     model = save_model("granitemoehybrid-h", tmp_path / "model")
     for said, rope in ((False, -1), (True, 0), (None, 0)):
@@ -137,7 +133,7 @@ def test_a_granite_file_says_whether_there_is_rope(tmp_path: Path) -> None:
         assert found == {rope}
 
 
-def test_a_granite_file_without_a_scale_of_scores_has_the_usual_one(tmp_path: Path) -> None:
+def test_a_granite_file_without_a_scale_of_scores_has_the_usual_one(tmp_path):
     """Bamba's are so."""
     model = save_model("granitemoehybrid-h", tmp_path / "model")
     spec = describe_model(Checkpoint.open(write_gguf(model, tmp_path / "said.gguf")).config)
@@ -148,13 +144,13 @@ def test_a_granite_file_without_a_scale_of_scores_has_the_usual_one(tmp_path: Pa
     assert spec.softmax_scale != found.softmax_scale
 
 
-def test_a_falcon_file_whose_head_is_the_embedding_is_refused(tmp_path: Path) -> None:
+def test_a_falcon_file_whose_head_is_the_embedding_is_refused(tmp_path):
     model = save_tiny_model("falcon_h1", tmp_path / "model", tie_word_embeddings=True)
     with pytest.raises(ModelFormatError, match=r"lacks tensor 'output\.weight': the head is the embedding"):
         Checkpoint.open(write_gguf(model, tmp_path / "m.gguf")).config  # noqa: B018
 
 
-def test_a_nemotron_file_has_no_rope_whatever_its_keys_say(tmp_path: Path) -> None:
+def test_a_nemotron_file_has_no_rope_whatever_its_keys_say(tmp_path):
     """The converter writes hidden_size // heads there, which may be odd, and more than a head."""
     model = save_model("nemotron_h", tmp_path / "model")
     expected = describe_model(Checkpoint.open(write_gguf(model, tmp_path / "plain.gguf")).config)
@@ -163,7 +159,7 @@ def test_a_nemotron_file_has_no_rope_whatever_its_keys_say(tmp_path: Path) -> No
     assert {layer.rope for layer in expected.layers} == {-1}
 
 
-def test_vectors_of_a_state_space_are_matrices_in_a_gguf_file(tmp_path: Path) -> None:
+def test_vectors_of_a_state_space_are_matrices_in_a_gguf_file(tmp_path):
     model = save_model("granitemoehybrid-experts", tmp_path / "model")
     tensors = gguf_tensors(model)
     shapes = {name: tensors[f"blk.0.{name}"].shape for name in ("ssm_a", "ssm_d", "ssm_norm.weight")}
@@ -176,14 +172,14 @@ def test_vectors_of_a_state_space_are_matrices_in_a_gguf_file(tmp_path: Path) ->
         plan_floats(write_gguf(model, tmp_path / "wrong.gguf", more=wrong))
 
 
-def test_convolutions_without_biases(tmp_path: Path) -> None:
+def test_convolutions_without_biases(tmp_path):
     model = save_tiny_model("granitemoehybrid-groups", tmp_path / "model")
     spec, weights = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
     assert "layer1.conv_bias" not in weights
     assert _distance(hybrid_logits(spec, weights, TOKENS), hybrid_logits(*plan_floats(model), TOKENS)) < 1e-6
 
 
-def test_a_matrix_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_matrix_that_is_there_twice_is_refused(tmp_path):
     model = save_model("granitemoehybrid-h", tmp_path / "model")
     twice = {"blk.0.ffn_up_shexp.weight": gguf_tensors(model)["blk.0.ffn_up.weight"]}
     path = write_gguf(model, tmp_path / "m.gguf", more=twice)
@@ -191,7 +187,7 @@ def test_a_matrix_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         plan_floats(path)
 
 
-KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
+KEYS = {
     "heads of two sizes": ("lfm2", {"attention.head_count_kv": [0, 2, 0, 1, 0]}, "must be one number for all layers"),
     "no layer attends": ("lfm2", {"attention.head_count_kv": [0] * 5}, "must be one number for all layers that attend"),
     "one head too many": ("lfm2", {"attention.head_count_kv": [0, 2, 0, 2]}, "has 4 entries for 5 layers"),
@@ -233,7 +229,7 @@ KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_keys_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
+def test_keys_that_do_not_fit_are_refused(name, tmp_path):
     family, keys, message = KEYS[name]
     path = write_gguf(save_model(family, tmp_path / "model"), tmp_path / "m.gguf", keys=keys)
     with pytest.raises(ModelFormatError, match=message):

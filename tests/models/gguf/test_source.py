@@ -1,11 +1,7 @@
 """GGUF files as models: tensors, configs and logits equal those of the safetensors model they were written from."""
 
-from __future__ import annotations
-
 import json
 import logging
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +26,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "h
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("granitemoehybrid", "minicpm"))])
-def test_family_equals_safetensors(name: str, tmp_path: Path) -> None:
+def test_family_equals_safetensors(name, tmp_path):
     model = save_model(name, tmp_path / "model")
     path = write_gguf(model, tmp_path / "m.gguf")
     exact = name not in ("gemma", "gemma2", "gemma3")
@@ -53,7 +49,7 @@ def test_family_equals_safetensors(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "granitemoehybrid-nope"])
-def test_granite_4_without_experts_is_a_granite_file(name: str, tmp_path: Path) -> None:
+def test_granite_4_without_experts_is_a_granite_file(name, tmp_path):
     """The converter takes its gate and up matrix apart."""
     model = save_tiny_model(name, tmp_path / "model")
     path = write_gguf(model, tmp_path / "m.gguf")
@@ -65,7 +61,7 @@ def test_granite_4_without_experts_is_a_granite_file(name: str, tmp_path: Path) 
     np.testing.assert_array_equal(native_logits(path), native_logits(model))
 
 
-def test_rows_of_permuted_quantized_tensors(tmp_path: Path) -> None:
+def test_rows_of_permuted_quantized_tensors(tmp_path):
     """Any range of rows, in transformers' order, equals the package's floats of those rows."""
     model = save_tiny_model("llama", tmp_path / "model", **WIDE)
     for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"):
@@ -91,7 +87,7 @@ def test_rows_of_permuted_quantized_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16"])
-def test_engine_equals_safetensors(kind: str, tmp_path: Path) -> None:
+def test_engine_equals_safetensors(kind, tmp_path):
     model = save_tiny_model("llama", tmp_path / "model")
     path = write_gguf(model, tmp_path / "m.gguf", kind=kind)
     if kind == "F16":  # the same roundings on the other side
@@ -114,14 +110,14 @@ def test_engine_equals_safetensors(kind: str, tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
-def _round_to_half(model: Path) -> None:
+def _round_to_half(model):
     tensors = load_file(model / "model.safetensors")
     halves = {n: t.astype(np.float16).astype(np.float32) if t.ndim == 2 else t for n, t in tensors.items()}
     save_file(halves, model / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K_M", "Q5_K"])
-def test_quantized_file_keeps_its_formats(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quantized_file_keeps_its_formats(kind, tmp_path, caplog):
     model = save_tiny_model("llama", tmp_path / "model", **WIDE)
     path = write_gguf(model, tmp_path / "m.gguf", kind=q4_k_m if kind == "Q4_K_M" else kind)
     logits = []
@@ -139,13 +135,13 @@ def test_quantized_file_keeps_its_formats(kind: str, tmp_path: Path, caplog: pyt
     assert ("Q5_0: 16 tensors become int8 exactly, in 1.06 bytes" in caplog.text) == (kind == "Q5_0")
 
 
-def test_torch_runner_is_refused(tmp_path: Path) -> None:
+def test_torch_runner_is_refused(tmp_path):
     path = write_gguf(save_tiny_model("llama", tmp_path / "model"), tmp_path / "m.gguf")
     with pytest.raises((ConfigError, ModelFormatError), match="GGUF"):
         CPUPagedEngine.from_pretrained(path, runner="torch", num_blocks=8)
 
 
-def test_path_summary_and_fingerprint(tmp_path: Path) -> None:
+def test_path_summary_and_fingerprint(tmp_path):
     model = save_tiny_model("llama", tmp_path / "model", **WIDE)
     paths = [write_gguf(model, tmp_path / f"{kind}.gguf", kind=kind) for kind in ("Q8_0", "F16")]
     assert locate_model(paths[0]) == paths[0].resolve()
@@ -166,11 +162,9 @@ def test_path_summary_and_fingerprint(tmp_path: Path) -> None:
         assert source.file_of("model.norm.weight") == moved
 
 
-def _file(
-    path: Path, arch: str = "llama", *, drop: str = "", tensors: dict[str, Any] | None = None, **keys: Any
-) -> Path:
+def _file(path, arch="llama", *, drop="", tensors=None, **keys):
     """A GGUF file of one tiny layer, with keys changed or dropped and tensors added or replaced."""
-    sizes: dict[str, Any] = {
+    sizes = {
         "context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 64,
         "attention.head_count": 2, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
     }  # fmt: skip
@@ -200,7 +194,7 @@ def _file(
 
 
 ONES = np.ones(8, dtype=np.float32)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED = {
     "no context": ({"drop": "context_length"}, "lacks the key 'llama.context_length'"),
     "no eps": ({"drop": "attention.layer_norm_rms_epsilon"}, "llama.attention.layer_norm_rms_epsilon"),
     "no heads": ({"drop": "attention.head_count"}, "llama.attention.head_count"),
@@ -243,7 +237,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_metadata_that_is_refused(name: str, tmp_path: Path) -> None:
+def test_metadata_that_is_refused(name, tmp_path):
     change, message = REFUSED[name]
     path = _file(tmp_path / "m.gguf", **change)
     with pytest.raises(ModelFormatError, match=message) as caught:
@@ -251,7 +245,7 @@ def test_metadata_that_is_refused(name: str, tmp_path: Path) -> None:
     assert "m.gguf" in str(caught.value)
 
 
-def test_values_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+def test_values_that_change_nothing_are_accepted(tmp_path):
     neutral = {"attention__sliding_window": 0, "rope__scaling__attn_factor": 1.0, "logit_scale": 1.0, "pooling_type": 0}
     assert (
         Checkpoint.open(_file(tmp_path / "m.gguf", **neutral)).config
@@ -259,7 +253,7 @@ def test_values_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     )
 
 
-def test_parts_for_images_in_the_same_file_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_for_images_in_the_same_file_are_left_alone(tmp_path, caplog):
     """Ollama's blobs hold them, with keys of their own."""
     model = save_nested_model("qwen3_vl", tmp_path / "model")
     expected = native_logits(write_gguf(model, tmp_path / "m.gguf"))
@@ -273,7 +267,7 @@ def test_parts_for_images_in_the_same_file_are_left_alone(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize("has_output_bias", [True, False])
-def test_biases_of_queries_alone(has_output_bias: bool, tmp_path: Path) -> None:
+def test_biases_of_queries_alone(has_output_bias, tmp_path):
     """Llama's transformers model has all four or none; a file may lack the last, which is the same as zeros."""
     model = save_tiny_model("llama", tmp_path / "model", attention_bias=True, **WIDE)
     tensors = load_file(model / "model.safetensors")
@@ -288,13 +282,13 @@ def test_biases_of_queries_alone(has_output_bias: bool, tmp_path: Path) -> None:
     np.testing.assert_array_equal(native_logits(path), expected)
 
 
-def test_messages_name_the_file_and_not_a_config(tmp_path: Path) -> None:
+def test_messages_name_the_file_and_not_a_config(tmp_path):
     path = _file(tmp_path / "m.gguf", block_count=3, tensors={"blk.0.attn_norm.weight": np.ones(32, dtype=np.float32)})
     with pytest.raises(ModelFormatError, match=r"m\.gguf: no tensor of layer 1 is there, but m\.gguf says num_hidden"):
         Checkpoint.open(path).summary()
 
 
-def test_unknown_architecture_and_tensor(tmp_path: Path) -> None:
+def test_unknown_architecture_and_tensor(tmp_path):
     with pytest.raises(ModelFormatError, match=r"'bert'.*known: ernie4_5, ernie4_5-moe, exaone4, falcon-h1, gemma"):
         _ = Checkpoint.open(_file(tmp_path / "bert.gguf", "bert")).config
     for arch in ("deepseek2", "glm-dsa"):  # DeepSeek's, Kimi K2's and GLM-4.7-Flash's; GLM-5's
@@ -306,14 +300,14 @@ def test_unknown_architecture_and_tensor(tmp_path: Path) -> None:
         Checkpoint.open(path).open_source()
 
 
-def test_partial_rope_and_equal_heads_per_layer(tmp_path: Path) -> None:
+def test_partial_rope_and_equal_heads_per_layer(tmp_path):
     path = _file(tmp_path / "m.gguf", rope__dimension_count=8, attention__head_count_kv=[2], rope__scale_linear=4.0)
     spec = describe_model(Checkpoint.open(path).config)
     assert spec.num_kv_heads == 2
     assert (spec.ropes[0].half, spec.ropes[0].frequencies[0]) == (4, 0.25)
 
 
-def test_the_factor_that_yarn_has_anyway_may_be_spelled_out(tmp_path: Path) -> None:
+def test_the_factor_that_yarn_has_anyway_may_be_spelled_out(tmp_path):
     """OLMo 3's config does."""
     yarn = {"type": "yarn", "factor": 8.0, "original_context_length": 32}
     keys = {f"rope__scaling__{key}": value for key, value in yarn.items()}
@@ -322,15 +316,13 @@ def test_the_factor_that_yarn_has_anyway_may_be_spelled_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("keys", "windows"), [({}, [4096] * 3 + [0]), ({"attention__sliding_window": 0}, [0] * 4)])
-def test_exaone4_of_64_layers_has_windows_unless_the_file_denies_it(
-    keys: dict[str, Any], windows: list[int], tmp_path: Path
-) -> None:
+def test_exaone4_of_64_layers_has_windows_unless_the_file_denies_it(keys, windows, tmp_path):
     spec = describe_model(Checkpoint.open(_file(tmp_path / "m.gguf", "exaone4", block_count=64, **keys)).config)
     assert [layer.window for layer in spec.layers] == windows * 16
     assert [layer.rope for layer in spec.layers] == [-1 if 4096 in windows and not w else 0 for w in windows] * 16
 
 
-def test_endings_by_text(tmp_path: Path) -> None:
+def test_endings_by_text(tmp_path):
     tokens = [f"t{i}" for i in range(39)] + ["<|im_end|>"]
     types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 39 + [3]}
     path = _file(tmp_path / "m.gguf", tokenizer__ggml__eos_token_id=5, tokenizer__ggml__eot_token_id=7, **types)
@@ -338,7 +330,7 @@ def test_endings_by_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_calls", [True, False])
-def test_the_endings_of_turns_in_messages(has_calls: bool, tmp_path: Path) -> None:
+def test_the_endings_of_turns_in_messages(has_calls, tmp_path):
     """<|end|> ends a message of the turn where calls and turns have ends of their own, and else the turn."""
     tokens = [f"t{i}" for i in range(37)] + ["<|end|>", "<|return|>", "<|call|>" if has_calls else "t39"]
     types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 37 + [3, 3, 3]}
@@ -346,7 +338,7 @@ def test_the_endings_of_turns_in_messages(has_calls: bool, tmp_path: Path) -> No
     assert Checkpoint.open(path).generation().eos_token_ids == ((38, 39) if has_calls else (37, 38))
 
 
-def test_the_endings_of_gemma4(tmp_path: Path) -> None:
+def test_the_endings_of_gemma4(tmp_path):
     """Where a turn ends, and where the caller has to answer a call, which the file says is text that is seen."""
     tokens = [f"t{i}" for i in range(37)] + ["<turn|>", "<|tool_response>", "<|im_end|>"]
     types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 37 + [3, 4, 4]}
@@ -354,7 +346,7 @@ def test_the_endings_of_gemma4(tmp_path: Path) -> None:
     assert Checkpoint.open(path).generation().eos_token_ids == (1, 37, 38)
 
 
-def test_shapes_against_the_metadata(tmp_path: Path) -> None:
+def test_shapes_against_the_metadata(tmp_path):
     model = save_tiny_model("llama", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))

@@ -1,7 +1,5 @@
 """A GGUF model in several parts is the model in one file; parts that do not belong together are refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path
@@ -17,18 +15,18 @@ from kvboost_edge.models.locate.parts import part_name
 
 
 @pytest.fixture(scope="module")
-def parts(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def parts(tiny_model_dir, tmp_path_factory):
     """The parts of a tiny model; do not write into their folder."""
     folder = tmp_path_factory.mktemp("parts")
     write_gguf(tiny_model_dir, folder / "m.gguf", kind="Q8_0", split=7)
     return sorted(folder.iterdir())
 
 
-def _copies(parts: list[Path], folder: Path) -> list[Path]:
+def _copies(parts, folder):
     return [Path(shutil.copy(part, folder)) for part in parts]
 
 
-def test_the_parts_are_one_model(parts: list[Path], tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_the_parts_are_one_model(parts, tiny_model_dir, tmp_path):
     assert len(parts) >= 3
     whole = Checkpoint.open(write_gguf(tiny_model_dir, tmp_path / "whole.gguf", kind="Q8_0"))
     split = Checkpoint.open(locate_model(parts[0]))
@@ -45,12 +43,12 @@ def test_the_parts_are_one_model(parts: list[Path], tiny_model_dir: Path, tmp_pa
     assert (split.gguf_metadata() or {}).keys() == (whole.gguf_metadata() or {}).keys()
 
 
-def test_any_part_names_the_model(parts: list[Path]) -> None:
+def test_any_part_names_the_model(parts):
     prints = {Checkpoint.open(part).fingerprint() for part in parts}
     assert len(prints) == 1
 
 
-def test_every_part_is_in_the_fingerprint(parts: list[Path], tmp_path: Path) -> None:
+def test_every_part_is_in_the_fingerprint(parts, tmp_path):
     copies = _copies(parts, tmp_path)
     before = Checkpoint.open(copies[0])
     fingerprint = before.fingerprint()
@@ -64,14 +62,14 @@ def test_every_part_is_in_the_fingerprint(parts: list[Path], tmp_path: Path) -> 
         before.open_source()
 
 
-def test_a_missing_part_is_named(parts: list[Path], tmp_path: Path) -> None:
+def test_a_missing_part_is_named(parts, tmp_path):
     copies = _copies(parts, tmp_path)
     copies[1].unlink()
     with pytest.raises(ModelFormatError, match=rf"beside it is no {copies[1].name}$"):
         Checkpoint.open(copies[0])
 
 
-def test_parts_that_do_not_belong_together(parts: list[Path], tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_parts_that_do_not_belong_together(parts, tiny_model_dir, tmp_path):
     copies = _copies(parts, tmp_path)
     shutil.copy(parts[1], copies[2])
     with pytest.raises(ModelFormatError, match=rf"{copies[2].name}: key 'split.no' is 1, .* must be 2"):
@@ -84,13 +82,13 @@ def test_parts_that_do_not_belong_together(parts: list[Path], tiny_model_dir: Pa
         Checkpoint.open(copies[0])
 
 
-def test_a_damaged_number_is_found_in_its_part(parts: list[Path], tmp_path: Path) -> None:
+def test_a_damaged_number_is_found_in_its_part(parts, tmp_path):
     copies = _copies(parts, tmp_path)
     checkpoint = Checkpoint.open(copies[0])
     with checkpoint.open_source() as source:
         norm = next(n for n in sorted(source.names()) if n.endswith("norm.weight") and source.file_of(n) != copies[0])
         part = source.file_of(norm)
-        start = source._tensor(norm).start  # type: ignore[attr-defined]
+        start = source._tensor(norm).start
     with open(part, "r+b") as file:
         file.seek(start)
         file.write(np.float32(np.nan).tobytes())
@@ -98,7 +96,7 @@ def test_a_damaged_number_is_found_in_its_part(parts: list[Path], tmp_path: Path
         Checkpoint.open(copies[0]).summary()
 
 
-def test_names_of_parts() -> None:
+def test_names_of_parts():
     found = part_name("a/m-Q4_K_M-00002-of-00003.gguf")
     assert found is not None
     assert found.names() == [f"a/m-Q4_K_M-0000{n}-of-00003.gguf" for n in (1, 2, 3)]

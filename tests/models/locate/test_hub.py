@@ -1,18 +1,14 @@
 """GGUF files of the hub: the one that is meant is fetched, alone, whole, and again where it was cut off."""
 
-from __future__ import annotations
-
 import logging
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
 from helpers.gguf.writer import write_gguf
 from helpers.models.embedding_models import save_two_way_model
-from helpers.models.fake_hub import FakeHub, fake_hub
+from helpers.models.fake_hub import fake_hub
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -34,7 +30,7 @@ FILES = {
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub(tmp_path, monkeypatch):
     with fake_hub(REPO, FILES, tmp_path / "hub", monkeypatch) as found:
         yield found
 
@@ -49,7 +45,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         ("BF16/Tiny-1B-BF16-00001-of-00002.gguf", "BF16/Tiny-1B-BF16-00001-of-00002.gguf"),
     ],
 )
-def test_only_the_file_that_is_meant_is_fetched(wanted: str, name: str, hub: FakeHub) -> None:
+def test_only_the_file_that_is_meant_is_fetched(wanted, name, hub):
     found = locate_model(f"{REPO}:{wanted}")
     assert found.read_bytes() == FILES[name]
     assert found.as_posix().endswith(name)
@@ -59,7 +55,7 @@ def test_only_the_file_that_is_meant_is_fetched(wanted: str, name: str, hub: Fak
     assert len(hub.downloads()) == before
 
 
-def test_all_parts_of_a_split_model(hub: FakeHub) -> None:
+def test_all_parts_of_a_split_model(hub):
     found = locate_model(f"{REPO}:bf16")
     assert sorted(path.name for path in found.parent.iterdir()) == [
         "Tiny-1B-BF16-00001-of-00002.gguf", "Tiny-1B-BF16-00002-of-00002.gguf",
@@ -69,9 +65,7 @@ def test_all_parts_of_a_split_model(hub: FakeHub) -> None:
         locate_model(f"{REPO}:F32")
 
 
-def test_the_modules_of_an_embedding_model_come_with_it_and_other_formats_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_modules_of_an_embedding_model_come_with_it_and_other_formats_do_not(tmp_path, monkeypatch):
     source = save_two_way_model(tmp_path / "source")
     files = {path.relative_to(source).as_posix(): path.read_bytes() for path in source.rglob("*") if path.is_file()}
     others = ("onnx/model.json", "openvino/config.json", "2bit/model.safetensors", "4_LSTM/config.json",
@@ -85,7 +79,7 @@ def test_the_modules_of_an_embedding_model_come_with_it_and_other_formats_do_not
         assert (engine.embed(["hello"]) == expected).all()
 
 
-def test_a_download_goes_on_where_it_was_cut_off(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_goes_on_where_it_was_cut_off(hub, monkeypatch):
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
     hub.cut = 40_000
     name = "Tiny-1B-Q4_K_M.gguf"
@@ -99,7 +93,7 @@ def test_a_download_goes_on_where_it_was_cut_off(hub: FakeHub, monkeypatch: pyte
     assert [wanted for _, path, wanted in hub.asked if path == name and wanted] == ["bytes=40000-"]
 
 
-def test_what_is_not_what_the_hub_says_is_removed(hub: FakeHub) -> None:
+def test_what_is_not_what_the_hub_says_is_removed(hub):
     hub.damaged = True
     with pytest.raises(ModelFormatError, match=r"Q4_K_M.gguf was damaged on its way: .* fetch it again"):
         locate_model(f"{REPO}:Q4_K_M")
@@ -107,7 +101,7 @@ def test_what_is_not_what_the_hub_says_is_removed(hub: FakeHub) -> None:
     assert locate_model(f"{REPO}:Q4_K_M").read_bytes() == FILES["Tiny-1B-Q4_K_M.gguf"]
 
 
-def test_what_is_there_is_said(hub: FakeHub) -> None:
+def test_what_is_there_is_said(hub):
     with pytest.raises(ModelFormatError, match=r"no GGUF file for 'Q5_0'; it has: .*Tiny-1B-Q4_K_M.gguf"):
         locate_model(f"{REPO}:Q5_0")
     with pytest.raises(ModelFormatError, match=rf"5 GGUF files that this can mean: .*as in {REPO}:Tiny-1B-BF16"):
@@ -117,15 +111,13 @@ def test_what_is_there_is_said(hub: FakeHub) -> None:
     assert not hub.downloads()
 
 
-def test_the_only_file_needs_no_name(hub: FakeHub) -> None:
+def test_the_only_file_needs_no_name(hub):
     hub.files = {"Tiny-1B-Q8_0.gguf": FILES["Tiny-1B-Q8_0.gguf"], "README.md": b""}
     assert locate_model(REPO).read_bytes() == FILES["Tiny-1B-Q8_0.gguf"]
 
 
 @pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE", "no hub"])
-def test_the_cache_is_enough(
-    how: str, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_cache_is_enough(how, hub, monkeypatch, caplog):
     found = locate_model(f"{REPO}:Q8_0")
     if how == "HF_HUB_OFFLINE":
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -138,7 +130,7 @@ def test_the_cache_is_enough(
         locate_model(f"{REPO}:Q4_K_M", local_files_only=how == "local_files_only")
 
 
-def test_what_was_fetched_is_a_model(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_fetched_is_a_model(tmp_path, tiny_model_dir, monkeypatch):
     folder = tmp_path / "made"
     folder.mkdir()
     write_gguf(tiny_model_dir, folder / "Tiny-Q8_0.gguf", kind="Q8_0", split=9)
@@ -150,7 +142,7 @@ def test_what_was_fetched_is_a_model(tmp_path: Path, tiny_model_dir: Path, monke
     assert len(checkpoint.summary().files) == len(files)
 
 
-def test_models_are_told_from_what_lies_beside_them() -> None:
+def test_models_are_told_from_what_lies_beside_them():
     names = [
         "a-Q4_0.gguf",
         "b-00002-of-00002.gguf",

@@ -1,9 +1,6 @@
 """Finding a model without touching the network, and clear words where it cannot be found."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -14,11 +11,11 @@ from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def asked(monkeypatch):
     """Calls to the hub's client, which answers with this directory."""
-    calls: list[dict[str, Any]] = []
+    calls = []
 
-    def snapshot_download(name: str, **options: Any) -> str:
+    def snapshot_download(name, **options):
         calls.append({"name": name, **options})
         return str(Path.cwd())
 
@@ -26,7 +23,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def test_directories(tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories(tmp_path, asked, monkeypatch):
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -35,7 +32,7 @@ def test_directories(tmp_path: Path, asked: list[Any], monkeypatch: pytest.Monke
     assert not asked
 
 
-def test_bundled_model_needs_no_network(asked: list[Any]) -> None:
+def test_bundled_model_needs_no_network(asked):
     try:
         directory = locate_model(BUNDLED_MODEL)
     except ModelFormatError as error:
@@ -60,27 +57,27 @@ def test_bundled_model_needs_no_network(asked: list[Any]) -> None:
         Path("owner/name"),
     ],
 )
-def test_what_is_no_hub_id_never_reaches_the_hub(name: str | Path, asked: list[Any]) -> None:
+def test_what_is_no_hub_id_never_reaches_the_hub(name, asked):
     with pytest.raises(ModelFormatError):
         locate_model(name)
     assert not asked
 
 
 @pytest.mark.parametrize("name", [None, 5, b"owner/name", ["owner/name"], True])
-def test_what_is_neither_text_nor_path_is_refused(name: Any, asked: list[Any]) -> None:
+def test_what_is_neither_text_nor_path_is_refused(name, asked):
     with pytest.raises(ConfigError, match="must be a string or a Path"):
         locate_model(name)
     assert not asked
 
 
-def test_a_file_is_not_a_model_directory(tmp_path: Path, asked: list[Any]) -> None:
+def test_a_file_is_not_a_model_directory(tmp_path, asked):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelFormatError, match=r"model\.safetensors is a file"):
         locate_model(tmp_path / "model.safetensors")
     assert not asked
 
 
-def test_a_hub_id_fetches_only_what_is_needed(asked: list[Any]) -> None:
+def test_a_hub_id_fetches_only_what_is_needed(asked):
     found = locate_model("owner/name", revision="v1", token="secret")
     assert found == Path.cwd()
     (call,) = asked
@@ -93,13 +90,13 @@ def test_a_hub_id_fetches_only_what_is_needed(asked: list[Any]) -> None:
     assert not any(pattern.endswith((".bin", ".py", ".pt")) or pattern == "*" for pattern in call["allow_patterns"])
 
 
-def test_local_files_only_names_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_files_only_names_the_option(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelFormatError, match="local_files_only"):
         locate_model("owner/not-there", local_files_only=True)
 
 
-def test_offline_mode_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_names_the_variable(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelFormatError, match="HF_HUB_OFFLINE"):
@@ -107,13 +104,13 @@ def test_offline_mode_names_the_variable(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.names_hub_model
-def test_no_network_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelFormatError, match="could not be fetched"):
         locate_model("owner/not-there")
 
 
-def test_a_model_in_the_hub_cache_is_found_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_the_hub_cache_is_found_offline(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     commit = "0123456789abcdef0123456789abcdef01234567"
     snapshot = tmp_path / "models--owner--name" / "snapshots" / commit
@@ -135,8 +132,8 @@ def test_a_model_in_the_hub_cache_is_found_offline(tmp_path: Path, monkeypatch: 
         (ConnectionError, "could not be fetched"),
     ],
 )
-def test_answers_of_the_hub(kind: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> str:
+def test_answers_of_the_hub(kind, words, monkeypatch):
+    def refuse(*_, **__):
         raise kind.__new__(kind)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)

@@ -1,7 +1,5 @@
 """What models are called, by where they lie."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -19,23 +17,23 @@ from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model, model_name
         ("/c/hub/models--o--n-GGUF/snapshots/0123/n.Q4_K_M.gguf", "o/n-GGUF:n.Q4_K_M.gguf"),
     ],
 )
-def test_the_last_part_of_a_path_or_the_hubs_name(path: str, name: str) -> None:
+def test_the_last_part_of_a_path_or_the_hubs_name(path, name):
     assert model_name(Path(path)) == name
 
 
-def test_the_bundled_model_and_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bundled_model_and_where_one_stands(tmp_path, monkeypatch):
     assert model_name(locate_model(BUNDLED_MODEL)) == BUNDLED_MODEL
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert model_name(Path()) == "here"
 
 
-def test_ollamas_files_have_the_name_of_their_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ollamas_files_have_the_name_of_their_manifest(tmp_path, monkeypatch):
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
     monkeypatch.setattr("kvboost_edge.models.locate.names.ollama_names", lambda: iter(["ollama:none:1", "ollama:q:7b"]))
     blob = tmp_path / "blobs" / f"sha256-{'ab' * 32}"
 
-    def found(name: str) -> Path:
+    def found(name):
         return blob if name == "q:7b" else tmp_path
 
     monkeypatch.setattr("kvboost_edge.models.locate.names.ollama_model", found)

@@ -1,10 +1,5 @@
 """Ollama's store is read where it lies, and nothing in a manifest leads out of it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from helpers.models.ollama_store import add
@@ -14,7 +9,7 @@ from kvboost_edge.models.locate.ollama import ollama_names
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def store(tmp_path, monkeypatch):
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
     (tmp_path / "blobs").mkdir()
     return tmp_path
@@ -29,7 +24,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("hf.co/owner/repo-GGUF:Q4_K_M", "hf.co/owner/repo-GGUF/Q4_K_M"),
     ],
 )
-def test_a_name_is_a_manifest(name: str, path: str, store: Path) -> None:
+def test_a_name_is_a_manifest(name, path, store):
     blob = add(store, path)
     assert locate_model(f"ollama:{name}") == blob
     full = name if ":" in name else f"{name}:latest"
@@ -40,7 +35,7 @@ def test_a_name_is_a_manifest(name: str, path: str, store: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["", "../x", "a/../../x", "a:../../x", "/etc/passwd", "a:b:c", "a/b/c/d", "a:", ".x", "a b"]
 )
-def test_what_is_no_name_touches_no_file(name: str, store: Path) -> None:
+def test_what_is_no_name_touches_no_file(name, store):
     with pytest.raises(ModelFormatError, match="is no name of Ollama's such as ollama:qwen3"):
         locate_model(f"ollama:{name}")
 
@@ -57,13 +52,13 @@ def test_what_is_no_name_touches_no_file(name: str, store: Path) -> None:
         f"sha256:{'0' * 65}",
     ],
 )
-def test_a_digest_that_is_none_is_refused(digest: Any, store: Path) -> None:
+def test_a_digest_that_is_none_is_refused(digest, store):
     add(store, "registry.ollama.ai/library/m/latest", digest=digest)
     with pytest.raises(ModelFormatError, match="which is no SHA-256"):
         locate_model("ollama:m")
 
 
-def test_what_is_missing_is_said(store: Path) -> None:
+def test_what_is_missing_is_said(store):
     with pytest.raises(ModelFormatError, match=r"no model m in .*ollama pull m"):
         locate_model("ollama:m")
     add(store, "registry.ollama.ai/library/m/latest", mediaType="application/other")
@@ -75,7 +70,7 @@ def test_what_is_missing_is_said(store: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"layers": 5}', '{"layers": [5, null]}', "[" * 100_000, "\udcff"])
-def test_a_damaged_manifest_is_refused(text: str, store: Path) -> None:
+def test_a_damaged_manifest_is_refused(text, store):
     add(store, "registry.ollama.ai/library/m/latest")
     manifest = store / "manifests/registry.ollama.ai/library/m/latest"
     manifest.write_bytes(text.encode(errors="surrogateescape"))

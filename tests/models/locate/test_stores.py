@@ -1,9 +1,5 @@
 """Made-up stores of other programs: each model is listed once, under the name that `locate_model` takes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from huggingface_hub import constants
 
@@ -15,7 +11,7 @@ COMMIT, OLDER = "0" * 39 + "1", "0" * 39 + "2"
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """A home without any model."""
     for name in ("LLAMA_CACHE", "OLLAMA_MODELS"):
         monkeypatch.delenv(name, raising=False)
@@ -27,21 +23,21 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _file(path: Path, data: bytes = DATA) -> Path:
+def _file(path, data=DATA):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
 
 
-def _names() -> list[tuple[str, str]]:
+def _names():
     return [(model.store, model.name) for model in stored_models()]
 
 
-def test_nothing_is_there(home: Path) -> None:
+def test_nothing_is_there(home):
     assert _names() == []
 
 
-def test_every_store_is_listed(home: Path) -> None:
+def test_every_store_is_listed(home):
     own = _file(own_models() / "m.gguf")
     llama = _file(home / ".cache/llama.cpp/o_r_m-Q4_K_M-00001-of-00002.gguf")
     _file(home / ".cache/llama.cpp/o_r_m-Q4_K_M-00002-of-00002.gguf")
@@ -63,7 +59,7 @@ def test_every_store_is_listed(home: Path) -> None:
         assert locate_model(name) == path
 
 
-def test_other_folders_that_are_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_folders_that_are_named(home, monkeypatch):
     monkeypatch.setenv("LLAMA_CACHE", str(home / "elsewhere"))
     monkeypatch.setenv("OLLAMA_MODELS", str(home / "ollama"))
     path = _file(home / "elsewhere/m.gguf")
@@ -71,7 +67,7 @@ def test_other_folders_that_are_named(home: Path, monkeypatch: pytest.MonkeyPatc
     assert _names() == [("llama.cpp", str(path)), ("Ollama", "ollama:m:latest")]
 
 
-def test_the_hub_cache(home: Path) -> None:
+def test_the_hub_cache(home):
     floats = home / "hub/models--owner--floats"
     _file(floats / f"snapshots/{OLDER}/config.json")
     _file(floats / f"snapshots/{COMMIT}/config.json")
@@ -96,7 +92,7 @@ def test_the_hub_cache(home: Path) -> None:
     assert found["owner/empty"].problem == "no snapshot of it is in the cache"
 
 
-def test_a_file_in_two_stores_is_listed_once(home: Path) -> None:
+def test_a_file_in_two_stores_is_listed_once(home):
     path = _file(home / ".cache/llama.cpp/m.gguf")
     link = home / ".lmstudio/models/o/r/m.gguf"
     link.parent.mkdir(parents=True)
@@ -104,7 +100,7 @@ def test_a_file_in_two_stores_is_listed_once(home: Path) -> None:
     assert _names() == [("llama.cpp", str(path))]
 
 
-def test_a_broken_entry_is_an_entry(home: Path) -> None:
+def test_a_broken_entry_is_an_entry(home):
     add(home / ".ollama/models", "registry.ollama.ai/library/m/latest", digest="sha256:../../x")
     (model,) = stored_models()
     assert (model.name, model.path) == ("ollama:m:latest", None)

@@ -1,14 +1,9 @@
 """Damaged and hostile ONNX files: each is refused by name, none is read past its end or costs more than it weighs."""
 
-from __future__ import annotations
-
 import json
 import random
 import time
 import tracemalloc
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +20,7 @@ from kvboost_edge.models.onnx.file import read_onnx
 ONE_LAYER = {"num_hidden_layers": 1}
 
 
-def one_tensor(folder: Path, entries: dict[str, str], shape: tuple[int, ...] = (4,), kind: int = 1) -> Path:
+def one_tensor(folder, entries, shape=(4,), kind=1):
     """A file whose only tensor lies outside."""
     graph = wire.graph_of([], [wire.Weights.outside("w", shape, kind, entries)], [], [])
     (folder / "model.onnx").write_bytes(wire.model(graph))
@@ -35,7 +30,7 @@ def one_tensor(folder: Path, entries: dict[str, str], shape: tuple[int, ...] = (
 @pytest.mark.parametrize(
     "location", ["../data", "/etc/hostname", "sub/data", "sub\\data", "..", ".", "", "C:data", "a\0b"]
 )
-def test_external_data_only_beside_the_file(location: str, tmp_path: Path) -> None:
+def test_external_data_only_beside_the_file(location, tmp_path):
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     for place in (tmp_path / "data", folder / "sub" / "data", folder / "data"):
@@ -57,7 +52,7 @@ def test_external_data_only_beside_the_file(location: str, tmp_path: Path) -> No
         ({"location": "nothing"}, "is missing; fetch it, too"),
     ],
 )
-def test_external_data_inside_its_file(entries: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_external_data_inside_its_file(entries, message, tmp_path):
     (tmp_path / "data").write_bytes(bytes(16))
     path = one_tensor(tmp_path, {"location": "data", "offset": "0", **entries})
     with pytest.raises(ModelFormatError, match=message):
@@ -78,13 +73,13 @@ def test_external_data_inside_its_file(entries: dict[str, str], message: str, tm
         (b"\x3b" * 40, "unknown kind 3"),
     ],
 )
-def test_messages_that_cannot_be_read(data: bytes, message: str, tmp_path: Path) -> None:
+def test_messages_that_cannot_be_read(data, message, tmp_path):
     (tmp_path / "m.onnx").write_bytes(data)
     with pytest.raises(ModelFormatError, match=message):
         read_onnx(tmp_path / "m.onnx")
 
 
-def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path: Path) -> None:
+def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path):
     """A name, a list and a shape that claim gigabytes are refused for what they claim."""
     huge = wire.message(*[wire.number(1, 1 << 40)] * 2, wire.number(2, 1), wire.blob(8, "w"))
     many = wire.message(*[wire.number(1, 1)] * 9, wire.number(2, 1), wire.blob(8, "w"))
@@ -105,7 +100,7 @@ def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path: Path) -> No
         read_onnx(tmp_path / "m.onnx")
 
 
-def test_a_file_of_more_than_2_gb_is_refused_unread(tmp_path: Path) -> None:
+def test_a_file_of_more_than_2_gb_is_refused_unread(tmp_path):
     with open(tmp_path / "m.onnx", "wb") as file:
         file.truncate(1 << 31)
     start = time.monotonic()
@@ -114,7 +109,7 @@ def test_a_file_of_more_than_2_gb_is_refused_unread(tmp_path: Path) -> None:
     assert time.monotonic() - start < 1
 
 
-def test_external_data_beyond_2_gb_is_found(tmp_path: Path) -> None:
+def test_external_data_beyond_2_gb_is_found(tmp_path):
     """The limit is the graph's alone."""
     with open(tmp_path / "data", "wb") as file:
         file.seek(5 << 30)
@@ -124,7 +119,7 @@ def test_external_data_beyond_2_gb_is_found(tmp_path: Path) -> None:
     assert (tensor.start, tensor.stop) == (5 << 30, (5 << 30) + 16)
 
 
-def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
+def test_a_large_file_is_not_held_in_memory(tmp_path):
     """The weights inside a file stay there: reading the graph costs what the graph weighs."""
     weights = wire.tensor("w", np.zeros((4096, 4096), dtype=np.float32))
     (tmp_path / "m.onnx").write_bytes(wire.model(wire.graph_of([], [weights], [], [])))
@@ -136,14 +131,14 @@ def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
     assert peak < 1_000_000
 
 
-def written(folder: Path, change: Callable[[Decoder], None] | None = None, form: Form | None = None) -> Path:
+def written(folder, change=None, form=None):
     """A folder of a one-layer Llama, its graph changed before it is written."""
     model = build_tiny_model("llama", **ONE_LAYER)
     if change is None:
         return write_onnx(model, folder, form)
 
     class Changed(Decoder):
-        def build(self) -> None:
+        def build(self):
             super().build()
             change(self)
 
@@ -152,21 +147,21 @@ def written(folder: Path, change: Callable[[Decoder], None] | None = None, form:
         return write_onnx(model, folder, form)
 
 
-def refusal(folder: Path) -> str:
+def refusal(folder):
     return Checkpoint.open(folder).native_refusal
 
 
-def replaced(old: str, new: str) -> Callable[[Decoder], None]:
+def replaced(old, new):
     """A change: every operator of one type becomes another one of as many letters."""
     assert len(old) == len(new)
 
-    def change(decoder: Decoder) -> None:
+    def change(decoder):
         decoder.nodes = [node.replace(old.encode(), new.encode()) for node in decoder.nodes]
 
     return change
 
 
-def test_operators_that_are_not_known_are_named(tmp_path: Path) -> None:
+def test_operators_that_are_not_known_are_named(tmp_path):
     extra = written(tmp_path / "extra", lambda d: d.nodes.append(wire.node("Bernoulli", ["input_ids"], ["other"])))
     assert "of type Bernoulli is not part of a decoder" in refusal(extra)
     assert "product of an activation" in refusal(written(tmp_path / "act", replaced("Sigmoid", "Sigmoic")))
@@ -186,18 +181,18 @@ def test_operators_that_are_not_known_are_named(tmp_path: Path) -> None:
         (Form(bits=2), "bits=2 are not read"),
     ],
 )
-def test_blocks_that_are_not_read_are_named(form: Form, message: str, tmp_path: Path) -> None:
+def test_blocks_that_are_not_read_are_named(form, message, tmp_path):
     assert message in refusal(written(tmp_path / "m", form=form))
 
 
-def test_codes_and_scales_of_other_sizes_are_named(tmp_path: Path) -> None:
-    def fewer_rows(decoder: Decoder) -> None:
+def test_codes_and_scales_of_other_sizes_are_named(tmp_path):
+    def fewer_rows(decoder):
         decoder.nodes = [node.replace(wire.number(3, 96), wire.number(3, 80)) for node in decoder.nodes]
 
     assert "does not hold 80 rows" in refusal(written(tmp_path / "m", fewer_rows))
 
 
-def test_a_decoder_without_past_inputs_is_refused(tmp_path: Path) -> None:
+def test_a_decoder_without_past_inputs_is_refused(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "past", lambda self: [])
         folder = written(tmp_path / "m")
@@ -221,7 +216,7 @@ def test_a_decoder_without_past_inputs_is_refused(tmp_path: Path) -> None:
         ("max_position_embeddings", 1024, "ends at position 512, the context at 1024"),
     ],
 )
-def test_a_config_that_means_something_else(key: str, value: Any, message: str, tmp_path: Path) -> None:
+def test_a_config_that_means_something_else(key, value, message, tmp_path):
     folder = written(tmp_path / "m", form=Form(genai=False))
     assert refusal(folder) == ""
     config = json.loads((folder / "config.json").read_text())
@@ -237,7 +232,7 @@ def test_a_config_that_means_something_else(key: str, value: Any, message: str, 
         ({"decoder": None}, "must be the name of a file"),
     ],
 )
-def test_genai_config_that_cannot_be_followed(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_genai_config_that_cannot_be_followed(change, message, tmp_path):
     folder = written(tmp_path / "m")
     fields = json.loads((folder / "genai_config.json").read_text())
     fields["model"] |= change
@@ -246,7 +241,7 @@ def test_genai_config_that_cannot_be_followed(change: dict[str, Any], message: s
         Checkpoint.open(folder)
 
 
-def test_folders_that_cannot_be_told(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_told(tmp_path):
     folder = written(tmp_path / "m", form=Form(genai=False))
     (folder / "onnx" / "model_q4.onnx").rename(folder / "onnx" / "model_a.onnx")
     assert Checkpoint.open(folder).native_refusal == ""  # the only one there is
@@ -258,7 +253,7 @@ def test_folders_that_cannot_be_told(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path / "alone.onnx")
 
 
-def test_numbers_that_are_not_finite_are_found(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_found(tmp_path):
     folder = written(tmp_path / "m")
     tensor = read_onnx(folder / "model.onnx").tensors["model.layers.0.o_proj.MatMul.weight_scales"]
     data = bytearray((folder / "model.onnx.data").read_bytes())
@@ -270,7 +265,7 @@ def test_numbers_that_are_not_finite_are_found(tmp_path: Path) -> None:
         Checkpoint.open(folder).summary()
 
 
-def test_files_that_change_after_they_were_read(tmp_path: Path) -> None:
+def test_files_that_change_after_they_were_read(tmp_path):
     folder = written(tmp_path / "m")
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.native_refusal == ""
@@ -283,7 +278,7 @@ def test_files_that_change_after_they_were_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.full)])
-def test_damaged_files(count: int, tmp_path: Path) -> None:
+def test_damaged_files(count, tmp_path):
     """Whatever bytes change, the model opens or is refused with our own error; nothing else happens, and soon."""
     folder = written(tmp_path / "m", form=Form(quantized_embedding=False))
     path, rng = folder / "model.onnx", random.Random(0)

@@ -1,11 +1,7 @@
 """ONNX decoders on the native runner: the tensors, the configs and the logits equal those of transformers."""
 
-from __future__ import annotations
-
 import json
 import logging
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +23,7 @@ from kvboost_edge.models.packed.plan import pack_plan
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 LOCAL_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama": {},
     "llama-llama3rope": {},
     "mistral": {},
@@ -41,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_families_that_are_said_to_be_read_are_these() -> None:
+def test_families_that_are_said_to_be_read_are_these():
     types = {"gemma3": "gemma3_text", "llama-llama3rope": "llama"}
     named = {name for name, known in SUPPORTED_ARCHITECTURES.items() if "ONNX" in known.files}
     assert named == {types.get(name, name) for name in FAMILIES}
@@ -49,7 +45,7 @@ def test_families_that_are_said_to_be_read_are_these() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("genai", [True, False], ids=["genai", "hub"])
-def test_families_equal_transformers(name: str, genai: bool, tmp_path: Path) -> None:
+def test_families_equal_transformers(name, genai, tmp_path):
     """Codes, scales, norms, biases, rope and all constants are where they belong: float32 weights of the file's own
     values give transformers' logits, with the config that the graph tells as with the model's own."""
     model = build_tiny_model(name, **FAMILIES[name])
@@ -64,14 +60,14 @@ def test_families_equal_transformers(name: str, genai: bool, tmp_path: Path) -> 
     assert_logits_equal(model, folder)
 
 
-def assert_logits_equal(model: Any, folder: Path) -> None:
+def assert_logits_equal(model, folder):
     """float32 weights of the file, against transformers with what the file holds; prefill in pieces."""
     with torch.inference_mode():
         expected = model.set_attn_implementation("eager") or model(torch.tensor([PROMPT])).logits[0].numpy()
     assert np.linalg.norm(native_logits(folder, "f32") - expected) <= 1e-4 * np.linalg.norm(expected)
 
 
-def test_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(tmp_path):
     model = build_tiny_model("qwen3")
     assert_native_equals(model, write_onnx(model, tmp_path / "m"))
 
@@ -93,7 +89,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_of_blocks(name: str, tmp_path: Path) -> None:
+def test_every_form_of_blocks(name, tmp_path):
     """Any rows are scale * (code - zero point) as the writer has them; packed they are as near as the table says, and
     exact where nothing has to be rounded."""
     form, kind, most = FORMS[name]
@@ -116,7 +112,7 @@ def test_every_form_of_blocks(name: str, tmp_path: Path) -> None:
             assert (error > 0) == (most > 0)
 
 
-def test_biases_of_zeros_may_be_left_out(tmp_path: Path) -> None:
+def test_biases_of_zeros_may_be_left_out(tmp_path):
     """onnxruntime-genai's builder writes none where a family's biases are all 0."""
     model = build_tiny_model("qwen2")
     with torch.no_grad():
@@ -125,7 +121,7 @@ def test_biases_of_zeros_may_be_left_out(tmp_path: Path) -> None:
                 weight.zero_()
 
     class NoBias(Decoder):
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments):
             super().__init__(*arguments)
             self.state = {name: array for name, array in self.state.items() if not name.endswith("_proj.bias")}
 
@@ -134,7 +130,7 @@ def test_biases_of_zeros_may_be_left_out(tmp_path: Path) -> None:
     assert_logits_equal(model, folder)
 
 
-def test_float_weights_equal_safetensors_to_the_bit(tmp_path: Path) -> None:
+def test_float_weights_equal_safetensors_to_the_bit(tmp_path):
     model = save_tiny_model("qwen2", tmp_path / "safetensors")
     folder = write_onnx(build_tiny_model("qwen2"), tmp_path / "m", Form(bits=0))
     assert not Checkpoint.open(folder).is_quantized
@@ -153,7 +149,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_of_graphs(name: str, tmp_path: Path) -> None:
+def test_variants_of_graphs(name, tmp_path):
     family, form = VARIANTS[name]
     model = build_tiny_model(family, num_hidden_layers=2)
     folder = write_onnx(model, tmp_path / "m", form)
@@ -162,9 +158,7 @@ def test_variants_of_graphs(name: str, tmp_path: Path) -> None:
     assert tied == form.quantized_embedding
 
 
-def test_engine_keeps_the_files_formats_and_says_what_is_rounded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_engine_keeps_the_files_formats_and_says_what_is_rounded(tmp_path, caplog):
     model = build_tiny_model("llama", hidden_size=128, num_hidden_layers=2)
     folder = write_onnx(model, tmp_path / "m", Form(block=64, zeros="codes"))
     found = []
@@ -183,7 +177,7 @@ def test_engine_keeps_the_files_formats_and_says_what_is_rounded(
     assert "runner native: the family is known to it; weights: as the checkpoint stores them" in caplog.text
 
 
-def test_results_do_not_depend_on_the_batch_or_on_reuse(tmp_path: Path) -> None:
+def test_results_do_not_depend_on_the_batch_or_on_reuse(tmp_path):
     """The promise of every native model: the same bits cold, from the pool, and beside others."""
     folder = write_onnx(build_tiny_model("qwen2", num_hidden_layers=2), tmp_path / "m", Form())
     prompt = list(range(30, 70))
@@ -195,7 +189,7 @@ def test_results_do_not_depend_on_the_batch_or_on_reuse(tmp_path: Path) -> None:
         assert cold.output_token_ids == warm.output_token_ids == many[0].output_token_ids
 
 
-def test_a_file_is_taken_as_well_as_its_folder(tmp_path: Path) -> None:
+def test_a_file_is_taken_as_well_as_its_folder(tmp_path):
     folder = write_onnx(build_tiny_model("llama", num_hidden_layers=1), tmp_path / "m", Form(genai=False))
     by_folder, by_file = Checkpoint.open(folder), Checkpoint.open(folder / "onnx" / "model_q4.onnx")
     assert by_folder.path == by_file.path == folder
@@ -205,7 +199,7 @@ def test_a_file_is_taken_as_well_as_its_folder(tmp_path: Path) -> None:
     assert by_folder.file_bytes > sum(path.stat().st_size for path in (folder / "onnx").iterdir())
 
 
-def test_changed_weights_are_another_model(tmp_path: Path) -> None:
+def test_changed_weights_are_another_model(tmp_path):
     folder = write_onnx(build_tiny_model("llama", num_hidden_layers=1), tmp_path / "m", Form())
     before = Checkpoint.open(folder).fingerprint()
     data = folder / "model.onnx.data"
@@ -221,7 +215,7 @@ def test_changed_weights_are_another_model(tmp_path: Path) -> None:
     assert checkpoint.fingerprint() != before
 
 
-def test_the_plan_knows_every_tensor(tmp_path: Path) -> None:
+def test_the_plan_knows_every_tensor(tmp_path):
     """A head of its own beside an embedding that is looked up in floats: both are in the plan."""
     folder = write_onnx(build_tiny_model("phi3", num_hidden_layers=1), tmp_path / "m", Form())
     checkpoint = Checkpoint.open(folder)

@@ -1,15 +1,10 @@
 """Which graphs the ONNX runner takes: what it must bind is found, and what it cannot do is refused by name."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-
 import pytest
 
 from helpers.onnx import wire
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.onnx.file import OnnxModel, read_onnx
+from kvboost_edge.models.onnx.file import read_onnx
 from kvboost_edge.models.onnx.past import past_layout
 
 CONFIG = {"num_attention_heads": 4, "hidden_size": 64}
@@ -18,28 +13,28 @@ BRANCH = wire.node("If", ["x"], ["y"]) + wire.blob(5, wire.blob(1, "then_branch"
 LOGITS = wire.value("logits", "float32", ["batch", "sequence", 300])
 
 
-def model(folder: Path, inputs: Sequence[bytes], outputs: Sequence[bytes], nodes: Sequence[bytes] = ()) -> OnnxModel:
+def model(folder, inputs, outputs, nodes=()):
     path = folder / "model.onnx"
     path.write_bytes(wire.model(wire.graph_of(nodes, [], inputs, outputs)))
     return read_onnx(path)
 
 
-def past(shape: Sequence[int | str] = ("batch", 2, "past", 16), kind: str = "float32", layers: int = 1) -> list[bytes]:
+def past(shape=("batch", 2, "past", 16), kind="float32", layers=1):
     names = [f"past_key_values.{index}.{name}" for index in range(layers) for name in ("key", "value")]
     return [wire.value(name, kind, shape) for name in names]
 
 
-def present(layers: int = 1) -> list[bytes]:
+def present(layers=1):
     names = [f"present.{index}.{name}" for index in range(layers) for name in ("key", "value")]
     return [wire.value(name, "float32", ["batch", 2, "total", 16]) for name in names]
 
 
-def attention(**attributes: object) -> bytes:
+def attention(**attributes):
     inputs = ["q", "", "", "past_key_values.0.key", "past_key_values.0.value"]
     return wire.node("GroupQueryAttention", inputs, ["out"], "com.microsoft", num_heads=4, kv_num_heads=2, **attributes)
 
 
-def test_both_forms_are_told_apart(tmp_path: Path) -> None:
+def test_both_forms_are_told_apart(tmp_path):
     mask = wire.value("attention_mask", "int32", ["batch", "total"])
     concat = [wire.node("Concat", ["past_key_values.0.key", "new"], ["present.0.key"], axis=2)]
     for nodes, shared in (([attention()], True), (concat, False), ([attention(), *concat], False)):
@@ -50,7 +45,7 @@ def test_both_forms_are_told_apart(tmp_path: Path) -> None:
         assert found.dtype == "float32"
 
 
-def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path: Path) -> None:
+def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path):
     found = model(tmp_path, [IDS, *past(("batch", 2, "past", "dim"), "float16")], [LOGITS, *present()])
     assert past_layout(found, CONFIG).layers[0].head_dim == 16
     assert past_layout(found, {**CONFIG, "head_dim": 32}).layers[0].head_dim == 32
@@ -82,8 +77,6 @@ def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path: P
          "runs a part of the graph by a condition"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_named(
-    inputs: list[bytes], outputs: list[bytes], nodes: list[bytes], message: str, tmp_path: Path
-) -> None:
+def test_what_is_not_supported_is_named(inputs, outputs, nodes, message, tmp_path):
     with pytest.raises(ModelFormatError, match=message):
         past_layout(model(tmp_path, inputs, outputs, nodes), CONFIG)

@@ -1,24 +1,17 @@
 """Settings of rope recovered from tables of cosines and sines, and tables that no settings make."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.rope_kinds import RopeKind, rope_kind
+from kvboost_edge.models.config.rope_kinds import rope_kind
 from kvboost_edge.models.onnx.file import OnnxTensor
 from kvboost_edge.models.onnx.rope import rope_difference, rope_settings
 
 POSITIONS, DIM = 4096, 64
 
 
-def tables(
-    folder: Path, cosines: np.ndarray, sines: np.ndarray, kind: type = np.float32
-) -> tuple[OnnxTensor, OnnxTensor]:
+def tables(folder, cosines, sines, kind=np.float32):
     """Tables of a file of their own, the data from byte 0 on."""
     found = []
     for name, values in (("cos", cosines), ("sin", sines)):
@@ -29,14 +22,14 @@ def tables(
     return found[0], found[1]
 
 
-def of_kind(folder: Path, rope: RopeKind, positions: int = POSITIONS, kind: type = np.float32) -> Any:
+def of_kind(folder, rope, positions=POSITIONS, kind=np.float32):
     angles = np.arange(positions, dtype=np.float32)[:, None] * np.array(rope.frequencies, dtype=np.float32)
     return tables(folder, np.cos(angles) * rope.factor, np.sin(angles) * rope.factor, kind)
 
 
 @pytest.mark.parametrize("theta", [1e3, 1e4, 123457.0, 5e5, 1e6, 1e7])
 @pytest.mark.parametrize("dim", [32, 64, 128])
-def test_theta_is_recovered(theta: float, dim: int, tmp_path: Path) -> None:
+def test_theta_is_recovered(theta, dim, tmp_path):
     rope = rope_kind({"rope_theta": theta}, dim, POSITIONS)
     found = rope_settings(of_kind(tmp_path, rope), dim, POSITIONS)
     assert found["rope_type"] == "default"
@@ -44,7 +37,7 @@ def test_theta_is_recovered(theta: float, dim: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
-def test_theta_of_half_precision_tables(theta: float, tmp_path: Path) -> None:
+def test_theta_of_half_precision_tables(theta, tmp_path):
     rope = rope_kind({"rope_theta": theta}, DIM, POSITIONS)
     found = rope_settings(of_kind(tmp_path, rope, kind=np.float16), DIM, POSITIONS)
     assert found == {"rope_type": "default", "rope_theta": theta}
@@ -60,14 +53,14 @@ def test_theta_of_half_precision_tables(theta: float, tmp_path: Path) -> None:
     ],
     ids=lambda settings: settings["rope_type"],
 )  # fmt: skip
-def test_scaled_rope_that_fits(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_scaled_rope_that_fits(settings, tmp_path):
     rope = rope_kind(settings, DIM, POSITIONS)
     found = rope_kind(rope_settings(of_kind(tmp_path, rope), DIM, POSITIONS), DIM, POSITIONS)
     np.testing.assert_allclose(found.frequencies, rope.frequencies, rtol=2e-6)
     assert found.half == rope.half
 
 
-def test_scaled_rope_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_scaled_rope_that_does_not_fit_is_refused(tmp_path):
     """Cosines with a factor (yarn), frequencies that change at a position (longrope), and what is no rope at all."""
     rope = rope_kind({"rope_theta": 1e4}, DIM, POSITIONS)
     angles = np.arange(POSITIONS, dtype=np.float64)[:, None] * np.array(rope.frequencies)
@@ -84,7 +77,7 @@ def test_scaled_rope_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             rope_settings(tables(tmp_path, cosines, sines), DIM, POSITIONS)
 
 
-def test_difference_names_the_first_place(tmp_path: Path) -> None:
+def test_difference_names_the_first_place(tmp_path):
     rope = rope_kind({"rope_theta": 1e4}, DIM, POSITIONS)
     made = of_kind(tmp_path, rope)
     assert rope_difference(made, rope, POSITIONS) == ""

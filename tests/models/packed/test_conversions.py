@@ -1,10 +1,7 @@
 """What the log says of tensors that a packed format does not hold as the file does."""
 
-from __future__ import annotations
-
 import logging
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,11 +20,11 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(tmp_path_factory):
     return save_tiny_model("llama", tmp_path_factory.mktemp("conversions"), **WIDE)
 
 
-def _lines(path: Path, weights: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+def _lines(path, weights, caplog):
     caplog.clear()
     with caplog.at_level(logging.INFO, "kvboost_edge"), Checkpoint.open(path).open_source() as source:
         log_conversions(pack_plan(describe_model(Checkpoint.open(path).config), weights, source), source)
@@ -37,7 +34,7 @@ def _lines(path: Path, weights: str, caplog: pytest.LogCaptureFixture) -> list[s
 @pytest.mark.parametrize(
     "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
 )
-def test_exact_formats_have_no_error(kind: str, model_dir: Path, tmp_path: Path) -> None:
+def test_exact_formats_have_no_error(kind, model_dir, tmp_path):
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind=kind)
     with Checkpoint.open(path).open_source() as source:
         own = BLOCKS[kind].kind
@@ -49,7 +46,7 @@ def test_exact_formats_have_no_error(kind: str, model_dir: Path, tmp_path: Path)
         assert 0.03 < conversion_error(source, QUERY, "int4").relative < 0.15 or own == "int4"
 
 
-def test_an_error_is_that_of_the_packed_weights(model_dir: Path) -> None:
+def test_an_error_is_that_of_the_packed_weights(model_dir):
     """Of floats: against rounding worked out here."""
     with SafetensorsSource(model_dir) as source:
         rows = source.rows(QUERY)
@@ -60,10 +57,8 @@ def test_an_error_is_that_of_the_packed_weights(model_dir: Path) -> None:
         assert conversion_error(source, QUERY, "int8").relative == pytest.approx(expected, rel=0.1)
 
 
-def test_a_tensor_beside_a_wider_one_is_named_with_what_it_becomes(
-    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def mixed(name: str) -> str:
+def test_a_tensor_beside_a_wider_one_is_named_with_what_it_becomes(model_dir, tmp_path, caplog):
+    def mixed(name):
         return "Q8_0" if "attn_v" in name or name in ("token_embd.weight", "output.weight") else "Q4_1"
 
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind=mixed)
@@ -77,9 +72,7 @@ def test_a_tensor_beside_a_wider_one_is_named_with_what_it_becomes(
     assert 1e-3 < float(found[1]) < 1e-2
 
 
-def test_formats_that_were_asked_for_are_named_too(
-    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_formats_that_were_asked_for_are_named_too(model_dir, tmp_path, caplog):
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind="Q8_0")
     assert _lines(path, STORED, caplog) == []
     (line,) = _lines(path, "int4", caplog)
@@ -94,9 +87,7 @@ def test_formats_that_were_asked_for_are_named_too(
     assert _lines(floats, "int8", caplog) == []  # of a float checkpoint the packing itself gives the error
 
 
-def test_what_grows_without_an_error_is_named(
-    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_grows_without_an_error_is_named(model_dir, tmp_path, caplog):
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind="Q3_K")
     (line,) = _lines(path, STORED, caplog)
     assert re.fullmatch(
@@ -107,9 +98,7 @@ def test_what_grows_without_an_error_is_named(
         assert there in lines[0] if there else not lines
 
 
-def test_the_error_of_iq4_xs_is_that_of_its_scales(
-    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_error_of_iq4_xs_is_that_of_its_scales(model_dir, tmp_path, caplog):
     (line,) = _lines(write_gguf(model_dir, tmp_path / "m.gguf", kind="IQ4_XS"), STORED, caplog)
     found = re.fullmatch(r"IQ4_XS: 16 tensors become int4t with a relative error of (\S+) \(\S+\)", line)
     assert found is not None, line

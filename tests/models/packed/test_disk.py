@@ -1,13 +1,10 @@
 """Packing where the disk is full, read-only or faulty, and where nothing is to be kept: it goes on in memory."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -24,20 +21,20 @@ from kvboost_edge.models.packed.plan import pack_plan
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(tmp_path_factory):
     return save_tiny_model("llama", tmp_path_factory.mktemp("packed"))
 
 
 @pytest.fixture
-def good(model_dir: Path, tmp_path: Path) -> bytes:
+def good(model_dir, tmp_path):
     """What the weights are where everything works."""
     return content(load(model_dir, tmp_path / "good"))
 
 
 def test_a_failure_while_writing_leaves_nothing_and_the_weights_stay_in_memory(
-    model_dir: Path, tmp_path: Path, good: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> object:
+    model_dir, tmp_path, good, monkeypatch, caplog
+):
+    def fail(*_):
         raise OSError("disk full")
 
     monkeypatch.setattr(packed_file, "_digest", fail)
@@ -46,10 +43,8 @@ def test_a_failure_while_writing_leaves_nothing_and_the_weights_stay_in_memory(
     assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_an_error_in_the_checkpoint_is_not_taken_for_one_of_the_disk(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> object:
+def test_an_error_in_the_checkpoint_is_not_taken_for_one_of_the_disk(model_dir, tmp_path, monkeypatch):
+    def fail(*_):
         raise ModelFormatError("a damaged tensor")
 
     monkeypatch.setattr(packed_file, "pack_stream", fail)
@@ -58,9 +53,7 @@ def test_an_error_in_the_checkpoint_is_not_taken_for_one_of_the_disk(
     assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_a_full_disk_is_found_before_anything_is_packed(
-    model_dir: Path, tmp_path: Path, good: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_found_before_anything_is_packed(model_dir, tmp_path, good, monkeypatch, caplog):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     assert content(load(model_dir, tmp_path)) == good
@@ -68,14 +61,12 @@ def test_a_full_disk_is_found_before_anything_is_packed(
     assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_without_a_cache_nothing_is_read_or_written(
-    model_dir: Path, tmp_path: Path, good: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_cache_nothing_is_read_or_written(model_dir, tmp_path, good, monkeypatch, caplog):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     checkpoint = Checkpoint.open(model_dir, cache_dir=NO_CACHE)
     checkpoint.summary()
     plan = pack_plan(describe_model(checkpoint.config), "int8")
-    seen: list[tuple[int, int]] = []
+    seen = []
     packed = load_packed(
         checkpoint, plan, weights="int8", cache_dir=NO_CACHE, progress=lambda done, total: seen.append((done, total))
     )
@@ -101,7 +92,7 @@ print(load_packed(model, plan, weights="f32", cache_dir=cache, num_threads=1).nb
 """
 
 
-def test_a_disk_that_fills_up_while_writing(model_dir: Path, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_while_writing(model_dir, tmp_path):
     """A limit on the size of files stands for the full disk: the system refuses the write itself."""
     # Kernels are compiled before: their cache is files too.
     load(model_dir, tmp_path / "other", "f32").close()
@@ -112,7 +103,7 @@ def test_a_disk_that_fills_up_while_writing(model_dir: Path, tmp_path: Path) -> 
     assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_what_does_not_read_back_is_not_kept(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_read_back_is_not_kept(model_dir, tmp_path, monkeypatch):
     """Every byte is compared: one that the disk changes, whichever write it is in, ends the packing."""
     load(model_dir, tmp_path / "good").close()
     size = only_file(tmp_path / "good").stat().st_size
@@ -123,7 +114,7 @@ def test_what_does_not_read_back_is_not_kept(model_dir: Path, tmp_path: Path, mo
 
             fault = at
 
-            def read_into(self, view: memoryview, start: int) -> int:
+            def read_into(self, view, start):
                 count = super().read_into(view, start)
                 if start <= self.fault < start + count:
                     view[self.fault - start] ^= 1
@@ -135,10 +126,8 @@ def test_what_does_not_read_back_is_not_kept(model_dir: Path, tmp_path: Path, mo
         assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_without_a_cache_directory_it_still_runs(
-    model_dir: Path, tmp_path: Path, good: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object, **__: object) -> object:
+def test_without_a_cache_directory_it_still_runs(model_dir, tmp_path, good, monkeypatch, caplog):
+    def refuse(*_, **__):
         raise OSError("read-only")
 
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
@@ -146,7 +135,7 @@ def test_without_a_cache_directory_it_still_runs(
     assert "every start" in caplog.text
 
 
-def test_a_directory_where_the_file_belongs(model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_where_the_file_belongs(model_dir, tmp_path, caplog):
     good = content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
     path.unlink()

@@ -1,15 +1,11 @@
 """Packed files: written once, checked, rebuilt when anything about them is wrong; never shared by two models."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging
 import os
 import re
 import shutil
-from pathlib import Path
-from typing import IO
 
 import numpy as np
 import pytest
@@ -29,16 +25,16 @@ from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(tmp_path_factory):
     return save_tiny_model("llama", tmp_path_factory.mktemp("packed"))
 
 
-def _overwrite(path: Path, data: bytes) -> None:
+def _overwrite(path, data):
     path.chmod(0o600)  # packed files are read-only
     path.write_bytes(data)
 
 
-def test_packed_once_and_mapped_afterwards(model_dir: Path, tmp_path: Path) -> None:
+def test_packed_once_and_mapped_afterwards(model_dir, tmp_path):
     first = content(load(model_dir, tmp_path))
     stamp = only_file(tmp_path).stat().st_mtime_ns
     assert content(load(model_dir, tmp_path)) == first
@@ -47,7 +43,7 @@ def test_packed_once_and_mapped_afterwards(model_dir: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
-def test_sections_hold_the_weights(model_dir: Path, tmp_path: Path, weights: str) -> None:
+def test_sections_hold_the_weights(model_dir, tmp_path, weights):
     packed = load(model_dir, tmp_path, weights)
     with SafetensorsSource(model_dir) as source:
         gate, up = (source.rows(f"model.layers.2.mlp.{name}_proj.weight") for name in ("gate", "up"))
@@ -68,11 +64,11 @@ def test_sections_hold_the_weights(model_dir: Path, tmp_path: Path, weights: str
 
 
 @pytest.mark.parametrize("weights", ["int4", "int4-asym"])
-def test_four_bit_weights_are_those_of_the_reference_fit(model_dir: Path, tmp_path: Path, weights: str) -> None:
+def test_four_bit_weights_are_those_of_the_reference_fit(model_dir, tmp_path, weights):
     """The matrices of the layers; embedding and head have 8 bits."""
     packed = load(model_dir, tmp_path, weights)
 
-    def stored(name: str, rows: int, kind: str) -> np.ndarray:
+    def stored(name, rows, kind):
         parts = [packed.array(f"{name}{part}").copy() for part in ("", ".scales")]
         minima = packed.array(f"{name}.minima").copy() if kind == "int4-asym" else np.empty(0, np.uint8)
         assert (packed.address(f"{name}.minima") != 0) == (kind == "int4-asym")
@@ -92,7 +88,7 @@ def test_four_bit_weights_are_those_of_the_reference_fit(model_dir: Path, tmp_pa
     packed.close()
 
 
-def test_two_formats_of_one_model_do_not_share_a_file(model_dir: Path, tmp_path: Path) -> None:
+def test_two_formats_of_one_model_do_not_share_a_file(model_dir, tmp_path):
     fingerprint = Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path)
     spec = describe_model(Checkpoint.open(model_dir).config)
     headers = {name: packed_file._header(pack_plan(spec, name), fingerprint, name) for name in WEIGHT_FORMATS}
@@ -111,9 +107,7 @@ def test_two_formats_of_one_model_do_not_share_a_file(model_dir: Path, tmp_path:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "extend", "header", "version", "empty"])
-def test_a_damaged_file_is_written_again(
-    model_dir: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_written_again(model_dir, tmp_path, damage, caplog):
     good = content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
     data = bytearray(path.read_bytes())
@@ -135,7 +129,7 @@ def test_a_damaged_file_is_written_again(
     assert not caplog.records
 
 
-def test_any_flipped_byte_is_found(model_dir: Path, tmp_path: Path) -> None:
+def test_any_flipped_byte_is_found(model_dir, tmp_path):
     good = content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
     data = path.read_bytes()
@@ -148,7 +142,7 @@ def test_any_flipped_byte_is_found(model_dir: Path, tmp_path: Path) -> None:
         assert path.read_bytes() == data
 
 
-def test_no_mutation_of_a_file_gives_other_weights(model_dir: Path, tmp_path: Path) -> None:
+def test_no_mutation_of_a_file_gives_other_weights(model_dir, tmp_path):
     """1,000 mutations: each is refused, so that the weights are packed again, or the file is as it was."""
     good = content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
@@ -182,7 +176,7 @@ def test_no_mutation_of_a_file_gives_other_weights(model_dir: Path, tmp_path: Pa
     assert refused >= 990
 
 
-def test_other_entries_or_another_fingerprint_are_another_file(model_dir: Path, tmp_path: Path) -> None:
+def test_other_entries_or_another_fingerprint_are_another_file(model_dir, tmp_path):
     content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
     plan = pack_plan(describe_model(Checkpoint.open(model_dir).config), "int8")
@@ -193,16 +187,16 @@ def test_other_entries_or_another_fingerprint_are_another_file(model_dir: Path, 
         assert packed_file._open_checked(path, packed_file._header(entries, digest, weights), tmp_path) is None
 
 
-def test_two_models_of_one_shape_do_not_share_a_file(tmp_path: Path) -> None:
+def test_two_models_of_one_shape_do_not_share_a_file(tmp_path):
     dirs = [save_tiny_model("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     contents = [content(load(directory, tmp_path / "cache")) for directory in dirs]
     assert contents[0] != contents[1]
     assert len(list((tmp_path / "cache" / "packed").iterdir())) == 2
 
 
-def test_packing_is_logged_and_reported(model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_packing_is_logged_and_reported(model_dir, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="kvboost_edge")
-    seen: list[tuple[int, int]] = []
+    seen = []
     plan = pack_plan(describe_model(Checkpoint.open(model_dir).config), "int4")
     packed = load_packed(
         Checkpoint.open(model_dir), plan, weights="int4", cache_dir=tmp_path,
@@ -216,7 +210,7 @@ def test_packing_is_logged_and_reported(model_dir: Path, tmp_path: Path, caplog:
     assert re.fullmatch(r"packed 0\.\d MB as int4 in \d+\.\d s, weight error [1-9]\.\d\d%", last)
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path):
     """Its weights must not be kept under the fingerprint of the file that was there before."""
     first, other = (save_tiny_model("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
     cache, kept = tmp_path / "cache", tmp_path / "kept"
@@ -224,7 +218,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path: Path) -> N
     plan = pack_plan(describe_model(Checkpoint.open(first).config), "int8")
     swaps = iter([other / "model.safetensors"])
 
-    def swap(done: int, total: int) -> None:
+    def swap(done, total):
         for path in swaps:
             os.replace(shutil.copy(path, tmp_path / "new"), first / "model.safetensors")
 
@@ -235,13 +229,13 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path: Path) -> N
     assert content(load(first, cache)) == content(load(first, tmp_path / "fresh"))
 
 
-def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path):
     directory = save_tiny_model("llama", tmp_path / "model", vocab_size=20_000)
     plan = pack_plan(describe_model(Checkpoint.open(directory).config), "int8")
 
     calls = itertools.count()
 
-    def cut(done: int, total: int) -> None:
+    def cut(done, total):
         if next(calls) == 2:  # the header and the first rows are written
             os.truncate(directory / "model.safetensors", 4096)
 
@@ -250,15 +244,13 @@ def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path: Path) -> 
     assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_another_process_packed_the_same_first(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_process_packed_the_same_first(model_dir, tmp_path, monkeypatch):
     """What lies under the name is checked before it is used, and not remembered as sound unseen."""
     good = content(load(model_dir, tmp_path / "good"))
     data = bytearray(only_file(tmp_path / "good").read_bytes())
     finish = packed_file.finish_file
 
-    def finish_and_lose(file: IO[bytes], path: Path) -> None:
+    def finish_and_lose(file, path):
         finish(file, path)
         path.unlink()
         path.write_bytes(data)
@@ -270,7 +262,7 @@ def test_another_process_packed_the_same_first(
         load(model_dir, tmp_path / "damaged")
 
 
-def test_tensors_are_checked_against_the_plan(model_dir: Path, tmp_path: Path) -> None:
+def test_tensors_are_checked_against_the_plan(model_dir, tmp_path):
     config = Checkpoint.open(model_dir).config
     with SafetensorsSource(model_dir) as source:
         check_tensors(pack_plan(describe_model(config), "int8"), source)

@@ -1,13 +1,10 @@
 """Packing streams: its memory is bounded by the packed weights and a constant, not by the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
 import sys
 import tracemalloc
-from pathlib import Path
 
 import pytest
 
@@ -73,9 +70,9 @@ print(process_peak(), packed.nbytes)
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(tmp_path_factory):
     """400 MB of float32 weights, all 0: the file is a hole, but its pages take memory like any other."""
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCAB, HIDDEN))
+    shapes = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCAB, HIDDEN))
     shapes["model.norm.weight"] = (HIDDEN,)
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
@@ -86,7 +83,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _save_zeros(tmp_path_factory.mktemp("large"), shapes, CONFIG)
 
 
-def _save_zeros(directory: Path, shapes: dict[str, tuple[int, ...]], config: dict[str, object]) -> Path:
+def _save_zeros(directory, shapes, config):
     """Of float32, but for blocks and scales."""
     header, end = {}, 0
     for name, shape in shapes.items():
@@ -102,7 +99,7 @@ def _save_zeros(directory: Path, shapes: dict[str, tuple[int, ...]], config: dic
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_peak_memory(is_kept: bool, model_dir: Path, tmp_path: Path) -> None:
+def test_peak_memory(is_kept, model_dir, tmp_path):
     """All weights are read in the end: pages of the mapped file count as memory in private do."""
     command = [sys.executable, "-c", SCRIPT, str(model_dir), str(tmp_path) if is_kept else "", "int8"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
@@ -111,16 +108,16 @@ def test_peak_memory(is_kept: bool, model_dir: Path, tmp_path: Path) -> None:
     assert peak < packed + 250e6
 
 
-def _around_experts() -> dict[str, tuple[int, ...]]:
+def _around_experts():
     at = "model.layers.0."
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes = {
         "model.embed_tokens.weight": (512, HIDDEN), "lm_head.weight": (512, HIDDEN), "model.norm.weight": (HIDDEN,),
     }  # fmt: skip
     shapes |= {f"{at}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
     return shapes | {f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
 
 
-def _mixture(kind: str, directory: Path) -> Path:
+def _mixture(kind, directory):
     """A model of one layer with experts, its largest tensor of `WEIGHTS` weights."""
     at = "model.layers.0."
     directory.mkdir()
@@ -146,7 +143,7 @@ def _mixture(kind: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "MXFP4"])
-def test_a_tensor_of_all_experts_is_never_held_whole(kind: str, tmp_path: Path) -> None:
+def test_a_tensor_of_all_experts_is_never_held_whole(kind, tmp_path):
     """Packing reads one expert's rows at a time: beside the file it takes what `doctor` says, which is less than two
     threads would that hold 4 bits and a code of each weight."""
     model = _mixture(kind, tmp_path / "model")
@@ -158,7 +155,7 @@ def test_a_tensor_of_all_experts_is_never_held_whole(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M", "MXFP4"])
-def test_a_few_rows_of_an_expert_are_read_alone(kind: str, tmp_path: Path) -> None:
+def test_a_few_rows_of_an_expert_are_read_alone(kind, tmp_path):
     """They take less than half the expert's matrix in the file: packing cuts large ones into pieces."""
     if kind == "MXFP4":
         sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_local_experts": 2}

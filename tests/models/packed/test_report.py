@@ -1,9 +1,5 @@
 """The weight report against the weights as the packed file holds them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -26,8 +22,8 @@ from kvboost_edge.models.packed.report import weight_error
         ("int4-asym", 0.065, 0.055, 5.3),
     ],
 )
-def test_report_of_the_bundled_model(weights: str, most: float, least: float, bits: float) -> None:
-    seen: list[tuple[int, int]] = []
+def test_report_of_the_bundled_model(weights, most, least, bits):
+    seen = []
     report = weight_error(Checkpoint.open(locate_model(BUNDLED_MODEL)), weights, progress=lambda *at: seen.append(at))
     assert least <= report.relative <= most
     assert report.bits_per_weight == pytest.approx(bits, abs=0.05)
@@ -40,7 +36,7 @@ def test_report_of_the_bundled_model(weights: str, most: float, least: float, bi
     assert report.nbytes > seen[-1][1]
 
 
-def test_unknown_formats_are_refused() -> None:
+def test_unknown_formats_are_refused():
     with pytest.raises(ConfigError, match="int2"):
         weight_error(Checkpoint.open(locate_model(BUNDLED_MODEL)), "int2")
     with pytest.raises(ConfigError, match="auto"):
@@ -51,7 +47,7 @@ def test_unknown_formats_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "most"), [("Q4_K", 0.0), ("Q3_K", 0.0), ("IQ4_NL", 0.0), ("MXFP4", 0.0), ("IQ4_XS", 2**-11)]
 )
-def test_report_of_a_quantized_file(kind: str, most: float, tmp_path: Path) -> None:
+def test_report_of_a_quantized_file(kind, most, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
     path = write_gguf(save_tiny_model("llama", tmp_path / "model", **sizes), tmp_path / "m.gguf", kind=kind)
     report = weight_error(Checkpoint.open(path), "auto")

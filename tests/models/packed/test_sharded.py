@@ -1,9 +1,6 @@
 """Half-precision checkpoints in several files, as transformers writes them, against transformers on the same values."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from helpers.oracles.transformers_logits import assert_native_equals
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-def _save(family: str, dtype: torch.dtype, directory: Path) -> None:
+def _save(family, dtype, directory):
     """At least three files, with a layer that is in more than one."""
     build_tiny_model(family).to(dtype).save_pretrained(directory, max_shard_size="60KB")
     save_tokenizer(directory)
@@ -33,7 +30,7 @@ def _save(family: str, dtype: torch.dtype, directory: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
-def test_shards_equal_transformers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_shards_equal_transformers(family, dtype, tmp_path):
     _save(family, dtype, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert_native_equals(model.eval(), tmp_path)

@@ -1,9 +1,6 @@
 """Tensors into packed entries: quantized ones as they are, mixed formats in one matrix, weights no format can hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +11,7 @@ from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, pack_blocks
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, NUMBERS, PackedRows, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from kvboost_edge.models.config.families import ModelSpec, describe_model
+from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.gguf.blocks import dequantize, scales_of
 from kvboost_edge.models.packed.plan import (
     VECTOR,
@@ -40,21 +37,19 @@ CONFIG = {
 class Stored(WeightSource):
     """Tensors in memory; those named in `quantized` are stored in that format."""
 
-    def __init__(self, tensors: dict[str, Floats], quantized: dict[str, QuantRows] | None = None) -> None:
+    def __init__(self, tensors, quantized=None):
         self.tensors, self.quantized = tensors, quantized or {}
 
-    def __enter__(self) -> Stored:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         pass
 
-    def names(self) -> set[str]:
+    def names(self):
         return {*self.tensors, *self.quantized}
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name):
         if name not in self.quantized:
             return self.tensors[name].shape
         kind, codes = self.quantized[name].kind, self.quantized[name].codes
@@ -62,26 +57,26 @@ class Stored(WeightSource):
             return len(codes), codes.shape[1] // BLOCK_BYTES[NUMBERS[kind]] * 256
         return codes.shape
 
-    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
+    def rows(self, name, start=0, stop=None):
         found = _floats(self.quantized[name]) if name in self.quantized else self.tensors[name]
         return found[start:stop]
 
-    def kind(self, name: str) -> str | None:
+    def kind(self, name):
         return self.quantized[name].kind if name in self.quantized else None
 
-    def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
+    def quant_rows(self, name, start, stop):
         found = self.quantized[name]
         minima = None if found.minima is None else found.minima[start:stop]
         return found._replace(codes=found.codes[start:stop], scales=found.scales[start:stop], minima=minima)
 
-    def file_of(self, name: str) -> Path:
+    def file_of(self, name):
         return Path("some.file")
 
-    def type_of(self, name: str) -> str:
+    def type_of(self, name):
         return self.kind(name) or "F32"
 
 
-def _floats(stored: QuantRows) -> Floats:
+def _floats(stored):
     if stored.kind in BLOCK_FORMATS:
         return dequantize(TYPES[stored.kind], stored.codes)
     inputs = stored.codes.shape[1]
@@ -93,7 +88,7 @@ def _floats(stored: QuantRows) -> Floats:
     return back if stored.minima is None else back - stored.minima.astype(np.float32).repeat(32, 1)[:, :inputs]
 
 
-def _quant(kind: str, rows: int, inputs: int, seed: int = 0) -> QuantRows:
+def _quant(kind, rows, inputs, seed=0):
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 256 if kind == "int8" else 16, (rows, inputs)).astype(np.uint8)
     scales, minima = (rng.uniform(0.01, 0.02, (rows, -(-inputs // 32))).astype(np.float16) for _ in range(2))
@@ -101,11 +96,11 @@ def _quant(kind: str, rows: int, inputs: int, seed: int = 0) -> QuantRows:
     return QuantRows(kind, codes, scales, minima if kind == "int4-asym" else None, table if kind == "int4t" else None)
 
 
-def _float(rows: int, inputs: int, seed: int = 0) -> Floats:
+def _float(rows, inputs, seed=0):
     return np.random.default_rng(seed).standard_normal((rows, inputs)).astype(np.float32)
 
 
-def _pack(entry: PackEntry, source: WeightSource, num_threads: int = 2) -> Floats:
+def _pack(entry, source, num_threads=2):
     """The matrix that the packed entry stands for."""
     pieces = [packed for _, packed in pack_stream([entry], source, num_threads)]
     codes, scales, minima = (np.concatenate([packed[section] for packed in pieces]) for section in range(3))
@@ -129,7 +124,7 @@ def _pack(entry: PackEntry, source: WeightSource, num_threads: int = 2) -> Float
     ],
 )
 @pytest.mark.parametrize(("rows", "inputs"), [(48, 64), (37, 41), (5, 7)])
-def test_stored_weights_keep_their_values(stored: str, kind: str, rows: int, inputs: int) -> None:
+def test_stored_weights_keep_their_values(stored, kind, rows, inputs):
     source = Stored({}, {"w": _quant(stored, rows, inputs)})
     back = _pack(PackEntry("m", kind, (("w", rows),), inputs), source)
     np.testing.assert_allclose(back, source.rows("w"), rtol=1e-6, atol=1e-7)
@@ -138,7 +133,7 @@ def test_stored_weights_keep_their_values(stored: str, kind: str, rows: int, inp
 @pytest.mark.parametrize(
     ("stored", "kind", "limit"), [("int4-asym", "int8", 0.01), ("int8", "int4", 0.09), ("int8", "int4-asym", 0.09)]
 )
-def test_what_does_not_fit_is_quantized_again(stored: str, kind: str, limit: float) -> None:
+def test_what_does_not_fit_is_quantized_again(stored, kind, limit):
     source = Stored({}, {"w": _quant(stored, 48, 96)})
     wanted = source.rows("w")
     back = _pack(PackEntry("m", kind, (("w", 48),), 96), source)
@@ -146,7 +141,7 @@ def test_what_does_not_fit_is_quantized_again(stored: str, kind: str, limit: flo
 
 
 @pytest.mark.parametrize("split", [(32, 16, 16), (20, 7, 13)])
-def test_one_matrix_of_tensors_in_different_formats(split: tuple[int, int, int]) -> None:
+def test_one_matrix_of_tensors_in_different_formats(split):
     """The exact parts stay exact, whether tiles end with tensors or not."""
     q, k, v = split
     source = Stored({"v": _float(v, 64)}, {"q": _quant("int4", q, 64, 1), "k": _quant("int8", k, 64, 2)})
@@ -161,16 +156,14 @@ def test_one_matrix_of_tensors_in_different_formats(split: tuple[int, int, int])
     assert 0 < np.linalg.norm(back[q + k :] - source.rows("v")) < 0.08 * np.linalg.norm(source.rows("v"))
 
 
-def _blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> QuantRows:
+def _blocks(kind, rows, inputs, seed=0):
     codes = random_blocks(kind, rows, inputs // 256, seed)
     return QuantRows(kind, codes, scales_of(TYPES[kind], codes).reshape(rows, -1))
 
 
 @pytest.mark.parametrize("rows", [48, 37])
 @pytest.mark.parametrize(("stored", "kind"), [("q4k", "q4k"), ("q5k", "q5k"), ("q6k", "q6k"), ("q4k", "q5k")])
-def test_blocks_keep_their_values_to_the_bit(
-    stored: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_keep_their_values_to_the_bit(stored, kind, rows, monkeypatch):
     source = Stored({}, {"w": _blocks(stored, rows, 512)})
     entry = PackEntry("m", kind, (("w", rows),), 512)
     np.testing.assert_array_equal(_pack(entry, source), source.rows("w"))
@@ -179,7 +172,7 @@ def test_blocks_keep_their_values_to_the_bit(
 
 
 @pytest.mark.parametrize("split", [(32, 16), (20, 13)])
-def test_blocks_of_four_bits_beside_those_of_five(split: tuple[int, int]) -> None:
+def test_blocks_of_four_bits_beside_those_of_five(split):
     gate, up = split
     source = Stored({}, {"gate": _blocks("q4k", gate, 256, 1), "up": _blocks("q5k", up, 256, 2)})
     back = _pack(PackEntry("m", "q5k", (("gate", gate), ("up", up)), 256), source)
@@ -187,7 +180,7 @@ def test_blocks_of_four_bits_beside_those_of_five(split: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_tensors_of_one_matrix_keep_their_own_tables(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_one_matrix_keep_their_own_tables(num_threads, monkeypatch):
     """Pieces are cut where a tensor ends, and int4 has a table of its own."""
     stored = {"a": _quant("int4t", 48, 96, 1), "b": _quant("int4t", 32, 96, 2), "c": _quant("int4", 37, 96, 3)}
     source = Stored({}, stored)
@@ -198,7 +191,7 @@ def test_tensors_of_one_matrix_keep_their_own_tables(num_threads: int, monkeypat
     np.testing.assert_array_equal(_pack(entry, source, num_threads), wanted)
 
 
-def test_tensors_that_share_a_tile_become_int8_without_error() -> None:
+def test_tensors_that_share_a_tile_become_int8_without_error():
     """A tile has one table: rows of two tensors cannot stand in it."""
     spec = describe_model({**CONFIG, "intermediate_size": 40})
     source = _checkpoint(spec, {"_proj": "int4t", "lm_head": "int4t"})
@@ -211,7 +204,7 @@ def test_tensors_that_share_a_tile_become_int8_without_error() -> None:
     np.testing.assert_array_equal(_pack(plan["layer0.gate_up"], source), wanted)
 
 
-def test_numbers_of_blocks_are_checked() -> None:
+def test_numbers_of_blocks_are_checked():
     bad = _blocks("q6k", 32, 256)
     bad.scales[20, 0] = np.inf
     with pytest.raises(ModelFormatError, match=r"'w' in some.file has scales that are not finite in rows 0 to 31"):
@@ -233,7 +226,7 @@ def test_numbers_of_blocks_are_checked() -> None:
         ({"up_proj": "int4-asym", "k_proj": "int8", "_proj": "int4t"}, {"qkv": "int8", "gate_up": "int8"}),
     ],
 )
-def test_matrices_of_several_block_formats(kinds: dict[str, str], expected: dict[str, str]) -> None:
+def test_matrices_of_several_block_formats(kinds, expected):
     spec = describe_model({**CONFIG, "hidden_size": 256, "intermediate_size": 256})
     source = _checkpoint(spec, {**kinds, "_proj": kinds.get("_proj", "q4k"), "lm_head": "q6k"})
     plan = pack_plan(spec, "auto", source)
@@ -244,7 +237,7 @@ def test_matrices_of_several_block_formats(kinds: dict[str, str], expected: dict
     assert rows == spec.head_dim * (spec.num_heads + 2 * spec.num_kv_heads)
 
 
-def test_floats_are_never_packed_as_blocks() -> None:
+def test_floats_are_never_packed_as_blocks():
     with pytest.raises(ConfigError, match="weight kind 8"):
         pack_rows(_float(16, 256), NUMBERS["q6k"])
     with pytest.raises(ConfigError, match="100 bytes are not whole blocks"):
@@ -252,7 +245,7 @@ def test_floats_are_never_packed_as_blocks() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_and_threads_do_not_change_the_bytes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_threads_do_not_change_the_bytes(kind, monkeypatch):
     source = Stored({"a": _float(75, 40, 1), "b": _float(60, 40, 2)})
     entry = PackEntry("m", kind, (("a", 75), ("b", 60)), 40)
     whole = _pack(entry, source, 1)
@@ -261,7 +254,7 @@ def test_pieces_and_threads_do_not_change_the_bytes(kind: str, monkeypatch: pyte
     np.testing.assert_array_equal(_pack(entry, source, 3), whole)
 
 
-def test_pieces_cover_an_entry_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_cover_an_entry_in_order(monkeypatch):
     monkeypatch.setattr("kvboost_edge.models.packed.stream._PIECE_BYTES", 4 * 32 * 48)
     entry = PackEntry("m", "int8", (("a", 64), ("b", 30), ("c", 50)), 32)
     pieces = list(pieces_of([entry]))
@@ -271,7 +264,7 @@ def test_pieces_cover_an_entry_in_order(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(pieces_of([PackEntry("n", VECTOR, (("x", 5),))])) == [Piece(PackEntry("n", VECTOR, (("x", 5),)), 0, 5)]
 
 
-def test_many_threads_take_smaller_pieces() -> None:
+def test_many_threads_take_smaller_pieces():
     """What all of them take together stays the same, below a gigabyte."""
     entry = PackEntry("m", "int8", (("a", 1 << 20),), 64)
     for threads, rows in ((1, 1 << 14), (16, 1 << 14), (64, 1 << 12)):
@@ -281,7 +274,7 @@ def test_many_threads_take_smaller_pieces() -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, VECTOR])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_nan_and_infinity_are_found(kind: str, value: float) -> None:
+def test_nan_and_infinity_are_found(kind, value):
     weights = _float(40, 32)
     weights[33, 7] = value
     source = Stored({"some.tensor": weights[33] if kind == VECTOR else weights})
@@ -291,7 +284,7 @@ def test_nan_and_infinity_are_found(kind: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(("kind", "value"), [("int8", 9e6), ("int4", -5e5), ("int4-asym", 7e4), ("bf16", 3.4e38)])
-def test_weights_above_the_range_of_a_format_are_refused(kind: str, value: float) -> None:
+def test_weights_above_the_range_of_a_format_are_refused(kind, value):
     weights = _float(16, 32)
     weights[3, 4] = value
     with pytest.raises(ModelFormatError, match=rf"some.file holds the weight .*weights='{kind}' .*give weights='f32'"):
@@ -299,7 +292,7 @@ def test_weights_above_the_range_of_a_format_are_refused(kind: str, value: float
     np.testing.assert_array_equal(_pack(PackEntry("m", "f32", (("w", 16),), 32), Stored({"w": weights})), weights)
 
 
-def test_stored_scales_are_checked() -> None:
+def test_stored_scales_are_checked():
     bad = _quant("int8", 32, 64)
     bad.scales[20, 1] = np.nan
     with pytest.raises(ModelFormatError, match=r"'w' in some.file has scales that are not finite in rows 0 to 31"):
@@ -310,7 +303,7 @@ def test_stored_scales_are_checked() -> None:
         list(pack_stream([PackEntry("m", "int4-asym", (("w", 16),), 32)], Stored({}, {"w": large}), 1))
 
 
-def _checkpoint(spec: ModelSpec, kinds: dict[str, str]) -> Stored:
+def _checkpoint(spec, kinds):
     """A checkpoint for a spec; tensors whose name has a key of `kinds` in it are stored in its format."""
     source = Stored({})
     for entry in pack_plan(spec, "f32"):
@@ -324,7 +317,7 @@ def _checkpoint(spec: ModelSpec, kinds: dict[str, str]) -> Stored:
     return source
 
 
-def test_a_quantized_checkpoint_keeps_its_formats() -> None:
+def test_a_quantized_checkpoint_keeps_its_formats():
     spec = describe_model(CONFIG)
     kinds = {"v_proj": "int8", "down_proj": "int4-asym", "gate_proj": "int4-asym", "_proj": "int4", "lm_head": "int8"}
     source = _checkpoint(spec, kinds)
@@ -341,7 +334,7 @@ def test_a_quantized_checkpoint_keeps_its_formats() -> None:
     assert plan_bytes(plan) == sum(sections.values())
 
 
-def test_auto_needs_a_quantized_checkpoint() -> None:
+def test_auto_needs_a_quantized_checkpoint():
     spec = describe_model(CONFIG)
     source = _checkpoint(spec, {})
     assert not is_quantized(source)
@@ -352,7 +345,7 @@ def test_auto_needs_a_quantized_checkpoint() -> None:
         pack_plan(spec, "int3")
 
 
-def test_plans_of_float_formats() -> None:
+def test_plans_of_float_formats():
     spec = describe_model(CONFIG)
     for weights in WEIGHT_FORMATS:
         kinds = {entry.name: entry.kind for entry in pack_plan(spec, weights) if entry.kind != VECTOR}
@@ -361,7 +354,7 @@ def test_plans_of_float_formats() -> None:
         assert set(kinds.values()) == {weights}
 
 
-def test_labels_are_the_names_that_can_be_asked_for() -> None:
+def test_labels_are_the_names_that_can_be_asked_for():
     spec = describe_model(CONFIG)
     for weights in WEIGHT_FORMATS:
         assert plan_label(pack_plan(spec, weights), weights) == weights
@@ -369,7 +362,7 @@ def test_labels_are_the_names_that_can_be_asked_for() -> None:
     assert plan_label(pack_plan(spec, "auto", source), "auto") == "int4+int4-asym+int8"
 
 
-def test_a_quantized_checkpoint_as_int4_asym() -> None:
+def test_a_quantized_checkpoint_as_int4_asym():
     """int4 is widened without error, int4-asym taken as it is, 8 bits are quantized again; the outer two are 8 bit."""
     spec = describe_model(CONFIG)
     source = _checkpoint(spec, {"down_proj": "int4-asym", "o_proj": "int8", "_proj": "int4"})

@@ -1,9 +1,6 @@
 """AWQ and GPTQ checkpoints: the rows equal the codes they were packed from; what is not read is refused by name."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,9 +24,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "group", "symmetric", "settings"), CASES)
-def test_rows_equal_the_codes(
-    method: str, group: int, symmetric: bool, settings: dict[str, object], tmp_path: Path
-) -> None:
+def test_rows_equal_the_codes(method, group, symmetric, settings, tmp_path):
     save_tiny_model("llama", tmp_path, **SHAPES)
     known = quantize_dir(tmp_path, method, group=group, symmetric=symmetric, **settings)
     with Checkpoint.open(tmp_path).open_source() as source:
@@ -56,7 +51,7 @@ def test_rows_equal_the_codes(
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_engine_computes_as_the_dequantized_model(method: str, tmp_path: Path) -> None:
+def test_engine_computes_as_the_dequantized_model(method, tmp_path):
     save_tiny_model("llama", tmp_path / "packed", **SHAPES)
     known = quantize_dir(tmp_path / "packed", method, group=32, symmetric=method == "gptq", desc_act=False)
     save_tiny_model("llama", tmp_path / "float", **SHAPES)
@@ -91,7 +86,7 @@ def test_engine_computes_as_the_dequantized_model(method: str, tmp_path: Path) -
         ({"checkpoint_format": "marlin"}, "marlin"),
     ],
 )
-def test_settings_that_are_not_read(change: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_settings_that_are_not_read(change, message, tmp_path):
     save_tiny_model("llama", tmp_path, **SHAPES)
     quantize_dir(tmp_path, "gptq", group=32, symmetric=True, **{"desc_act": False, **change})
     config = json.loads((tmp_path / "config.json").read_text())
@@ -103,7 +98,7 @@ def test_settings_that_are_not_read(change: dict[str, object], message: str, tmp
         Checkpoint.open(tmp_path).open_source()
 
 
-def _damage(directory: Path, part: str, values: np.ndarray) -> str:
+def _damage(directory, part, values):
     tensors = load_file(directory / "model.safetensors")
     name = f"model.layers.0.mlp.down_proj.{part}"
     tensors[name] = values
@@ -122,7 +117,7 @@ def _damage(directory: Path, part: str, values: np.ndarray) -> str:
         ("qweight", np.zeros((30, 128), dtype=np.int32), "down_proj"),
     ],
 )
-def test_damaged_parts_are_named(part: str, values: np.ndarray, message: str, tmp_path: Path) -> None:
+def test_damaged_parts_are_named(part, values, message, tmp_path):
     save_tiny_model("llama", tmp_path, **SHAPES)
     quantize_dir(tmp_path, "gptq", group=32, symmetric=True, desc_act=False)
     name = _damage(tmp_path, part, values)

@@ -1,10 +1,6 @@
 """The matrices behind the pooling: read as they are, anything else refused with the folder's name."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +14,14 @@ SETTINGS = {"in_features": 6, "out_features": 4, "bias": False,
 WEIGHT = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
 
 
-def write(folder: Path, settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+def write(folder, settings, tensors):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(settings))
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-def test_matrices_are_read_in_the_order_of_their_folders(tmp_path: Path) -> None:
+def test_matrices_are_read_in_the_order_of_their_folders(tmp_path):
     first = write(tmp_path / "2_Dense", SETTINGS, {"linear.weight": WEIGHT})
     second = write(tmp_path / "3_Dense", SETTINGS, {"linear.weight": np.ascontiguousarray(WEIGHT.T, np.float16)})
     found = read_dense([first, second], {"hidden_size": 6})
@@ -49,15 +45,13 @@ BAD[1, 2] = np.nan
         ({}, {"linear.weight": BAD}, "2_Dense holds NaN or infinity"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
-    tmp_path: Path, settings: dict[str, Any], tensors: dict[str, np.ndarray], message: str
-) -> None:
+def test_what_is_not_supported_is_refused_by_name(tmp_path, settings, tensors, message):
     folder = write(tmp_path / "2_Dense", {**SETTINGS, **settings}, tensors)
     with pytest.raises(ModelFormatError, match=message):
         read_dense([folder], {"hidden_size": 6})
 
 
-def test_what_the_config_leaves_out_is_not_taken_for_the_best(tmp_path: Path) -> None:
+def test_what_the_config_leaves_out_is_not_taken_for_the_best(tmp_path):
     """Of sentence-transformers' Dense a bias and tanh are the defaults."""
     for name in ("bias", "activation_function"):
         settings = {key: value for key, value in SETTINGS.items() if key != name}

@@ -1,11 +1,6 @@
 """Experts that do not fit: each a named error, before anything is computed."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +18,7 @@ Tensors = dict[str, np.ndarray]
 LAYER = "model.layers.1.mlp."
 
 
-def _save(directory: Path, change: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
+def _save(directory, change=None, **config):
     save_tiny_checkpoint("qwen3_moe", directory, num_hidden_layers=2)
     if change is not None:
         path = directory / "model.safetensors"
@@ -35,7 +30,7 @@ def _save(directory: Path, change: Callable[[Tensors], None] | None = None, **co
     return directory
 
 
-def _fuse(tensors: Tensors) -> None:
+def _fuse(tensors):
     """As later versions of transformers hold them."""
     for layer in range(2):
         base = f"model.layers.{layer}.mlp.experts."
@@ -45,42 +40,42 @@ def _fuse(tensors: Tensors) -> None:
         tensors[f"{base}gate_up_proj"], tensors[f"{base}down_proj"] = np.stack(both), np.stack(parts["down"])
 
 
-def _widen(tensors: Tensors) -> None:
+def _widen(tensors):
     name = f"{LAYER}experts.5.down_proj.weight"
     tensors[name] = np.concatenate([tensors[name], tensors[name]], axis=1)
 
 
-def _more(tensors: Tensors) -> None:
+def _more(tensors):
     for part in ("gate", "up", "down"):
         tensors[f"{LAYER}experts.12.{part}_proj.weight"] = tensors[f"{LAYER}experts.11.{part}_proj.weight"].copy()
 
 
-def _fused_more(tensors: Tensors) -> None:
+def _fused_more(tensors):
     _fuse(tensors)
     for name in (f"{LAYER}experts.gate_up_proj", f"{LAYER}experts.down_proj"):
         tensors[name] = np.concatenate([tensors[name], tensors[name][:1]])
 
 
-def _fused_odd(tensors: Tensors) -> None:
+def _fused_odd(tensors):
     _fuse(tensors)
     tensors[f"{LAYER}experts.gate_up_proj"] = tensors[f"{LAYER}experts.gate_up_proj"][:, :-1]
 
 
-def _both(tensors: Tensors) -> None:
+def _both(tensors):
     copies = {name: tensor.copy() for name, tensor in tensors.items() if ".experts." in name}
     _fuse(tensors)
     tensors |= copies
 
 
-def _broken_router(tensors: Tensors) -> None:
+def _broken_router(tensors):
     tensors[f"{LAYER}gate.weight"][3, 5] = np.nan
 
 
-def _router_rows(tensors: Tensors) -> None:
+def _router_rows(tensors):
     tensors[f"{LAYER}gate.weight"] = tensors[f"{LAYER}gate.weight"][:11]
 
 
-def _missing(tensors: Tensors) -> None:
+def _missing(tensors):
     del tensors[f"{LAYER}experts.7.up_proj.weight"]
 
 
@@ -98,7 +93,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("weights", ["f32", "int4"])
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_do_not_fit(name: str, weights: str, tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit(name, weights, tmp_path):
     change, message = TENSORS[name]
     with pytest.raises(ModelFormatError, match=message):
         NativeRunner.from_dir(_save(tmp_path, change), weights=weights)
@@ -118,13 +113,13 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configs_that_are_refused(name: str, tmp_path: Path) -> None:
+def test_configs_that_are_refused(name, tmp_path):
     config, message = CONFIGS[name]
     with pytest.raises(ModelFormatError, match=message):
         describe_model(Checkpoint.open(_save(tmp_path, **config)).config)
 
 
-def test_experts_in_one_tensor_are_the_same_model(tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_the_same_model(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "many").mkdir()
     directories = _save(tmp_path / "one", _fuse), _save(tmp_path / "many")
@@ -136,7 +131,7 @@ def test_experts_in_one_tensor_are_the_same_model(tmp_path: Path) -> None:
             np.testing.assert_array_equal(fused.rows(name, 3, 9), apart.rows(name, 3, 9))
 
 
-def test_other_tensors_stay_as_they_are() -> None:
+def test_other_tensors_stay_as_they_are():
     assert expert_rows("model.layers.0.mlp.gate_up_proj.weight", (4, 6, 8)) == []
     assert expert_rows("model.layers.0.mlp.experts.3.gate_proj.weight", (6, 8)) == []
     assert expert_number("model.layers.0.mlp.experts.31.up_proj.weight") == 31

@@ -1,10 +1,7 @@
 """Bytes of a file in own buffers: equal to the file, an error where it ends early."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,16 +11,14 @@ from kvboost_edge.models.weights.file_bytes import FileBytes
 
 
 @pytest.mark.parametrize("has_preadv", [True, False])
-def test_every_thread_reads_what_it_asked_for(
-    has_preadv: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_thread_reads_what_it_asked_for(has_preadv, tmp_path, monkeypatch):
     if not has_preadv:
         monkeypatch.delattr(os, "preadv", raising=False)
     data = np.arange(50_000, dtype=np.uint32)
     data.tofile(tmp_path / "f")
     file = FileBytes(tmp_path / "f")
 
-    def read(start: int) -> bool:
+    def read(start):
         found = np.empty((10, 30), dtype=np.uint32)
         file.read_into(found, 4 * start)
         return bool((found.reshape(-1) == data[start : start + 300]).all())
@@ -35,7 +30,7 @@ def test_every_thread_reads_what_it_asked_for(
     file.close()
 
 
-def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
+def test_a_file_that_ends_early_is_named(tmp_path):
     path = tmp_path / "weights"
     path.write_bytes(bytes(100))
     file = FileBytes(path)

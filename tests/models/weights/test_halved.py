@@ -1,9 +1,5 @@
 """Rows of queries and keys whose rope turns neighbouring channels, in the order of halves, whatever the format."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -24,7 +20,7 @@ PART = [*range(0, 32, 2), *range(1, 32, 2), *range(32, 64)]
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q4_K", "IQ4_NL"])
 @pytest.mark.parametrize(("family", "order"), [("ernie4_5", WHOLE), ("glm4", PART)])
-def test_any_range_of_rows(family: str, order: list[int], kind: str, tmp_path: Path) -> None:
+def test_any_range_of_rows(family, order, kind, tmp_path):
     path = write_gguf(save_tiny_model(family, tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=kind)
     places = np.array([64 * head + row for head in range(4) for row in order])
     with Checkpoint.open(path).open_source() as ours, GgufSource(read_gguf(path)) as files:
@@ -46,7 +42,7 @@ def test_any_range_of_rows(family: str, order: list[int], kind: str, tmp_path: P
                 assert found.table is whole.table
 
 
-def test_rows_that_are_not_whole_heads_are_refused(tmp_path: Path) -> None:
+def test_rows_that_are_not_whole_heads_are_refused(tmp_path):
     path = write_gguf(save_tiny_model("ernie4_5", tmp_path / "model", **WIDE), tmp_path / "m.gguf")
     with HalvedSource(GgufSource(read_gguf(path)), 96, 48) as source:
         with pytest.raises(ModelFormatError, match=r"q_proj.weight' has 256 rows; asked for 0 to 256, heads of 96"):

@@ -1,11 +1,7 @@
 """Which head a model directory has, where config.json and files say different things."""
 
-from __future__ import annotations
-
 import json
 import logging
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +16,7 @@ from kvboost_edge.models.config.families import describe_model
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def _say(model: Path, tied: Any) -> None:
+def _say(model, tied):
     """What config.json says, None: nothing."""
     path = model / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -29,21 +25,19 @@ def _say(model: Path, tied: Any) -> None:
     path.write_text(json.dumps(config), encoding="utf-8")
 
 
-def _change(model: Path, **tensors: Any) -> None:
+def _change(model, **tensors):
     path = model / "model.safetensors"
     save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
 
 
-def _tied(model: Path) -> bool:
+def _tied(model):
     return describe_model(Checkpoint.open(model).config).tied
 
 
 @pytest.mark.parametrize(
     ("family", "said"), [("qwen3_moe", True), ("qwen3_5_text", True), ("lfm2-plain", None), ("llama", True)]
 )
-def test_a_head_of_its_own_counts_whatever_the_config_says(
-    family: str, said: bool | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_head_of_its_own_counts_whatever_the_config_says(family, said, tmp_path, caplog):
     """As transformers has it: both are there and differ."""
     save_tiny_model(family, tmp_path, tie_word_embeddings=False)
     _say(tmp_path, said)
@@ -54,7 +48,7 @@ def test_a_head_of_its_own_counts_whatever_the_config_says(
 
 
 @pytest.mark.parametrize("said", [True, None])
-def test_a_tied_head_that_was_saved_is_no_other_one(said: bool | None, tmp_path: Path) -> None:
+def test_a_tied_head_that_was_saved_is_no_other_one(said, tmp_path):
     save_tiny_model("gemma2", tmp_path, tie_word_embeddings=True)
     embedding = load_file(tmp_path / "model.safetensors")[_EMBEDDING]
     _change(tmp_path, **{_HEAD: embedding})
@@ -70,7 +64,7 @@ def test_a_tied_head_that_was_saved_is_no_other_one(said: bool | None, tmp_path:
         Checkpoint.open(tmp_path).summary()
 
 
-def test_a_nested_config_that_is_wrong_in_both_parts(tmp_path: Path) -> None:
+def test_a_nested_config_that_is_wrong_in_both_parts(tmp_path):
     save_nested_model("qwen3_vl", tmp_path, tie_word_embeddings=False)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -80,7 +74,7 @@ def test_a_nested_config_that_is_wrong_in_both_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", ["false", 1, [[]], 1e308])
-def test_what_is_neither_true_nor_false_is_refused(said: Any, tmp_path: Path) -> None:
+def test_what_is_neither_true_nor_false_is_refused(said, tmp_path):
     save_tiny_model("llama", tmp_path, tie_word_embeddings=True)
     _say(tmp_path, said)
     with pytest.raises(ModelFormatError, match=r"tie_word_embeddings=.* must be true or false"):

@@ -1,9 +1,5 @@
 """Matrices that are stored as one and read as several: every form of rows, with the rows of the one."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -25,33 +21,33 @@ MATRIX = np.arange(260 * 8, dtype=np.float32).reshape(260, 8)
 class Quantized(SafetensorsSource):
     """Codes instead of floats."""
 
-    def kind(self, name: str) -> str | None:
+    def kind(self, name):
         return "int8" if name == STORED else None
 
-    def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
+    def quant_rows(self, name, start, stop):
         assert name == STORED
         codes = np.arange(260 * 8).reshape(260, 8)[start:stop] % 251
         return QuantRows("int8", codes.astype(np.uint8), np.arange(260, dtype=np.float16)[start:stop, None])
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> PieceSource:
+def source(tmp_path):
     save_file({STORED: MATRIX, OTHER: MATRIX[:64]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     return PieceSource(Quantized(tmp_path), NAMES.whole, mixer_pieces(MIXER, NAMES))
 
 
-def piece_name(piece: str) -> str:
+def piece_name(piece):
     return f"model.layers.0.{piece}.weight"
 
 
-def test_the_pieces_are_what_the_mixer_reads(source: PieceSource) -> None:
+def test_the_pieces_are_what_the_mixer_reads(source):
     assert {*NAMES.inputs, *NAMES.gates} == set(PLACES)
     with source:
         assert source.names() == {OTHER, *map(piece_name, PLACES)}
 
 
 @pytest.mark.parametrize("piece", PLACES)
-def test_a_piece_is_a_run_of_rows(piece: str, source: PieceSource) -> None:
+def test_a_piece_is_a_run_of_rows(piece, source):
     (first, stop), name = PLACES[piece], piece_name(piece)
     rows = stop - first
     with source:
@@ -71,14 +67,14 @@ def test_a_piece_is_a_run_of_rows(piece: str, source: PieceSource) -> None:
                 source.quant_rows(name, start, end)
 
 
-def test_other_tensors_are_as_they_were(source: PieceSource) -> None:
+def test_other_tensors_are_as_they_were(source):
     with source:
         assert (source.shape(OTHER), source.kind(OTHER)) == ((64, 8), None)
         np.testing.assert_array_equal(source.rows(OTHER, 2), MATRIX[2:64])
         assert source.stored_rows(OTHER).row_bytes == 32
 
 
-def test_a_matrix_of_other_rows_is_refused(source: PieceSource, tmp_path: Path) -> None:
+def test_a_matrix_of_other_rows_is_refused(source, tmp_path):
     more = mixer_pieces(MIXER._replace(value_heads=8), NAMES)
     with (
         source,

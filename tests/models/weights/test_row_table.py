@@ -1,10 +1,7 @@
 """Rows of a table read one by one: those of the whole tensor, and an error wherever the file is another."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -26,7 +23,7 @@ TABLE = "model.embed_tokens.weight"  # any tensor with a row for each token will
 ROWS, WIDTH = 300, 64
 
 
-def _gguf(directory: Path, kind: str) -> Checkpoint:
+def _gguf(directory, kind):
     width = {"hidden_size": 256, "head_dim": 64} if kind in K_SCALES else {}
     source = save_tiny_model("qwen3", directory / "hf", **width)
     path = write_gguf(
@@ -35,7 +32,7 @@ def _gguf(directory: Path, kind: str) -> Checkpoint:
     return Checkpoint.open(path, cache_dir=NO_CACHE)
 
 
-def _safetensors(directory: Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
+def _safetensors(directory, dtype=torch.float32):
     save_tiny_model("qwen3", directory)
     path = directory / "model.safetensors"
     save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
@@ -43,7 +40,7 @@ def _safetensors(directory: Path, dtype: torch.dtype = torch.float32) -> Checkpo
 
 
 @pytest.mark.parametrize("kind", ROW_TYPES)
-def test_rows_of_a_gguf_file_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
+def test_rows_of_a_gguf_file_are_those_of_the_package(kind, tmp_path):
     model = _gguf(tmp_path, kind)
     tensor = next(t for t in gguf.GGUFReader(model.path).tensors if t.name == "token_embd.weight")
     assert tensor.tensor_type == GGMLQuantizationType[kind]
@@ -59,7 +56,7 @@ def test_rows_of_a_gguf_file_are_those_of_the_package(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
-def test_rows_of_safetensors_are_those_of_the_whole(dtype: str, tmp_path: Path) -> None:
+def test_rows_of_safetensors_are_those_of_the_whole(dtype, tmp_path):
     model = _safetensors(tmp_path, {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype])
     with model.open_source() as source:
         assert source.type_of(TABLE) == dtype
@@ -69,7 +66,7 @@ def test_rows_of_safetensors_are_those_of_the_whole(dtype: str, tmp_path: Path) 
         np.testing.assert_array_equal(table.rows(tokens), expected[tokens])
 
 
-def test_threads_do_not_mix_their_rows(tmp_path: Path) -> None:
+def test_threads_do_not_mix_their_rows(tmp_path):
     model = _gguf(tmp_path, "Q8_0")
     with model.open_source() as source:
         expected = source.rows(TABLE)
@@ -79,9 +76,9 @@ def test_threads_do_not_mix_their_rows(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, expected[ids])
 
 
-def test_no_more_is_read_than_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_read_than_the_rows(tmp_path, monkeypatch):
     model = _gguf(tmp_path, "Q8_0")
-    reads: list[int] = []
+    reads = []
     read_into = file_bytes.FileBytes.read_into
     with RowTable.open(model, TABLE, ROWS, WIDTH) as table:
         monkeypatch.setattr(
@@ -94,12 +91,10 @@ def test_no_more_is_read_than_the_rows(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("has_advice", [True, False])
-def test_a_system_without_advice_reads_the_same(
-    has_advice: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_without_advice_reads_the_same(has_advice, tmp_path, monkeypatch):
     if has_advice:
 
-        def refuse(*_: object) -> None:
+        def refuse(*_):
             raise OSError("no such advice")
 
         monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
@@ -111,7 +106,7 @@ def test_a_system_without_advice_reads_the_same(
 
 
 @pytest.mark.parametrize(("token", "named"), [(-1, "token -1 "), (ROWS, "token 300 ")])
-def test_a_token_without_a_row_is_refused(token: int, named: str, tmp_path: Path) -> None:
+def test_a_token_without_a_row_is_refused(token, named, tmp_path):
     with (
         RowTable.open(_safetensors(tmp_path), TABLE, ROWS, WIDTH) as table,
         pytest.raises(RequestError, match=f"{named}has no row in a table of 300"),
@@ -120,12 +115,12 @@ def test_a_token_without_a_row_is_refused(token: int, named: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("shape", [(ROWS - 1, WIDTH), (ROWS, 2 * WIDTH)])
-def test_another_shape_is_refused(shape: tuple[int, int], tmp_path: Path) -> None:
+def test_another_shape_is_refused(shape, tmp_path):
     with pytest.raises(ModelFormatError, match=r"has shape \(300, 64\), expected"):
         RowTable.open(_safetensors(tmp_path), TABLE, *shape)
 
 
-def test_what_has_no_rows_or_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_what_has_no_rows_or_is_not_there_is_refused(tmp_path):
     for model in (_safetensors(tmp_path / "s"), _gguf(tmp_path / "g", "Q8_0")):
         with pytest.raises(ModelFormatError, match="has no rows to be read alone"):
             RowTable.open(model, "model.norm.weight", WIDTH, 1)
@@ -133,7 +128,7 @@ def test_what_has_no_rows_or_is_not_there_is_refused(tmp_path: Path) -> None:
             RowTable.open(model, "model.embed_tokens_per_layer.weight", ROWS, WIDTH)
 
 
-def test_rows_in_another_order_are_refused(tmp_path: Path) -> None:
+def test_rows_in_another_order_are_refused(tmp_path):
     path = write_gguf(save_tiny_model("llama", tmp_path / "hf"), tmp_path / "model.gguf")
     glm4 = Checkpoint.open(save_tiny_model("glm4", tmp_path / "glm4"), cache_dir=NO_CACHE)
     for model in (Checkpoint.open(path, cache_dir=NO_CACHE), glm4):
@@ -142,7 +137,7 @@ def test_rows_in_another_order_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_rows_that_are_columns_in_the_file_are_refused(method: str, tmp_path: Path) -> None:
+def test_rows_that_are_columns_in_the_file_are_refused(method, tmp_path):
     save_tiny_model("llama", tmp_path, hidden_size=128, intermediate_size=256, head_dim=32)
     quantize_dir(tmp_path, method, group=32, symmetric=True)
     model = Checkpoint.open(tmp_path, cache_dir=NO_CACHE)
@@ -154,7 +149,7 @@ def test_rows_that_are_columns_in_the_file_are_refused(method: str, tmp_path: Pa
 
 @pytest.mark.parametrize("before", [True, False], ids=["before it is opened", "while it is open"])
 @pytest.mark.parametrize("how", ["shrunk", "written", "grown"])
-def test_a_file_that_changes_is_refused(how: str, before: bool, tmp_path: Path) -> None:
+def test_a_file_that_changes_is_refused(how, before, tmp_path):
     model = _gguf(tmp_path, "Q4_0")
     model.fingerprint()
     table = None if before else RowTable.open(model, TABLE, ROWS, WIDTH)
@@ -174,7 +169,7 @@ def test_a_file_that_changes_is_refused(how: str, before: bool, tmp_path: Path) 
         table.rows(np.array([299]))
 
 
-def test_another_file_of_the_name_is_refused_and_does_not_disturb_who_has_the_old_one(tmp_path: Path) -> None:
+def test_another_file_of_the_name_is_refused_and_does_not_disturb_who_has_the_old_one(tmp_path):
     model = _safetensors(tmp_path)
     model.fingerprint()
     path = tmp_path / "model.safetensors"

@@ -1,12 +1,7 @@
 """Weight files: sound ones pass, each kind of damage is refused by a message that names file and tensor."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +14,7 @@ from kvboost_edge.models.weights.finite import first_non_finite
 from kvboost_edge.models.weights.safetensors_check import check_weights, read_header, weight_files
 
 HIDDEN, VOCAB, LAYERS, HEADS, KV_HEADS = 32, 48, 2, 4, 2
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "model_type": "llama",
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -32,9 +27,9 @@ EMBEDDING = "model.embed_tokens.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
-def tensors(**changes: Any) -> dict[str, np.ndarray]:
+def tensors(**changes):
     rng = np.random.default_rng(0)
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
+    shapes = {EMBEDDING: (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
     kv = HIDDEN // HEADS * KV_HEADS
     for layer in range(LAYERS):
         for name, rows in (("q", HIDDEN), ("k", kv), ("v", kv), ("o", HIDDEN)):
@@ -46,17 +41,17 @@ def tensors(**changes: Any) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     """A directory with one sound weight file."""
     save_file(tensors(), tmp_path / "model.safetensors")
     return tmp_path
 
 
-def split(model: Path) -> None:
+def split(model):
     """Turn the single file into two shards and an index."""
     parts = list(tensors().items())
     names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-    weight_map: dict[str, str] = {}
+    weight_map = {}
     for name, part in zip(names, (dict(parts[:4]), dict(parts[4:])), strict=True):
         save_file(part, model / name)
         weight_map |= dict.fromkeys(part, name)
@@ -64,23 +59,23 @@ def split(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def write(path: Path, header: dict[str, Any] | bytes, data: bytes = b"", *, length: int | None = None) -> None:
+def write(path, header, data=b"", *, length=None):
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(raw) if length is None else length).to_bytes(8, "little") + raw + data)
 
 
-def check(model: Path, **changes: Any) -> Any:
+def check(model, **changes):
     return check_weights(model, {**CONFIG, **changes})
 
 
-def test_sound_file(model: Path) -> None:
+def test_sound_file(model):
     summary = check(model)
     count = sum(value.size for value in tensors().values())
     assert (summary.num_params, summary.nbytes, summary.dtypes) == (count, 4 * count, {"F32": count})
     assert summary.files == (model / "model.safetensors",)
 
 
-def test_sound_shards(model: Path) -> None:
+def test_sound_shards(model):
     whole = check(model)
     split(model)
     summary = check(model)
@@ -88,12 +83,12 @@ def test_sound_shards(model: Path) -> None:
     assert [path.name for path in summary.files] == sorted(path.name for path in model.glob("*.safetensors"))
 
 
-def test_real_tiny_model(tiny_model_dir: Path) -> None:
+def test_real_tiny_model(tiny_model_dir):
     config = json.loads((tiny_model_dir / "config.json").read_text())
     assert check_weights(tiny_model_dir, config).num_params > 10_000
 
 
-def test_every_truncation_is_refused(model: Path) -> None:
+def test_every_truncation_is_refused(model):
     path = model / "model.safetensors"
     good = path.read_bytes()
     for size in (0, 1, 7, 8, 9, 100, len(good) // 2, len(good) - 1):
@@ -106,7 +101,7 @@ def test_every_truncation_is_refused(model: Path) -> None:
 
 
 @given(data=st.data())
-def test_garbage_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_garbage_is_refused(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "garbage.safetensors"
     raw = data.draw(st.binary(max_size=80))
     if data.draw(st.booleans()):
@@ -117,7 +112,7 @@ def test_garbage_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.D
         read_header(path)
 
 
-def test_a_bit_flipped_in_the_header_never_crashes(model: Path) -> None:
+def test_a_bit_flipped_in_the_header_never_crashes(model):
     path = model / "model.safetensors"
     good = bytearray(path.read_bytes())
     length = int.from_bytes(good[:8], "little")
@@ -135,13 +130,13 @@ def test_a_bit_flipped_in_the_header_never_crashes(model: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 1 << 40, 0, 1])
-def test_header_length_is_checked_before_memory_is_taken(model: Path, length: int) -> None:
+def test_header_length_is_checked_before_memory_is_taken(model, length):
     write(model / "model.safetensors", {"a": {}}, length=length)
     with pytest.raises(ModelFormatError, match=str(length)):
         check(model)
 
 
-def test_header_over_the_limit(model: Path) -> None:
+def test_header_over_the_limit(model):
     with open(model / "model.safetensors", "wb") as file:
         file.write((150_000_000).to_bytes(8, "little"))
         file.truncate(150_000_100)
@@ -150,7 +145,7 @@ def test_header_over_the_limit(model: Path) -> None:
 
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-BAD_HEADERS: dict[str, tuple[dict[str, Any] | bytes, int]] = {
+BAD_HEADERS = {
     "offset behind the end": ({"w": {**ENTRY, "shape": [4], "data_offsets": [0, 16]}}, 8),
     "offset far behind the end": ({"w": {**ENTRY, "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}, 8),
     "starts late": ({"w": {**ENTRY, "data_offsets": [4, 12]}}, 12),
@@ -177,7 +172,7 @@ BAD_HEADERS: dict[str, tuple[dict[str, Any] | bytes, int]] = {
 
 
 @pytest.mark.parametrize("name", BAD_HEADERS)
-def test_bad_layout_is_refused(model: Path, name: str) -> None:
+def test_bad_layout_is_refused(model, name):
     header, size = BAD_HEADERS[name]
     write(model / "model.safetensors", header, b"\0" * size)
     with pytest.raises(ModelFormatError, match=r"model\.safetensors") as raised:
@@ -186,7 +181,7 @@ def test_bad_layout_is_refused(model: Path, name: str) -> None:
         assert "'w'" in str(raised.value)
 
 
-def test_a_layout_that_is_right_reads_as_numpy_wrote_it(tmp_path: Path) -> None:
+def test_a_layout_that_is_right_reads_as_numpy_wrote_it(tmp_path):
     values = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros((0, 4), np.float16), "c": np.array(7)}
     save_file(values, tmp_path / "x.safetensors")
     raw = (tmp_path / "x.safetensors").read_bytes()
@@ -196,7 +191,7 @@ def test_a_layout_that_is_right_reads_as_numpy_wrote_it(tmp_path: Path) -> None:
         assert raw[found[name].start : found[name].stop] == value.tobytes()
 
 
-BAD_CONFIGS: dict[str, tuple[dict[str, Any], str, str]] = {
+BAD_CONFIGS = {
     "vocab_size": ({"vocab_size": VOCAB + 1}, EMBEDDING, "vocab_size"),
     "hidden_size": ({"hidden_size": HIDDEN * 2}, EMBEDDING, "hidden_size"),
     "more layers": ({"num_hidden_layers": 3}, "layer 2", "num_hidden_layers"),
@@ -207,7 +202,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CONFIGS)
-def test_a_config_of_other_weights_is_refused(model: Path, name: str) -> None:
+def test_a_config_of_other_weights_is_refused(model, name):
     changes, tensor, key = BAD_CONFIGS[name]
     with pytest.raises(ModelFormatError) as raised:
         check(model, **changes)
@@ -215,7 +210,7 @@ def test_a_config_of_other_weights_is_refused(model: Path, name: str) -> None:
     assert key in str(raised.value)
 
 
-def test_embedding_missing_or_of_one_dimension(model: Path) -> None:
+def test_embedding_missing_or_of_one_dimension(model):
     for value in (None, np.zeros(VOCAB, np.float32)):
         save_file(tensors(model__embed_tokens__weight=value), model / "model.safetensors")
         with pytest.raises(ModelFormatError, match="embed"):
@@ -225,14 +220,14 @@ def test_embedding_missing_or_of_one_dimension(model: Path) -> None:
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "F64"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", [0, 5, -1])
-def test_nan_and_infinity_are_found_in_every_float_type(model: Path, dtype: str, bad: float, where: int) -> None:
+def test_nan_and_infinity_are_found_in_every_float_type(model, dtype, bad, where):
     values = np.random.default_rng(2).standard_normal(HIDDEN * HIDDEN)
     values[where] = bad
     if dtype == "BF16":
         raw = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
     else:
         raw = values.astype({"F32": "<f4", "F16": "<f2", "F64": "<f8"}[dtype]).tobytes()
-    header: dict[str, Any] = {}
+    header = {}
     data = b""
     for name, value in tensors().items():
         piece, kind = (raw, dtype) if name == QUERY else (value.tobytes(), "F32")
@@ -244,7 +239,7 @@ def test_nan_and_infinity_are_found_in_every_float_type(model: Path, dtype: str,
     assert check_weights(model, CONFIG, check_finite=False).num_params > 0
 
 
-def test_the_mask_constant_of_old_checkpoints_may_be_infinite(model: Path) -> None:
+def test_the_mask_constant_of_old_checkpoints_may_be_infinite(model):
     constant = {"model__layers__0__attention__masked_bias": np.array(-np.inf, np.float16)}
     save_file(tensors(**constant), model / "model.safetensors")
     assert check(model).dtypes["F16"] == 1
@@ -256,9 +251,7 @@ def test_the_mask_constant_of_old_checkpoints_may_be_infinite(model: Path) -> No
     dtype=st.sampled_from(["F32", "F16", "BF16"]),
     offset=st.integers(0, 9),
 )
-def test_first_non_finite_equals_numpy(
-    tmp_path_factory: pytest.TempPathFactory, count: int, bad: list[int], dtype: str, offset: int
-) -> None:
+def test_first_non_finite_equals_numpy(tmp_path_factory, count, bad, dtype, offset):
     values = np.full(count, 3.0e4, dtype=np.float32)
     values[[i for i in bad if i < count]] = np.nan
     path = tmp_path_factory.getbasetemp() / "values"
@@ -272,13 +265,13 @@ def test_first_non_finite_equals_numpy(
     assert first_non_finite(path, "I32", 0, offset) is None
 
 
-def test_soundness_is_remembered_until_the_file_changes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soundness_is_remembered_until_the_file_changes(model, monkeypatch):
     from kvboost_edge.models.weights import safetensors_check
 
-    calls: list[str] = []
+    calls = []
     real = safetensors_check.first_non_finite
 
-    def counted(path: Path, *args: Any) -> int | None:
+    def counted(path, *args):
         calls.append(path.name)
         return real(path, *args)
 
@@ -295,27 +288,27 @@ def test_soundness_is_remembered_until_the_file_changes(model: Path, monkeypatch
             check(model)
 
 
-def _drop_shard(model: Path) -> str:
+def _drop_shard(model):
     (model / "model-00002-of-00002.safetensors").unlink()
     return "model-00002-of-00002.safetensors"
 
 
-def _shard_of_other_tensors(model: Path) -> str:
+def _shard_of_other_tensors(model):
     shutil.copy(model / "model-00001-of-00002.safetensors", model / "model-00002-of-00002.safetensors")
     return "model-00002-of-00002.safetensors"
 
 
-def _lacks_a_tensor(model: Path) -> str:
+def _lacks_a_tensor(model):
     save_file({"model.layers.1.extra": np.zeros(1, np.float32)}, model / "model-00002-of-00002.safetensors")
     return "model-00002-of-00002.safetensors"
 
 
-def _edit_index(model: Path, value: Any) -> str:
+def _edit_index(model, value):
     (model / "model.safetensors.index.json").write_text(json.dumps(value))
     return "index.json"
 
 
-SHARD_FAULTS: dict[str, Callable[[Path], str]] = {
+SHARD_FAULTS = {
     "missing": _drop_shard,
     "tensor in two shards": _shard_of_other_tensors,
     "tensor in no shard": _lacks_a_tensor,
@@ -327,7 +320,7 @@ SHARD_FAULTS: dict[str, Callable[[Path], str]] = {
 
 
 @pytest.mark.parametrize("name", SHARD_FAULTS)
-def test_faults_of_shards_name_the_file(model: Path, name: str) -> None:
+def test_faults_of_shards_name_the_file(model, name):
     split(model)
     file = SHARD_FAULTS[name](model)
     with pytest.raises(ModelFormatError) as raised:
@@ -336,12 +329,12 @@ def test_faults_of_shards_name_the_file(model: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickles_are_refused_by_name_and_not_opened(tmp_path: Path, name: str) -> None:
+def test_pickles_are_refused_by_name_and_not_opened(tmp_path, name):
     (tmp_path / name).write_bytes(b"\x80\x04cos\nsystem\n")
     with pytest.raises(ModelFormatError, match=name):
         check(tmp_path)
 
 
-def test_no_weights(tmp_path: Path) -> None:
+def test_no_weights(tmp_path):
     with pytest.raises(ModelFormatError, match=r"model\.safetensors"):
         weight_files(tmp_path)

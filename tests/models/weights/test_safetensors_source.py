@@ -1,7 +1,5 @@
 """Rows of a checkpoint's tensors, as float32."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 
 
-def test_some_rows_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_some_rows_are_those_of_the_whole(tmp_path):
     with SafetensorsSource(save_tiny_model("llama", tmp_path)) as source:
         name = "lm_head.weight"
         whole = source.rows(name)
@@ -21,6 +19,6 @@ def test_some_rows_are_those_of_the_whole(tmp_path: Path) -> None:
         assert source.shape(name) == (300, 64)
 
 
-def test_what_is_no_checkpoint_is_refused() -> None:
+def test_what_is_no_checkpoint_is_refused():
     with pytest.raises(ModelFormatError):
         SafetensorsSource(Path(os.devnull).parent)

@@ -1,7 +1,5 @@
 """Layers of a checkpoint against its config: what is missing is found without counting to what the config claims."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from kvboost_edge.models.weights.shapes import check_shapes
 FILE = Path("model") / "model.safetensors"
 
 
-def test_a_claim_of_many_layers_costs_nothing() -> None:
+def test_a_claim_of_many_layers_costs_nothing():
     shapes = {"model.embed_tokens.weight": (FILE, (10, 4))}
     shapes |= {f"model.layers.{layer}.input_layernorm.weight": (FILE, (4,)) for layer in (0, 1, 3)}
     started = time.process_time()
@@ -25,7 +23,7 @@ def test_a_claim_of_many_layers_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("given", ["1", [[]], {"a": 1}, 1.5, -1, True])
-def test_layers_that_only_speculate_are_a_number(given: object) -> None:
+def test_layers_that_only_speculate_are_a_number(given):
     shapes = {"model.embed_tokens.weight": (FILE, (10, 4)), "model.layers.0.input_layernorm.weight": (FILE, (4,))}
     shapes |= {"model.layers.1.input_layernorm.weight": (FILE, (4,))}
     config = {"num_hidden_layers": 1, "num_nextn_predict_layers": given}
@@ -36,7 +34,7 @@ def test_layers_that_only_speculate_are_a_number(given: object) -> None:
         check_shapes(shapes, {**config, "num_nextn_predict_layers": None}, FILE.parent)
 
 
-def test_messages_say_where_the_config_comes_from() -> None:
+def test_messages_say_where_the_config_comes_from():
     shapes = {"model.embed_tokens.weight": (Path("m.gguf"), (10, 4))}
     with pytest.raises(ModelFormatError, match=r"m\.gguf: .*has 10 rows, but m\.gguf says vocab_size=11"):
         check_shapes(shapes, {"vocab_size": 11}, Path("m.gguf"), "m.gguf")

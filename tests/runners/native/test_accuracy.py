@@ -1,12 +1,6 @@
 """Quantized runs against float64 arithmetic on the very same quantized weights: what int8 activations cost."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -18,7 +12,7 @@ from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.runners.native.runner import NativeRunner
 
 
-def _as_quantized(weight: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.float64]:
+def _as_quantized(weight, kind):
     """The values that the packed form of a matrix stands for."""
     return unpack_rows(pack_rows(weight, KINDS[kind]), *weight.shape, kind).astype(np.float64)
 
@@ -64,8 +58,8 @@ _ROUTERS = ("mlp.gate.weight", "router.weight", "shared_expert_gate.weight", "e_
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "int4-asym"])
 @pytest.mark.parametrize("family", [*FAMILIES, *LIMITS, *MIXTURES])
-def test_logits_are_near_float64_with_the_same_weights(family: str, weights: str, tmp_path: Path) -> None:
-    overrides: dict[str, Any] = OVERRIDES.get(family, {})
+def test_logits_are_near_float64_with_the_same_weights(family, weights, tmp_path):
+    overrides = OVERRIDES.get(family, {})
     save_tiny_model(family, tmp_path, **overrides)
     model = build_tiny_model(family, **overrides).double()
     parameters = dict(model.named_parameters())  # of tied ones the first name only

@@ -1,21 +1,14 @@
 """A pass that memory does not suffice for leaves the buffers of the passes before it, wherever it ran out."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from helpers.models.tiny_models import save_tiny_model
 from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.runner import NativeRunner
 
 SMALL, LARGE = ([np.random.default_rng(n).integers(0, 256, n).tolist() for n in counts] for counts in ((5, 9), (1030,)))
@@ -24,13 +17,13 @@ SMALL, LARGE = ([np.random.default_rng(n).integers(0, 256, n).tolist() for n in 
 class Scarce:
     """NumPy's functions that take memory, of which one call fails."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, fails_at: int) -> None:
+    def __init__(self, patch, fails_at):
         self.left = fails_at
         for name in ("empty", "concatenate"):
             patch.setattr(np, name, self.counted(getattr(np, name)))
 
-    def counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def take(*arguments: Any, **options: Any) -> Any:
+    def counted(self, real):
+        def take(*arguments, **options):
             self.left -= 1
             if self.left == 0:
                 raise MemoryError("the test has no more")
@@ -39,7 +32,7 @@ class Scarce:
         return take
 
 
-def addresses_are_of_what_is_held(buffers: Buffers) -> None:
+def addresses_are_of_what_is_held(buffers):
     found = buffers.addresses(1, 1)
     assert {number: array.ctypes.data for number, array in buffers._arrays.items()} == {
         number: found[number] for number in buffers._arrays
@@ -51,7 +44,7 @@ def addresses_are_of_what_is_held(buffers: Buffers) -> None:
     assert found[-1] == (buffers._query_factors.ctypes.data if buffers._query_factors.size else 0)
 
 
-def computed(driver: PagedDriver, prompts: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+def computed(driver, prompts):
     sequences = [driver.open(prompt) for prompt in prompts]
     try:
         return driver.step([(sequence, len(sequence.token_ids)) for sequence in sequences])
@@ -61,9 +54,7 @@ def computed(driver: PagedDriver, prompts: list[list[int]]) -> list[npt.NDArray[
 
 
 @pytest.mark.parametrize("family", ["ministral3", "gemma4-moe", "qwen3_moe"])
-def test_the_pass_after_one_without_memory_is_what_it_was(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pass_after_one_without_memory_is_what_it_was(family, tmp_path, monkeypatch):
     """Queries with factors of their positions, two tables of rope, and buffers of a mixture."""
     save_tiny_model(family, tmp_path, max_position_embeddings=4096)
     backend = None

@@ -1,12 +1,9 @@
 """What a model compiles: the kernels of its own weights, layers and cache, none of them in the process that uses it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -49,7 +46,7 @@ print(json.dumps([own, used]))
 
 
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 16), ("int4-asym", 8), ("f32", 16)])
-def test_a_run_compiles_nothing_and_uses_what_was_compiled_ahead(weights: str, bits: int, tmp_path: Path) -> None:
+def test_a_run_compiles_nothing_and_uses_what_was_compiled_ahead(weights, bits, tmp_path):
     command = [sys.executable, "-c", RUN, weights, str(bits)]
     environment = {**os.environ, "KVBOOST_EDGE_CACHE": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -61,7 +58,7 @@ def test_a_run_compiles_nothing_and_uses_what_was_compiled_ahead(weights: str, b
     assert set(used) == wanted - {copy_entry.name} | packing  # copied are the blocks of sequences that fork
 
 
-def test_each_kind_of_weights_and_of_cache_has_code_of_its_own() -> None:
+def test_each_kind_of_weights_and_of_cache_has_code_of_its_own():
     plain = {entry.name for entry in pass_entries([], PLAIN, quantized=False)}
     coded = {entry.name for entry in pass_entries([], PLAIN, quantized=True)}
     assert len(plain - coded) == 1
@@ -72,7 +69,7 @@ def test_each_kind_of_weights_and_of_cache_has_code_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", APART)
-def test_operations_of_few_models_have_entries_of_their_own(name: str, tmp_path: Path) -> None:
+def test_operations_of_few_models_have_entries_of_their_own(name, tmp_path):
     """What is foreseen before weights are packed is what the program then has."""
     runner = NativeRunner.from_dir(save_tiny_model(name, tmp_path), weights="int8")
     possible = possible_operations(runner._spec)
@@ -83,15 +80,13 @@ def test_operations_of_few_models_have_entries_of_their_own(name: str, tmp_path:
     runner.close()
 
 
-def test_each_operation_has_one_entry() -> None:
+def test_each_operation_has_one_entry():
     numbers = sorted(value for name, value in vars(lt).items() if name.startswith("OP_"))
     assert sorted(operation for known in lt.OPERATIONS.values() for operation in known) == numbers
     assert [entries_of([number]) for number in numbers] == [[entry] for entry in lt.ENTRY_OF.tolist()]
 
 
-def test_a_program_with_an_operation_that_no_entry_knows_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_with_an_operation_that_no_entry_knows_is_refused(tmp_path, monkeypatch):
     model = save_tiny_checkpoint("llama", tmp_path)
     known = [operation for operation in PLAIN if operation != lt.OP_GATED]
     monkeypatch.setitem(lt.OPERATIONS, lt.K_PROGRAM, known)

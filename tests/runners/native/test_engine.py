@@ -1,10 +1,7 @@
 """The native runner behind the public engine: equal to the bit with and without cache."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ PROMPT = "the quick brown fox jumps over the lazy dog and then it sleeps for the
 
 
 @pytest.mark.parametrize("weights", ["auto", "int4", "int4-asym"])
-def test_cached_and_cold_are_equal_to_the_bit(tiny_model_dir: Path, weights: str) -> None:
+def test_cached_and_cold_are_equal_to_the_bit(tiny_model_dir, weights):
     with CPUPagedEngine.from_pretrained(str(tiny_model_dir), weights=weights, **NATIVE) as engine:
         assert engine.runner_info.name == "native"
         assert engine.runner_info.dtype == ("int8" if weights == "auto" else weights)
@@ -32,7 +29,7 @@ def test_cached_and_cold_are_equal_to_the_bit(tiny_model_dir: Path, weights: str
 
 
 @pytest.mark.parametrize("bits", [8, (8, 4), 4], ids=str)
-def test_quantized_caches_are_equal_to_the_bit_too(tiny_model_dir: Path, bits: int | tuple[int, int]) -> None:
+def test_quantized_caches_are_equal_to_the_bit_too(tiny_model_dir, bits):
     with CPUPagedEngine.from_pretrained(str(tiny_model_dir), kv_cache_bits=bits, **NATIVE) as engine:
         report = engine.verify_correctness(max_new_tokens=20)
         assert report, str(report)
@@ -47,7 +44,7 @@ def test_quantized_caches_are_equal_to_the_bit_too(tiny_model_dir: Path, bits: i
         assert stats["pool_bytes"] >= 64 * spec.bytes_per_block + num_open * spec.bytes_per_open_block
 
 
-def test_quantized_caches_are_refused_where_they_are_not_built(tiny_model_dir: Path) -> None:
+def test_quantized_caches_are_refused_where_they_are_not_built(tiny_model_dir):
     for options in ({"runner": "torch"}, {"backend": "torch"}, {"dtype": "float16"}):
         with pytest.raises(ConfigError, match="kv_cache_bits=4 needs the native runner"):
             CPUPagedEngine.from_pretrained(str(tiny_model_dir), kv_cache_bits=4, **options)
@@ -56,7 +53,7 @@ def test_quantized_caches_are_refused_where_they_are_not_built(tiny_model_dir: P
         CPUPagedEngine(model, None, kv_cache_bits=(8, 4))
 
 
-def test_caches_of_different_widths_share_nothing(tiny_model_dir: Path) -> None:
+def test_caches_of_different_widths_share_nothing(tiny_model_dir):
     roots = set()
     for bits in (16, 8, (8, 4)):
         with CPUPagedEngine.from_pretrained(str(tiny_model_dir), kv_cache_bits=bits, **NATIVE) as engine:
@@ -64,7 +61,7 @@ def test_caches_of_different_widths_share_nothing(tiny_model_dir: Path) -> None:
     assert len(roots) == 3
 
 
-def test_weight_formats_share_nothing(tiny_model_dir: Path) -> None:
+def test_weight_formats_share_nothing(tiny_model_dir):
     roots = set()
     for weights in ("int8", "int4", "int4-asym"):
         with CPUPagedEngine.from_pretrained(str(tiny_model_dir), weights=weights, **NATIVE) as engine:
@@ -72,7 +69,7 @@ def test_weight_formats_share_nothing(tiny_model_dir: Path) -> None:
     assert len(roots) == 3
 
 
-def test_a_family_native_does_not_know_says_so_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_family_native_does_not_know_says_so_in_the_log(tmp_path, caplog):
     directory = save_tiny_model("gpt_neox", tmp_path)
     with CPUPagedEngine.from_pretrained(directory, num_blocks=8) as engine:
         assert engine.runner_info.name == "torch"
@@ -81,7 +78,7 @@ def test_a_family_native_does_not_know_says_so_in_the_log(tmp_path: Path, caplog
     assert "gpt_neox" in record.getMessage()
 
 
-def test_f32_weights_equal_the_torch_runner(tiny_model_dir: Path) -> None:
+def test_f32_weights_equal_the_torch_runner(tiny_model_dir):
     options = {"num_blocks": 64, "backend": "cpu", "dtype": "float32"}
     logits = {}
     for runner in ("native", "torch"):
@@ -91,7 +88,7 @@ def test_f32_weights_equal_the_torch_runner(tiny_model_dir: Path) -> None:
     assert distance <= 1e-4 * np.linalg.norm(logits["torch"])
 
 
-def test_no_torch_is_imported(tiny_model_dir: Path) -> None:
+def test_no_torch_is_imported(tiny_model_dir):
     code = (
         "import sys; from kvboost_edge import CPUPagedEngine\n"
         "with CPUPagedEngine.from_pretrained(sys.argv[1], num_blocks=32, runner='native') as engine:\n"

@@ -1,9 +1,5 @@
 """Every family of the native runner against transformers: float32 weights, logits within 1e-4, greedy tokens equal."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from helpers.models.tiny_models import FAMILIES, build_tiny_model, save_tiny_model
@@ -44,22 +40,22 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def _check(name: str, overrides: dict[str, object], directory: Path) -> None:
+def _check(name, overrides, directory):
     save_tiny_model(name, directory, **overrides)
     assert_native_equals(build_tiny_model(name, **overrides), directory)
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_family_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_family_equals_transformers(name, tmp_path):
     _check(name, {}, tmp_path)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variant_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_variant_equals_transformers(name, tmp_path):
     _check(*VARIANTS[name], tmp_path)
 
 
-def test_longrope_is_pinned_to_its_first_range(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_longrope_is_pinned_to_its_first_range(tmp_path, caplog):
     save_tiny_model("phi3", tmp_path, **VARIANTS["phi3-longrope"][1])
     runner = NativeRunner.from_dir(tmp_path, weights="int8")
     assert runner.info.max_context == 96
@@ -68,13 +64,13 @@ def test_longrope_is_pinned_to_its_first_range(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("name", NOT_KNOWN)
-def test_unknown_family_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_unknown_family_is_refused_by_name(name, tmp_path):
     save_tiny_model(name, tmp_path)
     with pytest.raises(ModelFormatError, match=f"{name}.*native"):
         NativeRunner.from_dir(tmp_path, weights="f32")
 
 
-def test_misuse_is_refused(tmp_path: Path) -> None:
+def test_misuse_is_refused(tmp_path):
     save_tiny_model("llama", tmp_path)
     with pytest.raises(ConfigError, match="int3"):
         NativeRunner.from_dir(tmp_path, weights="int3")

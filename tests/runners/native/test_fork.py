@@ -1,17 +1,11 @@
 """A sequence forked inside a block: copy-on-write leaves both sides with the logits of a cold run, `==` on all."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from helpers.engine.native_bench import Bits
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
-from helpers.runners.paged_driver import PagedDriver, Sequence_
+from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.runners.native.runner import NativeRunner
 
@@ -19,42 +13,42 @@ BLOCK = 16
 LENGTH = 580  # past the end of attention's first partition of 512 tokens
 TEXT, OTHER = (np.random.default_rng(seed).integers(0, 256, LENGTH).tolist() for seed in (0, 1))
 CUTS = [1, 33, 37, 47, 530]  # one token into a block, inside it, one token before its end, behind the first partition
-WIDTHS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4))
+WIDTHS = ((16, 16), (8, 8), (8, 4))
 Logits = npt.NDArray[np.float32]
 
 
 class Model:
     """A runner with two threads for forks, one with one thread for cold runs; a runner has one backend at a time."""
 
-    def __init__(self, directory: Path, bits: Bits) -> None:
+    def __init__(self, directory, bits):
         self._runners, self._backends = [], []
         for threads in (1, 2):
             runner = NativeRunner.from_dir(directory, weights="int8", num_threads=threads, kv_bits=bits)
             self._runners.append(runner)
             self._backends.append(CPUBackend(runner.info.kv_spec, 128, num_threads=threads))
 
-    def driver(self, threads: int = 2) -> PagedDriver:
+    def driver(self, threads=2):
         """Over a pool that holds NaN wherever nothing was written."""
         return PagedDriver(self._runners[threads - 1], self._backends[threads - 1])
 
-    def cold(self, tokens: list[int], start: int) -> Logits:
+    def cold(self, tokens, start):
         driver = self.driver(threads=1)
         return driver.prefill(driver.open(tokens))[start:]
 
-    def close(self) -> None:
+    def close(self):
         for part in (*self._runners, *self._backends):
             part.close()
 
 
 @pytest.fixture(scope="module", params=WIDTHS, ids=str)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(request, tmp_path_factory):
     directory = save_tiny_checkpoint("qwen2", tmp_path_factory.mktemp("fork"), max_position_embeddings=2048)
     model = Model(directory, request.param)
     yield model
     model.close()
 
 
-def fork_at(driver: PagedDriver, cut: int) -> tuple[Sequence_, Sequence_]:
+def fork_at(driver, cut):
     """Two sequences over the same first `cut` tokens; the parent will go on with OTHER, the child with TEXT."""
     parent = driver.open(TEXT[:cut])
     driver.prefill(parent)
@@ -64,13 +58,13 @@ def fork_at(driver: PagedDriver, cut: int) -> tuple[Sequence_, Sequence_]:
     return parent, child
 
 
-def same(actual: Logits, expected: Logits) -> bool:
+def same(actual, expected):
     return bool(np.isfinite(expected).all()) and np.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("ahead", [1, 3, 40])
-def test_the_parent_goes_elsewhere_first(model: Model, cut: int, ahead: int) -> None:
+def test_the_parent_goes_elsewhere_first(model, cut, ahead):
     driver = model.driver()
     parent, child = fork_at(driver, cut)
     elsewhere = [*TEXT[:cut], *OTHER[cut:]]
@@ -83,7 +77,7 @@ def test_the_parent_goes_elsewhere_first(model: Model, cut: int, ahead: int) -> 
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_child_goes_first_and_alone(model: Model, cut: int) -> None:
+def test_the_child_goes_first_and_alone(model, cut):
     driver = model.driver()
     parent, child = fork_at(driver, cut)
     first = driver.step([(child, 2)])[0]
@@ -92,7 +86,7 @@ def test_the_child_goes_first_and_alone(model: Model, cut: int) -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_both_in_one_pass(model: Model, cut: int) -> None:
+def test_both_in_one_pass(model, cut):
     driver = model.driver()
     parent, child = fork_at(driver, cut)
     grandchild = driver.fork(child)
@@ -105,7 +99,7 @@ def test_both_in_one_pass(model: Model, cut: int) -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_forks_while_decoding(model: Model, cut: int) -> None:
+def test_forks_while_decoding(model, cut):
     """A fork every five tokens, each of which goes on alone: what is in open blocks is copied again and again."""
     driver = model.driver()
     sequence = driver.open(TEXT[: cut + 25])

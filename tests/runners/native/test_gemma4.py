@@ -1,10 +1,5 @@
 """Gemma 4 on the native runner: what is stored of layers that share keys and values, files, tables, other backends."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from helpers.gguf.writer import write_gguf
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.runners.paged_driver import PagedDriver
-from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import ModelFormatError
@@ -24,7 +19,7 @@ PROMPT = np.random.default_rng(0).integers(0, 256, 90).tolist()
 Logits = npt.NDArray[np.float32]
 
 
-def test_only_layers_that_compute_keys_and_values_store_them(tmp_path: Path) -> None:
+def test_only_layers_that_compute_keys_and_values_store_them(tmp_path):
     runner = NativeRunner.from_dir(save_tiny_model("gemma4", tmp_path), weights="int8")
     sliding, full = (2, 32), (2, 64)
     stored = [LayerKVSpec(*sliding), LayerKVSpec(*sliding), LayerKVSpec(*full)]
@@ -32,7 +27,7 @@ def test_only_layers_that_compute_keys_and_values_store_them(tmp_path: Path) -> 
     runner.close()
 
 
-def test_a_file_without_the_table_of_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_the_table_of_tokens_is_refused(tmp_path):
     path = save_tiny_model("gemma4", tmp_path) / "model.safetensors"
     tensors = load_file(path)
     del tensors["model.embed_tokens_per_layer.weight"]
@@ -41,7 +36,7 @@ def test_a_file_without_the_table_of_tokens_is_refused(tmp_path: Path) -> None:
         NativeRunner.from_dir(tmp_path, weights="int8")
 
 
-def _logits(model: Path, weights: str) -> Logits:
+def _logits(model, weights):
     runner = NativeRunner.from_dir(model, weights=weights)
     driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 16, num_threads=1))
     found = driver.prefill(driver.open(PROMPT))
@@ -51,9 +46,7 @@ def _logits(model: Path, weights: str) -> Logits:
 
 @pytest.mark.parametrize(("name", "shared"), [("gemma4", 2), ("gemma4-wide", 0)])
 @pytest.mark.parametrize(("kind", "limit"), [("F32", 1e-5), ("Q8_0", 0.1)])
-def test_a_gguf_file_is_the_model_it_was_written_of(
-    name: str, shared: int, kind: str, limit: float, tmp_path: Path
-) -> None:
+def test_a_gguf_file_is_the_model_it_was_written_of(name, shared, kind, limit, tmp_path):
     layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
     directory = save_tiny_model(name, tmp_path / "hf", **layers, num_kv_shared_layers=shared)
     path = write_gguf(directory, tmp_path / "m.gguf", kind=kind)
@@ -71,7 +64,7 @@ def test_a_gguf_file_is_the_model_it_was_written_of(
     ],
     ids=["cpu, 1 thread", "cpu, 2 threads", "reference"],
 )
-def test_backends_with_layers_one_by_one_agree(backend: Callable[[KVSpec], Backend], tmp_path: Path) -> None:
+def test_backends_with_layers_one_by_one_agree(backend, tmp_path):
     """The reference backend, and half as many heads x head_dim as a group has, where no pass is one call."""
     directory = save_tiny_model("gemma4", tmp_path, head_dim=12, global_head_dim=24)
     runner = NativeRunner.from_dir(directory, weights="f32")
@@ -86,7 +79,7 @@ def test_backends_with_layers_one_by_one_agree(backend: Callable[[KVSpec], Backe
     runner.close()
 
 
-def test_a_table_that_changes_under_the_runner_is_an_error(tmp_path: Path) -> None:
+def test_a_table_that_changes_under_the_runner_is_an_error(tmp_path):
     directory = save_tiny_model("gemma4", tmp_path)
     runner = NativeRunner.from_dir(directory, weights="int8")
     driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 16, num_threads=1))
@@ -99,7 +92,7 @@ def test_a_table_that_changes_under_the_runner_is_an_error(tmp_path: Path) -> No
     runner.close()
 
 
-def test_weights_in_memory_are_without_the_table(tmp_path: Path) -> None:
+def test_weights_in_memory_are_without_the_table(tmp_path):
     large = {"vocab_size_per_layer_input": 50_000}
     small, big = (save_tiny_model("gemma4", tmp_path / name, **more) for name, more in (("a", {}), ("b", large)))
     sizes = []

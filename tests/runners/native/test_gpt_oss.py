@@ -1,9 +1,6 @@
 """gpt-oss: all logits against transformers, around windows and blocks; its files in every form say the same."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +25,7 @@ WINDOW, BLOCK = 24, 16
 PROMPT = np.random.default_rng(7).integers(0, 256, 100).tolist()
 
 
-def _logits(path: Path, weights: str, chunk: int = 100, prompt: list[int] | None = None) -> np.ndarray:
+def _logits(path, weights, chunk=100, prompt=None):
     runner = NativeRunner.from_dir(path, weights=weights)
     driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
     logits = np.array(driver.prefill(driver.open(prompt or PROMPT), chunk))
@@ -37,7 +34,7 @@ def _logits(path: Path, weights: str, chunk: int = 100, prompt: list[int] | None
 
 
 @pytest.mark.usefixtures("one_torch_thread")
-def test_all_logits_of_prompts_around_window_and_block(tmp_path: Path) -> None:
+def test_all_logits_of_prompts_around_window_and_block(tmp_path):
     save_tiny_model("gpt_oss", tmp_path)
     model = build_tiny_model("gpt_oss")
     model.set_attn_implementation("eager")
@@ -55,7 +52,7 @@ def test_all_logits_of_prompts_around_window_and_block(tmp_path: Path) -> None:
     runner.close()
 
 
-def _transformers(directory: Path) -> np.ndarray:
+def _transformers(directory):
     """Logits of PROMPT by transformers of a directory that save_gpt_oss wrote, MXFP4 as floats."""
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
@@ -69,13 +66,12 @@ def _transformers(directory: Path) -> np.ndarray:
             state[name.removesuffix("_blocks")] = torch.from_numpy(np.ascontiguousarray(values))
     model.load_state_dict(state)
     with torch.inference_mode():
-        logits: np.ndarray = model(torch.tensor([PROMPT]), use_cache=False).logits[0].numpy()
-        return logits
+        return model(torch.tensor([PROMPT]), use_cache=False).logits[0].numpy()
 
 
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("mxfp4", [False, True])
-def test_directories_written_without_transformers(mxfp4: bool, tmp_path: Path) -> None:
+def test_directories_written_without_transformers(mxfp4, tmp_path):
     """What the tests of bits run is what transformers computes, and so is the oracle that formats are held to."""
     save_gpt_oss(tmp_path, mxfp4=mxfp4)
     expected = _transformers(tmp_path)
@@ -84,7 +80,7 @@ def test_directories_written_without_transformers(mxfp4: bool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "auto"])
-def test_formats_are_near_numpy_on_their_own_weights(weights: str, tmp_path: Path) -> None:
+def test_formats_are_near_numpy_on_their_own_weights(weights, tmp_path):
     """Most rows: rounded activations lead single tokens to another expert whose share is nearly as large. Measured:
     medians of 1.9e-2 to 2.3e-2, on weights that make gates large."""
     save_gpt_oss(tmp_path, mxfp4=weights == "auto")
@@ -95,7 +91,7 @@ def test_formats_are_near_numpy_on_their_own_weights(weights: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("weights", ["auto", "f32", "int4"])
-def test_mxfp4_of_both_kinds_of_files_is_the_same(weights: str, tmp_path: Path) -> None:
+def test_mxfp4_of_both_kinds_of_files_is_the_same(weights, tmp_path):
     """Nibbles, rows and names are others in a GGUF file; the bits of the results are not."""
     model = save_gpt_oss(tmp_path / "model", mxfp4=True, rope_parameters=ROPE)
     path = write_gguf(model, tmp_path / "m.gguf", kind=lambda name: "MXFP4" if "_exps" in name else "F32")
@@ -105,7 +101,7 @@ def test_mxfp4_of_both_kinds_of_files_is_the_same(weights: str, tmp_path: Path) 
     np.testing.assert_array_equal(_logits(path, weights), _logits(model, weights))
 
 
-def test_borders_of_yarn_are_no_whole_numbers(tmp_path: Path) -> None:
+def test_borders_of_yarn_are_no_whole_numbers(tmp_path):
     """GGUF files cannot say it. The frequencies are transformers'; rounded borders would give others."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -120,7 +116,7 @@ def test_borders_of_yarn_are_no_whole_numbers(tmp_path: Path) -> None:
     assert not np.allclose(rounded.ropes[0].frequencies, expected.numpy(), rtol=1e-3)
 
 
-def test_what_a_config_does_not_say() -> None:
+def test_what_a_config_does_not_say():
     """As transformers' defaults: the window of every second layer, rope, biases."""
     config = AutoConfig.for_model("gpt_oss").to_dict()
     alone = {"model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 36,
@@ -130,7 +126,7 @@ def test_what_a_config_does_not_say() -> None:
     assert [layer.window for layer in describe_model(alone).layers[:4]] == [128, 0, 128, 0]
 
 
-def test_the_config_of_the_20b_model() -> None:
+def test_the_config_of_the_20b_model():
     """As its makers wrote it, with the older keys of rope."""
     kinds = ["sliding_attention", "full_attention"]
     config = {
@@ -153,7 +149,7 @@ def test_the_config_of_the_20b_model() -> None:
 
 
 @pytest.mark.parametrize("kind", ["MXFP4", "Q8_0"])
-def test_files_that_lack_something_are_refused(kind: str, tmp_path: Path) -> None:
+def test_files_that_lack_something_are_refused(kind, tmp_path):
     model = save_gpt_oss(tmp_path / "model")
     for name in ("attn_sinks.weight", "ffn_up_exps.bias", "ffn_gate_inp.bias"):
         path = write_gguf(model, tmp_path / "m.gguf", kind=kind, more={f"blk.1.{name}": None})
@@ -161,7 +157,7 @@ def test_files_that_lack_something_are_refused(kind: str, tmp_path: Path) -> Non
             NativeRunner.from_dir(path, weights="auto")
 
 
-def test_biases_of_another_count_in_a_file(tmp_path: Path) -> None:
+def test_biases_of_another_count_in_a_file(tmp_path):
     model = save_gpt_oss(tmp_path / "model")
     for count, message in ((5, r"lacks tensor .*experts\.5\.up_proj\.bias"), (7, "is of expert 6, and layers have 6")):
         more = {"blk.1.ffn_up_exps.bias": np.ones((count, 96), np.float32)}
@@ -170,7 +166,7 @@ def test_biases_of_another_count_in_a_file(tmp_path: Path) -> None:
             NativeRunner.from_dir(path, weights="f32")
 
 
-def test_a_sink_takes_part_of_the_attention(tmp_path: Path) -> None:
+def test_a_sink_takes_part_of_the_attention(tmp_path):
     """Of one head in one layer: its logits change, those of a token alone, too."""
     model = save_gpt_oss(tmp_path / "model")
     before = _logits(model, "f32", prompt=PROMPT[:5])

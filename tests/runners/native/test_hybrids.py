@@ -1,9 +1,5 @@
 """Hybrids on the native runner against transformers, between files of several forms, and in the integer formats."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -26,7 +22,7 @@ GRANITES = tuple(name for name in HYBRIDS if name.startswith("granitemoehybrid")
 EVEN = ("lfm2", "lfm2_moe", "qwen3_5_text-even", *GRANITES, "nemotron_h", "nemotron_h-moe")
 
 
-def _logits(path: Path, weights: str) -> np.ndarray:
+def _logits(path, weights):
     runner = NativeRunner.from_dir(path, weights=weights)
     driver = driver_of(runner)
     logits = np.array(driver.prefill(driver.open(PROMPT), 23))
@@ -34,26 +30,24 @@ def _logits(path: Path, weights: str) -> np.ndarray:
     return logits
 
 
-def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+def _distance(found, expected):
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_hybrid_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_a_hybrid_equals_transformers(name, tmp_path):
     assert_native_equals(build_tiny_model(name), save_tiny_model(name, tmp_path))
 
 
 @pytest.mark.parametrize("name", HYBRID_NESTED)
-def test_a_hybrid_inside_another_model_equals_transformers(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hybrid_inside_another_model_equals_transformers(name, tmp_path, caplog):
     with caplog.at_level("INFO", "kvboost_edge"):
         assert_native_equals(build_nested_model(name), save_nested_model(name, tmp_path))
     assert f"text only; not used are the tensors of {'multi_modal' if name == 'lfm2_vl' else 'visual'}" in caplog.text
 
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
-def test_gguf_is_the_same_model(name: str, tmp_path: Path) -> None:
+def test_gguf_is_the_same_model(name, tmp_path):
     """To the bit, but where a file's value heads stand in another order, and so are summed in another one."""
     model = save_model(name, tmp_path / "model")
     expected, found = _logits(model, "f32"), _logits(write_gguf(model, tmp_path / "m.gguf"), "f32")
@@ -65,7 +59,7 @@ def test_gguf_is_the_same_model(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", *GRANITES, "nemotron_h", "falcon_h1"]
 )
-def test_integer_weights_are_those_that_are_packed(name: str, tmp_path: Path) -> None:
+def test_integer_weights_are_those_that_are_packed(name, tmp_path):
     """Far from float32 as 4 bits are, and near a float64 model of the weights that they stand for."""
     model = save_tiny_model(name, tmp_path)
     spec, weights = plan_floats(model)
@@ -80,7 +74,7 @@ def test_integer_weights_are_those_that_are_packed(name: str, tmp_path: Path) ->
     assert near < far / 3
 
 
-def _mixed(name: str) -> str:
+def _mixed(name):
     """As llama.cpp's mixtures: the rows of queries, keys and values have more bits than their gate."""
     return "Q5_K" if "attn_qkv" in name else "Q6_K" if "attn_v" in name or "token_embd" in name else "Q4_K"
 
@@ -94,7 +88,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_matrices_of_several_block_formats(name: str, tmp_path: Path) -> None:
+def test_matrices_of_several_block_formats(name, tmp_path):
     """What a mixer reads is several matrices then."""
     model = save_tiny_model(name, tmp_path / "model", hidden_size=256, **WIDE[name])
     path = write_gguf(model, tmp_path / "m.gguf", kind=_mixed)

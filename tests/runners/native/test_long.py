@@ -1,15 +1,10 @@
 """Prompts over several of attention's partitions of 512 tokens: every family and cache width, `==` on all logits."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from helpers.engine.native_bench import BLOCK, Bits, Floats, Machine, NativeBench
+from helpers.engine.native_bench import BLOCK, Machine, NativeBench
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.models.tiny_models import FAMILIES, NESTED, build_tiny_model, save_nested_model, save_tiny_model
 from kvboost_edge.engine.request import SamplingParams
@@ -18,11 +13,11 @@ from kvboost_edge.models.config.families import FAMILIES as KNOWN
 
 PARTITION, CONTEXT, BLOCKS = 512, 2048, 100
 LONG = np.random.default_rng(3).integers(0, 256, 1210).tolist()
-WIDTHS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4))
+WIDTHS = ((16, 16), (8, 8), (8, 4))
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, logprobs=2)
 
 # name -> (family, weights, config fields); windows of the tiny models are short, these cross partitions too.
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+CASES = {
     "llama": ("llama", "int8", {}),
     "llama-llama3rope": ("llama-llama3rope", "int4", {}),
     "llama-yarn": ("llama-yarn", "bf16", {}),
@@ -71,20 +66,20 @@ HYBRIDS = ("lfm2", "qwen3_5", "granitemoehybrid-", "nemotron_h", "falcon_h1")
 class Case:
     """One model at one width, and the logits of LONG computed in one pass of one thread."""
 
-    def __init__(self, machine: Machine, bits: Bits) -> None:
+    def __init__(self, machine, bits):
         self._machine, self._bits = machine, bits
         self.cold = self.bench(max_batch_tokens=CONTEXT).logits(LONG)
 
-    def bench(self, **options: Any) -> NativeBench:
+    def bench(self, **options):
         return NativeBench(self._machine, bits=self._bits, **{"num_blocks": BLOCKS, **options})
 
 
 @pytest.fixture(scope="module")
-def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Machine]]:
+def machines(tmp_path_factory):
     """Gives the machine of a case; the last one is closed when another one is asked for."""
-    made: dict[str, Machine] = {}
+    made = {}
 
-    def machine(name: str) -> Machine:
+    def machine(name):
         if name not in made:
             close()
             family, weights, fields = CASES[name]
@@ -95,7 +90,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
             made[name] = Machine(directory, weights, StateSizes(24) if family.startswith(HYBRIDS) else None)
         return made[name]
 
-    def close() -> None:
+    def close():
         while made:
             made.popitem()[1].close()
 
@@ -103,7 +98,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
     close()
 
 
-def widths() -> Iterator[Any]:
+def widths():
     """Each model at each width of its cache; `make test` runs one of them, another one for the next model."""
     for number, name in enumerate(CASES):
         for index, bits in enumerate(WIDTHS):
@@ -112,16 +107,16 @@ def widths() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module", params=widths())
-def case(request: pytest.FixtureRequest, machines: Callable[[str], Machine]) -> Case:
+def case(request, machines):
     name, bits = request.param
     return Case(machines(name), bits)
 
 
-def equal(actual: Floats, expected: Floats) -> bool:
+def equal(actual, expected):
     return bool(np.isfinite(expected).all()) and np.array_equal(actual, expected)
 
 
-def test_no_family_is_forgotten() -> None:
+def test_no_family_is_forgotten():
     plain = {name: fields.get("model_type", name.partition("-")[0]) for name, fields in FAMILIES.items()}
     text = {name: parts[0] for name, parts in NESTED.items()}
     covered = {(text | plain).get(family, family.partition("-")[0]) for family, _, _ in CASES.values()}
@@ -129,12 +124,12 @@ def test_no_family_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("budget", "threads"), [(CONTEXT, 2), (7, 1), (100, 2), (513, 1)])
-def test_any_pass_size(case: Case, budget: int, threads: int) -> None:
+def test_any_pass_size(case, budget, threads):
     assert equal(case.bench(max_batch_tokens=budget, threads=threads).logits(LONG), case.cold)
 
 
 @pytest.mark.parametrize("cut", [530, 2 * PARTITION])
-def test_a_prefix_from_the_pool(case: Case, cut: int) -> None:
+def test_a_prefix_from_the_pool(case, cut):
     """Once in the first pass behind it, and once more with all but the last tokens cached."""
     bench = case.bench(threads=2, max_batch_tokens=300)
     bench.generate([*LONG[:cut], 299, 298], SamplingParams(max_new_tokens=0))
@@ -145,7 +140,7 @@ def test_a_prefix_from_the_pool(case: Case, cut: int) -> None:
         assert equal(np.concatenate(rows), case.cold[start:])
 
 
-def test_a_batch_that_shares_its_first_tokens(case: Case) -> None:
+def test_a_batch_that_shares_its_first_tokens(case):
     prompts = [[*LONG[:1100], index, index + 1, index + 2] for index in range(4)]
     bench = case.bench(threads=2, max_batch_tokens=300)
     handles = [bench.submit(prompt, GREEDY) for prompt in prompts]
@@ -158,7 +153,7 @@ def test_a_batch_that_shares_its_first_tokens(case: Case) -> None:
     assert sum(handle.result(0).cached_tokens for handle in handles) == 3 * (1100 // BLOCK * BLOCK)
 
 
-def test_decoding_into_a_new_partition(case: Case) -> None:
+def test_decoding_into_a_new_partition(case):
     """KV that decoding made, one token at a time on both sides of a partition's end, equals what one pass makes."""
     stem = LONG[: 2 * PARTITION - 15]
     bench = case.bench(threads=2, max_batch_tokens=300)
@@ -172,7 +167,7 @@ def test_decoding_into_a_new_partition(case: Case) -> None:
 @pytest.mark.parametrize(
     "name", ["llama-yarn", "mistral-700", "gemma2-520", "gemma3", "smollm3", "ministral3", "granite_swa"]
 )
-def test_it_is_what_transformers_computes(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_it_is_what_transformers_computes(name, tmp_path_factory):
     """All of the above would hold for partitions that are merged wrongly in the same way each time."""
     family, _, fields = CASES[name]
     fields = {**fields, "max_position_embeddings": CONTEXT}

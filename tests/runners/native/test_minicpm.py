@@ -1,10 +1,6 @@
 """MiniCPM, which transformers does not have, against a decoder in float64 written from its description."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,18 +20,18 @@ Doubles = np.ndarray
 PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + 0.2 * i for i in range(8)],
             "long_factor": [4.0] * 8, "original_max_position_embeddings": 96}  # fmt: skip
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
     "longrope": {"rope_scaling": LONGROPE},
 }
 
 
-def _norm(x: Doubles, weight: Doubles, eps: float) -> Doubles:
+def _norm(x, weight, eps):
     return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + eps) * weight
 
 
-def _turned(x: Doubles, config: dict[str, Any]) -> Doubles:
+def _turned(x, config):
     """[tokens, heads, dim]: pairs (i, i + dim / 2)."""
     half = x.shape[-1] // 2
     frequencies, factor = config["rope_theta"] ** (-np.arange(half) / half), 1.0
@@ -50,7 +46,7 @@ def _turned(x: Doubles, config: dict[str, Any]) -> Doubles:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def _attended(x: Doubles, layer: dict[str, Doubles], config: dict[str, Any]) -> Doubles:
+def _attended(x, layer, config):
     heads, kv_heads, count = config["num_attention_heads"], config["num_key_value_heads"], len(x)
     q, k, v = (
         (x @ layer[f"self_attn.{name}_proj"].T).reshape(count, number, -1)
@@ -65,7 +61,7 @@ def _attended(x: Doubles, layer: dict[str, Doubles], config: dict[str, Any]) -> 
     return np.einsum("hqk,khd->qhd", weights, v).reshape(count, -1) @ layer["self_attn.o_proj"].T
 
 
-def _oracle(model_dir: Path) -> Doubles:
+def _oracle(model_dir):
     """Logits [tokens, vocabulary] of PROMPT: embeddings times scale_emb, what each half of a layer adds times
     scale_depth / sqrt(layers), the last state over hidden_size / dim_model_base before the head."""
     config = json.loads((model_dir / "config.json").read_text())
@@ -86,7 +82,7 @@ def _oracle(model_dir: Path) -> Doubles:
     return last @ head.T
 
 
-def _logits(path: Path, weights: str = "f32") -> np.ndarray:
+def _logits(path, weights="f32"):
     runner = NativeRunner.from_dir(path, weights=weights)
     driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
     logits = np.array(driver.prefill(driver.open(PROMPT), 23))
@@ -95,7 +91,7 @@ def _logits(path: Path, weights: str = "f32") -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_it_is_what_the_description_says(name: str, tmp_path: Path) -> None:
+def test_it_is_what_the_description_says(name, tmp_path):
     path = save_tiny_checkpoint("minicpm", tmp_path, **VARIANTS[name])
     exact = _oracle(path)
     assert np.linalg.norm(_logits(path) - exact) <= 1e-4 * np.linalg.norm(exact)
@@ -103,7 +99,7 @@ def test_it_is_what_the_description_says(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_gguf_file_equals_safetensors(name: str, tmp_path: Path) -> None:
+def test_a_gguf_file_equals_safetensors(name, tmp_path):
     whole = {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 512}}  # as of MiniCPM 4: one range
     path = save_tiny_checkpoint("minicpm", tmp_path, **(whole if name == "longrope" else VARIANTS[name]))
     gguf = write_gguf(path, tmp_path / "m.gguf")
@@ -116,13 +112,13 @@ def test_a_gguf_file_equals_safetensors(name: str, tmp_path: Path) -> None:
     assert np.linalg.norm(_logits(gguf) - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
-def test_the_longest_range_is_had_by_asking(tmp_path: Path) -> None:
+def test_the_longest_range_is_had_by_asking(tmp_path):
     path = save_tiny_checkpoint("minicpm", tmp_path, rope_scaling=LONGROPE)
     assert describe_model(Checkpoint.open(path).config).max_context == 96
     assert describe_model(Checkpoint.open(path, rope_range="long").config).max_context == 512
 
 
-def test_its_own_code_is_not_needed_and_other_models_are_refused(tmp_path: Path) -> None:
+def test_its_own_code_is_not_needed_and_other_models_are_refused(tmp_path):
     path = save_tiny_checkpoint("minicpm", tmp_path, auto_map={"AutoModelForCausalLM": "modeling_minicpm.MiniCPM"})
     config = dict(Checkpoint.open(path).config)
     assert check_model_compatibility(config).supported

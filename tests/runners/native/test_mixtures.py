@@ -1,9 +1,5 @@
 """Mixtures of experts on the native runner: other backends, and routers that give no number."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -21,7 +17,7 @@ PROMPT = np.random.default_rng(0).integers(0, 256, 90).tolist()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_layer_by_layer_on_the_reference_backend(kind: str, tmp_path: Path) -> None:
+def test_layer_by_layer_on_the_reference_backend(kind, tmp_path):
     """A pass that is no single call has the same operations of experts."""
     directory = save_gpt_oss(tmp_path) if kind == "gpt_oss" else save_tiny_checkpoint(kind, tmp_path, hidden_size=80)
     runner = NativeRunner.from_dir(directory, weights="f32")
@@ -36,7 +32,7 @@ def test_layer_by_layer_on_the_reference_backend(kind: str, tmp_path: Path) -> N
 BAD = 250  # a token whose router finds no number
 
 
-def _with_a_broken_router(directory: Path) -> Path:
+def _with_a_broken_router(directory):
     """Channels 0 and 1 are those of the embedding in every layer, 0 but in token BAD; there they make the first
     layer's router infinity less infinity. No weight is anything but finite."""
     model = save_tiny_checkpoint("qwen3_moe", directory, num_hidden_layers=2)
@@ -54,7 +50,7 @@ def _with_a_broken_router(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("weights", ["f32", "int8"])
-def test_a_router_that_gives_nan_ends_its_request_alone(weights: str, tmp_path: Path) -> None:
+def test_a_router_that_gives_nan_ends_its_request_alone(weights, tmp_path):
     """The others get what they get alone, in the same passes; a later request finds nothing of it in the cache."""
     options = {"max_new_tokens": 8, "ignore_eos": True, "logit_bias": {BAD: -1e4}}
     prompts = [[7, 9, 30], [7, 9, BAD, 31, 8], list(range(40)), [7, 9, BAD]]

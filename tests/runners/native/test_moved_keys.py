@@ -6,9 +6,6 @@ The keys and values of the first layer depend on a token alone: a model of one l
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from helpers.kernels.shifted_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
 from helpers.models.tiny_models import save_tiny_model
-from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import ConfigError
@@ -28,7 +24,7 @@ from kvboost_edge.kernels.reference import attention as reference
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.attended import asked_layer
-from kvboost_edge.runners.base import ForwardBatch, Runner, StoredKeys
+from kvboost_edge.runners.base import ForwardBatch, StoredKeys
 from kvboost_edge.runners.native.plan import moved_keys_refusal
 from kvboost_edge.runners.native.runner import NativeRunner
 
@@ -46,7 +42,7 @@ LONGROPE = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
 # Every kind of rope and of norm that the families have, with one layer.
-ONE_LAYER: dict[str, tuple[str, dict[str, Any]]] = {
+ONE_LAYER = {
     "llama": ("llama", {}),
     "llama-llama3rope": ("llama-llama3rope", {}),
     "llama-yarn": ("llama-yarn", {}),
@@ -77,7 +73,7 @@ LAYERS = {
 SOME = ("llama-yarn", "gemma2-window", "phi3-partial")
 
 
-def tokens_of(seed: int, count: int) -> list[int]:
+def tokens_of(seed, count):
     return [int(token) for token in np.random.default_rng(seed).integers(0, 256, count)]
 
 
@@ -86,30 +82,28 @@ class Hand:
 
     def __init__(
         self,
-        directory: Path,
-        bits: Bits = (16, 16),
+        directory,
+        bits=(16, 16),
         *,
-        weights: str = "f32",
-        threads: int = 1,
-        backend_type: type[CPUBackend] = CPUBackend,
-    ) -> None:
-        self._options: dict[str, Any] = {"weights": weights, "num_threads": threads, "kv_bits": bits}
+        weights="f32",
+        threads=1,
+        backend_type=CPUBackend,
+    ):
+        self._options = {"weights": weights, "num_threads": threads, "kv_bits": bits}
         self._directory = directory
-        self.runner: Runner = NativeRunner.from_dir(directory, **self._options)
-        self.backend: Backend = backend_type(self.runner.info.kv_spec, BLOCKS, num_threads=threads)
+        self.runner = NativeRunner.from_dir(directory, **self._options)
+        self.backend = backend_type(self.runner.info.kv_spec, BLOCKS, num_threads=threads)
         self.backend.poison_blocks(range(BLOCKS))
         self.runner.bind(self.backend)
         self.take = blocks_from(0)
 
-    def another_runner(self) -> None:
+    def another_runner(self):
         """One that has met no position yet, over the same blocks."""
         self.runner.close()
         self.runner = NativeRunner.from_dir(self._directory, **self._options)
         self.runner.bind(self.backend)
 
-    def forward(
-        self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], wanted: Sequence[int] | None = None
-    ) -> list[np.ndarray]:
+    def forward(self, rows, tokens, wanted=None):
         """A pass; logits of each row's tokens, or those of some tokens of the batch. tokens: of each row's whole
         sequence."""
         new = [token for row, one in zip(rows, tokens, strict=True) for token in one[row.start : row.stop]]
@@ -121,12 +115,12 @@ class Hand:
             return [np.array(logits)]
         return [np.array(one) for one in np.split(logits, layout.cu_seqlens_q[1:-1])]
 
-    def stored(self, tokens: Sequence[int]) -> Row:
+    def stored(self, tokens):
         row = plain(len(tokens), SIZE, self.take)
         self.forward([row], [tokens])
         return row
 
-    def close(self) -> None:
+    def close(self):
         self.runner.close()
         self.backend.close()
 
@@ -134,10 +128,10 @@ class Hand:
 class Mixed:
     """A prompt of runs of a stored one, and of its own stretches between them, each a row."""
 
-    def __init__(self, hand: Hand, stored: Row, of_stored: Sequence[int], seed: int, own: Sequence[int]) -> None:
+    def __init__(self, hand, stored, of_stored, seed, own):
         pieces = Pieces(SIZE, hand.take)
-        self.tokens: list[int] = []
-        self.rows: list[Row] = []
+        self.tokens = []
+        self.rows = []
         # Behind and before where they were; from inside blocks to inside blocks; the same blocks twice; whole blocks.
         runs = [(21, 46), (33, 50), (32, 48)]
         for number, count in enumerate(own):
@@ -149,16 +143,16 @@ class Mixed:
                 self.tokens += of_stored[start : start + length]
 
     @property
-    def deltas(self) -> list[int]:
+    def deltas(self):
         return [part.delta for part in self.rows[-1].parts]
 
 
-def error(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
+def error(got, wanted):
     assert all(np.isfinite(one).all() for one in got)
     return float(np.linalg.norm(np.concatenate(got) - np.concatenate(wanted)) / np.linalg.norm(np.concatenate(wanted)))
 
 
-def model(name: str, directory: Path) -> Path:
+def model(name, directory):
     family, overrides = ONE_LAYER[name]
     return save_tiny_model(family, directory, num_hidden_layers=1, **overrides)
 
@@ -166,7 +160,7 @@ def model(name: str, directory: Path) -> Path:
 STORED = tokens_of(1, 96)
 
 
-def mixed_and_exact(hand: Hand) -> tuple[Mixed, list[np.ndarray]]:
+def mixed_and_exact(hand):
     """A prompt of runs, and the logits of its own rows where all is computed."""
     mixed = Mixed(hand, hand.stored(STORED), STORED, 10, (16, 32, 16, 9))
     assert mixed.deltas == [0, -5, 0, 61, 0, 128, 0]
@@ -175,7 +169,7 @@ def mixed_and_exact(hand: Hand) -> tuple[Mixed, list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("name", ONE_LAYER)
-def test_one_layer_gives_what_it_gives_without_reuse(name: str, tmp_path: Path) -> None:
+def test_one_layer_gives_what_it_gives_without_reuse(name, tmp_path):
     hand = Hand(model(name, tmp_path))
     assert hand.runner.moved_keys_refusal is None
     mixed, exact = mixed_and_exact(hand)
@@ -190,7 +184,7 @@ def test_one_layer_gives_what_it_gives_without_reuse(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)], ids=str)
 @pytest.mark.parametrize("name", SOME)
-def test_one_layer_over_quantized_keys_too(name: str, bits: Bits, tmp_path: Path) -> None:
+def test_one_layer_over_quantized_keys_too(name, bits, tmp_path):
     """As near as codes come; a delta that is off by one shows."""
     hand = Hand(model(name, tmp_path))
     mixed, exact = mixed_and_exact(hand)
@@ -215,13 +209,13 @@ class TurnsKeys(LayerByLayer):
 
     tables: list[np.ndarray]
 
-    def attention(self, layer: int, queries: Any, batch: Any, params: Any) -> tuple[Any, Any]:
+    def attention(self, layer, queries, batch, params):
         turning = Turning(queries, *self.tables[layer])
         return reference.paged_attention(queries, self._pools[layer], batch.paged, AttentionOptions(*params), turning)
 
 
 @pytest.mark.parametrize("name", ["llama-yarn", "gemma3", "gemma4", "smollm3"])
-def test_every_layer_turns_queries_by_its_own_rope(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_turns_queries_by_its_own_rope(name, tmp_path, monkeypatch):
     """Keys of a context of their own too; gemma3 has two ropes, smollm3 layers without one."""
     hand = Hand(save_tiny_model(name, tmp_path))
     mixed = Mixed(hand, hand.stored(STORED), STORED, 10, (16, 32, 16, 9))
@@ -247,16 +241,14 @@ def test_every_layer_turns_queries_by_its_own_rope(name: str, tmp_path: Path, mo
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "gemma4"])
-def deep_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def deep_model(request, tmp_path_factory):
     """Several layers; gemma3's have windows and two kinds of rope."""
     return save_tiny_model(request.param, tmp_path_factory.mktemp("deep"))
 
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8), (8, 4)], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_stretches_in_one_pass_give_what_they_give_in_passes_of_their_own(
-    deep_model: Path, bits: Bits, threads: int
-) -> None:
+def test_stretches_in_one_pass_give_what_they_give_in_passes_of_their_own(deep_model, bits, threads):
     hand = Hand(deep_model, bits, weights="int8", threads=threads)
     stored = hand.stored(STORED)
     apart, together, quiet = (Mixed(hand, stored, STORED, 10, (16, 32, 16, 9)) for _ in range(3))
@@ -273,13 +265,13 @@ def test_stretches_in_one_pass_give_what_they_give_in_passes_of_their_own(
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8)], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_keep_their_bits_whoever_shares_the_batch(deep_model: Path, bits: Bits, seed: int) -> None:
+def test_rows_keep_their_bits_whoever_shares_the_batch(deep_model, bits, seed):
     """Those of exact sequences, in prefill and decode, and those over keys from elsewhere."""
     rng = np.random.default_rng(seed)
     hand = Hand(deep_model, bits, weights="int8", threads=int(rng.integers(1, 3)))
     stored = hand.stored(STORED)
-    alone: list[np.ndarray] = []
-    batch: list[tuple[Row, list[int]]] = []
+    alone = []
+    batch = []
     for number in range(6):
         twins = exact_twins(hand, rng) if number % 2 else mixed_twins(hand, rng, stored)
         (first, tokens), second = twins
@@ -296,7 +288,7 @@ def test_rows_keep_their_bits_whoever_shares_the_batch(deep_model: Path, bits: B
 Twins = list[tuple[Row, list[int]]]
 
 
-def exact_twins(hand: Hand, rng: np.random.Generator) -> Twins:
+def exact_twins(hand, rng):
     """The same tokens of the same plain sequence, twice in blocks of their own: its last one, or more."""
     tokens = tokens_of(int(rng.integers(1000)), int(rng.integers(20, 120)))
     done = len(tokens) - int(rng.choice([1, 1, int(rng.integers(1, len(tokens)))]))
@@ -306,7 +298,7 @@ def exact_twins(hand: Hand, rng: np.random.Generator) -> Twins:
     return [(row._replace(start=done), tokens) for row in rows]
 
 
-def mixed_twins(hand: Hand, rng: np.random.Generator, stored: Row) -> Twins:
+def mixed_twins(hand, rng, stored):
     """The same last stretch of the same prompt of runs, twice in blocks of its own."""
     seed, last = int(rng.integers(1000)), int(rng.integers(1, 30))
     twins = [Mixed(hand, stored, STORED, seed, (16, 16, last)) for _ in range(2)]
@@ -315,7 +307,7 @@ def mixed_twins(hand: Hand, rng: np.random.Generator, stored: Row) -> Twins:
     return [(mixed.rows[2], mixed.tokens) for mixed in twins]
 
 
-def test_tables_of_rope_reach_as_far_as_queries_are_turned(tmp_path: Path) -> None:
+def test_tables_of_rope_reach_as_far_as_queries_are_turned(tmp_path):
     """Further than any position of the batch."""
     hand = Hand(save_tiny_model("llama", tmp_path, max_position_embeddings=4096), threads=2)
     tokens = tokens_of(2, 1500)
@@ -330,7 +322,7 @@ def test_tables_of_rope_reach_as_far_as_queries_are_turned(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("backend_type", [ReferenceBackend, LayerByLayer], ids=["reference", "cpu, layer by layer"])
-def test_where_no_pass_is_one_call_such_a_batch_is_refused(backend_type: type, tmp_path: Path) -> None:
+def test_where_no_pass_is_one_call_such_a_batch_is_refused(backend_type, tmp_path):
     runner = NativeRunner.from_dir(save_tiny_model("llama", tmp_path), weights="f32")
     assert runner.moved_keys_refusal is not None
     backend = backend_type(runner.info.kv_spec, BLOCKS)
@@ -347,7 +339,7 @@ def test_where_no_pass_is_one_call_such_a_batch_is_refused(backend_type: type, t
     backend.close()
 
 
-def test_a_model_whose_heads_are_padded_says_so(tmp_path: Path) -> None:
+def test_a_model_whose_heads_are_padded_says_so(tmp_path):
     """Its passes go layer by layer, on every backend."""
     hand = Hand(save_tiny_model("llama", tmp_path, hidden_size=80, intermediate_size=104))
     assert hand.runner.moved_keys_refusal is not None
@@ -356,7 +348,7 @@ def test_a_model_whose_heads_are_padded_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8)], ids=str)
 @pytest.mark.parametrize("name", [name for name in ONE_LAYER if name not in ELSEWHERE])
-def test_what_tokens_attend_to_is_what_transformers_gives(name: str, bits: Bits, tmp_path: Path) -> None:
+def test_what_tokens_attend_to_is_what_transformers_gives(name, bits, tmp_path):
     """Without reuse, as the first layer's keys are the same there."""
     hand = Hand(model(name, tmp_path), bits)
     mixed = Mixed(hand, hand.stored(STORED), STORED, 10, (16, 32, 16, 9))
@@ -380,14 +372,14 @@ def test_what_tokens_attend_to_is_what_transformers_gives(name: str, bits: Bits,
     np.testing.assert_allclose(masses, wanted, atol=1e-4 if bits == (16, 16) else 0.05)
 
 
-def test_the_layer_that_is_asked_is_the_nearest_to_two_thirds_that_sees_everything() -> None:
+def test_the_layer_that_is_asked_is_the_nearest_to_two_thirds_that_sees_everything():
     assert [asked_layer([0] * count) for count in (1, 2, 3, 4, 30)] == [0, 1, 2, 2, 20]
     assert asked_layer([24, 24, 0, 24, 24, 0]) == 5
     assert asked_layer([24, 0, 24, 24]) == 1
     assert asked_layer([24] * 6) == 4
 
 
-def test_keys_that_are_normed_behind_rope_are_not_moved(tmp_path: Path) -> None:
+def test_keys_that_are_normed_behind_rope_are_not_moved(tmp_path):
     hand = Hand(save_tiny_model("hunyuan_v1_dense", tmp_path))
     refusals = hand.runner.moved_keys_refusal, moved_keys_refusal(Checkpoint.open(tmp_path).config, "cpu")
     assert all("normed behind rope" in str(refusal) for refusal in refusals)

@@ -3,11 +3,7 @@
 Nothing here needs torch, so this is also what an emulated ARM processor is checked with.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,29 +29,29 @@ LIMITS = {
 class Exact:
     """The model in float64, its matrices as `weights` stores them."""
 
-    def __init__(self, directory: Path, weights: str) -> None:
-        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    def __init__(self, directory, weights):
+        self.config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         self.tensors = {
             name: self._stored(name, value, weights)
             for name, value in load_file(directory / "model.safetensors").items()
         }
 
     @staticmethod
-    def _stored(name: str, value: npt.NDArray[np.float32], weights: str) -> Floats:
+    def _stored(name, value, weights):
         if value.ndim == 2:
             outer = name.startswith(("model.embed", "lm_head"))
             kind = "int8" if outer and weights.startswith("int4") else weights
             value = unpack_rows(pack_rows(value, KINDS[kind]), *value.shape, kind)
         return value.astype(np.float64)
 
-    def norm(self, x: Floats, name: str) -> Floats:
+    def norm(self, x, name):
         scale = np.sqrt((x * x).mean(-1, keepdims=True) + self.config["rms_norm_eps"])
         return x / scale * self.tensors[f"{name}.weight"]
 
-    def linear(self, x: Floats, name: str) -> Floats:
+    def linear(self, x, name):
         return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0.0)
 
-    def heads(self, x: Floats, layer: str, name: str) -> Floats:
+    def heads(self, x, layer, name):
         """[heads, tokens, dim] of queries, keys or values; the first two rotated."""
         dim = self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
         rows = self.linear(x, f"{layer}self_attn.{name}_proj").reshape(len(x), -1, dim)
@@ -68,7 +64,7 @@ class Exact:
             rows = np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
         return rows.transpose(1, 0, 2)
 
-    def logits(self, ids: list[int]) -> Floats:
+    def logits(self, ids):
         x = self.tensors["model.embed_tokens.weight"][ids]
         for index in range(self.config["num_hidden_layers"]):
             layer = f"model.layers.{index}."
@@ -89,17 +85,17 @@ class Exact:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(request, tmp_path_factory):
     return save_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def distance(actual: npt.NDArray[np.float32], expected: Floats) -> float:
+def distance(actual, expected):
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize(("weights", "bits"), LIMITS, ids=str)
-def test_logits_and_greedy_tokens(directory: Path, weights: str, bits: int) -> None:
-    options: dict[str, Any] = {"runner": "native", "backend": "cpu", "num_blocks": 32, "num_threads": 2}
+def test_logits_and_greedy_tokens(directory, weights, bits):
+    options = {"runner": "native", "backend": "cpu", "num_blocks": 32, "num_threads": 2}
     with CPUPagedEngine.from_pretrained(str(directory), weights=weights, kv_cache_bits=bits, **options) as engine:
         exact = Exact(directory, weights)
         ids = engine.tokenizer.encode(PROMPT)

@@ -1,11 +1,6 @@
 """Models with recurrent states: the logits of transformers and of float64, drafts, and the reference backend."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +11,7 @@ from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.oracles.granite import ExactGranite
 from helpers.oracles.hybrid import ExactHybrid
 from helpers.runners.recurrent_driver import StateDriver
-from kvboost_edge.backends.base import Backend, PassStates
+from kvboost_edge.backends.base import PassStates
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.runners.native.plan import RECURRENT, moved_keys_refusal
@@ -41,10 +36,10 @@ OTHER = np.random.default_rng(8).integers(0, 256, 45).tolist()
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    found: dict[str, Path] = {}
+def directories(tmp_path_factory):
+    found = {}
 
-    def directory(family: str) -> Path:
+    def directory(family):
         if family not in found:
             found[family] = save_tiny_model(family, tmp_path_factory.mktemp(family))
         return found[family]
@@ -53,11 +48,11 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 
 @pytest.fixture(scope="module")
-def runners(directories: Callable[[str], Path]) -> Iterator[Callable[..., NativeRunner]]:
+def runners(directories):
     """Runners by family and options, each made once."""
-    found: dict[tuple[Any, ...], NativeRunner] = {}
+    found = {}
 
-    def runner(family: str, weights: str = "f32", bits: tuple[int, int] = (16, 16), threads: int = 1) -> NativeRunner:
+    def runner(family, weights="f32", bits=(16, 16), threads=1):
         key = (family, weights, bits, threads)
         if key not in found:
             directory = directories(family)
@@ -69,21 +64,19 @@ def runners(directories: Callable[[str], Path]) -> Iterator[Callable[..., Native
         one.close()
 
 
-def drive(runner: NativeRunner, backend: str = "cpu", threads: int = 1) -> StateDriver:
+def drive(runner, backend="cpu", threads=1):
     made = make_backend(choose_backend(backend), runner.info.kv_spec, 40, threads, num_state_slots=8, num_draft_rows=12)
     return StateDriver(runner, made)
 
 
-def whole(runner: NativeRunner, tokens: list[int], backend: str = "cpu") -> Floats:
+def whole(runner, tokens, backend="cpu"):
     """All logits of a text that is one pass, alone."""
     driver = drive(runner, backend)
     return driver.prefill(driver.open(tokens))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(
-    family: str, directories: Callable[[str], Path], runners: Callable[..., NativeRunner]
-) -> None:
+def test_logits_are_those_of_transformers(family, directories, runners):
     model = build_tiny_model(family)
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT]), use_cache=False).logits[0].numpy()
@@ -95,9 +88,7 @@ def test_logits_are_those_of_transformers(
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid-h", "granitemoehybrid-groups"])
 @pytest.mark.parametrize("weights", LIMITS)
-def test_logits_are_those_of_float64_on_the_weights_of_a_format(
-    family: str, weights: str, directories: Callable[[str], Path], runners: Callable[..., NativeRunner]
-) -> None:
+def test_logits_are_those_of_float64_on_the_weights_of_a_format(family, weights, directories, runners):
     exact = ExactGranite if family.startswith("granite") else ExactHybrid
     expected = exact(directories(family), weights).logits(PROMPT)
     logits = whole(runners(family, weights), PROMPT)
@@ -106,9 +97,7 @@ def test_logits_are_those_of_float64_on_the_weights_of_a_format(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_on_the_reference_backend_any_cut_gives_the_same_bits(
-    family: str, runners: Callable[..., NativeRunner]
-) -> None:
+def test_on_the_reference_backend_any_cut_gives_the_same_bits(family, runners):
     """And so do pieces none of whose logits are wanted. On the CPU backend: engine/test_invariance.py."""
     runner = runners(family)
     expected = whole(runner, PROMPT, "reference")
@@ -130,9 +119,7 @@ def test_on_the_reference_backend_any_cut_gives_the_same_bits(
     "family", ["lfm2", "qwen3_5_text-even", "granitemoehybrid-groups", "nemotron_h-moe", "falcon_h1"]
 )
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_texts_go_on_after_drafts_that_were_right_with_the_same_bits(
-    family: str, backend: str, runners: Callable[..., NativeRunner]
-) -> None:
+def test_texts_go_on_after_drafts_that_were_right_with_the_same_bits(family, backend, runners):
     runner = runners(family)
     expected = [whole(runner, text, backend) for text in (PROMPT, OTHER)]
     driver = drive(runner, backend)
@@ -155,7 +142,7 @@ def test_texts_go_on_after_drafts_that_were_right_with_the_same_bits(
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid-h", "falcon_h1"])
-def test_a_state_that_is_no_number_ends_its_own_text_alone(family: str, runners: Callable[..., NativeRunner]) -> None:
+def test_a_state_that_is_no_number_ends_its_own_text_alone(family, runners):
     runner = runners(family)
     expected = whole(runner, OTHER)
     driver = drive(runner)
@@ -167,12 +154,12 @@ def test_a_state_that_is_no_number_ends_its_own_text_alone(family: str, runners:
     np.testing.assert_array_equal(rows[1], expected[20:])
 
 
-def test_a_backend_of_other_states_is_refused(runners: Callable[..., NativeRunner]) -> None:
+def test_a_backend_of_other_states_is_refused(runners):
     runner = runners("lfm2")
     spec = runner.info.kv_spec
     assert len(spec.states) == 3
     for states in (spec.states[:2], ()):
-        backend: Backend = make_backend(
+        backend = make_backend(
             choose_backend("cpu"), dataclasses.replace(spec, states=states), 4, 1, num_state_slots=3 * bool(states)
         )
         with pytest.raises(ConfigError, match="other layers than those of this model"):
@@ -180,7 +167,7 @@ def test_a_backend_of_other_states_is_refused(runners: Callable[..., NativeRunne
         backend.close()
 
 
-def test_keys_are_not_taken_at_other_positions_and_the_reason_is_said(runners: Callable[..., NativeRunner]) -> None:
+def test_keys_are_not_taken_at_other_positions_and_the_reason_is_said(runners):
     runner = runners("lfm2")
     drive(runner)
     assert runner.moved_keys_refusal == RECURRENT

@@ -1,11 +1,6 @@
 """A pass in one kernel call gives the bits of the layers called one by one, which the other tests tie to references."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from helpers.models.tiny_models import save_tiny_model
@@ -26,23 +21,21 @@ class LayerByLayer(CPUBackend):
 
 
 # In the last one layers of both kinds have one shape, and so could have their open blocks in one place.
-MODELS: dict[str, tuple[str, dict[str, object]]] = {
+MODELS = {
     **{name: (name, {}) for name in ("llama", "gemma2", "mistral", "gemma4", "gemma4-wide")},
     "gemma4-alike": ("gemma4", {"global_head_dim": 32}),
 }
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
     family, overrides = MODELS[request.param]
     save_tiny_model(family, directory, **overrides)
     return directory
 
 
-def _logits(
-    directory: Path, backend_type: type[CPUBackend], threads: int, bits: tuple[int, int]
-) -> list[npt.NDArray[np.float32]]:
+def _logits(directory, backend_type, threads, bits):
     """All logits of a prefill in chunks, then of decode steps of three sequences together."""
     runner = NativeRunner.from_dir(directory, weights="int8", num_threads=threads, kv_bits=bits)
     backend = backend_type(runner.info.kv_spec, 64, num_threads=threads)
@@ -62,7 +55,7 @@ def _logits(
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8), (4, 4), (8, 4)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_same_bits_as_layer_by_layer(model_dir: Path, threads: int, bits: tuple[int, int]) -> None:
+def test_same_bits_as_layer_by_layer(model_dir, threads, bits):
     whole = _logits(model_dir, CPUBackend, threads, bits)
     apart = _logits(model_dir, LayerByLayer, 1, bits)
     assert len(whole) == len(apart) == 3 * (1 + STEPS)
@@ -70,7 +63,7 @@ def test_same_bits_as_layer_by_layer(model_dir: Path, threads: int, bits: tuple[
         np.testing.assert_array_equal(one, other)
 
 
-def test_only_compiled_kernels_qualify(tmp_path: Path) -> None:
+def test_only_compiled_kernels_qualify(tmp_path):
     save_tiny_model("llama", tmp_path)
     for bits in ((16, 16), (8, 8)):
         runner = NativeRunner.from_dir(tmp_path, weights="int8", kv_bits=bits)

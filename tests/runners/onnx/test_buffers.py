@@ -1,14 +1,10 @@
 """Copies of running sequences beside the pool: gathered once, given up when a block changes, bounded in bytes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
 from kvboost_edge.models.onnx.past import LayerPast, PastLayout
-from kvboost_edge.runners.onnx.buffers import Buffer, Buffers
+from kvboost_edge.runners.onnx.buffers import Buffers
 
 BLOCK, HEADS, DIM, BLOCKS = 16, 2, 4, 40
 LAYERS = 2
@@ -17,7 +13,7 @@ LAYERS = 2
 class Pool:
     """Blocks with random keys and values, and the runner's part: append tokens to both the buffer and the blocks."""
 
-    def __init__(self, *, shared: bool, most_bytes: int = 1 << 30) -> None:
+    def __init__(self, *, shared, most_bytes=1 << 30):
         layers = tuple(LayerPast(("", ""), ("", ""), HEADS, DIM) for _ in range(LAYERS))
         self.rng = np.random.default_rng(0)
         self.blocks = self.rng.standard_normal((LAYERS, 2, BLOCKS, HEADS, BLOCK, DIM)).astype(np.float32)
@@ -26,13 +22,13 @@ class Pool:
         layout = PastLayout(layers, "float32", {"input_ids": "I64"}, shared)
         self.buffers = Buffers(layout, BLOCK, most_bytes, self.gather)
 
-    def gather(self, ids: np.ndarray) -> list[tuple[Any, Any]]:
-        def row(blocks: np.ndarray) -> np.ndarray:
+    def gather(self, ids):
+        def row(blocks):
             return blocks[ids].swapaxes(0, 1).reshape(HEADS, len(ids) * BLOCK, DIM)
 
         return [(row(keys), row(values)) for keys, values in self.blocks]
 
-    def compute(self, table: list[int], start: int, stop: int) -> Buffer:
+    def compute(self, table, start, stop):
         """What a pass does: new keys into the present, from there into the blocks."""
         ids = np.array(table, dtype=np.int32)
         buffer = self.buffers.take(ids, start, stop, self.marks)
@@ -58,7 +54,7 @@ class Pool:
         self.check(buffer, ids, stop)
         return buffer
 
-    def check(self, buffer: Buffer, ids: np.ndarray, stop: int) -> None:
+    def check(self, buffer, ids, stop):
         """The buffer holds what the blocks do."""
         assert buffer.count == stop
         for layer, both in enumerate(self.gather(ids[: -(-stop // BLOCK)])):
@@ -67,7 +63,7 @@ class Pool:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])
-def test_a_sequence_is_gathered_once_and_then_grows(shared: bool) -> None:
+def test_a_sequence_is_gathered_once_and_then_grows(shared):
     pool = Pool(shared=shared)
     pool.compute([3, 1, 4, 7], 32, 50)  # a prefix of two blocks from the pool
     for token in range(50, 60):
@@ -83,7 +79,7 @@ def test_a_sequence_is_gathered_once_and_then_grows(shared: bool) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])
-def test_rejected_tokens_are_forgotten(shared: bool) -> None:
+def test_rejected_tokens_are_forgotten(shared):
     pool = Pool(shared=shared)
     pool.compute([3, 1], 0, 25)
     pool.compute([3, 1], 21, 24)
@@ -92,7 +88,7 @@ def test_rejected_tokens_are_forgotten(shared: bool) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])
-def test_a_block_that_changed_is_gathered_again(shared: bool) -> None:
+def test_a_block_that_changed_is_gathered_again(shared):
     """A copy into it, or another sequence that took it: the numbers are those of the pool in any case."""
     pool = Pool(shared=shared)
     pool.compute([3, 1], 0, 20)
@@ -105,7 +101,7 @@ def test_a_block_that_changed_is_gathered_again(shared: bool) -> None:
     assert pool.buffers.num_gathered == 2
 
 
-def test_sequences_of_one_prefix_do_not_take_each_others_buffer() -> None:
+def test_sequences_of_one_prefix_do_not_take_each_others_buffer():
     pool = Pool(shared=True)
     pool.compute([3, 1], 0, 20)
     pool.compute([3, 2], 16, 30)
@@ -115,7 +111,7 @@ def test_sequences_of_one_prefix_do_not_take_each_others_buffer() -> None:
     assert pool.buffers.num_gathered == 1
 
 
-def test_bytes_are_bounded_by_the_oldest_giving_way() -> None:
+def test_bytes_are_bounded_by_the_oldest_giving_way():
     one = 2 * LAYERS * HEADS * DIM * 4 * 64
     pool = Pool(shared=True, most_bytes=2 * one)
     for block in range(5):

@@ -1,13 +1,9 @@
 """The ONNX runner against transformers: both forms of graph, in pieces, in batches, with blocks that are shared."""
 
-from __future__ import annotations
-
 import logging
 import random
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +16,18 @@ from helpers.onnx.wire import damaged
 from helpers.onnx.writer import Decoder, write_onnx
 from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.runners.base import LoadOptions
-from kvboost_edge.runners.onnx.runner import OnnxRunner, load
+from kvboost_edge.runners.onnx.runner import load
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 NEW_TOKENS = 12
-KINDS: dict[str, type[Decoder]] = {"shared": Decoder, "concat": ConcatDecoder}
-FAMILIES: dict[str, tuple[dict[str, Any], Form]] = {
+KINDS = {"shared": Decoder, "concat": ConcatDecoder}
+FAMILIES = {
     "llama": ({}, Form(bits=0)),
     "qwen2": ({}, Form()),
     "qwen3": ({}, Form(bits=8, block=64)),
@@ -43,9 +38,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Form]] = {
 }
 
 
-def written(
-    folder: Path, kind: str = "shared", family: str = "llama", *, half_past: bool = False, **overrides: Any
-) -> tuple[Any, Path]:
+def written(folder, kind="shared", family="llama", *, half_past=False, **overrides):
     """A transformers model and the folder of the same as ONNX."""
     fields, form = FAMILIES[family]
     model = build_tiny_model(family, **{**fields, **overrides})
@@ -54,15 +47,15 @@ def written(
     return model, write_onnx(model, folder, form, KINDS[kind])
 
 
-def loaded(folder: Path) -> OnnxRunner:
+def loaded(folder):
     return load(Checkpoint.open(folder), LoadOptions("", "auto", "cpu", 1, 16, (16, 16)))
 
 
-def drive(runner: OnnxRunner, backend: str = "cpu", num_blocks: int = 32) -> PagedDriver:
+def drive(runner, backend="cpu", num_blocks=32):
     return PagedDriver(runner, make_backend(choose_backend(backend), runner.info.kv_spec, num_blocks, num_threads=1))
 
 
-def greedy(model: Any, prompt: list[int], count: int = NEW_TOKENS) -> tuple[list[int], np.ndarray]:
+def greedy(model, prompt, count=NEW_TOKENS):
     """All tokens, and the logits of the prompt."""
     with torch.inference_mode():
         whole = model.generate(
@@ -74,7 +67,7 @@ def greedy(model: Any, prompt: list[int], count: int = NEW_TOKENS) -> tuple[list
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_equal_transformers(family: str, kind: str, tmp_path: Path) -> None:
+def test_families_equal_transformers(family, kind, tmp_path):
     """Logits within 1e-4 in pieces that end inside of blocks, and the same greedy tokens, beside another sequence."""
     model, folder = written(tmp_path / "m", kind, family)
     whole, expected = greedy(model, PROMPT)
@@ -92,7 +85,7 @@ def test_families_equal_transformers(family: str, kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_backends_hold_the_same_keys(kind: str, tmp_path: Path) -> None:
+def test_both_backends_hold_the_same_keys(kind, tmp_path):
     """What is gathered from the pool is what was computed, whichever NumPy backend holds it."""
     _, folder = written(tmp_path / "m", kind)
     found = []
@@ -112,7 +105,7 @@ def test_both_backends_hold_the_same_keys(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_past_keys_in_half_precision(kind: str, tmp_path: Path) -> None:
+def test_past_keys_in_half_precision(kind, tmp_path):
     """As near as their rounding; what the pool holds is what onnxruntime gave, so warm is as cold."""
     model, folder = written(tmp_path / "m", kind, half_past=True)
     whole, expected = greedy(model, PROMPT)
@@ -138,7 +131,7 @@ def test_past_keys_in_half_precision(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_engine_shares_prefixes_streams_and_samples(kind: str, tmp_path: Path) -> None:
+def test_engine_shares_prefixes_streams_and_samples(kind, tmp_path):
     model, folder = written(tmp_path / "m", kind)
     whole, _ = greedy(model, PROMPT)
     with CPUPagedEngine.from_pretrained(
@@ -160,7 +153,7 @@ def test_engine_shares_prefixes_streams_and_samples(kind: str, tmp_path: Path) -
         assert engine.verify_correctness([PROMPT])
 
 
-def test_more_sequences_than_the_pool_holds(tmp_path: Path) -> None:
+def test_more_sequences_than_the_pool_holds(tmp_path):
     """Sequences that are pushed out of the pool and computed again, and more of them than buffers have room for."""
     model, folder = written(tmp_path / "m")
     prompts = [[(17 * i + j) % 250 for j in range(20 + i)] for i in range(6)]
@@ -177,7 +170,7 @@ def test_more_sequences_than_the_pool_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_of_running_sequences_stand_in_the_ledger(kind: str, tmp_path: Path) -> None:
+def test_copies_of_running_sequences_stand_in_the_ledger(kind, tmp_path):
     _, folder = written(tmp_path / "m", kind)
     with CPUPagedEngine.from_pretrained(folder, runner="onnx", num_blocks=64) as engine:
         per_token = engine.runner_info.kv_spec.bytes_per_block // 16
@@ -190,7 +183,7 @@ def test_copies_of_running_sequences_stand_in_the_ledger(kind: str, tmp_path: Pa
         assert stats["other_bytes"] <= stats["process_rss_bytes"] - stats["copied_bytes"]
 
 
-def test_auto_takes_the_native_runner_first_and_says_why_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_the_native_runner_first_and_says_why_not(tmp_path, caplog):
     _, known = written(tmp_path / "known")
     _, other = written(tmp_path / "other", "concat")
     with caplog.at_level(logging.INFO, "kvboost_edge"):
@@ -217,17 +210,13 @@ def test_auto_takes_the_native_runner_first_and_says_why_not(tmp_path: Path, cap
         ({"backend": "torch"}, ConfigError, "needs the torch runner"),
     ],
 )
-def test_options_that_it_does_not_have(
-    options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
-) -> None:
+def test_options_that_it_does_not_have(options, error, message, tmp_path):
     _, folder = written(tmp_path / "m")
     with pytest.raises(error, match=message):
         CPUPagedEngine.from_pretrained(folder, runner="onnx", num_blocks=16, **options)
 
 
-def test_other_models_and_missing_packages(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_models_and_missing_packages(tiny_model_dir, tmp_path, monkeypatch):
     with pytest.raises(ModelFormatError, match="the model is no ONNX file; runner='onnx' needs the onnx runner"):
         CPUPagedEngine.from_pretrained(tiny_model_dir, runner="onnx", num_blocks=16)
     _, folder = written(tmp_path / "m", "concat")
@@ -238,7 +227,7 @@ def test_other_models_and_missing_packages(
         CPUPagedEngine.from_pretrained(folder, num_blocks=16)
 
 
-def test_reading_an_onnx_model_loads_no_onnxruntime(tmp_path: Path) -> None:
+def test_reading_an_onnx_model_loads_no_onnxruntime(tmp_path):
     """Nor does running it natively."""
     _, folder = written(tmp_path / "m")
     code = (
@@ -251,7 +240,7 @@ def test_reading_an_onnx_model_loads_no_onnxruntime(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_keys_that_are_not_finite_end_their_request_alone(tmp_path: Path) -> None:
+def test_keys_that_are_not_finite_end_their_request_alone(tmp_path):
     model, _ = written(tmp_path / "first", "concat")
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = torch.nan
@@ -263,15 +252,15 @@ def test_keys_that_are_not_finite_end_their_request_alone(tmp_path: Path) -> Non
         assert good.result().generated_tokens == 3
 
 
-def test_a_backend_of_tensors_is_refused(tmp_path: Path) -> None:
+def test_a_backend_of_tensors_is_refused(tmp_path):
     runner = loaded(written(tmp_path / "m")[1])
-    backend: Backend = make_backend(choose_backend("torch"), runner.info.kv_spec, 4)
+    backend = make_backend(choose_backend("torch"), runner.info.kv_spec, 4)
     with pytest.raises(ConfigError, match="works with backend='cpu' and 'reference'"):
         runner.bind(backend)
     runner.close()
 
 
-def test_files_that_onnxruntime_refuses(tmp_path: Path) -> None:
+def test_files_that_onnxruntime_refuses(tmp_path):
     """A type that does not fit, found by onnxruntime, is our own error with the file's name."""
     _, folder = written(tmp_path / "m", "concat")
     path = folder / "model.onnx"
@@ -283,7 +272,7 @@ def test_files_that_onnxruntime_refuses(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [150, pytest.param(500, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_files(kind: str, count: int, tmp_path: Path) -> None:
+def test_damaged_files(kind, count, tmp_path):
     """Whatever bytes change, the file runs or is refused with our own error; onnxruntime does not take the process
     with it."""
     _, folder = written(tmp_path / "m", kind, num_hidden_layers=1)

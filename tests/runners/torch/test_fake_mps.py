@@ -1,9 +1,6 @@
 """transformers' own layers on the stand-in for an Apple GPU: every operator of a whole pass, from token ids to logits,
 is one that torch's table has for MPS, and the results are the CPU's."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from unittest import mock
 
 import numpy as np
@@ -23,19 +20,19 @@ TOKENS = np.random.default_rng(5).integers(0, 256, 40)
 
 
 @pytest.fixture(autouse=True)
-def on_the_fake_device() -> Iterator[None]:
+def on_the_fake_device():
     available = mock.patch.object(torch.backends.mps, "is_available", return_value=True)
     with torch.inference_mode(), fake_device(), counting(), available:
         yield
 
 
-def on_device(family: str, dtype: torch.dtype = torch.float32) -> TorchRunner:
+def on_device(family, dtype=torch.float32):
     model = build_tiny_model(family).to(dtype)
     place(model)
     return TorchRunner(model)
 
 
-def passed(runner: TorchRunner, device: str = DEVICE) -> np.ndarray:
+def passed(runner, device=DEVICE):
     """Logits of a prompt in pieces, and of a token decoded behind it."""
     assert runner.device == device
     driver = PagedDriver(runner, TorchBackend(runner.info.kv_spec, 8, device=device))
@@ -46,7 +43,7 @@ def passed(runner: TorchRunner, device: str = DEVICE) -> np.ndarray:
     return logits
 
 
-def error(logits: np.ndarray, family: str) -> float:
+def error(logits, family):
     """From the CPU's in float32."""
     wanted = TorchRunner(build_tiny_model(family)).eager_logits(TOKENS)
     return float(np.linalg.norm(logits - wanted) / np.linalg.norm(wanted))
@@ -73,7 +70,7 @@ NOT_ON_THE_DOUBLE = (
         if name not in NOT_ON_THE_DOUBLE
     ],
 )
-def test_a_whole_pass_calls_what_an_apple_gpu_has(family: str) -> None:
+def test_a_whole_pass_calls_what_an_apple_gpu_has(family):
     recorded.clear()
     logits = passed(on_device(family))
     assert {"embedding", "bmm", "index.Tensor"} <= recorded
@@ -84,7 +81,7 @@ def test_a_whole_pass_calls_what_an_apple_gpu_has(family: str) -> None:
     assert own < 2e-5
 
 
-def test_half_precision_too() -> None:
+def test_half_precision_too():
     assert 1e-5 < error(passed(on_device("llama", torch.float16)), "llama") < 1e-2
 
 
@@ -97,9 +94,7 @@ def test_half_precision_too() -> None:
     ],
     ids=["float64", "an operator without a kernel", "strides"],
 )
-def test_a_layer_that_an_apple_gpu_refuses_is_found(
-    planted: Callable[[torch.Tensor], torch.Tensor], message: str
-) -> None:
+def test_a_layer_that_an_apple_gpu_refuses_is_found(planted, message):
     model = build_tiny_model("llama")
     place(model)
     norm = model.model.layers[1].input_layernorm
@@ -108,7 +103,7 @@ def test_a_layer_that_an_apple_gpu_refuses_is_found(
         TorchRunner(model)
 
 
-def test_weights_are_on_the_device() -> None:
+def test_weights_are_on_the_device():
     model = build_tiny_model("llama")
     place(model)
     assert all(isinstance(weight, FakeMps) for weight in [*model.parameters(), *model.buffers()])

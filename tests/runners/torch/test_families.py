@@ -1,9 +1,5 @@
 """Every family against transformers itself: greedy tokens equal, logits within 1e-4, whatever the path."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -25,7 +21,7 @@ LOGITS = npt.NDArray[np.float32]
 class Family:
     """A tiny model with what transformers makes of five prompts: greedy continuations and dense logits over all."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         model = build_tiny_model(name)
         rng = np.random.default_rng(7)
         self.prompts = [rng.integers(0, 256, length).tolist() for length in PROMPT_LENGTHS]
@@ -34,11 +30,11 @@ class Family:
         self.logits = [_dense(model, whole) for whole in self.wholes]
         self.runner = TorchRunner(model, block_size=BLOCK)
 
-    def driver(self) -> PagedDriver:
+    def driver(self):
         return PagedDriver(self.runner, TorchBackend(self.runner.info.kv_spec, 64))
 
 
-def _generate(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+def _generate(model, prompt):
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         output = model.generate(
@@ -47,12 +43,12 @@ def _generate(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return output[0].tolist()
 
 
-def _dense(model: torch.nn.Module, token_ids: list[int]) -> LOGITS:
+def _dense(model, token_ids):
     with torch.inference_mode():
         return model(torch.tensor([token_ids]), use_cache=False).logits[0].numpy()
 
 
-def assert_close(actual: LOGITS, expected: LOGITS) -> None:
+def assert_close(actual, expected):
     assert actual.shape == expected.shape
     distance = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
     assert distance <= 1e-4, f"relative L2 distance {distance:.3g}"
@@ -63,20 +59,20 @@ WITH_EVERY_FAMILY = ("test_cold_prefill_and_decode_alone", "test_ragged_batch_of
 VARIED = ("llama", "mistral", "gemma2", "gemma4", "glm4", "gpt_oss", "qwen3_moe")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     kept = FAMILIES if metafunc.function.__name__ in WITH_EVERY_FAMILY else VARIED
     cases = [pytest.param(name, marks=() if name in kept else pytest.mark.full) for name in FAMILIES]
     metafunc.parametrize("family", cases, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def family(request: pytest.FixtureRequest) -> Iterator[Family]:
+def family(request):
     family = Family(request.param)
     yield family
     family.runner.close()
 
 
-def test_cold_prefill_and_decode_alone(family: Family) -> None:
+def test_cold_prefill_and_decode_alone(family):
     driver = family.driver()
     prompt, whole, expected = family.prompts[-1], family.wholes[-1], family.logits[-1]
     sequence = driver.open(prompt)
@@ -86,18 +82,18 @@ def test_cold_prefill_and_decode_alone(family: Family) -> None:
     assert sequence.token_ids == whole
 
 
-def test_every_logit_of_a_long_sequence(family: Family) -> None:
+def test_every_logit_of_a_long_sequence(family):
     driver = family.driver()
     assert_close(driver.prefill(driver.open(family.wholes[-1])), family.logits[-1])
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 50])
-def test_chunked_prefill(family: Family, chunk: int) -> None:
+def test_chunked_prefill(family, chunk):
     driver = family.driver()
     assert_close(driver.prefill(driver.open(family.prompts[-1]), chunk), family.logits[-1][: PROMPT_LENGTHS[-1]])
 
 
-def test_ragged_batch_of_five(family: Family) -> None:
+def test_ragged_batch_of_five(family):
     driver = family.driver()
     sequences = [driver.open(prompt) for prompt in family.prompts]
     parts = driver.step([(sequence, sequence.num_left) for sequence in sequences])
@@ -107,7 +103,7 @@ def test_ragged_batch_of_five(family: Family) -> None:
     assert [sequence.token_ids for sequence in sequences] == family.wholes
 
 
-def test_prefill_mixed_with_decode(family: Family) -> None:
+def test_prefill_mixed_with_decode(family):
     driver = family.driver()
     running, late = driver.open(family.wholes[1]), driver.open(family.prompts[-1])
     driver.step([(running, 30)])
@@ -118,7 +114,7 @@ def test_prefill_mixed_with_decode(family: Family) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
-def test_prefix_hit(family: Family, cut: int) -> None:
+def test_prefix_hit(family, cut):
     driver = family.driver()
     whole, expected = family.wholes[-1], family.logits[-1]
     first = driver.open([*whole[:cut], *[299] * 40])  # shares `cut` tokens with the second
@@ -129,7 +125,7 @@ def test_prefix_hit(family: Family, cut: int) -> None:
     assert_close(driver.prefill(second), expected[second.table.num_cached_tokens :])
 
 
-def test_fully_cached_prompt_recomputes_its_last_token(family: Family) -> None:
+def test_fully_cached_prompt_recomputes_its_last_token(family):
     driver = family.driver()
     prompt = family.wholes[-1][: 3 * BLOCK]
     holder = driver.open(prompt)
@@ -140,7 +136,7 @@ def test_fully_cached_prompt_recomputes_its_last_token(family: Family) -> None:
     driver.decode([holder], [family.logits[-1][len(prompt) - 1]], 2)
 
 
-def test_fork_writes_apart(family: Family) -> None:
+def test_fork_writes_apart(family):
     driver = family.driver()
     prompt = family.prompts[-1]
     parent = driver.open(prompt)

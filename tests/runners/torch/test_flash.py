@@ -3,15 +3,10 @@
 The kernels run over fibers (the project's) or on the CPU (torch's); the tests say that the model's device has them.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import kvboost_edge
 from helpers.cuda.standin import StandIn, needs_kernels, standing_in
@@ -28,30 +23,30 @@ OFF = {"kvboost_cuda": 3e-2, "torch_flash": 1e-4}
 
 
 @pytest.fixture(params=["kvboost_cuda", "torch_flash"])
-def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def tier(request, monkeypatch):
     """Every device has the kernels of this tier."""
-    name: str = request.param
+    name = request.param
     monkeypatch.setattr(flash, "find_tier", lambda device: name)
     with standing_in() as (kernels, _):
         monkeypatch.setattr(cuda, "extension", lambda: kernels)
         yield name
 
 
-def tiny(family: str, tier: str) -> PreTrainedModel:
+def tiny(family, tier):
     """float16 for the project's kernels, which compute in nothing longer."""
     model = build_tiny_model(family).eval()
     return model.half() if tier == "kvboost_cuda" else model
 
 
-def draw(*shape: int) -> torch.Tensor:
+def draw(*shape):
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0))
 
 
-def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
+def distance(got, wanted):
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def passes(model: PreTrainedModel) -> list[torch.Tensor]:
+def passes(model):
     """Logits of a prompt in one piece; of the same in three (queries fewer than keys); of a batch with padding."""
     ids = draw(2, 40)
     with torch.inference_mode():
@@ -70,7 +65,7 @@ def passes(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_eager_attention(family: str, tier: str) -> None:
+def test_logits_are_those_of_eager_attention(family, tier):
     model = tiny(family, tier)
     model.set_attn_implementation("eager")
     wanted = passes(model)
@@ -83,7 +78,7 @@ def test_logits_are_those_of_eager_attention(family: str, tier: str) -> None:
         assert torch.equal(again, eager)
 
 
-def test_the_kernels_run_where_the_mask_is_causal_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_run_where_the_mask_is_causal_and_only_there(monkeypatch):
     monkeypatch.setattr(flash, "find_tier", lambda device: "kvboost_cuda")
     model = tiny("llama", "kvboost_cuda")
     layers = model.config.num_hidden_layers
@@ -103,7 +98,7 @@ def test_the_kernels_run_where_the_mask_is_causal_and_only_there(monkeypatch: py
     assert [after - before for before, after in itertools.pairwise(counts)] == [layers, 0, 0]
 
 
-def test_gradients_are_torchs(tier: str) -> None:
+def test_gradients_are_torchs(tier):
     model = tiny("llama", tier).float()
     grads = []
     for installed in (False, True):
@@ -116,7 +111,7 @@ def test_gradients_are_torchs(tier: str) -> None:
     assert distance(grads[1], grads[0]) < 1e-4
 
 
-def test_counts_are_of_what_changed(tier: str) -> None:
+def test_counts_are_of_what_changed(tier):
     model, other = tiny("llama", tier), tiny("llama", tier)
     before = model.config._attn_implementation
     assert flash.uninstall(model) == 0
@@ -129,11 +124,11 @@ def test_counts_are_of_what_changed(tier: str) -> None:
     assert model.config._attn_implementation == before
 
 
-def test_a_model_that_does_not_run_is_left_as_it_was(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_run_is_left_as_it_was(tier, monkeypatch):
     model = tiny("llama", tier)
     before = model.config._attn_implementation
 
-    def fail(*args: Any, **kwargs: Any) -> None:
+    def fail(*args, **kwargs):
         raise ValueError("no such input")
 
     with monkeypatch.context() as patch:
@@ -148,7 +143,7 @@ def test_a_model_that_does_not_run_is_left_as_it_was(tier: str, monkeypatch: pyt
 # ---- the public names ------------------------------------------------------------------------------------------------
 
 
-def test_on_a_cpu_nothing_is_claimed_and_nothing_changes() -> None:
+def test_on_a_cpu_nothing_is_claimed_and_nothing_changes():
     model = build_tiny_model("llama")
     before = model.config._attn_implementation
     assert kvboost_edge.install_flash_attention(model) == 0
@@ -156,13 +151,13 @@ def test_on_a_cpu_nothing_is_claimed_and_nothing_changes() -> None:
     assert kvboost_edge.uninstall_flash_attention(model) == 0
 
 
-def test_the_public_functions_install_and_take_out(tier: str) -> None:
+def test_the_public_functions_install_and_take_out(tier):
     model = tiny("llama", tier)
     assert kvboost_edge.install_flash_attention(model) == model.config.num_hidden_layers
     assert kvboost_edge.uninstall_flash_attention(model) == model.config.num_hidden_layers
 
 
-def test_what_is_no_transformers_model_is_refused() -> None:
+def test_what_is_no_transformers_model_is_refused():
     for function in (kvboost_edge.install_flash_attention, kvboost_edge.uninstall_flash_attention):
         with pytest.raises(RequestError, match="Linear is not a transformers model"):
             function(torch.nn.Linear(2, 2))
@@ -177,9 +172,7 @@ def test_what_is_no_transformers_model_is_refused() -> None:
         (True, "kvboost_edge_cuda is not installed", (7, 5), "vanilla"),
     ],
 )
-def test_tiers(
-    has_cuda: bool, problem: str | None, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiers(has_cuda, problem, capability, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(cuda, "unsupported_reason", lambda device: problem)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

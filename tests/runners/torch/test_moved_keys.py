@@ -3,16 +3,11 @@
 The keys and values of the first layer depend on a token alone: a model of one layer gives what it gives without reuse.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from helpers.kernels.shifted_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
+from helpers.kernels.shifted_cases import Pieces, blocks_from, layout_of, plain, with_deltas
 from helpers.models.tiny_models import FAMILIES, build_tiny_model
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.backends.torch_backend import TorchBackend
@@ -32,7 +27,7 @@ OTHER_ROPE = {
 # Their rope turns neighbouring channels or is scaled: refused, see below.
 OTHER_TURNS = ("ernie4_5", "ernie4_5_moe", "glm4", "ministral3", "hunyuan_v1_dense")
 WINDOWED = ("olmo3", "exaone4", "granite_swa")
-ONE_LAYER: dict[str, tuple[str, dict[str, Any]]] = {
+ONE_LAYER = {
     **{
         name: (name, {})
         for name in FAMILIES
@@ -54,32 +49,32 @@ Logits = np.ndarray
 class Hand:
     """A runner whose passes are made by hand; memory that is not written is NaN."""
 
-    def __init__(self, model: torch.nn.Module, backend: str = "torch", *, bits: int = 16) -> None:
+    def __init__(self, model, backend="torch", *, bits=16):
         self.runner = TorchRunner(model, kv_bits=(bits, bits))
         self.backend = make_backend(choose_backend(backend), self.runner.info.kv_spec, BLOCKS, num_threads=1)
         self.backend.poison_blocks(range(BLOCKS))
         self.runner.bind(self.backend)
         self.take = blocks_from(0)
 
-    def batch(self, rows: Sequence[Row], tokens: Sequence[int]) -> ForwardBatch:
+    def batch(self, rows, tokens):
         """Of rows of one sequence."""
         positions = np.concatenate([np.arange(row.start, row.stop) for row in rows])
         layout = layout_of(rows, SIZE)
         return ForwardBatch(np.array(tokens)[positions], positions, layout, np.arange(len(positions)))
 
-    def forward(self, rows: Sequence[Row], tokens: Sequence[int]) -> Logits:
+    def forward(self, rows, tokens):
         return np.array(self.runner.forward(self.batch(rows, tokens)))
 
 
 class Mixed:
     """A prompt of runs of a stored one and of its own stretches between them, each a row."""
 
-    def __init__(self, hand: Hand) -> None:
+    def __init__(self, hand):
         stored = plain(len(STORED), SIZE, hand.take)
         hand.forward([stored], STORED)
         pieces, rng = Pieces(SIZE, hand.take), np.random.default_rng(2)
-        self.tokens: list[int] = []
-        self.rows: list[Row] = []
+        self.tokens = []
+        self.rows = []
         # Behind and before where they were; from inside blocks to inside blocks.
         for count, run in ((16, (21, 46)), (32, (50, 33)), (9, None)):
             self.rows.append(pieces.own(count))
@@ -90,11 +85,11 @@ class Mixed:
         assert [part.delta for part in self.rows[-1].parts] == [0, -5, 0, 44, 0]
 
     @property
-    def own(self) -> np.ndarray:
+    def own(self):
         return np.concatenate([np.arange(row.start, row.stop) for row in self.rows])
 
     @property
-    def stored(self) -> StoredKeys:
+    def stored(self):
         """The tokens of the runs."""
         row = self.rows[-1]
         parts = np.array(row.parts, np.int32)
@@ -103,13 +98,13 @@ class Mixed:
         return StoredKeys(np.array(row.table)[entries] * SIZE + offsets, positions, deltas_of(parts, 0, positions))
 
 
-def error(got: Logits, wanted: Logits) -> float:
+def error(got, wanted):
     assert np.isfinite(got).all()
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
 @pytest.mark.parametrize("name", ONE_LAYER)
-def test_one_layer_gives_what_it_gives_without_reuse(name: str) -> None:
+def test_one_layer_gives_what_it_gives_without_reuse(name):
     family, overrides = ONE_LAYER[name]
     hand = Hand(build_tiny_model(family, num_hidden_layers=1, **overrides))
     assert hand.runner.moved_keys_refusal is None
@@ -127,7 +122,7 @@ def test_one_layer_gives_what_it_gives_without_reuse(name: str) -> None:
     hand.runner.close()
 
 
-def test_bfloat16_is_as_near_as_its_rounding() -> None:
+def test_bfloat16_is_as_near_as_its_rounding():
     hand = Hand(build_tiny_model("llama", num_hidden_layers=1).to(torch.bfloat16))
     assert hand.runner.moved_keys_refusal is None
     mixed = Mixed(hand)
@@ -136,7 +131,7 @@ def test_bfloat16_is_as_near_as_its_rounding() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2-window", "gpt_neox"])
-def test_keys_of_8_bits_are_unpacked_and_turned(name: str) -> None:
+def test_keys_of_8_bits_are_unpacked_and_turned(name):
     """As near as the codes are, and ten times as far away with other turns."""
     family, overrides = ONE_LAYER[name]
     hand = Hand(build_tiny_model(family, num_hidden_layers=1, **overrides), bits=8)
@@ -150,7 +145,7 @@ def test_keys_of_8_bits_are_unpacked_and_turned(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smollm3"])
-def test_every_layer_turns_its_keys_by_its_own_rope(name: str) -> None:
+def test_every_layer_turns_its_keys_by_its_own_rope(name):
     """gemma3 has two ropes, smollm3 layers without one."""
     runner = TorchRunner(build_tiny_model(name))
     config = runner.model.config.to_dict()
@@ -164,7 +159,7 @@ def test_every_layer_turns_its_keys_by_its_own_rope(name: str) -> None:
 
 @pytest.mark.parametrize("asking", [np.array([0, 5, 8]), np.array([], int)], ids=["some", "none"])
 @pytest.mark.parametrize("name", ["llama", "gemma2-window", "gemma3-global", "smollm3-nope", "gpt_neox"])
-def test_what_tokens_attend_to_is_what_transformers_gives(name: str, asking: np.ndarray) -> None:
+def test_what_tokens_attend_to_is_what_transformers_gives(name, asking):
     family, overrides = ONE_LAYER[name]
     model = build_tiny_model(family, num_hidden_layers=1, **overrides)
     hand = Hand(model)
@@ -180,7 +175,7 @@ def test_what_tokens_attend_to_is_what_transformers_gives(name: str, asking: np.
     np.testing.assert_allclose(masses, wanted, atol=1e-5)
 
 
-def test_deviations_are_of_the_second_layers_values() -> None:
+def test_deviations_are_of_the_second_layers_values():
     """Of tokens computed anew behind others from those that are stored."""
     model = build_tiny_model("llama")
     hand = Hand(model)
@@ -203,7 +198,7 @@ def test_deviations_are_of_the_second_layers_values() -> None:
     np.testing.assert_allclose(got, wanted, rtol=1e-3)
 
 
-def test_a_model_of_one_layer_has_no_values_that_deviate() -> None:
+def test_a_model_of_one_layer_has_no_values_that_deviate():
     hand = Hand(build_tiny_model("llama", num_hidden_layers=1))
     mixed = Mixed(hand)
     batch = hand.batch(mixed.rows[:1], mixed.tokens)
@@ -213,7 +208,7 @@ def test_a_model_of_one_layer_has_no_values_that_deviate() -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def refused(hand: Hand, why: str) -> None:
+def refused(hand, why):
     """Nothing is written, and no layer is looked at alone."""
     assert why in str(hand.runner.moved_keys_refusal)
     pieces = Pieces(SIZE, blocks_from(10))
@@ -230,11 +225,11 @@ def refused(hand: Hand, why: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHER_ROPE)
-def test_other_kinds_of_rope_are_refused_by_name(name: str) -> None:
+def test_other_kinds_of_rope_are_refused_by_name(name):
     refused(Hand(build_tiny_model(name)), f"rope of type '{OTHER_ROPE[name]}' is not turned")
 
 
-def test_a_kind_of_some_layers_is_refused_too() -> None:
+def test_a_kind_of_some_layers_is_refused_too():
     ropes = {
         FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -243,37 +238,37 @@ def test_a_kind_of_some_layers_is_refused_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["ernie4_5", "ernie4_5_moe", "glm4"])
-def test_rope_of_neighbouring_channels_is_refused(name: str) -> None:
+def test_rope_of_neighbouring_channels_is_refused(name):
     refused(Hand(build_tiny_model(name)), "half a head against the other")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_backends_that_turn_no_keys_are_refused(backend: str) -> None:
+def test_backends_that_turn_no_keys_are_refused(backend):
     refused(Hand(build_tiny_model("llama"), backend), f"backend '{backend}'")
 
 
-def test_without_a_backend_nothing_is_known() -> None:
+def test_without_a_backend_nothing_is_known():
     assert "no backend" in str(TorchRunner(build_tiny_model("llama")).moved_keys_refusal)
 
 
-def test_pairs_of_neighbours_are_refused() -> None:
+def test_pairs_of_neighbours_are_refused():
     """Cohere turns channels 2i and 2i + 1, with the same table."""
     refused(Hand(build_tiny_model("cohere")), "does not turn its keys by plain rope")
 
 
-def test_learned_positions_are_refused() -> None:
+def test_learned_positions_are_refused():
     model = build_tiny_model("gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=128)
     refused(Hand(model), "does not take positions from rope alone")
 
 
-def test_a_token_embedded_as_nothing_tells_nothing() -> None:
+def test_a_token_embedded_as_nothing_tells_nothing():
     model = build_tiny_model("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[1] = 0
     assert "layer 0" in str(TorchRunner(model).moved_keys_refusal)
 
 
-def test_a_pool_of_torch_is_told_how_keys_are_turned() -> None:
+def test_a_pool_of_torch_is_told_how_keys_are_turned():
     hand = Hand(build_tiny_model("llama"))
     assert isinstance(hand.backend, TorchBackend)
     batch = hand.backend.prepare(layout_of(Mixed(hand).rows, SIZE))

@@ -1,9 +1,5 @@
 """The torch runner on pools of 8 bits: near its own results in 16, equal text warm and cold, refusals by name."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -23,7 +19,7 @@ OPTIONS = {"runner": "torch", "kv_cache_bits": 8, "num_blocks": 64, "debug_check
 
 @pytest.mark.parametrize("backend", ["torch", "cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_are_near_those_of_a_dense_cache(backend: str, dtype: torch.dtype) -> None:
+def test_logits_are_near_those_of_a_dense_cache(backend, dtype):
     runner = TorchRunner(build_tiny_model("llama").to(dtype), kv_bits=(8, 8))
     assert (runner.info.kv_spec.dtype, runner.info.kv_spec.bits) == ("float16", (8, 8))
     driver = PagedDriver(runner, make_backend(choose_backend(backend), runner.info.kv_spec, 16, num_threads=1))
@@ -35,7 +31,7 @@ def test_logits_are_near_those_of_a_dense_cache(backend: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_an_engine_gives_the_same_text_warm_and_cold(backend: str, tiny_model_dir: Path) -> None:
+def test_an_engine_gives_the_same_text_warm_and_cold(backend, tiny_model_dir):
     with CPUPagedEngine.from_pretrained(str(tiny_model_dir), backend=backend, **OPTIONS) as engine:
         prompt = list(range(5, 75))
         cold, warm = (engine.generate(prompt, max_new_tokens=20) for _ in range(2))
@@ -48,6 +44,6 @@ def test_an_engine_gives_the_same_text_warm_and_cold(backend: str, tiny_model_di
         assert stats["used_blocks"] == 0
 
 
-def test_a_loaded_model_takes_8_bits_and_no_others() -> None:
+def test_a_loaded_model_takes_8_bits_and_no_others():
     with pytest.raises(ConfigError, match="kv_cache_bits=16 or 8, not 4"):
         CPUPagedEngine(build_tiny_model("llama"), None, kv_cache_bits=4)

@@ -1,12 +1,8 @@
 """The torch runner apart from the families: loading, dtypes, refusals, rows of logits, and leaving the model alone."""
 
-from __future__ import annotations
-
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 TOKENS = np.random.default_rng(5).integers(0, 256, 70)
 
 
-def drive(runner: TorchRunner, backend: str = "torch") -> PagedDriver:
+def drive(runner, backend="torch"):
     return PagedDriver(runner, make_backend(choose_backend(backend), runner.info.kv_spec, 16, num_threads=1))
 
 
-def paged_distance(runner: TorchRunner, backend: str = "torch", chunk: int = 33) -> float:
+def paged_distance(runner, backend="torch", chunk=33):
     """Relative L2 distance of paged from eager logits."""
     driver = drive(runner, backend)
     paged, eager = driver.prefill(driver.open(TOKENS.tolist()), chunk), runner.eager_logits(TOKENS)
@@ -42,7 +38,7 @@ def paged_distance(runner: TorchRunner, backend: str = "torch", chunk: int = 33)
     return float(np.linalg.norm(paged - eager) / np.linalg.norm(eager))
 
 
-def flat_pass(token_ids: np.ndarray, rows: list[int]) -> ForwardBatch:
+def flat_pass(token_ids, rows):
     """One fresh sequence in blocks 0, 1, ..."""
     positions = np.arange(len(token_ids))
     table = np.arange(-(-len(token_ids) // 16), dtype=np.int32)
@@ -54,7 +50,7 @@ def flat_pass(token_ids: np.ndarray, rows: list[int]) -> ForwardBatch:
 
 @needs_kernels
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
-def test_the_cuda_backend_agrees_with_eager(model_type: str) -> None:
+def test_the_cuda_backend_agrees_with_eager(model_type):
     """A model in half precision, prefilled in chunks, on the project's kernels over fibers."""
     runner = TorchRunner(build_tiny_model(model_type).half())
     with standing_in() as (kernels, standin):
@@ -71,12 +67,12 @@ def test_the_cuda_backend_agrees_with_eager(model_type: str) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "torch"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
-def test_backends_agree_with_eager(model_type: str, backend: str) -> None:
+def test_backends_agree_with_eager(model_type, backend):
     assert paged_distance(TorchRunner(build_tiny_model(model_type)), backend) <= 1e-4
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "torch"])
-def test_bfloat16_is_as_near_as_its_rounding(backend: str) -> None:
+def test_bfloat16_is_as_near_as_its_rounding(backend):
     runner = TorchRunner(build_tiny_model("llama").to(torch.bfloat16))
     assert runner.info.dtype == runner.info.kv_spec.dtype == "bfloat16"
     assert paged_distance(runner, backend) <= 0.03
@@ -85,7 +81,7 @@ def test_bfloat16_is_as_near_as_its_rounding(backend: str) -> None:
 # ---- loading ---------------------------------------------------------------------------------------------------------
 
 
-def test_from_dir_equals_the_saved_model(tiny_model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_from_dir_equals_the_saved_model(tiny_model_dir, capfd):
     runner = TorchRunner.from_dir(tiny_model_dir)
     assert capfd.readouterr().err == "", "no progress bar"
     assert transformers_logging.is_progress_bar_enabled()
@@ -100,7 +96,7 @@ def test_from_dir_equals_the_saved_model(tiny_model_dir: Path, capfd: pytest.Cap
     )
 
 
-def test_tied_weights_are_counted_once() -> None:
+def test_tied_weights_are_counted_once():
     tied, untied = (
         TorchRunner(build_tiny_model("llama", tie_word_embeddings=tie)).info.weight_bytes for tie in (True, False)
     )
@@ -118,30 +114,30 @@ def test_tied_weights_are_counted_once() -> None:
         ("float32", "float16", "float16"),
     ],
 )
-def test_dtype(stored: str, asked: str, expected: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_dtype(stored, asked, expected, tiny_model_dir, tmp_path):
     build_tiny_model("llama").to(getattr(torch, stored)).save_pretrained(tmp_path)
     runner = TorchRunner.from_dir(tmp_path, dtype=asked)
     assert runner.info.dtype == runner.info.kv_spec.dtype == expected
     assert runner.model.dtype == getattr(torch, expected)
 
 
-def test_dtype_of_a_checkpoint_whose_config_does_not_say(tmp_path: Path) -> None:
+def test_dtype_of_a_checkpoint_whose_config_does_not_say(tmp_path):
     build_tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     edit_config(tmp_path, dtype=None)
     assert TorchRunner.from_dir(tmp_path).info.dtype == "bfloat16"
 
 
-def edit_config(model_dir: Path, **changes: Any) -> None:
+def edit_config(model_dir, **changes):
     path = model_dir / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_unknown_dtype_is_refused(tiny_model_dir: Path) -> None:
+def test_unknown_dtype_is_refused(tiny_model_dir):
     with pytest.raises(ConfigError, match="dtype='int3'"):
         TorchRunner.from_dir(tiny_model_dir, dtype="int3")
 
 
-def test_a_missing_weight_is_refused(tmp_path: Path) -> None:
+def test_a_missing_weight_is_refused(tmp_path):
     weights = load_file(save_tiny_model("llama", tmp_path) / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -150,7 +146,7 @@ def test_a_missing_weight_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["no weights", "garbage", "no config", "other shape", "unknown type", "odd value"])
-def test_a_damaged_directory_is_refused(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_directory_is_refused(damage, tmp_path):
     save_tiny_model("llama", tmp_path)
     if damage == "no weights":
         (tmp_path / "model.safetensors").unlink()
@@ -168,7 +164,7 @@ def test_a_damaged_directory_is_refused(damage: str, tmp_path: Path) -> None:
         TorchRunner.from_dir(tmp_path)
 
 
-def test_num_threads(tiny_model_dir: Path) -> None:
+def test_num_threads(tiny_model_dir):
     TorchRunner.from_dir(tiny_model_dir, num_threads=2)
     assert torch.get_num_threads() == 2
     TorchRunner.from_dir(tiny_model_dir, num_threads=1)
@@ -192,13 +188,13 @@ def test_num_threads(tiny_model_dir: Path) -> None:
         ("bert", {"is_decoder": False}, "not causal"),
     ],
 )
-def test_models_that_cannot_work_are_refused(model_type: str, overrides: dict[str, Any], match: str) -> None:
+def test_models_that_cannot_work_are_refused(model_type, overrides, match):
     model = build_tiny_model(model_type, **overrides)
     with pytest.raises(ModelFormatError, match=match):
         TorchRunner(model)
 
 
-def test_a_layer_that_stops_attending_is_an_error() -> None:
+def test_a_layer_that_stops_attending_is_an_error():
     model = build_tiny_model("llama")
     driver = drive(TorchRunner(model))
     skipped = model.model.layers[1]
@@ -207,7 +203,7 @@ def test_a_layer_that_stops_attending_is_an_error() -> None:
         driver.prefill(driver.open([1, 2, 3]))
 
 
-def test_a_layer_that_attends_twice_is_an_error() -> None:
+def test_a_layer_that_attends_twice_is_an_error():
     model = build_tiny_model("llama")
     driver = drive(TorchRunner(model))
     layer, once = model.model.layers[2], model.model.layers[2].forward
@@ -216,7 +212,7 @@ def test_a_layer_that_attends_twice_is_an_error() -> None:
         driver.prefill(driver.open([1, 2, 3]))
 
 
-def test_an_untested_family_that_mixes_tokens_is_refused() -> None:
+def test_an_untested_family_that_mixes_tokens_is_refused():
     model = build_tiny_model("arcee")
     TorchRunner(model)
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + output.roll(1, dims=1))
@@ -225,8 +221,8 @@ def test_an_untested_family_that_mixes_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_rope_that_depends_on_the_batch_is_pinned(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1000.0, "factor": 4.0}
+def test_rope_that_depends_on_the_batch_is_pinned(kind, caplog):
+    rope = {"rope_type": kind, "rope_theta": 1000.0, "factor": 4.0}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 40}
     model = build_tiny_model("llama", rope_parameters=rope)
@@ -241,7 +237,7 @@ def test_rope_that_depends_on_the_batch_is_pinned(kind: str, caplog: pytest.LogC
         np.testing.assert_allclose(part, eager, rtol=1e-3, atol=1e-4)
 
 
-def test_max_context_can_be_lowered_only() -> None:
+def test_max_context_can_be_lowered_only():
     model = build_tiny_model("llama")
     assert TorchRunner(model, max_context=100).info.max_context == 100
     assert TorchRunner(model, max_context=9999).info.max_context == 512
@@ -252,7 +248,7 @@ def test_max_context_can_be_lowered_only() -> None:
 
 @pytest.mark.parametrize("keeps_rows", [True, False])
 @pytest.mark.parametrize("rows", [[], [9], [0, 9], [7, 2, 2]])
-def test_logits_of_the_asked_rows_only(rows: list[int], keeps_rows: bool) -> None:
+def test_logits_of_the_asked_rows_only(rows, keeps_rows):
     runner = TorchRunner(build_tiny_model("gemma2"))
     runner._keeps_rows = keeps_rows  # False: models whose forward cannot leave rows out
     drive(runner)
@@ -262,7 +258,7 @@ def test_logits_of_the_asked_rows_only(rows: list[int], keeps_rows: bool) -> Non
     np.testing.assert_allclose(logits, runner.eager_logits(TOKENS[:10])[rows], rtol=1e-3, atol=1e-4)
 
 
-def test_the_model_is_its_owners_between_passes() -> None:
+def test_the_model_is_its_owners_between_passes():
     model = build_tiny_model("mistral")
     before = model.config._attn_implementation
     ids = torch.from_numpy(TOKENS)[None]
@@ -275,7 +271,7 @@ def test_the_model_is_its_owners_between_passes() -> None:
         assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
-def test_the_model_is_restored_after_a_failure() -> None:
+def test_the_model_is_restored_after_a_failure():
     model = build_tiny_model("llama")
     before = model.config._attn_implementation
     runner = TorchRunner(model)
@@ -285,14 +281,14 @@ def test_the_model_is_restored_after_a_failure() -> None:
     assert model.config._attn_implementation == before
 
 
-def test_paged_attention_outside_of_a_pass_is_refused() -> None:
+def test_paged_attention_outside_of_a_pass_is_refused():
     model = build_tiny_model("llama")
     runner = TorchRunner(model)
     with runner._hook._named("kvboost_edge_paged"), pytest.raises(ConfigError, match="an engine is running"):
         model(torch.zeros(1, 1, dtype=torch.int64))
 
 
-def test_two_runners_of_one_model_in_two_threads() -> None:
+def test_two_runners_of_one_model_in_two_threads():
     model = build_tiny_model("gemma2")
     before = model.config._attn_implementation
     runners = [TorchRunner(model) for _ in range(2)]
@@ -305,7 +301,7 @@ def test_two_runners_of_one_model_in_two_threads() -> None:
     assert model.config._attn_implementation == before
 
 
-def test_forward_needs_a_backend() -> None:
+def test_forward_needs_a_backend():
     runner = TorchRunner(build_tiny_model("llama"))
     with pytest.raises(ConfigError, match="before bind"):
         runner.forward(flat_pass(TOKENS[:3], [0]))
@@ -315,12 +311,12 @@ def test_forward_needs_a_backend() -> None:
         runner.forward(flat_pass(TOKENS[:3], [0]))
 
 
-def test_a_backend_of_another_shape_is_refused() -> None:
+def test_a_backend_of_another_shape_is_refused():
     other = TorchBackend(TorchRunner(build_tiny_model("gemma")).info.kv_spec, 2)
     with pytest.raises(ConfigError, match="layers"):
         TorchRunner(build_tiny_model("llama")).bind(other)
 
 
-def test_a_dtype_without_storage_is_refused() -> None:
+def test_a_dtype_without_storage_is_refused():
     with pytest.raises(ModelFormatError, match="float64"):
         TorchRunner(build_tiny_model("llama").to(torch.float64))

@@ -1,7 +1,5 @@
 """A prompt's chain: the engine's own hashes, the tenant's alone, and nothing that could be read back."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A replica's batches: whoever asks, however seldom, knows in the end what the replica holds."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,19 +8,19 @@ from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, Cursor, Place
 
 
-def hash_of(number: int) -> bytes:
+def hash_of(number):
     """The keys of its places: the number, a thousand and four times the number, two thousand and the number."""
     return b"".join(key.to_bytes(KEY_BYTES, "little") for key in (number, 1000 + 4 * number, 2000 + number, 0))
 
 
-def keys(data: bytes) -> set[int]:
+def keys(data):
     return {int.from_bytes(data[at : at + KEY_BYTES], "little") for at in range(0, len(data), KEY_BYTES)}
 
 
 changes = st.tuples(st.booleans(), st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.sampled_from(Place))
 
 
-def told_of(held: dict[Place, set[int]]) -> set[int]:
+def told_of(held):
     """The keys of what is held, written out: all of a pool's, of the other places one in four."""
     pool, disk, shared = (held[place] for place in Place)
     return pool | {1000 + 4 * one for one in disk} | {2000 + one for one in shared if one % 4 == 0}

@@ -1,7 +1,5 @@
 """What a replica measures of itself: queues counted exactly, speeds near what they are."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from kvboost_edge.serve_ray.routing.meter import Meter
 from kvboost_edge.serve_ray.routing.records import Place
 
 
-def meter(seconds_per_token: float = 1e-3) -> Meter:
+def meter(seconds_per_token=1e-3):
     return Meter(seconds_per_token=seconds_per_token, step_tokens=512, max_running=8)
 
 

@@ -1,7 +1,5 @@
 """Figures that are none are refused, by name."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The map of beliefs under lost, late, repeated and mixed batches: equal to the replicas' own once they told all."""
 
-from __future__ import annotations
-
 import math
 import os
 
@@ -23,18 +21,16 @@ slots = st.integers(0, 2)
 key_sets = st.sets(st.integers(0, 15), max_size=6)
 
 
-def hash_of(key: int) -> bytes:
+def hash_of(key):
     """In a pool a block's key is the number itself, on a disk a hundred and four times as much, on a server 200."""
     return b"".join(one.to_bytes(KEY_BYTES, "little") for one in (key, 100 + 4 * key, 200 + 4 * key, 0))
 
 
-def key_at(key: int, place: Place) -> int:
+def key_at(key, place):
     return key if place is Place.POOL else 100 * place + 4 * key
 
 
-def batch_of(
-    serial: int, published: list[int], evicted: tuple[int, ...] = (), *, epoch: int = 1, is_whole: bool = False
-):
+def batch_of(serial, published, evicted=(), *, epoch=1, is_whole=False):
     packed = [b"".join(key.to_bytes(KEY_BYTES, "little") for key in keys) for keys in (published, evicted)]
     return EventBatch(epoch, serial, is_whole, *packed)
 
@@ -44,13 +40,13 @@ class Replicas(RuleBasedStateMachine):
     order."""
 
     @initialize(max_entries=st.sampled_from([6, 1000]))
-    def start(self, max_entries: int) -> None:
+    def start(self, max_entries):
         self.map = Residency(max_entries, SECONDS)
         self.bounded = max_entries == 6
         self.now = 0.0
-        self.held: list[set[int]] = []
-        self.journals: list[Journal] = []
-        self.underway: list[list[EventBatch]] = []
+        self.held = []
+        self.journals = []
+        self.underway = []
         for slot in range(3):
             self.map.open(slot)
             self.held.append(set())
@@ -58,7 +54,7 @@ class Replicas(RuleBasedStateMachine):
             self.underway.append([])
 
     @rule(slot=slots, came=key_sets, left=key_sets, place=st.sampled_from(Place))
-    def change(self, slot: int, came: set[int], left: set[int], place: Place) -> None:
+    def change(self, slot, came, left, place):
         left -= came
         self.held[slot] |= {key_at(key, place) for key in came}
         self.held[slot] -= {key_at(key, place) for key in left}
@@ -68,7 +64,7 @@ class Replicas(RuleBasedStateMachine):
             self.underway[slot].append(batch)
 
     @rule(slot=slots, number=st.integers(0, 20), keep=st.booleans())
-    def deliver(self, slot: int, number: int, keep: bool) -> None:
+    def deliver(self, slot, number, keep):
         """Any batch that is underway; kept, it comes again."""
         if self.underway[slot]:
             number %= len(self.underway[slot])
@@ -76,11 +72,11 @@ class Replicas(RuleBasedStateMachine):
             self.map.apply(slot, batch, self.now)
 
     @rule(slot=slots)
-    def lose(self, slot: int) -> None:
+    def lose(self, slot):
         self.underway[slot].clear()
 
     @rule(slot=slots)
-    def resync(self, slot: int) -> None:
+    def resync(self, slot):
         """Ask from where the map says: then it knows exactly what the replica holds."""
         for batch in self.journals[slot].since(self.map.cursor(slot)):
             assert self.map.apply(slot, batch, self.now)
@@ -88,14 +84,14 @@ class Replicas(RuleBasedStateMachine):
         assert told == {key for key in self.held[slot] if not key & self.map._coarse}
 
     @rule(slot=slots)
-    def restart(self, slot: int) -> None:
+    def restart(self, slot):
         """Another process in its place; batches of the old one may still come."""
         self.journals[slot] = Journal(8, epoch=self.journals[slot]._epoch + 10)
         self.journals[slot].add(CacheEvents(True, (), ()))
         self.held[slot] = set()
 
     @rule(slot=slots)
-    def replace(self, slot: int) -> None:
+    def replace(self, slot):
         """It is gone, and another one gets its slot."""
         self.map.close(slot)
         self.map.open(slot)
@@ -104,12 +100,12 @@ class Replicas(RuleBasedStateMachine):
         assert self.map.cursor(slot) == NOTHING_KNOWN
 
     @rule(slot=slots, keys=st.lists(st.integers(0, 15), max_size=6, unique=True))
-    def send(self, slot: int, keys: list[int]) -> None:
+    def send(self, slot, keys):
         self.map.believe(slot, keys, 0, self.now)
         assert set(self.map.keys_of(slot)) >= {key for key in keys if not key & self.map._coarse}
 
     @rule(seconds=st.sampled_from([1.0, 4.0, SECONDS + 1]))
-    def time_goes_by(self, seconds: float) -> None:
+    def time_goes_by(self, seconds):
         self.now += seconds
         self.map.expire(self.now)
         if seconds > SECONDS:
@@ -117,7 +113,7 @@ class Replicas(RuleBasedStateMachine):
                 assert all(self.map.keys_of(slot).values()), "only what was told lasts"
 
     @invariant()
-    def map_agrees(self) -> None:
+    def map_agrees(self):
         if not hasattr(self, "map"):
             return
         self.map.check()
@@ -126,7 +122,7 @@ class Replicas(RuleBasedStateMachine):
                 assert not any(self.map.keys_of(slot).values()), "with a gap nothing is taken as told"
 
     @invariant()
-    def map_is_bounded(self) -> None:
+    def map_is_bounded(self):
         """Each change sweeps one slot: while it grows too much, half of it goes."""
         if getattr(self, "bounded", False):
             for _ in range(20):
@@ -134,7 +130,7 @@ class Replicas(RuleBasedStateMachine):
             assert self.map.num_entries <= 6
 
 
-def test_beliefs_follow_whatever_comes() -> None:
+def test_beliefs_follow_whatever_comes():
     run_state_machine_as_test(
         Replicas, settings=settings(max_examples=60 if QUICK else 400, stateful_step_count=30, deadline=None)
     )
@@ -248,7 +244,7 @@ def test_a_batch_that_is_cut_is_refused():
         known.apply(0, EventBatch(1, 0, False, b"1234567", b""), 0.0)
 
 
-def state(key: int) -> int:
+def state(key):
     """What the state behind a block is known by, written out."""
     return (key ^ STATE_WORD) & STATE_MASK
 

@@ -1,7 +1,5 @@
 """Where requests go: the least expected time, against a plain sum of it; stable homes; nobody who is not there."""
 
-from __future__ import annotations
-
 import collections
 
 import numpy as np
@@ -18,20 +16,20 @@ SPEED = 1e-3
 ROOT = b"r" * 32
 
 
-def chain(keys: list[int], num_tokens: int | None = None, cache_key: int | None = None) -> PromptChain:
+def chain(keys, num_tokens=None, cache_key=None):
     """Of blocks of 16 tokens, and one token more."""
     return PromptChain(tuple(keys), num_tokens or 16 * len(keys) + 1, 16, cache_key)
 
 
-def told(keys: list[int], serial: int = 0) -> list[EventBatch]:
+def told(keys, serial=0):
     return [EventBatch(1, serial, True, b"".join(key.to_bytes(KEY_BYTES, "little") for key in keys), b"")]
 
 
-def report(serial: int = 0, **figures: float) -> ReplicaReport:
+def report(serial=0, **figures):
     return ReplicaReport(serial=serial, **{"seconds_per_token": SPEED, **figures})
 
 
-def router_of(num_replicas: int, **options: float) -> PrefixRouter:
+def router_of(num_replicas, **options):
     router = PrefixRouter(**options)
     router.set_members(f"r{number}" for number in range(num_replicas))
     for number in range(num_replicas):
@@ -39,7 +37,7 @@ def router_of(num_replicas: int, **options: float) -> PrefixRouter:
     return router
 
 
-def first(router: PrefixRouter, prompt: PromptChain, now: float = 0.0) -> str:
+def first(router, prompt, now=0.0):
     return router.choose(prompt, now)[0].replica_id
 
 

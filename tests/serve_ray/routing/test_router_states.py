@@ -1,7 +1,5 @@
 """Where requests to models with states go: what counts is where the deepest state ends, in the pool and in tiers."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,10 +55,10 @@ def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
     router, last = router_of(len(figures)), (num_tokens - 1) // 16
     in_tiers = [*prompt.disk.keys, *prompt.shared.keys]
 
-    def deepest(ends: set[int]) -> int:
+    def deepest(ends):
         return max((end for end in ends if end <= last), default=0)
 
-    def keys_of(ends: set[int], place: Place) -> list[int]:
+    def keys_of(ends, place):
         return [prompt.states[place][end - 1] for end in ends if end <= len(prompt.keys)]
 
     sums = {}

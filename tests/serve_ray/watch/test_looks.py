@@ -1,19 +1,15 @@
 """Replicas are looked at side by side: one that hangs makes nobody else's figures old. Without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from helpers.server.live_servers import wait_until
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.serve_ray import pool, replicas
-from kvboost_edge.serve_ray.messages import Asked, Description, Figures, Told
+from kvboost_edge.serve_ray.messages import Description, Figures, Told
 from kvboost_edge.serve_ray.pool import ReplicaPool
 from kvboost_edge.serve_ray.replicas import Replicas
 from kvboost_edge.serve_ray.routing.records import ReplicaReport
@@ -27,48 +23,48 @@ NEVER = 600.0  # seconds: longer than any test
 class Answer:
     """What Ray gives for a question: it waits for ever where `found` is None."""
 
-    def __init__(self, found: Any, ended: Callable[[], None]) -> None:
+    def __init__(self, found, ended):
         self._found, self._ended = found, ended
 
-    def __await__(self) -> Any:
+    def __await__(self):
         return self._wait().__await__()
 
-    async def _wait(self) -> Any:
+    async def _wait(self):
         if self._found is None:
             await asyncio.Event().wait()
         return self._found
 
-    def cancel(self) -> None:
+    def cancel(self):
         self._ended()
 
 
 class Handle:
     """Answers for replicas; those in `hung` never do. asked, given_up: how often, by name and question."""
 
-    def __init__(self) -> None:
-        self.hung: set[str] = set()
-        self.asked: Counter[tuple[str, str]] = Counter()
-        self.given_up: Counter[tuple[str, str]] = Counter()
+    def __init__(self):
+        self.hung = set()
+        self.asked = Counter()
+        self.given_up = Counter()
 
-    def options(self, **_: Any) -> Any:
+    def options(self, **_):
         return self
 
-    def remote(self, asked: Asked) -> Answer:
+    def remote(self, asked):
         [name] = asked.targets
         question = (name, asked.method)
         self.asked[question] += 1
 
-        def give_up() -> None:
+        def give_up():
             self.given_up[question] += 1
 
         return Answer(None if name in self.hung else _answer(name, asked.method), give_up)
 
 
-def _answer(name: str, method: str) -> Any:
+def _answer(name, method):
     if method == "tell":
         return Told(name, True, ReplicaReport(serial=1, seconds_per_token=1e-3), [])
     if method == "describe":
-        nothing: Any = None
+        nothing = None
         return Description(name, 1, "m", b"r", 16, nothing, None, 0)
     if method == "figures":
         return Figures(name, {"num_blocks": 4}, {}, 1, 2, 3)
@@ -76,24 +72,22 @@ def _answer(name: str, method: str) -> Any:
 
 
 @pytest.fixture
-def handle() -> Handle:
+def handle():
     return Handle()
 
 
 @pytest.fixture
-def three(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicas]:
+def three(handle, monkeypatch):
     """Three replicas that nobody looks at yet."""
     monkeypatch.setattr(replicas, "_IDLE_SECONDS", 0.01)
-    given: Any = handle
+    given = handle
     found = Replicas(given, "m")
     found.members_changed(dict.fromkeys("abc", ABOUT))
     yield found
     found.close()
 
 
-def test_one_that_hangs_keeps_nobody_from_being_looked_at(
-    three: Replicas, handle: Handle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_hangs_keeps_nobody_from_being_looked_at(three, handle, monkeypatch):
     three.open(60)
     monkeypatch.setattr(replicas, "_TELLING_SECONDS", NEVER)
     handle.hung = {"b"}
@@ -102,13 +96,11 @@ def test_one_that_hangs_keeps_nobody_from_being_looked_at(
     assert handle.asked["b", "tell"] - before["b", "tell"] <= 2, "a second look at it began while the first one hung"
 
 
-def test_one_that_does_not_answer_is_neither_chosen_nor_waited_for_until_it_does(
-    three: Replicas, handle: Handle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_does_not_answer_is_neither_chosen_nor_waited_for_until_it_does(three, handle, monkeypatch):
     three.open(60)
     monkeypatch.setattr(replicas, "_TELLING_SECONDS", 0.05)
     monkeypatch.setattr(pool, "_SAYING_SECONDS", NEVER)
-    tokenizer: Any = None
+    tokenizer = None
     whole = ReplicaPool(three, tokenizer, EngineConfig())
     assert [*whole.replicas()] == ["a", "b", "c"]
     handle.hung = {"b"}
@@ -129,23 +121,21 @@ def test_one_that_does_not_answer_is_neither_chosen_nor_waited_for_until_it_does
     assert whole.block_map() == [ord("a"), ord("b"), ord("c")]
 
 
-def test_where_nobody_answers_all_are_asked(three: Replicas, handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nobody_answers_all_are_asked(three, handle, monkeypatch):
     three.open(60)
     monkeypatch.setattr(replicas, "_TELLING_SECONDS", 0.01)
     monkeypatch.setattr(pool, "_SAYING_SECONDS", 0.01)
     handle.hung = set("abc")
     wait_until(lambda: three._silent == {"a", "b", "c"}, "all to be known as silent")
     assert three.talking == {"a", "b", "c"}
-    tokenizer: Any = None
+    tokenizer = None
     whole = ReplicaPool(three, tokenizer, EngineConfig())
     with pytest.raises(NoReplica):
         whole.replicas()
     assert all(handle.asked[name, "figures"] for name in "abc")
 
 
-def test_what_replicas_are_is_learnt_from_another_once_the_one_that_said_it_is_gone(
-    three: Replicas, handle: Handle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_replicas_are_is_learnt_from_another_once_the_one_that_said_it_is_gone(three, handle, monkeypatch):
     three.open(60)
     assert three.about.replica == "a"
     monkeypatch.setattr(replicas, "_TELLING_SECONDS", NEVER)
@@ -154,15 +144,15 @@ def test_what_replicas_are_is_learnt_from_another_once_the_one_that_said_it_is_g
     wait_until(lambda: three.about.replica == "c", "the third one to say it")
 
 
-def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
-    looked: list[str] = []
+def test_a_look_that_fails_is_not_the_last(caplog):
+    looked = []
 
-    async def look(name: str) -> None:
+    async def look(name):
         looked.append(name)
         if looked == ["a"]:
             raise RuntimeError("a fault")
 
-    async def run() -> None:
+    async def run():
         looks = Looks(look)
         for _ in range(2):
             looks.begin("ab")
@@ -174,11 +164,11 @@ def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> 
     assert [record.message for record in caplog.records] == ["replica not looked at"]
 
 
-def test_looks_that_hang_end_with_all_others() -> None:
-    async def run() -> list[str]:
-        ended: list[str] = []
+def test_looks_that_hang_end_with_all_others():
+    async def run():
+        ended = []
 
-        async def look(name: str) -> None:
+        async def look(name):
             try:
                 await asyncio.Event().wait()
             finally:

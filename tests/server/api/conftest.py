@@ -1,7 +1,5 @@
 """A model that says what a test wrote, behind a template with tools, and the app over it."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.server.live_servers import app_client

@@ -1,7 +1,5 @@
 """Answers that fit, in every spelling that clients have; and drafts, which no answer shows."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

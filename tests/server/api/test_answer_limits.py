@@ -1,7 +1,5 @@
 """How large an answer may be, which tokens its log probabilities are of, and answers that go on with a message."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

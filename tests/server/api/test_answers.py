@@ -1,7 +1,5 @@
 """The models of the OpenAPI document against what the routes send: the same keys, nested ones too."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A tiny gpt-oss, whose turns are channels, is held to a call by the grammar of its own template."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

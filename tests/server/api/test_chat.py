@@ -1,7 +1,5 @@
 """/v1/chat/completions by the real client: against the engine's own answers."""
 
-from __future__ import annotations
-
 import pytest
 
 MODEL = "kvboost-edge/demo"

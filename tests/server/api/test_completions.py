@@ -1,7 +1,5 @@
 """/v1/completions by the real client: against the engine's own answers."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """The prefix doctor over HTTP: where a prompt left what its API key asked before, and why."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

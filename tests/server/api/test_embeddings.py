@@ -1,7 +1,5 @@
 """/v1/embeddings and /v1/rerank: OpenAI's own client against the engine, and bad input by name."""
 
-from __future__ import annotations
-
 import base64
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The small routes: models, tokenize, detokenize, stats, warm, reset, blocks."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """Thinking that clients leave out of the model's earlier turns: named where it costs, and put back where it may be."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens as OpenAI's API shows them, half characters and byte tokens too."""
 
-from __future__ import annotations
-
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.results import TokenLogprobs
 from kvboost_edge.server.api.completions import CompletionChoice

@@ -1,8 +1,6 @@
 """Every number of every route has a bound in the one table; what is outside is refused by name, in the shape of the API
 that was asked."""
 
-from __future__ import annotations
-
 import json
 from typing import get_args, get_type_hints
 

@@ -1,7 +1,5 @@
 """Chats that outgrow the context: an error with the arithmetic, or the oldest turns go and the answer says so."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

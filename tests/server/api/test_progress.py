@@ -1,7 +1,5 @@
 """Progress before the first token: a server whose model takes one step when the test says so."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

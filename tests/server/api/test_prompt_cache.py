@@ -1,7 +1,5 @@
 """OpenAI's fields for the prompt cache: what they retain, for whom, and that no key is written anywhere."""
 
-from __future__ import annotations
-
 import io
 import time
 

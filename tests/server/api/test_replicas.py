@@ -1,7 +1,5 @@
 """What is told of several engines that serve one model: the sums, and each of them."""
 
-from __future__ import annotations
-
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings

@@ -1,8 +1,6 @@
 """The `kvboost` object of bodies and answers: reuse at other positions is asked for, labelled, and never counted as
 exact."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import dataclasses

@@ -1,7 +1,5 @@
 """Fields of OpenAI's routes that go together or not, names of other servers, and bodies of any Content-Type."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Requests made from the server's own OpenAPI document, right ones and wrong ones: each answer is what the document
 says, none is a 5xx, and a canary completion stays the same."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What tools of chats have of their own: allowed tools, edited calls, other routes, unknown templates and models."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """/v1/warm computes documents, and texts behind others, for reuse at other positions."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,7 +1,5 @@
 """Why two prompts go apart, on a made-up tokenizer of a character a token."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What clients change without meaning anything by it is as it was first; what they mean stays."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

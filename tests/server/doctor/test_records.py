@@ -1,7 +1,5 @@
 """What is kept of requests: bounded, each tenant apart, and gone after its time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,17 +1,12 @@
 """Bodies that come in pieces, without a socket: each piece is a message of its own."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from typing import Any
-
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
 
-async def test_pieces_of_a_body_have_the_limit_of_a_whole_one(tiny_engine: Any) -> None:
-    async def pieces() -> AsyncIterator[bytes]:
+async def test_pieces_of_a_body_have_the_limit_of_a_whole_one(tiny_engine):
+    async def pieces():
         for _ in range(5):
             yield b" " * 5000
 

@@ -1,7 +1,5 @@
 """Who still sends when it is refused reads the answer all the same; who sends for ever, or falls silent, is cut off."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

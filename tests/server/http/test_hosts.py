@@ -1,7 +1,5 @@
 """Host and Origin: who may call the server by which name."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 

@@ -1,7 +1,5 @@
 """API keys: who needs one, how they are compared, and that each is a tenant of its own."""
 
-from __future__ import annotations
-
 import hmac
 import io
 import json

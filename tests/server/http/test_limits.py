@@ -1,7 +1,5 @@
 """Sizes, numbers and deadlines of connections; good clients go on while bad ones are attached."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket

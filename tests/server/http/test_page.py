@@ -1,7 +1,5 @@
 """What the server sends at `/` and `/static`, and what stands in those files."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from importlib.resources import files

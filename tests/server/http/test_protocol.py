@@ -1,7 +1,5 @@
 """HTTP/1.1 as the server speaks it: strict where a request could be read in two ways, ordinary elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

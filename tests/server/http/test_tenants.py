@@ -1,8 +1,6 @@
 """What one API key never learns of another: each route that shows something of requests answers as if the other's were
 not there, and each API has its own 401."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Two tiny models of different families, and what each answers where it is served alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.server.live_servers import serving

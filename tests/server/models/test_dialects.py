@@ -1,7 +1,5 @@
 """Each API names the model that it wants, and gets it loaded; Ollama's says how long it stays, too."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.server.api_bodies import ASKED, GENERATING, asked

@@ -1,8 +1,6 @@
 """A model with states beside keys and values, served: its states stand in the budget, what is read again because of a
 state that was not kept is named, and what it cannot do is refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 

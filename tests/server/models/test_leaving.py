@@ -1,8 +1,6 @@
 """Models that leave while somebody looks at them, engines that stop, and loadings that do not end when the server
 does."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

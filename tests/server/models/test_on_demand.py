@@ -1,7 +1,5 @@
 """Several models in one server: loaded when they are asked for, unloaded when nobody uses them."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import gc
 import shutil

@@ -1,7 +1,5 @@
 """Who leaves when another model needs the room: models of equal size, of which the budget holds two."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """The bounded queue, the deadline, the batch window, and the end of work that nobody waits for."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Work beside the event loop: it ends with who asked for it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """The batch window: whom it holds back, without a server."""
 
-from __future__ import annotations
-
 import asyncio
 
 from kvboost_edge.server.work.grouping import PrefixGroups

@@ -1,7 +1,5 @@
 """Which turns go when a conversation has outgrown the context."""
 
-from __future__ import annotations
-
 import itertools
 
 from kvboost_edge.server.work.overflow import ranges_to_drop

@@ -1,7 +1,5 @@
 """Each API key pins its own share, by weight, and learns nothing of what the others pinned."""
 
-from __future__ import annotations
-
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app

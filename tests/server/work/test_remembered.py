@@ -1,7 +1,5 @@
 """Remembered turns: bounded in bytes, entries and time, each tenant's for itself."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvboost_edge.server.work.remembered import Remembered, Turn

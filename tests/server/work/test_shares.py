@@ -1,7 +1,5 @@
 """A bound that tenants share, against the rule written out: none takes all, each finds its share whenever it comes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Streams: OpenAI's format to the letter, equal to the whole answer, ended when the client goes or something fails."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

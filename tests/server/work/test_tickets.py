@@ -1,7 +1,5 @@
 """A request's ticket, without a server: what it knows of the request before it is admitted."""
 
-from __future__ import annotations
-
 import pytest
 from starlette.requests import Request
 

@@ -1,9 +1,5 @@
 """How a family writes its turns is read from its template alone."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from helpers.text.chat_templates import TEMPLATES, format_of, template
@@ -12,7 +8,7 @@ from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import ID_SLOT, ReasoningFormat
 
 THINK = ReasoningFormat("<think>", "</think>")
-CALLS: dict[str, dict[str, Any]] = {
+CALLS = {
     "hermes": {"kind": "json", "trigger": "<tool_call>", "members": ("name", "arguments"), "parallel": True},
     "qwen3": {"kind": "json", "trigger": "<tool_call>", "members": ("name", "arguments"), "separator": "\n"},
     "qwen3-coder": {
@@ -66,19 +62,19 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_read_from_the_template(name: str) -> None:
+def test_calls_are_read_from_the_template(name):
     calls = format_of(name).calls
     assert calls is not None
     assert {key: getattr(calls, key) for key in CALLS[name]} == CALLS[name]
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in (*CALLS, "channels")])
-def test_a_way_that_is_not_known_is_no_way(name: str) -> None:
+def test_a_way_that_is_not_known_is_no_way(name):
     assert format_of(name).calls is None
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_reasoning_is_read_from_the_template(name: str) -> None:
+def test_reasoning_is_read_from_the_template(name):
     analysis = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>")
     wanted = {
         "qwen3": THINK,
@@ -93,11 +89,11 @@ def test_reasoning_is_read_from_the_template(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_tools_that_are_shown_are_known_to_be(name: str) -> None:
+def test_tools_that_are_shown_are_known_to_be(name):
     assert format_of(name).shows_tools == (name not in ("smollm2", "switched"))
 
 
-def test_an_answer_can_be_replayed_where_nothing_stands_in_front_of_it() -> None:
+def test_an_answer_can_be_replayed_where_nothing_stands_in_front_of_it():
     cannot = {name for name in TEMPLATES if not format_of(name).replays}
     assert cannot == {"mistral-v3", "channels"}, "one writes a space there, one a channel"
 
@@ -111,18 +107,18 @@ def test_an_answer_can_be_replayed_where_nothing_stands_in_front_of_it() -> None
         ("{{ m.content }}", None),
     ],
 )
-def test_reasoning_has_many_forms(source: str, wanted: tuple[str, str] | None) -> None:
+def test_reasoning_has_many_forms(source, wanted):
     text = "{% for m in messages %}<{{ m.role }}>" + source + "{% endfor %}"
     found = turn_format(ChatTemplate(text, model_name="made", variables={}).render)
     assert found.reasoning == wanted
 
 
-def test_a_template_that_refuses_all_tells_nothing() -> None:
+def test_a_template_that_refuses_all_tells_nothing():
     found = turn_format(ChatTemplate("{{ raise_exception('no') }}", model_name="made", variables={}).render)
     assert (found.calls, found.reasoning, found.shows_tools, found.replays) == (None, None, False, False)
 
 
-def test_a_prompt_tells_whether_reasoning_goes_on() -> None:
+def test_a_prompt_tells_whether_reasoning_goes_on():
     asked = [{"role": "user", "content": "q"}]
     qwen, deepseek = format_of("qwen3"), format_of("deepseek")
     assert qwen.reasoning_after(template("qwen3").render(asked)) == "possible"
@@ -136,7 +132,7 @@ def test_a_prompt_tells_whether_reasoning_goes_on() -> None:
     ("shown", "preserves"),
     [("preserve_thinking", True), ("loop.last or preserve_thinking", True), ("true", False), ("loop.last", False)],
 )
-def test_a_template_may_show_past_reasoning_if_a_variable_says_so(shown: str, preserves: bool) -> None:
+def test_a_template_may_show_past_reasoning_if_a_variable_says_so(shown, preserves):
     source = (
         "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content and (" + shown + ") %}<think>"
         "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
@@ -145,7 +141,7 @@ def test_a_template_may_show_past_reasoning_if_a_variable_says_so(shown: str, pr
     assert turn_format(ChatTemplate(source, model_name="x", variables={}).render).preserves == preserves
 
 
-def test_a_prompt_may_close_a_block_of_mirrored_markers() -> None:
+def test_a_prompt_may_close_a_block_of_mirrored_markers():
     source = (
         "{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>{% endfor %}"
         "{% if add_generation_prompt %}<|turn>assistant\n"

@@ -1,17 +1,13 @@
 """What a grammar lets a model write: its own way of calling tools, with arguments that fit."""
 
-from __future__ import annotations
-
 import functools
 import re
-from collections.abc import Sequence
-from typing import Any
 
 import jsonschema_rs
 import pytest
 
 from helpers.pairwise import pairwise
-from helpers.text.chat_templates import CALLING, MARKERS, TOOLS, Calls, format_of, written
+from helpers.text.chat_templates import CALLING, MARKERS, TOOLS, format_of, written
 from helpers.text.grammars import Vocabulary
 from helpers.text.turn_parts import arguments_of, calls_of, parts_of
 from kvboost_edge.errors import RequestError
@@ -21,20 +17,20 @@ from kvboost_edge.text.turns.parser import Reasoning
 
 PARIS = ("get_weather", {"city": "Paris", "days": 3, "unit": "c"})
 POINT = ("get", {"at": {"x": -4}})
-PING: tuple[str, dict[str, Any]] = ("ping", {})
+PING = ("ping", {})
 EITHER = pytest.mark.parametrize("markers", [False, True], ids=["as text", "as special tokens"])
 EACH = pytest.mark.parametrize("name", CALLING)
 
 
 @functools.cache
-def vocabulary(markers: bool) -> Vocabulary:
+def vocabulary(markers):
     return Vocabulary(MARKERS[1::2], MARKERS[::2]) if markers else Vocabulary()
 
 
 def grammar(
-    name: str, markers: bool, *, choice: str = "required", parallel: bool = True, reasoning: str = "closed",
-    tools: Sequence[Tool] = TOOLS,
-) -> str:  # fmt: skip
+    name, markers, *, choice = "required", parallel = True, reasoning = "closed",
+    tools = TOOLS,
+):  # fmt: skip
     return calls_grammar(
         format_of(name), tools, choice=choice, parallel=parallel, reasoning=reasoning,
         special_id=vocabulary(markers).codec.marker_id,
@@ -43,7 +39,7 @@ def grammar(
 
 @EACH
 @EITHER
-def test_calls_as_the_template_writes_them_are_taken(name: str, markers: bool) -> None:
+def test_calls_as_the_template_writes_them_are_taken(name, markers):
     words = vocabulary(markers)
     for calls in ([PARIS], [POINT], [PING], [("get_weather", {"city": ""})]):
         text = written(name, calls)
@@ -54,7 +50,7 @@ def test_calls_as_the_template_writes_them_are_taken(name: str, markers: bool) -
 
 @EACH
 @EITHER
-def test_several_calls_are_taken_where_they_may_be(name: str, markers: bool) -> None:
+def test_several_calls_are_taken_where_they_may_be(name, markers):
     if name == "llama3":
         assert "another" not in grammar(name, markers), "its template refuses two"
         return
@@ -66,9 +62,9 @@ def test_several_calls_are_taken_where_they_may_be(name: str, markers: bool) -> 
 
 @EACH
 @EITHER
-def test_what_is_no_call_of_a_tool_is_not_taken(name: str, markers: bool) -> None:
+def test_what_is_no_call_of_a_tool_is_not_taken(name, markers):
     words = vocabulary(markers)
-    wrong: list[Calls] = [
+    wrong = [
         [("hack", {"city": "Paris"})],
         [("get_weather", {"days": 3})],
         [("get_weather", {"city": "Paris", "days": 300})],
@@ -87,7 +83,7 @@ def test_what_is_no_call_of_a_tool_is_not_taken(name: str, markers: bool) -> Non
 
 @EACH
 @EITHER
-def test_text_is_free_where_no_call_begins(name: str, markers: bool) -> None:
+def test_text_is_free_where_no_call_begins(name, markers):
     words = vocabulary(markers)
     for choice in ("auto", "none"):
         for text in ("Hello <b>you</b> [1]", '{"a": 1}', '{"name": "Bob"}', "", "x < y"):
@@ -99,7 +95,7 @@ def test_text_is_free_where_no_call_begins(name: str, markers: bool) -> None:
         assert not words.takes(grammar(name, markers, choice="auto"), text + "And more.")
 
 
-def test_white_space_around_markers_is_free_and_bounded() -> None:
+def test_white_space_around_markers_is_free_and_bounded():
     words = vocabulary(False)
     for space in ("", " ", "\n", "\r\n", "\n\n"):
         call = f'<tool_call>{space}{{"name": "ping", "arguments": {{}}}}{space}</tool_call>'
@@ -107,7 +103,7 @@ def test_white_space_around_markers_is_free_and_bounded() -> None:
     assert not words.takes(grammar("hermes", False), f'<tool_call>{" " * 9}{{"name": "ping", "arguments": {{}}}}')
 
 
-def test_a_token_may_end_the_marker_and_say_more() -> None:
+def test_a_token_may_end_the_marker_and_say_more():
     """Where the marker is several tokens of text, any cut of it comes."""
     words = Vocabulary((), ('l>{"na', "_call>\n{", "see <to"))
     made = calls_grammar(
@@ -121,7 +117,7 @@ def test_a_token_may_end_the_marker_and_say_more() -> None:
 
 @EITHER
 @pytest.mark.parametrize("name", ["qwen3", "glm", "deepseek"])
-def test_reasoning_stands_in_front(name: str, markers: bool) -> None:
+def test_reasoning_stands_in_front(name, markers):
     words, call = vocabulary(markers), written(name, [PARIS])
     thought = "Hm?" if markers else f"Hm, {call}?"  # a special token is none of a thought's text
     for choice in ("auto", "required"):
@@ -138,7 +134,7 @@ def test_reasoning_stands_in_front(name: str, markers: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "markers", "reasoning"), pairwise(CALLING, (False, True), ("closed", "possible")))
-def test_noise_under_a_grammar_parses_into_calls_that_fit(name: str, markers: bool, reasoning: str) -> None:
+def test_noise_under_a_grammar_parses_into_calls_that_fit(name, markers, reasoning):
     format = format_of(name)
     words, schemas = vocabulary(markers), {tool.name: tool.parameters for tool in TOOLS}
     assert format.calls is not None
@@ -159,7 +155,7 @@ def test_noise_under_a_grammar_parses_into_calls_that_fit(name: str, markers: bo
 
 
 @EITHER
-def test_an_answer_in_json_stands_behind_the_reasoning(markers: bool) -> None:
+def test_an_answer_in_json_stands_behind_the_reasoning(markers):
     words = vocabulary(markers)
     schema = {
         "type": "object",
@@ -176,7 +172,7 @@ def test_an_answer_in_json_stands_behind_the_reasoning(markers: bool) -> None:
     assert not words.takes(made(reasoning="possible"), '<think>so</think>{"a": 2}')
 
 
-def test_what_cannot_be_asked_is_refused_by_name() -> None:
+def test_what_cannot_be_asked_is_refused_by_name():
     unknown = TurnFormat(None, None, True, True)
     with pytest.raises(RequestError, match="shows no tool calls"):
         calls_grammar(unknown, TOOLS, choice="auto", parallel=True, reasoning="closed", special_id=lambda _: None)
@@ -185,7 +181,7 @@ def test_what_cannot_be_asked_is_refused_by_name() -> None:
 
 
 @EITHER
-def test_values_may_be_written_as_python_does_where_calls_are(markers: bool) -> None:
+def test_values_may_be_written_as_python_does_where_calls_are(markers):
     words = vocabulary(markers)
     tool = Tool("f", {"properties": {"on": {"type": "boolean"}, "a": {"type": "string"}, "b": {"enum": ["x", "y"]}}})
     for arguments in ("", "on=True", "on=false, a='it', b='y'", 'a="it", b="x"', "b = 'x' "):
@@ -202,7 +198,7 @@ def test_values_may_be_written_as_python_does_where_calls_are(markers: bool) -> 
 NAMES = ("größe", "$filter", "two words")
 
 
-def test_keywords_of_any_letters_are_taken_and_read() -> None:
+def test_keywords_of_any_letters_are_taken_and_read():
     tool = Tool("find", {"type": "object", "properties": {name: {"type": "string"} for name in NAMES}})
     text = written("lfm2", [("find", dict.fromkeys(NAMES, "x"))])
     for markers in (False, True):
@@ -212,7 +208,7 @@ def test_keywords_of_any_letters_are_taken_and_read() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["a=b", "a[0]", 'say "x"', "a,b", " a", "", "a" * 257])
-def test_keywords_that_cannot_be_written_are_refused_by_name(wrong: str) -> None:
+def test_keywords_that_cannot_be_written_are_refused_by_name(wrong):
     tool = Tool("find", {"type": "object", "properties": {wrong: {"type": "string"}}})
     with pytest.raises(RequestError, match=re.escape(repr(wrong))):
         grammar("lfm2", False, tools=[tool])

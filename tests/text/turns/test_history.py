@@ -1,16 +1,12 @@
 """Arguments of past calls are what the template takes, whatever the client sent."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from kvboost_edge.text.turns.formats import CallFormat
 from kvboost_edge.text.turns.replay import with_arguments
 
 
-def given(arguments: Any) -> list[dict[str, Any]]:
+def given(arguments):
     calls = [{"id": "a", "function": {"name": "f", "arguments": arguments}}]
     return [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": calls}]
 
@@ -25,12 +21,12 @@ def given(arguments: Any) -> list[dict[str, Any]]:
         (True, '{"a":1}', '{"a":1}'),
     ],
 )
-def test_arguments_are_as_the_template_takes_them(as_text: bool, arguments: Any, wanted: Any) -> None:
+def test_arguments_are_as_the_template_takes_them(as_text, arguments, wanted):
     calls = CallFormat("json", "<tool_call>", arguments_as_text=as_text)
     assert with_arguments(given(arguments), calls) == given(wanted)
 
 
-def test_a_template_that_is_not_known_takes_objects() -> None:
+def test_a_template_that_is_not_known_takes_objects():
     assert with_arguments(given('{"a": 1}'), None) == given({"a": 1})
     odd = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}, 3]}]
     assert with_arguments(odd, None) == odd

@@ -1,7 +1,5 @@
 """Text in a grammar stands for itself."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -13,11 +11,11 @@ from kvboost_edge.text.turns.lark import Lark, escaped
 
 
 @functools.cache
-def vocabulary() -> LLTokenizer:
+def vocabulary():
     return LLTokenizer(f"{kvboost_edge.__path__[0]}/assets/demo/tokenizer.json")
 
 
-def takes(grammar: str, text: str) -> bool:
+def takes(grammar, text):
     matcher = LLMatcher(vocabulary(), LLMatcher.grammar_from_lark(grammar), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = vocabulary().tokenize_str(text)
@@ -30,14 +28,14 @@ ASCII = "".join(map(chr, range(1, 128)))
 @pytest.mark.parametrize(
     "text", [ASCII, "a/b", "\\d\\<b\\>", "<｜tool▁calls▁begin｜>", "é🙂", "[a-z]{2}(?s:.*)", "a\nb"]
 )
-def test_any_text_stands_for_itself_alone(text: str) -> None:
+def test_any_text_stands_for_itself_alone(text):
     grammar = f"%llguidance {{}}\nstart: /{escaped(text)}/\n"
     assert takes(grammar, text)
     assert not takes(grammar, text + "x")
     assert not takes(grammar, text[:-1])
 
 
-def test_a_piece_has_free_white_space_ids_and_special_tokens() -> None:
+def test_a_piece_has_free_white_space_ids_and_special_tokens():
     lark = Lark(lambda text: {"<|user|>": 4, "<|end|>": 2}.get(text))
     lark.add("start", lark.literal(f"[<|user|>\n x:{ID_SLOT}y\n</a> <|user|>"))
     for text in ("[", "[ ", "[\n"):
@@ -48,9 +46,9 @@ def test_a_piece_has_free_white_space_ids_and_special_tokens() -> None:
     assert lark.literal("") == []
 
 
-def test_text_goes_up_to_the_first_marker() -> None:
+def test_text_goes_up_to_the_first_marker():
     for marker, special in (("</think>", None), ("<|user|>", 4)):
-        lark = Lark(lambda text, special=special: special if text == "<|user|>" else None)  # type: ignore[misc]
+        lark = Lark(lambda text, special=special: special if text == "<|user|>" else None)
         text = lark.terminal("ANY", "(?s:.*)")
         lark.add("start", [lark.up_to("first", text, marker), "x"])
         assert takes(lark.text(), f"a</thin <|use {marker}x")
@@ -58,7 +56,7 @@ def test_text_goes_up_to_the_first_marker() -> None:
         assert not takes(lark.text(), f"a{marker}")
 
 
-def test_a_terminal_leaves_out_what_it_is_told_to() -> None:
+def test_a_terminal_leaves_out_what_it_is_told_to():
     lark = Lark(lambda _: None)
     lark.add("start", [lark.terminal("SOME", "(?s:.*)", without=["(?s:.*)no(?s:.*)", "x(?s:.*)"])])
     for text, wanted in (("yes", True), ("a no b", False), ("n o", True), ("xa", False), ("ax", True), ("", True)):

@@ -1,14 +1,10 @@
 """Turns taken apart: what a family's template writes comes back as it was, however the text is cut."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.text.chat_templates import CALLING, TOOLS, Calls, format_of, written
+from helpers.text.chat_templates import CALLING, TOOLS, format_of, written
 from helpers.text.turn_parts import calls_of, parts_of
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
@@ -16,14 +12,13 @@ from kvboost_edge.text.turns.parser import (
     CallArguments,
     CallStart,
     Content,
-    Part,
     Reasoning,
     TurnParser,
     folded,
 )
 
 ODD = 'Zürich 🙂 "quoted" \\ {[ </x> \n\t<tool'
-CALLS: list[Calls] = [
+CALLS = [
     [("get_weather", {"city": "Paris", "days": 3, "unit": "c"})],
     [("get", {"at": {"x": -4}})],
     [("ping", {})],
@@ -33,7 +28,7 @@ CALLS: list[Calls] = [
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_what_the_template_writes_comes_back(name: str) -> None:
+def test_what_the_template_writes_comes_back(name):
     for calls in CALLS:
         if len(calls) > 1 and name == "llama3":
             continue
@@ -43,7 +38,7 @@ def test_what_the_template_writes_comes_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CALLING if name != "llama3"])
-def test_content_stands_in_front_without_the_white_space_between(name: str) -> None:
+def test_content_stands_in_front_without_the_white_space_between(name):
     for space in ("", "\n", "\n\n  "):
         found = parts_of(name, f" Let me look, 1 < 2 [x].{space}{written(name, CALLS[0])}\n")
         assert found[0] == Content(" Let me look, 1 < 2 [x].")
@@ -65,18 +60,18 @@ def test_content_stands_in_front_without_the_white_space_between(name: str) -> N
         "<｜tool▁ca",
     ],
 )
-def test_what_only_looks_like_a_call_is_content(name: str, text: str) -> None:
+def test_what_only_looks_like_a_call_is_content(name, text):
     assert parts_of(name, text) == ([Content(text)] if text else [])
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_a_call_of_no_tool_is_content(name: str) -> None:
+def test_a_call_of_no_tool_is_content(name):
     text = written(name, CALLS[0])
     assert parts_of(name, text, tools=TOOLS[2:]) == [Content(text)]
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_a_call_that_is_cut_short_stays_as_far_as_it_came(name: str) -> None:
+def test_a_call_that_is_cut_short_stays_as_far_as_it_came(name):
     text = written(name, [("get_weather", {"city": "Paris", "days": 3})])
     whole = parts_of(name, text)[1]
     assert isinstance(whole, CallArguments)
@@ -102,26 +97,26 @@ def test_a_call_that_is_cut_short_stays_as_far_as_it_came(name: str) -> None:
         ("opened", "a<tool_call>\n{}</think>b", [Reasoning("a<tool_call>\n{}"), Content("b")]),
     ],
 )
-def test_reasoning_is_told_from_the_answer(state: str, text: str, wanted: list[Part]) -> None:
+def test_reasoning_is_told_from_the_answer(state, text, wanted):
     assert parts_of("qwen3", text, reasoning=state) == wanted
     assert parts_of("qwen3", *text, reasoning=state) == wanted
 
 
-def test_calls_follow_reasoning() -> None:
+def test_calls_follow_reasoning():
     text = f"<think>\nHm.\n</think>\n\n{written('qwen3', CALLS[4])}"
     first, *others = parts_of("qwen3", text, reasoning="possible")
     assert first == Reasoning("Hm.")
     assert calls_of(others) == CALLS[4]
 
 
-def test_members_come_in_any_order_where_no_grammar_holds_them() -> None:
+def test_members_come_in_any_order_where_no_grammar_holds_them():
     text = '<tool_call>{"id": [{"x": "}"}], "arguments": {"at": {"x": 1}}, "name": "get"}</tool_call> So.'
     found = parts_of("hermes", text)
     assert calls_of(found[:2]) == [("get", {"at": {"x": 1}})]
     assert found[2:] == [Content("So.")]
 
 
-def test_a_name_that_begins_another_is_told_from_it() -> None:
+def test_a_name_that_begins_another_is_told_from_it():
     tools = [Tool("get", {}), Tool("get_weather", {})]
     for name in ("get", "get_weather"):
         text = written("mistral-v11", [(name, {"city": "x"})])
@@ -146,7 +141,7 @@ def test_a_name_that_begins_another_is_told_from_it() -> None:
         ({"$ref": "#/$defs/none"}, "12", 12),
     ],
 )
-def test_values_between_tags_become_json_by_the_schema(schema: dict[str, Any], text: str, wanted: object) -> None:
+def test_values_between_tags_become_json_by_the_schema(schema, text, wanted):
     tool = Tool("f", {"type": "object", "properties": {"a": schema}, "$defs": {"s": {"type": "string"}}})
     for name, call in (
         ("glm", f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"),
@@ -155,7 +150,7 @@ def test_values_between_tags_become_json_by_the_schema(schema: dict[str, Any], t
         assert calls_of(parts_of(name, call, tools=[tool])) == [("f", {"a": wanted})]
 
 
-def test_calls_are_content_where_none_are_looked_for() -> None:
+def test_calls_are_content_where_none_are_looked_for():
     parser = TurnParser(format_of("hermes"), TOOLS, reasoning="closed", calls=False)
     text = written("hermes", CALLS[0])
     assert folded([*parser.push(text), *parser.close()]) == [Content(text)]
@@ -163,7 +158,7 @@ def test_calls_are_content_where_none_are_looked_for() -> None:
         TurnParser(TurnFormat(None, None, True, True), TOOLS, reasoning="closed", calls=True)
 
 
-def test_content_comes_as_it_is_written() -> None:
+def test_content_comes_as_it_is_written():
     parser = TurnParser(format_of("hermes"), TOOLS, reasoning="closed", calls=True)
     assert parser.push("Hello wor") == [Content("Hello wor")]
     assert parser.push("ld <to") == [Content("ld")]
@@ -182,7 +177,7 @@ PIECES = st.sampled_from(
 
 
 @st.composite
-def turns(draw: st.DrawFn) -> tuple[str, str, list[str]]:
+def turns(draw):
     """A family, a state of reasoning, and a text of calls that was tampered with, in pieces."""
     name = draw(st.sampled_from(CALLING))
     calls = draw(st.sampled_from(CALLS[:4] if name == "llama3" else CALLS))
@@ -198,12 +193,12 @@ def turns(draw: st.DrawFn) -> tuple[str, str, list[str]]:
 
 @settings(max_examples=600, deadline=None)
 @given(turns())
-def test_any_cutting_gives_the_same(turn: tuple[str, str, list[str]]) -> None:
+def test_any_cutting_gives_the_same(turn):
     name, state, pieces = turn
     assert parts_of(name, *pieces, reasoning=state) == parts_of(name, "".join(pieces), reasoning=state)
 
 
-LFM2_VALUES: list[tuple[dict[str, Any], str, object]] = [
+LFM2_VALUES = [
     ({"type": "string"}, "'it's one'", "it's one"),
     ({"type": "string"}, '"a \\"b\\" c"', 'a "b" c'),
     ({"type": "string"}, r"'a\n\t\'b\\ \d \u00fc\x41'", "a\n\t'b\\ \\d üA"),
@@ -224,7 +219,7 @@ LFM2_VALUES: list[tuple[dict[str, Any], str, object]] = [
 
 
 @pytest.mark.parametrize(("schema", "text", "wanted"), LFM2_VALUES)
-def test_values_as_python_writes_them_become_json(schema: dict[str, Any], text: str, wanted: object) -> None:
+def test_values_as_python_writes_them_become_json(schema, text, wanted):
     tool = Tool("f", {"type": "object", "properties": {"a": schema, "b": {}}})
     for call, arguments in (
         (f"f(a={text})", {"a": wanted}),
@@ -240,17 +235,17 @@ def test_values_as_python_writes_them_become_json(schema: dict[str, Any], text: 
     "call",
     ["f(1)", "f(a)", "f(a=)", "f(=1)", "f", "f a=1", "g(a=1)", "f(a={1: 2})", "f(a=" + 40 * "[" + 40 * "]" + ")"],
 )
-def test_what_is_no_call_in_python_is_content(call: str) -> None:
+def test_what_is_no_call_in_python_is_content(call):
     text = f"<|tool_call_start|>[{call}]<|tool_call_end|>"
     assert parts_of("lfm2", text, tools=[Tool("f", {})]) == [Content(text)]
 
 
-def test_a_call_goes_as_far_as_its_arguments_are_some() -> None:
+def test_a_call_goes_as_far_as_its_arguments_are_some():
     found = parts_of("lfm2", "<|tool_call_start|>[f(a='x', 7)]<|tool_call_end|>", tools=[Tool("f", {})])
     assert found == [CallStart(0, "f"), CallArguments(0, '{"a": "x"}'), Content("7)]<|tool_call_end|>")]
 
 
-def test_strings_of_calls_in_python_come_as_they_are_written() -> None:
+def test_strings_of_calls_in_python_come_as_they_are_written():
     parser = TurnParser(format_of("lfm2"), TOOLS, reasoning="closed", calls=True)
     assert parser.push("So: <|tool_call_") == [Content("So:")]
     assert parser.push("start|>[get_weather(ci") == []

@@ -1,29 +1,25 @@
 """What calls of earlier turns are known by."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from kvboost_edge.text.turns.formats import ReasoningFormat
 from kvboost_edge.text.turns.replay import call_keys, find_calls, thought_key, with_thoughts
 
 
-def called(call_id: str, arguments: str = "{}") -> dict[str, Any]:
+def called(call_id, arguments="{}"):
     function = {"name": "weather", "arguments": arguments}
     return {"role": "assistant", "content": None, "tool_calls": [{"id": call_id, "function": function}]}
 
 
-def test_no_text_of_an_answer_is_known_as_a_call() -> None:
+def test_no_text_of_an_answer_is_known_as_a_call():
     """A model that was made to write a key down would put its words in the place of somebody's call."""
     for key in call_keys(called("a")):
         with pytest.raises(UnicodeEncodeError):
             key.encode()
 
 
-def test_the_same_call_made_twice_is_told_apart_by_its_id() -> None:
-    kept: dict[str, list[int]] = {}
+def test_the_same_call_made_twice_is_told_apart_by_its_id():
+    kept = {}
     for message, ids in ((called("a", '{"x": 1, "y": 2}'), [1]), (called("b", '{"y":2,"x":1}'), [2])):
         kept |= dict.fromkeys(call_keys(message), ids)
     spelled = [called(call_id, '{"y": 2, "x": 1}') for call_id in ("a", "b", "the client's own")]
@@ -36,8 +32,8 @@ THINKS = ReasoningFormat("<think>", "</think>")
 
 
 @pytest.mark.parametrize("raw", ["<think>\nHm.\n</think>\n\nYes.", "Hm.</think>Yes."])
-def test_thinking_is_put_back_to_the_turn_it_was_of(raw: str) -> None:
-    said: dict[str, Any] = {"role": "assistant", "content": "Yes."}
+def test_thinking_is_put_back_to_the_turn_it_was_of(raw):
+    said = {"role": "assistant", "content": "Yes."}
     kept = {thought_key({**said, "reasoning_content": "Hm."}): list(raw.encode())}
     user = {"role": "user", "content": "Yes."}
     found, known = with_thoughts([user, said], THINKS, lambda ids: bytes(ids).decode(), kept.get)
@@ -48,7 +44,7 @@ def test_thinking_is_put_back_to_the_turn_it_was_of(raw: str) -> None:
         assert with_thoughts([changed], THINKS, lambda ids: bytes(ids).decode(), kept.get) == ([changed], False)
 
 
-def test_thinking_is_known_by_the_calls_behind_it_too() -> None:
+def test_thinking_is_known_by_the_calls_behind_it_too():
     calls = [{"id": number, "function": {"name": "a", "arguments": "{}"}} for number in "12"]
     keys = {thought_key({"content": "Yes.", "tool_calls": made}) for made in ([], calls[:1], calls[1:])}
     assert len(keys) == 3

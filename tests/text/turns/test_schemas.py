@@ -1,14 +1,10 @@
 """What a schema tells about a value that stands between tags."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from kvboost_edge.text.turns.schemas import members_of, value_kind, without_needless
 
-ROOT: dict[str, Any] = {
+ROOT = {
     "$defs": {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}, "a/b": {"type": "null"}},
     "definitions": {"size": {"enum": [1, 2.5]}},
 }
@@ -40,12 +36,12 @@ ROOT: dict[str, Any] = {
         ({"anyOf": [{"type": "integer"}, {}]}, "either"),
     ],
 )
-def test_a_value_is_a_string_or_none_or_either(schema: object, kind: str) -> None:
+def test_a_value_is_a_string_or_none_or_either(schema, kind):
     assert value_kind(schema, ROOT) == kind
 
 
-def test_a_schema_that_refers_to_itself_adds_nothing() -> None:
-    root: dict[str, Any] = {"$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}}
+def test_a_schema_that_refers_to_itself_adds_nothing():
+    root = {"$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}}
     assert value_kind({"$ref": "#/$defs/n"}, root) == "json"
 
 
@@ -59,20 +55,20 @@ def test_a_schema_that_refers_to_itself_adds_nothing() -> None:
         ({"properties": 3, "required": "no"}, [], set()),
     ],
 )
-def test_members_keep_their_order(root: dict[str, Any], names: list[str], required: set[str]) -> None:
+def test_members_keep_their_order(root, names, required):
     members, found = members_of(root)
     assert (list(members), found) == (names, required)
 
 
-def test_schemas_that_refer_to_one_another_are_each_looked_at_once() -> None:
+def test_schemas_that_refer_to_one_another_are_each_looked_at_once():
     """Followed branch by branch these would be 10 ** 16 ways."""
-    circle: dict[str, Any] = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 10}}}
+    circle = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 10}}}
     assert value_kind({"$ref": "#/$defs/a"}, circle) == "either"
     circle["$defs"]["a"]["anyOf"].append({"type": "string"})
     assert value_kind({"$ref": "#/$defs/a"}, circle) == "string"
 
 
-def test_property_names_that_say_nothing_are_left_out() -> None:
+def test_property_names_that_say_nothing_are_left_out():
     record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}}
     named = {"properties": {"propertyNames": {"type": "string"}}, "const": record, "required": ["propertyNames"]}
     short = {"type": "object", "propertyNames": {"maxLength": 3}}
@@ -82,7 +78,7 @@ def test_property_names_that_say_nothing_are_left_out() -> None:
         "properties": {"a": plain, "b": {"anyOf": [plain, short]}},
         "$defs": {"c": named},
     }
-    deep: Any = record
+    deep = record
     for _ in range(10_000):
         deep = {"items": deep}
     assert without_needless(deep)

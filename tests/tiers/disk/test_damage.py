@@ -1,11 +1,7 @@
 """Files that were changed, cut, swapped or are somebody else's: misses, and never a wrong byte."""
 
-from __future__ import annotations
-
 import random
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -34,7 +30,7 @@ HASHES = {block.prefix_hash for block in BLOCKS}
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(tmp_path_factory):
     """A closed tier of 40 blocks in three segments; not written to."""
     directory = tmp_path_factory.mktemp("sound")
     with opened(directory) as tier:
@@ -43,30 +39,30 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def copy_of(sound: Path, directory: Path) -> Path:
+def copy_of(sound, directory):
     shutil.copytree(sound, directory, dirs_exist_ok=True)
     return directory
 
 
-def served(directory: Path) -> set[bytes]:
+def served(directory):
     with opened(directory, files=FaultyFiles()) as tier:
         return present(tier, BLOCKS)
 
 
-def damaged_files(directory: Path) -> list[Path]:
+def damaged_files(directory):
     return sorted(path for path in space_dir(directory).iterdir() if path.name != "lock")
 
 
 class Copies:
     """The sound tier's files in memory, put back before every case."""
 
-    def __init__(self, sound: Path) -> None:
+    def __init__(self, sound):
         self.directory = scratch()
         self.path = space_dir(self.directory)
         self.path.mkdir(mode=0o700)
         self.files = {path.name: path.read_bytes() for path in damaged_files(sound)}
 
-    def fresh(self) -> None:
+    def fresh(self):
         for path in self.path.iterdir():
             if path.name not in self.files:
                 path.unlink()
@@ -75,7 +71,7 @@ class Copies:
 
 
 @pytest.fixture
-def copies(sound: Path) -> Iterator[Copies]:
+def copies(sound):
     made = Copies(sound)
     yield made
     shutil.rmtree(made.directory)

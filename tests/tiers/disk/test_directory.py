@@ -1,7 +1,5 @@
 """Where a tier may lie, who may look into it, and what is said where it cannot be."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

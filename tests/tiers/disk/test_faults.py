@@ -1,17 +1,12 @@
 """Every call of the system fails in turn: no error reaches the caller, no wrong byte is served, storing goes on."""
 
-from __future__ import annotations
-
 import errno
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helpers.tiers.disk_cases import chain, opened, present, read, segments, space_dir, write
 from helpers.tiers.disk_faults import ERRORS, FaultyFiles, fails, moves_half, moves_nothing
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.tiers.disk.tier import DiskTier
 
 LARGE = 28_000  # two to a segment
 BLOCKS = [chain(5, seed) for seed in range(14)]
@@ -21,14 +16,14 @@ KEPT = chain(3, 99)
 class Clock:
     """Monotonic seconds, set by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def story(tier: DiskTier) -> None:
+def story(tier):
     """Enough of everything: new segments, sealing, cleaning, reading, a head that is used again."""
     for blocks in BLOCKS:
         write(tier, KEPT, LARGE)
@@ -36,7 +31,7 @@ def story(tier: DiskTier) -> None:
         read(tier, [*KEPT[:1], blocks[0]], LARGE)
 
 
-def number_of_calls(directory: Path) -> int:
+def number_of_calls(directory):
     files = FaultyFiles()
     with opened(directory, files=files) as tier:
         story(tier)
@@ -61,7 +56,7 @@ def test_every_call_fails_in_turn(tmp_path, name, lasting, scale):
         clock, directory = Clock(), tmp_path / str(at)
         files = FaultyFiles(at, FAULTS[name], lasting=lasting)
         try:
-            tier_options: dict[str, Any] = {"files": files, "clock": clock}
+            tier_options = {"files": files, "clock": clock}
             with opened(directory, **tier_options) as tier:
                 story(tier)
                 files.at = -1
@@ -76,12 +71,12 @@ def test_every_call_fails_in_turn(tmp_path, name, lasting, scale):
             assert_stores(tier)
 
 
-def first_call(name: str, step: int) -> int:
+def first_call(name, step):
     """Different faults begin at different calls, so that together they meet every one."""
     return sorted(FAULTS).index(name) % step
 
 
-def assert_stores(tier: DiskTier) -> None:
+def assert_stores(tier):
     if "another process" in tier.stat().state or "reading only" in tier.stat().state:
         return
     fresh = chain(3, 1000 + tier.stat().written_blocks)

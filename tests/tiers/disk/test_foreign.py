@@ -1,14 +1,10 @@
 """What is not the tier's own, in its directory: never followed, written to, deleted or counted, and in nobody's way."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +26,7 @@ FOREIGN = "ab" * 32
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sound")
     with opened(directory) as tier:
         write(tier, BLOCKS)
@@ -38,7 +34,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def root(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(sound, tmp_path, monkeypatch):
     """A copy of a tier of three segments, and a file outside that nobody may touch."""
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     shutil.copytree(sound, tmp_path / "cache" / "blocks")
@@ -46,7 +42,7 @@ def root(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "blocks"
 
 
-def put(path: Path, kind: str, secret: Path) -> None:
+def put(path, kind, secret):
     """Something that is no file of the tier's, in the place of one."""
     if path.exists():
         path.unlink()
@@ -155,7 +151,7 @@ def test_a_space_that_cannot_be_removed_keeps_no_other_from_going(root, capsys):
 class Unreadable(FaultyFiles):
     """Another user's spaces in a directory that several write to."""
 
-    def sizes(self, directory: Path) -> dict[str, int]:
+    def sizes(self, directory):
         if directory.name != SPACE.hex():
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
         return super().sizes(directory)
@@ -225,10 +221,10 @@ def test_a_name_that_no_directory_can_have_is_one_clear_line(place, tmp_path, mo
 class KeepsFiles(Files):
     """A directory in which files can be made and not deleted (chattr +a)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.keeps = False
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, path):
         if self.keeps and path.suffix == ".kvs":
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
         super().unlink(path)
@@ -237,10 +233,10 @@ class KeepsFiles(Files):
 def test_the_cap_holds_where_nothing_can_be_deleted(tmp_path):
     files, now = KeepsFiles(), [0.0]
 
-    def on_disk() -> int:
+    def on_disk():
         return sum(path.stat().st_size for path in segments(tmp_path))
 
-    options: dict[str, Any] = {"files": files, "clock": lambda: now[0]}
+    options = {"files": files, "clock": lambda: now[0]}
     with opened(tmp_path, **options) as tier:
         write(tier, chain(600))
         files.keeps = True
@@ -255,7 +251,7 @@ def test_the_cap_holds_where_nothing_can_be_deleted(tmp_path):
         assert on_disk() <= CAP
 
 
-def leftovers(directory: Path) -> Iterator[str]:
+def leftovers(directory):
     return (path.name for path in space_dir(directory).iterdir() if path.suffix in (".new", ".kvx"))
 
 

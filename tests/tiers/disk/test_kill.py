@@ -1,11 +1,7 @@
 """kill -9 at every kind of call and at random times: what is served afterwards is right, what was sealed is there."""
 
-from __future__ import annotations
-
 import os
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -37,12 +33,12 @@ def run(directory, at, fault):
 
 
 @pytest.fixture(scope="module")
-def crash() -> Iterator[Callable[..., bool]]:
+def crash():
     with crashing(CODE) as crash:
         yield crash
 
 
-def check(directory: Path) -> None:
+def check(directory):
     """The next process stores and serves; nothing wrong is served, and of sealed segments nothing is missing."""
     sealed = sealed_hashes(directory)
     with opened(directory, files=FaultyFiles(), max_bytes=4 << 20) as tier:
@@ -57,12 +53,12 @@ def check(directory: Path) -> None:
     assert not list(space_dir(directory).glob("*.new"))
 
 
-def sealed_hashes(directory: Path) -> set[bytes]:
+def sealed_hashes(directory):
     """Of all sealed segments, as long as no segment was ever deleted to make room: then every block must be there."""
     paths = segments(directory)
     if [int(path.stem, 16) for path in paths] != list(range(1, len(paths) + 1)):
         return set()
-    found: set[bytes] = set()
+    found = set()
     for path in paths:
         if path.with_suffix(".kvx").exists():
             data, number = path.with_suffix(".kvx").read_bytes(), int(path.stem, 16)
@@ -73,7 +69,7 @@ def sealed_hashes(directory: Path) -> set[bytes]:
 
 
 @pytest.fixture(scope="module")
-def trace(crash: Callable[..., bool], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def trace(crash, tmp_path_factory):
     """The calls of a process that comes to its end."""
     directory = tmp_path_factory.mktemp("trace")
     assert not crash(str(directory), -1, "none")

@@ -1,13 +1,10 @@
 """Errors that pass by themselves, such as a limit on open files: misses, and nothing that is sound is forgotten."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,7 @@ PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 
 
 @contextlib.contextmanager
-def failing(files: FaultyFiles, code: int) -> Iterator[None]:
+def failing(files, code):
     files.at, files.fault, files.lasting = files.calls, fails(code), True
     yield
     files.at = -1
@@ -54,13 +51,13 @@ def test_files_it_holds_open_itself_make_room_for_one_more(tmp_path):
     class Few(FaultyFiles):
         left = 100
 
-        def open(self, path: Path, flags: int) -> int:
+        def open(self, path, flags):
             if not self.left:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             self.left -= 1
             return super().open(path, flags)
 
-        def close(self, handle: int) -> None:
+        def close(self, handle):
             self.left += 1
             super().close(handle)
 

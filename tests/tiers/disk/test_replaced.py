@@ -1,7 +1,5 @@
 """A directory that is deleted, moved or replaced under a running tier, and owners that stop or die."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -9,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +26,7 @@ LATER = chain(20, 5)
 TESTS = Path(__file__).parents[2]
 
 
-def said(caplog: pytest.LogCaptureFixture) -> int:
+def said(caplog):
     """How often the log tells that a directory was lost."""
     return sum("begins anew" in record.getMessage() for record in caplog.records)
 
@@ -68,7 +65,7 @@ def test_a_read_notices_too(tmp_path, caplog):
 def test_at_rest_the_room_of_deleted_files_is_given_back(tmp_path, monkeypatch):
     """Nobody asks for anything: an open file takes its room until it is closed."""
 
-    def held() -> list[str]:
+    def held():
         found = []
         for path in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -196,7 +193,7 @@ def test_closing_touches_nothing_that_took_the_directorys_name(tmp_path):
 
 
 def test_a_failing_look_is_no_loss(tmp_path, caplog):
-    def stale(name: str, *args: object) -> bool:
+    def stale(name, *args):
         raise OSError(5, "Input/output error")
 
     files = FaultyFiles(names=("is_same",))
@@ -224,10 +221,10 @@ with opened(Path(sys.argv[1])) as tier:
 class Process:
     """Another process with a tier of the same space, of 40 blocks."""
 
-    def __init__(self, running: subprocess.Popen[str]) -> None:
+    def __init__(self, running):
         self.running = running
 
-    def ask(self, line: str = "") -> str:
+    def ask(self, line=""):
         if line:
             self.running.stdin.write(line + "\n")
             self.running.stdin.flush()
@@ -235,7 +232,7 @@ class Process:
 
 
 @contextlib.contextmanager
-def process(root: Path, how: str) -> Iterator[Process]:
+def process(root, how):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     command = [sys.executable, "-c", CHILD, str(root), how]
     with subprocess.Popen(

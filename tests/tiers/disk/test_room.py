@@ -1,12 +1,8 @@
 """The cap over all spaces, the floor of free room, and which blocks go first."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,20 +31,20 @@ HELD = CAP // RECORD_BYTES  # blocks that would fill the cap
 class SmallDisk(FaultyFiles):
     """A file system of `total` bytes of which `free` are left."""
 
-    def __init__(self, free: int, total: int = 20 << 20) -> None:
+    def __init__(self, free, total=20 << 20):
         super().__init__()
         self.left = free
         self.total = total
 
-    def space(self, path: Path) -> tuple[int, int]:
+    def space(self, path):
         return self.left, self.total
 
 
-def on_disk(directory: Path) -> int:
+def on_disk(directory):
     return sum(path.stat().st_size for path in directory.glob("*/*.kvs"))
 
 
-def options() -> dict[str, Any]:
+def options():
     return {"files": FaultyFiles()}
 
 
@@ -228,17 +224,17 @@ class AtOnce(Files):
     """Whoever has found room for a segment waits shortly for the other one to have found some, too. `peak`: the most
     that all segments took then."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.directory, self.peak = directory, 0
         self.together = threading.Barrier(2)
 
-    def allocate(self, handle: int, nbytes: int) -> None:
+    def allocate(self, handle, nbytes):
         self.wait()
         super().allocate(handle, nbytes)
         self.wait()
         self.peak = max(self.peak, on_disk(self.directory))
 
-    def wait(self) -> None:
+    def wait(self):
         with contextlib.suppress(threading.BrokenBarrierError):
             self.together.wait(0.1)
 

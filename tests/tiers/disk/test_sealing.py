@@ -1,7 +1,5 @@
 """Segments are sealed beside reading and writing, by a thread that ends when there is nothing to do."""
 
-from __future__ import annotations
-
 import threading
 
 from helpers.tiers.disk_cases import CAP, chain, read, segments
@@ -14,10 +12,10 @@ from kvboost_edge.tiers.disk.tier import DiskTier
 class SlowDevice(Files):
     """Brings nothing to the device until it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.go = threading.Event()
 
-    def sync(self, handle: int) -> None:
+    def sync(self, handle):
         assert self.go.wait(60)
 
 
@@ -36,7 +34,7 @@ def test_a_slow_device_holds_up_neither_writing_nor_reading(tmp_path):
 
 
 def test_jobs_are_done_in_turn_and_one_that_fails_stops_no_other(caplog):
-    done: list[int] = []
+    done = []
     sealer = Sealer()
     for number in range(5):
         sealer.start(lambda number=number: done.append(number) if number != 2 else 1 / 0)
@@ -47,7 +45,7 @@ def test_jobs_are_done_in_turn_and_one_that_fails_stops_no_other(caplog):
 
 
 def test_where_no_thread_can_be_had_a_segment_is_sealed_at_once(tmp_path, monkeypatch):
-    def refused(thread: threading.Thread) -> None:
+    def refused(thread):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)

@@ -1,7 +1,5 @@
 """Hypothesis drives a tier against a dict through writes, reads, restarts and crashes: it may lose, it never lies."""
 
-from __future__ import annotations
-
 import random
 import shutil
 
@@ -12,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from helpers.tiers.disk_cases import CAP, SPACE, chain, payload, scratch
 from helpers.tiers.disk_faults import FaultyFiles, PowerOff, powers_off
-from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.disk import tier as module
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
@@ -30,46 +27,46 @@ class DiskMachine(RuleBasedStateMachine):
     """`given`: hashes that were ever stored. A crash happens at any call of the system, and what was not yet on the
     device may be lost with it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.directory = scratch()
-        self.given: set[bytes] = set()
+        self.given = set()
         self.open()
 
-    def open(self) -> None:
+    def open(self):
         self.files = FaultyFiles()
         self.tier = DiskTier.open(self.directory, SPACE, max_bytes=CAP, files=self.files, sealer=InlineSealer())
         assert self.tier.stat().writable
 
     @rule(which=chains, start=st.integers(0, 8), length=lengths)
-    def write(self, which: int, start: int, length: int) -> None:
+    def write(self, which, start, length):
         blocks = CHAINS[which][start : start + length]
         there = self.tier.write(blocks, [memoryview(payload(block, NBYTES)) for block in blocks])
         assert there == sum(self.tier.holds(block.prefix_hash) for block in blocks) == len(blocks)
         self.given |= {block.prefix_hash for block in blocks}
 
     @rule(which=chains, start=st.integers(0, 8), length=lengths)
-    def read(self, which: int, start: int, length: int) -> None:
+    def read(self, which, start, length):
         self.check(CHAINS[which][start : start + length])
 
     @rule(which=chains, length=lengths)
-    def touch(self, which: int, length: int) -> None:
+    def touch(self, which, length):
         self.tier.touch([block.prefix_hash for block in CHAINS[which][:length]])
 
     @rule(which=chains, start=st.integers(0, 11))
-    def drop(self, which: int, start: int) -> None:
+    def drop(self, which, start):
         hashes = [block.prefix_hash for block in CHAINS[which][start:]]
         self.tier.drop(hashes)
         assert not any(map(self.tier.holds, hashes))
 
     @rule(seed=st.integers(0, 1000))
-    def fill(self, seed: int) -> None:
+    def fill(self, seed):
         """Chains that come once, enough to push others out."""
         blocks = chain(30, 10_000 + seed)
         self.tier.write(blocks, [memoryview(bytes(NBYTES))] * len(blocks))
 
     @rule()
-    def reopen(self) -> None:
+    def reopen(self):
         held = [block for blocks in CHAINS for block in blocks if self.tier.holds(block.prefix_hash)]
         known = self.tier.known()
         assert len(known) == len(set(known)) == self.tier.stat().blocks
@@ -83,7 +80,7 @@ class DiskMachine(RuleBasedStateMachine):
         assert all(self.tier.holds(block.prefix_hash) for block in held)
 
     @rule(which=chains, after=st.integers(0, 40), damage=st.integers(0, 2**32))
-    def crash(self, which: int, after: int, damage: int) -> None:
+    def crash(self, which, after, damage):
         """The process ends at some call of a write of new chains; then part of the unsealed segment is not there."""
         self.files.at, self.files.fault, self.files.lasting = self.files.calls + after, powers_off, True
         try:
@@ -99,7 +96,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.lose(random.Random(damage))
         self.open()
 
-    def lose(self, draw: random.Random) -> None:
+    def lose(self, draw):
         path = max(self.directory.glob("*/*.kvs"), default=None)
         if path is None or path.with_suffix(".kvx").exists():
             return
@@ -112,19 +109,19 @@ class DiskMachine(RuleBasedStateMachine):
                 file.write(bytes(min(draw.randrange(1, 20_000), path.stat().st_size - start)))
 
     @invariant()
-    def cap_holds(self) -> None:
+    def cap_holds(self):
         sizes = [path.stat().st_size for path in self.directory.glob("*/*.kvs")]
         assert sum(sizes) <= CAP
         assert 0 <= self.tier.stat().bytes <= sum(sizes)
 
-    def check(self, blocks: list[BlockAddress]) -> None:
+    def check(self, blocks):
         into = [memoryview(bytearray(NBYTES)) for _ in blocks]
         done = self.tier.read(blocks, into)
         for block, got in zip(blocks[:done], into, strict=False):
             assert got == payload(block, NBYTES)
             assert block.prefix_hash in self.given
 
-    def teardown(self) -> None:
+    def teardown(self):
         for blocks in CHAINS:
             self.check(blocks)
         self.tier.close()

@@ -1,7 +1,5 @@
 """A disk tier holds what it was given, over restarts, and for one writer at a time."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -24,7 +22,6 @@ from helpers.tiers.disk_cases import (
     write,
 )
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 
@@ -135,14 +132,14 @@ def test_tiers_of_one_process_share_a_store(tmp_path):
 def test_two_threads_write_and_read_one_store(tmp_path):
     chains = [chain(40, seed) for seed in range(4)]
 
-    def work(mine: list[BlockAddress], found: list[int]) -> None:
+    def work(mine, found):
         with opened(tmp_path) as tier:
             for start in range(0, 40, 4):
                 write(tier, mine[start : start + 4])
                 found.append(read(tier, mine[: start + 4]))
 
     with opened(tmp_path):
-        results: list[list[int]] = [[] for _ in chains]
+        results = [[] for _ in chains]
         threads = [threading.Thread(target=work, args=pair) for pair in zip(chains, results, strict=True)]
         for thread in threads:
             thread.start()
@@ -161,7 +158,7 @@ with opened(Path(sys.argv[1])) as tier:
 """
 
 
-def run_child(directory: Path) -> str:
+def run_child(directory):
     tests = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
     command = [sys.executable, "-c", CHILD, str(directory)]

@@ -1,24 +1,19 @@
 """A server per file of tests, and blocks to put on it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from helpers.tiers.redis_cases import OPENED
-from helpers.tiers.redis_servers import RedisServer, running_redis
+from helpers.tiers.redis_servers import running_redis
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
+def server():
     with running_redis() as running:
         yield running
 
 
 @pytest.fixture
-def client(server: RedisServer) -> Iterator[Any]:
+def client(server):
     """The server, emptied, by a connection of the test's own."""
     with server.client() as plain:
         plain.flushall()
@@ -26,7 +21,7 @@ def client(server: RedisServer) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def no_secret_around(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_secret_around(monkeypatch):
     """No secret in the environment; what the test opened is closed."""
     for name in ("KVBOOST_EDGE_REDIS_SECRET", "KVBOOST_EDGE_REDIS_PASSWORD"):
         monkeypatch.delenv(name, raising=False)

@@ -1,7 +1,5 @@
 """Redis URLs: what is taken, what is refused by name, and that no message or repr shows a password."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvboost_edge.errors import ConfigError

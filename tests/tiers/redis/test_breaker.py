@@ -1,7 +1,5 @@
 """After three failures in a row a server is left alone; one attempt decides when the pause is over."""
 
-from __future__ import annotations
-
 from helpers.tiers.redis_cases import Clock
 from kvboost_edge.tiers.redis.breaker import CircuitBreaker
 

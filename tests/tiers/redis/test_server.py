@@ -1,7 +1,5 @@
 """Servers that are down, die, stop, are full, want passwords or TLS: a line in the state, no error, no secret."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 
@@ -13,7 +11,7 @@ from helpers.tiers.redis_servers import running_redis
 MIB = 1 << 20
 
 
-def lines(caplog) -> list[str]:
+def lines(caplog):
     """What the tier logged as a warning."""
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "redis" in r.name]
 
@@ -127,7 +125,7 @@ def with_users():
         yield server
 
 
-def as_user(server, user: str, password: str) -> str:
+def as_user(server, user, password):
     return server.url.replace("unix://", f"unix://{user}:{password}@")
 
 
@@ -192,7 +190,7 @@ def certificates(tmp_path_factory):
     """A folder of ca.pem, server.pem for localhost, other.pem for elsewhere, and a stranger's CA."""
     folder = tmp_path_factory.mktemp("certificates")
 
-    def make(*arguments: str) -> None:
+    def make(*arguments):
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     for ca in ("ca", "stranger"):
@@ -217,7 +215,7 @@ def certificates(tmp_path_factory):
     return folder
 
 
-def tls(folder, name: str) -> list[str]:
+def tls(folder, name):
     return ["--port", "0", "--tls-port", "PORT", "--tls-cert-file", f"{folder}/{name}.pem",
             "--tls-key-file", f"{folder}/{name}.key", "--tls-ca-cert-file", f"{folder}/ca.pem",
             "--tls-auth-clients", "no"]  # fmt: skip

@@ -1,7 +1,5 @@
 """The Redis tier over a real server: what one machine stored another reads; what is not to be believed is a miss."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
@@ -223,7 +221,7 @@ def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(serv
     clock = Clock()
     tier, reader = opened(server.url, clock=clock, ttl_s=100), opened(server.url)
 
-    def held(by) -> list[bool | None]:
+    def held(by):
         found = [by.holds(prefix_hash) for prefix_hash in hashes]
         assert sorted(by.known()) == sorted(itertools.compress(hashes, found))
         return found

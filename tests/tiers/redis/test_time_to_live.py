@@ -1,7 +1,5 @@
 """Blocks that are used get their time to live again: when, how many at once, and what becomes of those that did not."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.tiers.redis_cases import Clock, chain, opened, reads, stored_keys
@@ -11,7 +9,7 @@ from kvboost_edge.tiers.redis import tier as tier_module
 MIB = 1 << 20
 
 
-def renewed(client) -> int:
+def renewed(client):
     """Keys that got their time again since the last call; all are old afterwards."""
     keys = client.keys("*")
     count = sum(client.ttl(key) > 10 for key in keys)
@@ -28,7 +26,7 @@ def test_touched_blocks_get_their_time_again_with_the_next_read_and_each_now_and
     tier.write(blocks + long, payloads + long_payloads)
     keys = client.keys("*")
 
-    def refreshed() -> int:
+    def refreshed():
         """Keys that a read gives their time again once all of them are touched."""
         for key in keys:
             client.expire(key, 10)

@@ -1,7 +1,5 @@
 """A sealed value opens for the block it was made for and for nothing else, and its pieces are of bounded length."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -20,7 +18,7 @@ from kvboost_edge.tiers.redis.values import (
 OTHER_SPACE = bytes(32)
 
 
-def opens(seal: Seal, value: bytes, block, payload_bytes: int) -> bytes | None:
+def opens(seal, value, block, payload_bytes):
     """The payload; where the value is refused, not a byte of it was written."""
     into = bytearray(b"\x5a" * payload_bytes)
     if seal.open(value, block, memoryview(into)):

@@ -1,23 +1,21 @@
 """Mixers with a state against NumPy: the very bits, however the rows are cut, and states where they were asked for."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
 
-from helpers.kernels.mixer_cases import Conv, Delta, DeltaShape, Mixer, Ssd, SsdShape, assert_same
+from helpers.kernels.mixer_cases import Conv, Delta, DeltaShape, Ssd, SsdShape, assert_same
 from helpers.kernels.recurrent_cases import Piece, poisoned_pool
 
 LENGTHS = (1, 2, 15, 16, 17, 64, 300)
-CONVS: dict[str, Mixer] = {
+CONVS = {
     "conv: of whole units": Conv(1024, 2),
     "conv: of more than a unit": Conv(528, 3),
     "conv: with bias": Conv(16, 2, bias=True),
     "conv: longer": Conv(32, 7),
 }
-MIXERS: dict[str, Mixer] = {
+MIXERS = {
     **CONVS,
     "delta: one head": Delta(DeltaShape(1, 1, 16, 16)),
     "delta: shared keys": Delta(DeltaShape(2, 4, 32, 48)),
@@ -49,7 +47,7 @@ ONE_OF_EACH = ["conv: of more than a unit", "delta: shared keys", "ssd: groups"]
 
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_results_and_the_state_have_the_bits_of_the_specification(name: str, length: int) -> None:
+def test_results_and_the_state_have_the_bits_of_the_specification(name, length):
     mixer, rows = MIXERS[name], MIXERS[name].rows(length)
     pool = poisoned_pool(mixer.specs, 2)
     out = mixer.run(rows, [Piece(length, -1, 1)], pool)
@@ -62,7 +60,7 @@ def test_results_and_the_state_have_the_bits_of_the_specification(name: str, len
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_rounding_stays_small_over_a_long_text(name: str) -> None:
+def test_rounding_stays_small_over_a_long_text(name):
     mixer, rows = MIXERS[name], MIXERS[name].rows(300, 1)
     exact, exact_state = mixer.expected(rows.astype(np.float64))
     out, state = mixer.expected(rows)
@@ -73,7 +71,7 @@ def test_rounding_stays_small_over_a_long_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("cuts", [(1,), (2, 3), (16, 17), tuple(range(1, 20))], ids=str)
-def test_any_cut_gives_the_same_bits(name: str, cuts: tuple[int, ...]) -> None:
+def test_any_cut_gives_the_same_bits(name, cuts):
     """In place, where a slot is read and written, and between two slots in turns."""
     mixer, length = MIXERS[name], 40
     rows = mixer.rows(length)
@@ -89,7 +87,7 @@ def test_any_cut_gives_the_same_bits(name: str, cuts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_many_sequences_with_saves_do_not_see_each_other(name: str, threads: int) -> None:
+def test_many_sequences_with_saves_do_not_see_each_other(name, threads):
     mixer = MIXERS[name]
     pool = poisoned_pool(mixer.specs, 12)
     old, other, third = (mixer.expected(mixer.rows(count))[1] for count in (9, 8, 7))
@@ -120,7 +118,7 @@ def test_many_sequences_with_saves_do_not_see_each_other(name: str, threads: int
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-def test_states_take_in_the_drafts_that_were_right_and_no_others(name: str) -> None:
+def test_states_take_in_the_drafts_that_were_right_and_no_others(name):
     mixer, num_drafts = MIXERS[name], 9
     _, before = mixer.expected(mixer.rows(9))
     rows = mixer.rows(2 * (1 + num_drafts))
@@ -143,7 +141,7 @@ def test_states_take_in_the_drafts_that_were_right_and_no_others(name: str) -> N
 
 @pytest.mark.parametrize("name", DRAFTED)
 @pytest.mark.parametrize("accepted", range(6))
-def test_drafts_see_the_state_and_no_slot_sees_a_draft_until_it_is_accepted(name: str, accepted: int) -> None:
+def test_drafts_see_the_state_and_no_slot_sees_a_draft_until_it_is_accepted(name, accepted):
     mixer, num_drafts = MIXERS[name], 5
     _, before = mixer.expected(mixer.rows(9))
     rows = mixer.rows(2 + num_drafts)
@@ -170,7 +168,7 @@ def test_drafts_see_the_state_and_no_slot_sees_a_draft_until_it_is_accepted(name
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("accepted", [(0, 3, 0, 2), (2, 0, 1, 0), (3, 3, 0, 4), (0, 0, 0, 1)], ids=str)
-def test_each_sequence_takes_in_its_own_drafts(name: str, accepted: tuple[int, ...], threads: int) -> None:
+def test_each_sequence_takes_in_its_own_drafts(name, accepted, threads):
     """The slot of one whose drafts were all wrong may be somebody else's by now."""
     mixer = MIXERS[name]
     pieces = [Piece(4, -1, 0, drafts=3), Piece(6, 1, 1, drafts=3), Piece(3, -1, 2), Piece(5, 3, 3, drafts=4)]

@@ -1,7 +1,5 @@
 """What is said of the gated delta rule alone; what all mixers do is in test_mixers.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -16,7 +14,7 @@ Floats = npt.NDArray[np.float32]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_state_that_is_no_number_breaks_its_own_sequence_alone(bad: float) -> None:
+def test_a_state_that_is_no_number_breaks_its_own_sequence_alone(bad):
     delta = Delta(DeltaShape(2, 4, 32, 48))
     pool = poisoned_pool(delta.specs, 2)
     _, old = delta.expected(delta.rows(9))
@@ -29,7 +27,7 @@ def test_a_state_that_is_no_number_breaks_its_own_sequence_alone(bad: float) -> 
     assert np.isfinite(out[:10, [0, 2, 3]]).all()
 
 
-def test_gates_far_out_are_the_limits_of_their_functions() -> None:
+def test_gates_far_out_are_the_limits_of_their_functions():
     delta = Delta(DeltaShape(1, 1, 16, 16))
     rows = delta.rows(4)
     rows[:, delta.gates] = [-np.inf, np.inf, -1e5, 1e5]
@@ -42,9 +40,9 @@ def test_gates_far_out_are_the_limits_of_their_functions() -> None:
     np.testing.assert_array_equal(delta.run(rows, [Piece(4, -1, 0)], pool), expected)
 
 
-def test_softplus_is_that_of_float64_and_of_the_specification() -> None:
+def test_softplus_is_that_of_float64_and_of_the_specification():
     @kernel
-    def of_all(x: Floats, out: Floats) -> None:
+    def of_all(x, out):
         for index in range(x.size):
             out[index] = softplus_f32(x[index])
 

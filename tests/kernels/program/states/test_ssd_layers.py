@@ -1,12 +1,8 @@
 """Mamba2's mixer against those of transformers: Granite 4, Nemotron-H and Falcon-H1, whose norms differ."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Config, FalconH1Mixer
@@ -27,7 +23,7 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_
 _NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32}
 
 
-def falcon(norm: str) -> tuple[Any, str]:
+def falcon(norm):
     config = FalconH1Config(
         **_SIZES, **_MAMBA, mamba_d_ssm=64, mamba_rms_norm=norm != "none", mamba_norm_before_gate=norm == "gated_after"
     )
@@ -53,12 +49,12 @@ LAYERS = {
 }
 
 
-def numbers(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
+def numbers(tensor):
     return np.ascontiguousarray(tensor.detach().numpy(), dtype=np.float32)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_is_that_of_transformers(name: str) -> None:
+def test_a_layer_is_that_of_transformers(name):
     torch.manual_seed(len(name))
     layer, norm = LAYERS[name]()
     with torch.no_grad():

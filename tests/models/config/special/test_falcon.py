@@ -1,9 +1,6 @@
 """Configs of Falcon-H1: layers with keys, values and a state, what their parts are multiplied with, what is refused."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -14,13 +11,12 @@ from kvboost_edge.runners.native.plan import native_kv_spec
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def config(tmp_path_factory):
     path = save_tiny_model("falcon_h1", tmp_path_factory.mktemp("model"))
-    found: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    return found
+    return json.loads((path / "config.json").read_text(encoding="utf-8"))
 
 
-def test_a_layer_has_keys_and_values_and_a_state(config: dict[str, Any]) -> None:
+def test_a_layer_has_keys_and_values_and_a_state(config):
     spec = describe_model(config)
     assert [(layer.kv, layer.state, layer.owns_kv, layer.rope) for layer in spec.layers] == [
         (index, index, True, 0) for index in range(3)
@@ -29,7 +25,7 @@ def test_a_layer_has_keys_and_values_and_a_state(config: dict[str, Any]) -> None
     assert (len(kv.layers), len(kv.states)) == (3, 3)
 
 
-def test_what_the_parts_are_multiplied_with(config: dict[str, Any]) -> None:
+def test_what_the_parts_are_multiplied_with(config):
     """Keys' number is that of scores; x, B and C count beside z, and what the gate is multiplied with is taken back."""
     spec, factors = describe_model(config), describe_model(config).factors
     assert spec.softmax_scale == pytest.approx(0.7 / 16**0.5)
@@ -42,7 +38,7 @@ def test_what_the_parts_are_multiplied_with(config: dict[str, Any]) -> None:
     assert describe_model(plain).factors == NO_FACTORS
 
 
-def test_sizes_that_follow_from_others(config: dict[str, Any]) -> None:
+def test_sizes_that_follow_from_others(config):
     spec = describe_model(config)
     assert describe_model({**config, "mamba_d_head": "auto"}) == spec
     assert describe_model({**config, "mamba_d_ssm": None, "mamba_expand": 2}) == spec
@@ -56,9 +52,7 @@ def test_sizes_that_follow_from_others(config: dict[str, Any]) -> None:
         ({"mamba_rms_norm": True, "mamba_norm_before_gate": False}, "gated_before", 2),
     ],
 )
-def test_where_the_norm_of_a_mixer_stands(
-    config: dict[str, Any], change: dict[str, Any], norm: str, groups: int
-) -> None:
+def test_where_the_norm_of_a_mixer_stands(config, change, norm, groups):
     mixer = describe_model({**config, **change}).mixer
     assert mixer is not None
     assert (mixer.norm, mixer.norm_groups) == (norm, groups)

@@ -1,9 +1,5 @@
 """Gemma 4's configs: which layer attends to whose keys and values, sizes by kind of layer, and what cannot be."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from transformers import Gemma4TextConfig
@@ -16,7 +12,7 @@ from kvboost_edge.models.packed.plan import pack_plan
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # The shapes of E2B.
-E2B: dict[str, Any] = {
+E2B = {
     "model_type": "gemma4_text",
     "vocab_size": 262144,
     "hidden_size": 1536,
@@ -37,7 +33,7 @@ E2B: dict[str, Any] = {
 }
 
 
-def test_the_shapes_of_e2b() -> None:
+def test_the_shapes_of_e2b():
     spec = describe_model(E2B)
     assert [layer.kv for layer in spec.layers] == [*range(15), *[14 if i % 5 == 4 else 13 for i in range(15, 35)]]
     assert [layer.intermediate_size for layer in spec.layers] == [6144] * 15 + [12288] * 20
@@ -52,7 +48,7 @@ MIXTURE = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "mo
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_kv_shared_layers": 7}, {"layer_types": [SLIDING, FULL] * 17 + [FULL]}])
-def test_layers_share_as_in_transformers(changes: dict[str, Any]) -> None:
+def test_layers_share_as_in_transformers(changes):
     """The layer whose keys and values are read is the one of its kind that transformers says stores them."""
     spec, config = describe_model({**E2B, **changes}), Gemma4TextConfig(**{**E2B, **changes})
     modes = config.kv_sharing_modes
@@ -62,7 +58,7 @@ def test_layers_share_as_in_transformers(changes: dict[str, Any]) -> None:
         assert layer.kv == (index if layer.owns_kv else givers[config.layer_types[index]])
 
 
-def test_sizes_of_full_layers_where_values_are_keys() -> None:
+def test_sizes_of_full_layers_where_values_are_keys():
     changes = {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_key_value_heads": 8,
                "num_global_key_value_heads": 2}  # fmt: skip
     spec = describe_model({**E2B, **changes})
@@ -75,7 +71,7 @@ def test_sizes_of_full_layers_where_values_are_keys() -> None:
     assert {layer.num_kv_heads for layer in describe_model({**E2B, "num_global_key_value_heads": 2}).layers} == {1}
 
 
-def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head() -> None:
+def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head():
     full, sliding = describe_model(E2B).ropes
     config = Gemma4TextConfig(**E2B)
     expected, factor = ROPE_INIT_FUNCTIONS["proportional"](config, "cpu", layer_type=FULL)
@@ -113,12 +109,12 @@ def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head() -> None:
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_refused(changes, message):
     with pytest.raises(ModelFormatError, match=message):
         describe_model({**E2B, **changes})
 
 
-def test_experts_stand_beside_the_mlp_of_every_layer() -> None:
+def test_experts_stand_beside_the_mlp_of_every_layer():
     """The MLP keeps its own width; there are norms behind it, before the experts and behind them."""
     spec = describe_model({**E2B, **MIXTURE})
     assert spec.experts is not None
@@ -142,12 +138,12 @@ def test_experts_stand_beside_the_mlp_of_every_layer() -> None:
     assert describe_model({**E2B, "enable_moe_block": False}).experts is None
 
 
-def test_attention_both_ways_is_refused_by_name() -> None:
+def test_attention_both_ways_is_refused_by_name():
     with pytest.raises(ModelFormatError, match="its attention is bidirectional"):
         check_model_compatibility({**E2B, "use_bidirectional_attention": "all"})
 
 
-def test_nested_configs_that_contradict_are_refused() -> None:
+def test_nested_configs_that_contradict_are_refused():
     nested = {"model_type": "gemma4", "text_config": E2B}
     assert describe_model(nested).layers == describe_model(E2B).layers
     with pytest.raises(ModelFormatError, match="hidden_size=2560, but its text_config hidden_size=1536"):

@@ -1,9 +1,6 @@
 """Granite 4's configs: older words, layers with states and without, and what makes no sense."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -13,13 +10,12 @@ from kvboost_edge.runners.native.plan import native_kv_spec
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def config(tmp_path_factory):
     path = save_tiny_model("granitemoehybrid-experts", tmp_path_factory.mktemp("granite"))
-    found: dict[str, Any] = json.loads((path / "config.json").read_text())
-    return found
+    return json.loads((path / "config.json").read_text())
 
 
-def test_older_and_newer_words_are_one_model(config: dict[str, Any]) -> None:
+def test_older_and_newer_words_are_one_model(config):
     spec = describe_model(config)
     assert config["layer_types"] == ["linear_attention", "full_attention", "linear_attention"]
     older = {key: value for key, value in config.items() if key != "layer_types"}
@@ -35,7 +31,7 @@ def test_older_and_newer_words_are_one_model(config: dict[str, Any]) -> None:
     assert spec.experts.score == "chosen"
 
 
-def test_steps_of_time_and_biases_as_the_config_says(config: dict[str, Any]) -> None:
+def test_steps_of_time_and_biases_as_the_config_says(config):
     spec = describe_model({**config, "time_step_limit": [0.01, 0.5], "mamba_conv_bias": False})
     assert spec.mixer is not None
     assert spec.mixer.time_limit == (0.01, 0.5)
@@ -43,7 +39,7 @@ def test_steps_of_time_and_biases_as_the_config_says(config: dict[str, Any]) -> 
     assert describe_model(config).named_mixer[1].conv_bias == "mamba.conv1d.bias"
 
 
-def test_without_states_other_runners_have_it_too(config: dict[str, Any]) -> None:
+def test_without_states_other_runners_have_it_too(config):
     dense = {"num_local_experts": None, "layer_types": ["attention"] * 3}
     assert may_keep_states(config)
     assert may_keep_states({**config, "layer_types": None})
@@ -54,7 +50,7 @@ def test_without_states_other_runners_have_it_too(config: dict[str, Any]) -> Non
     assert describe_model({**config, **dense, "mamba_n_heads": 7}) == spec
 
 
-def _granite(hidden: int, heads: int, kv_heads: int, state_heads: int, **fields: Any) -> dict[str, Any]:
+def _granite(hidden, heads, kv_heads, state_heads, **fields):
     """As the makers' configs have it: four of forty layers attend."""
     kinds = ["attention" if index in (5, 15, 25, 35) else "mamba" for index in range(40)]
     return {
@@ -67,7 +63,7 @@ def _granite(hidden: int, heads: int, kv_heads: int, state_heads: int, **fields:
     }  # fmt: skip
 
 
-MAKERS: dict[str, tuple[dict[str, Any], float]] = {
+MAKERS = {
     "h-1B": (_granite(1536, 12, 4, 48, intermediate_size=4096, shared_intermediate_size=4096), 55.37109375),
     "h-micro": (_granite(2048, 32, 8, 64, intermediate_size=8192, shared_intermediate_size=8192), 73.79296875),
     "h-tiny": (
@@ -80,14 +76,14 @@ MAKERS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_states_of_the_makers_models_have_their_sizes(name: str) -> None:
+def test_states_of_the_makers_models_have_their_sizes(name):
     config, states = MAKERS[name]
     spec = native_kv_spec(describe_model(config), "int8", 16)
     assert spec.bytes_per_state == states * 2**20
     assert spec.bytes_per_block / spec.block_size == 8 * 2**10
 
 
-def test_a_width_for_experts_and_one_for_what_they_share() -> None:
+def test_a_width_for_experts_and_one_for_what_they_share():
     spec = describe_model(MAKERS["h-tiny"][0])
     assert spec.experts is not None
     assert (spec.experts.width, {layer.intermediate_size for layer in spec.layers}) == (512, {1024})

@@ -1,10 +1,6 @@
 """Configs of hybrids: older names, widths that follow from others, and what makes no sense."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +10,7 @@ from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.native.plan import native_kv_spec
 
 
-def test_the_width_of_an_mlp_is_what_follows_from_the_config(tmp_path: Path) -> None:
+def test_the_width_of_an_mlp_is_what_follows_from_the_config(tmp_path):
     spec = describe_model(Checkpoint.open(save_tiny_model("lfm2", tmp_path)).config)
     assert {layer.intermediate_size for layer in spec.layers} == {96}
     config = json.loads((tmp_path / "config.json").read_text())
@@ -35,7 +31,7 @@ def test_the_width_of_an_mlp_is_what_follows_from_the_config(tmp_path: Path) -> 
         assert describe_model({**config, **change}).intermediate_size == width
 
 
-def test_older_names_in_a_config(tmp_path: Path) -> None:
+def test_older_names_in_a_config(tmp_path):
     config = json.loads((save_tiny_model("lfm2", tmp_path) / "config.json").read_text())
     spec = describe_model(config)
     types = config.pop("layer_types")
@@ -45,7 +41,7 @@ def test_older_names_in_a_config(tmp_path: Path) -> None:
     assert describe_model({**config, "full_attn_idxs": full, "tie_embedding": False}).tied is False
 
 
-def _qwen35(layers: int, value_heads: int, **fields: Any) -> dict[str, Any]:
+def _qwen35(layers, value_heads, **fields):
     """As the makers' configs have it: every fourth layer attends, and both keys say so."""
     kinds = ["full_attention" if (index + 1) % 4 == 0 else "linear_attention" for index in range(layers)]
     return {
@@ -61,7 +57,7 @@ def _qwen35(layers: int, value_heads: int, **fields: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _lfm2(full: list[int], layers: int, **fields: Any) -> dict[str, Any]:
+def _lfm2(full, layers, **fields):
     return {
         "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "block_ff_dim": 12288,
         "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": full,
@@ -69,7 +65,7 @@ def _lfm2(full: list[int], layers: int, **fields: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-MAKERS: dict[str, tuple[dict[str, Any], float, float]] = {
+MAKERS = {
     "Qwen3.5 4B": (_qwen35(32, 32), 50.25, 32),
     "Qwen3.5 27B": (_qwen35(64, 48), 149.625, 64),
     "Qwen3.5 2B": (_qwen35(24, 16, num_key_value_heads=2), 19.265625, 12),
@@ -85,12 +81,12 @@ MAKERS: dict[str, tuple[dict[str, Any], float, float]] = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_states_of_the_makers_models_have_their_sizes(name: str) -> None:
+def test_states_of_the_makers_models_have_their_sizes(name):
     config, states, keys = MAKERS[name]
     spec = native_kv_spec(describe_model(config), "int8", 16)
     assert spec.bytes_per_state == states * 2**20
     assert spec.bytes_per_block / spec.block_size == keys * 2**10
 
 
-def test_a_short_convolution_has_the_width_of_the_makers_model() -> None:
+def test_a_short_convolution_has_the_width_of_the_makers_model():
     assert describe_model(_lfm2([2, 5, 8, 10, 12, 14], 16)).intermediate_size == 8192

@@ -1,11 +1,7 @@
 """Configs of Nemotron-H: older words, layers that are one thing each, and what makes no sense."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +12,7 @@ from kvboost_edge.runners.native.plan import native_kv_spec
 
 
 @pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def configs(tmp_path_factory):
     """As transformers writes them."""
     found = {}
     for name in ("nemotron_h", "nemotron_h-moe"):
@@ -25,7 +21,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return found
 
 
-def test_a_layer_is_one_thing(configs: dict[str, dict[str, Any]]) -> None:
+def test_a_layer_is_one_thing(configs):
     spec = describe_model(configs["nemotron_h"])
     assert [layer.kv for layer in spec.layers] == [-1, -1, 0, -1, -1]
     assert [layer.state for layer in spec.layers] == [0, -1, -1, 1, -1]
@@ -38,7 +34,7 @@ def test_a_layer_is_one_thing(configs: dict[str, dict[str, Any]]) -> None:
     assert (spec.mixer.norm, spec.mixer.norm_groups, spec.mixer.key_heads) == ("gated_before", 2, 2)
 
 
-def test_layers_with_experts_have_no_mlp_but_the_shared_one(configs: dict[str, dict[str, Any]]) -> None:
+def test_layers_with_experts_have_no_mlp_but_the_shared_one(configs):
     spec = describe_model(configs["nemotron_h-moe"])
     assert [layer.intermediate_size for layer in spec.layers] == [0, 96, 0, 96, 0, 96, 0]
     assert spec.experts is not None
@@ -46,13 +42,13 @@ def test_layers_with_experts_have_no_mlp_but_the_shared_one(configs: dict[str, d
     assert (spec.experts.score, spec.experts.renorm, spec.experts.scale) == ("sigmoid", "add", 2.5)
 
 
-def test_the_kinds_of_layers_say_how_many_there_are(tmp_path: Path) -> None:
+def test_the_kinds_of_layers_say_how_many_there_are(tmp_path):
     path = save_tiny_model("nemotron_h", tmp_path)
     assert "num_hidden_layers" not in json.loads((path / "config.json").read_text(encoding="utf-8"))
     assert Checkpoint.open(path).config["num_hidden_layers"] == 5
 
 
-def test_older_words_in_a_config(configs: dict[str, dict[str, Any]]) -> None:
+def test_older_words_in_a_config(configs):
     for name, pattern in (("nemotron_h", "M-*M-"), ("nemotron_h-moe", "*EM-*EM")):
         config, spec = dict(configs[name]), describe_model(configs[name])
         types = config.pop("layers_block_type")
@@ -64,7 +60,7 @@ def test_older_words_in_a_config(configs: dict[str, dict[str, Any]]) -> None:
         assert describe_model({**config, "layers_block_type": types, "attention_head_dim": dim}) == spec
 
 
-def test_older_names_of_a_mixers_sizes(configs: dict[str, dict[str, Any]]) -> None:
+def test_older_names_of_a_mixers_sizes(configs):
     """As transformers takes them, they count where both are there."""
     config = configs["nemotron_h"]
     newer = {"n_groups": 4, "conv_kernel": 3, "use_conv_bias": False, "time_step_limit": [0.01, 0.5]}
@@ -72,13 +68,13 @@ def test_older_names_of_a_mixers_sizes(configs: dict[str, dict[str, Any]]) -> No
     assert describe_model({**config, **older}) == describe_model({**config, **newer}) != describe_model(config)
 
 
-def test_steps_of_time_are_limited_by_time_step_limit_alone(configs: dict[str, dict[str, Any]]) -> None:
+def test_steps_of_time_are_limited_by_time_step_limit_alone(configs):
     for limit, expected in ((None, (0.0, math.inf)), ([0.01, 0.5], (0.01, 0.5))):
         spec = describe_model({**configs["nemotron_h"], "time_step_limit": limit, "time_step_min": 0.2})
         assert spec.mixer is not None
         assert spec.mixer.time_limit == expected
 
 
-def test_a_model_without_states_keeps_none(configs: dict[str, dict[str, Any]]) -> None:
+def test_a_model_without_states_keeps_none(configs):
     assert may_keep_states(configs["nemotron_h"])
     assert not may_keep_states({**configs["nemotron_h"], "layers_block_type": ["full_attention", "mlp"]})

@@ -1,9 +1,6 @@
 """Sizes of Mamba2's mixers: what is taken, what the kernels need, and what is refused by its key."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from kvboost_edge.runners.native.sizes import MixerSizes
 TINY = {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4}
 
 
-def test_granites_mixer_is_as_large_as_its_paper_says() -> None:
+def test_granites_mixer_is_as_large_as_its_paper_says():
     mixer = ssd_mixer(TINY, MAMBA_KEYS, "gated_before")
     assert (mixer.kind, mixer.taps, mixer.channels) == ("ssd", 3, 3328)
     assert (mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim) == (1, 48, 128, 64)
@@ -26,7 +23,7 @@ def test_granites_mixer_is_as_large_as_its_paper_says() -> None:
     assert (sizes.wide, sizes.gates, sizes.mixed, sizes.key) == (3328 + 3072 + 48, 3328 + 3072, 3072, 128)
 
 
-def test_groups_are_those_of_the_norm() -> None:
+def test_groups_are_those_of_the_norm():
     config = {**TINY, "mamba_n_groups": 8}
     assert ssd_mixer(config, MAMBA_KEYS, "gated_after").norm_groups == 8
     assert ssd_mixer(config, MAMBA_KEYS, "none").norm_groups == 0
@@ -45,7 +42,7 @@ def test_groups_are_those_of_the_norm() -> None:
         ({"mamba_n_heads": 3, "mamba_d_head": 16}, "are 48 values, no multiple of 32"),
     ],
 )
-def test_sizes_that_kernels_do_not_take_are_refused_by_their_keys(change: dict[str, int], message: str) -> None:
+def test_sizes_that_kernels_do_not_take_are_refused_by_their_keys(change, message):
     with pytest.raises(ModelFormatError, match=message):
         ssd_mixer({**TINY, **change}, MAMBA_KEYS, "gated_before")
 
@@ -60,13 +57,13 @@ def test_sizes_that_kernels_do_not_take_are_refused_by_their_keys(change: dict[s
         ({"time_limit": (1.0, 0.5)}, r"from 1\.0 to 0\.5"),
     ],
 )
-def test_mixers_that_do_not_fit_together_are_refused(change: dict[str, Any], message: str) -> None:
+def test_mixers_that_do_not_fit_together_are_refused(change, message):
     mixer = ssd_mixer(TINY, MAMBA_KEYS, "gated_before")._replace(**change)
     with pytest.raises(ModelFormatError, match=message):
         MixerSizes.of(mixer)
 
 
-def test_limits_of_time() -> None:
+def test_limits_of_time():
     assert time_limit_of({}) == time_limit_of({"time_step_limit": None}) == (0.0, math.inf)
     assert time_limit_of({"time_step_limit": [0.001, 0.5]}) == (0.001, 0.5)
     assert time_limit_of({"dt": (0, math.inf)}, "dt") == (0.0, math.inf)
@@ -76,7 +73,7 @@ def test_limits_of_time() -> None:
             time_limit_of({"time_step_limit": bad})
 
 
-def test_names_leave_out_what_the_mixer_has_not() -> None:
+def test_names_leave_out_what_the_mixer_has_not():
     normed = ssd_mixer(TINY, MAMBA_KEYS, "gated_before")
     assert ssd_names("mamba", normed, conv_bias=True).norm == "mamba.norm.weight"
     assert ssd_names("mixer", normed, conv_bias=True).conv_bias == "mixer.conv1d.bias"

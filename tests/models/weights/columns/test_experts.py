@@ -1,11 +1,7 @@
 """gpt-oss's directories: which rows are whose, MXFP4 as transformers reads it, and what does not fit."""
 
-from __future__ import annotations
-
 import json
 import logging
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +18,7 @@ LAYER = "model.layers.1.mlp.experts."
 UP, DOWN = f"{LAYER}gate_up_proj", f"{LAYER}down_proj"
 
 
-def _changed(directory: Path, change: Callable[[Tensors], None], *, mxfp4: bool) -> Path:
+def _changed(directory, change, *, mxfp4):
     path = save_gpt_oss(directory, mxfp4=mxfp4) / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -30,7 +26,7 @@ def _changed(directory: Path, change: Callable[[Tensors], None], *, mxfp4: bool)
     return directory
 
 
-def test_columns_take_turns(tmp_path: Path) -> None:
+def test_columns_take_turns(tmp_path):
     tensors = load_file(save_gpt_oss(tmp_path) / "model.safetensors")
     with ColumnExperts(tmp_path) as source:
         for part, which in (("gate", 0), ("up", 1)):
@@ -49,7 +45,7 @@ def test_columns_take_turns(tmp_path: Path) -> None:
             source.stored_rows(f"{LAYER}2.down_proj.weight")
 
 
-def test_two_experts_stay_while_their_rows_are_read_and_none_afterwards(tmp_path: Path) -> None:
+def test_two_experts_stay_while_their_rows_are_read_and_none_afterwards(tmp_path):
     save_gpt_oss(tmp_path)
     with ColumnExperts(tmp_path) as source:
         for expert in range(4):
@@ -60,7 +56,7 @@ def test_two_experts_stay_while_their_rows_are_read_and_none_afterwards(tmp_path
     assert source._expert.cache_info().currsize == 0
 
 
-def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+def test_mxfp4_is_what_transformers_makes_of_it(tmp_path):
     """Codes and float16 scales hold transformers' own numbers, and so do the floats."""
     torch = pytest.importorskip("torch")
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -87,63 +83,63 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(stored.table[stored.codes] * scales, expected[5:64])
 
 
-def _scales_shape(tensors: Tensors) -> None:
+def _scales_shape(tensors):
     tensors[f"{DOWN}_scales"] = tensors[f"{DOWN}_scales"][:, :, :2]
 
 
-def _scales_dtype(tensors: Tensors) -> None:
+def _scales_dtype(tensors):
     tensors[f"{DOWN}_scales"] = tensors[f"{DOWN}_scales"].astype(np.float32)
 
 
-def _no_scales(tensors: Tensors) -> None:
+def _no_scales(tensors):
     del tensors[f"{UP}_scales"]
 
 
-def _no_blocks(tensors: Tensors) -> None:
+def _no_blocks(tensors):
     del tensors[f"{UP}_blocks"]
 
 
-def _short_blocks(tensors: Tensors) -> None:
+def _short_blocks(tensors):
     tensors[f"{UP}_blocks"] = tensors[f"{UP}_blocks"][..., :8]
 
 
-def _large_scale(tensors: Tensors) -> None:
+def _large_scale(tensors):
     tensors[f"{DOWN}_scales"][2, 1, 0] = 144
 
 
-def _bias_of_five(tensors: Tensors) -> None:
+def _bias_of_five(tensors):
     tensors[f"{DOWN}_bias"] = tensors[f"{DOWN}_bias"][:5]
 
 
-def _bias_of_seven(tensors: Tensors) -> None:
+def _bias_of_seven(tensors):
     tensors[f"{DOWN}_bias"] = np.concatenate([tensors[f"{DOWN}_bias"], tensors[f"{DOWN}_bias"][:1]])
 
 
-def _short_bias(tensors: Tensors) -> None:
+def _short_bias(tensors):
     tensors[f"{UP}_bias"] = tensors[f"{UP}_bias"][:, :190]
 
 
-def _odd_bias(tensors: Tensors) -> None:
+def _odd_bias(tensors):
     tensors[f"{UP}_bias"] = tensors[f"{UP}_bias"][:, :191]
 
 
-def _flat_bias(tensors: Tensors) -> None:
+def _flat_bias(tensors):
     tensors[f"{UP}_bias"] = tensors[f"{UP}_bias"].reshape(-1)
 
 
-def _no_bias(tensors: Tensors) -> None:
+def _no_bias(tensors):
     del tensors[f"{UP}_bias"]
 
 
-def _twice(tensors: Tensors) -> None:
+def _twice(tensors):
     tensors[f"{LAYER}3.down_proj.weight"] = np.zeros((64, 96), np.float32)
 
 
-def _no_router_bias(tensors: Tensors) -> None:
+def _no_router_bias(tensors):
     del tensors["model.layers.1.mlp.router.bias"]
 
 
-def _no_sinks(tensors: Tensors) -> None:
+def _no_sinks(tensors):
     del tensors["model.layers.2.self_attn.sinks"]
 
 
@@ -171,21 +167,21 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_by_name(name, tmp_path):
     change, mxfp4, message = BAD[name]
     _changed(tmp_path, change, mxfp4=mxfp4)
     with pytest.raises(ModelFormatError, match=message):
         NativeRunner.from_dir(tmp_path, weights="auto" if mxfp4 else "int8")
 
 
-def test_a_scale_above_float16_is_taken_as_floats(tmp_path: Path) -> None:
+def test_a_scale_above_float16_is_taken_as_floats(tmp_path):
     _changed(tmp_path, _large_scale, mxfp4=True)
     with ColumnExperts(tmp_path) as source:
         assert source.rows(f"{LAYER}2.down_proj.weight", 1, 2)[0, :32].max() > 65504
 
 
-def test_scales_below_float16_are_zeros_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def small(tensors: Tensors) -> None:
+def test_scales_below_float16_are_zeros_and_said_once(tmp_path, caplog):
+    def small(tensors):
         tensors[f"{DOWN}_scales"][2, :2, 0] = 80
 
     _changed(tmp_path, small, mxfp4=True)
@@ -196,7 +192,7 @@ def test_scales_below_float16_are_zeros_and_said_once(tmp_path: Path, caplog: py
     assert [record.getMessage().count("which become 0") for record in caplog.records] == [1]
 
 
-def test_the_summary_counts_weights(tmp_path: Path) -> None:
+def test_the_summary_counts_weights(tmp_path):
     """Two of a byte of blocks; scales are no weights of the layer, but elements of the file."""
     save_gpt_oss(tmp_path, mxfp4=True)
     checkpoint = Checkpoint.open(tmp_path)
@@ -206,7 +202,7 @@ def test_the_summary_counts_weights(tmp_path: Path) -> None:
     assert checkpoint.summary().dtypes["U8"] == weights + weights // 32
 
 
-def test_another_method_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_method_is_refused_by_name(tmp_path):
     path = save_gpt_oss(tmp_path) / "config.json"
     config = {**json.loads(path.read_text()), "quantization_config": {"quant_method": "gptq", "bits": 4}}
     path.write_text(json.dumps(config))

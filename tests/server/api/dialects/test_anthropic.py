@@ -1,7 +1,5 @@
 """What /v1/messages has of its own: what becomes of its blocks, thinking, limits, headers; as Claude Code asks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`cache_control`: what it pins, for how long, and what the usage tells of it."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

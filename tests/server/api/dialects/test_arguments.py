@@ -1,7 +1,5 @@
 """Arguments of calls as values: what JSON may hold and an answer cannot."""
 
-from __future__ import annotations
-
 import json
 import sys
 

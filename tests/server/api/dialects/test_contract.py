@@ -1,7 +1,5 @@
 """The contract of all APIs that generate: each property once, for every API and every format of a model's turns."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

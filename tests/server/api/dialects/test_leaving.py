@@ -1,7 +1,5 @@
 """A client that leaves takes its work with it, within a step, whatever API it asked."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.engine.fake_runner import fake_engine

@@ -1,8 +1,6 @@
 """What litellm 1.106 sends, recorded, as it cannot be installed beside the other clients: each of its providers for
 OpenAI's, Anthropic's and Ollama's API gets answers with the members that it reads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What llama.cpp's own routes have of their own: prompts of ids, settings, infill, templates, slots."""
 
-from __future__ import annotations
-
 from helpers.server.compat_apis import APIS
 from helpers.server.scripted_model import ASK, TOOLS
 from kvboost_edge.server.api.dialects.llama_cpp import translate

@@ -1,7 +1,5 @@
 """What Ollama's routes have of their own: raw prompts, results found by order and name, the model's names, loading."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.server.compat_apis import APIS

@@ -1,7 +1,5 @@
 """What /v1/responses has of its own: namespaces, its fields shown again, the memory of responses, as Codex asks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

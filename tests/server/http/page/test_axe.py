@@ -1,7 +1,5 @@
 """axe-core finds nothing on the page: every view filled, in both themes, on a desk and on a phone."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 
 import pytest

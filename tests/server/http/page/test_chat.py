@@ -1,7 +1,5 @@
 """Talking to the bundled model through the page."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.sync_api import expect
 

@@ -1,7 +1,5 @@
 """What the page marks as different in two texts, and the words it has for causes."""
 
-from __future__ import annotations
-
 import random
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """JSON that people type and models write: judged, located and laid out as Python's own reader and writer do."""
 
-from __future__ import annotations
-
 import json
 import random
 import string

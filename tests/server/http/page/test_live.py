@@ -1,7 +1,5 @@
 """The live view: what it shows, when it asks, and how it looks on a phone and in the dark."""
 
-from __future__ import annotations
-
 import base64
 import json
 

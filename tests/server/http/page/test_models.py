@@ -1,7 +1,5 @@
 """Several models in one server: chosen in the chat's head, each with its state; requests and the live view follow."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

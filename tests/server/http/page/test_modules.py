@@ -1,7 +1,5 @@
 """The page's modules by themselves: the stream parser, the settings' check, the answer's text, the map's sums."""
 
-from __future__ import annotations
-
 import base64
 import random
 

@@ -1,7 +1,5 @@
 """A bar while the prompt is read: how far it is, about how long it will take, and quiet for those who hear the page."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

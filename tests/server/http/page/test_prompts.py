@@ -1,7 +1,5 @@
 """The timeline of the last requests: what each found, what the rest cost and why, the two texts; by mouse and keys."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """What a model thinks before it answers: folded, counted, and sent back with its answer."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.sync_api import expect
 

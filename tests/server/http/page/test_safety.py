@@ -1,7 +1,5 @@
 """Nothing that a person, the model or the server says becomes markup, runs, or makes the browser ask elsewhere."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls of tools on the page: shown as they come, answered by the person, sent back in OpenAI's shape."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

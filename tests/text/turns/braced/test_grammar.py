@@ -1,12 +1,8 @@
 """What a grammar lets a model write between braces: values that fit the tool's schema, strings as they are."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
-from collections.abc import Sequence
-from typing import Any
 
 import jsonschema_rs
 import pytest
@@ -27,22 +23,22 @@ EITHER = pytest.mark.parametrize("markers", [False, True], ids=["as text", "as s
 
 
 @functools.cache
-def vocabulary(markers: bool) -> Vocabulary:
+def vocabulary(markers):
     return Vocabulary(MARKERS if markers else ())
 
 
-def grammar(schema: dict[str, Any], markers: bool) -> str:
+def grammar(schema, markers):
     return calls_grammar(
         format_of("gemma4"), [Tool("f", schema)], choice="required", parallel=False, reasoning="closed",
         special_id=vocabulary(markers).codec.marker_id,
     )  # fmt: skip
 
 
-def takes(schema: dict[str, Any], text: str, markers: bool) -> bool:
+def takes(schema, text, markers):
     return vocabulary(markers).takes(grammar(schema, markers), text)
 
 
-def shaped(properties: dict[str, Any], *required: str, **more: Any) -> dict[str, Any]:
+def shaped(properties, *required, **more):
     return {"type": "object", "properties": properties, "required": list(required), **more}
 
 
@@ -77,7 +73,7 @@ LISTS = shaped(
 OTHERS = shaped({"map": {"type": "object", "additionalProperties": {"type": "number"}}, "any": {}}, "any")
 SCHEMAS = {"point": POINT, "tree": TREE, "unions": UNIONS, "lists": LISTS, "others": OTHERS, "free": {}}
 
-TAKEN: list[tuple[str, dict[str, Any]]] = [
+TAKEN = [
     ("point", {"x": -9}),
     ("tree", {"root": {"name": "a}", "children": [{"name": "b"}, {"name": "", "children": []}]}}),
     ("unions", {"a": None}),
@@ -89,7 +85,7 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
     ("free", {}),
     ("free", {"a": {"b": [1, [], {}]}, "c": "\n"}),
 ]
-REFUSED: list[tuple[str, dict[str, Any]]] = [
+REFUSED = [
     ("point", {}),
     ("point", {"x": 10}),
     ("point", {"x": "1"}),
@@ -112,18 +108,18 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 @EITHER
 @pytest.mark.parametrize(("name", "arguments"), TAKEN)
-def test_what_fits_is_taken(name: str, arguments: dict[str, Any], markers: bool) -> None:
+def test_what_fits_is_taken(name, arguments, markers):
     assert takes(SCHEMAS[name], written("gemma4", [("f", arguments)]), markers)
 
 
 @EITHER
 @pytest.mark.parametrize(("name", "arguments"), REFUSED)
-def test_what_does_not_fit_is_not(name: str, arguments: dict[str, Any], markers: bool) -> None:
+def test_what_does_not_fit_is_not(name, arguments, markers):
     assert not takes(SCHEMAS[name], written("gemma4", [("f", arguments)]), markers)
 
 
 @EITHER
-def test_members_stand_in_the_schemas_order_or_by_name(markers: bool) -> None:
+def test_members_stand_in_the_schemas_order_or_by_name(markers):
     schema = shaped({"b": {"type": "null"}, "A": {"type": "null"}, "c": {"type": "null"}}, "b")
     for inner in ("b:null,A:null,c:null", "A:null,b:null,c:null", "b:null", "b:null,c:null", "A:null,b:null"):
         assert takes(schema, f"<|tool_call>call:f{{{inner}}}<tool_call|>", markers), inner
@@ -134,7 +130,7 @@ def test_members_stand_in_the_schemas_order_or_by_name(markers: bool) -> None:
 WANTED = ("<tool_call|>", '<|"|>', "}", "]", "1", ",", "x")
 
 
-def sampled(schema: dict[str, Any], markers: bool, seed: int) -> str | None:
+def sampled(schema, markers, seed):
     """Noise that fits, ends and brackets first; None where it did not end."""
     words, made = vocabulary(markers), grammar(schema, markers)
     text, ended = words.sample(made, seed, WANTED, often=0.6, ends=1.0, most=200)
@@ -143,7 +139,7 @@ def sampled(schema: dict[str, Any], markers: bool, seed: int) -> str | None:
 
 @EITHER
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_noise_under_a_grammar_is_read_back_and_fits(name: str, markers: bool) -> None:
+def test_noise_under_a_grammar_is_read_back_and_fits(name, markers):
     ended = 0
     for seed in range(10):
         text = sampled(SCHEMAS[name], markers, seed)
@@ -158,7 +154,7 @@ def test_noise_under_a_grammar_is_read_back_and_fits(name: str, markers: bool) -
     assert ended >= 3
 
 
-WRONG: Sequence[tuple[object, str]] = [
+WRONG = [
     ({"not": {}}, "'not'"),
     ({"type": "array", "prefixItems": [{}]}, "'prefixItems'"),
     ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
@@ -186,7 +182,7 @@ WRONG: Sequence[tuple[object, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "word"), WRONG)
-def test_what_cannot_be_held_is_refused_by_name(schema: object, word: str) -> None:
+def test_what_cannot_be_held_is_refused_by_name(schema, word):
     with pytest.raises(RequestError) as refused:
         grammar(shaped({"a": schema}), False)
     assert word in str(refused.value)
@@ -206,7 +202,7 @@ SCHEMA_PARTS = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(WORDS, SCHEMA_PARTS, max_size=4), st.integers(0, 99))
-def test_any_object_is_a_schema_or_is_refused(part: dict[str, Any], seed: int) -> None:
+def test_any_object_is_a_schema_or_is_refused(part, seed):
     """And what is written under one that is held fits it."""
     schema = shaped({"a": part}, "a")
     try:
@@ -230,8 +226,8 @@ def test_any_object_is_a_schema_or_is_refused(part: dict[str, Any], seed: int) -
         assert validator.is_valid(arguments), (schema, arguments)
 
 
-def test_a_schema_of_any_depth_is_refused_or_held() -> None:
-    schema: dict[str, Any] = {"type": "null"}
+def test_a_schema_of_any_depth_is_refused_or_held():
+    schema = {"type": "null"}
     for _ in range(100):
         schema = {"type": "array", "items": schema}
     assert takes(shaped({"a": schema}), f"<|tool_call>call:f{{a:{'[' * 100}null{']' * 100}}}<tool_call|>", True)

@@ -1,10 +1,7 @@
 """Calls between braces are read as they come: any string, any depth, any cut."""
 
-from __future__ import annotations
-
 import functools
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +11,7 @@ from helpers.text import turn_parts
 from helpers.text.chat_templates import format_of, written
 from helpers.text.turn_parts import arguments_of
 from kvboost_edge.text.turns.formats import Tool
-from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, TurnParser
+from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, TurnParser
 
 ANY = [Tool("f", {}), Tool("find", {"type": "object", "properties": {"text": {"type": "string"}}})]
 QUOTES = {"gemma4": '<|"|>', "escaped": "<escape>"}
@@ -25,14 +22,14 @@ DEEP = 300
 parts_of = functools.partial(turn_parts.parts_of, tools=ANY)
 
 
-def deep(levels: int) -> dict[str, Any]:
-    value: Any = "}"
+def deep(levels):
+    value = "}"
     for level in range(levels):
         value = {"k": value} if level % 2 else [value, level]
     return {"a": value}
 
 
-HOSTILE: list[dict[str, Any]] = [
+HOSTILE = [
     {},
     {"a": ""},
     {"a": "}"},
@@ -48,7 +45,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 @EACH
 @pytest.mark.parametrize("arguments", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_arguments_come_back_from_every_cut(name: str, arguments: dict[str, Any]) -> None:
+def test_hostile_arguments_come_back_from_every_cut(name, arguments):
     text = f"So: {written(name, [('f', arguments), ('f', {'z': 1})])} And."
     whole = parts_of(name, text)
     assert [part for part in whole if isinstance(part, Content)] == [Content("So:"), Content("And.")]
@@ -59,7 +56,7 @@ def test_hostile_arguments_come_back_from_every_cut(name: str, arguments: dict[s
 
 
 @EACH
-def test_depth_costs_no_stack(name: str) -> None:
+def test_depth_costs_no_stack(name):
     """Deeper than any template writes."""
     quote = QUOTES[name]
     calls = format_of(name).calls
@@ -72,7 +69,7 @@ def test_depth_costs_no_stack(name: str) -> None:
     assert arguments_count(parts_of(name, long)) == 200_000
 
 
-def arguments_count(parts: list[Part]) -> int:
+def arguments_count(parts):
     return sum(part.text.count("[") for part in parts if isinstance(part, CallArguments))
 
 
@@ -80,7 +77,7 @@ KEYS = st.text(st.characters(exclude_characters=':,{}[]\n<"', exclude_categories
 NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
 
 
-def values(quote: str) -> st.SearchStrategy[Any]:
+def values(quote):
     letters = st.one_of(st.text(), st.text(st.sampled_from([*quote, *"{}[],:\\ \n", "a"])))
     # A marker may end only where the string does.
     texts = letters.filter(lambda text: (text + quote).index(quote) == len(text))
@@ -89,11 +86,11 @@ def values(quote: str) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.full)])
-def test_what_a_template_writes_is_read_back(examples: int) -> None:
+def test_what_a_template_writes_is_read_back(examples):
     settings(max_examples=examples)(given(st.data())(check_written))()
 
 
-def check_written(data: st.DataObject) -> None:
+def check_written(data):
     name = data.draw(st.sampled_from([*QUOTES]))
     arguments = data.draw(st.dictionaries(KEYS, values(QUOTES[name]), max_size=4))
     text = written(name, [("f", arguments)])
@@ -105,7 +102,7 @@ def check_written(data: st.DataObject) -> None:
     assert parts_of(name, *pieces) == whole
 
 
-def call(inner: str, end: str = "<tool_call|>") -> str:
+def call(inner, end="<tool_call|>"):
     return f"<|tool_call>call:f{{{inner}{end}"
 
 
@@ -121,7 +118,7 @@ def call(inner: str, end: str = "<tool_call|>") -> str:
         ("a:{b:[1", {"a": {"b": [1]}}),
     ],
 )
-def test_small_faults_are_forgiven(inner: str, wanted: dict[str, Any]) -> None:
+def test_small_faults_are_forgiven(inner, wanted):
     found = parts_of("gemma4", call(inner))
     assert (arguments_of(found), found[0], len(found)) == ([wanted], CallStart(0, "f"), 2)
 
@@ -134,7 +131,7 @@ def test_small_faults_are_forgiven(inner: str, wanted: dict[str, Any]) -> None:
         "<|tool_call>call:f(a:1)<tool_call|>", "call:f{a:1}",
     ],
 )  # fmt: skip
-def test_what_is_no_call_is_content(text: str) -> None:
+def test_what_is_no_call_is_content(text):
     assert parts_of("gemma4", text) == [Content(text)]
     assert parts_of("gemma4", *text) == [Content(text)]
 
@@ -148,19 +145,19 @@ def test_what_is_no_call_is_content(text: str) -> None:
         ("a:[1 {", '{"a": [1]}', "{<tool_call|>"),
     ],
 )
-def test_a_call_goes_as_far_as_it_is_one(inner: str, wanted: str, rest: str) -> None:
+def test_a_call_goes_as_far_as_it_is_one(inner, wanted, rest):
     found = parts_of("gemma4", call(inner))
     assert found[:2] == [CallStart(0, "f"), CallArguments(0, wanted)]
     assert found[2:] == ([Content(rest)] if rest else [])
     assert parts_of("gemma4", *call(inner)) == found
 
 
-def test_bare_words_are_texts_where_the_schema_has_texts() -> None:
+def test_bare_words_are_texts_where_the_schema_has_texts():
     found = parts_of("gemma4", "<|tool_call>call:find{text:12,other:12,in:{text:12}}<tool_call|>")
     assert arguments_of(found) == [{"text": "12", "other": 12, "in": {"text": 12}}]
 
 
-def test_arguments_come_as_they_are_written() -> None:
+def test_arguments_come_as_they_are_written():
     parser = TurnParser(format_of("gemma4"), ANY, reasoning="closed", calls=True)
     assert parser.push("Look <|tool_call>call:f{a:") == [Content("Look")]
     assert parser.push('<|"') == []
@@ -177,6 +174,6 @@ def test_arguments_come_as_they_are_written() -> None:
     ("text", "wanted"), [("f{", None), ("f{a:", None), ('f{a:<|"|>', '{"a": "'), ('f{a:<|"|>x<|"', '{"a": "x'),
                          ("f{a:{b:1", '{"a": {'), ("f{a:[1,", '{"a": [1')],
 )  # fmt: skip
-def test_a_call_that_is_cut_short_stays_as_far_as_it_came(text: str, wanted: str | None) -> None:
+def test_a_call_that_is_cut_short_stays_as_far_as_it_came(text, wanted):
     found = parts_of("gemma4", f"<|tool_call>call:{text}")
     assert found == [CallStart(0, "f"), *([CallArguments(0, wanted)] if wanted else [])]

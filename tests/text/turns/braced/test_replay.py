@@ -1,10 +1,5 @@
 """The next turn has a call between braces in the tokens it was written with, and its result behind it."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 
 from helpers.text.byte_level import byte_level
@@ -21,7 +16,7 @@ SPECIALS = ["<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_c
 ASKED = {"role": "user", "content": 'Rain? <|tool_call>call:weather{a:<|"|>b<|"|>}<tool_call|>'}
 
 
-def tokenizer_of(template: str, *, seen: str = "") -> Tokenizer:
+def tokenizer_of(template, *, seen=""):
     """Of letters, and special tokens; every text has one way to be cut."""
     raw = byte_level()
     raw.add_special_tokens([text for text in SPECIALS if text != seen])
@@ -29,7 +24,7 @@ def tokenizer_of(template: str, *, seen: str = "") -> Tokenizer:
     return Tokenizer(FastCodec(raw), name="toy", chat_template=template, special_tokens={"bos_token": "<s>"})
 
 
-def called(*cities: str, content: str = "") -> dict[str, Any]:
+def called(*cities, content=""):
     calls = [
         {"id": f"id{city}", "type": "function",
          "function": {"name": "weather", "arguments": f'{{"city": "{city}", "days": 2}}'}}
@@ -38,22 +33,22 @@ def called(*cities: str, content: str = "") -> dict[str, Any]:
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
-def result(city: str) -> dict[str, Any]:
+def result(city):
     return {"role": "tool", "tool_call_id": f"id{city}", "content": f"Rain in {city}."}
 
 
-def spelled(*cities: str, content: str = "") -> str:
+def spelled(*cities, content=""):
     """As the model wrote it: the order is not that of the template, and words stand in front."""
     return content + "".join(f'<|tool_call>call:weather{{days:2,city:<|"|>{city}<|"|>}}<tool_call|>' for city in cities)
 
 
-def kept(tokenizer: Tokenizer, *answers: tuple[dict[str, Any], str]) -> Mapping[str, list[int]]:
+def kept(tokenizer, *answers):
     return {key: tokenizer.encode(text, False) for message, text in answers for key in call_keys(message)}
 
 
 @pytest.mark.parametrize("cities", [("Bonn",), ("Bonn", "Rome")])
 @pytest.mark.parametrize("content", ["", "Let me look."])
-def test_a_call_stands_as_it_was_written(cities: tuple[str, ...], content: str) -> None:
+def test_a_call_stands_as_it_was_written(cities, content):
     tokenizer = tokenizer_of(GEMMA4)
     message, text = called(*cities, content=content), spelled(*cities, content=content)
     answers = kept(tokenizer, (message, text))
@@ -68,7 +63,7 @@ def test_a_call_stands_as_it_was_written(cities: tuple[str, ...], content: str) 
     assert 'city:<|"|>Bonn<|"|>,days:2' in tokenizer.decode(anew, False)
 
 
-def test_calls_one_after_another_each_stand_as_they_were_written() -> None:
+def test_calls_one_after_another_each_stand_as_they_were_written():
     tokenizer = tokenizer_of(GEMMA4)
     first, second, third = called("Bonn"), called("Rome", "Oslo"), called("Pisa", content="Last.")
     answers = kept(tokenizer, (first, spelled("Bonn")), (third, spelled("Pisa", content="Last.")))
@@ -81,7 +76,7 @@ def test_calls_one_after_another_each_stand_as_they_were_written() -> None:
     assert "\ufdd0" not in text
 
 
-def test_results_are_shown_where_a_template_hangs_them_on_calls() -> None:
+def test_results_are_shown_where_a_template_hangs_them_on_calls():
     assert format_of("gemma4").results_need_calls
     assert not format_of("hermes").results_need_calls
     # The same of a template whose calls cannot be marked: its calls are written anew.
@@ -95,7 +90,7 @@ def test_results_are_shown_where_a_template_hangs_them_on_calls() -> None:
     assert "Rain in Bonn." in text
 
 
-def test_a_call_without_its_result_is_written_anew_or_stands_whole() -> None:
+def test_a_call_without_its_result_is_written_anew_or_stands_whole():
     tokenizer = tokenizer_of(GEMMA4)
     message = called("Bonn")
     answers = kept(tokenizer, (message, spelled("Bonn")))
@@ -104,10 +99,10 @@ def test_a_call_without_its_result_is_written_anew_or_stands_whole() -> None:
 
 
 @pytest.mark.parametrize("seen", ["", "<|tool_response>"], ids=["special", "text that is seen"])
-def test_what_ends_a_turn_with_calls_is_no_part_of_it(seen: str) -> None:
+def test_what_ends_a_turn_with_calls_is_no_part_of_it(seen):
     """The model's last token; the next prompt has it in front of the result."""
     tokenizer = tokenizer_of(GEMMA4, seen=seen)
-    kept: dict[str, list[int]] = {}
+    kept = {}
     turn = Turn(tokenizer.turn_format, (Tool("weather", {}),), "closed", True, {})
     reader = TurnReader(turn, tokenizer, (), lambda key, ids: kept.update({key: list(ids)}))
     text = spelled("Bonn", content="Look.")

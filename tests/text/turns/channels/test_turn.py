@@ -1,11 +1,8 @@
 """Turns of several messages, as gpt-oss writes them: recorded ones, cut anywhere, histories, grammars."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
-from typing import Any
 
 import jsonschema_rs
 import pytest
@@ -33,10 +30,10 @@ THOUGHT = "<|channel|>analysis<|message|>We need weather.<|end|><|start|>assista
 ARGUMENTS = '{"city": "Zürich 🙂 \\"x\\" {<|", "days": 3}'
 CALL = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
 SPELT = '{"city": "a <|call|> b<|end|>", "days": [3]}'
-WEATHER: list[Part] = [CallStart(0, "get_weather"), CallArguments(0, ARGUMENTS)]
+WEATHER = [CallStart(0, "get_weather"), CallArguments(0, ARGUMENTS)]
 
 # Recorded turns: text -> parts.
-TURNS: dict[str, tuple[str, list[Part]]] = {
+TURNS = {
     "an answer": ("<|channel|>final<|message|>2 + 2 = 4. <|return|>", [Content("2 + 2 = 4. ")]),
     "an answer that is thought about": (
         "<|channel|>analysis<|message|>Sum: 5050.<|end|><|start|>assistant<|channel|>final<|message|>**5050**",
@@ -117,7 +114,7 @@ TURNS: dict[str, tuple[str, list[Part]]] = {
 read = functools.partial(parts_of, FORMAT, reasoning="possible")
 
 
-def test_the_format_is_read_from_the_template() -> None:
+def test_the_format_is_read_from_the_template():
     assert FORMAT.channels == CHANNELS
     assert FORMAT.calls is not None
     assert (FORMAT.calls.kind, FORMAT.calls.arguments_as_text) == ("channels", False)
@@ -129,7 +126,7 @@ def test_the_format_is_read_from_the_template() -> None:
     assert as_text.calls.arguments_as_text
 
 
-def test_calls_in_other_words_are_not_known() -> None:
+def test_calls_in_other_words_are_not_known():
     text = TEMPLATE.replace("to=functions.", "for:")
     found = turn_format(ChatTemplate(text, model_name="m", variables={}).render)
     assert found.channels is not None
@@ -137,7 +134,7 @@ def test_calls_in_other_words_are_not_known() -> None:
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_recorded_turns_cut_everywhere(name: str) -> None:
+def test_recorded_turns_cut_everywhere(name):
     text, wanted = TURNS[name]
     assert read(text) == wanted
     assert read(*text) == wanted, "character by character"
@@ -147,14 +144,14 @@ def test_recorded_turns_cut_everywhere(name: str) -> None:
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(TURNS)), st.lists(st.integers(0, 200), max_size=6))
-def test_recorded_turns_in_any_pieces(name: str, cuts: list[int]) -> None:
+def test_recorded_turns_in_any_pieces(name, cuts):
     text, wanted = TURNS[name]
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     assert read(*(text[a:b] for a, b in itertools.pairwise(places))) == wanted
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_what_is_shown_is_never_taken_back(name: str) -> None:
+def test_what_is_shown_is_never_taken_back(name):
     """A stream shows prefixes of what the whole text says."""
     text, wanted = TURNS[name]
     parser, shown = TurnParser(FORMAT, TOOLS, reasoning="possible", calls=True), list[Part]()
@@ -173,17 +170,17 @@ def test_what_is_shown_is_never_taken_back(name: str) -> None:
         ("opened", f"Hm.<|end|><|start|>assistant{CALL}", [Reasoning("Hm."), *WEATHER]),
     ],
 )
-def test_prompts_that_end_inside_of_a_message(state: str, text: str, wanted: list[Part]) -> None:
+def test_prompts_that_end_inside_of_a_message(state, text, wanted):
     assert read(text, reasoning=state) == read(*text, reasoning=state) == wanted
 
 
-def test_a_tool_may_have_the_longest_name() -> None:
+def test_a_tool_may_have_the_longest_name():
     name = "n" * 128
     text = f"{THOUGHT} to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>{{}}<|call|>"
     assert read(text, tools=[Tool(name, {})])[1:] == [CallStart(0, name), CallArguments(0, "{}")]
 
 
-def test_where_no_call_is_wanted_none_is_shown() -> None:
+def test_where_no_call_is_wanted_none_is_shown():
     (part,) = read(CALL, calls=False)
     assert part == Content(CALL.removesuffix("<|call|>"))
 
@@ -196,27 +193,27 @@ def test_where_no_call_is_wanted_none_is_shown() -> None:
         ("<|start|>assistant<|channel|>final<|message|>", "closed"),
     ],
 )
-def test_where_a_prompt_ends(prompt: str, state: str) -> None:
+def test_where_a_prompt_ends(prompt, state):
     assert FORMAT.reasoning_after(prompt) == state
 
 
 # -- histories --
 
 
-def _call(number: int, name: str, arguments: str = "{}") -> dict[str, Any]:
+def _call(number, name, arguments="{}"):
     return {"id": f"id{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @functools.cache
-def _tokenizer() -> Tokenizer:
+def _tokenizer():
     raw = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     raw.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in MARKERS])
     return Tokenizer(FastCodec(raw), name="m", special_tokens={}, chat_template=TEMPLATE)
 
 
-def test_a_history_as_the_template_takes_it() -> None:
+def test_a_history_as_the_template_takes_it():
     """Thoughts and words in front of calls are thoughts; calls of one message are messages, each with its result."""
-    messages: list[dict[str, Any]] = [
+    messages = [
         {"role": "user", "content": "Look."},
         {"role": "assistant", "content": "First this.", "reasoning_content": "Hm.", "tool_calls": [
             _call(1, "get_weather", '{"city": "Rom"}'), _call(2, "ping")]},
@@ -241,7 +238,7 @@ def test_a_history_as_the_template_takes_it() -> None:
     )
 
 
-def test_results_without_ids_stay_in_their_order() -> None:
+def test_results_without_ids_stay_in_their_order():
     calls = [{"function": {"name": name, "arguments": "{}"}} for name in ("a", "b")]
     messages = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "1"},
                 {"role": "tool", "content": "2"}]  # fmt: skip
@@ -250,7 +247,7 @@ def test_results_without_ids_stay_in_their_order() -> None:
     assert [len(message["tool_calls"]) for message in found[:2]] == [1, 1]
 
 
-def test_messages_without_calls_stay_as_they_are() -> None:
+def test_messages_without_calls_stay_as_they_are():
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "reasoning_content": "z"}]
     assert one_call_each(messages) == messages
 
@@ -258,7 +255,7 @@ def test_messages_without_calls_stay_as_they_are() -> None:
 # -- an answer token by token --
 
 
-def _read(text: str, kept: dict[str, list[int]]) -> TurnReader:
+def _read(text, kept):
     tokenizer = _tokenizer()
     reader = TurnReader(Turn(FORMAT, tuple(TOOLS), "possible", True, {}), tokenizer, (), kept.__setitem__)
     for token_id in tokenizer.encode(text, False):
@@ -267,8 +264,8 @@ def _read(text: str, kept: dict[str, list[int]]) -> TurnReader:
     return reader
 
 
-def test_an_answer_is_kept_as_clients_send_it_back() -> None:
-    kept: dict[str, list[int]] = {}
+def test_an_answer_is_kept_as_clients_send_it_back():
+    kept = {}
     text, _ = TURNS["an answer that is thought about"]
     reader = _read(text, kept)
     assert (reader.message.content, reader.reason("stop")) == ("**5050**", "stop")
@@ -280,7 +277,7 @@ def test_an_answer_is_kept_as_clients_send_it_back() -> None:
     assert ids == _tokenizer().encode_chat(history)
 
 
-def test_a_call_ends_a_turn() -> None:
+def test_a_call_ends_a_turn():
     reader = _read(THOUGHT + CALL, {})
     assert reader.reason("stop") == "tool_calls"
     (call,) = reader.message.as_sent()["tool_calls"]
@@ -291,12 +288,12 @@ def test_a_call_ends_a_turn() -> None:
 
 
 @functools.cache
-def words(special: bool) -> Vocabulary:
+def words(special):
     """With the markers as special tokens, or as text; `<|end|>` ends no turn here."""
     return Vocabulary(MARKERS if special else (), end="<eot>")
 
 
-def _grammar(special: bool, choice: str, state: str = "possible", **more: Any) -> str:
+def _grammar(special, choice, state="possible", **more):
     return calls_grammar(FORMAT, TOOLS, choice=choice, parallel=True, reasoning=state,
                          special_id=words(special).codec.marker_id, **more)  # fmt: skip
 
@@ -308,7 +305,7 @@ BOTH = pytest.mark.parametrize("special", [True, False], ids=["as special tokens
 
 @BOTH
 @pytest.mark.parametrize("front", ["", THOUGHT, THOUGHT * 2, THOUGHT.replace("analysis", "commentary")])
-def test_what_a_grammar_takes(special: bool, front: str) -> None:
+def test_what_a_grammar_takes(special, front):
     taken = words(special).takes
     for choice, calls, answers in (("auto", True, True), ("required", True, False), ("none", False, True)):
         grammar = _grammar(special, choice)
@@ -331,13 +328,13 @@ def test_what_a_grammar_takes(special: bool, front: str) -> None:
         THOUGHT.removesuffix("<|start|>assistant") + FINAL,
     ],
 )
-def test_what_a_grammar_does_not_take(special: bool, wrong: str) -> None:
+def test_what_a_grammar_does_not_take(special, wrong):
     for choice in ("auto", "required"):
         assert not words(special).takes(_grammar(special, choice), wrong)
 
 
 @BOTH
-def test_prompts_that_end_elsewhere_have_grammars_of_their_own(special: bool) -> None:
+def test_prompts_that_end_elsewhere_have_grammars_of_their_own(special):
     taken = words(special).takes
     thought = THOUGHT.removeprefix("<|channel|>analysis<|message|>")
     assert taken(_grammar(special, "required", "opened"), thought + PLAIN_CALL)
@@ -348,7 +345,7 @@ def test_prompts_that_end_elsewhere_have_grammars_of_their_own(special: bool) ->
 
 
 @BOTH
-def test_an_answer_in_json_stands_in_its_channel(special: bool) -> None:
+def test_an_answer_in_json_stands_in_its_channel(special):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     lone = answer_grammar(FORMAT, schema, reasoning="possible", special_id=words(special).codec.marker_id)
     beside = _grammar(special, "auto", answer=schema)
@@ -360,7 +357,7 @@ def test_an_answer_in_json_stands_in_its_channel(special: bool) -> None:
     assert not words(special).takes(lone, PLAIN_CALL)
 
 
-def test_what_a_grammar_takes_is_read_as_a_call_that_fits() -> None:
+def test_what_a_grammar_takes_is_read_as_a_call_that_fits():
     _, start, arguments = read(THOUGHT + PLAIN_CALL)
     assert isinstance(start, CallStart)
     assert isinstance(arguments, CallArguments)

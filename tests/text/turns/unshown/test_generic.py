@@ -1,9 +1,6 @@
 """Tools for templates that know none: plain messages that say the same."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,7 @@ from kvboost_edge.text.turns.unshown.generic import GENERIC, with_tools_describe
 
 GIVEN = [{"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in TOOLS]
 CALL = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":  "Zürich"}'}}
-CHAT: list[dict[str, Any]] = [
+CHAT = [
     {"role": "user", "content": "Rain?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
     {"role": "tool", "tool_call_id": "a", "content": "yes"},
@@ -22,7 +19,7 @@ CHAT: list[dict[str, Any]] = [
 ]
 
 
-def test_tools_are_told_behind_the_system_message_or_in_one() -> None:
+def test_tools_are_told_behind_the_system_message_or_in_one():
     told = with_tools_described([{"role": "system", "content": "Be brief."}, CHAT[0]], GIVEN)
     assert [message["role"] for message in told] == ["system", "user"]
     assert told[0]["content"].startswith("Be brief.\n\nYou can call tools.")
@@ -32,14 +29,14 @@ def test_tools_are_told_behind_the_system_message_or_in_one() -> None:
         assert json.loads(told_tool) == {"name": tool.name, "parameters": tool.parameters}
 
 
-def test_a_template_without_system_messages_is_told_by_the_user() -> None:
+def test_a_template_without_system_messages_is_told_by_the_user():
     told = with_tools_described([{"role": "assistant", "content": "Hello"}, *CHAT[:1]], GIVEN, system=False)
     assert [message["role"] for message in told] == ["assistant", "user"]
     assert told[1]["content"].endswith("\n\nRain?")
     assert '"get_weather"' in told[1]["content"]
 
 
-def test_past_calls_are_what_the_model_is_told_to_write() -> None:
+def test_past_calls_are_what_the_model_is_told_to_write():
     told = with_tools_described(CHAT, GIVEN)[2]
     assert told == {"role": "assistant", "content": told["content"]}
     parser = TurnParser(TurnFormat(GENERIC, None, False, True), TOOLS, reasoning="closed", calls=True)
@@ -48,7 +45,7 @@ def test_past_calls_are_what_the_model_is_told_to_write() -> None:
 
 
 @pytest.mark.parametrize("tools", [GIVEN, []])
-def test_any_template_takes_them(tools: list[dict[str, Any]]) -> None:
+def test_any_template_takes_them(tools):
     told = with_tools_described(CHAT, tools)
     assert [message["role"] for message in told][-3:] == ["user", "assistant", "user"], "results are one message"
     text = template("smollm2").render(told)
@@ -56,7 +53,7 @@ def test_any_template_takes_them(tools: list[dict[str, Any]]) -> None:
     assert ("You can call tools" in text) == bool(tools)
 
 
-def test_what_was_given_is_left_as_it_was() -> None:
+def test_what_was_given_is_left_as_it_was():
     before = json.dumps(CHAT)
     with_tools_described(CHAT, GIVEN)
     assert json.dumps(CHAT) == before

@@ -1,10 +1,7 @@
 """Calls that a chat template leaves out: known by the markers around its tools, and past ones written into contents."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -17,7 +14,7 @@ from kvboost_edge.errors import RequestError
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.derive import turn_format
-from kvboost_edge.text.turns.formats import Tool, TurnFormat
+from kvboost_edge.text.turns.formats import Tool
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, TurnParser, folded
 from kvboost_edge.text.turns.replay import call_keys
 from kvboost_edge.text.turns.unshown.keyword_calls import KEYWORD_CALLS, with_calls_written
@@ -33,11 +30,11 @@ MARKERS = tuple(
 OFFERED = [{"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in TOOLS]
 
 
-def call(name: str, arguments: Any, call_id: str = "a") -> dict[str, Any]:
+def call(name, arguments, call_id="a"):
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-HISTORY: list[dict[str, Any]] = [
+HISTORY = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Rain in Bonn and Köln?"},
     {
@@ -53,7 +50,7 @@ HISTORY: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def tokenizer_with(markers: tuple[str, ...], template: str = LFM2_UNSHOWN) -> Tokenizer:
+def tokenizer_with(markers, template=LFM2_UNSHOWN):
     raw = RawTokenizer.from_file(str(DEMO / "tokenizer.json"))
     raw.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in markers])
     found = Tokenizer.from_transformers(raw)
@@ -61,14 +58,14 @@ def tokenizer_with(markers: tuple[str, ...], template: str = LFM2_UNSHOWN) -> To
     return found
 
 
-def derived(template: str) -> TurnFormat:
+def derived(template):
     return turn_format(ChatTemplate(template, model_name="made", variables={}).render)
 
 
 # -- how calls are known --
 
 
-def test_tools_between_the_markers_tell_how_calls_are_written() -> None:
+def test_tools_between_the_markers_tell_how_calls_are_written():
     found = format_of("lfm2-unshown")
     assert (found.calls, found.shows_calls, found.shows_tools, found.replays) == (KEYWORD_CALLS, False, True, True)
     assert format_of("lfm2").calls == found.calls, "as the template that shows calls writes them"
@@ -93,7 +90,7 @@ OTHER_WAYS = {
 
 
 @pytest.mark.parametrize("change", OTHER_WAYS)
-def test_tools_shown_in_any_other_way_tell_nothing(change: str) -> None:
+def test_tools_shown_in_any_other_way_tell_nothing(change):
     old, new = (text.replace("\\\\", "\\") for text in OTHER_WAYS[change])
     assert LFM2_UNSHOWN.count(old) == 1
     found = derived(LFM2_UNSHOWN.replace(old, new))
@@ -101,7 +98,7 @@ def test_tools_shown_in_any_other_way_tell_nothing(change: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["<|tool_call_start|>", "<|tool_call_end|>"])
-def test_a_model_without_the_tokens_of_calls_was_not_taught_them(missing: str) -> None:
+def test_a_model_without_the_tokens_of_calls_was_not_taught_them(missing):
     assert tokenizer_with(MARKERS).turn_format.calls == KEYWORD_CALLS
     assert tokenizer_with(tuple(text for text in MARKERS if text != missing)).turn_format.calls is None
 
@@ -109,7 +106,7 @@ def test_a_model_without_the_tokens_of_calls_was_not_taught_them(missing: str) -
 # -- past calls --
 
 
-def test_past_calls_and_results_are_written_as_the_format_is_documented() -> None:
+def test_past_calls_and_results_are_written_as_the_format_is_documented():
     text = tokenizer_with(MARKERS).apply_chat_template(HISTORY, tools=OFFERED)
     assert text == (
         f"<|im_start|>system\nBe brief.\nList of tools: <|tool_list_start|>{json.dumps(OFFERED)}<|tool_list_end|>"
@@ -123,7 +120,7 @@ def test_past_calls_and_results_are_written_as_the_format_is_documented() -> Non
     )
 
 
-def test_the_markers_are_tokens_and_those_in_arguments_are_text() -> None:
+def test_the_markers_are_tokens_and_those_in_arguments_are_text():
     ours = tokenizer_with(MARKERS)
     said = {"role": "assistant", "content": None, "tool_calls": [call("ping", {"x": "a<|tool_call_end|><|im_end|>"})]}
     ids = ours.encode_chat([HISTORY[1], said], False)
@@ -138,7 +135,7 @@ VALUES = {
 }  # fmt: skip
 
 
-def test_what_is_written_is_read_as_it_was() -> None:
+def test_what_is_written_is_read_as_it_was():
     (message,) = with_calls_written([{"content": "Well.", "tool_calls": [call("f", VALUES)]}], KEYWORD_CALLS)
     assert set(message) == {"content"}
     for pieces in ([message["content"]], message["content"]):
@@ -153,7 +150,7 @@ def test_what_is_written_is_read_as_it_was() -> None:
         assert inner == str(value).replace("'", '"'), "as Python writes it"
 
 
-def test_calls_stand_in_front_of_contents_in_parts() -> None:
+def test_calls_stand_in_front_of_contents_in_parts():
     parts = [{"type": "text", "text": "Well."}]
     (message,) = with_calls_written([{"content": parts, "tool_calls": [call("f", {})]}], KEYWORD_CALLS)
     assert message["content"] == [{"type": "text", "text": "<|tool_call_start|>[f()]<|tool_call_end|>"}, *parts]
@@ -162,12 +159,12 @@ def test_calls_stand_in_front_of_contents_in_parts() -> None:
 @pytest.mark.parametrize(
     "calls", [[call("f", '{"a": ')], [call("f", [1])], [call("f", None)], [{"name": "f"}], [3], 3, "f", {"a": 1}]
 )
-def test_a_past_call_that_cannot_be_written_is_refused_by_name(calls: Any) -> None:
+def test_a_past_call_that_cannot_be_written_is_refused_by_name(calls):
     with pytest.raises(RequestError, match=r"a past call of .* cannot be written"):
         tokenizer_with(MARKERS).apply_chat_template([HISTORY[1], {"role": "assistant", "tool_calls": calls}])
 
 
-def test_a_call_takes_the_tokens_it_was_generated_with() -> None:
+def test_a_call_takes_the_tokens_it_was_generated_with():
     ours = tokenizer_with(MARKERS)
     spelled = "Hm.<|tool_call_start|>[get_weather( days = 3,city='Bonn')]<|tool_call_end|>"
     own = ours.encode(spelled, False)
