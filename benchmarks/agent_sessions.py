@@ -124,7 +124,8 @@ def session(plan: Plan) -> Session:
 
 def texts(plan: Plan) -> list[str]:
     """All that is said in a session whose answers are `Answer()`, for a tokenizer to learn from."""
-    found, running = [], session(plan)
+    found = []
+    running = session(plan)
     request = next(running)
     while True:
         found += [message["content"] for message in request.body["messages"]]

@@ -65,7 +65,8 @@ def play(turns: Turns, ask: Callable[[list[int], int], tuple[int, Sequence[int]]
         return list(output)
 
     numbers = iter(range(1, 1 << 30))
-    head, title = turns.draw(0, turns.head), turns.draw(next(numbers), turns.message)
+    head = turns.draw(0, turns.head)
+    title = turns.draw(next(numbers), turns.message)
     chats = [head.copy() for _ in range(turns.chats)]
     for turn in range(turns.turns):
         for chat in chats:
@@ -81,7 +82,8 @@ def play(turns: Turns, ask: Callable[[list[int], int], tuple[int, Sequence[int]]
 
 def _chains(token_ids: list[int], block_size: int) -> list[bytes]:
     """A name for each full block and all before it."""
-    names, parent = [], b""
+    names = []
+    parent = b""
     for end in range(block_size, len(token_ids) + 1, block_size):
         parent = hashlib.sha256(parent + np.array(token_ids[end - block_size : end], "<u4").tobytes()).digest()
         names.append(parent)

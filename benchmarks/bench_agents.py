@@ -88,10 +88,12 @@ class Ours:
 
     def counted(self, seen: Seen, last: dict[str, Any], log: bytes) -> None:
         """Take from the last event of the stream what was computed and why."""
-        usage, told = last["usage"], last["kvboost"]
+        usage = last["usage"]
+        told = last["kvboost"]
         seen.prompt_tokens = usage["prompt_tokens"]
         seen.computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
-        seen.normalised, seen.cause = tuple(told["cache"]["normalised"]), told["cache"]["cause"]
+        seen.normalised = tuple(told["cache"]["normalised"])
+        seen.cause = told["cache"]["cause"]
         seen.own = {name: told[name] for name in _TOLD}
 
 
@@ -110,7 +112,8 @@ class LlamaCpp:
         if options.peer_cache != "none":
             command += ["--cache", "true", "--cache_type", options.peer_cache]
             command += ["--cache_size", str(options.peer_cache_bytes)]
-        self.command, self.place = command, place
+        self.command = command
+        self.place = place
 
     def body(self, request: Request) -> dict[str, Any]:
         return {**request.body, "stream": True, "repeat_penalty": 1.0}
@@ -126,7 +129,11 @@ Server = Ours | LlamaCpp
 def sent(server: Server, request: Request, log: Path, client: httpx.Client) -> Seen:
     """Send one request and read its stream to the end."""
     printed = log.stat().st_size
-    text, thought, name, arguments, call_id = "", "", "", "", ""
+    text = ""
+    thought = ""
+    name = ""
+    arguments = ""
+    call_id = ""
     last: dict[str, Any] = {}
     first = None
     started = time.perf_counter()
@@ -145,9 +152,11 @@ def sent(server: Server, request: Request, log: Path, client: httpx.Client) -> S
                 said = [delta.get(field) for field in ("content", "reasoning_content", "tool_calls")]
                 if first is None and any(said):
                     first = time.perf_counter() - started
-                text, thought = text + (said[0] or ""), thought + (said[1] or "")
+                text = text + (said[0] or "")
+                thought = thought + (said[1] or "")
                 for call in said[2] or ():
-                    call_id, name = call.get("id") or call_id, call["function"].get("name") or name
+                    call_id = call.get("id") or call_id
+                    name = call["function"].get("name") or name
                     arguments += call["function"].get("arguments") or ""
     total = time.perf_counter() - started
     if first is None:
@@ -163,7 +172,8 @@ def sent(server: Server, request: Request, log: Path, client: httpx.Client) -> S
 
 def taken_apart(text: str) -> tuple[str, str, tuple[str, str]]:
     """Text, thinking and call of an answer that a server without parsers gives as one text."""
-    thought, called = _THOUGHT.search(text), _CALLED.search(text)
+    thought = _THOUGHT.search(text)
+    called = _CALLED.search(text)
     rest = _CALLED.sub("", _THOUGHT.sub("", text))
     return rest, thought[1] if thought else "", (called[1], called[2]) if called else ("", "")
 
@@ -171,7 +181,8 @@ def taken_apart(text: str) -> tuple[str, str, tuple[str, str]]:
 def played(server: Server, plan: Plan, cold: tuple[int, ...]) -> dict[str, Any]:
     """The session: its requests and what was seen of each; seconds of it all, starts apart; cold times by turn."""
     running = session(plan)
-    request, answer = next(running), None
+    request = next(running)
+    answer = None
     done: list[tuple[Request, Seen]] = []
     starts: list[float] = []
     colds: dict[int, float] = {}
@@ -216,13 +227,15 @@ def cold_of(colds: dict[int, float], tokens: dict[int, int]) -> dict[int, float]
     if not colds:
         return {}
     known = sorted(colds)
-    places, times = [tokens[turn] for turn in known], [colds[turn] for turn in known]
+    places = [tokens[turn] for turn in known]
+    times = [colds[turn] for turn in known]
     return {turn: colds.get(turn, float(np.interp(count, places, times))) for turn, count in tokens.items()}
 
 
 def rows_of(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One row for each request of the session, medians over rounds."""
-    ours, peer = runs.get(Ours.label, []), runs.get(LlamaCpp.label, [])
+    ours = runs.get(Ours.label, [])
+    peer = runs.get(LlamaCpp.label, [])
     rows = []
     for index, (request, _) in enumerate((ours or peer)[0]["done"]):
         row: dict[str, Any] = {"request": request.kind, "turn": request.number}

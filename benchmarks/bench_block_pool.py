@@ -116,7 +116,8 @@ def decode_row(num_steps: int) -> dict[str, Any]:
 
 def row(case: str, seconds: list[float], unit: str, target: float | None = None) -> dict[str, Any]:
     per_second = {"ms": 1e3, "us": 1e6}[unit]
-    median, best = statistics.median(seconds) * per_second, min(seconds) * per_second
+    median = statistics.median(seconds) * per_second
+    best = min(seconds) * per_second
     return {"case": case, "median": round(median, 4), "best": round(best, 4), "unit": unit, "target": target}
 
 

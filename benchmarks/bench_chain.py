@@ -33,7 +33,8 @@ class _Hashes:
 
 def measured(num_tokens: int, is_held: bool, knows: bool, rounds: int) -> tuple[float, int]:
     """(median ms of a request's lookups, blocks hashed by it)."""
-    hashes, tokens = _Hashes(), [number % 50_000 for number in range(num_tokens)]
+    hashes = _Hashes()
+    tokens = [number % 50_000 for number in range(num_tokens)]
     manager = KVCacheManager(num_tokens // BLOCK_TOKENS + 2, BLOCK_TOKENS, hash_fn=hashes)
     if is_held:
         table = manager.open_table(tokens, _ROOT)
@@ -41,7 +42,8 @@ def measured(num_tokens: int, is_held: bool, knows: bool, rounds: int) -> tuple[
         manager.commit(table, tokens, num_tokens)
         manager.free(table)
     known = b"".join(prefix_hashes(tokens, _ROOT, BLOCK_TOKENS)) if knows else b""
-    times, before = [], hashes.count
+    times = []
+    before = hashes.count
     for _ in range(rounds):
         began = time.perf_counter()
         manager.awaited_hash(tokens, _ROOT, known)

@@ -31,7 +31,8 @@ _INSTRUCTION = re.compile(r"^\t[a-z]", re.MULTILINE)
 
 def in_children(options: argparse.Namespace) -> dict[str, float]:
     """Seconds of `compile_ahead`, its start included."""
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
     compile_ahead(entries(options), options.processes)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

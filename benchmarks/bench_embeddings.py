@@ -106,7 +106,9 @@ def main() -> None:
     parser.add_argument("--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python")
     options = parser.parse_args()
     if options.quick:
-        options.shape, options.rounds, options.texts = "embedding-tiny", 1, 8
+        options.shape = "embedding-tiny"
+        options.rounds = 1
+        options.texts = 8
     shape = SHAPES[options.shape]
     if not isinstance(shape, EmbeddingShape):
         raise SystemExit(f"--shape {options.shape} makes no vectors")

@@ -67,7 +67,9 @@ VARIANTS: dict[str, tuple[Change, float]] = {
 def write_changed(model_dir: Path, target: Path, change: Change) -> float:
     """A copy of a model whose matrices are changed, in float32; the relative L2 error of the matrices changed."""
     shutil.copytree(model_dir, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    tensors, error, energy = {}, 0.0, 0.0
+    tensors = {}
+    error = 0.0
+    energy = 0.0
     with SafetensorsSource(model_dir) as source:
         for name in source.names():
             weights = source.rows(name)
@@ -96,7 +98,9 @@ class Judge:
         self.base: list[Floats] = []
 
     def row(self, name: str, engine: CPUPagedEngine, bits: float, error: float) -> dict[str, Any]:
-        kl, same, tokens = 0.0, 0, 0
+        kl = 0.0
+        same = 0
+        tokens = 0
         few = next(iter(self.asked.values()))[:KL_QUESTIONS]
         for index, (messages, reply) in enumerate(few):
             ids = engine.tokenizer.encode_chat(messages) + engine.tokenizer.encode(reply, add_special_tokens=False)

@@ -52,8 +52,10 @@ def rotate(rows: Array, positions: npt.NDArray[np.int64], base: float) -> Array:
     """RoPE of [.., tokens, dim], halves paired."""
     half = rows.shape[-1] // 2
     angles = positions[:, None] * base ** (-np.arange(half) / half)
-    cos, sin = np.cos(angles), np.sin(angles)
-    first, second = rows[..., :half], rows[..., half:]
+    cos = np.cos(angles)
+    sin = np.sin(angles)
+    first = rows[..., :half]
+    second = rows[..., half:]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
@@ -61,7 +63,8 @@ def synthetic(name: str, pairs: slice, size: float, *, tokens: int = 1024, dim: 
     """Unit-variance content plus a key and query bias of `size` in some rope pairs (index 0 turns fastest)."""
     rng = np.random.default_rng(1)
     content = rng.standard_normal((tokens, 8)) @ rng.standard_normal((8, dim)) / 2 + rng.standard_normal((tokens, dim))
-    bias, query_bias = np.zeros(dim), np.zeros(dim)
+    bias = np.zeros(dim)
+    query_bias = np.zeros(dim)
     where = np.concatenate([np.arange(dim // 2)[pairs], np.arange(dim // 2, dim)[pairs]])
     bias[where] = size * rng.choice([-1.0, 1.0], where.size) * rng.uniform(0.3, 1.0, where.size)
     query_bias[where] = 4.0 * rng.standard_normal(where.size)
@@ -102,7 +105,8 @@ class Stored(NamedTuple):
 
 def by_token(keys: Array, queries: Array, bits: int) -> Stored:
     blocks = _blocks(keys)
-    zero, one = np.zeros((len(blocks), keys.shape[1])), np.ones((len(blocks), keys.shape[1]))
+    zero = np.zeros((len(blocks), keys.shape[1]))
+    one = np.ones((len(blocks), keys.shape[1]))
     return Stored(zero, one, _codes(blocks, 2, bits))
 
 
@@ -125,7 +129,8 @@ def smoothed(keys: Array, queries: Array, bits: int) -> Stored:
 
 
 def by_channel(keys: Array, queries: Array, bits: int) -> Stored:
-    blocks, top = _blocks(keys), 2.0**bits - 1
+    blocks = _blocks(keys)
+    top = 2.0**bits - 1
     zero = blocks.min(axis=1)
     step = _short_up((blocks.max(axis=1) - zero) / top)
     codes = np.clip(np.rint((blocks - zero[:, None]) / step[:, None]), 0, top)
@@ -175,7 +180,8 @@ def errors(case: Case, stored: Stored, q_bits: int) -> tuple[float, float]:
     counts = seen.sum(axis=1)
     mean = wrong.sum(axis=2, keepdims=True) / counts[None, :, None]
     spread = float(np.sqrt((np.where(seen, wrong - mean, 0.0) ** 2).sum() / (seen.sum() * len(exact))))
-    out, expected = _softmax(got) @ case.values, _softmax(exact) @ case.values
+    out = _softmax(got) @ case.values
+    expected = _softmax(exact) @ case.values
     return spread, float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
 
 

@@ -61,7 +61,9 @@ PASS = 512  # tokens of a pass, as the engine cuts a prompt
 def write_random_model(directory: Path, layers: int) -> None:
     """A checkpoint of random float16 weights in the shape of CONFIG."""
     rng = np.random.default_rng(0)
-    hidden, wide, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], 128
+    hidden = CONFIG["hidden_size"]
+    wide = CONFIG["intermediate_size"]
+    kv = 128
 
     def matrix(rows: int, columns: int) -> np.ndarray:
         return (rng.standard_normal((rows, columns), np.float32) / columns**0.5).astype(np.float16)
@@ -164,7 +166,8 @@ class LinearOps:
 
 def matrices() -> dict[str, tuple[int, int, int]]:
     """name -> operation, outputs and inputs."""
-    hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    hidden = CONFIG["hidden_size"]
+    inner = CONFIG["intermediate_size"]
     return {
         "qkv": (lt.OP_LINEAR, hidden + 256, hidden),
         "out": (lt.OP_LINEAR, hidden, hidden),
@@ -187,7 +190,8 @@ def measure_decode(runner: NativeRunner, options: argparse.Namespace) -> list[di
     One team does it all: the helpers of a second one, still looking out for work, would take the cores of the first.
     """
     backend = CPUBackend(runner.info.kv_spec, STEP_DEPTH // BLOCK + 1, num_threads=options.threads)
-    team, alone = backend.kernel_access.workspace.team, KernelTeam(1)
+    team = backend.kernel_access.workspace.team
+    alone = KernelTeam(1)
     runner.bind(backend)
     runner.forward(batch(0, STEP_DEPTH))
     ops = LinearOps(runner, 1, team)  # after the largest pass: the runner's buffers move when they grow
@@ -229,7 +233,8 @@ def _share_row(name: str, seconds: Sequence[float], nbytes: int, read: Sequence[
 
 def measure_rate(runner: NativeRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
     """TOPS of the gate and up matrix of one layer on one thread, its activation and quantization included."""
-    rows, team = [], KernelTeam(1)
+    rows = []
+    team = KernelTeam(1)
     for tokens in TOKENS:
         ops = LinearOps(runner, tokens, team)
         shape = matrices()["gate_up"]
@@ -242,7 +247,8 @@ def measure_rate(runner: NativeRunner, options: argparse.Namespace) -> list[dict
 
 def _split(runner: TimedRunner, backend: CPUBackend, passes: Sequence[ForwardBatch]) -> list[float]:
     """Milliseconds: all, linear, attention, the rest."""
-    runner.linear_s, TimedBackend.attention_s = 0.0, 0.0
+    runner.linear_s = 0.0
+    TimedBackend.attention_s = 0.0
     started = time.perf_counter()
     for one in passes:
         runner.forward(one)

@@ -33,7 +33,9 @@ import numpy as np
 import harness
 
 CONTENDERS = ("native", "onnx", "genai", "bare")
-_DEPTH, _COUNT, _ROUNDS = 512, 64, 5
+_DEPTH = 512
+_COUNT = 64
+_ROUNDS = 5
 _KV = "past_key_values.{}.{}"
 
 
@@ -118,7 +120,8 @@ class GenAI:
         config = onnxruntime_genai.Config(str(folder))
         session = {"intra_op_num_threads": threads}
         config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
-        self.genai, self.model = onnxruntime_genai, onnxruntime_genai.Model(config)
+        self.genai = onnxruntime_genai
+        self.model = onnxruntime_genai.Model(config)
 
     def run(self, tokens: list[int], count: int) -> dict[str, float]:
         total = len(tokens) + count
@@ -142,10 +145,12 @@ class Bare:
 
         fields = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["model"]
         decoder = fields["decoder"]
-        self.vocab, self.layers = fields["vocab_size"], decoder["num_hidden_layers"]
+        self.vocab = fields["vocab_size"]
+        self.layers = decoder["num_hidden_layers"]
         self.shape = (decoder["num_key_value_heads"], decoder["head_size"])
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = threads, 3
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
         path = str(folder / decoder["filename"])
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
@@ -159,7 +164,9 @@ class Bare:
         for (past, present), array in zip(names, memory, strict=True):
             bind(binding.bind_input, past, array)
             bind(binding.bind_output, present, array)
-        ones, done, times = np.ones((1, capacity), np.int64), 0, []
+        ones = np.ones((1, capacity), np.int64)
+        done = 0
+        times = []
         new = np.array([tokens], dtype=np.int64)
         for _ in range(count):
             done += new.shape[1]

@@ -149,7 +149,8 @@ def _write_safetensors(path: Path, shape: Shape, quant: str) -> None:
     header: dict[str, Any] = {}
     end = 0
     for name, dims in _hf_tensors(shape):
-        start, end = end, end + 2 * math.prod(dims)
+        start = end
+        end = end + 2 * math.prod(dims)
         header[name] = {"dtype": quant, "shape": dims, "data_offsets": (start, end)}
     text = json.dumps(header).encode()
     rng = np.random.default_rng(0)
@@ -169,7 +170,8 @@ def measure(large: Path, small: Path, weights: str) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
     found = json.loads(done.stdout)
     file = large / "model.safetensors" if large.is_dir() else large
-    megabytes, spans = file.stat().st_size / 1e6, found["spans"]
+    megabytes = file.stat().st_size / 1e6
+    spans = found["spans"]
     return {
         "file": f"{large.stem.rpartition('-')[2]} -> {weights}",
         "MB": megabytes,

@@ -43,10 +43,14 @@ from peers.random_model import QUANTS, kept_gguf
 from peers.shapes import SHAPES, Shape
 
 _HERE = Path(__file__).parent
-_PREFIX, _SUFFIX, _OWN, _SHARING = 2048, 64, 16, 8
+_PREFIX = 2048
+_SUFFIX = 64
+_OWN = 16
+_SHARING = 8
 ALL_SHAPES = {**SHAPES, **HYBRID_SHAPES, **MIXTURE_SHAPES}
 _FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
-_OURS, _PEER = "kvboost_edge", "llama.cpp f16"
+_OURS = "kvboost_edge"
+_PEER = "llama.cpp f16"
 _MORE_IS_BETTER = ("_tok_s", "_gb_s", "_share_of_read")
 
 
@@ -82,7 +86,8 @@ class Worker:
 
 def contenders(options: argparse.Namespace) -> list[tuple[str, str, Path, int]]:
     """(label, engine, python, kv bits) of all engines that are asked for."""
-    own, peers = Path(sys.executable), options.peers_python
+    own = Path(sys.executable)
+    peers = options.peers_python
     every = [
         ("kvboost_edge kv16", "kvboost_edge", own, 16),
         ("kvboost_edge kv8", "kvboost_edge", own, 8),
@@ -118,7 +123,9 @@ class Bench:
     """The measurements, each over all workers in turn."""
 
     def __init__(self, workers: list[Worker], vocab: int, rounds: int) -> None:
-        self.workers, self.vocab, self.rounds = workers, vocab, rounds
+        self.workers = workers
+        self.vocab = vocab
+        self.rounds = rounds
         self.figures: dict[str, dict[str, list[float]]] = {}
         self._seed = 0
 
@@ -174,7 +181,8 @@ class Bench:
 
     def slope(self, depths: list[int]) -> None:
         """What 1,000 tokens of context add to the time of a token, ms: between the least and the greatest depth."""
-        first, last = min(depths), max(depths)
+        first = min(depths)
+        last = max(depths)
         if first == last:
             return
         for worker in self.workers:
@@ -214,9 +222,11 @@ class Bench:
             if not worker.label.startswith("openvino")
         }
         if shape.in_float64:
-            measure, exact = "logits_error", last_logits(model, prompt, shape.heads, shape.kv_heads)
+            measure = "logits_error"
+            exact = last_logits(model, prompt, shape.heads, shape.kv_heads)
         elif _PEER in found:
-            measure, exact = "logits_from_llama.cpp", found[_PEER]
+            measure = "logits_from_llama.cpp"
+            exact = found[_PEER]
         else:
             return
         for label, got in found.items():
@@ -291,7 +301,8 @@ class RandomModel(NamedTuple):
     @classmethod
     def written(cls, options: argparse.Namespace, shapes: Mapping[str, Shape]) -> RandomModel:
         """What the options of `parser_for_layers` name, written where it is not found."""
-        whole, layers = shapes[options.shape], options.layers
+        whole = shapes[options.shape]
+        layers = options.layers
         if layers is not None and not 1 <= layers <= whole.layers:
             raise SystemExit(f"--layers {layers}: {options.shape} has {whole.layers}")
         shape, what = (whole, "") if layers is None else (whole.cut(layers), f"-{layers}l")
@@ -318,12 +329,17 @@ def options_from() -> argparse.Namespace:
 def main() -> None:
     options = options_from()
     if options.quick:
-        options.shape, options.rounds, options.depths, options.capacity = "tiny", 1, [0, 512], 8192
+        options.shape = "tiny"
+        options.rounds = 1
+        options.depths = [0, 512]
+        options.capacity = 8192
     if options.bundled:
         options.only = ["kvboost_edge"]
-        model, what = Path("kvboost-edge/demo"), "bundled"
+        model = Path("kvboost-edge/demo")
+        what = "bundled"
         options.shape = options.quant = None
-        options.depths, options.capacity = [0, 512], 4096
+        options.depths = [0, 512]
+        options.capacity = 4096
     else:
         model, shape, what = RandomModel.written(options, ALL_SHAPES)
     if any(engine == _OURS for _, engine, _, _ in contenders(options)):

@@ -36,7 +36,8 @@ import httpx
 from peers.random_model import write_gguf
 from peers.shapes import SHAPES
 
-TENANTS, SHARED_TOKENS = 8, 1000
+TENANTS = 8
+SHARED_TOKENS = 1000
 _REDIS = Path(__file__).parents[1] / ".redis" / "usr" / "bin"
 _STARTING_S = 180.0
 
@@ -177,7 +178,8 @@ def beside_one_engine(is_quick: bool, model: Sequence[str]) -> dict[str, Any]:
     """What replicas add to a request, and what of prompts they find, beside one engine."""
     rounds, requests = (60, 6) if is_quick else (400, 20)
     keys = [f"tenant-{number}-of-the-benchmark" for number in range(TENANTS)]
-    one, two = ("--num-threads", "1"), ("--num-threads", "1", "--workers", "2")
+    one = ("--num-threads", "1")
+    two = ("--num-threads", "1", "--workers", "2")
     figures: dict[str, Any] = {}
     for name, flags in (("one engine", one), ("two replicas", two)):
         with served(*flags, *model, "--num-blocks", "1024") as address:

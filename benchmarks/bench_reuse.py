@@ -39,7 +39,10 @@ from peers.shapes import SHAPES
 _HERE = Path(__file__).parent
 _REUSE = GenerationMode.CHUNK_KV_REUSE
 _STRATEGIES = ("none", "selective", "cacheblend")
-_DOCUMENTS, _HEADER, _QUESTION, _DECODED = 8, 16, 64, 33
+_DOCUMENTS = 8
+_HEADER = 16
+_QUESTION = 64
+_DECODED = 33
 _BARS = {
     "none, of cold": 0.08,
     "cacheblend, of cold": 0.30,
@@ -53,7 +56,8 @@ class Bench:
     """Figures by name, one for each round."""
 
     def __init__(self, engine: CPUPagedEngine, options: argparse.Namespace) -> None:
-        self.engine, self.options = engine, options
+        self.engine = engine
+        self.options = options
         self.figures: dict[str, list[float]] = {}
         self._rng = np.random.default_rng(0)
         self.prompts: dict[str, list[int]] = {}
@@ -131,7 +135,8 @@ class Bench:
 
     def peers(self, model: Path) -> None:
         """What others take for the same prompts."""
-        python, options = self.options.peers_python, self.options
+        python = self.options.peers_python
+        options = self.options
         for engine in ("llama.cpp", "openvino") if python.exists() else ():
             command = [str(python), str(_HERE / "peers" / "worker.py"), engine, str(model)]
             command += ["--threads", str(options.threads), "--capacity", str(options.capacity)]
@@ -154,7 +159,10 @@ def options_from() -> argparse.Namespace:
     parser.add_argument("--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python")
     options = parser.parse_args()
     if options.quick:
-        options.shape, options.rounds, options.document, options.line = "tiny", 2, 64, 500
+        options.shape = "tiny"
+        options.rounds = 2
+        options.document = 64
+        options.line = 500
     return options
 
 

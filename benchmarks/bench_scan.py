@@ -71,7 +71,8 @@ class Scans:
 
 def _one_sequence(tokens: int) -> BatchLayout:
     """Its state is read from the slot that it is written to."""
-    ends, slot = np.array([0, tokens], np.int32), np.zeros(1, np.int32)
+    ends = np.array([0, tokens], np.int32)
+    slot = np.zeros(1, np.int32)
     states = PassStates(slot, slot, np.zeros((0, 3), np.int32))
     blocks = np.zeros((1, -(-tokens // 16)), np.int32)
     return BatchLayout(ends, ends[1:], blocks, np.zeros(tokens, np.int64), states=states)

@@ -87,7 +87,8 @@ async def one_call(client: httpx.AsyncClient, url: str, model: str, prompt: str,
     if model != "peer":
         body["ignore_eos"] = True
     started = time.perf_counter()
-    times, usage = [], {}
+    times = []
+    usage = {}
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
         if response.status_code != 200:
             raise RuntimeError(f"{response.status_code}: {(await response.aread())[:300]!r}")
@@ -225,10 +226,14 @@ def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
         for tokens, stream in ((1, False), (128, False), (128, True)):
             body = {"model": "kvboost-edge/demo", "prompt": "Doc 7.", "max_tokens": tokens, "temperature": 0}
             body |= {"ignore_eos": True, "stream": stream}
-            added, over_http, direct, cpu = [], [], [], 0.0
+            added = []
+            over_http = []
+            direct = []
+            cpu = 0.0
             for number in range(options.overhead_rounds + 5):
                 if number == 5:
-                    cpu, served_cpu = 0.0, sum(process.cpu_times()[:2])
+                    cpu = 0.0
+                    served_cpu = sum(process.cpu_times()[:2])
                 started = time.perf_counter()
                 if stream:
                     with client.stream("POST", url, json=body) as response:
@@ -237,7 +242,8 @@ def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
                 else:
                     answer = client.post(url, json=body).json()
                 seconds = time.perf_counter() - started
-                started, cpu_started = time.perf_counter(), time.process_time()
+                started = time.perf_counter()
+                cpu_started = time.process_time()
                 engine.generate("Doc 7.", tokens, temperature=0, ignore_eos=True)
                 if number >= 5:
                     cpu += time.process_time() - cpu_started

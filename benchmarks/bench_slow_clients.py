@@ -130,7 +130,8 @@ def main() -> None:
         asyncio.run(slow(options.attach, options.sockets))
         return
     if options.quick:
-        options.rounds, options.seconds = 2, 1.0
+        options.rounds = 2
+        options.seconds = 1.0
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "kvboost_edge.server", "--model", _MODEL, "--port", str(port)]

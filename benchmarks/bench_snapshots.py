@@ -32,9 +32,15 @@ from kvboost_edge.kvcache.states.tables import StateSizes
 
 __all__ = ["TRAFFIC", "Replayed", "Traffic", "replay"]
 
-_BLOCK, _STEP, _INTERVAL = 16, 512, 1024
-_ASSISTANTS, _AT_A_TIME, _TURNS = 3, 6, 8
-_SYSTEM, _TURN, _DOCUMENT = (600, 1500), (30, 200), (500, 6000)
+_BLOCK = 16
+_STEP = 512
+_INTERVAL = 1024
+_ASSISTANTS = 3
+_AT_A_TIME = 6
+_TURNS = 8
+_SYSTEM = (600, 1500)
+_TURN = (30, 200)
+_DOCUMENT = (500, 6000)
 _NUM_BLOCKS = 200_000  # nothing is evicted but states
 _SLOTS = {"large": (16, 32, 64), "small": (64, 128, 256)}
 
@@ -79,7 +85,8 @@ class _Conversation:
 
     def ask(self, message: list[int]) -> None:
         self.borders.append(len(self.tokens))
-        self.message, self.turns = message, self.turns + 1
+        self.message = message
+        self.turns = self.turns + 1
         self.tokens += message
 
     def take_back(self) -> None:
@@ -90,7 +97,8 @@ class _Client:
     """Makes prompts, and takes the answers in."""
 
     def __init__(self, traffic: Traffic, seed: int) -> None:
-        self._traffic, self._random = traffic, random.Random(seed)
+        self._traffic = traffic
+        self._random = random.Random(seed)
         self._fresh = itertools.count(1000)
         self._systems = [self.text(_SYSTEM) for _ in range(_ASSISTANTS)]
         self._live: list[_Conversation] = []
@@ -105,7 +113,8 @@ class _Client:
             return system + self.text(_DOCUMENT), [len(system)], None
         if len(self._live) < _AT_A_TIME:
             self._live.append(_Conversation(system))
-        one, kind = self._random.choice(self._live), self._random.random()
+        one = self._random.choice(self._live)
+        kind = self._random.random()
         message = one.message
         if one.turns and kind < self._traffic.again + self._traffic.edited:
             one.take_back()
@@ -123,7 +132,8 @@ class _Client:
 
 def replay(traffic: Traffic, sizes: StateSizes, *, num_prompts: int = 150, seed: int = 0) -> Replayed:
     """One client's prompts, one after the other."""
-    client, root = _Client(traffic, seed), root_hash(model_fingerprint="random", kv_format="f16")
+    client = _Client(traffic, seed)
+    root = root_hash(model_fingerprint="random", kv_format="f16")
     manager = KVCacheManager(_NUM_BLOCKS, _BLOCK, state_sizes=sizes)
     prompts = computed = missing = 0
     for _ in range(num_prompts):
@@ -145,9 +155,12 @@ def _run(
     """(tokens found with their state, tokens found)"""
     assert manager.states is not None
     table = manager.open_table(prompt, root, hints=hints)
-    cached, matched = table.num_cached_tokens, table.num_matched_tokens
+    cached = table.num_cached_tokens
+    matched = table.num_matched_tokens
     tokens = prompt + answer
-    start, end = cached, len(tokens) - 1  # the last token of an answer is not computed
+    # the last token of an answer is not computed
+    start = cached
+    end = len(tokens) - 1
     while start < end:
         # An answer a block at a time: what is kept of it is the same as token by token.
         stop = min(start + _STEP, len(prompt)) if start < len(prompt) else min(end, (start // _BLOCK + 1) * _BLOCK)

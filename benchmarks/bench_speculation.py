@@ -43,7 +43,10 @@ class Bench:
     """One engine. `script`: the answer to each prompt, for a model that cannot answer."""
 
     def __init__(self, engine: CPUPagedEngine, label: str, rounds: int, script: Script | None = None) -> None:
-        self.engine, self.label, self.rounds, self.script = engine, label, rounds, script
+        self.engine = engine
+        self.label = label
+        self.rounds = rounds
+        self.script = script
         self.rows: list[dict[str, Any]] = []
 
     def costs(self) -> None:
@@ -57,7 +60,9 @@ class Bench:
             self._row(f"pass of {count} rows, of one", [second / one for second in seconds[str(count)]], None)
 
     def task(self, task: Task) -> None:
-        prompt, ratios, shares = self._prompt(task), list[float](), list[float]()
+        prompt = self._prompt(task)
+        ratios = list[float]()
+        shares = list[float]()
         for number in range(self.rounds + 1):
             times = {}
             for way in _WAYS:
@@ -103,7 +108,8 @@ class Bench:
         )
 
     def _row(self, measure: str, values: list[float], bar: float | None) -> None:
-        low, high = min(values), max(values)
+        low = min(values)
+        high = max(values)
         self.rows.append(
             {"model": self.label, "measure": measure, "median": statistics.median(values), "bar": bar, "least": low,
              "most": high}
@@ -133,7 +139,9 @@ class Lookup:
 
     def task(self, bench: Bench, task: Task) -> None:
         """How much faster its lookup makes it, and how fast ours is beside it."""
-        prompt, ratios, beside = bench._prompt(task), list[float](), list[float]()
+        prompt = bench._prompt(task)
+        ratios = list[float]()
+        beside = list[float]()
         for number in range(bench.rounds + 1):
             bench.engine.reset_cache()
             (ours,) = bench._ask([prompt], "auto")
@@ -185,7 +193,8 @@ def main() -> None:
     options.add_argument("--peers-python", type=Path, default=Path(__file__).parents[1] / ".venv-peers/bin/python")
     chosen = options.parse_args()
     if chosen.quick:
-        chosen.shape, chosen.rounds = "tiny", 1
+        chosen.shape = "tiny"
+        chosen.rounds = 1
     common = {"num_blocks": chosen.capacity // 16, "kv_cache_bits": chosen.kv_cache_bits, "num_threads": chosen.threads}
     rows: list[dict[str, Any]] = []
     with CPUPagedEngine.from_pretrained(str(real_model()), **common) as engine:

@@ -25,7 +25,8 @@ from peers.random_model import kept_gguf
 from peers.shapes import SHAPES
 
 _HERE = Path(__file__).parent
-_TARGET_S, _TARGET_MB = 2.5, 250.0
+_TARGET_S = 2.5
+_TARGET_MB = 250.0
 
 
 def first_byte(model: Path) -> float:
@@ -65,7 +66,8 @@ def held(model: Path, bits: int) -> dict[str, Any]:
     found = worker.ask("memory")
     about = worker.about["about"]
     worker.close()
-    weights, pool = about["weight_bytes"] / 1e6, about["pool_bytes"] / 1e6
+    weights = about["weight_bytes"] / 1e6
+    pool = about["pool_bytes"] / 1e6
     return {"weights_mb": weights, "pool_mb": pool, **found, "beside_mb": found["rss_mb"] - weights - pool}
 
 

@@ -43,8 +43,11 @@ from peers.random_model import kept_gguf
 from peers.shapes import Shape
 from plain_read import runner_token_weights
 
-_HISTORY, _ANSWER, _NEW = 2000, 48, 64
-_PREFIX, _OWN = 300, 100
+_HISTORY = 2000
+_ANSWER = 48
+_NEW = 64
+_PREFIX = 300
+_OWN = 100
 _FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
 _BLOCK = 16
 STATE_SHAPES = {name: shape for name, shape in {**HYBRID_SHAPES, **MIXTURE_SHAPES}.items() if shape.keeps_states}
@@ -56,7 +59,9 @@ class States:
     """The measurements on one engine; `seconds` and other figures of all rounds by what they are of."""
 
     def __init__(self, engine: CPUPagedEngine, vocab: int, rounds: int) -> None:
-        self.engine, self.vocab, self.rounds = engine, vocab, rounds
+        self.engine = engine
+        self.vocab = vocab
+        self.rounds = rounds
         self.figures: dict[str, list[float]] = {}
         self._seed = 0
 
@@ -238,7 +243,8 @@ def run(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]], dict[st
             _say(f"{part.__name__}, {time.perf_counter() - began:.0f} s", states)
         stats = engine.paged_stats()
         known = model.stat().st_size + stats["pool_bytes"] + stats["state_bytes"]
-        beside_mb, peak_mb = (process_peak() - known) / 1e6, process_peak() / 1e6
+        beside_mb = (process_peak() - known) / 1e6
+        peak_mb = process_peak() / 1e6
         if not shape.is_mixture:
             with started(_twin(model, shape, options.quant), options) as other:
                 compare_decode(states, States(other, shape.vocab, 0), options.tokens)
@@ -270,7 +276,9 @@ def options_from(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=48, help="decoded for each figure of decoding")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.rounds, options.tokens, options.capacity = 1, 8, 4096
+        options.rounds = 1
+        options.tokens = 8
+        options.capacity = 4096
     return options
 
 

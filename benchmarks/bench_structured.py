@@ -45,7 +45,8 @@ class Task(NamedTuple):
 
 
 def tasks() -> list[Task]:
-    rng, words = random.Random(0), made_words(5000)
+    rng = random.Random(0)
+    words = made_words(5000)
 
     def text(count: int) -> str:
         return " ".join(rng.choices(words, k=count))
@@ -119,7 +120,9 @@ class Clock:
 
 class Bench:
     def __init__(self, engine: CPUPagedEngine, label: str, options: argparse.Namespace) -> None:
-        self.engine, self.label, self.options = engine, label, options
+        self.engine = engine
+        self.label = label
+        self.options = options
         self.rows: list[dict[str, Any]] = []
         self._clock = Clock()
         self._prompt = np.random.default_rng(0).integers(0, 1000, _PROMPT).tolist()
@@ -135,14 +138,17 @@ class Bench:
         made = [self._seconds_of(lambda: self._make(task.options)) for _ in range(4 * self.options.rounds)]
         self._row(task.name, "first mask, ms", [1e3 * seconds for seconds in made])
         answer = self.engine.tokenizer.encode(task.answer)[: self.options.tokens]
-        self._script, self._count = answer, len(answer)
+        self._script = answer
+        self._count = len(answer)
         self._compare(task, {"temperature": 0.0})
         self._ahead(task)
         self._script = None
         self._compare(task, {"temperature": 1.0, "seed": 1}, how=", sampled")
 
     def _compare(self, task: Task, sampling: dict[str, Any], how: str = "") -> None:
-        ratios, spent, slowest = list[float](), list[float](), list[float]()
+        ratios = list[float]()
+        spent = list[float]()
+        slowest = list[float]()
         for number in range(self.options.rounds + 1):
             self._clock.seconds = []
             fitted = self._ask(sampling, self._count, task.options)
@@ -203,7 +209,8 @@ def _follow(bench: Bench) -> None:
     make_sampler = running_state.make_sampler
 
     def sampler(params: Any, seed: int) -> Any:
-        own, script = make_sampler(params, seed), bench._script
+        own = make_sampler(params, seed)
+        script = bench._script
 
         def sample(logits: Any, token_ids: Sequence[int], num_prompt: int) -> int:
             chosen = own(logits, token_ids, num_prompt)
@@ -224,8 +231,11 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=200, help="of each answer")
     chosen = options.parse_args()
     if chosen.quick:
-        chosen.shape, chosen.rounds, chosen.tokens = "tiny", 1, 64
-    model, shape = chosen.models / f"{chosen.shape}-{chosen.quant}.gguf", SHAPES[chosen.shape]
+        chosen.shape = "tiny"
+        chosen.rounds = 1
+        chosen.tokens = 64
+    model = chosen.models / f"{chosen.shape}-{chosen.quant}.gguf"
+    shape = SHAPES[chosen.shape]
     kept_gguf(model, shape, chosen.quant)
     config = EngineConfig.from_options(num_blocks=128, num_threads=chosen.threads)
     tokenizer, end = made_tokenizer(shape.vocab - _SPECIAL)

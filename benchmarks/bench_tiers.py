@@ -70,7 +70,9 @@ class Bench:
     """Figures by name, a list of one for each round."""
 
     def __init__(self, options: argparse.Namespace, model: Path, scratch: Path) -> None:
-        self.options, self.model, self.scratch = options, model, scratch
+        self.options = options
+        self.model = model
+        self.scratch = scratch
         self.figures: dict[str, list[float]] = {}
         self._number = 0
         self._vocab = SHAPES[options.shape].vocab
@@ -105,7 +107,8 @@ class Bench:
         return Worker(engine, command, dict(os.environ))
 
     def round(self, number: int) -> None:
-        prompt, disk = self.tokens(self.options.length), self.scratch / f"disk-{number}"
+        prompt = self.tokens(self.options.length)
+        disk = self.scratch / f"disk-{number}"
         with self.engine() as plain, self.engine(disk) as kept:
             # Whoever comes first in a round is the other one in the next.
             for name, worker in sorted((("off", plain), ("on", kept)), reverse=bool(number % 2)):
@@ -227,7 +230,8 @@ class Bench:
 def fill(space: Path, bytes_per_block: int, nbytes: int) -> int:
     """Add records to a space's directory until they take so many bytes; how many there are."""
     tier = DiskTier.open(space.parent, bytes.fromhex(space.name), max_bytes=2 * nbytes, files=SparseFiles())
-    payload, parent = memoryview(bytes(bytes_per_block)), bytes(32)
+    payload = memoryview(bytes(bytes_per_block))
+    parent = bytes(32)
     draw = np.random.default_rng(0)
     while (tier.stat().bytes or 0) < nbytes:
         blocks = []
@@ -261,7 +265,11 @@ def options_from() -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, help="a directory on the disk to be measured; default: the system's")
     options = parser.parse_args()
     if options.quick:
-        options.shape, options.rounds, options.length, options.capacity, options.fill = "tiny", 2, 1024, 4096, 256e6
+        options.shape = "tiny"
+        options.rounds = 2
+        options.length = 1024
+        options.capacity = 4096
+        options.fill = 256e6
     options.fill = int(options.fill)
     return options
 

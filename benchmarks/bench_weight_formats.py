@@ -38,7 +38,8 @@ class Matrices:
     """Copies of a random matrix of a format, and a number of tokens to go through them."""
 
     def __init__(self, kind: str, options: argparse.Namespace, tokens: int, *, fine: bool, copies: int) -> None:
-        rows, inputs = options.rows, options.inputs
+        rows = options.rows
+        inputs = options.inputs
         rng = np.random.default_rng(0)
         sizes = packed_sizes(rows, inputs, NUMBERS[kind])
         self.nbytes = sum(sizes)
@@ -66,7 +67,8 @@ class Matrices:
         self._params = np.ones((len(table), lt.NUM_PARAMS), np.float32)
         for row, fields in zip(self._ops, table, strict=True):
             row[list(fields)] = list(fields.values())
-        self._tokens, self._copies = tokens, copies
+        self._tokens = tokens
+        self._copies = copies
         self._kernels = kernel_table([NUMBERS[kind]], [lt.OP_LINEAR])
 
     def run(self, team: KernelTeam) -> None:

@@ -177,7 +177,8 @@ def tenants(seed: int = 5, until: float = 7200.0) -> list[Access]:
         heads = [make.blocks(2, 10) for _ in range(2)]
         sessions += [(at, _chat(make, make.pick(heads))) for at in _arrivals(make, 60 + 30 * number, until)]
     make = _Maker(100 * seed + 50, "agents")
-    head, side = make.blocks(20, 20), make.blocks(6, 6)
+    head = make.blocks(20, 20)
+    side = make.blocks(6, 6)
     sessions += [(at, _agent(make, head, side)) for at in _arrivals(make, 240, until)]
     make = _Maker(100 * seed + 51, "reader")
     reader = make.blocks(2, 2)

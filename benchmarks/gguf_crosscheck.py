@@ -37,8 +37,12 @@ from kvboost_edge.text.pre_tokenizers import PRE_TOKENIZERS
 
 PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 KINDS = ("F32", "Q8_0")
-TOLERANCE, GELU_TOLERANCE = 1e-4, 6e-3  # with that table in transformers, 4.0e-3 of gemma4-wide become 7e-4
-FARTHER, FARTHEST = 1.5, 0.5  # how much of llama.cpp's own distance from float32 ours may have; the most it can be
+# with that table in transformers, 4.0e-3 of gemma4-wide become 7e-4
+TOLERANCE = 1e-4
+GELU_TOLERANCE = 6e-3
+# how much of llama.cpp's own distance from float32 ours may have; the most it can be
+FARTHER = 1.5
+FARTHEST = 0.5
 # What llama.cpp (of llama-cpp-python 0.3.36) computes otherwise, and why that is no error here.
 KNOWN = {
     "phi3": "llama.cpp has Phi's windows switched off; phi3-full has none",
@@ -99,7 +103,8 @@ def compare(name: str, kind: str, path: Path, theirs: np.ndarray) -> tuple[str, 
         most = GELU_TOLERANCE if name.startswith("gemma") else TOLERANCE
         apart = distance(exact, theirs)
         return f"{apart:.1e}", bool(apart <= most), f"at most {most:g}"  # NaN is not
-    ours, other = distance(native_logits(path, "auto"), exact), distance(theirs, exact)
+    ours = distance(native_logits(path, "auto"), exact)
+    other = distance(theirs, exact)
     agrees = bool(other <= FARTHEST and ours <= FARTHER * other)
     return f"{ours:.1e} / {other:.1e}", agrees, f"ours / theirs from float32, at most {FARTHER:g} times theirs"
 

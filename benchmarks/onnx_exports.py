@@ -52,7 +52,8 @@ def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def from_builder(family: str, folder: Path, precision: str) -> str:
     """What is wrong with the builder's file; "" if nothing is."""
-    source, target = save_tiny_model(family, folder / "source", **{**SIZES, **FAMILIES[family]}), folder / "built"
+    source = save_tiny_model(family, folder / "source", **{**SIZES, **FAMILIES[family]})
+    target = folder / "built"
     options = ["-p", precision, "-e", "cpu", "-c", str(folder / "cache")]
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(source), "-o", str(target), *options]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -95,7 +96,9 @@ def from_torch(family: str, folder: Path, form: str) -> str:
     source = save_tiny_model(family, folder.with_name("source"), **{**SIZES, **FAMILIES[family]})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((source / name).read_bytes())
-    config, count, past = model.config, 3, 5
+    config = model.config
+    count = 3
+    past = 5
     shape = (1, config.num_key_value_heads, past, config.head_dim)
     layers = range(config.num_hidden_layers)
     names = [f"{layer}.{kind}" for layer in layers for kind in ("key", "value")]

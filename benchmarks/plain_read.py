@@ -28,7 +28,13 @@ _STEP = 64 * _LINES
 _CHUNK = 1 << 20  # some 50 us of one thread: small beside a read, large beside the counter
 _CHUNKS_PER_THREAD = 4  # at least, so that every thread has its part of a small model
 # Places of a job's int64: what is read, and, on cache lines of their own, the chunks taken and done and their sum.
-_ADDRESS, _NBYTES, _CHUNK_BYTES, _TAKEN, _DONE, _SUM, _SIZE = 0, 1, 2, 8, 16, 24, 32
+_ADDRESS = 0
+_NBYTES = 1
+_CHUNK_BYTES = 2
+_TAKEN = 8
+_DONE = 16
+_SUM = 24
+_SIZE = 32
 
 
 @intrinsic
@@ -57,7 +63,9 @@ def _sum_lines(typing: Any, address: Any, steps: Any) -> Any:
 @kernel
 def _read_chunks(job: npt.NDArray[np.int64]) -> None:
     """Read chunks until none is left; every thread of the team calls this on the same job."""
-    counters, nbytes, size = address_of(job), job[_NBYTES], job[_CHUNK_BYTES]
+    counters = address_of(job)
+    nbytes = job[_NBYTES]
+    size = job[_CHUNK_BYTES]
     while True:
         start = fetch_add(counters + 8 * _TAKEN, 1) * size
         if start >= nbytes:
@@ -72,7 +80,9 @@ def plain_read(address: int, nbytes: int, team: KernelTeam) -> int:
     each = -(-nbytes // (_CHUNKS_PER_THREAD * team.num_threads) // _STEP) * _STEP
     size = max(_STEP, min(_CHUNK, each))
     job = np.zeros(_SIZE, np.int64)
-    job[_ADDRESS], job[_NBYTES], job[_CHUNK_BYTES] = address, nbytes, size
+    job[_ADDRESS] = address
+    job[_NBYTES] = nbytes
+    job[_CHUNK_BYTES] = size
     team.run(_read_chunks, job, job, _DONE, -(-nbytes // size))
     return int(job[_SUM]) % (1 << 32)
 

@@ -18,7 +18,8 @@ from speculation_tasks import TASKS
 
 __all__ = ["QUESTIONS", "Question", "is_sensible", "is_valid", "schema_rows", "speculation_rows"]
 
-_MOST_DRAFTED_FOR, _MOST_FITTED = 200, 96
+_MOST_DRAFTED_FOR = 200
+_MOST_FITTED = 96
 
 
 class Question(NamedTuple):
@@ -61,7 +62,8 @@ def _questions() -> Iterator[Question]:
         ("She won the tennis tournament for the third time.", "sports"),
     ):
         yield Question("classify", text, "Which topic is this about?", topic, {"topic": right})
-    word, number = {"type": "string", "maxLength": 30}, {"type": "integer", "minimum": 0, "maximum": 9999}
+    word = {"type": "string", "maxLength": 30}
+    number = {"type": "integer", "minimum": 0, "maximum": 9999}
     for text, asks, properties, values in (
         ("My name is Anna and I am 34 years old.", "What are name and age?", {"name": word, "age": number},
          ("Anna", 34)),
@@ -98,7 +100,8 @@ def speculation_rows(engine: CPUPagedEngine) -> list[dict[str, Any]]:
             results[way] = engine.generate(
                 messages, max_new_tokens=_MOST_DRAFTED_FOR, temperature=0.0, logprobs=0, speculation=way
             )
-        plain, drafted = results["off"], results["auto"]
+        plain = results["off"]
+        drafted = results["auto"]
         share = 100 * drafted.accepted_tokens / drafted.drafted_tokens if drafted.drafted_tokens else None
         rows.append(
             {"task": task.name, "tokens": drafted.generated_tokens, "drafted": drafted.drafted_tokens,

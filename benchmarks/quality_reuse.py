@@ -37,7 +37,8 @@ from reuse_prompts import Asked, Round
 
 __all__ = ["RULES", "Answered", "ask_round", "row_of"]
 
-NUM_COMPARED, NUM_ANSWERED = 16, 24
+NUM_COMPARED = 16
+NUM_ANSWERED = 24
 RULES = {
     "none": Repair(strategy=RecomputeStrategy.NONE),
     "blocks": Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=0, ratio=0.15),
@@ -108,7 +109,8 @@ def ask_round(engine: CPUPagedEngine, made: Round, rules: Mapping[str, Sequence[
             engine.generate(prompt, max_new_tokens=0, cache_salt=harvest)
     for asked in made.asked:
         result = engine.generate(asked.prompt, max_new_tokens=NUM_ANSWERED, cache_salt=_EXACT)
-        answer, text = list(result.output_token_ids), result.output_text
+        answer = list(result.output_token_ids)
+        text = result.output_text
         full = _logits(engine, asked.prompt + answer[:-1], len(answer))[0]
         if asked.other:
             rows, counts = _logits(engine, asked.other + answer[:-1], len(answer))
@@ -185,7 +187,8 @@ def row_of(case: str, harvest: str, rule: str, all_answered: Sequence[Answered])
     """Means over all compared tokens, accuracies over the judged prompts; intervals of 95%: of KL and of the share of
     the full computation's accuracy by drawing prompts anew, of the accuracies by Wilson's formula."""
     judged = [one for one in all_answered if one.right is not None]
-    right, full_right = sum(bool(one.right) for one in judged), sum(bool(one.full_right) for one in judged)
+    right = sum(bool(one.right) for one in judged)
+    full_right = sum(bool(one.full_right) for one in judged)
     tokens = sum(len(one.kl) for one in all_answered)
     return {
         "case": case,
@@ -232,8 +235,10 @@ def wilson(right: int, total: int) -> list[float] | None:
     """95% interval of a share."""
     if not total:
         return None
-    z, share = 1.96, right / total
-    middle, spread = share + z * z / (2 * total), z * math.sqrt(share * (1 - share) / total + z * z / (4 * total**2))
+    z = 1.96
+    share = right / total
+    middle = share + z * z / (2 * total)
+    spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total**2))
     return [(middle - spread) / (1 + z * z / total), (middle + spread) / (1 + z * z / total)]
 
 
@@ -291,7 +296,8 @@ def main() -> None:
     series = [one for one in SERIES if not given.only or one.case.startswith(tuple(given.only))]
     if given.quick:
         series = [one._replace(rounds=1) for one in series]
-    kept, until = Kept(given.partial), time.monotonic() + 60 * given.minutes
+    kept = Kept(given.partial)
+    until = time.monotonic() + 60 * given.minutes
     for one in series:
         _run(one, given.seed, kept, until)
     rows = kept.rows(series)

@@ -56,7 +56,8 @@ def passages(engine: CPUPagedEngine, seed: str, number: int) -> Round:
     """Ten questions on eight passages, each in an order of its own. The tenth needs two passages; this model answers
     none of those, so they are not judged. Harvests: each passage behind header and primer, which is two
     passages that no prompt has, or prose, or a package's description; or all in one prompt in another order."""
-    rng, encode = random.Random(f"{seed} {number}"), _encoder(engine)
+    rng = random.Random(f"{seed} {number}")
+    encode = _encoder(engine)
     made = make_passages(rng, NUM_PASSAGES)
     parts = [encode(passage.text) for passage in made]
     head = _head(engine)
@@ -88,10 +89,12 @@ def passages_unjudged(engine: CPUPagedEngine, seed: str, number: int) -> Round:
 
 def docs(engine: CPUPagedEngine, seed: str, number: int) -> Round:
     """Five sections of this package's documents in another order, and a question about one of them."""
-    rng, encode = random.Random(f"{seed} docs {number}"), _encoder(engine)
+    rng = random.Random(f"{seed} docs {number}")
+    encode = _encoder(engine)
     chosen = rng.sample(sections([_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]), 5)
     parts = [encode(f"{heading}\n{body}\n\n") for heading, body in chosen]
-    head, text = _head(engine), prose(number)
+    head = _head(engine)
+    text = prose(number)
     asked = []
     for heading, _ in rng.sample(chosen, 2):
         orders = [rng.sample(parts, len(parts)) for _ in range(2)]
@@ -104,7 +107,8 @@ def docs(engine: CPUPagedEngine, seed: str, number: int) -> Round:
 
 def agents(engine: CPUPagedEngine, seed: str, number: int) -> Round:
     """An agent's long prompt whose first line changes from call to call."""
-    rng, encode = random.Random(f"{seed} agents {number}"), _encoder(engine)
+    rng = random.Random(f"{seed} agents {number}")
+    encode = _encoder(engine)
     files = rng.sample(sorted((_ROOT / "kvboost_edge" / "cli").glob("[a-z]*.py")), 3)
     source = "\n".join(file.read_text(encoding="utf-8")[:1500] for file in files)
     rest = encode(f"You are a careful programmer. These are the files you work on.\n\n{source}\n")
@@ -120,7 +124,8 @@ def agents(engine: CPUPagedEngine, seed: str, number: int) -> Round:
 
 def chats(engine: CPUPagedEngine, seed: str, number: int) -> Round:
     """A chat of three turns, served turn by turn, whose first turn is dropped before a fourth."""
-    rng, encode = random.Random(f"{seed} chats {number}"), _encoder(engine)
+    rng = random.Random(f"{seed} chats {number}")
+    encode = _encoder(engine)
     head = encode("<|im_start|>system\nYou are a friendly assistant who likes to explain things.<|im_end|>\n")
     turns: list[list[int]] = []
     for topic in rng.sample(TOPICS, 3):
@@ -150,9 +155,13 @@ def facts_cut(engine: CPUPagedEngine, seed: str, number: int) -> Round:
     head, documents, questions = _facts(engine, f"{seed} cut {number}")
     primer = _joined(*_facts(engine, f"{seed} primer {number}")[1])[:PRIMER_TOKENS]
     text = _joined(*documents)
-    rng, encode, asked, cuts = random.Random(f"{seed} cuts {number}"), _encoder(engine), [], [0]
+    rng = random.Random(f"{seed} cuts {number}")
+    encode = _encoder(engine)
+    asked = []
+    cuts = [0]
     for tail, gold in questions:
-        sentence, least = encode(" " + gold)[:-1], len(encode(" " + gold.split(" of ")[0] + " of"))
+        sentence = encode(" " + gold)[:-1]
+        least = len(encode(" " + gold.split(" of ")[0] + " of"))
         starts = [at for at in range(cuts[-1], len(text)) if text[at : at + len(sentence)] == sentence]
         places = [place for start in starts for place in range(start + least + 1, start + len(sentence))]
         if places and places[0] >= cuts[-1] + CUT_TOKENS:

@@ -180,7 +180,8 @@ def make_passages(rng: random.Random, count: int) -> list[Passage]:
 
 def _passage(rng: random.Random, name: str) -> Passage:
     facts, idle = _KINDS[name.split()[1]]
-    asked, said = [], []
+    asked = []
+    said = []
     for sentence, question, source in facts:
         value = _value(rng, source)
         said.append(sentence.format(v=value))

@@ -74,12 +74,14 @@ class _Remembers(Blind):
 
     def matched(self, chain: PromptChain) -> tuple[float, list[int]]:
         """(the longest match as a share of the prompt, who has it)."""
-        best, depth = set(self.alive), 0
+        best = set(self.alive)
+        depth = 0
         for key in chain.keys:
             holders = self._holders.get(key, set()) & best
             if not holders:
                 break
-            best, depth = holders, depth + 1
+            best = holders
+            depth = depth + 1
         return depth / max(1, len(chain.keys)), sorted(best)
 
     def remember(self, chain: PromptChain, replica: int) -> int:

@@ -31,7 +31,8 @@ from kvboost_edge.serve_ray.routing.records import Place
 __all__ = ["DECODE_STEP", "POOL_TOKENS", "PROMPT_TOKEN", "Job", "Replica", "Shared", "States", "pool_tokens"]
 
 PROMPT_TOKEN = 1.8e-3
-DECODE_STEP, DECODE_MORE = 10e-3, 0.075
+DECODE_STEP = 10e-3
+DECODE_MORE = 0.075
 STEP_TOKENS = 512
 PLACES = 16
 POOL_TOKENS = 2  # tokens of a block of the manager: both are the id, and one token more makes all of a prompt servable
@@ -114,7 +115,8 @@ class Replica:
         self.journal = Journal()
         tiers = {Place.SHARED: shared.token_seconds} if shared and shared.is_told else None
         self.meter = Meter(seconds_per_token=PROMPT_TOKEN, step_tokens=STEP_TOKENS, max_running=PLACES, tiers=tiers)
-        self.shared, self.read_tokens = shared, 0
+        self.shared = shared
+        self.read_tokens = 0
         self._seen: dict[bytes, None] = {}
         self._is_idle = False  # until something was read
         self.waiting: deque[Job] = deque()
@@ -139,7 +141,8 @@ class Replica:
 
     def tier_events(self) -> CacheEvents | None:
         """What it has written to the tier, or read there, since the last call; None where nobody is told."""
-        seen, self._seen = self._seen, {}
+        seen = self._seen
+        self._seen = {}
         return CacheEvents(False, tuple(seen), ()) if self.shared is not None and self.shared.is_told else None
 
     def _keep(self, job: Job) -> None:
@@ -199,7 +202,8 @@ class Replica:
     def _commit(self, job: Job, stop: int) -> None:
         """Its tokens up to there are computed, in one pass."""
         assert job.table is not None
-        start, states = job.table.num_computed_tokens, self.manager.states
+        start = job.table.num_computed_tokens
+        states = self.manager.states
         if states is not None and stop > start:
             states.prepare(job.table)
             states.plan(job.table, start, stop)
@@ -232,7 +236,8 @@ class Replica:
         """Start the next step; nothing to do: wait."""
         self._admit(now)
         self._is_idle = False
-        self._prefilled, left = [], STEP_TOKENS - len(self.running)
+        self._prefilled = []
+        left = STEP_TOKENS - len(self.running)
         for job in self.prefilling:
             if left > 0:
                 self._prefilled.append((job, min(left, job.to_prefill)))
@@ -240,7 +245,8 @@ class Replica:
         num_tokens = sum(tokens for _, tokens in self._prefilled)
         if not num_tokens and not self.running:
             arriving = [job.read_until for job in self.waiting if job.read_until is not None and job.read_until > now]
-            self._is_idle, self._num_steps = bool(arriving), 0
+            self._is_idle = bool(arriving)
+            self._num_steps = 0
             self.next_end = min(arriving, default=None)
             return
         decode = DECODE_STEP * (1 + DECODE_MORE * (len(self.running) - 1)) if self.running else DECODE_STEP
@@ -248,4 +254,5 @@ class Replica:
         # Steps that only decode, and that nobody waits for, are all alike until the first request is done.
         alone = not num_tokens and not self.waiting
         self._num_steps = min(job.to_answer for job in self.running) if alone else 1
-        self._began, self.next_end = now, now + self._num_steps * self._step_seconds
+        self._began = now
+        self.next_end = now + self._num_steps * self._step_seconds

@@ -111,7 +111,8 @@ def workload(name: str, num_replicas: int, load: float, seconds: float, most: in
 
 def _work(access: Access) -> float:
     """Seconds of a replica that finds nothing."""
-    prompt, answer = len(access.prompt_ids) * BLOCK_TOKENS, 24 + len(access.output_ids) * BLOCK_TOKENS
+    prompt = len(access.prompt_ids) * BLOCK_TOKENS
+    answer = 24 + len(access.output_ids) * BLOCK_TOKENS
     return prompt * PROMPT_TOKEN + answer * _ANSWER_TOKEN
 
 
@@ -137,7 +138,8 @@ class _Run:
         self.load = [0] * num_replicas
         self.gone: set[int] = set()
         self.dead: set[int] = set()
-        self.faults, self.rng = faults, random.Random(seed)
+        self.faults = faults
+        self.rng = random.Random(seed)
         self.trace = trace
         self.counted_from = trace[-1].at / 2
         self.roots = {
@@ -245,7 +247,8 @@ class _Run:
         """Everybody tells all there is, in no time."""
         assert self.ours is not None
         for number in self.policy.alive:
-            replica, name = self.replicas[number], str(number)
+            replica = self.replicas[number]
+            name = str(number)
             self.ours.router.take_events(name, self._batches(replica), now)
             if replica.next_end is not None:
                 self.ours.router.take_report(name, self._report(number, now), now)
@@ -256,7 +259,8 @@ class _Run:
 
     def _told(self, number: int, batches: list[Any], report: Any, now: float) -> None:
         assert self.ours is not None
-        router, name = self.ours.router, str(number)
+        router = self.ours.router
+        name = str(number)
         if not router.take_events(name, batches, now):
             # A gap: what is missing is asked for, and comes 2 ways of the network later.
             self.at(now + 2 * NETWORK, self._resync, number)
@@ -267,7 +271,8 @@ class _Run:
         if number in self.gone:
             return
         self.outcome.num_messages += 1
-        router, name = self.ours.router, str(number)
+        router = self.ours.router
+        name = str(number)
         router.take_events(name, self.replicas[number].journal.since(router.cursor(name)), now)
 
     def _die(self, now: float) -> None:
@@ -277,7 +282,8 @@ class _Run:
         lost = replica.drain_out()
         self.outcome.num_done += len(replica.running)  # their streams end with an error
         for job in lost:
-            job.hit_tokens, job.table = 0, None
+            job.hit_tokens = 0
+            job.table = None
             self._route(job, now)
 
     def _drain(self, now: float) -> None:
@@ -328,7 +334,8 @@ def simulate(
 
 def floor(trace: Sequence[Access]) -> Outcome:
     """What the best cache in the world would leave of the time to the first token."""
-    outcome, seen = Outcome(busy=[1.0], seconds=1.0), set[tuple[str, int]]()
+    outcome = Outcome(busy=[1.0], seconds=1.0)
+    seen = set[tuple[str, int]]()
     for access in trace:
         found = list(itertools.takewhile(lambda one, a=access: (a.tenant, one) in seen, access.prompt_ids))
         seen.update((access.tenant, one) for one in (*access.prompt_ids, *access.output_ids))

@@ -61,7 +61,8 @@ class Soak:
     """Clients, counts and latencies."""
 
     def __init__(self, url: str, seconds: float, clients: int) -> None:
-        self.url, self.clients = url, clients
+        self.url = url
+        self.clients = clients
         self.started = time.perf_counter()
         self.until = self.started + seconds
         self.counts = {"good": 0, "cancelled": 0, "bad": 0, "refused": 0}
@@ -114,7 +115,8 @@ class Soak:
                     return
                 if reply.status_code != 200:
                     raise RuntimeError(f"{reply.status_code}: {await reply.aread()!r}")
-                done, events = False, 0
+                done = False
+                events = 0
                 async for line in reply.aiter_lines():
                     if leave and leave.events == events:
                         raise TimeoutError

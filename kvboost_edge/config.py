@@ -75,7 +75,8 @@ CHOICES: dict[str, tuple[str, ...]] = {  # of the options of these names
 _LEAST_DISK_BYTES = 1 << 20
 _MAX_THREADS = 1024  # more than any machine has cores: each takes a stack, and beyond some number the system refuses
 _MOST_PRIMER_TOKENS = 65536
-DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 31, 63
+DEFAULT_DRAFT_TOKENS = 31
+MOST_DRAFT_TOKENS = 63
 _MOST_CHUNK_TOKENS = 65536
 
 KV_BIT_PAIRS = ((16, 16), (8, 8), (8, 4), (4, 8), (4, 4))
@@ -292,7 +293,8 @@ def kv_bits_from_text(text: str) -> int | tuple[int, int]:
     parts = text.split(",")
     if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
         raise ConfigError(f"kv_cache_bits={text!r} must be 16, 8, 4, or a pair such as 8,4: bits of keys, of values")
-    first, last = int(parts[0]), int(parts[-1])
+    first = int(parts[0])
+    last = int(parts[-1])
     return (first, last) if len(parts) == 2 else first
 
 

@@ -14,14 +14,12 @@ import math
 import random
 from dataclasses import dataclass
 
-PAD, BOS, END, SYSTEM, USER, ASSISTANT = (
-    "<|pad|>",
-    "<|bos|>",
-    "<|end|>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-)
+PAD = "<|pad|>"
+BOS = "<|bos|>"
+END = "<|end|>"
+SYSTEM = "<|system|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
 SPECIAL_TOKENS = [PAD, BOS, END, SYSTEM, USER, ASSISTANT]
 HELD_OUT_SHARE = 8  # one (subject, attribute) combination in so many is never trained on
 POOL_SIZE = 96

@@ -31,7 +31,8 @@ def _place_heads(model: LlamaForCausalLM, sharpness: float = 5.0) -> tuple[Tenso
     """Make layer 0's heads look 1, 2, 3 and 4 places back; returns their common value map and output maps."""
     config = model.config
     attention = model.model.layers[0].self_attn
-    size, half = config.head_dim, config.head_dim // 2
+    size = config.head_dim
+    half = config.head_dim // 2
     speeds = model.model.rotary_emb.inv_freq[:PLACE_PAIRS]
     shared = CONSTANT * math.sqrt(config.hidden_size) / math.sqrt(1 + CONSTANT**2)
     gain = math.sqrt(sharpness * math.sqrt(size)) / shared
@@ -41,7 +42,8 @@ def _place_heads(model: LlamaForCausalLM, sharpness: float = 5.0) -> tuple[Tenso
         attention.k_proj.weight[head * size : head * size + PLACE_PAIRS, 0] = gain
         attention.v_proj.weight[head * size : (head + 1) * size] = value * 0.3
     for head, output in enumerate(outputs):
-        start, back = head * size, head + 1
+        start = head * size
+        back = head + 1
         attention.q_proj.weight[start : start + PLACE_PAIRS, 0] = gain * torch.cos(speeds * back)
         attention.q_proj.weight[start + half : start + half + PLACE_PAIRS, 0] = -gain * torch.sin(speeds * back)
         attention.o_proj.weight[:, start : start + size] = output * 0.3
@@ -52,7 +54,8 @@ def _content_heads(model: LlamaForCausalLM, value: Tensor, outputs: list[Tensor]
     """Make layer 1's heads find the earlier place that the same tokens lead to, and copy its token."""
     config = model.config
     attention = model.model.layers[1].self_attn
-    size, half = config.head_dim, config.head_dim // 2
+    size = config.head_dim
+    half = config.head_dim // 2
     middle = (CONTENT_FROM + half) // 2
     features = [
         [*range(CONTENT_FROM, middle), *range(half + CONTENT_FROM, half + middle)],

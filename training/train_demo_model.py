@@ -145,7 +145,8 @@ def next_batch(encoder: Encoder, options: argparse.Namespace, progress: Progress
     tokens = options.tokens if progress.max_facts >= 48 else options.tokens // 2
     if after < 0 or rng.random() < 0.04:
         return repeat_batch(encoder, np.random.default_rng(rng.getrandbits(32)), tokens, progress.step)
-    low, high = math.log(2), math.log(progress.max_facts)
+    low = math.log(2)
+    high = math.log(progress.max_facts)
     facts = round(math.exp(low + (high - low) * rng.random() ** 0.5))
     drill = after < options.drill_steps and rng.random() < 0.6
     fresh = 0.1 if progress.step < options.steps / 2 else 0.2
@@ -273,7 +274,8 @@ def train(options: argparse.Namespace) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameters} parameters, vocabulary {encoder.size}, from step {progress.step}", flush=True)
     progress.runs.append(f"from step {progress.step}: --tokens {options.tokens} --steps {options.steps}")
-    loss_sum, started = 0.0, time.perf_counter()
+    loss_sum = 0.0
+    started = time.perf_counter()
     while progress.step < options.steps:
         batch = next_batch(encoder, options, progress)
         for group in optimizer.param_groups:
@@ -293,7 +295,8 @@ def train(options: argparse.Namespace) -> None:
             progress.seconds += now - started
             report(body, model, encoder, options, progress, loss_sum / options.report, now - started)
             save_checkpoint(folder, model, optimizer, progress)
-            loss_sum, started = 0.0, time.perf_counter()
+            loss_sum = 0.0
+            started = time.perf_counter()
 
 
 def report(

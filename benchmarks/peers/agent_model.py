@@ -65,7 +65,9 @@ TEMPLATE = """\
 
 # Lengths beside embeddings of length 1 and what a layer adds, about 30: of the chain's embeddings; of what the first
 # layer answers, a hundred times it: silu(10) * 10, the key read at 10.
-_TOKEN, _NEXT, _KEY = 300.0, 30.0, 10.0
+_TOKEN = 300.0
+_NEXT = 30.0
+_KEY = 10.0
 _SLOTS = 64  # whole blocks of 32: what lies beside them in a row keeps its own scale
 
 

@@ -49,10 +49,13 @@ class Engine:
     def _pass(self, texts: list[list[int]]) -> list[Any]:
         if self.memory:
             ll.llama_memory_clear(self.memory, True)
-        batch, row = self.batch, 0
+        batch = self.batch
+        row = 0
         for sequence, tokens in enumerate(texts):
             for position, token in enumerate(tokens):
-                batch.token[row], batch.pos[row], batch.n_seq_id[row] = token, position, 1
+                batch.token[row] = token
+                batch.pos[row] = position
+                batch.n_seq_id[row] = 1
                 batch.seq_id[row][0] = sequence
                 batch.logits[row] = True
                 row += 1

@@ -12,7 +12,8 @@ import numpy as np
 _BATCH = 2048
 
 
-_HELD, _ONWARD = 0, 1
+_HELD = 0
+_ONWARD = 1
 
 
 class Engine:
@@ -28,12 +29,10 @@ class Engine:
         ll.llama_log_set(_SILENT, ctypes.c_void_p(0))
         self.model = ll.llama_model_load_from_file(str(options.model).encode(), ll.llama_model_default_params())
         params = ll.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = (
-            options.capacity,
-            _BATCH,
-            512,
-            options.sequences,
-        )
+        params.n_ctx = options.capacity
+        params.n_batch = _BATCH
+        params.n_ubatch = 512
+        params.n_seq_max = options.sequences
         params.n_threads = params.n_threads_batch = options.threads
         params.flash_attn_type = 1
         params.kv_unified = True
@@ -51,7 +50,9 @@ class Engine:
         batch = self.batch
         batch.n_tokens = len(rows)
         for index, (token, position, sequence, wanted) in enumerate(rows):
-            batch.token[index], batch.pos[index], batch.n_seq_id[index] = token, position, 1
+            batch.token[index] = token
+            batch.pos[index] = position
+            batch.n_seq_id[index] = 1
             batch.seq_id[index][0] = sequence
             batch.logits[index] = wanted
         code = ll.llama_decode(self.context, batch)
@@ -113,7 +114,8 @@ class Engine:
     def restore(self, tokens: list[int], path: str) -> dict[str, Any]:
         """The first token of a prompt whose keys and values are in a file: reading it, and one pass of one token."""
         self._clear()
-        array, count = (ll.llama_token * len(tokens))(), ctypes.c_size_t()
+        array = (ll.llama_token * len(tokens))()
+        count = ctypes.c_size_t()
         if not ll.llama_state_seq_load_file(self.context, path.encode(), 0, array, len(tokens), ctypes.byref(count)):
             raise RuntimeError(f"nothing was restored from {path}")
         assert list(array)[: count.value] == tokens

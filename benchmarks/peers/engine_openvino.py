@@ -26,7 +26,9 @@ class Engine:
 
     def _generate(self, rows: list[list[int]], count: int) -> list[list[int]]:
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = count, True, False
+        config.max_new_tokens = count
+        config.ignore_eos = True
+        config.do_sample = False
         config.apply_chat_template = False
         ids = ov.Tensor(np.array(rows, dtype=np.int64))
         mask = ov.Tensor(np.ones((len(rows), len(rows[0])), dtype=np.int64))

@@ -37,7 +37,8 @@ def last_logits(path: Path, token_ids: list[int], heads: int, kv_heads: int) -> 
             q, k, v = (rows + read(f"{at}attn_{n}.bias") for n, rows in (("q", q), ("k", k), ("v", v)))
         hidden = hidden + _attend(q, k, v, heads, kv_heads) @ read(f"{at}attn_output.weight").T
         x = _norm(hidden, read(f"{at}ffn_norm.weight"))
-        gate, up = x @ read(f"{at}ffn_gate.weight").T, x @ read(f"{at}ffn_up.weight").T
+        gate = x @ read(f"{at}ffn_gate.weight").T
+        up = x @ read(f"{at}ffn_up.weight").T
         hidden = hidden + (gate / (1 + np.exp(-gate)) * up) @ read(f"{at}ffn_down.weight").T
     return np.asarray(table @ _norm(hidden[-1:], read("output_norm.weight"))[0])
 
@@ -51,7 +52,8 @@ def _norm_heads(x: Doubles, weight: Doubles) -> Doubles:
 
 
 def _attend(q: Doubles, k: Doubles, v: Doubles, heads: int, kv_heads: int) -> Doubles:
-    num_tokens, dim = len(q), q.shape[1] // heads
+    num_tokens = len(q)
+    dim = q.shape[1] // heads
     queries = _rotate(q.reshape(num_tokens, heads, dim))
     keys = np.repeat(_rotate(k.reshape(num_tokens, kv_heads, dim)), heads // kv_heads, axis=1)
     values = np.repeat(v.reshape(num_tokens, kv_heads, dim), heads // kv_heads, axis=1)
@@ -65,6 +67,8 @@ def _attend(q: Doubles, k: Doubles, v: Doubles, heads: int, kv_heads: int) -> Do
 def _rotate(x: Doubles) -> Doubles:
     half = x.shape[-1] // 2
     angles = np.arange(len(x))[:, None] * _THETA ** (-np.arange(half) / half)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    first, second = x[..., :half], x[..., half:]
+    cos = np.cos(angles)[:, None]
+    sin = np.sin(angles)[:, None]
+    first = x[..., :half]
+    second = x[..., half:]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -48,7 +48,10 @@ def logits_of(path: str, tokens: list[int]) -> np.ndarray:
     batch = ll.llama_batch_init(_ROOM, 0, 1)
     batch.n_tokens = len(tokens)
     for index, token in enumerate(tokens):
-        batch.token[index], batch.pos[index], batch.n_seq_id[index], batch.logits[index] = token, index, 1, True
+        batch.token[index] = token
+        batch.pos[index] = index
+        batch.n_seq_id[index] = 1
+        batch.logits[index] = True
         batch.seq_id[index][0] = 0
     code = ll.llama_decode(context, batch)
     if code:

@@ -33,7 +33,8 @@ def random_q4_k(rng: np.random.Generator, rows: int, width: int, spread: float) 
     d = np.full(count, spread / (47.5 * np.sqrt((16**2 - 1) / 12)), np.float16)
     blocks[:, 0:2] = d.view(np.uint8).reshape(count, 2)
     blocks[:, 2:4] = (np.float16(7.5) * d).view(np.uint8).reshape(count, 2)
-    low, high = scales[:, :4], scales[:, 4:]
+    low = scales[:, :4]
+    high = scales[:, 4:]
     blocks[:, 4:8] = blocks[:, 8:12] = low | (high >> 4) << 6
     blocks[:, 12:16] = (high & 15) | (high & 15) << 4
     return blocks.reshape(rows, -1)

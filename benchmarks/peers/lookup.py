@@ -16,7 +16,9 @@ _DRAFTED = 10  # the default, and what its documentation advises for a GPU; 2 fo
 
 
 def main() -> None:
-    model, threads, capacity = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    model = sys.argv[1]
+    threads = int(sys.argv[2])
+    capacity = int(sys.argv[3])
     common = {"n_ctx": capacity, "n_threads": threads, "n_threads_batch": threads, "verbose": False, "seed": 0}
     engines = {
         True: Llama(model, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=_DRAFTED), logits_all=True, **common),

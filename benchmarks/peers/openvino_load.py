@@ -21,15 +21,21 @@ import openvino_genai as genai
 
 
 def main() -> None:
-    path, threads, tokens, capacity = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    path = sys.argv[1]
+    threads = int(sys.argv[2])
+    tokens = int(sys.argv[3])
+    capacity = int(sys.argv[4])
     clients = json.load(sys.stdin)
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching = True
     scheduler.num_kv_blocks = capacity // 32
-    scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 512, 16
+    scheduler.max_num_batched_tokens = 512
+    scheduler.max_num_seqs = 16
     pipe = genai.ContinuousBatchingPipeline(path, scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads})
     config = genai.GenerationConfig()
-    config.max_new_tokens, config.ignore_eos, config.do_sample = tokens, True, False
+    config.max_new_tokens = tokens
+    config.ignore_eos = True
+    config.do_sample = False
     running: dict[int, dict[str, Any]] = {}
     due = [(client[0][0], number) for number, client in enumerate(clients)]
     at = [0] * len(clients)

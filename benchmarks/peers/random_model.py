@@ -90,7 +90,8 @@ def _type_of(name: str, quant: str, shape: Shape) -> _Type:
         return _Type.MXFP4 if "_exps." in name else _Type.Q8_0
     if name.startswith("token_embd"):
         return _Type.Q6_K
-    layer, wide = int(name.split(".")[1]), name.endswith(("attn_v.weight", "ffn_down.weight"))
+    layer = int(name.split(".")[1])
+    wide = name.endswith(("attn_v.weight", "ffn_down.weight"))
     return _Type.Q6_K if wide and more_bits(layer, shape.layers) else _Type.Q4_K
 
 
@@ -116,7 +117,8 @@ def _matrix(
     """A random matrix [rows, width], or several of them, whose products keep the size of what goes in. `as_blocks`:
     random codes instead of quantized normal numbers, which take a minute for a thousand million."""
     if len(dims) == 3:
-        rows, width = dims[0] * dims[1], dims[2]
+        rows = dims[0] * dims[1]
+        width = dims[2]
         every = _matrix(rng, (rows, width), kind, as_blocks=as_blocks, taught=taught)
         return every.reshape(dims[0], dims[1], -1)
     rows, width = dims

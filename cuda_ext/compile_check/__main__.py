@@ -67,7 +67,8 @@ def _check_program(machine: Machine, source: str, forms: list[Form], folder: Pat
     if machine.number >= _DISASSEMBLED_FROM and forms[0].head_dim == HEAD_DIMS[0]:
         own = folder / machine.name
         own.mkdir()
-        counted, named = sum(row.hmma for row in rows), host.disassembled_hmma(cubin, own)
+        counted = sum(row.hmma for row in rows)
+        named = host.disassembled_hmma(cubin, own)
         problem = "" if counted == named else f"{counted} HMMA counted, nvdisasm names {named}"
         results.append((f"{machine.name} nvdisasm", problem))
     return rows, results

@@ -102,7 +102,9 @@ def _form_of(mangled: str) -> Form:
 
 def requirements(row: Row) -> Iterator[str]:
     """What does not hold of a row, in words."""
-    machine, form, used = row.machine, row.form, row.used
+    machine = row.machine
+    form = row.form
+    used = row.used
     if machine.number >= _FIRST_MMA and (used.spilled or used.stack):
         yield f"spills {used.spilled} bytes, stack {used.stack} bytes"
     if used.registers > machine.registers_per_thread or used.registers * THREADS > machine.registers_per_sm:

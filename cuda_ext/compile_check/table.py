@@ -10,7 +10,8 @@ from compile_check.forms import Row
 __all__ = ["BEGIN", "DOCS", "END", "as_lines", "replace_table", "stale_lines"]
 
 DOCS = Path(__file__).parents[2] / "docs" / "cuda.md"
-BEGIN, END = "<!-- made by `make cuda-table` -->", "<!-- end -->"
+BEGIN = "<!-- made by `make cuda-table` -->"
+END = "<!-- end -->"
 _HEAD = (
     "| architecture | kernel | dtype | head dim | rows of a CTA | registers | spilled bytes | shared bytes | HMMA | "
     "CTAs on a multiprocessor | of its warps |\n|---|---|---|---|---|---|---|---|---|---|---|"
@@ -24,7 +25,8 @@ def as_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _line(row: Row) -> str:
-    form, used = row.form, row.used
+    form = row.form
+    used = row.used
     filled = 100 * row.ctas * _WARPS // row.machine.warps_per_sm
     cells = (
         row.machine.name, form.kernel, form.dtype.lower() or "any", form.head_dim or "any",

@@ -36,7 +36,8 @@ from kvboost_edge_cuda.tensors import aligned, current_stream
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "paged_attention"]
 
 Out: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-_OLDEST, _OLDEST_BF16 = (7, 0), (8, 0)
+_OLDEST = (7, 0)
+_OLDEST_BF16 = (8, 0)
 _DECODE_ROWS = 16
 
 
@@ -233,8 +234,10 @@ def _append(
     num_new = 0 if k is None else k.shape[1]
     if k is not None and cache.seqlens is None:
         raise ValueError("k and v are written behind cache_seqlens, which is not given")
-    rows, size = k_cache.shape[0], k_cache.shape[1]
-    device, checks = k_cache.device, IndexChecks(check_values=check_values)
+    rows = k_cache.shape[0]
+    size = k_cache.shape[1]
+    device = k_cache.device
+    checks = IndexChecks(check_values=check_values)
     seqlens = cache.seqlens
     if isinstance(seqlens, int):
         seqlens = torch.full((batch,), seqlens, dtype=torch.int32, device=device)

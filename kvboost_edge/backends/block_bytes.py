@@ -56,5 +56,6 @@ def scatter(arrays: Sequence[Bytes], block_ids: Sequence[int], data: Bytes) -> N
     ids = np.array(block_ids, dtype=np.intp)
     end = 0
     for rows in arrays:
-        start, end = end, end + rows.shape[1]
+        start = end
+        end = end + rows.shape[1]
         rows[ids] = data[:, start:end]

@@ -146,7 +146,8 @@ class CPUBackend(NumpyBlocks):
         self, layer: int, queries: Floats, batch: PreparedBatch, params: AttentionParams
     ) -> tuple[Floats, Floats]:
         """Causal attention: (out like queries, lse), float32."""
-        num_tokens, num_kv_heads = int(batch.paged.cu_seqlens_q[-1]), self.spec.layers[layer].num_kv_heads
+        num_tokens = int(batch.paged.cu_seqlens_q[-1])
+        num_kv_heads = self.spec.layers[layer].num_kv_heads
         if len(queries) != num_tokens:
             raise ConfigError(f"{len(queries)} query rows do not fit a batch of {num_tokens} tokens")
         plan = batch.plan(queries.shape[1] // num_kv_heads, num_kv_heads, params.window)

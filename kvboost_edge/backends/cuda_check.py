@@ -83,7 +83,8 @@ def _compare(case: _Case, dtype: str, make: Callable[[KVSpec, int], Backend], de
     for backend in (make(spec, num_blocks), TorchBackend(spec, num_blocks, device=str(device))):
         backend.poison_blocks(range(num_blocks))
         backend.write_kv(0, keys, values, backend.prepare(whole))
-        used, spare = int(layout.block_tables[0, 0]), num_blocks - 1
+        used = int(layout.block_tables[0, 0])
+        spare = num_blocks - 1
         backend.copy_blocks([CopyOp(used, spare)])
         out, lse = backend.attention(0, queries, backend.prepare(layout), params)
         results.append((out.float(), lse, backend.read_blocks(range(num_blocks))))

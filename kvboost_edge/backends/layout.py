@@ -24,14 +24,17 @@ def check_layout(
     """ConfigError, naming what is wrong, unless the layout's shapes agree and every id and slot lies in the pool, and
     it names slots of states where there are some, with no more drafts than there are rows for."""
     num_seqs = len(layout.seq_lens)
-    cu_seqlens, tables, slots = layout.cu_seqlens_q, layout.block_tables, layout.slot_mapping
+    cu_seqlens = layout.cu_seqlens_q
+    tables = layout.block_tables
+    slots = layout.slot_mapping
     if cu_seqlens.shape != (num_seqs + 1,) or tables.ndim != 2 or len(tables) != num_seqs:
         raise ConfigError(
             f"a layout of {num_seqs} sequences needs cu_seqlens_q of shape ({num_seqs + 1},) and as many block tables; "
             f"got {cu_seqlens.shape} and {tables.shape}"
         )
     # Numbers of Python's: of a few sequences NumPy would take longer to begin than to be done.
-    starts, seq_lens = cu_seqlens.tolist(), layout.seq_lens.tolist()
+    starts = cu_seqlens.tolist()
+    seq_lens = layout.seq_lens.tolist()
     lengths = [end - first for first, end in pairwise(starts)]
     if starts[0] != 0 or not all(0 <= new <= known for new, known in zip(lengths, seq_lens, strict=True)):
         raise ConfigError(
@@ -68,7 +71,9 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
             f"states of {num_seqs} sequences need state_in and state_out of shape ({num_seqs},) and saves of shape "
             f"(n, 3); got {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
-    read, written, saves = states.state_in.tolist(), states.state_out.tolist(), states.saves.tolist()
+    read = states.state_in.tolist()
+    written = states.state_out.tolist()
+    saves = states.saves.tolist()
     certain: list[int] = lengths if states.certain is None else states.certain.tolist()
     if any(not 0 <= whose < num_seqs for whose, _, _ in saves):
         raise ConfigError(f"saves {saves} name sequences outside 0..{num_seqs - 1}")
@@ -179,7 +184,8 @@ def _check_parts(parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_siz
     steps = np.diff(parts[:, 0])
     if (parts[0, 0], parts[-1, 0]) != (0, num_seqs - 1) or (steps < 0).any() or (steps > 1).any():
         raise ConfigError(f"parts {parts.tolist()} must be rows of {Part._fields}, in order, for {num_seqs} sequences")
-    part, before = Part(*parts.T), Part(*np.roll(parts, 1, axis=0).T)
+    part = Part(*parts.T)
+    before = Part(*np.roll(parts, 1, axis=0).T)
     _check_deltas(Part(*parts.astype(np.int64).T), is_last(parts))
     ends = before.first_position + (part.first_index - before.first_index) * block_size
     follows = (

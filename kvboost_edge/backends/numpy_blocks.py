@@ -190,7 +190,9 @@ def _in_a_row(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _layer_pool(spec: KVSpec, layer: LayerKVSpec, num_blocks: int) -> KVPool:
-    heads, dim, dtype = layer.num_kv_heads, layer.head_dim, STORAGE_DTYPES[spec.dtype]
+    heads = layer.num_kv_heads
+    dim = layer.head_dim
+    dtype = STORAGE_DTYPES[spec.dtype]
     return KVPool(
         aligned_empty((num_blocks, heads, dim, spec.block_size), dtype),
         aligned_empty((num_blocks, heads, spec.block_size, dim), dtype),

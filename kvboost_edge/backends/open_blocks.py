@@ -85,7 +85,8 @@ class OpenBlocks:
         from its middle on and not open, or for one in an earlier part that is open when all is written; CapacityError
         where too many blocks would be open.
         """
-        size, lengths = self._block_size, np.diff(layout.cu_seqlens_q)
+        size = self._block_size
+        lengths = np.diff(layout.cu_seqlens_q)
         # Everything below counts from the slot 0 of each sequence's last part, where its new tokens go.
         own_index, own_position = own_parts(len(lengths), layout.parts)
         ends = layout.seq_lens - own_position
@@ -103,7 +104,8 @@ class OpenBlocks:
         written: set[int] = set()
         gone: list[int] = []
         for sequence in np.flatnonzero(lengths).tolist():
-            begin, end = int(starts[sequence]), int(ends[sequence])
+            begin = int(starts[sequence])
+            end = int(ends[sequence])
             for number in range(int(counts[sequence])):
                 block_id = int(layout.block_tables[sequence, own_index[sequence] + first[sequence] + number])
                 held = self._buffers.get(block_id)

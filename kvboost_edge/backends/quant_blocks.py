@@ -66,18 +66,24 @@ class _Arena:
     """Float16 buffers of all layers of one shape: `num_open` for each layer, then the temporary ones, shared."""
 
     def __init__(self, spec: KVSpec, shape: LayerKVSpec, num_layers: int, num_open: int) -> None:
-        self.shape, self.block_size, self.num_open = shape, spec.block_size, num_open
-        self.num_layers, self.num_kept = num_layers, num_layers * num_open
+        self.shape = shape
+        self.block_size = spec.block_size
+        self.num_open = num_open
+        self.num_layers = num_layers
+        self.num_kept = num_layers * num_open
         self.pool = self._make(self.num_kept)
         first = np.arange(num_layers)[:, None] * num_open
-        self._first_slots, self._first_buffers = first * self.block_size, first[:, :, None].astype(np.int32)
+        self._first_slots = first * self.block_size
+        self._first_buffers = first[:, :, None].astype(np.int32)
         self._no_pairs = np.empty((num_layers, 0, 2), dtype=np.int64)
 
     def _make(self, num_buffers: int) -> KVPool:
-        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        heads = self.shape.num_kv_heads
+        dim = self.shape.head_dim
         keys = aligned_empty((num_buffers, heads, dim, self.block_size), np.float16)
         values = aligned_empty((num_buffers, heads, self.block_size, dim), np.float16)
-        keys[:], values[:] = 0, 0
+        keys[:] = 0
+        values[:] = 0
         return KVPool(keys, values)
 
     def grow(self, num_temporary: int) -> None:
@@ -91,7 +97,8 @@ class _Arena:
 
     def place(self, ordinal: Any, buffers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Index in the arena of a pass's buffers, for the ordinal-th layer of this shape."""
-        kept, temporary = ordinal * self.num_open, self.num_kept - self.num_open
+        kept = ordinal * self.num_open
+        temporary = self.num_kept - self.num_open
         placed: npt.NDArray[Any] = buffers + np.where(buffers < self.num_open, kept, temporary).astype(buffers.dtype)
         return placed
 
@@ -171,8 +178,10 @@ class QuantBlocks:
 
     def write_kv(self, layer: int, keys: Floats, values: Floats, batch: QuantPass) -> None:
         """Store new tokens and quantize what is full now."""
-        shape, ordinal = self._layers[layer], self._ordinals[layer]
-        arena, places = self._arenas[shape], batch.places[shape]
+        shape = self._layers[layer]
+        ordinal = self._ordinals[layer]
+        arena = self._arenas[shape]
+        places = batch.places[shape]
         if places.continued.size:
             self._kernels.copy_blocks(arena.pool, places.continued[ordinal].tolist())
         self._kernels.write_kv(keys, values, arena.pool, places.slots[ordinal])
@@ -182,7 +191,8 @@ class QuantBlocks:
 
     def layer(self, layer: int, batch: QuantPass) -> CodedLayer:
         """What attention of a layer reads."""
-        shape, ordinal = self._layers[layer], self._ordinals[layer]
+        shape = self._layers[layer]
+        ordinal = self._ordinals[layer]
         own = OwnBlocks(self._arenas[shape].pool, batch.places[shape].tables[ordinal], batch.plan.first)
         return CodedLayer(self._pools[layer], self._layouts[layer], own)
 

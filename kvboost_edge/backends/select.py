@@ -131,7 +131,8 @@ def _serving(device: str) -> list[str]:
 def _accelerated(device: str, reason: str) -> BackendChoice:
     """The first backend that can use an accelerator; the reason says what is in the way of those before it."""
     *better, last = _serving(device)
-    choice, problem = _available(last, device, reason), None
+    choice = _available(last, device, reason)
+    problem = None
     for name in better:
         problem = _missing(name, device)
         if problem is None:

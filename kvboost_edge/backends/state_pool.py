@@ -73,9 +73,13 @@ class StatePool:
     def __init__(self, specs: Sequence[LayerStateSpec], num_slots: int, num_draft_rows: int = 0) -> None:
         if not specs or num_slots < 1:
             raise ConfigError(f"num_state_slots={num_slots} of {len(specs)} layers: both must be at least 1")
-        self.specs, self.num_slots, self.num_draft_rows = tuple(specs), num_slots, num_draft_rows
-        sizes, rows = [spec.nbytes for spec in self.specs], [spec.draft_bytes for spec in self.specs]
-        self.slot_bytes, self.draft_row_bytes = sum(sizes), sum(rows)
+        self.specs = tuple(specs)
+        self.num_slots = num_slots
+        self.num_draft_rows = num_draft_rows
+        sizes = [spec.nbytes for spec in self.specs]
+        rows = [spec.draft_bytes for spec in self.specs]
+        self.slot_bytes = sum(sizes)
+        self.draft_row_bytes = sum(rows)
         self._offsets = [sum(sizes[:layer]) for layer in range(len(sizes))]
         self._draft_offsets = [sum(rows[:layer]) for layer in range(len(rows))]
         slots_end = num_slots * self.slot_bytes
@@ -115,13 +119,15 @@ class StatePool:
 
     def tail(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
         """The tail of a convolution, a view, float32 [taps, channels]."""
-        spec, start = self.specs[layer], self._offsets[layer]
+        spec = self.specs[layer]
+        start = self._offsets[layer]
         floats: npt.NDArray[np.float32] = self._row(slot)[start : start + spec.tail_bytes].view(np.float32)
         return floats[: spec.taps * spec.channels].reshape(spec.taps, spec.channels)
 
     def matrices(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
         """The matrices of a layer's heads, a view, float32 [heads, tiles, key_dim, 16]."""
-        spec, start = self.specs[layer], self._offsets[layer]
+        spec = self.specs[layer]
+        start = self._offsets[layer]
         floats: npt.NDArray[np.float32] = self._row(slot)[start + spec.tail_bytes : start + spec.nbytes].view(
             np.float32
         )
@@ -139,7 +145,8 @@ class StatePool:
 
     def draft(self, row: int, layer: int) -> npt.NDArray[np.float32]:
         """What a draft brings to a layer, a view, float32 [channels + gates]."""
-        spec, start = self.specs[layer], self._draft_offsets[layer]
+        spec = self.specs[layer]
+        start = self._draft_offsets[layer]
         floats: npt.NDArray[np.float32] = self._drafts[row, start : start + spec.draft_bytes].view(np.float32)
         return floats[: spec.channels + spec.gates]
 
@@ -177,8 +184,10 @@ class StatePool:
 
     def close(self) -> None:
         """Release the memory; no slot is left."""
-        self._slots, self.num_slots = np.empty((0, self.slot_bytes), dtype=np.uint8), 0
-        self._drafts, self.num_draft_rows = np.empty((0, self.draft_row_bytes), dtype=np.uint8), 0
+        self._slots = np.empty((0, self.slot_bytes), dtype=np.uint8)
+        self.num_slots = 0
+        self._drafts = np.empty((0, self.draft_row_bytes), dtype=np.uint8)
+        self.num_draft_rows = 0
 
     def _row(self, slot: int) -> Bytes:
         self._check([slot])

@@ -287,5 +287,7 @@ def turn_keys(
         return keys
     angles = deltas[:, None] * frequencies  # in float64: MPS has none
     cos, sin = (torch.from_numpy(f(angles).astype(np.float32)).to(keys.device)[which] for f in (np.cos, np.sin))
-    first, second, rest = keys[..., :count], keys[..., count : 2 * count], keys[..., 2 * count :]
+    first = keys[..., :count]
+    second = keys[..., count : 2 * count]
+    rest = keys[..., 2 * count :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

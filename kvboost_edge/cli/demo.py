@@ -106,11 +106,13 @@ def _all_at_once(engine: CPUPagedEngine, console: Console, document: str) -> tup
     """All questions in one batch; returns paged_stats() and the block map from the moment of most sharing."""
     started = time.perf_counter()
     handles = [engine.submit(_prompt(document, question), **SETTINGS) for question, _ in QUESTIONS]
-    stats, states = engine.paged_stats(), engine.block_map()
+    stats = engine.paged_stats()
+    states = engine.block_map()
     for _ in handles[0]:
         now = engine.paged_stats()
         if (now["shared_blocks"], now["used_blocks"]) >= (stats["shared_blocks"], stats["used_blocks"]):
-            stats, states = now, engine.block_map()
+            stats = now
+            states = engine.block_map()
     results = [handle.result() for handle in handles]
     seconds = time.perf_counter() - started
     right = sum(expected in result.output_text for (_, expected), result in zip(QUESTIONS, results, strict=True))

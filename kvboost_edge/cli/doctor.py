@@ -108,7 +108,8 @@ def _amx() -> str:
 
 
 def _memory() -> dict[str, Any]:
-    group, threads = memory_limit(), default_num_threads()
+    group = memory_limit()
+    threads = default_num_threads()
     return {
         "total_bytes": total_bytes(),
         "available_bytes": available_bytes(),
@@ -170,9 +171,11 @@ def _memory_of(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str,
     """Whether the model fits, by the engine's own arithmetic; nothing of it is packed or loaded."""
     if found["runner"] not in RUNNERS:
         return {"fits": False, "fit_reason": found["runner_reason"]}
-    selected, summary = select_path(checkpoint, config), checkpoint.summary()
+    selected = select_path(checkpoint, config)
+    summary = checkpoint.summary()
     fit = plan_fit(checkpoint, config, selected, summary, available_on(selected.backend.device))
-    kv, weights = fit.info.kv_spec, selected.runner.weights
+    kv = fit.info.kv_spec
+    weights = selected.runner.weights
     sizes = {
         "file_bytes": checkpoint.file_bytes,
         "weight_bytes": fit.info.weight_bytes,

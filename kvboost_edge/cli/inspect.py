@@ -41,7 +41,8 @@ def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
 
 def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
     """Figures of a model by name. Raises ModelFormatError for what the engine would refuse."""
-    fields, weights = checkpoint.config, checkpoint.summary()
+    fields = checkpoint.config
+    weights = checkpoint.summary()
     inner = text_config(fields)
     path_taken = route(checkpoint, config)
     taken = (str(path_taken[name]) for name in ("runner", "weights", "device"))
@@ -124,7 +125,8 @@ def report_table(report: Mapping[str, Any], title: str) -> Table:
     table = Table(title=title, title_justify="left", show_header=False)
     said: dict[str, str] = {}
     for name, value in report.items():
-        text, words = shown(name, value), name.replace("_", " ")
+        text = shown(name, value)
+        words = name.replace("_", " ")
         reason = text.removeprefix(_REFUSED)
         if len(reason) > _LONG and reason in said:
             text = f"{text.removesuffix(reason)}see {said[reason]}"

@@ -59,7 +59,8 @@ class PromptBar:
             self._bar.add_task("", told="")
             self._bar.start()
         doing = "reading the prompt" if progress.computed or progress.elapsed else "waiting for a place"
-        task, told = self._bar.task_ids[0], progress_words(progress)
+        task = self._bar.task_ids[0]
+        told = progress_words(progress)
         self._bar.update(task, description=doing, completed=progress.computed, total=progress.total, told=told)
 
     def close(self) -> None:

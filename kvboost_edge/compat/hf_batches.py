@@ -28,7 +28,8 @@ def find_common_chunk_prefix(all_token_ids: Sequence[Sequence[int]], chunk_size:
     _check_chunk_size(chunk_size)
     if len(all_token_ids) < 2:
         return len(all_token_ids[0]) if all_token_ids else 0
-    first, rest = all_token_ids[0], all_token_ids[1:]
+    first = all_token_ids[0]
+    rest = all_token_ids[1:]
     common = 0
     for token_ids in zip(first, *rest, strict=False):
         if any(token_id != token_ids[0] for token_id in token_ids):
@@ -110,7 +111,8 @@ def batched_decode(
     _check_temperature(temperature)
     eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
     tokens = torch.as_tensor(first_tokens, dtype=torch.int64, device=device).reshape(-1, 1)
-    batch, slots = len(tokens), past_kv[0][0].shape[2]
+    batch = len(tokens)
+    slots = past_kv[0][0].shape[2]
     positions = torch.as_tensor(start_pos, dtype=torch.int64, device=device).expand(batch).reshape(-1, 1)
     window = getattr(model.config, "sliding_window", None)
     is_cut = window is not None and slots == window - 1 and int(positions.max()) > slots
@@ -126,7 +128,8 @@ def batched_decode(
             f"start_pos={start_pos} and an attention mask {tuple(attention_mask.shape)} over {slots} slots of {batch} "
             "rows do not agree: each row must see exactly start_pos slots, or all of a sliding window's"
         )
-    cache, mask = DynamicCache(_left_padded(past_kv, mask)), mask.sort(dim=1).values
+    cache = DynamicCache(_left_padded(past_kv, mask))
+    mask = mask.sort(dim=1).values
     outputs: list[list[int]] = [[int(token)] for token in tokens[:, 0]]
     done = [row[0] in eos for row in outputs]
     for _ in range(max_new_tokens - 1):

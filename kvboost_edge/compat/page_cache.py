@@ -42,7 +42,8 @@ class KVCache:
     """
 
     def __init__(self, page_size: int = 512, max_pages: int = 10000, enable_prefix_sharing: bool = True) -> None:
-        page_size, max_pages = _size("page_size", page_size), _size("max_pages", max_pages)
+        page_size = _size("page_size", page_size)
+        max_pages = _size("max_pages", max_pages)
         if not isinstance(enable_prefix_sharing, bool):
             raise ConfigError(f"enable_prefix_sharing={enable_prefix_sharing!r} must be True or False")
         self._page_size = page_size

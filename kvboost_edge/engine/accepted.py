@@ -49,7 +49,8 @@ class AcceptedDrafts:
     """
 
     def __init__(self, runner: Runner, manager: KVCacheManager) -> None:
-        self._runner, self._manager = runner, manager
+        self._runner = runner
+        self._manager = manager
         self._waiting: dict[int, str] = {}  # by a sequence's number: why it ends then, if it does
         self._turn: _Turn | None = None
         self._error: Exception | None = None
@@ -71,13 +72,17 @@ class AcceptedDrafts:
         if states is None or not self._waiting:
             return False
         accepted, read, written = (np.zeros(len(works), np.int32) for _ in range(3))
-        sequences, saves = [], []
+        sequences = []
+        saves = []
         for i, work in enumerate(works):
             if work.sequence.index not in self._waiting:
                 continue
-            start, stop = work.certain_stop, work.sequence.num_computed_tokens
+            start = work.certain_stop
+            stop = work.sequence.num_computed_tokens
             plan = states.plan(work.sequence.blocks, start, stop)
-            accepted[i], read[i], written[i] = stop - start, plan.read, plan.write
+            accepted[i] = stop - start
+            read[i] = plan.read
+            written[i] = plan.write
             saves += [(i, rows, slot) for rows, slot in plan.saves]
             sequences.append(work.sequence)
         slots = PassStates(read, written, np.array(saves, np.int32).reshape(-1, 3))
@@ -97,8 +102,12 @@ class AcceptedDrafts:
         none to those that were done with them."""
         if self._turn is None:
             return []
-        sequences, waiting, error = self._turn.sequences, self._waiting, self._error
-        self._waiting, self._turn, self._error = {}, None, None
+        sequences = self._turn.sequences
+        waiting = self._waiting
+        error = self._error
+        self._waiting = {}
+        self._turn = None
+        self._error = None
         if error is not None:
             reasons = [(sequence, waiting[sequence.index]) for sequence in sequences]
             return [End(one, reason) if reason else End(one, error=error) for one, reason in reasons]

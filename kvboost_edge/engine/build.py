@@ -85,12 +85,14 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     checkpoint = Checkpoint.open(model_path, cache_dir=cache_dir, rope_range=config.rope_range)
     if checkpoint.onnx_refusal is None:  # an ONNX file is its own description; the runners say what they do not know
         check_model_compatibility(checkpoint.config, strict=config.strict)
-    pooling, summary = checkpoint.pooling, checkpoint.summary()
+    pooling = checkpoint.pooling
+    summary = checkpoint.summary()
     if attends_both_ways(checkpoint.config):
         _check_both_ways(checkpoint, config)
     dense = checkpoint.dense()
     selected = select_path(checkpoint, config)
-    device, beside = selected.backend.device, None
+    device = selected.backend.device
+    beside = None
     if not device.startswith("cuda"):
         fit = plan_fit(checkpoint, config, selected, summary, available_on(device))
         fit.check()
@@ -265,7 +267,8 @@ def _assemble(
 
 def _regions(runner: Runner, backend: Backend) -> Sequence[Region]:
     """Where weights, pool and states lie; empty unless it is known of all."""
-    weights, pool = runner.info.weight_region, backend.describe().pool_regions
+    weights = runner.info.weight_region
+    pool = backend.describe().pool_regions
     states = () if backend.states is None else (backend.states.region,)
     return (weights, *pool, *states) if weights.nbytes and pool else ()
 

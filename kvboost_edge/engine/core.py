@@ -185,10 +185,14 @@ class EngineCore:
 
     def after_fork(self) -> None:
         """In a forked child: there is no thread, and nobody holds the locks that were held. Every call says so."""
-        self.lock, self._gate, self._inbox = threading.RLock(), threading.Lock(), queue.SimpleQueue()
+        self.lock = threading.RLock()
+        self._gate = threading.Lock()
+        self._inbox = queue.SimpleQueue()
         if self._stopped:
             return
-        self._is_copy, self._stopped, self._failure = True, True, KVBoostError(_FORKED)
+        self._is_copy = True
+        self._stopped = True
+        self._failure = KVBoostError(_FORKED)
         for sequence in list(self._live.values()):
             sequence.handle.after_fork(self._failure)
 

@@ -31,7 +31,8 @@ class BlockWatch(Unwatched):
     each pass."""
 
     def __init__(self, manager: KVCacheManager, backend: Backend) -> None:
-        self._manager, self._backend = manager, backend
+        self._manager = manager
+        self._backend = backend
         self._checksums: dict[int, int] = {}
         self._snapshots: dict[tuple[int, int], int] = {}  # (block, slot) -> checksum of the state
 

@@ -53,7 +53,10 @@ class Documents:
     """Of one engine. Safe to use from any thread but the engine's."""
 
     def __init__(self, parts: EngineParts, config: EngineConfig, intake: Intake, core: EngineCore) -> None:
-        self._parts, self._config, self._intake, self._core = parts, config, intake, core
+        self._parts = parts
+        self._config = config
+        self._intake = intake
+        self._core = core
         self._calls = Calls(core)
         self._options = chunk_options(config)
 
@@ -95,7 +98,8 @@ class Documents:
             raise RequestError(f"documents must be a list of texts or of token ids, not {type(documents).__name__}")
         if not documents:
             raise RequestError("documents is an empty list; give at least one document")
-        tokenizer, vocab_size = self._parts.tokenizer, self._parts.runner.info.vocab_size
+        tokenizer = self._parts.tokenizer
+        vocab_size = self._parts.runner.info.vocab_size
         ids = [encode_document(f"document {i}", one, tokenizer, vocab_size) for i, one in enumerate(documents)]
         chunks = cut(ids, options, lambda token: tokenizer.codec.piece((token,)))
         texts = [self._text_of(chunk, ids, primer_tokens) for chunk in chunks]
@@ -103,7 +107,8 @@ class Documents:
 
     def _read_text(self, text: Prompt, position: int) -> Alone:
         """A text as it stands behind `position` other tokens."""
-        info, longest = self._parts.runner.info, self._parts.runner.info.max_context
+        info = self._parts.runner.info
+        longest = self._parts.runner.info.max_context
         if isinstance(text, str):
             ids = encode_document("the text", text, self._parts.tokenizer, info.vocab_size)
         else:
@@ -117,7 +122,8 @@ class Documents:
 
     def warm(self, alone: Alone, whose: Terms, handles: list[RequestHandle] | None = None) -> WarmResult:
         """Compute what is not there yet; what of it can be found then. `handles` gets those of what is computed."""
-        texts, root = alone.texts, self._intake.root(whose)
+        texts = alone.texts
+        root = self._intake.root(whose)
         self.compute(texts, whose, handles)
         held = [text for text in texts if self._context_of(text, root) is not None]
         total, stored = (sum(len(text.tokens) for text in some) for some in (texts, held))
@@ -163,7 +169,8 @@ class Documents:
         """A chunk behind header, primer and what of its document is computed before it. With a primer it begins with
         a block."""
         document = documents[chunk.document]
-        tokens, before = chunk.tokens(document), chunk.num_context_tokens
+        tokens = chunk.tokens(document)
+        before = chunk.num_context_tokens
         count = len(self.header) + primer_tokens
         if primer_tokens:
             count += -(count + before) % self._config.block_size
@@ -213,7 +220,8 @@ class Documents:
 
     def _request(self, text: LoneText, whose: Terms) -> Request:
         """The last block is filled up: only full ones are shared, and what stands behind a text does not change it."""
-        size, longest = self._config.block_size, self._parts.runner.info.max_context
+        size = self._config.block_size
+        longest = self._parts.runner.info.max_context
         count = len(text.context) + len(text.tokens)
         fill = -count % size if count + -count % size <= longest else 0
         ids = (*text.context, *text.tokens, *(self._primer * (fill // len(self._primer) + 1))[:fill])

@@ -75,7 +75,8 @@ class Memory:
 
     def __init__(self, most_automata_bytes: int = _MOST_AUTOMATA_BYTES) -> None:
         self._rings: OrderedDict[bytes, Ring] = OrderedDict()
-        self._most_automata_bytes, self._automata_bytes = most_automata_bytes, 0
+        self._most_automata_bytes = most_automata_bytes
+        self._automata_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +119,8 @@ class Drafter:
 
     def __init__(self, tenant: bytes, memory: Memory, max_tokens: int = 1 << 31) -> None:
         """tenant: the root of its prefixes. max_tokens: of the sequence, at its end."""
-        self._tenant, self._memory = tenant, memory
+        self._tenant = tenant
+        self._memory = memory
         self._most_room = 1 << (max_tokens - 1).bit_length()
         self._automaton: Automaton | None = None
         self._right = self._wrong = 0.0
@@ -139,14 +141,16 @@ class Drafter:
             return None
         else:
             start, known = self._source
-            length, end = _LEAST_MATCH, start + len(token_ids) - known
+            length = _LEAST_MATCH
+            end = start + len(token_ids) - known
         # Where what followed goes on into the draft itself, as in a run of one line repeated, so does the draft.
         following = list(token_ids[end : end + most])
         return self._draft(list(itertools.islice(itertools.cycle(following), most)), length)
 
     def _draft(self, token_ids: list[int], match: int) -> Draft:
         prior = match / (match + 4)
-        right, wrong = self._right + _PRIOR * prior, self._wrong + _PRIOR * (1 - prior)
+        right = self._right + _PRIOR * prior
+        wrong = self._wrong + _PRIOR * (1 - prior)
         return Draft(token_ids, right / (right + wrong))
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
@@ -189,13 +193,15 @@ def most_drafted(drafts: Sequence[Draft], num_rows: int) -> int:
     """Most tokens of each draft to compute in a pass that has `num_rows` rows without them, one of each of these
     sequences among them: whatever makes most tokens in the time, 0 where nothing makes more than none."""
     others = num_rows - len(drafts)
-    best, best_rate = 0, _LEAST_GAIN * num_rows / _cost(num_rows)
+    best = 0
+    best_rate = _LEAST_GAIN * num_rows / _cost(num_rows)
     for level in _LEVELS[1:]:
         counts = [min(level, len(draft.token_ids)) for draft in drafts]
         made = sum(_expected(draft.chance, count) for draft, count in zip(drafts, counts, strict=True))
         rate = (others + made) / _cost(num_rows + sum(counts))
         if rate > best_rate:
-            best, best_rate = level, rate
+            best = level
+            best_rate = rate
     return best
 
 
@@ -207,5 +213,6 @@ def _expected(chance: float, count: int) -> float:
 def _cost(num_rows: int) -> float:
     """What a pass of so many rows costs, in terms of one row; a straight line between the measured ones and beyond."""
     at = min(max(1, bisect.bisect_left(_COSTS, (num_rows, 0.0))), len(_COSTS) - 1)
-    (low, less), (high, more) = _COSTS[at - 1], _COSTS[at]
+    (low, less) = _COSTS[at - 1]
+    (high, more) = _COSTS[at]
     return less + (more - less) * (num_rows - low) / (high - low)

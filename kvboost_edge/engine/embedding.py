@@ -41,7 +41,9 @@ class Embedding:
     def __init__(self, parts: EngineParts, intake: Intake, calls: Calls) -> None:
         self.pooling = parts.pooling
         self.size = len(parts.dense[-1]) if parts.dense else parts.runner.info.hidden_size
-        self._parts, self._intake, self._calls = parts, intake, calls
+        self._parts = parts
+        self._intake = intake
+        self._calls = calls
         self._has_warned = False
         self._window = 2 * parts.max_num_seqs  # twice what runs at a time: somebody always waits for a free place
 

@@ -74,7 +74,8 @@ class CPUPagedEngine(Embeds, TellsResidency):
         return engine
 
     def _start(self, parts: EngineParts, config: EngineConfig) -> None:
-        self._config, self._parts = config, parts
+        self._config = config
+        self._parts = parts
         loads, tiering = make_tiering(parts.manager, parts.backend, parts.tiers)
         self._scheduler = Scheduler(
             parts.manager,
@@ -85,7 +86,8 @@ class CPUPagedEngine(Embeds, TellsResidency):
             closes_blocks=parts.backend.spec.is_quantized,
             whole=not parts.runner.info.stores_kv,
         )
-        info, speculation = parts.runner.info, self._scheduler.speculation
+        info = parts.runner.info
+        speculation = self._scheduler.speculation
         self._sequences = Sequences(parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids)
         self._core = EngineCore(parts.runner, parts.backend, self._scheduler, self._sequences, config.debug_checks)
         self._core.use_tiers(tiering)

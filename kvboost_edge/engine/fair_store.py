@@ -46,7 +46,8 @@ class FairStore(Generic[V]):
     """
 
     def __init__(self, max_root_bytes: int = _MAX_ROOT_BYTES, max_bytes: int = _MAX_BYTES) -> None:
-        self._max_root_bytes, self._max_bytes = max_root_bytes, max_bytes
+        self._max_root_bytes = max_root_bytes
+        self._max_bytes = max_bytes
         self._roots: dict[bytes, _Root[V]] = {}
         self._owners: OrderedDict[bytes, _Owner] = OrderedDict()
         self._num_bytes = 0

@@ -75,8 +75,10 @@ def plan_fit(
     info = planned_info(checkpoint, config, selected, summary)
     check_options(config, info)
     is_known = not selected.backend.device.startswith("cuda")
-    beside, refusal = memory_beside(available, info.weight_bytes) if is_known else available, ""
-    pool, states = 0, None
+    beside = memory_beside(available, info.weight_bytes) if is_known else available
+    refusal = ""
+    pool = 0
+    states = None
     try:
         if is_known:
             check_weights_fit(info.weight_bytes, available)

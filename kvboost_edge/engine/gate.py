@@ -59,8 +59,12 @@ class Gate:
     def __init__(
         self, parts: EngineParts, config: EngineConfig, intake: Intake, core: EngineCore, documents: Documents
     ) -> None:
-        self._parts, self._config, self._intake, self._core = parts, config, intake, core
-        self._documents, self._calls = documents, Calls(core)
+        self._parts = parts
+        self._config = config
+        self._intake = intake
+        self._core = core
+        self._documents = documents
+        self._calls = Calls(core)
         self._lock = threading.Lock()
         self._verdicts: dict[Repair, Verdict] = {}
         self._cache_dir = None if config.pack_cache else NO_CACHE
@@ -99,7 +103,8 @@ class Gate:
         return known
 
     def _find_out(self, repair: Repair) -> Verdict:
-        lead, material = self._lead(), self._material(repair)
+        lead = self._lead()
+        material = self._material(repair)
         stamp = outcome_stamp(self._parts.identity, repair, lead, material)
         verdict = read(stamp, self._cache_dir)
         if verdict is None:
@@ -111,14 +116,16 @@ class Gate:
         return verdict
 
     def _lead(self) -> tuple[int, ...]:
-        size, header = self._config.block_size, len(self._documents.header)
+        size = self._config.block_size
+        header = len(self._documents.header)
         primer = self._config.primer_tokens
         return self._documents.lead(header + primer + (-(header + primer) % size if primer else 0))
 
     def _material(self, repair: Repair) -> Material:
         """Prompts that fit the model, and the pool beside their documents; documents of which something is left behind
         a seam."""
-        tokenizer, size = self._parts.tokenizer, self._config.block_size
+        tokenizer = self._parts.tokenizer
+        size = self._config.block_size
         pool = self._parts.manager.usable_block_count * size - len(self._lead())
         most = min(self._parts.runner.info.max_context, pool // 2 - 16 * size)
         least = max(self._config.min_chunk_tokens, repair.num_seam_tokens + 3 * size)
@@ -146,7 +153,10 @@ class Gate:
     def _measure(self, repair: Repair, material: Material) -> Verdict:
         with self.privately() as whose:
             answers = [result.output_token_ids for result in self.generate(material.prompts(), whose.full, _GREEDY)]
-            order, reuse, shared, total = Comparison(), Comparison(), 0, 0
+            order = Comparison()
+            reuse = Comparison()
+            shared = 0
+            total = 0
             for prompt, other, answer in zip(
                 material.prompts(), material.prompts(reordered=True), answers, strict=True
             ):
@@ -154,7 +164,8 @@ class Gate:
                 order += compare(full, self.logits(other, answer, whose.full)[1])
                 result, rows = self._reused(prompt, answer, whose, repair, material)
                 reuse += compare(full, rows)
-                shared, total = shared + result.reused_span_tokens, total + len(prompt)
+                shared = shared + result.reused_span_tokens
+                total = total + len(prompt)
         return Verdict(reuse.mean_kl, order.mean_kl, reuse.agreement, reuse.num_tokens, shared / total)
 
     def _reused(
@@ -164,7 +175,8 @@ class Gate:
         for _ in range(_TRIES):
             self._compute(self._lead(), material, whose)
             result, rows = self.logits(prompt, answer, whose.reuse, repair)
-            found, wanted = result.reused_span_tokens + result.recomputed_tokens, sum(map(len, material.documents))
+            found = result.reused_span_tokens + result.recomputed_tokens
+            wanted = sum(map(len, material.documents))
             if result.reused_span_tokens and found >= _LEAST_FOUND * wanted:
                 return result, rows
         raise RequestError(

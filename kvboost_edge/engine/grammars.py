@@ -115,7 +115,10 @@ def _schema_text(value: object) -> str:
 
 def _check_size(schema: object) -> None:
     """RequestError for a schema that is nested deeper, or holds more, than a bound."""
-    layer, depth, num_objects, num_chars = [schema], 0, 0, 0
+    layer = [schema]
+    depth = 0
+    num_objects = 0
+    num_chars = 0
     while layer:
         depth += 1
         if depth > _MOST_DEPTH:

@@ -84,7 +84,8 @@ class RequestHandle:
     ) -> None:
         """look: how far the request of an index is now, None once it has ended."""
         self.index = index
-        self._look, self._progress = look, Progress(num_prompt_tokens)
+        self._look = look
+        self._progress = Progress(num_prompt_tokens)
         self._has_started = False
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self.cached_tokens = self.pinned_tokens = 0
@@ -99,7 +100,8 @@ class RequestHandle:
     def _make_lock(self) -> None:
         self._lock = threading.RLock()
         # Who waits for the result alone is not woken by each token, only to take a processor and fall asleep again.
-        self._changed, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
+        self._ended = threading.Condition(self._lock)
 
     def keep_alive(self, owner: object) -> None:
         """Hold the engine for as long as somebody may wait here: one that nobody holds is closed."""
@@ -115,12 +117,15 @@ class RequestHandle:
         costs the engine nothing."""
         found = None if self.done else self._look(self.index)
         with self._lock:
-            known, cached = self._progress, self.cached_tokens
+            known = self._progress
+            cached = self.cached_tokens
             if known.seconds_left != 0:
                 last = known if found is None else found
-                computed, left = max(known.computed, last.computed, cached), last.seconds_left
+                computed = max(known.computed, last.computed, cached)
+                left = last.seconds_left
                 if self._has_started or (self._result is not None and self._result.finish_reason in ("stop", "length")):
-                    computed, left = last.total, 0.0
+                    computed = last.total
+                    left = 0.0
                 if self._result is not None:
                     last = last._replace(elapsed=max(last.elapsed, self._result.prompt_ms / 1e3))
                 self._progress = last._replace(cached=cached, computed=computed, seconds_left=left)
@@ -242,7 +247,8 @@ class RequestHandle:
         return self._result
 
     def _listen(self, *, each_event: bool = True) -> asyncio.Event:
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
         with _alarms_lock:
             alarm = _alarms.setdefault(loop, _Alarm())
         with self._lock:
@@ -269,7 +275,8 @@ class RequestHandle:
         with self._lock:
             if self.done:
                 return
-            self._result, self._error = result, error
+            self._result = result
+            self._error = error
             self._changed.notify_all()
             self._ended.notify_all()
             listeners = self._listeners

@@ -171,7 +171,8 @@ class Intake:
 
         entry   when the caller's call began, None: now
         """
-        terms, sampling = Terms.taken_from(options), options.pop("sampling", None)
+        terms = Terms.taken_from(options)
+        sampling = options.pop("sampling", None)
         return self.make(prompt, terms, resolve_sampling(sampling, options), entry=entry)
 
     def read_all(
@@ -207,7 +208,8 @@ class Intake:
         if entry is None:
             entry = Entry(time.perf_counter())
         self._check_open()
-        info, tokenizer = self._parts.runner.info, self._parts.tokenizer
+        info = self._parts.runner.info
+        tokenizer = self._parts.tokenizer
         params.check_vocabulary(info.vocab_size)
         prefill_only = prefill_only or params.max_new_tokens == 0
         needs_logits = prefill_only or logits_start is not None
@@ -306,7 +308,8 @@ class Intake:
     def _most_drafted(self, terms: Terms) -> int:
         """Most tokens guessed ahead in a step; 0: none. Torch's results depend on the batch: there only who asks for it
         has drafts."""
-        chosen, states = terms.speculation or self._config.speculation, self._parts.manager.states
+        chosen = terms.speculation or self._config.speculation
+        states = self._parts.manager.states
         refusal = speculation_refusal(self._config, states)
         if refusal is not None:
             if chosen == "on":
@@ -354,7 +357,8 @@ class Intake:
     def token_ids(self, prompt: Prompt, terms: Terms) -> list[int]:
         """The ids a request with this prompt would have; draws no seed and no number."""
         self._check_open()
-        root, info = self.root(terms), self._parts.runner.info
+        root = self.root(terms)
+        info = self._parts.runner.info
         find = functools.partial(self._answers.find, root)
         return encode_prompt(prompt, self._parts.tokenizer, info.vocab_size, find)[1]
 

@@ -51,14 +51,19 @@ class MemoryLedger:
     ) -> None:
         """regions: where weights, pool and states lie in this process's memory as of now; empty: not known.
         copied: bytes of the runner's copies as of now."""
-        self.weight_bytes, self.pool_bytes, self.state_bytes = weight_bytes, pool_bytes, state_bytes
-        self._regions, self._copied = regions, copied
-        self._counted, self._counted_until = 0, -math.inf
+        self.weight_bytes = weight_bytes
+        self.pool_bytes = pool_bytes
+        self.state_bytes = state_bytes
+        self._regions = regions
+        self._copied = copied
+        self._counted = 0
+        self._counted_until = -math.inf
 
     def snapshot(self) -> dict[str, int]:
         """weight_bytes, pool_bytes, state_bytes, copied_bytes, other_bytes, process_rss_bytes, process_peak_bytes as of
         now."""
-        rss, copied = process_rss(), self._copied()
+        rss = process_rss()
+        copied = self._copied()
         return {
             "weight_bytes": self.weight_bytes,
             "pool_bytes": self.pool_bytes,
@@ -107,7 +112,8 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
     spec = info.kv_spec
     num_blocks = _wanted_blocks(config, spec, info.max_context, available)
     num_open = num_open_blocks(config, num_blocks, spec.block_size)
-    block_bytes, open_bytes = spec.bytes_per_block, num_open * spec.bytes_per_open_block
+    block_bytes = spec.bytes_per_block
+    open_bytes = num_open * spec.bytes_per_open_block
     if num_blocks < 1:
         beside = f" beside {open_bytes} bytes for blocks that are not full yet" if open_bytes else ""
         raise CapacityError(

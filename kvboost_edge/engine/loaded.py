@@ -26,7 +26,8 @@ class Loaded:
     def split(self, num_cached: int) -> dict[str, int]:
         """Cached tokens by the tier that had them. Of a block that was cached to its end the last token may have to be
         computed, and what arrived may have been dropped again before it was taken."""
-        rest, found = num_cached, {}
+        rest = num_cached
+        found = {}
         for tier, count in self._tokens.items():
             found[tier] = min(count, rest)
             rest -= found[tier]

@@ -108,9 +108,14 @@ class Load:
         states: frozenset[bytes],
         num_there: int,
     ) -> None:
-        self.ticket, self.sequence, self.table, self.token_ids = ticket, sequence, table, token_ids
-        self.is_prefix, self.states = is_prefix, states
-        self.num_found, self.num_there = len(table), num_there
+        self.ticket = ticket
+        self.sequence = sequence
+        self.table = table
+        self.token_ids = token_ids
+        self.is_prefix = is_prefix
+        self.states = states
+        self.num_found = len(table)
+        self.num_there = num_there
         self.waiting: set[int] = set()
         self.arrived: Counter[str] = Counter()
         self.is_done = False
@@ -127,7 +132,8 @@ class Load:
 
     def cut(self, num_tokens: int) -> None:
         """Of the tokens that arrived no more than so many are of use, the first ones."""
-        rest, kept = num_tokens, Counter[str]()
+        rest = num_tokens
+        kept = Counter[str]()
         for tier, count in self.arrived.items():
             kept[tier] = min(count, rest)
             rest -= kept[tier]
@@ -144,7 +150,8 @@ class Loads:
     """The loads of all sequences, by ticket."""
 
     def __init__(self, manager: KVCacheManager, shelf: Shelf) -> None:
-        self._manager, self._shelf = manager, shelf
+        self._manager = manager
+        self._shelf = shelf
         self._tickets = itertools.count()
         self._by_ticket: dict[int, Load] = {}
         self._by_sequence: dict[int, Load] = {}
@@ -207,7 +214,8 @@ class Loads:
     ) -> Load | None:
         if self._is_stuck or not self.has_shelf:
             return None
-        manager, size = self._manager, self._manager.block_size
+        manager = self._manager
+        size = self._manager.block_size
         first, num_there, after = manager.content.keys_after(ids, root, known)
         keys = list(itertools.islice(after, num_there))
         keys += itertools.takewhile(lambda key: self._shelf.may_hold(key.prefix_hash), after)
@@ -238,7 +246,8 @@ class Loads:
         # The deepest one alone comes. Where only the tier knows which that is, it may be any of them.
         deepest = frozenset([states[len(keys)].prefix_hash] if states else [])
         coming = deepest if all(map(self._shelf.holds, deepest)) else wanted
-        ticket, num_there = next(self._tickets), len(table) - first
+        ticket = next(self._tickets)
+        num_there = len(table) - first
         load = Load(ticket, sequence, table, token_ids, is_prefix=is_prefix, states=coming, num_there=num_there)
         self._by_ticket[ticket] = self._by_sequence[sequence.index] = load
         self._shelf.fetch(ticket, keys[num_there:], states, num_there)

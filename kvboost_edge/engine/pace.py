@@ -80,7 +80,8 @@ class Pace:
         sequence = self._live.get(index)
         if sequence is None:
             return None
-        total, began = sequence.request.num_prompt_tokens, sequence.admitted_at
+        total = sequence.request.num_prompt_tokens
+        began = sequence.admitted_at
         computed = min(sequence.num_computed_tokens, total)
         elapsed = 0.0 if began is None else time.perf_counter() - began
         return Progress(total, sequence.num_cached_tokens, computed, elapsed, self._seconds_left(sequence))
@@ -108,7 +109,9 @@ class Pace:
 
     def _prompt_seconds(self, sequence: Sequence) -> float:
         """Of what is pending of a prompt; 0 for a sequence that has only its next token to compute."""
-        pending, start, stop = sequence.num_pending, sequence.num_computed_tokens, sequence.num_tokens
+        pending = sequence.num_pending
+        start = sequence.num_computed_tokens
+        stop = sequence.num_tokens
         if pending < 2 or start >= stop:
             return 0.0
         return (self.seconds(start, stop) or 0.0) * min(1.0, pending / (stop - start))
@@ -118,7 +121,8 @@ class Pace:
         the cache has of it is looked up when it is let in."""
         if not self._known:
             return None
-        own, board = max(self._prompt_seconds(sequence), self._per_token(sequence.num_tokens)), self._now()
+        own = max(self._prompt_seconds(sequence), self._per_token(sequence.num_tokens))
+        board = self._now()
         if sequence.status is SequenceStatus.RUNNING:
             return own + sum(self._share(sequence, own, other) for other in board.prompts)
         at = bisect.bisect_left(board.ranks, sequence.rank)
@@ -181,6 +185,7 @@ def _steps_left(sequence: Sequence, mean: float) -> float:
     request = sequence.request
     if request.prefill_only or request.logits_start is not None:
         return 0.0
-    most, generated = request.max_tokens - sequence.num_tokens, sequence.num_tokens - request.num_prompt_tokens
+    most = request.max_tokens - sequence.num_tokens
+    generated = sequence.num_tokens - request.num_prompt_tokens
     left = min(most, max(mean - generated, mean / 2)) if mean else most
     return left if generated else max(0.0, left - 1)

@@ -60,7 +60,12 @@ def score_text(
     """
     _check(engine, token_ids, window, against)
     total = len(token_ids) - 1
-    nll, other_nll, kl_sum, kl_max, agreed, done = 0.0, 0.0, 0.0, 0.0, 0, 0
+    nll = 0.0
+    other_nll = 0.0
+    kl_sum = 0.0
+    kl_max = 0.0
+    agreed = 0
+    done = 0
     for ids, start in _pieces(token_ids, window):
         rows = engine.logits(ids[:-1], start)
         others = None if against is None else against.logits(ids[:-1], start)
@@ -72,7 +77,8 @@ def score_text(
                 other = log_softmax(others[i])
                 other_nll -= float(other[target])
                 kl = max(0.0, float(np.sum(np.exp(logs) * (logs - other))))
-                kl_sum, kl_max = kl_sum + kl, max(kl_max, kl)
+                kl_sum = kl_sum + kl
+                kl_max = max(kl_max, kl)
                 agreed += int(np.argmax(row) == np.argmax(others[i]))
             done += 1
         if progress is not None:
@@ -88,7 +94,8 @@ def _pieces(token_ids: Sequence[int], window: int) -> Iterator[tuple[list[int], 
 
     Within a window the pieces share their beginning, which the cache holds.
     """
-    first, scored = 0, 1
+    first = 0
+    scored = 1
     while scored < len(token_ids):
         stop = min(first + window, len(token_ids))
         while scored < stop:

@@ -31,7 +31,8 @@ def encode_prompt(
     find_answer   the ids that an assistant's message was generated with, see `encode_with_answers`
     """
     if isinstance(prompt, str):
-        text, ids = prompt, _encode_text("the prompt", prompt, tokenizer)
+        text = prompt
+        ids = _encode_text("the prompt", prompt, tokenizer)
     else:
         items = _as_list(prompt)
         if items and isinstance(items[0], Mapping):
@@ -42,7 +43,8 @@ def encode_prompt(
                 "string, a list of token ids or a list of chat messages"
             )
         else:
-            text, ids = "", _as_ids("the prompt", items)
+            text = ""
+            ids = _as_ids("the prompt", items)
     _check_ids("the prompt", ids, vocab_size)
     return text, ids
 

@@ -124,7 +124,8 @@ class Retention:
         Of its prompt all full blocks for as long as it asked for; of prompt and answer what its key's last call had,
         for an hour.
         """
-        request, manager = sequence.request, self._manager
+        request = sequence.request
+        manager = self._manager
         if request.cache_key is None and request.retention is None:
             return []
         block_ids = manager.pins.published(sequence.token_ids[: sequence.num_computed_tokens], request.root)

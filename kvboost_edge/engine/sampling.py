@@ -98,7 +98,8 @@ def _make_adjust(
 
         steps.append(repetition)
     if params.presence_penalty or params.frequency_penalty:
-        presence, frequency = np.float32(params.presence_penalty), np.float32(params.frequency_penalty)
+        presence = np.float32(params.presence_penalty)
+        frequency = np.float32(params.frequency_penalty)
 
         def occurrence(logits: Floats, token_ids: Sequence[int], num_prompt: int) -> None:
             seen, counts = np.unique(np.asarray(token_ids[num_prompt:], np.int64), return_counts=True)

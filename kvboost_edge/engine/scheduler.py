@@ -94,7 +94,8 @@ class Scheduler:
     def check_fits(self, request: Request) -> None:
         """Refuse a request that could not run even alone, or whose prompt cannot be pinned (CapacityError with the
         arithmetic)."""
-        manager, usable = self.manager, self.manager.usable_block_count
+        manager = self.manager
+        usable = self.manager.usable_block_count
         if request.pin:
             manager.pins.check_size(request.num_prompt_tokens, request.pin_share)
         needed = manager.blocks_for(request.max_slots)
@@ -106,8 +107,10 @@ class Scheduler:
             raise self._too_large(request)
 
     def _too_large(self, request: Request) -> CapacityError:
-        block_size, num_blocks = self.manager.block_size, self.manager.num_blocks
-        needed, held = self.manager.blocks_for(request.max_slots), num_blocks - self.manager.usable_block_count
+        block_size = self.manager.block_size
+        num_blocks = self.manager.num_blocks
+        needed = self.manager.blocks_for(request.max_slots)
+        held = num_blocks - self.manager.usable_block_count
         room = f"the pool has {num_blocks}"
         if held and request.pin_share == 1 and self.manager.pins.num_owned(request.tenant) == held:
             room = f"the pool has {num_blocks - held} of {num_blocks} that are not pinned"
@@ -331,14 +334,16 @@ class Scheduler:
         if not drafting:
             return
         num_rows = sum(wanted.values())
-        manager, room = self.manager, self.max_batch_tokens - num_rows
+        manager = self.manager
+        room = self.max_batch_tokens - num_rows
         if manager.states is not None:
             room = min(room, manager.states.num_draft_rows)
         self.speculation.draft(drafting, num_rows, room, manager.block_size)
         for sequence in drafting:
             if not sequence.drafted:
                 continue
-            table, stop = sequence.blocks, sequence.num_tokens + len(sequence.drafted)
+            table = sequence.blocks
+            stop = sequence.num_tokens + len(sequence.drafted)
             if manager.blocks_needed(table, stop) > self._spare_blocks_of(sequence):
                 del sequence.drafted[table.num_slots(manager.block_size) - sequence.num_tokens :]
             else:
@@ -368,5 +373,6 @@ class Scheduler:
         self.add(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        table, sequence.table = sequence.blocks, None
+        table = sequence.blocks
+        sequence.table = None
         self.manager.free(table)

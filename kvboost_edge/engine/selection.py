@@ -72,7 +72,8 @@ def planned_info(
     checkpoint: Checkpoint, config: EngineConfig, selected: Selection, summary: WeightSummary
 ) -> RunnerInfo:
     """What the runner will say of itself, as far as it concerns memory; nothing is loaded."""
-    device, runner = selected.backend.device, selected.runner
+    device = selected.backend.device
+    runner = selected.runner
     stores_kv = not attends_both_ways(checkpoint.config)
     spec = KVSpec((), config.block_size, "float32")
     if stores_kv:
@@ -107,7 +108,8 @@ def planned_kv_spec(checkpoint: Checkpoint, config: EngineConfig, runner: str, w
 
 def usable_context(fields: Mapping[str, Any]) -> int:
     """Longest sequence in tokens that the engine takes."""
-    length, pinned = context_length(fields), pinned_context(fields)
+    length = context_length(fields)
+    pinned = pinned_context(fields)
     return length if pinned is None else min(length, pinned.length)
 
 

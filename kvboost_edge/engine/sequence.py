@@ -79,9 +79,12 @@ class Sequence:
         structure: Structure | None = None,
     ) -> None:
         self.request = request
-        self.index, self.tenant = request.index, request.tenant
-        self.priority, self.rank = request.priority, request.rank
-        self.drafter, self.structure = drafter, structure
+        self.index = request.index
+        self.tenant = request.tenant
+        self.priority = request.priority
+        self.rank = request.rank
+        self.drafter = drafter
+        self.structure = structure
         self.drafted: list[int] = []
         self.num_drafted = self.num_accepted = 0
         self.handle = handle
@@ -158,7 +161,9 @@ class Sequence:
 
     def next_work(self, limit: int) -> list[ScheduledTokens[Sequence]]:
         """The next tokens to compute, `limit` at most (at least 1); an item for each stretch between spans."""
-        start, left, found = self.num_computed_tokens, min(limit, self.most_at_once), []
+        start = self.num_computed_tokens
+        left = min(limit, self.most_at_once)
+        found = []
         wanted = self.logits_from
         for first, end in (*reversed(self._spans), (len(self.token_ids), 0)):
             stop = min(first, start + left)
@@ -186,7 +191,8 @@ class Sequence:
         the work had that same token next: what was computed behind another one is ignored, and not counted as computed.
         largest: where the largest logit is in the first of the rows, as far as that is known.
         """
-        computed, reason = work.stop, None
+        computed = work.stop
+        reason = None
         first = computed - len(rows)
         self._keep(first, rows)
         self.read_prompt(first, rows)
@@ -201,7 +207,8 @@ class Sequence:
                     self.token_ids[position] == work.token_ids[position - work.start] and np.isfinite(rows[i].max())
                 ):
                     break
-                computed, reason = position + 1, self.accept(rows[i], largest[i] if i < len(largest) else None)
+                computed = position + 1
+                reason = self.accept(rows[i], largest[i] if i < len(largest) else None)
                 if reason is not None:
                     break
         self.drafted = []
@@ -295,7 +302,8 @@ class Sequence:
         request = self.request
         possible = logits
         if self.structure is not None:
-            possible, largest = self.structure.masked(logits), None
+            possible = self.structure.masked(logits)
+            largest = None
         token_id = self._sample(possible, self.token_ids, request.num_prompt_tokens, largest)
         logprobs = None
         if request.params.logprobs is not None:

@@ -18,7 +18,8 @@ class Sequences:
     def __init__(
         self, tokenizer: Tokenizer, speculation: Speculation, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> None:
-        self._tokenizer, self._speculation = tokenizer, speculation
+        self._tokenizer = tokenizer
+        self._speculation = speculation
         self._structures = Structures(tokenizer, vocab_size, eos_token_ids)
 
     def make(self, request: Request, handle: RequestHandle) -> Sequence:

@@ -46,7 +46,8 @@ class SpanSharing:
     def place(self, sequence: Sequence, table: BlockTable, spare: int) -> bool | None:
         """Whether a sequence shares spans now: all its blocks are taken then. False, and no change, where `spare` free
         blocks do not suffice; None where there is nothing to share."""
-        request, size = sequence.request, self._manager.block_size
+        request = sequence.request
+        size = self._manager.block_size
         if request.repair is None:
             return None
         found = self.harvest.find(sequence.cacheable_ids, len(table) * size, request.root, request.repair)
@@ -68,7 +69,9 @@ class Prober:
     """Looks at about `limit` tokens of a sequence at a time: whole blocks, in some layers of the model."""
 
     def __init__(self, runner: Runner, manager: KVCacheManager, limit: int) -> None:
-        self._runner, self._manager, self._limit = runner, manager, limit
+        self._runner = runner
+        self._manager = manager
+        self._limit = limit
 
     def look(self, sequences: Several[Sequence]) -> list[tuple[Sequence, Exception]]:
         """Compute the next piece of each, into blocks of its own; those that failed, and why."""

@@ -29,7 +29,8 @@ class Speculation:
 
     def room(self, sequence: Sequence, block_size: int) -> int:
         """Most drafts that a sequence with one token to compute may have."""
-        request, known = sequence.request, sequence.num_tokens
+        request = sequence.request
+        known = sequence.num_tokens
         most = min(request.max_draft_tokens, request.max_tokens - known - 1)
         if not self._closes_blocks:
             return most

@@ -25,7 +25,9 @@ __all__ = [
 ]
 
 _POOL_SHARE = 4  # without a given size states take a quarter of what keys and values do
-_SPARE, _PER_SEQUENCE = 4, 2  # and at least so many slots: a running sequence writes one, and may read another
+# and at least so many slots: a running sequence writes one, and may read another
+_SPARE = 4
+_PER_SEQUENCE = 2
 _WANTED_SEQUENCES = 4  # where their number is not given: not fewer, as long as there is memory
 _ANY = 1 << 60  # bytes: more than any machine has
 _SMALL = 2  # a state of at most so many blocks' bytes is kept behind every block
@@ -46,7 +48,8 @@ def plan_states(
     check_options(config, info)
     if not info.kv_spec.states:
         return None, most_sequences(config, num_blocks, info.kv_spec.block_size)
-    room, refusal = _Room(config, info.kv_spec, num_blocks, available), ""
+    room = _Room(config, info.kv_spec, num_blocks, available)
+    refusal = ""
     for num_draft_rows in _draft_rows(config):
         sizes, num_seqs = room.shared_out(num_draft_rows)
         refusal = room.refusal(sizes, num_seqs)
@@ -85,7 +88,9 @@ class _Room:
 
     def shared_out(self, num_draft_rows: int) -> tuple[StateSizes, int]:
         """Beside so many rows of drafts: slots, and sequences that run together. Nothing is refused."""
-        config, size, draft_bytes = self.config, self.spec.bytes_per_state, num_draft_rows * self.spec.bytes_per_draft
+        config = self.config
+        size = self.spec.bytes_per_state
+        draft_bytes = num_draft_rows * self.spec.bytes_per_draft
         most = most_sequences(config, self.num_blocks, self.spec.block_size)
         if config.max_state_bytes is not None:
             num_slots = max(0, config.max_state_bytes - draft_bytes) // size
@@ -101,9 +106,12 @@ class _Room:
 
     def refusal(self, sizes: StateSizes, num_seqs: int) -> str:
         """Why these slots do not suffice or do not fit, with the arithmetic; "" where they do."""
-        given, size = self.config.max_state_bytes, self.spec.bytes_per_state
-        num_slots, num_draft_rows = sizes.num_slots, sizes.num_draft_rows
-        draft_bytes, fewer = num_draft_rows * self.spec.bytes_per_draft, "max_draft_tokens" if num_draft_rows else ""
+        given = self.config.max_state_bytes
+        size = self.spec.bytes_per_state
+        num_slots = sizes.num_slots
+        num_draft_rows = sizes.num_draft_rows
+        draft_bytes = num_draft_rows * self.spec.bytes_per_draft
+        fewer = "max_draft_tokens" if num_draft_rows else ""
         if given is not None and num_slots < num_seqs + 1:
             drafts = f", and {num_draft_rows} drafts {_mib(draft_bytes)}" if num_draft_rows else ""
             return (
@@ -174,9 +182,11 @@ def speculation_refusal(config: EngineConfig, states: TableStates | None) -> str
     if states is None or states.num_draft_rows:
         return None
     if config.speculation == "off":
-        why, remedy = "the engine was started with speculation='off'", "start it with 'auto'"
+        why = "the engine was started with speculation='off'"
+        remedy = "start it with 'auto'"
     else:
-        why, remedy = "its states fill the memory for them", _more_room(config)
+        why = "its states fill the memory for them"
+        remedy = _more_room(config)
     return f"the model keeps states, and {why}, so without room for what drafts bring to them; {remedy}"
 
 

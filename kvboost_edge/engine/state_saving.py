@@ -23,7 +23,9 @@ class SavedStates:
     """Over a mover; does nothing where the model keeps no states."""
 
     def __init__(self, manager: KVCacheManager, backend: Backend, mover: Mover) -> None:
-        self._manager, self._backend, self._mover = manager, backend, mover
+        self._manager = manager
+        self._backend = backend
+        self._mover = mover
         self._unsaved: dict[int, None] = {}  # blocks whose snapshots were not copied out, the oldest first
         self._credit = 0  # bytes that steps left over: a state may take more than one step may copy
 
@@ -45,7 +47,8 @@ class SavedStates:
         while self._unsaved and self._credit >= size and self._mover.stores and self._mover.has_state_room:
             block_id = next(iter(self._unsaved))
             del self._unsaved[block_id]
-            slot, key = self._manager.states.slots.of_block(block_id), self._manager.content.key(block_id)
+            slot = self._manager.states.slots.of_block(block_id)
+            key = self._manager.content.key(block_id)
             if slot is None or key is None or not self._manager.content.leaves_pool(block_id):
                 continue  # it was dropped since
             if not self._mover.lacking([key.state.prefix_hash])[0]:

@@ -39,7 +39,9 @@ def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
     manager = parts.manager
     block_bytes = parts.backend.spec.bytes_per_block
     hot = manager.published_block_count
-    hits, moved, misses = manager.hit_tokens, manager.spans.num_tokens, _miss_tokens(manager)
+    hits = manager.hit_tokens
+    moved = manager.spans.num_tokens
+    misses = _miss_tokens(manager)
     looked_up = hits + moved + misses
     return {
         "hot_chunks": hot,
@@ -94,7 +96,8 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
     with the room for what drafts bring to them.
     tiers: of each tier outside the pool the fields of `TierStats`; staging_bytes are of blocks on their way between it
     and the pool, lost_blocks were evicted before any tier could take them."""
-    manager, backend = parts.manager, parts.backend.describe()
+    manager = parts.manager
+    backend = parts.backend.describe()
     used = manager.used_block_count
     hot = manager.published_block_count
     open_tails = sum(s.blocks.num_unchained_tokens(manager.block_size) for s in scheduler.running)

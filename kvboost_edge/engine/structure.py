@@ -63,7 +63,8 @@ class Structure:
 
     def __init__(self, matcher: LLMatcher, room: Floats) -> None:
         """room: [vocab_size], where `masked` writes; others of the engine write there too."""
-        self._matcher, self._room = matcher, room
+        self._matcher = matcher
+        self._room = room
         self._words = np.empty(-(-len(room) // WORD_BITS), np.int32)
         self._forced: list[int] = []
         self._asks = True
@@ -112,7 +113,8 @@ class Structures:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._known: LLTokenizer | None = None

@@ -94,8 +94,11 @@ class MoverShelf:
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
-        self.may_hold, self.cancel, self.touch = mover.may_hold, mover.cancel, mover.touch
-        self.holds, self.dropped_from = mover.holds, mover.dropped_from
+        self.may_hold = mover.may_hold
+        self.cancel = mover.cancel
+        self.touch = mover.touch
+        self.holds = mover.holds
+        self.dropped_from = mover.dropped_from
 
     def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey], num_there: int) -> None:
         """Bring consecutive blocks of a chain, and of these states the deepest that is there."""
@@ -160,7 +163,10 @@ class Tiering(Untiered):
     """Over a mover. `loads` are the scheduler's."""
 
     def __init__(self, manager: KVCacheManager, backend: Backend, loads: Loads, mover: Mover) -> None:
-        self._manager, self._backend, self._loads, self._mover = manager, backend, loads, mover
+        self._manager = manager
+        self._backend = backend
+        self._loads = loads
+        self._mover = mover
         # Published blocks that were not copied out, the oldest first; before them, and True, those to be saved first.
         self._unsaved: OrderedDict[int, bool] = OrderedDict()
         self._states = SavedStates(manager, backend, mover)

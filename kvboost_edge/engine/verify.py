@@ -104,10 +104,12 @@ def _verify_reuse(
     limit = gate.verdict(repair).bound
     with gate.privately() as whose:
         if prompts is None:
-            ids, owner = gate.prepare(repair, whose).prompts(), whose.reuse
+            ids = gate.prepare(repair, whose).prompts()
+            owner = whose.reuse
         else:
             info = engine.runner_info
-            ids, owner = [encode_prompt(one, engine.tokenizer, info.vocab_size)[1] for one in prompts], Terms()
+            ids = [encode_prompt(one, engine.tokenizer, info.vocab_size)[1] for one in prompts]
+            owner = Terms()
         if not ids:
             raise RequestError("prompts is an empty list; give at least one prompt, or None for the default ones")
         texts = [engine.tokenizer.decode(one, skip_special_tokens=False) for one in ids]
@@ -129,7 +131,8 @@ def _reuse_check(
     cold_logits: Floats,
     reused: tuple[GenerationResult, Floats],
 ) -> PromptCheck:
-    num_reused, warm_logits = reused[0].reused_span_tokens, reused[1]
+    num_reused = reused[0].reused_span_tokens
+    warm_logits = reused[1]
     similar = compare(cold_logits, warm_logits)
     each = [compare(one[None], other[None]).kl for one, other in zip(cold_logits, warm_logits, strict=True)]
     return PromptCheck(

@@ -62,7 +62,8 @@ def _quota(directory: Path, version: int) -> float | None:
         fields = _read_text(directory / "cpu.max").split()
         quota, period = (_to_int(fields[0]), _to_int(fields[1])) if len(fields) == 2 else (None, None)
     else:
-        quota, period = _read_int(directory / "cpu.cfs_quota_us"), _read_int(directory / "cpu.cfs_period_us")
+        quota = _read_int(directory / "cpu.cfs_quota_us")
+        period = _read_int(directory / "cpu.cfs_period_us")
     if quota is None or quota <= 0 or not period:
         return None
     return quota / period
@@ -95,7 +96,8 @@ def _memberships(root: Path) -> Iterator[tuple[frozenset[str], str]]:
 def _mounts(root: Path) -> Iterator[_Mount]:
     for line in _read_text(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
-        fields, kind = left.split(), right.split()
+        fields = left.split()
+        kind = right.split()
         if len(fields) < 5 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
             continue
         point = root / fields[4].lstrip("/")

@@ -64,7 +64,8 @@ def default_num_threads() -> int:
 
     A quota of 2.5 gives 2 threads: a third would be put to sleep half of the time, and the others wait for it.
     """
-    affinity, quota = _affinity(), cpu_quota()
+    affinity = _affinity()
+    quota = cpu_quota()
     return affinity if quota is None else max(1, min(affinity, math.floor(quota)))
 
 

@@ -36,7 +36,8 @@ def digest_in_parts(
     source = FileAt(file)
 
     def digest(start: int) -> bytes:
-        found, end = algorithm(), min(start + part_bytes, stop)
+        found = algorithm()
+        end = min(start + part_bytes, stop)
         # Reading into one buffer, not mapping: mapped pages would count as this process's memory.
         view = memoryview(bytearray(min(_READ_BYTES, end - start)))
         while start < end:

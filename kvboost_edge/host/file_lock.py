@@ -11,7 +11,8 @@ if sys.platform != "win32":
 
 __all__ = ["hold_open"]
 
-_LOOKS, _LOOK_S = 50, 0.01
+_LOOKS = 50
+_LOOK_S = 0.01
 
 
 def hold_open(file: IO[Any]) -> None:

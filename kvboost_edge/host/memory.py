@@ -110,8 +110,11 @@ def resident_bytes(regions: Iterable[Region]) -> int | None:
 
 
 def _resident(pages: int, region: Region) -> int:
-    first, last = region.address // mmap.PAGESIZE, -(-(region.address + region.nbytes) // mmap.PAGESIZE)
-    at, end, found = _ENTRY * first, _ENTRY * last, 0
+    first = region.address // mmap.PAGESIZE
+    last = -(-(region.address + region.nbytes) // mmap.PAGESIZE)
+    at = _ENTRY * first
+    end = _ENTRY * last
+    found = 0
     while at < end:
         entries = os.pread(pages, min(end - at, _ENTRIES_BYTES), at)
         if not entries:
@@ -163,7 +166,8 @@ def give_back() -> None:
 
 def _unwritten_code(name: str) -> list[Region]:
     """Mappings of a library that nothing can write and of which no page differs from the file."""
-    found, region = [], None
+    found = []
+    region = None
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
         key, _, rest = line.partition(" ")
         if "-" in key and not key.endswith(":"):

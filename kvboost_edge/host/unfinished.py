@@ -61,7 +61,8 @@ def finish_file(file: IO[bytes], path: Path) -> None:
 def synced_meanwhile(file: IO[bytes]) -> Iterator[None]:
     """What is written inside is given to the disk as it comes, so that little is left for the end (150 ms of waiting
     for 342 MB otherwise). Raises OSError at the end where the disk refused any of it: the system tells it only once."""
-    done, refused = threading.Event(), list[OSError]()
+    done = threading.Event()
+    refused = list[OSError]()
 
     def sync() -> None:
         try:

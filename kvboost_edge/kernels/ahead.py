@@ -86,7 +86,8 @@ class _Child:
 
     def compile(self, entry: Entry) -> None:
         """Return when the entry is on disk. BackendUnavailable if the process ended before."""
-        into, out = self._process.stdin, self._process.stdout
+        into = self._process.stdin
+        out = self._process.stdout
         assert into is not None
         assert out is not None
         with contextlib.suppress(OSError):  # it has ended, which its answer tells

@@ -15,7 +15,8 @@ Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 WORD_BITS = 32
-_ALL, _NONE = -1, 0
+_ALL = -1
+_NONE = 0
 _NEVER = np.float32(-np.inf)
 
 
@@ -27,7 +28,8 @@ def mask_logits(words: Ints, logits: Floats, out: Floats) -> None:
     """
     whole = len(logits) // WORD_BITS
     for word in range(whole):
-        bits, first = words[word], word * WORD_BITS
+        bits = words[word]
+        first = word * WORD_BITS
         if bits == _ALL:
             for i in range(WORD_BITS):
                 out[first + i] = logits[first + i]

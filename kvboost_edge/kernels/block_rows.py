@@ -91,10 +91,12 @@ def _looked_up(codes: Bytes, scale: float, table: Floats, out: Floats) -> None:
 @kernel
 def _four_of_table(block: Bytes, halves: Floats, out: Floats) -> None:
     """IQ4_XS: 8 groups with 6-bit factors of a scale, two bits of each in a number before the four others."""
-    scale, above = _half(block, 0, halves), np.int64(block[2]) | np.int64(block[3]) << 8
+    scale = _half(block, 0, halves)
+    above = np.int64(block[2]) | np.int64(block[3]) << 8
     for group in range(8):
         factor = block[4 + group // 2] >> np.uint8(4 * (group % 2)) & 15 | (above >> 2 * group & 3) << 4
-        own, at = scale * (np.float32(factor) - np.float32(32.0)), 8 + 16 * group
+        own = scale * (np.float32(factor) - np.float32(32.0))
+        at = 8 + 16 * group
         _looked_up(block[at : at + 16], own, _NL, out[32 * group : 32 * group + 32])
 
 
@@ -107,7 +109,8 @@ def _three(block: Bytes, halves: Floats, out: Floats) -> None:
         high = block[104 + part % 4] >> np.uint8(2 * (part // 4)) & 3
         own = scale * (np.float32(low | high << 4) - np.float32(32.0))
         for i in range(16):
-            place, group = 16 * (part % 2) + i, part // 2
+            place = 16 * (part % 2) + i
+            group = part // 2
             code = block[32 + 32 * (group // 4) + place] >> np.uint8(2 * (group % 4)) & 3
             third = block[place] >> np.uint8(group) & 1
             out[16 * part + i] = own * (np.float32(code | third << 2) - np.float32(4.0))
@@ -116,7 +119,8 @@ def _three(block: Bytes, halves: Floats, out: Floats) -> None:
 @kernel
 def _groups(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
     """Blocks of 32: scale, perhaps a minimum, perhaps 4 bytes of fifth bits, 16 of nibbles, the low ones first."""
-    has_minimum, has_fifths = kind in (_Q4_1, _Q5_1), kind in (_Q5_0, _Q5_1)
+    has_minimum = kind in (_Q4_1, _Q5_1)
+    has_fifths = kind in (_Q5_0, _Q5_1)
     nibbles = 2 + 2 * has_minimum + 4 * has_fifths
     zero = np.float32(0.0)
     if not has_minimum:
@@ -143,15 +147,18 @@ def _groups(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
 @kernel
 def _scaled_twice(block: Bytes, halves: Floats, out: Floats) -> None:
     """Q4_K and, with 32 bytes of fifth bits, Q5_K: 8 groups with 6-bit factors of a scale and of a minimum."""
-    scale, minimum = _half(block, 0, halves), _half(block, 2, halves)
+    scale = _half(block, 0, halves)
+    minimum = _half(block, 2, halves)
     has_fifths = len(block) == 176
     for group in range(8):
         if group < 4:
-            factor, lower = block[4 + group] & 63, block[8 + group] & 63
+            factor = block[4 + group] & 63
+            lower = block[8 + group] & 63
         else:
             factor = (block[8 + group] & 15) | (block[group] >> 2 & 48)
             lower = (block[8 + group] >> 4) | (block[4 + group] >> 2 & 48)
-        own, least = scale * np.float32(factor), minimum * np.float32(lower)
+        own = scale * np.float32(factor)
+        least = minimum * np.float32(lower)
         start = (48 if has_fifths else 16) + 32 * (group // 2)
         shift = np.uint8(4 * (group % 2))
         for i in range(32):
@@ -168,7 +175,8 @@ def _six(block: Bytes, halves: Floats, out: Floats) -> None:
     for group in range(8):
         low = block[64 * (group >> 2) + 32 * (group & 1) :]
         high = block[128 + 32 * (group >> 2) :]
-        shift, turn = np.uint8(4 * (group >> 1 & 1)), np.uint8(2 * (group & 3))
+        shift = np.uint8(4 * (group >> 1 & 1))
+        turn = np.uint8(2 * (group & 3))
         for half in range(2):
             own = scale * np.float32(np.int8(block[192 + 2 * group + half]))
             for i in range(16 * half, 16 * half + 16):

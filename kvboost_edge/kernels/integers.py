@@ -32,10 +32,12 @@ __all__ = [
     "int_constant",
 ]
 
-I16, I32 = ir.IntType(16), ir.IntType(32)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
 V16I = ir.VectorType(I32, LANES)
 _V4I = ir.VectorType(I32, 4)
-_V8S, _V32S = ir.VectorType(I16, 8), ir.VectorType(I16, 32)
+_V8S = ir.VectorType(I16, 8)
+_V32S = ir.VectorType(I16, 32)
 _POINTER = ir.PointerType()
 
 Value = Any
@@ -184,7 +186,8 @@ def emit_each(b: Builder, count: int, name: str, result: ir.Type, arguments: Seq
 
 def emit_byte_halves(b: Builder, x: Value, *, signed: bool) -> tuple[Value, Value]:
     """Bytes 0 and 2 of each lane of <16 x i32>, then bytes 1 and 3, as <32 x i16>."""
-    eight, pairs = ir.Constant(_V32S, [8] * 32), b.bitcast(x, _V32S)
+    eight = ir.Constant(_V32S, [8] * 32)
+    pairs = b.bitcast(x, _V32S)
     if signed:
         return b.ashr(b.shl(pairs, eight), eight), b.ashr(pairs, eight)
     return b.and_(pairs, ir.Constant(_V32S, [255] * 32)), b.lshr(pairs, eight)

@@ -135,10 +135,12 @@ def addresses_of(typing: Any, kind: Any, values: Any) -> Any:
 
 
 def _convert(context: Any, b: Builder, kind: Any, source: Any, value: Value) -> Value:
-    names, items = source.instance_class._fields, []
+    names = source.instance_class._fields
+    items = []
     for name, field in _fields(kind).items():
         index = names.index(name)
-        item, item_type = b.extract_value(value, index), source.types[index]
+        item = b.extract_value(value, index)
+        item_type = source.types[index]
         if hasattr(field, "_fields"):
             items.append(_convert(context, b, field, item_type, item))
         elif isinstance(item_type, types.Array):

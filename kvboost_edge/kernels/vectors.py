@@ -54,10 +54,14 @@ __all__ = [
 ]
 
 LANES = 16
-KIND_F32, KIND_F16, KIND_BF16 = 0, 1, 2
+KIND_F32 = 0
+KIND_F16 = 1
+KIND_BF16 = 2
 
 F32 = ir.FloatType()
-I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
 V16 = ir.VectorType(F32, LANES)
 _VI16 = ir.VectorType(I16, LANES)
 _VI32 = ir.VectorType(I32, LANES)
@@ -127,7 +131,8 @@ def emit_reduce_rows(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
 
     The order is 8 + 8, 4 + 4, 2 + 2, 1 + 1 for each row, whatever its place among the four.
     """
-    low, high = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
+    low = [*range(8), *range(16, 24)]
+    high = [*range(8, 16), *range(24, 32)]
     pairs = [combine(emit_shuffle(b, x, y, low), emit_shuffle(b, x, y, high)) for x, y in (rows[:2], rows[2:])]
     low = [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27]
     quads = combine(
@@ -141,7 +146,8 @@ def emit_reduce_rows(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
 # Cephes expf: 2^n * p(r) with |r| <= ln2 / 2; the relative error stays under 2e-7 and exp(0) is exactly 1.
 _EXP_COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 _LOG2_E = 1.44269504088896341
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_LN2_HIGH = 0.693359375
+_LN2_LOW = -2.12194440e-4
 _EXP_LOWEST = -87.0  # below this the result is 0, as exp(-inf) is
 _ROUNDER = 12582912.0  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
 
@@ -303,7 +309,8 @@ def relax(typing: Any) -> Any:
             kind = ir.FunctionType(ir.VoidType(), [])
             b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
         elif b.module.triple.startswith(("aarch64", "arm64")):
-            kind, give_way = ir.FunctionType(ir.VoidType(), [I32]), ir.Constant(I32, 1)
+            kind = ir.FunctionType(ir.VoidType(), [I32])
+            give_way = ir.Constant(I32, 1)
             b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.hint"), [give_way])
         return context.get_dummy_value()
 

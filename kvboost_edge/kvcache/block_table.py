@@ -205,7 +205,8 @@ class BlockTable:
 
     def slots(self, start: int, stop: int, block_size: int) -> list[int]:
         """Slots of positions start .. stop - 1, all of which its blocks have room for."""
-        size, ids = block_size, self.block_ids
+        size = block_size
+        ids = self.block_ids
         if len(self.parts) == 1:
             return [ids[position // size] * size + position % size for position in range(start, stop)]
         found: list[int] = []

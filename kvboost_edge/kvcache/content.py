@@ -65,7 +65,8 @@ class Content:
     __slots__ = ("_evicted", "_index", "_kept_inside", "_lookup", "_published", "_tracks")
 
     def __init__(self, index: PrefixIndex, lookup: Lookup) -> None:
-        self._index, self._lookup = index, lookup
+        self._index = index
+        self._lookup = lookup
         self._tracks = False
         self._kept_inside: set[bytes] = set()
         self._published: dict[int, None] = {}
@@ -106,12 +107,14 @@ class Content:
 
     def drain_published(self) -> list[int]:
         """Ids of blocks published since the last call, in order; some may have been evicted or withdrawn again."""
-        published, self._published = self._published, {}
+        published = self._published
+        self._published = {}
         return list(published)
 
     def drain_evicted(self) -> dict[int, ContentKey]:
         """Blocks handed out again since the last call, and what they held: it is there until the next pass or copy."""
-        evicted, self._evicted = self._evicted, {}
+        evicted = self._evicted
+        self._evicted = {}
         return {block_id: ContentKey.of(entry) for block_id, entry in evicted.items()}
 
     def key(self, block_id: int) -> ContentKey | None:
@@ -135,7 +138,8 @@ class Content:
         return KeysAfter(len(match.block_ids), match.beyond, self._keys(data, match))
 
     def _keys(self, data: bytes, match: PrefixMatch) -> Iterator[ContentKey]:
-        size, parent = self._lookup.block_bytes, match.prefix_hash
+        size = self._lookup.block_bytes
+        parent = match.prefix_hash
         for index, prefix_hash in enumerate(self._lookup.awaitable(data, match), len(match.block_ids)):
             yield ContentKey(prefix_hash, parent, data[index * size : (index + 1) * size])
             parent = prefix_hash

@@ -37,7 +37,9 @@ class EventLog:
     __slots__ = ("_by_block", "_changed", "_index", "_is_whole", "_max_changes", "_slots", "_states")
 
     def __init__(self, index: PrefixIndex, num_blocks: int, slots: StateSlots | None = None) -> None:
-        self._index, self._max_changes, self._slots = index, num_blocks, slots
+        self._index = index
+        self._max_changes = num_blocks
+        self._slots = slots
         self._by_block: dict[int, bytes] | None = None  # None: nobody has asked
         self._states: Counter[bytes] = Counter()  # of those there are; blocks of one hash may have one each
         self._changed: dict[bytes, None] = {}
@@ -51,7 +53,8 @@ class EventLog:
             self._index.watch(self)
             if self._slots is not None:
                 self._slots.watch(self)
-        changed, self._changed = self._changed, {}
+        changed = self._changed
+        self._changed = {}
         if whole or self._is_whole:
             self._is_whole = False
             return CacheEvents(True, (*self._index.hashes(), *self._states), ())

@@ -66,7 +66,8 @@ class LoneRoot(bytes):
     def of(cls, user: bytes, num_hidden: int) -> LoneRoot:
         """The root of such chains; equal ones have equal bytes."""
         root = cls(narrowed_root(user, "lone", str(num_hidden)))
-        root.user, root.num_hidden = user, num_hidden
+        root.user = user
+        root.num_hidden = num_hidden
         return root
 
     def shared_with(self, index: int) -> bytes:
@@ -118,7 +119,8 @@ def chain_hash(parent: bytes, tokens_le_u32: bytes) -> bytes:
 
 def prefix_hashes(token_ids: Sequence[int], root: bytes, block_size: int) -> tuple[bytes, ...]:
     """The prefix hashes (32 bytes each) of the full blocks of a prompt, in order; RequestError for wrong ids."""
-    data, size = encode_tokens(token_ids), block_size * TOKEN_BYTES
+    data = encode_tokens(token_ids)
+    size = block_size * TOKEN_BYTES
     found: list[bytes] = []
     parent = root
     for start in range(0, len(data) - size + 1, size):

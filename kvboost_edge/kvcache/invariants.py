@@ -56,7 +56,8 @@ def check_chains(tables: Sequence[BlockTable], index: PrefixIndex, hash_fn: Hash
     entries = index.entries()
     by_serial = {entry.serial: entry for entry in entries.values()}
     for block_id, entry in entries.items():
-        root, tokens = entry.tokens[:-num_bytes], entry.tokens[-num_bytes:]
+        root = entry.tokens[:-num_bytes]
+        tokens = entry.tokens[-num_bytes:]
         if len(tokens) != num_bytes or (root and entry.parent_serial != ROOT_SERIAL):
             raise CacheCorruption(f"block {block_id} is published with {len(entry.tokens)} bytes of tokens")
         parent = by_serial.get(entry.parent_serial)

@@ -171,7 +171,8 @@ class KVCacheManager(BlockCounts):
 
     def _taken(self, table: BlockTable, first: int, stop: int) -> int:
         """Free blocks it takes to own those of a table with indices [first, stop)."""
-        ids, ref_count = table.block_ids, self._pool.ref_count
+        ids = table.block_ids
+        ref_count = self._pool.ref_count
         return max(0, stop - len(ids)) + sum([ref_count(block_id) > 1 for block_id in ids[first:stop]])
 
     def _written(self, table: BlockTable, num_tokens: int) -> tuple[int, int]:
@@ -320,10 +321,15 @@ class KVCacheManager(BlockCounts):
         child = BlockTable(self._next_table, table.root, table.owner, shares=table._shares)
         for block_id in table.block_ids:
             self._pool.touch(block_id)
-        child.block_ids, child.parts, child.spans = table.block_ids.copy(), table.parts.copy(), table.spans
-        child.num_cached_tokens, child.num_computed_tokens = table.num_cached_tokens, table.num_computed_tokens
-        child._num_chained, child._publishes = table._num_chained, table._publishes
-        child._chain_hash, child._chain_serial = table._chain_hash, table._chain_serial
+        child.block_ids = table.block_ids.copy()
+        child.parts = table.parts.copy()
+        child.spans = table.spans
+        child.num_cached_tokens = table.num_cached_tokens
+        child.num_computed_tokens = table.num_computed_tokens
+        child._num_chained = table._num_chained
+        child._publishes = table._publishes
+        child._chain_hash = table._chain_hash
+        child._chain_serial = table._chain_serial
         child._twins = table._twins.copy()
         if self.states is not None:
             self.states.fork(table, child)
@@ -351,7 +357,9 @@ class KVCacheManager(BlockCounts):
                 self._released[block_id] = None
         self.spans.give_back(table)
         del self._live[table._serial]
-        table.block_ids, table.parts, table.spans = [], [WHOLE], ()
+        table.block_ids = []
+        table.parts = [WHOLE]
+        table.spans = ()
         self._progress += 1
 
     def reset(self, among: Iterable[int] | None = None) -> int:

@@ -105,9 +105,12 @@ class PrefixIndex:
         `next_hash` is None where `data` has no full block beyond the match. `known`: hashes of its first blocks, taken
         as they are in place of hashing (`hashing.known_hash`); a wrong one ends the match, as tokens and parent decide.
         """
-        entries, find = self._entries, self.find
+        entries = self._entries
+        find = self.find
         block_ids: list[int] = []
-        prefix_hash, serial, head = root, ROOT_SERIAL, root
+        prefix_hash = root
+        serial = ROOT_SERIAL
+        head = root
         for index in range(len(data) // block_bytes):
             tokens = data[index * block_bytes : (index + 1) * block_bytes]
             next_hash = known_hash(known, index) or hash_fn(prefix_hash, tokens)
@@ -116,7 +119,9 @@ class PrefixIndex:
             if block_id is None or entry is None:
                 return PrefixMatch(block_ids, prefix_hash, serial, next_hash)
             block_ids.append(block_id)
-            prefix_hash, serial, head = next_hash, entry.serial, b""
+            prefix_hash = next_hash
+            serial = entry.serial
+            head = b""
         return PrefixMatch(block_ids, prefix_hash, serial, None)
 
     def publish(self, block_id: int, prefix_hash: bytes, tokens: bytes, parent_serial: int, *place: Any) -> int:

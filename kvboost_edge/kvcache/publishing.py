@@ -65,15 +65,20 @@ class Opener:
     __slots__ = ("_block_size", "_claims", "_lookup", "_pool", "_uses")
 
     def __init__(self, lookup: Lookup, pool: BlockPool, uses: Uses, claims: Claims, block_size: int) -> None:
-        self._lookup, self._pool, self._uses, self._claims = lookup, pool, uses, claims
+        self._lookup = lookup
+        self._pool = pool
+        self._uses = uses
+        self._claims = claims
         self._block_size = block_size
 
     def share(self, table: BlockTable, data: bytes, known: bytes, *, count: bool, again: bool) -> PrefixMatch:
         """The longest prefix that can be gone on from; at least one token is left to compute. `count`: the lookup
         counts; `again`: the table's blocks are used again in any case."""
-        match, num_tokens = self._lookup.match(data, table.root, known), len(data) // TOKEN_BYTES
+        match = self._lookup.match(data, table.root, known)
+        num_tokens = len(data) // TOKEN_BYTES
         rest = self._take(table, data, match, known, self._lookup.servable(match, num_tokens))
-        table.miss_reason, table.missed_hash = self._lookup.miss_reason(match, num_tokens), match.next_hash
+        table.miss_reason = self._lookup.miss_reason(match, num_tokens)
+        table.missed_hash = match.next_hash
         if count:
             table._uncounted_misses = num_tokens - table.num_cached_tokens
             table._goes_on = self._uses.matched(match.block_ids) or again
@@ -93,7 +98,8 @@ class Opener:
             self._pool.touch(block_id)
         table.block_ids = match.block_ids
         table._num_chained = len(match.block_ids)
-        table._chain_hash, table._chain_serial = match.prefix_hash, match.serial
+        table._chain_hash = match.prefix_hash
+        table._chain_serial = match.serial
         table.num_cached_tokens = table.num_computed_tokens = num_tokens
         table.num_matched_tokens = num_tokens + match.beyond * self._block_size
         rest = list(self._lookup.rest(data, match, known))
@@ -110,8 +116,12 @@ class Publisher:
     def __init__(
         self, index: PrefixIndex, claims: Claims, content: Content, twins: Twins, hash_fn: HashFn, block_size: int
     ) -> None:
-        self._index, self._claims, self._content, self._twins = index, claims, content, twins
-        self._hash_fn, self._block_size = hash_fn, block_size
+        self._index = index
+        self._claims = claims
+        self._content = content
+        self._twins = twins
+        self._hash_fn = hash_fn
+        self._block_size = block_size
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_full: int) -> int:
         """Publish what the first `num_full` blocks of the table make new; how many blocks that is, and how many it gave
@@ -142,7 +152,9 @@ class Publisher:
             self._content.note_published(table.block_ids[index])
         else:
             serial = self._note(table, index, known)
-        table._num_chained, table._chain_hash, table._chain_serial = index + 1, prefix_hash, serial
+        table._num_chained = index + 1
+        table._chain_hash = prefix_hash
+        table._chain_serial = serial
         self._claims.drop(table, index)
         return known is None
 

@@ -31,8 +31,12 @@ class Spans:
         released: dict[int, None],
         block_size: int,
     ) -> None:
-        self._pool, self._index, self._claims, self._size = pool, index, claims, block_size
-        self._take, self._released = take, released
+        self._pool = pool
+        self._index = index
+        self._claims = claims
+        self._size = block_size
+        self._take = take
+        self._released = released
         self.num_tokens = self.num_cut_tokens = 0
 
     def watch(self, watcher: Watcher) -> None:
@@ -76,8 +80,11 @@ class Spans:
             self.num_tokens -= taken_out
             self.num_cut_tokens += taken_out
         before, after = (Counter(b for span in several for b in span.block_ids) for several in (table.spans, spans))
-        own, end = own_blocks(table, self._size), table.num_slots(self._size)
-        table.block_ids, table.parts, table.spans = [], [WHOLE], ()
+        own = own_blocks(table, self._size)
+        end = table.num_slots(self._size)
+        table.block_ids = []
+        table.parts = [WHOLE]
+        table.spans = ()
         self._lay_out(table, spans, end, lambda position: own[position] if position in own else table.reserve.pop())
         for block_id in (after - before).elements():
             self._pool.touch(block_id)
@@ -94,14 +101,16 @@ class Spans:
 
     def _num_own(self, table: BlockTable, spans: Sequence[Span], num_tokens: int) -> int:
         """Blocks of its own that the table needs: for what is before each span, and for what follows the last one."""
-        count, position = 0, len(table) * self._size
+        count = 0
+        position = len(table) * self._size
         for span in spans:
             blocks, rest = divmod(span.start - position, self._size)
             room = span.first_position + len(span.block_ids) * self._size
             inside = span.first_position <= span.start < span.stop <= room and span.stop < num_tokens
             if blocks < 0 or rest or not inside or not span.start:
                 raise CacheCorruption(f"{span} does not fit behind position {position} of {num_tokens} tokens")
-            count, position = count + blocks, span.stop
+            count = count + blocks
+            position = span.stop
         return count + -(-(num_tokens - position) // self._size)
 
     def _lay_out(self, table: BlockTable, spans: Sequence[Span], end: int, block_at: Callable[[int], int]) -> None:

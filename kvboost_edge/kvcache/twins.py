@@ -32,7 +32,10 @@ class Twins:
     __slots__ = ("_are_apart", "_content", "_index", "_pool", "_released")
 
     def __init__(self, index: PrefixIndex, pool: BlockPool, content: Content, released: dict[int, None]) -> None:
-        self._index, self._pool, self._content, self._released = index, pool, content, released
+        self._index = index
+        self._pool = pool
+        self._content = content
+        self._released = released
         self._are_apart = False
 
     def keep_apart(self) -> None:
@@ -63,7 +66,8 @@ class Twins:
         return len(indices)
 
     def _replace(self, table: BlockTable, index: int, block_id: int) -> None:
-        entry, own = self._index.entry(block_id), table.block_ids[index]
+        entry = self._index.entry(block_id)
+        own = table.block_ids[index]
         assert entry is not None  # it is published
         self._pool.touch(block_id)
         table.block_ids[index] = block_id

@@ -69,7 +69,8 @@ def chunk_options(config: EngineConfig, given: Mapping[str, Any] | None = None) 
     """How documents are cut: by the engine's options, and those `given` in a call. ConfigError where they contradict
     one another."""
     values = {name: getattr(config, name) for name in CHUNK_OPTIONS} | dict(given or {})
-    strategy, size = values.pop("chunk_strategy"), values.pop("chunk_size")
+    strategy = values.pop("chunk_strategy")
+    size = values.pop("chunk_size")
     if strategy is None:
         cuts = size is not None or any(values[name] for name in ("overlap_k", "sink_tokens"))
         strategy = ChunkStrategy.FIXED if cuts else ChunkStrategy.DOCUMENT
@@ -140,7 +141,8 @@ _END = re.compile(r"""(?:[.!?…]|([。！？]))["'”’»)\]」』）*_]*$""")
 def _semantic_stops(document: Sequence[int], options: ChunkOptions, piece_of: PieceOf) -> list[int]:
     """Ends of the chunks: the nearest end of a paragraph in the window, else of a sentence, else the middle."""
     stops: list[int] = []
-    target, window = options.chunk_size, options.chunk_boundary_window
+    target = options.chunk_size
+    window = options.chunk_boundary_window
     while target < len(document):
         places = range(target - window, min(target + window, len(document) - 1) + 1)
         kinds = _ends(document, places, piece_of)
@@ -160,9 +162,12 @@ def _ends(document: Sequence[int], places: range, piece_of: PieceOf) -> dict[int
 
 def _end_at(text: str, offset: int) -> int:
     """What ends at text[:offset]. The line ends behind a paragraph belong to it, spaces may lie on either side."""
-    left, right = text[:offset], text[offset:]
-    body, begin = left.rstrip(), right.lstrip()
-    space_left, space_right = left[len(body) :], right[: len(right) - len(begin)]
+    left = text[:offset]
+    right = text[offset:]
+    body = left.rstrip()
+    begin = right.lstrip()
+    space_left = left[len(body) :]
+    space_right = right[: len(right) - len(begin)]
     if not body or "\n" in space_right:
         return _NO_END
     if space_left.count("\n") >= 2:

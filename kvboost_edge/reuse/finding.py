@@ -61,7 +61,9 @@ def find_runs(
     if not 0 <= start <= len(prompt_tokens):
         raise RequestError(f"start={start} is outside a prompt of {len(prompt_tokens)} tokens")
     tokens = np.frombuffer(encode_tokens(prompt_tokens), dtype="<u4").astype(np.uint32)
-    size, stop, number = index.block_size, len(tokens) - 1, index.root_number(root)
+    size = index.block_size
+    stop = len(tokens) - 1
+    number = index.root_number(root)
     if number is None or stop - start < max(size, min_chunk_tokens):
         return []
     most = (stop - start) // max(min_chunk_tokens, size)
@@ -70,7 +72,8 @@ def find_runs(
     search = SpanSearch(tokens, np.empty(len(tokens), dtype=np.int64), start, stop, number, min_chunk_tokens)
     count = scan(index.tables, search, found, path)
     runs: list[Run] = []
-    block_ids, used = path.tolist(), 0
+    block_ids = path.tolist()
+    used = 0
     for prompt_start, length, context, num_blocks in found[:count].tolist():
         first = int(index.tables.first_positions[block_ids[used]])
         pieces = _pieces(block_ids[used : used + num_blocks], context - first, length, size)

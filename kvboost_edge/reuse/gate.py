@@ -112,7 +112,8 @@ def compare(full: Floats, other: Floats) -> Comparison:
     """Of logits float32 [num_tokens, vocab_size]."""
     kl = 0.0
     for p, q in zip(full, other, strict=True):
-        p_logs, q_logs = log_softmax(p), log_softmax(q)
+        p_logs = log_softmax(p)
+        q_logs = log_softmax(q)
         kl += max(0.0, float(np.sum(np.exp(p_logs) * (p_logs - q_logs))))
     return Comparison(kl, int(np.sum(full.argmax(axis=1) == other.argmax(axis=1))), len(full))
 

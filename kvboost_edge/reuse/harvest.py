@@ -33,7 +33,8 @@ class Harvest:
     question on is kept in mind, as a tier may have it."""
 
     def __init__(self, manager: KVCacheManager, min_chunk_tokens: int, *, remembers: bool = False) -> None:
-        self._manager, self._least = manager, min_chunk_tokens
+        self._manager = manager
+        self._least = min_chunk_tokens
         self._index: SpanIndex | None = None
         self._remembered: Remembered | None = None
         if remembers:

@@ -57,7 +57,8 @@ class Probe:
     take what the probe writes of the spans."""
 
     def __init__(self, table: BlockTable, block_size: int) -> None:
-        self._table, self._size = table, block_size
+        self._table = table
+        self._size = block_size
         self._num_chosen = len(table.reserve)
         self._weights: dict[int, float] = {}  # of blocks, by the position they begin at
         self._ahead = self._stretches()
@@ -110,7 +111,8 @@ class Probe:
 
     def _stretches(self) -> list[tuple[int, int, Span | None]]:
         """[start, stop) of what lies before the end of the last span, whole blocks, last first."""
-        position, found = self._table.num_computed_tokens, list[tuple[int, int, Span | None]]()
+        position = self._table.num_computed_tokens
+        found = list[tuple[int, int, Span | None]]()
         for span in self._table.spans:
             if span.start > position:
                 found.append((position, span.start, None))
@@ -162,7 +164,8 @@ class QueryProbe(Probe):
 
     def _stretches(self) -> list[tuple[int, int, Span | None]]:
         """[start, stop) of what no span serves, last first."""
-        position, found = self._table.num_computed_tokens, list[tuple[int, int, Span | None]]()
+        position = self._table.num_computed_tokens
+        found = list[tuple[int, int, Span | None]]()
         for span in self._table.spans:
             if span.start > position:
                 found.append((position, span.start, None))

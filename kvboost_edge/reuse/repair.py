@@ -11,7 +11,8 @@ from kvboost_edge.errors import RequestError
 __all__ = ["Repair"]
 
 _MAX_OVERLAP = 4096
-_TESTED_OVERLAPS, _TESTED_RATIOS = (0, 8, 16, 64), (0.0, 0.05, 0.1, 0.25)
+_TESTED_OVERLAPS = (0, 8, 16, 64)
+_TESTED_RATIOS = (0.0, 0.05, 0.1, 0.25)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,8 @@ class SpanIndex:
             raise ConfigError(f"hash_bits={hash_bits!r} must be between 1 and {HASH_BITS}")
         base = 2**32 + secrets.randbelow(MODULUS - 2**32)
         self._powers = tuple(pow(base, block_size - 1 - index, MODULUS) for index in range(block_size))
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         num_slots = 1 << (2 * num_blocks - 1).bit_length()
         self._tables = SpanTables(
             tokens=np.zeros((num_blocks, block_size), dtype=np.uint32),
@@ -65,7 +66,8 @@ class SpanIndex:
             last_power=self._powers[0],
             hash_mask=(1 << hash_bits) - 1,
         )
-        self._newer, self._newer_siblings = _links(num_blocks), _links(num_blocks)
+        self._newer = _links(num_blocks)
+        self._newer_siblings = _links(num_blocks)
         # (serial, serial of the parent, root) of an offered block
         self._offered: list[tuple[int, int, bytes] | None] = [None] * num_blocks
         self._by_serial: dict[int, int] = {}
@@ -172,13 +174,17 @@ class SpanIndex:
         """(leader of the group with this block's root and tokens, the leader linked before it); NONE where there is no
         such group, or it is the first in its slot."""
         tables = self._tables
-        value, root, tokens = tables.hashes[block_id], tables.roots[block_id], tables.tokens[block_id].tobytes()
-        before, leader = NONE, int(tables.heads[self._slot(block_id)])
+        value = tables.hashes[block_id]
+        root = tables.roots[block_id]
+        tokens = tables.tokens[block_id].tobytes()
+        before = NONE
+        leader = int(tables.heads[self._slot(block_id)])
         while leader != NONE:
             equal = tables.hashes[leader] == value and tables.roots[leader] == root
             if equal and tables.tokens[leader].tobytes() == tokens:
                 break
-            before, leader = leader, int(tables.next_groups[leader])
+            before = leader
+            leader = int(tables.next_groups[leader])
         return leader, before
 
     def _relink(self, block_id: int, before: int, to: int) -> None:
@@ -190,9 +196,11 @@ class SpanIndex:
 
     def _lead(self, block_id: int) -> None:
         """Make a block the leader of its group."""
-        tables, slot = self._tables, self._slot(block_id)
+        tables = self._tables
+        slot = self._slot(block_id)
         leader, before = self._leader_before(block_id)
-        tables.older[block_id], self._newer[block_id] = leader, NONE
+        tables.older[block_id] = leader
+        self._newer[block_id] = NONE
         if leader == NONE:
             tables.next_groups[block_id] = tables.heads[slot]
             tables.heads[slot] = block_id
@@ -203,7 +211,8 @@ class SpanIndex:
 
     def _leave_group(self, block_id: int) -> None:
         tables = self._tables
-        newer, older = int(self._newer[block_id]), int(tables.older[block_id])
+        newer = int(self._newer[block_id])
+        older = int(tables.older[block_id])
         if older != NONE:
             self._newer[older] = newer
         if newer != NONE:
@@ -240,7 +249,8 @@ class SpanIndex:
             self._orphans[serial] = child
         if parent_serial == ROOT_SERIAL:
             return
-        newer, older = int(self._newer_siblings[block_id]), int(tables.older_siblings[block_id])
+        newer = int(self._newer_siblings[block_id])
+        older = int(tables.older_siblings[block_id])
         if older != NONE:
             self._newer_siblings[older] = newer
         if newer != NONE:

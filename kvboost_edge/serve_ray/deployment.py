@@ -32,7 +32,8 @@ class RayReplica(EngineReplica):
     def __init__(self, options: ReplicaOptions) -> None:
         configure_logging(ServerSettings())
         assigned = ray.get_runtime_context().get_assigned_resources()
-        cpus, memory = assigned.get("CPU", 0.0), int(assigned.get("memory", 0))
+        cpus = assigned.get("CPU", 0.0)
+        memory = int(assigned.get("memory", 0))
         set_own_share(_share(cpus, memory))
         engine = own_options(options.engine, cpus, memory)
 

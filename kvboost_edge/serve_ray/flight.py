@@ -76,8 +76,14 @@ class Flight:
         end: Callable[[Sent], Awaitable[None]],
         keep: Callable[[Sent, str, list[int]], None],
     ) -> None:
-        self._sent, self._chain, self._handle, self._router = sent, chain, handle, router
-        self._choices, self._call, self._end, self._keep = choices, call, end, keep
+        self._sent = sent
+        self._chain = chain
+        self._handle = handle
+        self._router = router
+        self._choices = choices
+        self._call = call
+        self._end = end
+        self._keep = keep
         self._queued: Choice | None = None  # where its tokens count as waiting
         self.progress: Progress | None = None
         self._begun = time.monotonic()
@@ -184,7 +190,8 @@ class Flight:
         async for came in self._stream:
             assert isinstance(came, Came)
             self._has_begun = True
-            handle.cached_tokens, handle.prompt_logprobs = came.cached_tokens, came.prompt_logprobs
+            handle.cached_tokens = came.cached_tokens
+            handle.prompt_logprobs = came.prompt_logprobs
             self.progress = came.progress
             if came.events or came.result is not None:
                 self._settle()

@@ -79,7 +79,9 @@ class ReplicaPool:
     """
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer, config: EngineConfig) -> None:
-        self._replicas, self._tokenizer, self._config = replicas, tokenizer, config
+        self._replicas = replicas
+        self._tokenizer = tokenizer
+        self._config = config
         self._answers = AnswerStore()
         self._numbers = itertools.count()
         self._name = secrets.token_hex(4)
@@ -138,7 +140,8 @@ class ReplicaPool:
             resolve_max_tokens(len(ids), params, info.max_context)
         hashes = prefix_hashes(ids, root, about.block_size)
         sent = self._sent(ids, terms, params, entry, text or None)._replace(hashes=b"".join(hashes))
-        key, has_states = terms.cache_key, bool(info.kv_spec.states)
+        key = terms.cache_key
+        has_states = bool(info.kv_spec.states)
         chain = PromptChain.of_hashes(hashes, len(ids), about.block_size, root, key, has_states=has_states)
         number = next(self._numbers)
         handle = RequestHandle(number, self._cancel, self._look, len(ids))

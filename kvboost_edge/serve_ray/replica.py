@@ -218,9 +218,11 @@ class EngineReplica:
         try:
             yield None
             try:
-                value, failure = await asyncio.shield(task), None
+                value = await asyncio.shield(task)
+                failure = None
             except Exception as error:
-                value, failure = None, self._failure(error)
+                value = None
+                failure = self._failure(error)
             yield Computed(value, _results_of(handles), failure)
         finally:
             handles.stop()

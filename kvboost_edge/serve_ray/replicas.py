@@ -32,7 +32,9 @@ __all__ = ["Replicas"]
 
 T = TypeVar("T")
 
-_BUSY_SECONDS, _IDLE_SECONDS = 0.1, 1.0  # between two looks at the replicas
+# between two looks at the replicas
+_BUSY_SECONDS = 0.1
+_IDLE_SECONDS = 1.0
 _TELLING_SECONDS = 2.0  # who says nothing for so long is not chosen until he does
 _WATCHED_SECONDS = 1.0  # after a request the looks go on as with one
 _TRIES = 3
@@ -49,7 +51,8 @@ class Replicas:
         self.router = PrefixRouter()
         self.usable: frozenset[str] = frozenset()
         self.is_open = True
-        self._handle, self._model = handle, model
+        self._handle = handle
+        self._model = model
         self._generate = handle.options(method_name="generate", stream=True)
         self._computing = handle.options(method_name="compute", stream=True)
         self._asking = handle.options(method_name="ask")
@@ -71,7 +74,8 @@ class Replicas:
         ConfigError where those there are have another model or other settings, BackendUnavailable after `seconds`.
         is_settled: false while other replicas may still come, such as those of a newer version.
         """
-        end, pause = time.monotonic() + seconds, 0.05
+        end = time.monotonic() + seconds
+        pause = 0.05
         while True:
             found = [one for one in self.ask("describe", seconds=_TELLING_SECONDS) if isinstance(one, Description)]
             if found:
@@ -114,7 +118,8 @@ class Replicas:
 
     def _refusal(self, name: str, about: Mapping[str, Any]) -> str | None:
         """Why a replica cannot stand beside the others, or None. The first one that can says what is right."""
-        model, root = str(about.get("model")), str(about.get("root"))
+        model = str(about.get("model"))
+        root = str(about.get("root"))
         if model != self._model:
             return (
                 f"replica {name} serves another model: its files have the digest {model[:12]}, those that the ingress "

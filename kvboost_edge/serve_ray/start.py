@@ -285,13 +285,15 @@ def _on_loopback() -> Iterator[None]:
     """
     from ray._private import parameter, ray_constants
 
-    made, clusters = parameter.RayParams, ray_constants.ENABLE_RAY_CLUSTER
+    made = parameter.RayParams
+    clusters = ray_constants.ENABLE_RAY_CLUSTER
     parameter.RayParams = functools.partial(made, dashboard_agent_listen_port=0)
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        parameter.RayParams, ray_constants.ENABLE_RAY_CLUSTER = made, clusters
+        parameter.RayParams = made
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
 
 
 @contextlib.contextmanager

@@ -32,7 +32,8 @@ class _Plain(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
-        event, level = fields.pop("event"), fields.pop("level")
+        event = fields.pop("event")
+        level = fields.pop("level")
         del fields["time"]
         facts = [f"{name}={_plain(value)}" for name, value in fields.items()]
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))

@@ -225,7 +225,8 @@ class _EngineCollector(Collector):
         yield self._gauge("kvboost:engine_alive", "1 while the engine computes requests.", alive)
         yield self._gauge("kvboost:sequences_in_flight", "Admitted sequences.", admission.sequences)
         yield self._gauge("kvboost:tokens_in_flight", "Their tokens, estimated at admission.", admission.tokens)
-        refused, held = admission.refused, admission.groups.held
+        refused = admission.refused
+        held = admission.groups.held
         yield self._counter("kvboost:requests_refused", "Requests refused because the queue was full.", refused)
         yield self._counter("kvboost:batch_window_held", "Requests held by the batch window.", held)
 

@@ -13,7 +13,10 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["user_starts"]
 
-_FIRST, _SECOND, _ANSWER = "aqxj", "bqxj", "cqxj"  # contents that no template writes by itself
+# contents that no template writes by itself
+_FIRST = "aqxj"
+_SECOND = "bqxj"
+_ANSWER = "cqxj"
 # Weakly: a server's models come and go.
 _HEADERS: MutableMapping[Tokenizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 

@@ -197,7 +197,8 @@ class FastCodec:
             if token and token.isascii() and token.isalpha() and token_id not in self._special:
                 text = self.decode([token_id], False)
                 if text.isalpha() and self.decode([token_id, token_id], False).startswith(text):
-                    self._anchor, self._anchor_chars = [token_id], len(text)
+                    self._anchor = [token_id]
+                    self._anchor_chars = len(text)
                     return True
         return False
 

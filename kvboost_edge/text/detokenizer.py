@@ -46,7 +46,8 @@ class _ByteStream:
         return text
 
     def flush(self) -> str:
-        held, self._held = self._held, b""
+        held = self._held
+        self._held = b""
         return held.decode(errors="replace")
 
 
@@ -64,7 +65,8 @@ class _PieceStream:
             self._held.append(token_id)
             return ""
         if self._begun:
-            run, self._held = self._held, []
+            run = self._held
+            self._held = []
             before = self._codec.piece(run) if run else ""
             return before + self._codec.piece((token_id,))
         self._held.append(token_id)
@@ -75,8 +77,10 @@ class _PieceStream:
         return text
 
     def flush(self) -> str:
-        held, begun = self._held, self._begun
-        self._held, self._begun = [], False
+        held = self._held
+        begun = self._begun
+        self._held = []
+        self._begun = False
         if not held:
             return ""
         return self._codec.piece(held) if begun else self._codec.decode(held, False)
@@ -94,7 +98,8 @@ class _WholeText:
         return ""
 
     def flush(self) -> str:
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         return self._codec.decode(held, False)
 
 

@@ -22,7 +22,12 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["check_vocabulary_kind", "gguf_tokenizer"]
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
+_BYTE = 6
 _NO_ID = (1 << 32) - 1  # written for "none" by some converters
 _SPACE = "▁"
 
@@ -31,7 +36,8 @@ class _Fields:
     """The metadata, with checks that name the key."""
 
     def __init__(self, metadata: Mapping[str, Any], name: str) -> None:
-        self.metadata, self.name = metadata, name
+        self.metadata = metadata
+        self.name = name
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         value = self.metadata.get(f"tokenizer.ggml.{key}")
@@ -204,7 +210,8 @@ def _scored(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tup
     found: list[tuple[float, int, int, int, str, str]] = []
     for token, score in mergeable.items():
         for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
+            left = token[:cut]
+            right = token[cut:]
             if left in mergeable and right in mergeable:
                 found.append((-score, -len(left), -len(right), len(found), left, right))
     found.sort()

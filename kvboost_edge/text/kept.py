@@ -78,7 +78,8 @@ def _read(path: Path, key: str, name: str) -> Tokenizer | None:
 def _parted(text: str) -> tuple[dict[str, Any], dict[str, int], npt.NDArray[np.int32]]:
     """A tokenizer's JSON without its vocabulary and merges, and both."""
     state = json.loads(text)
-    vocabulary, merges = state["model"].pop("vocab"), state["model"].pop("merges")
+    vocabulary = state["model"].pop("vocab")
+    merges = state["model"].pop("merges")
     ids = [(vocabulary[left], vocabulary[right]) for left, right in merges]
     return state, vocabulary, np.array(ids, dtype="<i4").reshape(-1, 2)
 
@@ -86,7 +87,8 @@ def _parted(text: str) -> tuple[dict[str, Any], dict[str, int], npt.NDArray[np.i
 def _joined(state: dict[str, Any], vocabulary: dict[str, int], merges: npt.NDArray[np.int32]) -> tokenizers.Tokenizer:
     """What `_parted` took apart."""
     tokens = {number: token for token, number in vocabulary.items()}
-    left, right = merges[:, 0].tolist(), merges[:, 1].tolist()
+    left = merges[:, 0].tolist()
+    right = merges[:, 1].tolist()
     pairs = [(tokens[first], tokens[second]) for first, second in zip(left, right, strict=True)]
     settings = {name: value for name, value in state["model"].items() if name != "type" and value is not None}
     model = tokenizers.models.BPE(vocab=vocabulary, merges=pairs, **settings)

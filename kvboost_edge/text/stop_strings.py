@@ -35,7 +35,8 @@ class StopChecker:
             return "", True
         if not self._matchers:
             return text, False
-        stream, seen = self._held + text, len(self._held)
+        stream = self._held + text
+        seen = len(self._held)
         for index in range(seen, len(stream)):
             lengths = [m.length for m in self._matchers if m.feed(stream[index])]
             if lengths:
@@ -49,7 +50,8 @@ class StopChecker:
 
     def flush(self) -> str:
         """The text still held back, at the end of the stream; empty after a stop."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         for matcher in self._matchers:
             matcher.matched = 0
         return held

@@ -227,7 +227,8 @@ class Tokenizer:
         continue_final: bool = False,
     ) -> _Rendered:
         """The prompt text. Messages whose ids are known stand for themselves where the template lets them."""
-        template, plain = self._template, plain_messages(messages)
+        template = self._template
+        plain = plain_messages(messages)
         if has_calls := any(message.get("tool_calls") for message in plain):
             plain = with_arguments(plain, self.turn_format.calls)
             plain = plain if self.turn_format.channels is None else one_call_each(plain)
@@ -252,7 +253,8 @@ class Tokenizer:
             placed, kept = with_marks(plain, find_answer, place, in_calls=self.turn_format.results_need_calls)
             text = self._replayed(render, placed, place, len(kept))
         if text is None:
-            text, kept = render(plain), []
+            text = render(plain)
+            kept = []
         if continue_final:
             text, found, _ = text.rpartition(cut)
             if not found:
@@ -301,7 +303,8 @@ def _end_with(message: dict[str, Any], mark: str) -> None:
     """Put a mark behind the text of a message."""
     content = message.get("content")
     if isinstance(content, list) and content and isinstance(content[-1], dict):
-        message, content = content[-1], content[-1].get("text")
+        message = content[-1]
+        content = content[-1].get("text")
         message["text"] = f"{content or ''}{mark}"
     elif isinstance(content, str):
         message["content"] = content + mark

@@ -120,7 +120,8 @@ class ClosedTier:
     """A tier that was wanted and cannot be had: holds nothing, stores nothing, and says why."""
 
     def __init__(self, name: str, state: str) -> None:
-        self.name, self._state = name, state
+        self.name = name
+        self._state = state
 
     def begin(self) -> None:
         pass

@@ -50,7 +50,8 @@ class Holdings:
         """What changed since the last call; all there is at the first one, or if `whole` is asked for."""
         holds = self._tier.holds
         with self._lock:
-            noted, self._noted = self._noted, {}
+            noted = self._noted
+            self._noted = {}
             told = self._told
             if told is None or whole:
                 self._told = dict.fromkeys(self._tier.known())

@@ -69,7 +69,9 @@ class Mover:
     """Reads and writes blocks of `block_bytes` bytes over tiers, the nearest first; and states of `state_bytes`."""
 
     def __init__(self, tiers: Sequence[Tier], block_bytes: int, state_bytes: int = 0) -> None:
-        self._tiers, self._block_bytes, self._state_bytes = list(tiers), block_bytes, state_bytes
+        self._tiers = list(tiers)
+        self._block_bytes = block_bytes
+        self._state_bytes = state_bytes
         self._deliver: Callable[[Piece], None] = self.release
         self._broken: set[str] = set()
         self._told_broken: set[str] = set()
@@ -194,7 +196,8 @@ class Mover:
     def close(self, seconds: float = 10.0) -> None:
         """Write what is queued, for so long at most; end the thread, then close the tiers. Loads end unread."""
         with self._changed:
-            self._closing, self._deadline = True, time.monotonic() + seconds
+            self._closing = True
+            self._deadline = time.monotonic() + seconds
             self._changed.notify_all()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(seconds + _LAST_SECONDS)
@@ -266,11 +269,13 @@ class Mover:
     def _ends(self, load: _Load) -> Iterator[int]:
         """Behind how many blocks of a load there are states, as far as tiers say without reading them; the deepest
         first, and one of them perhaps twice. They are asked no further than somebody looks."""
-        ends, heads = sorted(load.states, reverse=True), [one.prefix_hash for one in load.addresses[:1]]
+        ends = sorted(load.states, reverse=True)
+        heads = [one.prefix_hash for one in load.addresses[:1]]
         if self.holds(load.states[ends[0]].prefix_hash):
             yield ends[0]
         while ends and not self._is_unwanted(load.ticket):
-            asked, ends = ends[:_ASKED_AT_ONCE], ends[_ASKED_AT_ONCE:]
+            asked = ends[:_ASKED_AT_ONCE]
+            ends = ends[_ASKED_AT_ONCE:]
             found = self._ask([*heads, *(load.states[end].prefix_hash for end in asked)])
             reach = max(asked) if all(found[: len(heads)]) else load.num_there
             yield from (end for end in itertools.compress(asked, found[len(heads) :]) if end <= reach)
@@ -288,7 +293,8 @@ class Mover:
 
     def _read_blocks(self, ticket: int, addresses: Sequence[BlockAddress], *, is_all: bool) -> int:
         """Pieces until nobody has the next block; how many came. `is_all`: nothing else comes behind them."""
-        at, per_piece = 0, max(1, _PIECE_BYTES // self._block_bytes)
+        at = 0
+        per_piece = max(1, _PIECE_BYTES // self._block_bytes)
         while at < len(addresses):
             wanted = addresses[at : at + per_piece]
             data = self._stage(ticket, len(wanted), self._block_bytes)

@@ -77,8 +77,16 @@ FAULTS = (
     fault(
         "an expert's matrix is read whole for every piece of it",
         "models/gguf/source.py",
-        "first, last, pick = start, stop, None",
-        "first, last, pick = 0, tensor.shape[0], np.arange(start, stop)",
+        (
+            "        first = start\n"
+            "        last = stop\n"
+            "        pick = None\n"
+        ),
+        (
+            "        first = 0\n"
+            "        last = tensor.shape[0]\n"
+            "        pick = np.arange(start, stop)\n"
+        ),
         "tests/models/packed/test_memory.py::test_a_few_rows_of_an_expert_are_read_alone",
     ),
     fault(

@@ -79,8 +79,14 @@ FAULTS = faults(
     ("state: what a pass wrote is kept and written on", _TABLES, "            self.slots.hold(slot)\n",
      "            self.slots.hold(slot)\n            state.slot, state.following = state.following, state.slot\n",
      _OF_TABLES),
-    ("state: an empty slot is kept for the pass's own", _TABLES, "state.following, slot = slot, state.slot",
-     "state.following, slot = state.slot, slot", _OF_TABLES),
+    ("state: an empty slot is kept for the pass's own", _TABLES, (
+         "            state.following = slot\n"
+         "            slot = state.slot\n"
+     ),
+     (
+         "            state.following = state.slot\n"
+         "            slot = slot\n"
+     ), _OF_TABLES),
     ("state: none but the deepest is tried", _MOVER, "in itertools.chain([deepest], ends) if", "in [deepest] if",
      _OF_TIERS),
     ("state: taken without its blocks", _MOVER, "if 0 < end <= count)", "if 0 < end)", _OF_TIERS),

@@ -35,7 +35,8 @@ FAULTS = faults(
     ),
     ("only children that are tried go on", _SCAN, "if most < size and child != NONE and", "if most < 0 and", _FINDING),
     ("a run that is too short is kept", _SCAN, "end - first < search.min_tokens:", "end == first:", _FINDING),
-    ("the last token is covered", "reuse/finding.py", "len(tokens) - 1, index", "len(tokens), index", _FINDING),
+    ("the last token is covered", "reuse/finding.py", "stop = len(tokens) - 1",
+     "stop = len(tokens)", _FINDING),
     (
         "delta of the wrong sign",
         "reuse/finding.py",

@@ -45,8 +45,14 @@ _ENTERING = (
     fault(
         "what a key could never have is answered with try again",
         "server/work/admission.py",
-        "self._places.most(tenant), self._tokens.most(tenant)",
-        "self._places.limit, self._tokens.limit",
+        (
+            "        most_sequences = self._places.most(tenant)\n"
+            "        most_tokens = self._tokens.most(tenant)\n"
+        ),
+        (
+            "        most_sequences = self._places.limit\n"
+            "        most_tokens = self._tokens.limit\n"
+        ),
         f"{_ADMISSION}::test_what_a_key_could_never_have_beside_the_others_is_400",
     ),
     fault(
@@ -375,8 +381,11 @@ _MODELS = (
     fault(
         "a failed loading takes its memory for ever",
         "server/models/loader.py",
-        'served.phase, served.num_bytes = "not_loaded", 0',
-        'served.phase = "not_loaded"',
+        (
+            "                served.num_bytes = 0\n"
+            "            self._changed.set()\n"
+        ),
+        "            self._changed.set()\n",
         f"{_ROOM}::test_a_model_that_could_not_be_loaded_takes_no_room",
     ),
     fault(

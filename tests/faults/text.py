@@ -29,8 +29,8 @@ FAULTS = (
     fault(
         "a message to a tool that was not offered is a call",
         "text/turns/channels/turn.py",
-        'self._tools.get(header.recipient), ""',
-        'header.recipient, ""',
+        "name = self._tools.get(header.recipient)",
+        "name = header.recipient",
         "tests/text/turns/channels/test_turn.py",
     ),
     fault(

@@ -24,7 +24,9 @@ __all__ = ["available_bytes", "check_buffers", "find_fault", "missing", "most_sl
 _BUFFER_BYTES = 1 << 32  # of a Metal buffer; torch's kernels are wrong beyond 2^32 elements too
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _BLOCK = 16
-_OUT_ERROR, _LSE_ERROR = 2e-3, 5e-3  # relative L2, absolute; a leak of one token is far above
+# relative L2, absolute; a leak of one token is far above
+_OUT_ERROR = 2e-3
+_LSE_ERROR = 5e-3
 
 
 def missing() -> str | None:
@@ -157,7 +159,8 @@ def _run(make: Callable[..., Any], device: str, trial: _Trial) -> tuple[np.ndarr
             ([total - new for new, total in trial.lengths], [total for _, total in trial.lengths]),
         ):
             layout = _layout(starts, stops, tables)
-            batch, count = backend.prepare(layout), len(layout.slot_mapping)
+            batch = backend.prepare(layout)
+            count = len(layout.slot_mapping)
             backend.write_kv(0, rows(count, trial.num_kv_heads), rows(count, trial.num_kv_heads), batch)
         queries = rows(count, trial.num_kv_heads * trial.per_kv)
         out, lse = backend.attention(0, queries, batch, trial.params)

@@ -33,7 +33,8 @@ def query_slices(group: SameLength, num_q_heads: int) -> Iterator[slice]:
 def visible_slots(group: SameLength, chosen: slice, window: int) -> torch.Tensor:
     """bool [num_seqs, q, num_slots]: which slots each chosen query sees: of a quantized pool its own block in the
     buffer, and blocks before it as codes."""
-    queries, keys = group.q_positions[:, chosen, None], group.k_positions[:, None, :]
+    queries = group.q_positions[:, chosen, None]
+    keys = group.k_positions[:, None, :]
     visible = group.k_valid[:, None, :] & (keys <= queries)
     if group.k_own is not None and group.q_starts is not None:
         visible = visible & ((keys >= group.q_starts[:, chosen, None]) == group.k_own)
@@ -54,7 +55,8 @@ def attend(
     Returns out float32 like queries and lse float32 [s, q, num_q_heads]. Every query sees at least itself.
     """
     num_seqs, q_len, num_q_heads, _ = queries.shape
-    num_kv_heads, per_kv = keys.shape[1], num_q_heads // keys.shape[1]
+    num_kv_heads = keys.shape[1]
+    per_kv = num_q_heads // keys.shape[1]
     grouped = (queries.float() * params.softmax_scale).view(num_seqs, q_len, num_kv_heads, per_kv, -1)
     scores = _product(grouped.permute(0, 2, 3, 1, 4).flatten(2, 3), keys.transpose(2, 3))
     if params.softcap:
@@ -78,5 +80,6 @@ def attend(
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left @ right; on Apple GPUs of contiguous copies, elsewhere as they are: the product itself packs them."""
     if left.device.type == "mps":
-        left, right = left.contiguous(), right.contiguous()
+        left = left.contiguous()
+        right = right.contiguous()
     return left @ right

@@ -65,14 +65,18 @@ class TorchBatch:
         most_slots: int | None = None,
     ) -> None:
         """plan: of a quantized pool's buffers; most_slots: gathered at once, None: no limit."""
-        self.layout, self.plan, self.device = layout, plan, device
+        self.layout = layout
+        self.plan = plan
+        self.device = device
         self.slots = self._tensor(np.ascontiguousarray(layout.slot_mapping))
         self.writes = None if plan is None else PlannedWrites(plan, block_size, device)
-        self._block_size, self._most_slots = block_size, most_slots
+        self._block_size = block_size
+        self._most_slots = most_slots
         self._groups: dict[int, list[SameLength]] = {}
         self._entries = entry_positions(layout.block_tables.shape, layout.parts, block_size)
         # By how much keys are turned: int64 [num_deltas], and which of those each entry has; none where there are none.
-        self.deltas, self._turns = np.zeros(0, np.int64), None
+        self.deltas = np.zeros(0, np.int64)
+        self._turns = None
         if layout.parts is not None and has_delta(layout.parts):
             deltas = entry_deltas(layout.block_tables.shape, layout.parts)
             self.deltas, turns = np.unique(deltas, return_inverse=True)
@@ -104,7 +108,8 @@ class TorchBatch:
         return [seqs[start : start + step] for start in range(0, len(seqs), step)]
 
     def _build(self, seqs: np.ndarray, q_len: int, window: int) -> SameLength:
-        layout, size = self.layout, self._block_size
+        layout = self.layout
+        size = self._block_size
         seq_lens = layout.seq_lens[seqs].astype(np.int64)
         q_first = seq_lens - q_len
         q_positions = q_first[:, None] + np.arange(q_len)
@@ -123,17 +128,20 @@ class TorchBatch:
         blocks = np.where(present, blocks, 0)
         k_positions = first[:, :, None] + np.arange(size)
         k_valid = present[:, :, None] & (k_positions >= served[:, :, None]) & (k_positions < until[:, :, None])
-        k_positions, k_valid = k_positions.reshape(len(seqs), -1), k_valid.reshape(len(seqs), -1)
+        k_positions = k_positions.reshape(len(seqs), -1)
+        k_valid = k_valid.reshape(len(seqs), -1)
         k_valid &= (k_positions >= k_first[:, None]) & (k_positions < k_end[:, None])
         turns = None
         if self._turns is not None:
             turns = np.take_along_axis(self._turns[seqs], columns, axis=1).repeat(size, axis=1)
         own: dict[str, Any] = {"buffers": None, "q_starts": None, "k_own": None}
         if self.plan is not None:
-            tables, coded = self.plan.tables[seqs].astype(np.int64), k_positions.shape[1]
+            tables = self.plan.tables[seqs].astype(np.int64)
+            coded = k_positions.shape[1]
             k_own = first_own[:, None] + np.arange(tables.shape[1] * size)
             own_valid = (k_own >= k_first[:, None]) & (k_own < seq_lens[:, None])
-            k_positions, k_valid = np.hstack([k_positions, k_own]), np.hstack([k_valid, own_valid])
+            k_positions = np.hstack([k_positions, k_own])
+            k_valid = np.hstack([k_valid, own_valid])
             if turns is not None:
                 turns = np.hstack([turns, np.full_like(k_own, np.searchsorted(self.deltas, 0))])
             starts = first_own[:, None] + (q_positions - first_own[:, None]) // size * size
@@ -166,6 +174,7 @@ class PlannedWrites:
             return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
 
         self.buffers, self.offsets = (upload(some) for some in np.divmod(plan.slots, block_size))
-        self.num_continued, self.num_closed = len(plan.continued), len(plan.closed)
+        self.num_continued = len(plan.continued)
+        self.num_closed = len(plan.closed)
         self.continued_from, self.continued_to = (upload([pair[at] for pair in plan.continued]) for at in (0, 1))
         self.closed, self.targets = (upload([pair[at] for pair in plan.closed]) for at in (0, 1))

@@ -24,10 +24,9 @@ __all__ = ["BITS", "CodedBlocks", "decode", "encode"]
 
 BITS = (8, 8)
 _TOP = 255.0
-_SCALE_FLOOR, _SCALE_SLACK = (
-    6e-8,
-    1.0 + 2.0**-10,
-)  # a scale is never 0, and as float16 still reaches the largest
+# a scale is never 0, and as float16 still reaches the largest
+_SCALE_FLOOR = 6e-8
+_SCALE_SLACK = 1.0 + 2.0**-10
 _STEPS = np.ldexp(1 + np.arange(256) % 8 / 8, np.arange(256) // 8 - STEP_BIAS).astype(np.float32)
 
 
@@ -40,7 +39,8 @@ def encode(keys: torch.Tensor, values: torch.Tensor, layout: CodeLayout, steps: 
     dim = layout.dim
     out = torch.zeros((num, heads, layout.nbytes), dtype=torch.uint8, device=keys.device)
     keys = keys.permute(0, 2, 3, 1).float().contiguous()  # a channel's keys side by side
-    low, high = keys.amin(dim=-1), keys.amax(dim=-1)
+    low = keys.amin(dim=-1)
+    high = keys.amax(dim=-1)
     zeros = (low + (keys * 0.0).sum(dim=-1)).half()  # NaN where a key is not finite
     found = torch.searchsorted(steps, ((high - low) / _TOP).contiguous(), out_int32=True).clamp(max=255)
     scaled = ((keys - low[..., None]) * (1.0 / steps[found.long()])[..., None]).round()
@@ -65,7 +65,9 @@ def encode(keys: torch.Tensor, values: torch.Tensor, layout: CodeLayout, steps: 
 
 def decode(codes: torch.Tensor, layout: CodeLayout, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What codes uint8 [..., bytes] stand for: keys and values, float32 [..., block, head_dim]."""
-    lead, size, dim = codes.shape[:-1], layout.block_size, layout.dim
+    lead = codes.shape[:-1]
+    size = layout.block_size
+    dim = layout.dim
 
     def section(start: int, count: int) -> torch.Tensor:
         return codes[..., start : start + count].contiguous()
@@ -95,7 +97,8 @@ class _Arena:
 
     def __init__(self, spec: KVSpec, shape: LayerKVSpec, num_open: int, device: torch.device) -> None:
         self._shape = (spec.block_size, shape.num_kv_heads, shape.head_dim)
-        self._num_open, self._device = num_open, device
+        self._num_open = num_open
+        self._device = device
         self.num_kept = spec.layers.count(shape) * num_open
         self.buffers = self._make(self.num_kept)
         self.index = self._places(0)
@@ -116,7 +119,8 @@ class _Arena:
         larger = self._make(self.num_kept + num_temporary)
         for old, new in zip(self.buffers, larger, strict=True):
             new[: self.num_kept] = old[: self.num_kept]
-        self.buffers, self.index = larger, self._places(num_temporary)
+        self.buffers = larger
+        self.index = self._places(num_temporary)
 
 
 class CodedBlocks:
@@ -181,14 +185,16 @@ class CodedBlocks:
         """Store new tokens and quantize what is full now."""
         writes = batch.writes
         assert writes is not None
-        arena, index = self._arenas[layer], self._arenas[layer].index[self._ordinals[layer]]
+        arena = self._arenas[layer]
+        index = self._arenas[layer].index[self._ordinals[layer]]
         for half, tokens in zip(arena.buffers, (keys, values), strict=True):
             if writes.num_continued:
                 half[index[writes.continued_to]] = half[index[writes.continued_from]]
             half[index[writes.buffers], writes.offsets] = tokens.half()
         if writes.num_closed:
             closed = index[writes.closed]
-            layout, buffers = self._layouts[layer], arena.buffers
+            layout = self._layouts[layer]
+            buffers = arena.buffers
             codes = encode(buffers.keys[closed], buffers.values[closed], layout, self._steps)
             self._pools[layer][writes.targets] = codes
 
@@ -196,7 +202,8 @@ class CodedBlocks:
         """Keys and values of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]: what codes stand for,
         then buffers."""
         assert group.buffers is not None
-        arena, own = self._arenas[layer], self._arenas[layer].index[self._ordinals[layer]][group.buffers]
+        arena = self._arenas[layer]
+        own = self._arenas[layer].index[self._ordinals[layer]][group.buffers]
         found = [[half[own].flatten(1, 2).transpose(1, 2).float()] for half in arena.buffers]
         if group.blocks.shape[1]:
             codes = self._pools[layer][group.blocks].transpose(1, 2)

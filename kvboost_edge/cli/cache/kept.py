@@ -17,7 +17,9 @@ from kvboost_edge.tiers.disk.survey import FoundSpace, delete_space, find_spaces
 
 __all__ = ["BLOCKS", "TOKENIZER", "WEIGHTS", "Kept", "delete", "find_kept", "packed_directory", "printable"]
 
-BLOCKS, WEIGHTS, TOKENIZER = "blocks", "weights", "tokenizer"
+BLOCKS = "blocks"
+WEIGHTS = "weights"
+TOKENIZER = "tokenizer"
 _ENDINGS = {".kvpack": WEIGHTS, ".kvtok": TOKENIZER}
 _DAY_S = 86_400.0
 _DESCRIBED = ("model", "kv_format", "block_size", "numerics")

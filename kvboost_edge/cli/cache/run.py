@@ -58,7 +58,8 @@ def run_cache(
     """
     _check(action, max_disk_bytes, older_than, dry_run)
     root = Path(disk_cache_dir).expanduser().absolute() if disk_cache_dir else default_directory()
-    files, console = Files(), open_console(quiet=as_json)
+    files = Files()
+    console = open_console(quiet=as_json)
     try:
         kept = [one for one in find_kept(root, files) if one.matches(word)]
         if action == "verify":
@@ -174,7 +175,8 @@ def _print_rows(rows: Sequence[dict[str, Any]], action: str, console: Console, *
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state")
     for row in rows:
-        size, days = f"{row['bytes'] / 1e6:,.1f} MB", f"{row['days']:.1f}"
+        size = f"{row['bytes'] / 1e6:,.1f} MB"
+        days = f"{row['days']:.1f}"
         table.add_row(row["kind"], row["model"] or "unknown", row["name"], size, days, _said(row, action, dry_run))
     console.print(table)
 

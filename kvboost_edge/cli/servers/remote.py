@@ -234,9 +234,11 @@ class _Heard:
                 self._take_call(piece)
 
     def _take_call(self, piece: Mapping[str, Any]) -> None:
-        index, made = piece.get("index", 0), piece.get("function") or {}
+        index = piece.get("index", 0)
+        made = piece.get("function") or {}
         known = self._calls.get(index, ToolCall("", ""))
-        name, arguments = made.get("name") or "", made.get("arguments") or ""
+        name = made.get("name") or ""
+        arguments = made.get("arguments") or ""
         self._calls[index] = ToolCall(known.name + name, known.arguments + arguments)
 
     def answer(self) -> RemoteAnswer:

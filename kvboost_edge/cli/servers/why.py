@@ -97,7 +97,8 @@ def _tiers(found: Mapping[str, Any]) -> str:
 
 def _texts(found: Mapping[str, Any]) -> Table:
     """Both texts; what differs is marked, also where there is no colour."""
-    now, before = found["text"], found["text_before"]
+    now = found["text"]
+    before = found["text_before"]
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(now, before, strict=False)))
     table = Table(show_header=True, expand=False)
     table.add_column("this request", ratio=1, overflow="fold")

@@ -62,7 +62,8 @@ class KeysAndValues(NamedTuple):
         blob = np.empty(_blob_shape(shape, fmt), _WORDS[shape.itemsize])
         window = (slice(None),) * _TOKEN_AXIS[fmt] + (slice(start, end),)
         for layer, (k, v) in enumerate(self.layers):
-            blob[layer, 0], blob[layer, 1] = k[window], v[window]
+            blob[layer, 0] = k[window]
+            blob[layer, 1] = v[window]
         return shape, blob.reshape(-1).view(np.uint8)
 
 
@@ -85,7 +86,8 @@ def read_kv(kv: Any, fmt: str) -> KeysAndValues:
     if len(axes) != 3:
         raise RequestError(f"k and v have 3 axes in the format {fmt!r}, not {list(axes)}")
     tokens = axes[_TOKEN_AXIS[fmt]]
-    heads, head_size = axes[1 - _TOKEN_AXIS[fmt]], axes[2]
+    heads = axes[1 - _TOKEN_AXIS[fmt]]
+    head_size = axes[2]
     if not heads * head_size:
         raise RequestError(f"k and v of {heads} heads of {head_size} hold nothing")
     shape = Shape(library, dtype, itemsize, len(words), heads, head_size, tokens)
@@ -100,13 +102,15 @@ def assemble(chunks: Sequence[tuple[Shape, NDArray[np.uint8]]], skip: int, fmt: 
     first = chunks[0][0]
     total = sum(shape.num_tokens for shape, _ in chunks) - skip
     blob = np.empty(_blob_shape(first._replace(num_tokens=total), fmt), _WORDS[first.itemsize])
-    axis, at = 2 + _TOKEN_AXIS[fmt], 0
+    axis = 2 + _TOKEN_AXIS[fmt]
+    at = 0
     for shape, data in chunks:
         source = data.view(blob.dtype).reshape(_blob_shape(shape, fmt))
         rest = (slice(None),) * axis + (slice(skip, None),)
         window = (slice(None),) * axis + (slice(at, at + shape.num_tokens - skip),)
         blob[window] = source[rest]
-        at, skip = at + shape.num_tokens - skip, 0
+        at = at + shape.num_tokens - skip
+        skip = 0
     if first.library == "numpy":
         return blob.view(np.dtype(first.dtype))
     try:
@@ -147,7 +151,8 @@ def _as_words(array: Any) -> tuple[tuple[str, str, int], NDArray[Any]]:
     elif isinstance(array, np.ndarray):
         if not _is_numpy_type(array.dtype.str, array.itemsize):
             raise RequestError(f"keys and values of {array.dtype} cannot be stored; real numbers of 1 to 8 bytes can")
-        plain, kind = array, ("numpy", array.dtype.str, array.itemsize)
+        plain = array
+        kind = ("numpy", array.dtype.str, array.itemsize)
     else:
         raise RequestError(f"keys and values must be NumPy arrays or torch tensors, not {type(array).__name__}")
     return kind, plain.view(_WORDS[kind[2]])

@@ -36,7 +36,8 @@ def token_bytes(tokens: Any) -> bytes:
 def chunk_addresses(space: bytes, tokens: bytes, chunk_size: int) -> list[BlockAddress]:
     """Chunks of a sequence from its first token on; the last may hold fewer tokens."""
     addresses: list[BlockAddress] = []
-    parent, step = space, chunk_size * TOKEN_BYTES
+    parent = space
+    step = chunk_size * TOKEN_BYTES
     for start in range(0, len(tokens), step):
         own = tokens[start : start + step]
         addresses.append(BlockAddress(chain_hash(parent, own), parent, own))

@@ -135,7 +135,8 @@ class LMCacheEngine:
         ids, num_tokens = self._tokens(tokens)
         addresses = chunk_addresses(self._space, ids, self.chunk_size)
         stores = [store for store in self._stores if kinds is None or store.name in kinds]
-        held, before = 0, -1
+        held = 0
+        before = -1
         while before < held < len(addresses):
             before = held
             for store in stores:
@@ -173,7 +174,8 @@ class LMCacheEngine:
     def close(self) -> None:
         """Finish what is being stored and let go of memory, files and connections. A second call does nothing."""
         with self._lock:
-            was_closed, self._closed = self._closed, True
+            was_closed = self._closed
+            self._closed = True
             writer = self._writer
         if was_closed:
             return

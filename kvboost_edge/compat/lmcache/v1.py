@@ -115,7 +115,8 @@ class LMCacheEngine:
         found, ret_mask = self._engine.retrieve(tokens, mask)
         if found:
             written = np.flatnonzero(np.asarray(ret_mask))
-            start, end = int(written[0]), int(written[-1]) + 1
+            start = int(written[0])
+            end = int(written[-1]) + 1
             mine, stored = ([_kind(array) for pair in kv for array in pair] for kv in (layers, found))
             if mine != stored:
                 raise RequestError(

@@ -38,8 +38,12 @@ from kvboost_edge.kernels.vectors import KIND_F16, KIND_F32, LANES, load_i32, lo
 
 __all__ = ["attend", "attend_units", "place_strip"]
 
-_VALUES_4, _VALUES_2, _VALUES_1 = values_tile[4], values_tile[2], values_tile[1]
-_HALVES_4, _HALVES_2, _HALVES_1 = half_values_tile[4], half_values_tile[2], half_values_tile[1]
+_VALUES_4 = values_tile[4]
+_VALUES_2 = values_tile[2]
+_VALUES_1 = values_tile[1]
+_HALVES_4 = half_values_tile[4]
+_HALVES_2 = half_values_tile[2]
+_HALVES_1 = half_values_tile[1]
 _ROWS_IN_PLACE = 2 * ROWS  # for so few rows it is cheaper to widen float16 twice than to store it widened
 
 
@@ -52,7 +56,8 @@ def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool)
     shape = job.shape
     at = unit.table + 8 * strip
     values_staged = STRIPS * LANES * shape.head_dim
-    first, end = max(0, unit.low - position), min(LANES, unit.high - position)
+    first = max(0, unit.low - position)
+    end = min(LANES, unit.high - position)
     if first >= end:
         # Nothing to see: one row of zeros stands for all of them.
         zeros = unit.stage + 4 * STRIPS * LANES * (shape.head_dim + shape.padded_dim)
@@ -60,11 +65,13 @@ def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool)
         _set_column(at, zeros, 0, zeros, 0, zeros, zeros)
         return
     keys, values = _locate(job, unit, position)
-    next_keys, next_values = keys, values
+    next_keys = keys
+    next_values = values
     if position + TILE < unit.high:
         next_keys, next_values = _locate(job, unit, position + TILE)
     size = 4 if shape.kind == KIND_F32 else 2
-    key_step, value_step = shape.block_size * size, shape.head_dim * size
+    key_step = shape.block_size * size
+    value_step = shape.head_dim * size
     if in_place or (shape.kind == KIND_F32 and end - first == LANES and shape.head_dim == shape.padded_dim):
         _set_column(at, keys, key_step, values, value_step, next_keys, next_values)
         return
@@ -73,8 +80,11 @@ def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool)
     stage_rows(key_out, keys, next_keys, shape.head_dim, key_step, first, end, shape.kind)
     if end - first < LANES or shape.head_dim != shape.padded_dim:
         fill(value_out, LANES * shape.padded_dim, np.float32(0.0))
-    full, row = shape.head_dim // LANES, 4 * shape.padded_dim
-    source, out, ahead = values + first * value_step, value_out + first * row, next_values + first * value_step
+    full = shape.head_dim // LANES
+    row = 4 * shape.padded_dim
+    source = values + first * value_step
+    out = value_out + first * row
+    ahead = next_values + first * value_step
     if shape.head_dim == shape.padded_dim:
         stage_rows(out, source, ahead, (end - first) * full, LANES * size, 0, LANES, shape.kind)
     else:
@@ -141,7 +151,9 @@ def _attend_tile(shape: Shape, unit: Unit, start: int, state: int, in_place: boo
                 hide_row(at + each * TILE * 4, max(low, unit.low - start), min(end + shape.ahead, unit.high - start))
         softmax_rows(at, maxima + 4 * row, totals + 4 * row, unit.rescale + 4 * row)
     for row in range(0, unit.num_rows, ROWS):
-        at, out, factors = unit.scores + row * TILE * 4, state + row * dim * 4, unit.rescale + row * 4
+        at = unit.scores + row * TILE * 4
+        out = state + row * dim * 4
+        factors = unit.rescale + row * 4
         channel = 0
         if in_place:
             _add_halves(unit, at, factors, out, dim)

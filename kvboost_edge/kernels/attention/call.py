@@ -26,7 +26,10 @@ __all__ = [
 ]
 
 # Counters of a job, int64; one per (split tile, kv head) follows, the number of its finished partitions.
-NEXT_UNIT, NUM_SCRATCH_USERS, UNITS_DONE, NUM_COUNTERS = 0, 1, 2, 3
+NEXT_UNIT = 0
+NUM_SCRATCH_USERS = 1
+UNITS_DONE = 2
+NUM_COUNTERS = 3
 
 
 class Shape(NamedTuple):

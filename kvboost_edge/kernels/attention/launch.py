@@ -127,7 +127,8 @@ def check_turning(queries: Floats, batch: PagedBatch, turning: Turning | None) -
             f"keys computed at other positions, parts with delta {deltas}, are attended by queries before rotation, "
             "which were not given"
         )
-    needed, rows = turned_positions(batch.parts, batch.seq_lens), min(len(turning.cos), len(turning.sin))
+    needed = turned_positions(batch.parts, batch.seq_lens)
+    rows = min(len(turning.cos), len(turning.sin))
     if turning.queries.shape != queries.shape or rows < needed:
         raise ConfigError(
             f"queries before rotation {turning.queries.shape} must be like the queries {queries.shape}, and tables of "
@@ -150,7 +151,8 @@ def make_call(
     num_kv_heads, head_dim, block_size = pool.keys.shape[1:]
     num_tokens, num_q_heads, _ = queries.shape
     heads_per_kv = num_q_heads // num_kv_heads
-    padded_dim, padded_rows = _round_up(head_dim, LANES), _round_up(plan.tile_rows * heads_per_kv, ROWS)
+    padded_dim = _round_up(head_dim, LANES)
+    padded_rows = _round_up(plan.tile_rows * heads_per_kv, ROWS)
     extra = 0 if more_scratch is None else _round_up(more_scratch(padded_rows, padded_dim), LANES)
     shape = Shape(
         num_kv_heads=num_kv_heads,
@@ -167,7 +169,8 @@ def make_call(
         softmax_scale=float(options.softmax_scale),
         ahead=options.ahead,
     )
-    tables, scratch = _plain(batch.block_tables, np.int32), space.scratch(shape.scratch_floats)
+    tables = _plain(batch.block_tables, np.int32)
+    scratch = space.scratch(shape.scratch_floats)
     unrotated, cos, sin = (_plain(array, np.float32) for array in turning or _NO_TURNING)
     return AttentionCall(
         queries=_plain(queries, np.float32),

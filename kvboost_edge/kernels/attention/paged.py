@@ -171,7 +171,8 @@ def plan_work(
     if ahead and batch.parts is not None:
         raise ConfigError(f"ahead={ahead}: keys behind a query are not seen where a sequence has parts")
     tile_rows = max(1, _ROWS_PER_ITEM // heads_per_kv)
-    starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    starts = batch.cu_seqlens_q.tolist()
+    seq_lens = batch.seq_lens.tolist()
     lengths = tuple(end - first for first, end in pairwise(starts))
     cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows, ahead)
     if max(lengths, default=0) > tile_rows or (window > 0 and batch.parts is not None):
@@ -236,7 +237,9 @@ class _Walks(NamedTuple):
 
 def _plan_items(new: Sequence[int], known: Sequence[int], parts: Parts, cut: _Cut) -> WorkPlan:
     """new, known: query rows and tokens of each sequence."""
-    lengths, seq_lens, tile_rows = np.array(new, np.int64), np.array(known, np.int64), cut.tile_rows
+    lengths = np.array(new, np.int64)
+    seq_lens = np.array(known, np.int64)
+    tile_rows = cut.tile_rows
     tiles = -(-lengths // tile_rows)
     sequence = np.repeat(np.arange(lengths.size), tiles)
     first_row = (np.arange(sequence.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows
@@ -289,9 +292,11 @@ def _walks(sequence: Longs, position: Longs, seen: Longs, parts: Parts, window: 
         first = np.maximum(position - window + 1, 0) // PARTITION if window > 0 else np.zeros_like(position)
         return _Walks(np.arange(sequence.size), position, first, -(-(position + seen) // PARTITION), 0, 0, 0, NO_END, 0)
     tile, number = np.nonzero(sequence[:, None] == parts[:, 0])
-    part, end = Part(*parts[number].astype(np.int64).T), valid_to(parts)[number]
+    part = Part(*parts[number].astype(np.int64).T)
+    end = valid_to(parts)[number]
     position = position[tile] - part.first_position
-    valid_from, end = part.valid_from - part.first_position, np.where(end == NO_END, NO_END, end - part.first_position)
+    valid_from = part.valid_from - part.first_position
+    end = np.where(end == NO_END, NO_END, end - part.first_position)
     low = np.maximum(valid_from, position - window + 1) if window > 0 else valid_from
     first = low // PARTITION
     last = np.maximum(-(-np.minimum(end, position + seen[tile]) // PARTITION), first)

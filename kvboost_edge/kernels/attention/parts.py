@@ -82,7 +82,8 @@ def entry_positions(shape: tuple[int, ...], parts: Parts, block_size: int) -> tu
     if parts is None:
         return first, first, first + block_size
     first = first.copy()
-    served, until = first.copy(), first.copy()
+    served = first.copy()
+    until = first.copy()
     ends = valid_to(parts)
     rows = [Part(*row) for row in parts.tolist()]
     for number, part in enumerate(rows):

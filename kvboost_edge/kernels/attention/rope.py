@@ -41,7 +41,9 @@ class RopeTable:
         angles = [self._frequencies * np.arange(s, s + _AT_ONCE, dtype=np.float32)[:, None] for s in starts]
         cos = np.concatenate([self.cos, *(self._turned(np.cos, a) for a in angles)])
         sin = np.concatenate([self.sin, *(self._turned(np.sin, a) for a in angles)])
-        self.cos, self.sin = cos, sin  # together: there may be memory for one of them alone
+        # together: there may be memory for one of them alone
+        self.cos = cos
+        self.sin = sin
 
     def _turned(self, function: np.ufunc, angles: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         turned: npt.NDArray[np.float32] = function(angles, dtype=np.float64).astype(np.float32)
@@ -57,7 +59,8 @@ def _rotate_vectors(typing: Any, x: Any, cos: Any, sin: Any, half: Any, out: Any
         behind = b.mul(half, int_constant(4))
         with cgutils.for_range(b, b.lshr(half, int_constant(4)), intp=I64) as loop:
             at = b.mul(loop.index, int_constant(4 * LANES))
-            near, far = b.add(x, at), b.add(b.add(x, at), behind)
+            near = b.add(x, at)
+            far = b.add(b.add(x, at), behind)
             first, second, c, s = (emit_load(b, V16, place) for place in (near, far, b.add(cos, at), b.add(sin, at)))
             turned = emit_fma(b, first, c, b.fneg(b.fmul(second, s)))
             emit_store(b, turned, b.add(out, at))
@@ -95,8 +98,10 @@ def rotate_head(x: int, cos: int, sin: int, half: int, dim: int, out: int) -> No
     """
     _rotate_vectors(x, cos, sin, half, out)
     for i in range(half // LANES * LANES, half):
-        a, b = load_f32(x + 4 * i), load_f32(x + 4 * (i + half))
-        c, s = load_f32(cos + 4 * i), load_f32(sin + 4 * i)
+        a = load_f32(x + 4 * i)
+        b = load_f32(x + 4 * (i + half))
+        c = load_f32(cos + 4 * i)
+        s = load_f32(sin + 4 * i)
         store_f32(out + 4 * i, fma_f32(a, c, -(b * s)))
         store_f32(out + 4 * (i + half), fma_f32(b, c, a * s))
     copy_floats(x + 8 * half, dim - 2 * half, out + 8 * half)

@@ -54,10 +54,12 @@ def _store(
     kind: int,
 ) -> None:
     """key_pool, value_pool: addresses."""
-    num_heads, head_dim = keys.shape[1], keys.shape[2]
+    num_heads = keys.shape[1]
+    head_dim = keys.shape[2]
     size = 4 if kind == KIND_F32 else 2
     for token in range(slots.size):
-        block, offset = slots[token] // block_size, slots[token] % block_size
+        block = slots[token] // block_size
+        offset = slots[token] % block_size
         for head in range(num_heads):
             start = (block * num_heads + head) * head_dim * block_size
             key_at = key_pool + (start + offset) * size
@@ -92,7 +94,8 @@ def write_kv(keys: Floats, values: Floats, pool: KVPool, slot_mapping: npt.NDArr
 def _copy(pool: npt.NDArray[np.uint8], ops: npt.NDArray[np.int64]) -> None:
     """pool: uint8 [num_blocks, bytes]; ops: int64 [num_ops, 2]."""
     for op in range(ops.shape[0]):
-        src, dst = ops[op, 0], ops[op, 1]
+        src = ops[op, 0]
+        dst = ops[op, 1]
         for at in range(pool.shape[1]):
             pool[dst, at] = pool[src, at]
 
@@ -114,7 +117,8 @@ def _merge(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats, out: Floats, lse:
     for row in range(s_a.size):
         top = max(s_a[row], s_b[row])
         base = np.float32(0.0) if top == nothing else top
-        weight_a, weight_b = exp_f32(s_a[row] - base), exp_f32(s_b[row] - base)
+        weight_a = exp_f32(s_a[row] - base)
+        weight_b = exp_f32(s_b[row] - base)
         total = weight_a + weight_b
         lse[row] = base + np.float32(math.log(total))
         if weight_a > 0 and weight_b > 0:
@@ -130,7 +134,8 @@ def merge_state(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats) -> tuple[Flo
 
     An lse of -inf stands for an empty set, whose v is not looked at; two empty sets give 0 and -inf. float32.
     """
-    out, lse = np.empty(v_a.shape, dtype=np.float32), np.empty(s_a.shape, dtype=np.float32)
+    out = np.empty(v_a.shape, dtype=np.float32)
+    lse = np.empty(s_a.shape, dtype=np.float32)
     rows = (-1, v_a.shape[-1])
     a, b = (np.ascontiguousarray(v, dtype=np.float32).reshape(rows) for v in (v_a, v_b))
     lse_a, lse_b = (np.ascontiguousarray(s, dtype=np.float32).reshape(-1) for s in (s_a, s_b))

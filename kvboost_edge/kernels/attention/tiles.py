@@ -98,7 +98,8 @@ def _emit_scores(b: Builder, arguments: Sequence[Value], strips: int, kind: int)
     at_once = min(strips, _AT_ONCE)
     with emit_loop(b, _int(strips // at_once)) as part:
         first = b.mul(part, _int(at_once))
-        here, out = b.add(table, b.mul(first, _int(8))), b.add(scores, b.mul(first, _int(_VECTOR_BYTES)))
+        here = b.add(table, b.mul(first, _int(8)))
+        out = b.add(scores, b.mul(first, _int(_VECTOR_BYTES)))
         _emit_strips(b, (query, here, head_dim, out), at_once, kind)
 
 
@@ -158,7 +159,8 @@ def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int,
 def _emit_channels(b: Builder, arguments: Sequence[Value], num_vectors: int, strips: int, kind: int) -> None:
     weights, table, channel, scales, out, out_row_bytes = arguments
     size = 4 if kind == KIND_F32 else 2
-    offset, stored = b.mul(channel, _int(4)), b.mul(channel, _int(size))
+    offset = b.mul(channel, _int(4))
+    stored = b.mul(channel, _int(size))
     places = [
         b.add(b.add(out, offset), b.add(b.mul(out_row_bytes, _int(row)), _int(vector * _VECTOR_BYTES)))
         for row in range(ROWS)
@@ -172,7 +174,8 @@ def _emit_channels(b: Builder, arguments: Sequence[Value], num_vectors: int, str
         at = b.add(weights, b.mul(strip, _int(_VECTOR_BYTES)))
         column = b.add(table, b.mul(strip, _int(8)))
         (base,), (step,), (ask,) = (_table(b, column, row, 1) for row in (2, 3, 5))
-        base, ask = b.add(base, stored), b.add(ask, stored)
+        base = b.add(base, stored)
+        ask = b.add(ask, stored)
         with cgutils.for_range(b, _int(LANES), intp=I64) as loop:
             row_at, ask_at = (b.add(start, b.mul(loop.index, step)) for start in (base, ask))
             for line in range(0, num_vectors * LANES * size, _VECTOR_BYTES):
@@ -218,7 +221,8 @@ def softcap_row(typing: Any, scores: Any, cap: Any) -> Any:
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         scores, cap = arguments
-        zero, one = ir.Constant(V16, [0.0] * LANES), ir.Constant(V16, [1.0] * LANES)
+        zero = ir.Constant(V16, [0.0] * LANES)
+        one = ir.Constant(V16, [1.0] * LANES)
         cap_splat = emit_splat(b, cap)
         for strip in range(STRIPS):
             at = b.add(scores, _int(strip * _VECTOR_BYTES))
@@ -292,13 +296,15 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
         return emit_reduce_rows(b, rows, combine)
 
     # Rows one after the other: all at once would be more code than the rest of a tile, and more than registers hold.
-    folded, bases = emit_scratch(b, ROWS * _VECTOR_BYTES), emit_scratch(b, _VECTOR_BYTES)
+    folded = emit_scratch(b, ROWS * _VECTOR_BYTES)
+    bases = emit_scratch(b, _VECTOR_BYTES)
     with emit_loop(b, _int(ROWS)) as row:
         top = fold([emit_load(b, V16, place) for place in row_places(row)], largest)
         emit_store(b, top, b.add(folded, b.mul(row, _int(_VECTOR_BYTES))))
     old = load_quad(maxima)
     new = largest(reduced(largest), old)
-    lowest, zero = ir.Constant(V16, [float("-inf")] * LANES), ir.Constant(V16, [0.0] * LANES)
+    lowest = ir.Constant(V16, [float("-inf")] * LANES)
+    zero = ir.Constant(V16, [0.0] * LANES)
     base = b.select(b.fcmp_ordered("==", new, lowest), zero, new)
     emit_store(b, base, bases)
     with emit_loop(b, _int(ROWS)) as row:
@@ -363,7 +369,8 @@ def _row_intrinsic(num_floats: int, combine: Any) -> Any:
 
         def emit(kind: ir.Type, offset: Value) -> None:
             place = b.add(out, offset)
-            old, new = emit_load(b, kind, place), emit_load(b, kind, b.add(source, offset))
+            old = emit_load(b, kind, place)
+            new = emit_load(b, kind, b.add(source, offset))
             emit_store(b, combine(b, old, new, *(splats if kind is V16 else arguments[3:])), place)
 
         _emit_by_vectors(b, count, emit)

@@ -59,10 +59,12 @@ def merge_partition(shape: Shape, num_rows: int, merged: int, state: int) -> Non
     maxima = 4 * shape.padded_rows * dim
     totals = maxima + 4 * shape.padded_rows
     for row in range(num_rows):
-        old, new = load_f32(merged + maxima + 4 * row), load_f32(state + maxima + 4 * row)
+        old = load_f32(merged + maxima + 4 * row)
+        new = load_f32(state + maxima + 4 * row)
         top = max(old, new)
         base = np.float32(0.0) if top == _LOWEST else top
-        keep, add = exp_f32(old - base), exp_f32(new - base)
+        keep = exp_f32(old - base)
+        add = exp_f32(new - base)
         mix_row(merged + 4 * row * dim, state + 4 * row * dim, dim, keep, add)
         mix_row(merged + totals + 4 * row, state + totals + 4 * row, 1, keep, add)
         store_f32(merged + maxima + 4 * row, top)
@@ -78,7 +80,8 @@ def _first_row(job: Job, item: Item) -> Any:
 def _take_queries(job: Job, item: Item, head: int, query: int) -> None:
     """Copy an item's query rows, scaled; what fills up the last 4 rows is 0."""
     shape = job.shape
-    heads, dim = shape.heads_per_kv, shape.head_dim
+    heads = shape.heads_per_kv
+    dim = shape.head_dim
     num_rows = item.num_rows * heads
     first = _first_row(job, item) * shape.num_kv_heads * heads
     for row in range(num_rows):
@@ -94,10 +97,13 @@ def _turn_queries(job: Job, turn: Turn, item: Item, unit: Unit) -> None:
     They are rotated once, from before rotation: turning the others back would apply a rope's factor twice.
     """
     shape = job.shape
-    heads, dim = shape.heads_per_kv, shape.head_dim
-    first, position = _first_row(job, item), unit.first_position + item.shift - item.delta
+    heads = shape.heads_per_kv
+    dim = shape.head_dim
+    first = _first_row(job, item)
+    position = unit.first_position + item.shift - item.delta
     for row in range(unit.num_rows):
-        token, at = row // heads, unit.query + 4 * row * dim
+        token = row // heads
+        at = unit.query + 4 * row * dim
         source = turn.unrotated + 4 * ((first + token) * turn.unrotated_step + (unit.head * heads + row % heads) * dim)
         place = 4 * (position + token) * turn.half
         rotate_head(source, turn.cos + place, turn.sin + place, turn.half, dim, at)
@@ -108,7 +114,8 @@ def _turn_queries(job: Job, turn: Turn, item: Item, unit: Unit) -> None:
 def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
     """Lay out a thread's scratch for a unit and copy the unit's query rows, scaled."""
     shape = job.shape
-    heads, dim = shape.heads_per_kv, shape.head_dim
+    heads = shape.heads_per_kv
+    dim = shape.head_dim
     num_rows = item.num_rows * heads
     cu_seqlens = job.cu_seqlens_q + 4 * item.sequence
     num_queries = load_i32(cu_seqlens + 4) - load_i32(cu_seqlens)
@@ -143,13 +150,15 @@ def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
 def _store_rows(job: Job, unit: Unit, item: Item, merged: int) -> None:
     """Add the sinks, divide, and write the unit's rows of out and lse."""
     shape = job.shape
-    heads, dim = shape.heads_per_kv, shape.head_dim
+    heads = shape.heads_per_kv
+    dim = shape.head_dim
     maxima = merged + 4 * shape.padded_rows * shape.padded_dim
     first = _first_row(job, item) * shape.num_kv_heads * heads
     for row in range(unit.num_rows):
         q_head = unit.head * heads + row % heads
         target = first + row // heads * shape.num_kv_heads * heads + q_head
-        maximum, total = load_f32(maxima + 4 * row), load_f32(maxima + 4 * (shape.padded_rows + row))
+        maximum = load_f32(maxima + 4 * row)
+        total = load_f32(maxima + 4 * (shape.padded_rows + row))
         factor = np.float32(1.0)
         if job.sinks != 0:
             sink = load_f32(job.sinks + 4 * q_head)

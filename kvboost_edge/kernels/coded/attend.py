@@ -37,9 +37,14 @@ from kvboost_edge.kernels.vectors import KIND_F16, LANES, load_i32, store_f32, s
 
 __all__ = ["CodedCall", "CodedJob", "attend_coded", "attend_coded_units", "coded_scratch_floats"]
 
-_SCORES_8, _SCORES_4 = coded_scores[8], coded_scores[4]
-_V8_4, _V8_1, _V4_4, _V4_1 = coded_values[8, 4], coded_values[8, 1], coded_values[4, 4], coded_values[4, 1]
-_OWN_4, _OWN_1 = values_strip[4], values_strip[1]
+_SCORES_8 = coded_scores[8]
+_SCORES_4 = coded_scores[4]
+_V8_4 = coded_values[8, 4]
+_V8_1 = coded_values[8, 1]
+_V4_4 = coded_values[4, 4]
+_V4_1 = coded_values[4, 1]
+_OWN_4 = values_strip[4]
+_OWN_1 = values_strip[1]
 
 
 class CodedCall(NamedTuple):
@@ -103,7 +108,8 @@ def coded_scratch_floats(padded_rows: int, dim: int) -> int:
 @kernel
 def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
     """Lay out the scratch behind the tile table and prepare the unit's query rows."""
-    shape, dim = job.plain.shape, job.layout.dim
+    shape = job.plain.shape
+    dim = job.layout.dim
     rows = after(unit.table + 8 * 6 * STRIPS, 0)
     units = after(rows, shape.padded_rows * dim)
     row_steps = after(units, shape.padded_rows * dim)
@@ -120,7 +126,8 @@ def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
     for row in range((unit.num_rows + ROWS - 1) // ROWS * ROWS):
         offset = 4 * (row // ROWS * ROWS * dim + row % ROWS * LANES)
         for channel in range(0, dim, LANES):
-            at, count = rows + offset + 4 * ROWS * channel, min(LANES, shape.head_dim - channel)
+            at = rows + offset + 4 * ROWS * channel
+            count = min(LANES, shape.head_dim - channel)
             scale_row(at, unit.query + 4 * (row * shape.head_dim + channel), count, np.float32(1.0))
             fill(at + 4 * count, LANES - count, np.float32(0.0))
         store_f32(row_steps + 4 * row, divide_row(units + offset, rows + offset, dim))
@@ -145,9 +152,12 @@ def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
 @kernel
 def _place_coded(job: CodedJob, unit: Unit, coded: _Coded, strip: int, position: int, high: int) -> None:
     """Fill column `strip` of the tile table for the 16 tokens at `position` and decode what belongs to their block."""
-    layout, at = job.layout, unit.table + 8 * strip
-    zeros, steps = coded.zeros + 4 * strip * layout.dim, coded.steps + 4 * strip * layout.dim
-    scales, middles = coded.scales + 4 * strip * LANES, coded.middles + 4 * strip * LANES
+    layout = job.layout
+    at = unit.table + 8 * strip
+    zeros = coded.zeros + 4 * strip * layout.dim
+    steps = coded.steps + 4 * strip * layout.dim
+    scales = coded.scales + 4 * strip * LANES
+    middles = coded.middles + 4 * strip * LANES
     if position >= high or position + LANES <= unit.low:
         store_i64(at, coded.blank)
         store_i64(at + 8 * STRIPS, 0)
@@ -159,7 +169,8 @@ def _place_coded(job: CodedJob, unit: Unit, coded: _Coded, strip: int, position:
         fill(scales, LANES, np.float32(0.0))
         fill(middles, LANES, np.float32(0.0))
         return
-    here, offset = _codes_at(job, unit, position), position % layout.block_size
+    here = _codes_at(job, unit, position)
+    offset = position % layout.block_size
     store_i64(at, here + 4 * offset)
     store_i64(at + 8 * STRIPS, 4 * layout.block_size)
     store_i64(at + 16 * STRIPS, here + layout.values + offset * layout.dim * layout.v_bits // 8)
@@ -183,7 +194,8 @@ def _codes_at(job: CodedJob, unit: Unit, position: int) -> Any:
 @kernel
 def _ask_ahead(job: CodedJob, unit: Unit, start: int, part: int) -> None:
     """Ask for a part of the tile after the next; all of it at once would hold up the work on this one."""
-    few, size = unit.num_rows <= ROWS, job.layout.nbytes
+    few = unit.num_rows <= ROWS
+    size = job.layout.nbytes
     strip, half = (part, 0) if few else (part // 2, part % 2)
     position = start + 2 * TILE + strip * LANES
     if position < unit.high:
@@ -199,8 +211,10 @@ def _own_start(unit: Unit, position: int, size: int) -> Any:
 @kernel
 def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int) -> None:
     """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all rows."""
-    shape, layout = job.plain.shape, job.layout
-    dim, size = layout.dim, layout.block_size
+    shape = job.plain.shape
+    layout = job.layout
+    dim = layout.dim
+    size = layout.block_size
     maxima = state + 4 * shape.padded_rows * dim
     totals = maxima + 4 * shape.padded_rows
     middles = coded.middles if layout.v_bits == 4 else 0
@@ -230,7 +244,8 @@ def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int
             for each in range(ROWS):
                 position = unit.first_position + (row + each) // shape.heads_per_kv
                 low = position - shape.window + 1 - start if shape.window > 0 else 0
-                low, end = max(low, unit.low - start), _own_start(unit, position, size) - start
+                low = max(low, unit.low - start)
+                end = _own_start(unit, position, size) - start
                 hide_row(unit.scores + each * TILE * 4, low, end)
         softmax_rows(unit.scores, maxima + 4 * row, totals + 4 * row, coded.numbers)
         if row < 2 * ROWS:
@@ -244,7 +259,8 @@ def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int
 
 @kernel
 def _add_values(layout: CodeLayout, unit: Unit, coded: _Coded, out: int) -> None:
-    dim, channel = layout.dim, 0
+    dim = layout.dim
+    channel = 0
     while channel < dim:
         wide = dim - channel >= 64
         if layout.v_bits == 8:
@@ -281,10 +297,12 @@ def _own_tile(job: Job, unit: Unit, start: int, state: int, ones: int) -> None:
     ones: address of float32 [4], all 1
     """
     shape = job.shape
-    dim, size = shape.padded_dim, shape.block_size
+    dim = shape.padded_dim
+    size = shape.block_size
     maxima = state + 4 * shape.padded_rows * dim
     totals = maxima + 4 * shape.padded_rows
-    block, at = start // size * size, unit.scores
+    block = start // size * size
+    at = unit.scores
     num_strips = min(STRIPS, (block + size - start) // LANES)
     for row in range(0, unit.num_rows, ROWS):
         first = unit.first_position + row // shape.heads_per_kv
@@ -305,7 +323,8 @@ def _own_tile(job: Job, unit: Unit, start: int, state: int, ones: int) -> None:
         softmax_rows(at, maxima + 4 * row, totals + 4 * row, unit.rescale)
         out = state + row * dim * 4
         for strip in range(num_strips):
-            table, weights = unit.table + 8 * strip, at + 4 * LANES * strip
+            table = unit.table + 8 * strip
+            weights = at + 4 * LANES * strip
             scales = unit.rescale if strip == 0 else ones
             channel = 0
             while dim - channel >= 64:
@@ -325,7 +344,8 @@ def _attend_own(job: CodedJob, unit: Unit, coded: _Coded, state: int) -> None:
     clear_state(shape, unit.num_rows, state)
     base = load_i32(job.first + 4 * unit.sequence) - unit.shift
     first = unit.first_position - base
-    high, low = first + unit.num_rows // shape.heads_per_kv, first // size * size
+    high = first + unit.num_rows // shape.heads_per_kv
+    low = first // size * size
     if shape.window > 0:
         low = max(low, first - shape.window + 1)
     own = Unit(

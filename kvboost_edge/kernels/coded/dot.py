@@ -17,10 +17,13 @@ from kvboost_edge.kernels.vectors import LANES
 
 __all__ = ["coded_dot_form", "emit_dot"]
 
-_I8, _I32 = ir.IntType(8), ir.IntType(32)
+_I8 = ir.IntType(8)
+_I32 = ir.IntType(32)
 _V64B = ir.VectorType(_I8, 64)
-_V4I, _V16B = ir.VectorType(_I32, 4), ir.VectorType(_I8, 16)
-_V8I, _V32B = ir.VectorType(_I32, 8), ir.VectorType(_I8, 32)
+_V4I = ir.VectorType(_I32, 4)
+_V16B = ir.VectorType(_I8, 16)
+_V8I = ir.VectorType(_I32, 8)
+_V32B = ir.VectorType(_I8, 32)
 _V32I = ir.VectorType(_I32, 32)
 
 Value = Any
@@ -63,7 +66,8 @@ def _dot_quarters(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Va
     kind = ir.FunctionType(_V4I, [_V4I, _V16B, _V16B])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.neon.sdot.v4i32.v16i8")
     centred = b.bitcast(b.xor(b.bitcast(unsigned, _V64B), ir.Constant(_V64B, [-128] * 64)), V16I)
-    undefined, half = ir.Constant(V16I, ir.Undefined), ir.Constant(_V16B, [64] * 16)
+    undefined = ir.Constant(V16I, ir.Undefined)
+    half = ir.Constant(_V16B, [64] * 16)
     quarters = []
     for first in range(0, LANES, 4):
         order = ir.Constant(_V4I, list(range(first, first + 4)))

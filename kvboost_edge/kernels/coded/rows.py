@@ -57,7 +57,9 @@ Q_TOP = 32512.0  # 127 * 256: a query's integers fit two signed bytes
 TINY = 1e-30  # keeps a division by the largest of nothing but zeros finite
 ROUNDER = 12582912.0  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
 LINE = 64
-I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+I8 = ir.IntType(8)
+_I16 = ir.IntType(16)
+_I32 = ir.IntType(32)
 V16B = ir.VectorType(I8, LANES)
 ZERO = ir.Constant(V16, [0.0] * LANES)
 
@@ -199,7 +201,8 @@ def fold_rows(typing: Any, rows: Any, units: Any, dim: Any, zeros: Any, steps: A
         sums = emit_slots(b, ZERO, ROWS * STRIPS)
         strip_bytes = b.mul(dim, emit_int(4))
         with cgutils.for_range(b, b.udiv(dim, emit_int(LANES)), intp=I64) as loop:
-            at, place = b.mul(loop.index, emit_int(LINE)), b.mul(loop.index, emit_int(ROWS * LINE))
+            at = b.mul(loop.index, emit_int(LINE))
+            place = b.mul(loop.index, emit_int(ROWS * LINE))
             out = b.add(planes, b.mul(loop.index, emit_int(ROWS * STRIPS * 2 * LANES)))
             queries, integers = (
                 [emit_load(b, V16, b.add(array, b.add(place, emit_int(LINE * row)))) for row in range(ROWS)]

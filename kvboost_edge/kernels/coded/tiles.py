@@ -59,7 +59,8 @@ Builder = Any
 
 def _nan_or_max(b: Builder, x: Value, y: Value) -> Value:
     """The larger of two that are not negative, or NaN: as integers a NaN is the largest."""
-    x, y = b.bitcast(x, V16I), b.bitcast(y, V16I)
+    x = b.bitcast(x, V16I)
+    y = b.bitcast(y, V16I)
     return b.bitcast(b.select(b.icmp_unsigned(">", x, y), x, y), V16)
 
 
@@ -95,10 +96,8 @@ def _emit_scores(b: Builder, arguments: Sequence[Value], bits: int) -> None:
                 number = b.add(first, emit_int(strip))
                 top = emit_load(b, F32, b.add(tops, b.mul(number, emit_int(4))))
                 dot_at = b.add(b.mul(number, emit_int(4 * ROWS)), emit_int(4 * row))
-                factor, dot = (
-                    emit_splat(b, b.fmul(row_step, top)),
-                    emit_splat(b, emit_load(b, F32, b.add(dots, dot_at))),
-                )
+                factor = emit_splat(b, b.fmul(row_step, top))
+                dot = emit_splat(b, emit_load(b, F32, b.add(dots, dot_at)))
                 score = emit_fma(b, emit_fma(b, high, float_lanes(256.0), low), factor, dot)
                 to = b.add(b.mul(number, emit_int(4 * LANES)), emit_int(4 * row * TILE))
                 emit_store(b, score, b.add(scores, to))
@@ -208,7 +207,8 @@ def _emit_channels(b: Builder, arguments: Sequence[Value], bits: int, num_vector
     sums = emit_slots(b, int_lanes(0), ROWS * num_vectors)
     with emit_loop(b, emit_int(STRIPS)) as strip, emit_loop(b, emit_int(_PAIRS)) as pair:
         column = b.add(table, b.mul(strip, emit_int(8)))
-        base, step = b.add(_column(b, column, 2, 0), offset), _column(b, column, 3, 0)
+        base = b.add(_column(b, column, 2, 0), offset)
+        step = _column(b, column, 3, 0)
         base = b.add(base, b.mul(step, b.mul(pair, emit_int(bits // 4))))
         at = b.add(codes, b.add(b.mul(strip, emit_int(LANES)), b.mul(pair, emit_int(8))))
         vectors = [_quads(b, bits, b.add(base, emit_int(LINE * vector)), step) for vector in range(num_vectors)]

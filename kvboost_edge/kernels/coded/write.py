@@ -38,8 +38,11 @@ _ROUNDER_BITS = 0x4B400000
 _SCALE_FLOOR = 6e-8  # half a float16's smallest step and more, so that a scale never rounds below what it must hold
 _SCALE_SLACK = 1.0 + 2.0**-10
 _QUAD = 4
-_I8, _I32, _HALF = ir.IntType(8), ir.IntType(32), ir.HalfType()
-_V4H, _V4B = ir.VectorType(_HALF, _QUAD), ir.VectorType(_I8, _QUAD)
+_I8 = ir.IntType(8)
+_I32 = ir.IntType(32)
+_HALF = ir.HalfType()
+_V4H = ir.VectorType(_HALF, _QUAD)
+_V4B = ir.VectorType(_I8, _QUAD)
 _POINTER = ir.PointerType()
 
 Longs = npt.NDArray[np.int64]
@@ -133,7 +136,8 @@ def _encode_keys(bits: int) -> Any:
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             keys, size, codes, shift, zeros, steps = arguments
-            row_bytes, vectors = b.mul(size, _int(4)), b.udiv(size, _int(LANES))
+            row_bytes = b.mul(size, _int(4))
+            vectors = b.udiv(size, _int(LANES))
             low = _fold(b, keys, row_bytes, vectors, lambda x: x, _smallest)
             high = _fold(b, keys, row_bytes, vectors, lambda x: x, _largest)
             zero = b.fadd(low, _broken(b, keys, row_bytes, vectors))
@@ -147,7 +151,8 @@ def _encode_keys(bits: int) -> Any:
             step = b.bitcast(b.shl(b.add(code, _ints((127 - STEP_BIAS) << 3)), _ints(20)), V16)
             inverse = b.fdiv(_floats(1.0), step)
             with cgutils.for_range(b, vectors, intp=I64) as loop:
-                offset, rows = b.mul(loop.index, _int(4 * LANES)), []
+                offset = b.mul(loop.index, _int(4 * LANES))
+                rows = []
                 for row in range(_QUAD):
                     x = emit_load(b, V16, b.add(keys, b.add(b.mul(row_bytes, _int(row)), offset)))
                     scaled = b.fmul(b.fsub(x, _own(b, low, row)), _own(b, inverse, row))
@@ -191,7 +196,8 @@ def _encode_values(bits: int) -> Any:
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             values, dim, head_dim, codes, shift, scales, middles = arguments
-            row_bytes, vectors = b.mul(dim, _int(4)), b.udiv(dim, _int(LANES))
+            row_bytes = b.mul(dim, _int(4))
+            vectors = b.udiv(dim, _int(LANES))
             scale, middle = _value_scales(b, bits, values, row_bytes, vectors)
             stored = b.fadd(scale, _broken(b, values, row_bytes, vectors))
             _store_any(b, b.fptrunc(_four(b, stored), _V4H), scales)
@@ -200,7 +206,8 @@ def _encode_values(bits: int) -> Any:
             inverse = b.fdiv(_floats(1.0), scale)
             low, high, add = (-127, 127, 0) if bits == 8 else (-8, 7, 8)
             with cgutils.for_range(b, vectors, intp=I64) as loop:
-                offset, rows = b.mul(loop.index, _int(4 * LANES)), []
+                offset = b.mul(loop.index, _int(4 * LANES))
+                rows = []
                 real = emit_lanes_in(b, 0, _int(0), b.sub(head_dim, b.mul(loop.index, _int(LANES))))
                 for row in range(_QUAD):
                     x = emit_load(b, V16, b.add(values, b.add(b.mul(row_bytes, _int(row)), offset)))
@@ -215,8 +222,10 @@ def _encode_values(bits: int) -> Any:
     return encode
 
 
-_KEYS_8, _KEYS_4 = _encode_keys(8), _encode_keys(4)
-_VALUES_8, _VALUES_4 = _encode_values(8), _encode_values(4)
+_KEYS_8 = _encode_keys(8)
+_KEYS_4 = _encode_keys(4)
+_VALUES_8 = _encode_values(8)
+_VALUES_4 = _encode_values(4)
 
 
 @kernel
@@ -230,7 +239,8 @@ def _quantize_keys(keys: int, stage: int, out: int, layout: CodeLayout) -> None:
     fill(stage + 4 * layout.head_dim * size, (layout.dim - layout.head_dim) * size, np.float32(0.0))
     for quad in range(layout.dim // _QUAD):
         rows = stage + 4 * quad * _QUAD * size
-        zeros, steps = out + layout.key_zeros + 2 * _QUAD * quad, out + layout.key_steps + _QUAD * quad
+        zeros = out + layout.key_zeros + 2 * _QUAD * quad
+        steps = out + layout.key_steps + _QUAD * quad
         if layout.k_bits == 8:
             _KEYS_8(rows, size, out + quad * size * _QUAD, 0, zeros, steps)
         else:
@@ -240,16 +250,21 @@ def _quantize_keys(keys: int, stage: int, out: int, layout: CodeLayout) -> None:
 @kernel
 def _quantize_values(values: int, stage: int, out: int, layout: CodeLayout) -> None:
     """values: address of float16 [block, head_dim]; stage: of float32 [block, dim]."""
-    size, dim, head_dim = layout.block_size, layout.dim, layout.head_dim
+    size = layout.block_size
+    dim = layout.dim
+    head_dim = layout.head_dim
     whole = head_dim // LANES
     for token in range(size):
-        source, row = values + 2 * token * head_dim, stage + 4 * token * dim
+        source = values + 2 * token * head_dim
+        row = stage + 4 * token * dim
         stage_rows(row, source, source, whole, 2 * LANES, 0, LANES, KIND_F16)
         for channel in range(whole * LANES, dim):
             store_f32(row + 4 * channel, load_scalar(source + 2 * min(channel, head_dim - 1), KIND_F16))
     for quad in range(size // _QUAD):
-        rows, first = stage + 4 * quad * _QUAD * dim, 2 * _QUAD * quad
-        scales, middles = out + layout.value_scales + first, out + layout.value_middles + first
+        rows = stage + 4 * quad * _QUAD * dim
+        first = 2 * _QUAD * quad
+        scales = out + layout.value_scales + first
+        middles = out + layout.value_middles + first
         if layout.v_bits == 8:
             _VALUES_8(rows, dim, head_dim, out + layout.values + quad * dim * _QUAD, 0, scales, middles)
         else:
@@ -297,5 +312,6 @@ def quantize_blocks(
     """
     pairs = np.stack([sources, targets], axis=1)
     stage = aligned_empty((layout.dim * layout.block_size,), np.float32)
-    keys, values = own.keys.ctypes.data, own.values.ctypes.data
+    keys = own.keys.ctypes.data
+    values = own.values.ctypes.data
     _quantize(keys, values, pairs, codes.ctypes.data, layout, codes.shape[1], stage)

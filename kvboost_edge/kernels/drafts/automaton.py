@@ -70,7 +70,8 @@ def automaton_bytes(room: int) -> int:
 
 def new_automaton(room: int) -> Automaton:
     """An automaton of no text, for one of up to `room` tokens, a power of two. 96 bytes a token."""
-    states, slots = 2 * room, _EDGES_PER_TOKEN * room
+    states = 2 * room
+    slots = _EDGES_PER_TOKEN * room
     links = np.full(states, _NONE, np.int32)
     counts = np.zeros(5, np.int64)
     counts[NUM_STATES] = 1
@@ -89,7 +90,8 @@ def new_automaton(room: int) -> Automaton:
 @kernel
 def _slot(keys: Longs, state: int, token: int) -> Any:
     """The slot of an edge, or the empty one where it belongs."""
-    key, mask = (state << 32) | token, len(keys) - 1
+    key = (state << 32) | token
+    mask = len(keys) - 1
     mixed = key * 0x9E3779B97F4A7C1
     slot = (mixed ^ (mixed >> 29)) & mask
     while keys[slot] != key and keys[slot] != _EMPTY:
@@ -113,7 +115,9 @@ def _split(
     """A new state for the shorter strings, up to `length`, of a state, with its edges."""
     clone = counts[NUM_STATES]
     counts[NUM_STATES] = clone + 1
-    lengths[clone], links[clone], ends[clone] = length, links[state], ends[state]
+    lengths[clone] = length
+    links[clone] = links[state]
+    ends[clone] = ends[state]
     edge = first_edges[state]
     while edge != _NONE:
         token = keys[edge] & 0xFFFFFFFF
@@ -132,7 +136,9 @@ def extend(
 ) -> None:  # fmt: skip
     """Append tokens, ids in [0, 2^31), to the text of `Automaton(counts, …)`, which has room for them."""
     for token in tokens:
-        position, state, new = counts[NUM_TOKENS], counts[LAST], counts[NUM_STATES]
+        position = counts[NUM_TOKENS]
+        state = counts[LAST]
+        new = counts[NUM_STATES]
         counts[NUM_STATES] = new + 1
         lengths[new] = lengths[state] + 1
         slot = 0
@@ -158,16 +164,19 @@ def extend(
                     targets[slot] = found
                     state = links[state]
         links[new] = found
-        counts[MATCH_LENGTH], counts[MATCH_END] = lengths[found], ends[found]
+        counts[MATCH_LENGTH] = lengths[found]
+        counts[MATCH_END] = ends[found]
         ends[new] = position + 1
         for _ in range(_MOST_UPDATED):
             if found <= 0:
                 break
             ends[found] = position + 1
             found = links[found]
-        counts[NUM_TOKENS], counts[LAST] = position + 1, new
+        counts[NUM_TOKENS] = position + 1
+        counts[LAST] = new
 
 
-_INTS, _LONGS = types.Array(types.int32, 1, "C"), types.Array(types.int64, 1, "C")
+_INTS = types.Array(types.int32, 1, "C")
+_LONGS = types.Array(types.int64, 1, "C")
 extend_entry = Entry(extend, _INTS, _LONGS, _INTS, _INTS, _INTS, _INTS, _LONGS, _INTS, _INTS)
 """What a sequence runs with each of its tokens."""

@@ -82,10 +82,12 @@ def find_end(tail: Ints, found: Longs, total: Longs, tokens: Ints, heads: Longs)
             break
         length += 1
     if length >= GRAM:
-        found[0], found[1] = length, end
+        found[0] = length
+        found[1] = end
 
 
-_INTS, _LONGS = types.Array(types.int32, 1, "C"), types.Array(types.int64, 1, "C")
+_INTS = types.Array(types.int32, 1, "C")
+_LONGS = types.Array(types.int64, 1, "C")
 append_entry = Entry(append_tokens, _INTS, _LONGS, _INTS, _LONGS)
 find_entry = Entry(find_end, _INTS, _LONGS, _LONGS, _INTS, _LONGS)
 """What `append_tokens` and `find_end` run."""

@@ -53,10 +53,13 @@ _LINE = 64
 _TILES = 2
 _QUADS = GROUP // 4
 # Tile registers: sums of a weight tile with the first and the second half of a cell's rows, those halves, weights.
-_SUMS, _ROWS, _WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
+_SUMS = ((0, 1), (2, 3))
+_ROWS = (4, 5)
+_WEIGHTS = (6, 7)
 _CELL_ROWS = 2 * LANES  # tokens times planes
 # One lot of memory on the stack, in bytes: sums of a group, sums in floats, weights of two groups, configuration.
-_SUMS_AT, _FLOATS_AT = 0, _TILES * _CELL_ROWS * _LINE
+_SUMS_AT = 0
+_FLOATS_AT = _TILES * _CELL_ROWS * _LINE
 _WEIGHTS_AT = 2 * _FLOATS_AT
 _TURN = _TILES * _QUADS * _LINE
 _CONFIG_AT = _WEIGHTS_AT + 2 * _TURN
@@ -122,7 +125,8 @@ class AmxTiles(IntTiles):
         source = _Source(weights, scales, minima, panel, [self._table(b, at) for at in minima])
         with cgutils.for_range(b, int_constant(_TILES * self.tokens), intp=I64) as loop:
             emit_store(b, ir.Constant(V16, [0.0] * LANES), self._line(b, _FLOATS_AT, loop.index))
-        zero, one = int_constant(0), int_constant(1)
+        zero = int_constant(0)
+        one = int_constant(1)
         count = b.mul(tile.groups, int_constant(self.parts))
         last = b.sub(count, one)
         self._unpack(b, tile, source, zero)
@@ -153,8 +157,10 @@ class AmxTiles(IntTiles):
 
     def _unpack(self, b: Builder, tile: Tile, source: _Source, part: Value) -> None:
         """Weights of a part as signed bytes, less their offset."""
-        dot, out = GroupDot(b, self.kind, self.form), self._turn(b, part)
-        size, scales = int_constant(self.group_bytes // self.parts), int_constant(SCALE_BYTES // self.parts)
+        dot = GroupDot(b, self.kind, self.form)
+        out = self._turn(b, part)
+        size = int_constant(self.group_bytes // self.parts)
+        scales = int_constant(SCALE_BYTES // self.parts)
         places = [b.add(at, b.mul(part, size)) for at in source.weights]
         self._prefetch(b, tile, places, [b.add(at, b.mul(part, scales)) for at in source.scales])
         for t, place in enumerate(places):
@@ -169,7 +175,8 @@ class AmxTiles(IntTiles):
         return b.add(source.panel, b.mul(group, int_constant(self.cell)))
 
     def _load(self, b: Builder, source: _Source, part: Value) -> None:
-        here, weights = self._here(b, source, part), self._turn(b, part)
+        here = self._here(b, source, part)
+        weights = self._turn(b, part)
         if self.parts > 1:
             here = b.add(here, b.mul(b.urem(part, int_constant(self.parts)), int_constant(4 * self.quads)))
         for half, number in enumerate(_ROWS):
@@ -204,7 +211,8 @@ class AmxTiles(IntTiles):
 
     def _emit_target(self, b: Builder, target: Target) -> None:
         """As `emit_target` in tiles.py, row by row."""
-        factors, zero = emit_splat(b, target.factor), int_constant(0)
+        factors = emit_splat(b, target.factor)
+        zero = int_constant(0)
         # Without a bias minus zero is added: that changes no number, not even a zero of either sign.
         biases = [cgutils.alloca_once(b, V16) for _ in range(_TILES)]
         for t, slot in enumerate(biases):
@@ -234,7 +242,8 @@ def _amx_tile(kind: int, fine: bool) -> Any:
         """tile: `Tile` of pairs; panel: address of the tokens' panel, see panel.py; target: `Target`."""
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            where, out = fields_of(b, Tile, arguments[0]), fields_of(b, Target, arguments[2])
+            where = fields_of(b, Tile, arguments[0])
+            out = fields_of(b, Target, arguments[2])
             AmxTiles(kind, fine).emit(b, where, arguments[1], out)
             return context.get_dummy_value()
 

@@ -35,12 +35,18 @@ __all__ = ["AmxChoice", "amx_choice", "linear_path", "trial_entries"]
 _LOG = logging.getLogger(__name__)
 
 # Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), for all threads of the process.
-_ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
+_ARCH_PRCTL = 158
+_REQUEST = 0x1023
+_TILE_DATA = 18
 # 896 inputs, 32 outputs, 192 tokens, some 15 us each time; the quickest round of each counts.
-_GROUPS, _PANELS, _TIMES, _ROUNDS = 28, 6, 8, 10
+_GROUPS = 28
+_PANELS = 6
+_TIMES = 8
+_ROUNDS = 10
 _OPERATIONS = 2 * (_PANELS * MATRIX_TOKENS) * 2 * LANES * _GROUPS * GROUP
 
-_AMX_INT4, _AMX_INT8 = amx_tile[KIND_INT4, False], amx_tile[KIND_INT8, False]
+_AMX_INT4 = amx_tile[KIND_INT4, False]
+_AMX_INT8 = amx_tile[KIND_INT8, False]
 _VNNI_INT4, _VNNI_INT8 = (int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False] for kind in (KIND_INT4, KIND_INT8))
 
 
@@ -119,7 +125,8 @@ class _Trial:
             _GROUPS, tokens // size, panel.strides[0],
         )  # fmt: skip
         target = Target(self._out.ctypes.data, self._out.strides[0], 4 * LANES, 0, 0, np.float32(1.0))
-        self._function, self._arguments = function, (where, panel.ctypes.data, target)
+        self._function = function
+        self._arguments = (where, panel.ctypes.data, target)
         self._kind = kind
 
     def result(self) -> npt.NDArray[np.float32]:
@@ -144,7 +151,8 @@ def _panel(codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], offset:
 
 def _try() -> AmxChoice:
     for kind in (KIND_INT8, KIND_INT4):
-        amx, vnni = _Trial(kind, _amx_trial, MATRIX_TOKENS), _Trial(kind, _vnni_trial, WIDE_TOKENS)
+        amx = _Trial(kind, _amx_trial, MATRIX_TOKENS)
+        vnni = _Trial(kind, _vnni_trial, WIDE_TOKENS)
         if amx.result().tobytes() != vnni.result().tobytes():
             _LOG.warning("AMX of this machine gives other results than AVX512-VNNI: it is not used")
             return AmxChoice(False, "it gives other results than AVX512-VNNI here")

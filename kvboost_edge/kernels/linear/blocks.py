@@ -30,9 +30,16 @@ BLOCK_BYTES = {KIND_Q4K: 144, KIND_Q5K: 176, KIND_Q6K: 210}
 
 _QUADS = GROUP // 4
 _BLOCK_QUADS = BLOCK_WEIGHTS // 4
-_HIGH_Q5K, _LOW_Q5K, _LOW_Q4K = 16 // 4, 48 // 4, 16 // 4  # words of a block
-_HIGH_Q6K, _SCALES_Q6K, _D_Q6K = 128 // 4, 192 // 4, 208 // 4
-_NIBBLES, _ONES, _THREES = np.uint32(0x0F0F0F0F), np.uint32(0x01010101), np.uint32(0x03030303)
+# words of a block
+_HIGH_Q5K = 16 // 4
+_LOW_Q5K = 48 // 4
+_LOW_Q4K = 16 // 4
+_HIGH_Q6K = 128 // 4
+_SCALES_Q6K = 192 // 4
+_D_Q6K = 208 // 4
+_NIBBLES = np.uint32(0x0F0F0F0F)
+_ONES = np.uint32(0x01010101)
+_THREES = np.uint32(0x03030303)
 
 Bytes = npt.NDArray[np.uint8]
 Halves = npt.NDArray[np.uint16]
@@ -54,11 +61,14 @@ def pack_blocks(blocks: Bytes, kind: int) -> PackedRows:
 
 @kernel
 def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, minima: Halves) -> None:
-    rows, count = blocks.shape[0], blocks.shape[1] // nbytes
+    rows = blocks.shape[0]
+    count = blocks.shape[1] // nbytes
     # Word w of lane l is at w * LANES + l: whatever is done to a word is done to sixteen rows side by side.
     words = np.zeros((nbytes + 3) // 4 * LANES, np.uint32)
-    codes, above = np.zeros(_BLOCK_QUADS * LANES, np.uint32), np.zeros(LANES, np.uint32)
-    group_words, minima_each = group_bytes_kernel(kind) // 4, minima_bytes_kernel(kind, 1) // 2
+    codes = np.zeros(_BLOCK_QUADS * LANES, np.uint32)
+    above = np.zeros(LANES, np.uint32)
+    group_words = group_bytes_kernel(kind) // 4
+    minima_each = minima_bytes_kernel(kind, 1) // 2
     for tile in range((rows + LANES - 1) // LANES):
         lanes = min(LANES, rows - tile * LANES)
         if lanes < LANES:
@@ -101,7 +111,8 @@ def _store_part(codes: Words, first: int, quads: int, kind: int, out: Words, at:
     """Quads of a group, or of a half of it, of sixteen rows: lines of nibbles, and the bits above them."""
     for quad in range(0, quads, 2):
         for lane in range(LANES):
-            low, high = codes[(first + quad) * LANES + lane], codes[(first + quad + 1) * LANES + lane]
+            low = codes[(first + quad) * LANES + lane]
+            high = codes[(first + quad + 1) * LANES + lane]
             out[at + quad // 2 * LANES + lane] = (low & _NIBBLES) | (high & _NIBBLES) << np.uint32(4)
     if kind == KIND_Q4K:
         return
@@ -152,15 +163,18 @@ def _scales_of_groups(words: Words, scales: Bytes, at: int) -> None:
     for group in range(BLOCK_GROUPS):
         shift = np.uint32(8 * (group % 4))
         for lane in range(LANES):
-            first, second = words[LANES + lane] >> shift, words[2 * LANES + lane] >> shift
+            first = words[LANES + lane] >> shift
+            second = words[2 * LANES + lane] >> shift
             if group < 4:
-                scale, minimum = first & np.uint32(63), second & np.uint32(63)
+                scale = first & np.uint32(63)
+                minimum = second & np.uint32(63)
             else:
                 both = words[3 * LANES + lane] >> shift
                 scale = both & np.uint32(15) | (first >> np.uint32(6) & np.uint32(3)) << np.uint32(4)
                 minimum = both >> np.uint32(4) & np.uint32(15) | (second >> np.uint32(6) & np.uint32(3)) << np.uint32(4)
             place = at + group * 2 * LANES + lane
-            scales[place], scales[place + LANES] = np.uint8(scale), np.uint8(minimum)
+            scales[place] = np.uint8(scale)
+            scales[place + LANES] = np.uint8(minimum)
 
 
 @kernel
@@ -172,6 +186,7 @@ def _scales_q6k(words: Words, scales: Bytes, at: int) -> None:
 
 
 _BYTES = types.Array(types.uint8, 1, "C")
-_WORDS, _HALVES = types.Array(types.uint32, 1, "C"), types.Array(types.uint16, 1, "C")
+_WORDS = types.Array(types.uint32, 1, "C")
+_HALVES = types.Array(types.uint16, 1, "C")
 blocks_entry = Entry(_pack, types.Array(types.uint8, 2, "C"), types.int64, types.int64, _WORDS, _BYTES, _HALVES)
 """What `pack_blocks` runs."""

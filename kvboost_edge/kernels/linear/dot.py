@@ -43,10 +43,16 @@ CODE_BITS = {KIND_INT8: 8, KIND_INT4: 4, KIND_INT4_ASYM: 4, KIND_Q4K: 4, KIND_Q5
 # KIND_INT4T's tables have it added only where weights are summed so, see `GroupDot.seeded`; elsewhere they are signed.
 OFFSET = {KIND_INT8: 128, KIND_INT4: 8, KIND_INT4_ASYM: 0, KIND_Q4K: 0, KIND_Q5K: 0, KIND_Q6K: 32, KIND_INT4T: 128}
 
-I8, I16, I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
 _V64B = ir.VectorType(I8, 64)
-_V4I, _V8I, _V16B, _V32B = ir.VectorType(I32, 4), ir.VectorType(I32, 8), ir.VectorType(I8, 16), ir.VectorType(I8, 32)
-_V16S, _V32S = ir.VectorType(I16, 16), ir.VectorType(I16, 32)
+_V4I = ir.VectorType(I32, 4)
+_V8I = ir.VectorType(I32, 8)
+_V16B = ir.VectorType(I8, 16)
+_V32B = ir.VectorType(I8, 32)
+_V16S = ir.VectorType(I16, 16)
+_V32S = ir.VectorType(I16, 32)
 _SHORT_MOST = 32767
 
 Value = Any
@@ -72,7 +78,9 @@ class GroupDot:
     """
 
     def __init__(self, b: Builder, kind: int, form: str | None = None) -> None:
-        self._b, self._kind, self.form = b, kind, form or dot_form()
+        self._b = b
+        self._kind = kind
+        self.form = form or dot_form()
         # Which forms sum codes of less than 8 bits in 16 bits, and of how many quads: all 8 of a group of 4-bit codes,
         # at most 8 * 2 * 15 * 127 = 30,480; 4 and 2 of 5- and 6-bit codes.
         self._short = self.form in ("avx2", "plain") and kind not in WIDE_KINDS
@@ -98,7 +106,8 @@ class GroupDot:
         if self.form != "avx2":
             return signed
         # 255 * 127 twice would not fit vpmaddubsw's 16 bits: it multiplies the magnitude, and the token gets the sign.
-        wide, zeros = b.bitcast(signed, _V64B), ir.Constant(_V64B, [0] * 64)
+        wide = b.bitcast(signed, _V64B)
+        zeros = ir.Constant(_V64B, [0] * 64)
         magnitude = b.select(b.icmp_signed("<", wide, zeros), b.sub(zeros, wide), wide)
         return b.bitcast(magnitude, V16I), signed
 
@@ -128,7 +137,8 @@ class GroupDot:
         b = self._b
         if self.form == "avx2":
             return b.add(sums, emit_each(b, 2, "llvm.x86.avx2.pmadd.ub.sw", _V16S, [(quad, _V32B), (x, _V32B)]))
-        (low, high), (first, second) = quad, emit_byte_halves(b, x, signed=True)
+        (low, high) = quad
+        (first, second) = emit_byte_halves(b, x, signed=True)
         return b.add(b.add(sums, b.mul(low, first)), b.mul(high, second))
 
     def _widened(self, state: _Short) -> Value:
@@ -170,7 +180,8 @@ class GroupDot:
     def _add_plain(self, state: Value, quad: Any, x: Value) -> Value:
         """Products and sums of two stay in 16 bits, as in the form for AVX2."""
         b = self._b
-        (low, high), (first, second) = quad, emit_byte_halves(b, x, signed=True)
+        (low, high) = quad
+        (first, second) = emit_byte_halves(b, x, signed=True)
         return b.add(state, self._pairs(b.add(b.mul(low, first), b.mul(high, second))))
 
     def sums(self, state: Any, seed: Value) -> Value:

@@ -181,7 +181,8 @@ class _Best(NamedTuple):
 
 
 def _search(b: Builder, kind: int, at: Value, count: Value, extent: _Extent) -> _Best:
-    fit, minima = FITS[kind], kind == KIND_INT4_ASYM
+    fit = FITS[kind]
+    minima = kind == KIND_INT4_ASYM
     best = _Best(_slot(b, float("inf")), *(_slot(b, 0.0) for _ in range(4)))
     for delta in fit.deltas:
         scale, minimum = _first(b, kind, delta, extent)

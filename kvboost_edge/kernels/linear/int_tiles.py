@@ -156,7 +156,11 @@ class IntTiles:
     """
 
     def __init__(self, kind: int, tiles: int, tokens: int, fine: bool, form: str | None = None) -> None:
-        self.kind, self.tiles, self.tokens, self.fine, self.form = kind, tiles, tokens, fine, form
+        self.kind = kind
+        self.tiles = tiles
+        self.tokens = tokens
+        self.fine = fine
+        self.form = form
         self.group_bytes = group_bytes(kind)
         self.planes = 2 if fine else 1
         # A part of a group has its own scales and its own sums.
@@ -205,7 +209,8 @@ class IntTiles:
 
     def _prefetch(self, b: Builder, tile: Tile, places: Sequence[Value], scales: Sequence[Value]) -> None:
         """Ask for the weights read a while later: of one tile a fixed distance on, of two the next two's same group."""
-        ahead, scales_ahead = int_constant(AHEAD), int_constant(AHEAD * SCALE_BYTES // self.group_bytes)
+        ahead = int_constant(AHEAD)
+        scales_ahead = int_constant(AHEAD * SCALE_BYTES // self.group_bytes)
         if self.tiles > 1:
             ahead = b.mul(tile.weights_step, int_constant(self.tiles))
             scales_ahead = b.mul(tile.scales_step, int_constant(self.tiles))
@@ -241,7 +246,8 @@ class IntTiles:
         self, b: Builder, here: Value, groups: Sequence[Value], part: int, tables: Sequence[Value | None]
     ) -> list[list[Value]]:
         """The integer sums of a part of a group, [tile][token]."""
-        dot, zero = GroupDot(b, self.kind, self.form), ir.Constant(V16I, [0] * LANES)
+        dot = GroupDot(b, self.kind, self.form)
+        zero = ir.Constant(V16I, [0] * LANES)
         places = [b.add(place, int_constant(part * self.group_bytes // self.parts)) for place in groups]
         seeds = [zero] * self.tokens
         if OFFSET[self.kind]:

@@ -34,7 +34,8 @@ from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F32
 
 __all__ = ["TARGET_TYPE", "float_rows", "int_panel", "ladders"]
 
-_MOST, _MOST_FINE = SMALL_TOKENS[-1], FINE_TOKENS[-1]
+_MOST = SMALL_TOKENS[-1]
+_MOST_FINE = FINE_TOKENS[-1]
 # Numbers of tokens that take two tiles at once.
 _PAIR, _FINE_PAIR = (WIDE_TOKENS, WIDE_FINE_TOKENS) if TILES_AT_ONCE == 2 else (0, 0)
 _HAS_AMX = has_tile_registers()
@@ -43,7 +44,8 @@ _HAS_AMX = has_tile_registers()
 def _int_ladder(kind: int) -> Any:
     """The kernel that calls a kind's microkernel for n tokens; a form that lacks a size has another in its place, which
     is never called, nor compiled: the conditions that say so are constants."""
-    amx, fine_amx = amx_tile[kind, False], amx_tile[kind, True]
+    amx = amx_tile[kind, False]
+    fine_amx = amx_tile[kind, True]
     wide = int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False]
     fine_wide = int_tile[kind, TILES_AT_ONCE, WIDE_FINE_TOKENS, True]
     one, two, four, eight = (int_tile[kind, 1, tokens, False] for tokens in (1, 2, min(4, _MOST), _MOST))

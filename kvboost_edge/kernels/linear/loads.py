@@ -74,8 +74,10 @@ def emit_load_pair(b: Builder, kind: int, at: Value, pair: int) -> tuple[Value, 
         first = b.add(at, int_constant(2 * _LINE * pair))
         return emit_load_bytes(b, first), emit_load_bytes(b, b.add(first, int_constant(_LINE)))
     both = emit_load_bytes(b, b.add(at, int_constant(_LINE * pair)))
-    mask, four = ir.Constant(V16I, [0x0F0F0F0F] * LANES), ir.Constant(V16I, [4] * LANES)
-    low, high = b.and_(both, mask), b.and_(b.lshr(both, four), mask)
+    mask = ir.Constant(V16I, [0x0F0F0F0F] * LANES)
+    four = ir.Constant(V16I, [4] * LANES)
+    low = b.and_(both, mask)
+    high = b.and_(b.lshr(both, four), mask)
     if CODE_BITS[kind] == 4:
         return low, high
     above = emit_load_bytes(b, b.add(at, int_constant(_LINE * (_LINES // PARTS[kind]))))
@@ -98,13 +100,16 @@ def emit_table_pair(b: Builder, form: str, table: Value, at: Value, pair: int) -
     form: of the dot product, which says with what instruction bytes are looked up.
     """
     both = b.bitcast(emit_load_bytes(b, b.add(at, int_constant(_LINE * pair))), _V64B)
-    mask, four = ir.Constant(_V64B, [15] * 64), ir.Constant(_V64B, [4] * 64)
+    mask = ir.Constant(_V64B, [15] * 64)
+    four = ir.Constant(_V64B, [4] * 64)
     found = _lookup_of(b, form)
     if found is _PERMUTE:
         # It looks at 6 bits of a byte, and the table is there four times: the bits above a code do not matter.
-        low, high = both, b.bitcast(b.lshr(b.bitcast(both, V16I), ir.Constant(V16I, [4] * LANES)), _V64B)
+        low = both
+        high = b.bitcast(b.lshr(b.bitcast(both, V16I), ir.Constant(V16I, [4] * LANES)), _V64B)
     else:
-        low, high = b.and_(both, mask), b.lshr(both, four)
+        low = b.and_(both, mask)
+        high = b.lshr(both, four)
     if found is None:
         return _emit_selected(b, table, low), _emit_selected(b, table, high)
     name, count, kind = found
@@ -136,7 +141,8 @@ def _emit_selected(b: Builder, table: Value, codes: Value) -> Value:
 
 def _emit_above(b: Builder, kind: int, plane: Value, quad: int) -> Value:
     """The bits of a quad's codes above their nibbles, where they stand in the codes."""
-    shift, byte = high_shift(kind, quad), 0x30 if kind == KIND_Q6K else 0x10
+    shift = high_shift(kind, quad)
+    byte = 0x30 if kind == KIND_Q6K else 0x10
     by = ir.Constant(V16I, [abs(shift)] * LANES)
     moved = b.shl(plane, by) if shift < 0 else b.lshr(plane, by) if shift else plane
     return b.and_(moved, ir.Constant(V16I, [byte * 0x01010101] * LANES))

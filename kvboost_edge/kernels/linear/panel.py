@@ -46,7 +46,8 @@ __all__ = [
 
 FINE_BASE = 255
 """Codes of a fine plane stay within +-127, as those of a coarse one, because the base is odd."""
-COARSE_BYTES, FINE_BYTES = GROUP + 8, 2 * GROUP + 8
+COARSE_BYTES = GROUP + 8
+FINE_BYTES = 2 * GROUP + 8
 SEED_BYTES = 12
 """More of a cell of the block kinds and int4t, for each token."""
 LARGEST_CELL = FINE_BYTES + SEED_BYTES

@@ -122,7 +122,8 @@ def _float_tile(kind: int, tokens: int) -> Any:
         """tile: `Tile` of floats [inputs, 16]; inputs: address of float32 [tokens, inputs], `step` bytes a token."""
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            where, target = fields_of(b, Tile, arguments[0]), fields_of(b, Target, arguments[3])
+            where = fields_of(b, Tile, arguments[0])
+            target = fields_of(b, Target, arguments[3])
             _emit_float_tile(b, kind, tokens, where, arguments[1], arguments[2], target)
             return context.get_dummy_value()
 

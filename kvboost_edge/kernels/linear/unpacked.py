@@ -31,7 +31,8 @@ __all__ = ["UnpackedTiles"]
 _LINE = 64
 _QUADS = GROUP // 4
 # What a pass holds stays in the first cache: 18 KB with the sums of 4 tokens a panel.
-_GROUPS, _PANELS = 16, 32
+_GROUPS = 16
+_PANELS = 32
 
 Value = Any
 Builder = Any
@@ -67,7 +68,9 @@ class UnpackedTiles(IntTiles):
             emit_scratch(b, _GROUPS * self.scale_bytes),
             emit_scratch(b, _PANELS * self.tokens * _LINE),
         )
-        zero, one, most = int_constant(0), int_constant(1), int_constant(_PANELS)
+        zero = int_constant(0)
+        one = int_constant(1)
+        most = int_constant(_PANELS)
         over_tokens = b.icmp_signed("!=", tile.panel_step, zero)
         rounds = b.select(over_tokens, b.sdiv(b.add(tile.runs, int_constant(_PANELS - 1)), most), tile.runs)
         with emit_loop(b, rounds) as index:
@@ -110,15 +113,11 @@ class UnpackedTiles(IntTiles):
     def _unpack(self, b: Builder, tile: Tile, first: Value, group: Value, places: _Places) -> None:
         """Group `first + group` of a tile into place `group`."""
         number = b.add(first, group)
-        weights, scales = (
-            emit_place(b, tile.weights, number, self.group_bytes),
-            emit_place(b, tile.scales, number, SCALE_BYTES),
-        )
+        weights = emit_place(b, tile.weights, number, self.group_bytes)
+        scales = emit_place(b, tile.scales, number, SCALE_BYTES)
         self._prefetch(b, tile, [weights], [scales])
-        codes, floats = (
-            emit_place(b, places.codes, group, _QUADS * _LINE),
-            emit_place(b, places.scales, group, self.scale_bytes),
-        )
+        codes = emit_place(b, places.codes, group, _QUADS * _LINE)
+        floats = emit_place(b, places.scales, group, self.scale_bytes)
         table = self._table(b, tile.minima)
         with emit_loop(b, int_constant(self.parts)) as part:
             at = emit_place(b, weights, part, self.group_bytes // self.parts)
@@ -127,7 +126,8 @@ class UnpackedTiles(IntTiles):
             alike = CODE_BITS[self.kind] in (4, 8)
             pairs = self.quads // 2
             with emit_loop(b, int_constant(pairs if alike else 1)) as pair:
-                here, out = emit_place(b, at, pair, self.group_bytes // pairs), emit_place(b, place, pair, 2 * _LINE)
+                here = emit_place(b, at, pair, self.group_bytes // pairs)
+                out = emit_place(b, place, pair, 2 * _LINE)
                 for first_pair in range(1 if alike else pairs):
                     for half, quad in enumerate(self._load_pair(b, here, first_pair, table)):
                         to = b.add(out, int_constant(_LINE * (2 * first_pair + half)))
@@ -141,7 +141,8 @@ class UnpackedTiles(IntTiles):
     def _add_unpacked(self, b: Builder, group: Value, panel: Value, sums: Value, places: _Places) -> None:
         """The group at place `group` against the panel whose cells start at `panel`."""
         floats = emit_place(b, places.scales, group, self.scale_bytes)
-        codes, here = emit_place(b, places.codes, group, _QUADS * _LINE), emit_place(b, panel, group, self.cell)
+        codes = emit_place(b, places.codes, group, _QUADS * _LINE)
+        here = emit_place(b, panel, group, self.cell)
         with emit_loop(b, int_constant(self.parts)) as part:
             dots = self._unpacked_dots(b, here, codes, part)
             scale = emit_load(b, V16, emit_place(b, floats, part, _LINE))
@@ -155,17 +156,21 @@ class UnpackedTiles(IntTiles):
         """The integer sums of a part of a group, [token]."""
         dot = GroupDot(b, self.kind, self.form)
         count = self.planes * self.tokens
-        codes, x_codes = emit_place(b, codes, part, _LINE * self.quads), emit_place(b, here, part, 4 * self.quads)
+        codes = emit_place(b, codes, part, _LINE * self.quads)
+        x_codes = emit_place(b, here, part, 4 * self.quads)
         run = min(dot.quads_at_once, self.quads)
         totals: list[Value] = [ir.Constant(V16I, [0] * LANES)] * count
         for start in range(0, self.quads, run):
-            at, x_at = b.add(codes, int_constant(_LINE * start)), b.add(x_codes, int_constant(4 * start))
+            at = b.add(codes, int_constant(_LINE * start))
+            x_at = b.add(x_codes, int_constant(4 * start))
             sums = self._add_pair(b, dot, [dot.zero] * count, at, x_at)
             if run > 2:
                 slots = [emit_slots(b, one, 1)[0] for one in sums]
-                at, x_at = b.add(at, int_constant(2 * _LINE)), b.add(x_at, int_constant(8))
+                at = b.add(at, int_constant(2 * _LINE))
+                x_at = b.add(x_at, int_constant(8))
                 with emit_loop(b, int_constant(run // 2 - 1)) as pair:
-                    place, x_place = emit_place(b, at, pair, 2 * _LINE), emit_place(b, x_at, pair, 8)
+                    place = emit_place(b, at, pair, 2 * _LINE)
+                    x_place = emit_place(b, x_at, pair, 8)
                     sums = self._add_pair(b, dot, [b.load(slot) for slot in slots], place, x_place)
                     for one, slot in zip(sums, slots, strict=True):
                         b.store(one, slot)

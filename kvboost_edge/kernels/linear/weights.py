@@ -105,7 +105,8 @@ class PackedRows(NamedTuple):
 
 def packed_sizes(rows: int, inputs: int, kind: int) -> tuple[int, int, int]:
     """Bytes of the packed codes (or floats), of the scales and of the minima of a matrix [rows, inputs]."""
-    tiles, groups = -(-rows // LANES), -(-inputs // GROUP)
+    tiles = -(-rows // LANES)
+    groups = -(-inputs // GROUP)
     if kind in (KIND_F32, KIND_BF16):
         return tiles * LANES * inputs * (4 if kind == KIND_F32 else 2), 0, 0
     if kind not in INT_KINDS:
@@ -137,7 +138,8 @@ def pack_codes(
     0) in them, scales and minima float16 [rows, groups], of KIND_INT4T the weights int8 [16] that its codes stand for.
     ConfigError where they do not fit the kind."""
     rows, inputs = codes.shape
-    tiles, groups = -(-rows // LANES), -(-inputs // GROUP)
+    tiles = -(-rows // LANES)
+    groups = -(-inputs // GROUP)
     if kind not in (*FITS, KIND_INT4T) or (minima is not None) != (kind == KIND_INT4_ASYM):
         raise ConfigError(
             f"codes of weight kind {kind} cannot be packed {'with' if minima is not None else 'without'} minima"
@@ -180,15 +182,16 @@ def _fit_rows(weights: Floats, codes: Bytes, scales: Bytes, minima: Bytes, kind:
     rows, inputs = weights.shape
     groups = (inputs + GROUP - 1) // GROUP
     lines = GROUP * LANES if kind == KIND_INT8 else GROUP * LANES // 2
-    buffer, totals = np.zeros(GROUP * LANES, np.float32), np.zeros(2 * LANES, np.float32)
-    values, sums = address_of(buffer), address_of(totals)
-    source, code_at, scale_at, minimum_at = (
-        address_of(weights),
-        address_of(codes),
-        address_of(scales),
-        address_of(minima),
-    )
-    error, energy = 0.0, 0.0
+    buffer = np.zeros(GROUP * LANES, np.float32)
+    totals = np.zeros(2 * LANES, np.float32)
+    values = address_of(buffer)
+    sums = address_of(totals)
+    source = address_of(weights)
+    code_at = address_of(codes)
+    scale_at = address_of(scales)
+    minimum_at = address_of(minima)
+    error = 0.0
+    energy = 0.0
     for tile in range((rows + LANES - 1) // LANES):
         lanes = min(LANES, rows - tile * LANES)
         if lanes < LANES:
@@ -203,7 +206,9 @@ def _fit_rows(weights: Floats, codes: Bytes, scales: Bytes, minima: Bytes, kind:
                 for i in range(count):
                     store_f32(values + 4 * (i * LANES + lane), load_f32(row_at + 4 * i))
             place = tile * groups + group
-            at, s, m = code_at + place * lines, scale_at + place * 2 * LANES, minimum_at + place * 2 * LANES
+            at = code_at + place * lines
+            s = scale_at + place * 2 * LANES
+            m = minimum_at + place * 2 * LANES
             if kind == KIND_INT8:
                 _fit_int8(values, count, at, s, m, sums)
             elif kind == KIND_INT4:
@@ -221,8 +226,10 @@ def _store_floats(weights: Floats, out: Bytes, kind: int) -> tuple[float, float]
     """Tiles [input][16] of float32 or bfloat16; the squared error and the squared weights in all."""
     rows, inputs = weights.shape
     size = 4 if kind == KIND_F32 else 2
-    source, at = address_of(weights), address_of(out)
-    error, energy = 0.0, 0.0
+    source = address_of(weights)
+    at = address_of(out)
+    error = 0.0
+    energy = 0.0
     for tile in range((rows + LANES - 1) // LANES):
         for i in range(inputs):
             for lane in range(LANES):
@@ -242,7 +249,8 @@ def _store_floats(weights: Floats, out: Bytes, kind: int) -> tuple[float, float]
 def _store_words(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32], bits: int) -> None:
     """words: uint32 [rows, inputs / 4], four codes of a row each, which are one word of a line of the tile."""
     rows, count = words.shape
-    step, at = 8 // bits, 0
+    step = 8 // bits
+    at = 0
     for tile in range(rows // LANES):
         for first in range(0, count, step):
             for lane in range(LANES):
@@ -254,7 +262,8 @@ def _store_words(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32], bit
                 at += 1
 
 
-_BYTES, _FLOATS = types.Array(types.uint8, 1, "C"), types.Array(types.float32, 2, "C")
+_BYTES = types.Array(types.uint8, 1, "C")
+_FLOATS = types.Array(types.float32, 2, "C")
 fit_entry = Entry(_fit_rows, _FLOATS, _BYTES, _BYTES, _BYTES, types.int64)
 floats_entry = Entry(_store_floats, _FLOATS, _BYTES, types.int64)
 codes_entry = Entry(_store_words, types.Array(types.uint32, 2, "C"), types.Array(types.uint32, 1, "C"), types.int64)

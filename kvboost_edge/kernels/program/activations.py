@@ -26,7 +26,10 @@ __all__ = [
 
 ACT_SILU, ACT_GELU_TANH, ACT_CLAMPED_SWIGLU, ACT_SIGMOID, ACT_RELU2 = range(5)
 _VECTOR = 4 * LANES
-_GELU_INNER, _GELU_CUBIC, _SWIGLU_ALPHA, _SWIGLU_LIMIT = 0.7978845608028654, 0.044715, 1.702, 7.0
+_GELU_INNER = 0.7978845608028654
+_GELU_CUBIC = 0.044715
+_SWIGLU_ALPHA = 1.702
+_SWIGLU_LIMIT = 7.0
 _MAX_EXPONENT = 88.0
 
 Value = Any
@@ -52,7 +55,8 @@ def emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
     """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner)). ACT_CLAMPED_SWIGLU:
     x / (1 + exp(-alpha * x)) * (up + 1), x at most the limit, up within it on both sides. ACT_SIGMOID: silu without
     its factor. ACT_RELU2: the square of x, of what is below 0 of 0; up has no meaning."""
-    is_squared, raw = b.icmp_signed("==", act, int_constant(ACT_RELU2)), x
+    is_squared = b.icmp_signed("==", act, int_constant(ACT_RELU2))
+    raw = x
     kinds = (ACT_SILU, ACT_CLAMPED_SWIGLU, ACT_SIGMOID)
     is_silu, is_clamped, is_sigmoid = (b.icmp_signed("==", act, int_constant(kind)) for kind in kinds)
     is_silu = b.or_(is_silu, is_sigmoid)
@@ -89,7 +93,8 @@ def activate_vectors(typing: Any, gate: Any, up: Any, kind: Any, count: Any, vec
         gate, up, kind, count, vectors, out = arguments
         with cgutils.for_range(b, vectors, intp=I64) as loop:
             at = b.mul(loop.index, int_constant(_VECTOR))
-            x, y = emit_load(b, V16, b.add(gate, at)), emit_load(b, V16, b.add(up, at))
+            x = emit_load(b, V16, b.add(gate, at))
+            y = emit_load(b, V16, b.add(up, at))
             value = emit_activate(b, x, y, kind)
             left = b.sub(count, b.mul(loop.index, int_constant(LANES)))
             inside = emit_lanes_in(b, 0, int_constant(0), _clamp(b, left))

@@ -88,19 +88,35 @@ def _at(path: str) -> int:
 
 
 ROW_NUMBERS = -(-num_numbers(AttentionRow) // 8) * 8  # whole cache lines
-_PLAIN, _TURN = _at("job.plain"), _at("turn")
+_PLAIN = _at("job.plain")
+_TURN = _at("turn")
 # Columns of rows that differ from layer to layer, or that only a pass knows.
-R_KEYS, R_VALUES, R_SINKS = _at("job.plain.keys"), _at("job.plain.values"), _at("job.plain.sinks")
-R_COUNTERS, R_OUT, R_LSE = _at("job.plain.counters"), _at("job.plain.out"), _at("job.plain.lse")
-R_CU_SEQLENS, R_SEQ_LENS = _at("job.plain.cu_seqlens_q"), _at("job.plain.seq_lens")
-R_BLOCK_TABLES, R_TABLE_WIDTH = _at("job.plain.block_tables"), _at("job.plain.max_blocks")
-R_UNROTATED, R_UNROTATED_STEP = _at("turn.unrotated"), _at("turn.unrotated_step")
-R_COS, R_SIN, R_HALF = _at("turn.cos"), _at("turn.sin"), _at("turn.half")
-R_CODES, R_LAYOUT, R_FIRST = _at("job.codes"), _at("job.layout"), _at("job.first")
-R_CODED_TABLES, R_MAX_BLOCKS = _at("job.block_tables"), _at("job.max_blocks")
-R_SLOTS, R_STAGE = _at("slots"), _at("stage")
-R_CONTINUED, R_NUM_CONTINUED = _at("continued"), _at("num_continued")
-R_CLOSED, R_NUM_CLOSED = _at("closed"), _at("num_closed")
+R_KEYS = _at("job.plain.keys")
+R_VALUES = _at("job.plain.values")
+R_SINKS = _at("job.plain.sinks")
+R_COUNTERS = _at("job.plain.counters")
+R_OUT = _at("job.plain.out")
+R_LSE = _at("job.plain.lse")
+R_CU_SEQLENS = _at("job.plain.cu_seqlens_q")
+R_SEQ_LENS = _at("job.plain.seq_lens")
+R_BLOCK_TABLES = _at("job.plain.block_tables")
+R_TABLE_WIDTH = _at("job.plain.max_blocks")
+R_UNROTATED = _at("turn.unrotated")
+R_UNROTATED_STEP = _at("turn.unrotated_step")
+R_COS = _at("turn.cos")
+R_SIN = _at("turn.sin")
+R_HALF = _at("turn.half")
+R_CODES = _at("job.codes")
+R_LAYOUT = _at("job.layout")
+R_FIRST = _at("job.first")
+R_CODED_TABLES = _at("job.block_tables")
+R_MAX_BLOCKS = _at("job.max_blocks")
+R_SLOTS = _at("slots")
+R_STAGE = _at("stage")
+R_CONTINUED = _at("continued")
+R_NUM_CONTINUED = _at("num_continued")
+R_CLOSED = _at("closed")
+R_NUM_CLOSED = _at("num_closed")
 
 
 def row_of(call: AttentionCall) -> npt.NDArray[np.int64]:
@@ -145,11 +161,16 @@ def is_attended(at: int) -> Any:
 def store_token(at: int, keys: int, values: int, token: int) -> None:
     """Write a token's keys and values, float32 [num_kv_heads, head_dim] each, at its slot of the call's pool."""
     row = load_row(AttentionRow, at)
-    job, shape = row.job.plain, row.job.plain.shape
-    heads, dim, size, kind = shape.num_kv_heads, shape.head_dim, shape.block_size, shape.kind
+    job = row.job.plain
+    shape = row.job.plain.shape
+    heads = shape.num_kv_heads
+    dim = shape.head_dim
+    size = shape.block_size
+    kind = shape.kind
     width = 4 if kind == KIND_F32 else 2
     slot = load_i64(row.slots + 8 * token)
-    block, offset = slot // size, slot % size
+    block = slot // size
+    offset = slot % size
     for head in range(heads):
         start = (block * heads + head) * dim * size
         key_at = job.keys + (start + offset) * width
@@ -170,10 +191,12 @@ def continuing_units(at: int) -> Any:
 def continue_block(at: int, index: int) -> None:
     """Copy what a block that this pass fills held before into its buffer of this pass; float16."""
     row = load_row(AttentionRow, at)
-    job, shape = row.job.plain, row.job.plain.shape
+    job = row.job.plain
+    shape = row.job.plain.shape
     floats = shape.num_kv_heads * shape.head_dim * shape.block_size // 2
     pair = row.continued + 16 * index
-    source, target = 4 * floats * load_i64(pair), 4 * floats * load_i64(pair + 8)
+    source = 4 * floats * load_i64(pair)
+    target = 4 * floats * load_i64(pair + 8)
     copy_floats(job.keys + source, floats, job.keys + target)
     copy_floats(job.values + source, floats, job.values + target)
 
@@ -189,11 +212,14 @@ def closing_units(at: int) -> Any:
 def _close_blocks(at: int, unit: int) -> None:
     """Quantize this unit's share of the blocks that are full now."""
     row = load_row(AttentionRow, at)
-    job, layout, heads = row.job.plain, row.job.layout, row.job.plain.shape.num_kv_heads
+    job = row.job.plain
+    layout = row.job.layout
+    heads = row.job.plain.shape.num_kv_heads
     stage = row.stage + 4 * unit * layout.dim * layout.block_size
     block_bytes = 2 * layout.head_dim * layout.block_size
     for index in range(unit, row.num_closed * heads, closing_units(at)):
-        pair, head = row.closed + 16 * (index // heads), index % heads
+        pair = row.closed + 16 * (index // heads)
+        head = index % heads
         source = (load_i64(pair) * heads + head) * block_bytes
         out = row.job.codes + (load_i64(pair + 8) * heads + head) * layout.nbytes
         quantize_block(job.keys + source, job.values + source, stage, out, layout)

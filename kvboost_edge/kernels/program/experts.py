@@ -114,9 +114,12 @@ def spread(job: ProgramJob, op: Any, index: int) -> None:
     """The rows of an active expert's tokens behind each other: as panels, or as floats."""
     if index >= count_active(job):
         return
-    experts, count = op[lt.F_EXPERTS], op[lt.F_COUNT]
-    first, end = first_slot(job, experts, index), first_slot(job, experts, index + 1)
-    groups, tokens = (count + GROUP - 1) // GROUP, end - first
+    experts = op[lt.F_EXPERTS]
+    count = op[lt.F_COUNT]
+    first = first_slot(job, experts, index)
+    end = first_slot(job, experts, index + 1)
+    groups = (count + GROUP - 1) // GROUP
+    tokens = end - first
     for slot in range(first, end):
         token = place_at(job, experts, slot) // op[lt.F_USED]
         source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
@@ -131,10 +134,12 @@ def spread(job: ProgramJob, op: Any, index: int) -> None:
 @kernel
 def _matrix_of(op: Any, expert: int, rows: int, panels: int, first: int) -> Any:
     """One expert's matrix of `rows` rows, and its panel among the `panels`."""
-    kind, groups = op[lt.F_KIND], (op[lt.F_INPUTS] + GROUP - 1) // GROUP
+    kind = op[lt.F_KIND]
+    groups = (op[lt.F_INPUTS] + GROUP - 1) // GROUP
     tile = expert * (rows // LANES)
     weights = op[lt.F_WEIGHT] + tile * groups * group_bytes_kernel(kind)
-    scales, minima = op[lt.F_SCALE] + tile * groups * SCALE_BYTES, minima_bytes_kernel(kind, groups)
+    scales = op[lt.F_SCALE] + tile * groups * SCALE_BYTES
+    minima = minima_bytes_kernel(kind, groups)
     panel = panels + first * groups * cell_bytes(0, kind)
     return Matrix(kind, groups, 0, weights, scales, op[lt.F_MINIMA] + tile * minima, panel)
 
@@ -148,23 +153,32 @@ def _bias_of(op: Any, first: int) -> Any:
 @kernel
 def experts_gated(job: ProgramJob, op: Any, unit: int) -> None:
     """A run of groups of inner channels of one expert: gate and up, or up alone, and activation of its tokens."""
-    runs, size = _runs(job, op), tiles_in_unit(op, job.tokens)
-    index, run = unit // runs, unit % runs
+    runs = _runs(job, op)
+    size = tiles_in_unit(op, job.tokens)
+    index = unit // runs
+    run = unit % runs
     if index >= count_active(job):
         return
-    experts, inner = op[lt.F_EXPERTS], op[lt.F_COUNT]
-    expert, first = active_expert(job, index), first_slot(job, experts, index)
+    experts = op[lt.F_EXPERTS]
+    inner = op[lt.F_COUNT]
+    expert = active_expert(job, index)
+    first = first_slot(job, experts, index)
     tokens = first_slot(job, experts, index + 1) - first
-    group, end = run * size, min(inner // GROUP, run * size + size)
-    scratch, source, out = tile_scratch(), job.buffers[lt.B_SPREAD], job.buffers[lt.B_EXPERTS_INNER]
+    group = run * size
+    end = min(inner // GROUP, run * size + size)
+    scratch = tile_scratch()
+    source = job.buffers[lt.B_SPREAD]
+    out = job.buffers[lt.B_EXPERTS_INNER]
     parts = matrices_in(op[lt.F_ACT])
     if op[lt.F_KIND] in INT_KINDS:
         of = _matrix_of(op, expert, parts * inner, source, first)
         out += first * (inner // GROUP) * cell_bytes(0, op[lt.F_QUANT])
         gated_groups(job, op, of, _bias_of(op, parts * expert * inner), tokens, group, end, out, scratch)
         return
-    kind, inputs = op[lt.F_KIND], op[lt.F_INPUTS]
-    each, tiles = float_tile_bytes(kind, inputs), inner // LANES
+    kind = op[lt.F_KIND]
+    inputs = op[lt.F_INPUTS]
+    each = float_tile_bytes(kind, inputs)
+    tiles = inner // LANES
     weights = op[lt.F_WEIGHT] + parts * expert * tiles * each
     slot = first
     while slot < first + tokens:
@@ -208,14 +222,20 @@ def _clear(job: ProgramJob, op: Any, begin: int, end: int) -> None:
 @kernel
 def experts_down(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
     """A run of tiles of the way down: all experts, ascending, each for its tokens."""
-    experts, kind, inputs = op[lt.F_EXPERTS], op[lt.F_KIND], op[lt.F_INPUTS]
-    size, all_tiles, scratch = _down_tiles(job, op), op[lt.F_COUNT] // LANES, tile_scratch()
-    begin, end = unit * size, min(all_tiles, unit * size + size)
+    experts = op[lt.F_EXPERTS]
+    kind = op[lt.F_KIND]
+    inputs = op[lt.F_INPUTS]
+    size = _down_tiles(job, op)
+    all_tiles = op[lt.F_COUNT] // LANES
+    scratch = tile_scratch()
+    begin = unit * size
+    end = min(all_tiles, unit * size + size)
     rows_at = job.buffers[lt.B_EXPERTS_INNER]
     if op[lt.F_ADD] == 0:
         _clear(job, op, begin, end)
     for index in range(count_active(job)):
-        expert, first = active_expert(job, index), first_slot(job, experts, index)
+        expert = active_expert(job, index)
+        first = first_slot(job, experts, index)
         tokens = first_slot(job, experts, index + 1) - first
         if kind in INT_KINDS:
             of = _matrix_of(op, expert, op[lt.F_COUNT], rows_at, first)
@@ -223,7 +243,8 @@ def experts_down(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
             most = SCRATCH_BYTES // (tokens * _LINE) if one_panel else TILES_AT_ONCE
             tile = begin
             while tile < end:
-                count, token = min(most, end - tile), 0
+                count = min(most, end - tile)
+                token = 0
                 while token < tokens:
                     n = panel_tokens(tokens - token, tokens, 0, job.matrix)
                     panels = panels_at_once(tokens, token, n, SCRATCH_BYTES // (n * count * _LINE))
@@ -236,7 +257,8 @@ def experts_down(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
             continue
         each = float_tile_bytes(kind, inputs)
         for tile in range(begin, end):
-            weights, token = op[lt.F_WEIGHT] + (expert * all_tiles + tile) * each, 0
+            weights = op[lt.F_WEIGHT] + (expert * all_tiles + tile) * each
+            token = 0
             while token < tokens:
                 n = rows_at_once(tokens - token)
                 x = rows_at + 4 * (first + token) * op[lt.F_SRC_STEP]

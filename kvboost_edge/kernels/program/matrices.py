@@ -47,7 +47,8 @@ _run_apart = caller(*APART)
 @kernel
 def units_of(job: ProgramJob, op: Any) -> Any:
     """Units an operation is cut into."""
-    code, tokens = op[lt.F_OP], job.tokens
+    code = op[lt.F_OP]
+    tokens = job.tokens
     if code in (lt.OP_LINEAR, lt.OP_GATED):
         size = LANES if code == lt.OP_LINEAR else GROUP
         unit = size * tiles_in_unit(op, tokens)
@@ -76,11 +77,14 @@ def _matrix(job: ProgramJob, op: Any) -> Any:
 @kernel
 def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
     """A run of tiles against all tokens; a tile's weights are read once from memory and then from the cache."""
-    kind, inputs, fine = op[lt.F_KIND], op[lt.F_INPUTS], op[lt.F_FINE_IN]
+    kind = op[lt.F_KIND]
+    inputs = op[lt.F_INPUTS]
+    fine = op[lt.F_FINE_IN]
     size = tiles_in_unit(op, job.tokens)
     end = min((op[lt.F_COUNT] + LANES - 1) // LANES, unit * size + size)
     step = 4 * op[lt.F_DST_STEP]
-    is_int, of = kind in INT_KINDS, _matrix(job, op)
+    is_int = kind in INT_KINDS
+    of = _matrix(job, op)
     most = 1
     if is_int and few_tiles(job.tokens, fine, job.matrix):
         most = size
@@ -113,14 +117,16 @@ def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
 def _gated(job: ProgramJob, op: Any, unit: int) -> None:
     """A run of groups of 32 inner channels."""
     size = tiles_in_unit(op, job.tokens)
-    first, end = unit * size, min(op[lt.F_COUNT] // GROUP, unit * size + size)
+    first = unit * size
+    end = min(op[lt.F_COUNT] // GROUP, unit * size + size)
     out = job.buffers[op[lt.F_PANEL]]
     gated_groups(job, op, _matrix(job, op), op[lt.F_BIAS], job.tokens, first, end, out, tile_scratch())
 
 
 @kernel
 def run_unit(job: ProgramJob, index: int, unit: int) -> None:
-    op, params = job.ops[index], job.params[index]
+    op = job.ops[index]
+    params = job.params[index]
     code = op[lt.F_OP]
     apart = lt.ENTRY_OF[code]
     if apart != lt.K_PROGRAM:

@@ -177,7 +177,8 @@ def _emit_quantize(b: Builder, groups: Sequence[Sequence[Value]], panels: Sequen
     # top - top: 0, but NaN of an infinite top, whose codes are 0. Forms would differ in what they make of those.
     scales = b.select(empty, _splat(0.0), b.fadd(b.fdiv(top, _splat(levels)), b.fsub(top, top)))
     inverses = b.select(empty, _splat(0.0), b.fdiv(_splat(levels), top))
-    totals, firsts = [], []
+    totals = []
+    firsts = []
     for index, (group, panel) in enumerate(zip(groups, panels, strict=True)):
         inverse = emit_shuffle(b, inverses, inverses, [4 * index] * LANES)
         # Adding _ROUNDER rounds to the nearest integer, ties to even, and leaves it in the low bits.
@@ -316,7 +317,8 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell:
         with cgutils.for_range(b, size, intp=I64) as loop:
             at = b.add(rows, b.mul(loop.index, step))
             for gate in (at, b.add(at, int_constant(_VECTOR))):
-                x, up = emit_load(b, V16, gate), emit_load(b, V16, b.add(gate, half))
+                x = emit_load(b, V16, gate)
+                up = emit_load(b, V16, b.add(gate, half))
                 emit_store(b, emit_activate(b, x, up, act), gate)
         even = b.and_(size, int_constant(-2))
         for first, end, count in ((int_constant(0), even, 2), (even, size, 1)):

@@ -35,10 +35,13 @@ __all__ = [
     "sigmoid_f32",
 ]
 
-_SIGMOID, _CHOSEN = SCORES["sigmoid"], SCORES["chosen"]
-_ADD, _LEAST = RENORMS["add"], RENORMS["least"]
+_SIGMOID = SCORES["sigmoid"]
+_CHOSEN = SCORES["chosen"]
+_ADD = RENORMS["add"]
+_LEAST = RENORMS["least"]
 _MAX_EXPONENT = np.float32(88.0)
-_LOWEST, _HIGHEST = np.float32(-np.inf), np.float32(np.inf)
+_LOWEST = np.float32(-np.inf)
+_HIGHEST = np.float32(np.inf)
 
 
 def dispatch_numbers(experts: int) -> int:
@@ -87,7 +90,8 @@ def sigmoid_f32(x: Any) -> Any:
 @kernel
 def _softmax(row: int, count: int) -> None:
     """In place, the sum in ascending order."""
-    largest, total = load_f32(row), np.float32(0.0)
+    largest = load_f32(row)
+    total = np.float32(0.0)
     for index in range(1, count):
         largest = max(largest, load_f32(row + 4 * index))
     for index in range(count):
@@ -115,15 +119,19 @@ def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> boo
             for rank in range(used):
                 store_i64(chosen + 8 * rank, rank)
             return False
-    last, place = _HIGHEST, -1
+    last = _HIGHEST
+    place = -1
     for rank in range(used):
         # The largest behind the one before, in the order of falling numbers and rising places.
-        best, found = _LOWEST, -1
+        best = _LOWEST
+        found = -1
         for index in range(experts):
             number = _wanted(scores, bias, index)
             if (number < last or (number == last and index > place)) and (found < 0 or number > best):
-                best, found = number, index
-        last, place = best, found
+                best = number
+                found = index
+        last = best
+        place = found
         at = rank
         while at > 0 and load_i64(chosen + 8 * (at - 1)) > found:
             store_i64(chosen + 8 * at, load_i64(chosen + 8 * (at - 1)))
@@ -135,7 +143,8 @@ def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> boo
 @kernel
 def route(job: ProgramJob, op: Any, params: Any, token: int) -> None:
     """A token's experts and shares from its row of logits, which becomes scores."""
-    experts, used = op[lt.F_EXPERTS], op[lt.F_USED]
+    experts = op[lt.F_EXPERTS]
+    used = op[lt.F_USED]
     row = job.buffers[lt.B_ROUTED] + 4 * token * op[lt.F_SRC_STEP]
     chosen = job.buffers[lt.B_CHOSEN] + 8 * token * used
     shares = job.buffers[lt.B_SHARES] + 4 * token * used
@@ -169,16 +178,21 @@ def route(job: ProgramJob, op: Any, params: Any, token: int) -> None:
 @kernel
 def dispatch(job: ProgramJob, op: Any) -> None:
     """Each expert's slots, in the order of the tokens."""
-    experts, places = op[lt.F_EXPERTS], job.tokens * op[lt.F_USED]
-    chosen, base = job.buffers[lt.B_CHOSEN], job.buffers[lt.B_DISPATCH]
-    active_at, first_at = base + 8, base + 8 * (1 + experts)
-    next_at, slots = base + 8 * (2 + 2 * experts), base + 8 * (2 + 3 * experts)
+    experts = op[lt.F_EXPERTS]
+    places = job.tokens * op[lt.F_USED]
+    chosen = job.buffers[lt.B_CHOSEN]
+    base = job.buffers[lt.B_DISPATCH]
+    active_at = base + 8
+    first_at = base + 8 * (1 + experts)
+    next_at = base + 8 * (2 + 2 * experts)
+    slots = base + 8 * (2 + 3 * experts)
     for expert in range(experts):
         store_i64(next_at + 8 * expert, 0)
     for place in range(places):
         at = next_at + 8 * load_i64(chosen + 8 * place)
         store_i64(at, load_i64(at) + 1)
-    active, slot = 0, 0
+    active = 0
+    slot = 0
     for expert in range(experts):
         count = load_i64(next_at + 8 * expert)
         if count > 0:

@@ -30,7 +30,8 @@ from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, re
 
 __all__ = ["apart_entries", "program_entry", "run_program"]
 
-_NEXT, _DONE = 0, 8
+_NEXT = 0
+_DONE = 8
 _WHOLE = 1 << 20
 _SPINS = 4000  # about 60 us
 _NAP_S = 50e-6
@@ -72,7 +73,8 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
 
 @kernel
 def _run_experts(job: ProgramJob, index: int, unit: int) -> None:
-    op, params = job.ops[index], job.params[index]
+    op = job.ops[index]
+    params = job.params[index]
     code = op[lt.F_OP]
     if code == lt.OP_DISPATCH:
         dispatch(job, op)
@@ -105,7 +107,8 @@ def _run_tails(job: ProgramJob, index: int, unit: int) -> None:
 
 @kernel
 def _run_scan(job: ProgramJob, index: int, unit: int) -> None:
-    op, params = job.ops[index], job.params[index]
+    op = job.ops[index]
+    params = job.params[index]
     code = op[lt.F_OP]
     if code == lt.OP_SCAN:
         scan(job, op, unit)

@@ -52,12 +52,16 @@ F_HEADS, F_KV_HEADS, F_DIM, F_HALF, F_Q_NORM, F_K_NORM, F_NORM_ALL, F_TABLE, F_L
 # OP_LINEAR: the first float of a destination's row that is written, a multiple of 16.
 F_DST_FIRST = 29
 # OP_ROPE: the address of ones that the norm of values has for weights, or 0; whether values are the keys before theirs.
-F_V_NORM, F_KEYS_TWICE = 30, 31
+F_V_NORM = 30
+F_KEYS_TWICE = 31
 # OP_ACT and OP_PER_LAYER: the buffer that the activation is multiplied with (0: the row's second half), or that is
 # added; its floats a row and the first of them.
-F_BY, F_BY_STEP, F_BY_FIRST = 32, 33, 34
+F_BY = 32
+F_BY_STEP = 33
+F_BY_FIRST = 34
 # OP_ROPE: the buffer with a factor for the queries of each position, or 0; whether norms stand behind rope.
-F_QUERY_SCALE, F_LATE_NORM = 35, 36
+F_QUERY_SCALE = 35
+F_LATE_NORM = 36
 # Experts: how many there are, and of each token; OP_ROUTE: their scores, and what shares are divided by.
 F_EXPERTS, F_USED, F_SCORE, F_RENORM = range(37, 41)
 # Operations on pieces of a row, and those that read the inputs of a convolution: the first float of the source's row.
@@ -66,7 +70,8 @@ F_SRC_FIRST = 41
 # dim (F_HEADS, F_DIM are those of values); whether value head h reads key head h mod F_KEY_HEADS; OP_TAILS: whether
 # inputs are products; addresses of what makes decays; its first byte in a row of drafts, and the bytes of such a row.
 F_STATE, F_TAPS, F_KEY_HEADS, F_KEY_DIM, F_TILED, F_GATED, F_DECAY, F_DT_BIAS = range(42, 50)
-F_DRAFT, F_DRAFT_STEP = 50, 51
+F_DRAFT = 50
+F_DRAFT_STEP = 51
 # What tokens do to a state; the address of how much of a value is added to its result. OP_GATE: groups that are normed,
 # floats from the weights of one to those of the next, and whether the gates come first.
 F_RULE, F_SKIP, F_GROUPS, F_WEIGHT_STEP, F_GATE_FIRST = range(52, 57)

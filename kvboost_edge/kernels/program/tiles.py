@@ -97,11 +97,15 @@ def int_tiles(
 
     More than one panel: count is at most TILES_AT_ONCE.
     """
-    kind, fine, groups = of.kind, of.fine, of.groups
+    kind = of.kind
+    fine = of.fine
+    groups = of.groups
     microkernel = job.kernels[kind]
-    bytes_each, scales_each = groups * group_bytes_kernel(kind), groups * SCALE_BYTES
+    bytes_each = groups * group_bytes_kernel(kind)
+    scales_each = groups * SCALE_BYTES
     minima_each = minima_bytes_kernel(kind, groups)
-    weights, scales = of.weights + tile * bytes_each, of.scales + tile * scales_each
+    weights = of.weights + tile * bytes_each
+    scales = of.scales + tile * scales_each
     minima = of.minima + tile * minima_each
     panel = of.panel + token * groups * cell_bytes(fine, kind)
     step = n * groups * cell_bytes(fine, kind) if panels > 1 else 0
@@ -117,7 +121,8 @@ def int_tiles(
         int_panel(microkernel, (n, fine, where, panel, target))
     if count % 2 == 1:
         # The last tile of an odd number, as a pair with itself.
-        weights, scales = weights + 2 * pairs * bytes_each, scales + 2 * pairs * scales_each
+        weights = weights + 2 * pairs * bytes_each
+        scales = scales + 2 * pairs * scales_each
         minima += 2 * pairs * minima_each
         behind = 2 * pairs * target.tile_step
         bias = target.bias + behind if target.bias != 0 else 0

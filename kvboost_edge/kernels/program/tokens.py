@@ -49,7 +49,9 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = ["run_tokens", "token_units", "tokens_of"]
 
-_OFFSET_INT8, _OFFSET_INT4, _OFFSET_Q6K = OFFSET[KIND_INT8], OFFSET[KIND_INT4], OFFSET[KIND_Q6K]
+_OFFSET_INT8 = OFFSET[KIND_INT8]
+_OFFSET_INT4 = OFFSET[KIND_INT4]
+_OFFSET_Q6K = OFFSET[KIND_Q6K]
 _LINE = 4 * LANES
 _PIECE = 32  # groups of 32 in a piece of a row
 # Tokens in a unit: neighbours share cache lines of a panel. With one each, the norms of 2,112 tokens took two threads
@@ -144,14 +146,18 @@ def _code_offset(kind: int) -> Any:
 @kernel
 def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
     """Row `token_id` of the table, which lies in the weight layout, times factor; the padding is 0."""
-    tile, lane, count, kind = token_id // LANES, token_id % LANES, op[lt.F_COUNT], op[lt.F_KIND]
+    tile = token_id // LANES
+    lane = token_id % LANES
+    count = op[lt.F_COUNT]
+    kind = op[lt.F_KIND]
     for index in range(count, op[lt.F_DST_STEP]):
         store_f32(out + 4 * index, np.float32(0.0))
     if kind in INT_KINDS:
         groups = (count + GROUP - 1) // GROUP
         offset = _code_offset(kind)
         for index in range(count):
-            group, place = index // GROUP, index % GROUP
+            group = index // GROUP
+            place = index % GROUP
             if place % LANES == 0:
                 scale, minimum = _factors(op, kind, tile, group, place // LANES if kind == KIND_Q6K else 0, lane)
             code = _code(op, kind, tile * groups + group, lane, place)
@@ -169,7 +175,8 @@ def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
 @kernel
 def _quantize(job: ProgramJob, op: Any, source: int, token: int, first: int, groups: int) -> None:
     """Groups [first, first + groups) of a token's row, starting at address `source`, into the operation's panel."""
-    total, fine = (op[lt.F_COUNT] + GROUP - 1) // GROUP, op[lt.F_FINE]
+    total = (op[lt.F_COUNT] + GROUP - 1) // GROUP
+    fine = op[lt.F_FINE]
     start, size = token_place(token, job.tokens, fine, job.matrix)
     cell = job.buffers[op[lt.F_PANEL]] + (start * total + first * size) * cell_bytes(fine, op[lt.F_QUANT])
     quantize_groups(source, groups, cell, size, token - start, op[lt.F_QUANT], fine)
@@ -177,7 +184,8 @@ def _quantize(job: ProgramJob, op: Any, source: int, token: int, first: int, gro
 
 @kernel
 def _norm(job: ProgramJob, op: Any, eps: float, token: int) -> None:
-    count, step = op[lt.F_COUNT], op[lt.F_DST_STEP]
+    count = op[lt.F_COUNT]
+    step = op[lt.F_DST_STEP]
     out = job.buffers[op[lt.F_DST]] + 4 * token * step
     norm_row(job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP], op[lt.F_WEIGHT], count, eps, out)
     for index in range(count, step):
@@ -201,7 +209,8 @@ def _add_norm(job: ProgramJob, op: Any, params: Any, token: int) -> None:
 @kernel
 def _per_layer(job: ProgramJob, op: Any, params: Any, token: int) -> None:
     """Pieces of `count` floats of a row, in place: (norm(piece) + factor * another row's piece) * factor of the sum."""
-    count, step = op[lt.F_COUNT], op[lt.F_DST_STEP]
+    count = op[lt.F_COUNT]
+    step = op[lt.F_DST_STEP]
     row = job.buffers[op[lt.F_DST]] + 4 * token * step
     other = job.buffers[op[lt.F_BY]] + 4 * token * op[lt.F_BY_STEP]
     for first in range(0, op[lt.F_BY_STEP], count):
@@ -251,7 +260,10 @@ def _scale_queries(source: int, count: int, factor: float) -> None:
 def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
     """Split a row of queries, keys and values; norm them; rotate queries and keys; write the three buffers. A layer
     that attends to another's keys and values has none."""
-    heads, kv_heads, dim, half = op[lt.F_HEADS], op[lt.F_KV_HEADS], op[lt.F_DIM], op[lt.F_HALF]
+    heads = op[lt.F_HEADS]
+    kv_heads = op[lt.F_KV_HEADS]
+    dim = op[lt.F_DIM]
+    half = op[lt.F_HALF]
     source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
     keys = source + 4 * heads * dim
     values = keys + 4 * kv_heads * dim

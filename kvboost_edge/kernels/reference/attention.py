@@ -41,7 +41,8 @@ def paged_attention(
     out = np.empty(queries.shape, dtype=np.float32)
     lse = np.empty(queries.shape[:2], dtype=np.float32)
     for sequence, seq_len in enumerate(batch.seq_lens):
-        first, stop = int(batch.cu_seqlens_q[sequence]), int(batch.cu_seqlens_q[sequence + 1])
+        first = int(batch.cu_seqlens_q[sequence])
+        stop = int(batch.cu_seqlens_q[sequence + 1])
         for row in range(first, stop):
             position = int(seq_len) - (stop - row)
             low = max(0, position - options.window + 1) if options.window > 0 else 0
@@ -90,10 +91,12 @@ def merge_state(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats) -> tuple[Flo
 
     An lse of -inf stands for an empty set, whose v is not looked at.
     """
-    s_a64, s_b64 = s_a.astype(np.float64), s_b.astype(np.float64)
+    s_a64 = s_a.astype(np.float64)
+    s_b64 = s_b.astype(np.float64)
     top = np.maximum(s_a64, s_b64)
     base = np.where(np.isneginf(top), 0.0, top)
-    weight_a, weight_b = np.exp(s_a64 - base), np.exp(s_b64 - base)
+    weight_a = np.exp(s_a64 - base)
+    weight_b = np.exp(s_b64 - base)
     total = weight_a + weight_b
     scale = np.where(total > 0, total, 1.0)
     mixed = np.where(weight_a[..., None] > 0, v_a, 0.0) * (weight_a / scale)[..., None]

@@ -63,7 +63,8 @@ def _steps(layout: CodeLayout, codes: Bytes) -> Floats:
 def _quantize_keys(keys: Floats, layout: CodeLayout, out: Bytes) -> None:
     """keys float32 [head_dim, block]."""
     top = F32(2**layout.k_bits - 1)
-    low, high = keys.min(axis=1), keys.max(axis=1)
+    low = keys.min(axis=1)
+    high = keys.max(axis=1)
     broken = (keys * F32(0)).sum(axis=1)  # NaN where a key is not finite
     bits = np.maximum((high - low) / top, F32(2.0**-STEP_BIAS)).astype(F32).view(np.uint32)
     rounded = ((bits + np.uint32((1 << 20) - 1)) >> np.uint32(20)).astype(np.int64) - ((127 - STEP_BIAS) << 3)
@@ -84,7 +85,8 @@ def _quantize_keys(keys: Floats, layout: CodeLayout, out: Bytes) -> None:
 
 def _quantize_values(values: Floats, layout: CodeLayout, out: Bytes) -> None:
     """values float32 [block, head_dim]."""
-    size, dim = layout.block_size, layout.head_dim
+    size = layout.block_size
+    dim = layout.head_dim
     broken = (values * F32(0)).sum(axis=1)
     codes = np.zeros((size, layout.dim), np.int64)
     if layout.v_bits == 8:
@@ -93,7 +95,8 @@ def _quantize_values(values: Floats, layout: CodeLayout, out: Bytes) -> None:
         scaled = np.rint(values * inverse[:, None])
         codes[:, :dim] = np.clip(np.nan_to_num(scaled, nan=0.0, posinf=0.0, neginf=0.0), -127, 127)
     else:
-        low, high = values.min(axis=1), values.max(axis=1)
+        low = values.min(axis=1)
+        high = values.max(axis=1)
         scales = fma_f32(high - low, SCALE_SLACK / F32(15), SCALE_FLOOR).astype(np.float16)
         middles = fma_f32(F32(8), scales.astype(F32), low).astype(np.float16)
         inverse = F32(1) / scales.astype(F32)
@@ -129,7 +132,8 @@ class _Coded(NamedTuple):
 
 
 def _take_apart(stored: Bytes, layout: CodeLayout) -> _Coded:
-    dim, size = layout.dim, layout.block_size
+    dim = layout.dim
+    size = layout.block_size
 
     def halves(start: int, count: int) -> Floats:
         return stored[start : start + 2 * count].view(np.float16).astype(F32)
@@ -188,7 +192,8 @@ def _empty(rows: int, dim: int) -> _State:
 def _merge(merged: _State, state: _State) -> _State:
     top = np.maximum(merged.maxima, state.maxima)
     base = np.where(np.isneginf(top), F32(0), top)
-    keep, add = exp_f32(merged.maxima - base), exp_f32(state.maxima - base)
+    keep = exp_f32(merged.maxima - base)
+    add = exp_f32(state.maxima - base)
     sums = fma_f32(state.sums, add[:, None], merged.sums * keep[:, None])
     return _State(sums, top, fma_f32(state.totals, add, merged.totals * keep))
 
@@ -232,7 +237,8 @@ def _add_tile(state: _State, scores: Floats, values: Longs, scales: Floats, midd
     """Add 64 tokens: scores [rows, 64], -inf where not seen; value codes [64, dim]; scales and middles [64]."""
     new = np.maximum(scores.max(axis=1), state.maxima)
     base = np.where(np.isneginf(new), F32(0), new)
-    weights, rescale = exp_f32(scores - base[:, None]), exp_f32(state.maxima - base)
+    weights = exp_f32(scores - base[:, None])
+    rescale = exp_f32(state.maxima - base)
     scaled, shifted = (np.where(weights == 0, F32(0), weights * factors) for factors in (scales, middles))
     top = np.maximum(scaled.max(axis=1), TINY)
     integers = np.rint(scaled.astype(np.float64) * (F32(255) / top).astype(np.float64)[:, None])
@@ -263,17 +269,20 @@ def _attend_partitions(rows: _Rows, where: _Sequence, low: int, high: int, softc
         ):
             scores = np.full((len(rows.scaled), TILE), -np.inf, F32)
             values = np.zeros((TILE, layout.dim), np.int64)
-            scales, middles = np.zeros(TILE, F32), np.zeros(TILE, F32)
+            scales = np.zeros(TILE, F32)
+            middles = np.zeros(TILE, F32)
             for at in range(start, start + TILE, 16):
                 if at + 16 <= low or at >= high:
                     continue
                 block = at // layout.block_size
                 if block not in apart:
                     apart[block] = _take_apart(where.codes[where.table[block], where.head], layout)
-                inside, tokens = slice(at - start, at - start + 16), slice(at % layout.block_size, None)
+                inside = slice(at - start, at - start + 16)
+                tokens = slice(at % layout.block_size, None)
                 tokens = slice(tokens.start, tokens.start + 16)
                 scores[:, inside] = _scores(rows, apart[block], tokens)
-                values[inside], scales[inside] = apart[block].values[tokens], apart[block].scales[tokens]
+                values[inside] = apart[block].values[tokens]
+                scales[inside] = apart[block].scales[tokens]
                 middles[inside] = apart[block].middles[tokens]
             if softcap > 0:
                 scores = _cap(scores, softcap)
@@ -314,9 +323,11 @@ def _parts_of(batch: PagedBatch, sequence: int, low: int, high: int) -> list[_Pa
     found = []
     for row, end in zip(batch.parts.tolist(), ends.tolist(), strict=True):
         part = Part(*row)
-        start, stop = max(low, part.valid_from), min(high, end)
+        start = max(low, part.valid_from)
+        stop = min(high, end)
         if part.sequence == sequence and start < stop:
-            first, last = start - part.first_position, stop - part.first_position
+            first = start - part.first_position
+            last = stop - part.first_position
             found.append(_PartRange(part.first_index, first, last, part.delta))
     return found
 
@@ -337,17 +348,21 @@ def paged_attention_coded(
     """
     if options.ahead:
         raise ConfigError(f"ahead={options.ahead}: quantized blocks are attended causally alone")
-    out, lse = np.empty(queries.shape, F32), np.empty(queries.shape[:2], F32)
-    num_kv_heads, size = codes.shape[1], layout.block_size
+    out = np.empty(queries.shape, F32)
+    lse = np.empty(queries.shape[:2], F32)
+    num_kv_heads = codes.shape[1]
+    size = layout.block_size
     heads_per_kv = queries.shape[1] // num_kv_heads
     with np.errstate(all="ignore"):
         for sequence, seq_len in enumerate(batch.seq_lens):
-            first, stop = int(batch.cu_seqlens_q[sequence]), int(batch.cu_seqlens_q[sequence + 1])
+            first = int(batch.cu_seqlens_q[sequence])
+            stop = int(batch.cu_seqlens_q[sequence + 1])
             for row in range(first, stop):
                 position = int(seq_len) - (stop - row)
                 low = max(0, position - options.window + 1) if options.window > 0 else 0
                 number, offset = divmod(position - int(own.first[sequence]), size)
-                buffer, begin = own.tables[sequence, number], position - offset
+                buffer = own.tables[sequence, number]
+                begin = position - offset
                 seen = slice(max(low - begin, 0), offset + 1)
                 for head in range(num_kv_heads):
                     heads = slice(head * heads_per_kv, (head + 1) * heads_per_kv)
@@ -360,7 +375,8 @@ def paged_attention_coded(
                             turned = rotate_heads(turning.queries[row, heads], position - part.delta, turning)
                             mine = _query_rows(turned, options.softmax_scale, layout.dim)
                         coded = _merge(coded, _attend_partitions(mine, where, part.low, part.high, options.softcap))
-                    keys, values = own.pool.keys[buffer, head][:, seen], own.pool.values[buffer, head][seen]
+                    keys = own.pool.keys[buffer, head][:, seen]
+                    values = own.pool.values[buffer, head][seen]
                     state = _merge(coded, _attend_own(rows, keys, values, options.softcap))
                     sinks = None if options.sinks is None else options.sinks[heads]
                     out[row, heads], lse[row, heads] = _finish(state, sinks, queries.shape[2])
@@ -368,7 +384,9 @@ def paged_attention_coded(
 
 
 def _finish(state: _State, sinks: Floats | None, dim: int) -> tuple[Floats, Floats]:
-    maxima, totals, factor = state.maxima, state.totals, np.ones_like(state.totals)
+    maxima = state.maxima
+    totals = state.totals
+    factor = np.ones_like(state.totals)
     if sinks is not None:
         top = np.maximum(maxima, sinks)
         factor = exp_f32(maxima - top)

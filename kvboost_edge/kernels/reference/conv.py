@@ -21,7 +21,8 @@ def conv_rows(inputs: Floats, tail: Floats, weights: Floats, bias: Floats | None
     tail     [taps, channels], the inputs before the first token, the oldest first
     weights  [taps + 1, channels], that of the oldest input first;  bias: [channels]
     """
-    taps, tokens = len(tail), len(inputs)
+    taps = len(tail)
+    tokens = len(inputs)
     all_inputs = np.concatenate([tail, inputs]).astype(inputs.dtype)
     sums = np.zeros_like(inputs) if bias is None else np.broadcast_to(bias, inputs.shape).astype(inputs.dtype)
     for tap in range(taps + 1):

@@ -44,7 +44,8 @@ def route_rows(
     shares are multiplied with. Of equal scores the lower number
     is chosen. A token with a score that is NaN has the first experts, and shares that are NaN.
     """
-    dtype, used = logits.dtype, routing.used
+    dtype = logits.dtype
+    used = routing.used
     scores = _scores(logits, routing.score)
     wanted = scores if bias is None else (scores + bias.astype(dtype)).astype(dtype)
     broken = np.isnan(wanted).any(axis=1, keepdims=True)
@@ -114,7 +115,8 @@ def mixed_rows(
 ) -> Floats:
     """before + the sum over each token's experts, ascending, of share * mlp(expert, its row of x), each step rounded
     once to the dtype of `before`."""
-    out, used = before.copy(), chosen.shape[1]
+    out = before.copy()
+    used = chosen.shape[1]
     for expert, slots in slots_of(chosen, num_experts):
         tokens = slots // used
         rows = mlp(expert, x[tokens]).astype(np.float64)

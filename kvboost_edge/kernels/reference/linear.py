@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 Floats = npt.NDArray[np.float32]
-_LANES, _GROUP = 16, 32
+_LANES = 16
+_GROUP = 32
 _FINE_BASE = 255
 _BLOCK_GROUPS = 8
 
@@ -70,7 +71,8 @@ def pack_panel(x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False
         terms = (-(sums.astype(np.float32) * scales)).view(np.int32)
     else:
         terms = sums * np.int32(-128 if kind == "int8" else -8)
-    cells, start = [], 0
+    cells = []
+    start = 0
     for size in sizes:
         rows = slice(start, start + size)
         for group in range(scales.shape[1]):
@@ -87,7 +89,8 @@ def pack_panel(x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False
 
 def unpack_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: int) -> npt.NDArray[np.int8]:
     """Signed weights int8 [padded rows, padded inputs] of a packed int8 or int4 matrix."""
-    tiles, groups = -(-rows // _LANES), -(-inputs // _GROUP)
+    tiles = -(-rows // _LANES)
+    groups = -(-inputs // _GROUP)
     if bits == 4:
         lines = packed.reshape(tiles, groups, 4, _LANES, 4)
         quads = np.stack([lines & 15, lines >> 4], axis=3).reshape(tiles, groups, 8, _LANES, 4)
@@ -110,9 +113,11 @@ def unpack_table_codes(
 
 def unpack_block_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, kind: str) -> npt.NDArray[np.int8]:
     """Codes int8 [padded rows, padded inputs] of a packed matrix of a block format, those of q6k less 32."""
-    tiles, groups = -(-rows // _LANES), -(-inputs // _GROUP)
+    tiles = -(-rows // _LANES)
+    groups = -(-inputs // _GROUP)
     parts = 2 if kind == "q6k" else 1
-    quads, bits = 8 // parts, {"q4k": 0, "q5k": 1, "q6k": 2}[kind]
+    quads = 8 // parts
+    bits = {"q4k": 0, "q5k": 1, "q6k": 2}[kind]
     lines = packed.reshape(tiles, groups, parts, -1, _LANES, 4)
     nibbles = lines[:, :, :, : quads // 2]
     codes = np.stack([nibbles & 15, nibbles >> 4], axis=4).reshape(tiles, groups, parts, quads, _LANES, 4)
@@ -128,7 +133,8 @@ def unpack_block_scales(
     scales: npt.NDArray[np.uint8], blocks: npt.NDArray[np.float16], rows: int, inputs: int, kind: str
 ) -> tuple[Floats, Floats | None]:
     """Scales float32 [padded rows, groups], of q6k [padded rows, 2 * groups], and minima or None: exact products."""
-    tiles, groups = -(-rows // _LANES), -(-inputs // _GROUP)
+    tiles = -(-rows // _LANES)
+    groups = -(-inputs // _GROUP)
     factors = scales.reshape(tiles, groups, 2, _LANES).transpose(2, 0, 3, 1).reshape(2, tiles * _LANES, groups)
     numbers = 1 if kind == "q6k" else 2
     halves = blocks.reshape(tiles, -1, numbers, _LANES).transpose(2, 0, 3, 1).reshape(numbers, tiles * _LANES, -1)
@@ -141,7 +147,8 @@ def unpack_block_scales(
 
 def unpack_scales(packed: npt.NDArray[np.float16], rows: int, inputs: int) -> Floats:
     """float32 [padded rows, groups]."""
-    tiles, groups = -(-rows // _LANES), -(-inputs // _GROUP)
+    tiles = -(-rows // _LANES)
+    groups = -(-inputs // _GROUP)
     ordered = packed.reshape(tiles, groups, _LANES).transpose(0, 2, 1).reshape(tiles * _LANES, groups)
     return ordered.astype(np.float32)
 
@@ -215,7 +222,8 @@ def activate_rows(gate: Floats, up: Floats, *, gelu: bool = False, clamped: bool
     (up + 1), of a gate of at most 7 and an up from -7 to 7."""
     x = gate.astype(np.float64)
     if clamped:
-        x, behind = np.minimum(x, 7.0), np.clip(up.astype(np.float64), -7.0, 7.0) + 1.0
+        x = np.minimum(x, 7.0)
+        behind = np.clip(up.astype(np.float64), -7.0, 7.0) + 1.0
         return (x / (1.0 + np.exp(np.minimum(-1.702 * x, 700.0))) * behind).astype(np.float32)
     inner = 2.0 * 0.7978845608028654 * (x + 0.044715 * x**3) if gelu else x
     return (x / (1.0 + np.exp(np.minimum(-inner, 700.0))) * up).astype(np.float32)
@@ -230,6 +238,8 @@ def rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
     """Rotate the pairs (i, i + half) of rows [tokens, dim] by tables [tokens, half]; channels behind stay."""
     half = cos.shape[1]
     out = x.copy()
-    a, b = x[:, :half], x[:, half : 2 * half]
-    out[:, :half], out[:, half : 2 * half] = a * cos - b * sin, b * cos + a * sin
+    a = x[:, :half]
+    b = x[:, half : 2 * half]
+    out[:, :half] = a * cos - b * sin
+    out[:, half : 2 * half] = b * cos + a * sin
     return out

@@ -15,8 +15,11 @@ Doubles = npt.NDArray[np.float64]
 
 def rotate_heads(heads: Floats, position: int, turning: Turning) -> Floats:
     """Heads [n, head_dim] from before rotation as they are at a position, float32, with the kernel's rounding steps."""
-    cos, sin, half = turning.cos[position], turning.sin[position], turning.cos.shape[1]
-    first, second = heads[:, :half], heads[:, half : 2 * half]
+    cos = turning.cos[position]
+    sin = turning.sin[position]
+    half = turning.cos.shape[1]
+    first = heads[:, :half]
+    second = heads[:, half : 2 * half]
     wide_first, wide_second, wide_cos = (array.astype(np.float64) for array in (first, second, cos))
     pairs = wide_first * wide_cos - second * sin, wide_second * wide_cos + first * sin
     return np.hstack([*pairs, heads[:, 2 * half :]]).astype(np.float32)
@@ -29,5 +32,6 @@ def turn_keys(keys: Doubles, deltas: Longs, turning: Turning) -> Doubles:
     factor = turning.cos[:1].astype(np.float64)
     cos = turning.cos[np.abs(deltas)] / factor
     sin = np.sign(deltas)[:, None] * turning.sin[np.abs(deltas)] / factor
-    first, second = keys[:, :, :half], keys[:, :, half : 2 * half]
+    first = keys[:, :, :half]
+    second = keys[:, :, half : 2 * half]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, keys[:, :, 2 * half :]], axis=2)

@@ -43,10 +43,12 @@ def delta_steps(
     if queries.dtype == np.float64:
         lengths = (np.sqrt((x * x).sum(-1, keepdims=True) + eps) for x in (queries, keys))
         q, k = (x / length for x, length in zip((queries, keys), lengths, strict=True))
-        passed, decays = 1 / (1 + np.exp(-shares)), np.exp(decay * np.logaddexp(0, wide + dt_bias))
+        passed = 1 / (1 + np.exp(-shares))
+        decays = np.exp(decay * np.logaddexp(0, wide + dt_bias))
         return DeltaSteps(q / np.sqrt(dim), k, passed, decays)
     of_queries, of_keys = (np.full(dim, factor, np.float32) for factor in (1 / dim, dim**-0.5))
-    q, k = norm_rows_f32(queries, of_queries, eps / dim), norm_rows_f32(keys, of_keys, eps / dim)
+    q = norm_rows_f32(queries, of_queries, eps / dim)
+    k = norm_rows_f32(keys, of_keys, eps / dim)
     powers = np.minimum(decay * softplus_f32(wide + dt_bias), np.float32(88.0))
     return DeltaSteps(q, k, sigmoid_f32(shares), exp_f32(powers))
 
@@ -58,13 +60,17 @@ def delta_rows(steps: DeltaSteps, values: Floats, state: Floats, *, tiled: bool 
     state  [value_heads, key_dim, value_dim] before the first token
     tiled  see `key_head_of`
     """
-    out, state = np.empty_like(values), state.astype(values.dtype)
-    heads, key_heads = values.shape[1], steps.keys.shape[1]
+    out = np.empty_like(values)
+    state = state.astype(values.dtype)
+    heads = values.shape[1]
+    key_heads = steps.keys.shape[1]
     which = [key_head_of(head, key_heads, heads, tiled=tiled) for head in range(heads)]
     fma = multiply_add if values.dtype == np.float64 else fma_f32
     for token in range(len(values)):
-        q, k = steps.queries[token, which, :, None], steps.keys[token, which, :, None]
-        share, decay = steps.shares[token, :, None], steps.decays[token, :, None]
+        q = steps.queries[token, which, :, None]
+        k = steps.keys[token, which, :, None]
+        share = steps.shares[token, :, None]
+        decay = steps.decays[token, :, None]
         delta = fma(-decay, sum_over_keys(fma, k, state), values[token]) * share
         state = fma(k, delta[:, None, :], state * decay[:, None])
         out[token] = sum_over_keys(fma, q, state)

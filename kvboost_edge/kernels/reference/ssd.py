@@ -48,12 +48,15 @@ def ssd_rows(steps: SsdSteps, values: Floats, skip: Floats, state: Floats) -> tu
     skip   [value_heads], how much of a value is added to its result
     state  [value_heads, key_dim, value_dim] before the first token
     """
-    out, state = np.empty_like(values), state.astype(values.dtype)
-    heads, key_heads = values.shape[1], steps.keys.shape[1]
+    out = np.empty_like(values)
+    state = state.astype(values.dtype)
+    heads = values.shape[1]
+    key_heads = steps.keys.shape[1]
     which = [head // (heads // key_heads) for head in range(heads)]
     fma = multiply_add if values.dtype == np.float64 else fma_f32
     for token in range(len(values)):
-        q, k = steps.queries[token, which, :, None], steps.keys[token, which, :, None]
+        q = steps.queries[token, which, :, None]
+        k = steps.keys[token, which, :, None]
         taken = values[token] * steps.times[token, :, None]
         state = fma(k, taken[:, None, :], state * steps.decays[token, :, None, None])
         out[token] = fma(skip[:, None], values[token], sum_over_keys(fma, q, state))

@@ -61,7 +61,8 @@ def round_to_nearest(weights: Floats, kind: str) -> Floats:
     else:
         minimum = np.zeros((*w.shape[:-1], 1), np.float32)
         scale = np.abs(w).max(axis=-1, keepdims=True) / np.float32(fit.high)
-    scale, minimum = _half(scale), _half(minimum)
+    scale = _half(scale)
+    minimum = _half(minimum)
     codes = np.clip(np.rint((w + minimum) * _inverse(scale)), fit.low, fit.high)
     back: Floats = (codes * scale - minimum).reshape(len(weights), -1)[:, : weights.shape[1]]
     return back
@@ -72,7 +73,8 @@ def fit_rows(weights: Floats, kind: str) -> tuple[npt.NDArray[np.int16], Halves,
 
     The same operations in the same order as the kernel, but for the rare double rounding of its fused multiply-adds.
     """
-    fit, minima = FITS[KINDS[kind]], kind == "int4-asym"
+    fit = FITS[KINDS[kind]]
+    minima = kind == "int4-asym"
     w = _groups(weights)
     counts = np.minimum(GROUP, weights.shape[1] - GROUP * np.arange(w.shape[1])).astype(np.float32)
     total = _chain(w, counts, lambda x, out: out + x)
@@ -81,13 +83,15 @@ def fit_rows(weights: Floats, kind: str) -> tuple[npt.NDArray[np.int16], Halves,
     for delta in fit.deltas:
         scale, minimum = _first(w, fit, delta, minima)
         for _ in range(fit.rounds):
-            scale, minimum = _half(scale), _half(minimum)
+            scale = _half(scale)
+            minimum = _half(minimum)
             code = _codes(w, fit, scale, minimum)
             off = _fma(-scale[:, :, None], code, w + minimum[:, :, None])
             error = _chain(off, counts, lambda x, out: _fma(x, x, out))
             better = error < best
             best = np.where(better, error, best)
-            best_scale, best_minimum = np.where(better, scale, best_scale), np.where(better, minimum, best_minimum)
+            best_scale = np.where(better, scale, best_scale)
+            best_minimum = np.where(better, minimum, best_minimum)
             scale, minimum = _fitted(w, code, counts, scale, total if minima else None)
     codes = _codes(w, fit, best_scale, best_minimum).astype(np.int16)
     return codes, best_scale.astype(np.float16), best_minimum.astype(np.float16)

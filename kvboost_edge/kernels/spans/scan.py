@@ -22,7 +22,8 @@ from kvboost_edge.kernels.vectors import load_i32, load_i64, store_i64
 
 __all__ = ["scan", "scan_entry"]
 
-_I64, _I128 = ir.IntType(64), ir.IntType(128)
+_I64 = ir.IntType(64)
+_I128 = ir.IntType(128)
 
 
 @intrinsic
@@ -78,7 +79,8 @@ def _hash_all(tables: SpanTables, search: SpanSearch) -> None:
 def _num_same(tables: SpanTables, search: SpanSearch, block: int, place: int) -> Any:
     """Tokens from the first of the block on that stand in the prompt from `place` on."""
     most = min(tables.block_size, search.stop - place)
-    held, wanted = tables.tokens + 4 * block * tables.block_size, search.tokens + 4 * place
+    held = tables.tokens + 4 * block * tables.block_size
+    wanted = search.tokens + 4 * place
     count = 0
     while count < most and load_i32(held + 4 * count) == load_i32(wanted + 4 * count):
         count += 1
@@ -105,14 +107,16 @@ def _child(tables: SpanTables, search: SpanSearch, block: int, place: int) -> An
     Of more children than are tried one may still go on whole: it is then among the blocks with the prompt's tokens.
     """
     size = tables.block_size
-    best, most = NONE, 0
+    best = NONE
+    most = 0
     child = _link(tables.first_children, block)
     for _ in range(MOST_TRIED):
         if child == NONE or most == size:
             return best, most
         count = _num_same(tables, search, child, place)
         if count > most:
-            best, most = child, count
+            best = child
+            most = count
         child = _link(tables.older_siblings, child)
     if most < size and child != NONE and place + size <= search.stop:
         other = _newest(tables, search, place)
@@ -160,7 +164,10 @@ def _reach_on(tables: SpanTables, search: SpanSearch, place: int, block: int) ->
 @kernel
 def _longest(tables: SpanTables, search: SpanSearch, floor: int, place: int) -> Any:
     """(block at `place`, first token, end, stored position of the first token) of the run to take; NONE if none is."""
-    best, first, end, context = NONE, place, place, 0
+    best = NONE
+    first = place
+    end = place
+    context = 0
     block = _newest(tables, search, place)
     for _ in range(MOST_TRIED):
         if block == NONE:
@@ -169,7 +176,10 @@ def _longest(tables: SpanTables, search: SpanSearch, floor: int, place: int) -> 
         stop = _reach_on(tables, search, place, block)
         stored = load_i64(tables.first_positions + 8 * block) - (place - begin)
         if stop - begin > end - first or (stop - begin == end - first and stored > context):
-            best, first, end, context = block, begin, stop, stored
+            best = block
+            first = begin
+            end = stop
+            context = stored
         block = _link(tables.older, block)
     return best, first, end, context
 
@@ -189,7 +199,8 @@ def scan(tables: SpanTables, search: SpanSearch, runs: npt.NDArray[np.int64], pa
     """
     # Addresses, not arrays: an array in a tuple counts as a reference wherever it is taken out. 600 blocks of the one
     # token that a prompt of 10,000 has: 24 ms with arrays, 1.3 ms so.
-    held, wanted = addresses_of(SpanTables, tables), addresses_of(SpanSearch, search)
+    held = addresses_of(SpanTables, tables)
+    wanted = addresses_of(SpanSearch, search)
     _hash_all(held, wanted)
     floor = place = search.start
     num_runs = used = 0
@@ -203,13 +214,18 @@ def scan(tables: SpanTables, search: SpanSearch, runs: npt.NDArray[np.int64], pa
         for index in range(used + before - 1, used - 1, -1):
             block = _link(held.parents, block)
             path[index] = block
-        begin_of_path, used, block = used, used + before, best
+        begin_of_path = used
+        used = used + before
+        block = best
         while place < end:
             path[used] = block
-            used, place = used + 1, place + held.block_size
+            used = used + 1
+            place = place + held.block_size
             block, _ = _child(held, wanted, block, min(place, end))
-        runs[num_runs, 0], runs[num_runs, 1] = first, end - first
-        runs[num_runs, 2], runs[num_runs, 3] = context, used - begin_of_path
+        runs[num_runs, 0] = first
+        runs[num_runs, 1] = end - first
+        runs[num_runs, 2] = context
+        runs[num_runs, 3] = used - begin_of_path
         num_runs += 1
         floor = place = end
     return num_runs
@@ -219,7 +235,8 @@ def _type_of(kind: Any, **fields: Any) -> Any:
     return BaseTuple.from_types([fields.get(name, types.int64) for name in kind._fields], kind)
 
 
-_LONGS, _INTS = types.int64[::1], types.int32[::1]
+_LONGS = types.int64[::1]
+_INTS = types.int32[::1]
 _LINKS = ("heads", "next_groups", "older", "parents", "first_children", "older_siblings")
 
 scan_entry = Entry(

@@ -45,7 +45,8 @@ class _Queue(OrderedDict[K, int]):
 
     def __init__(self, line: _Line[K], owner: bytes) -> None:
         super().__init__()
-        self.line, self.owner = line, owner
+        self.line = line
+        self.owner = owner
 
     @property
     def first(self) -> int:
@@ -319,7 +320,8 @@ class CachedOrder(Generic[K]):
 
     def _left(self, queue: _Queue[K], number: int) -> None:
         """So many entries of a queue are gone."""
-        owner, floor = queue.owner, self._floor
+        owner = queue.owner
+        floor = self._floor
         queue.line.length -= number
         before = self._counts[owner]
         if number < before:

@@ -49,8 +49,11 @@ class Pins:
                 f"max_pinned_blocks={max_blocks} must be in 0..{half}, half of the {pool.num_blocks} blocks of the pool"
             )
         self.num_ended = 0
-        self._pool, self._index, self._uses = pool, index, uses
-        self._block_size, self._hash_fn = block_size, hash_fn
+        self._pool = pool
+        self._index = index
+        self._uses = uses
+        self._block_size = block_size
+        self._hash_fn = hash_fn
         # By the serial of the last block, which says all of the prefix and is never reused.
         self._pins: dict[int, _Pin] = {}
         self._counts: dict[int, int] = {}  # pinned block -> pins that have it

@@ -50,7 +50,8 @@ class Uses:
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """Blocks are handed out for other content."""
-        again, followed = self.again, self._followed
+        again = self.again
+        followed = self._followed
         for block_id in block_ids:
             again[block_id] = followed[block_id] = 0
         if self.retained:

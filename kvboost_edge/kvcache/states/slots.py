@@ -15,7 +15,11 @@ from kvboost_edge.errors import CacheCorruption, ConfigError
 
 __all__ = ["ANSWER", "BACKBONE", "HINT", "JUNCTION", "PROMPT", "REASONS", "SnapshotWatcher", "StateSlots"]
 
-PROMPT, ANSWER, JUNCTION, HINT, BACKBONE = "prompt", "answer", "junction", "hint", "backbone"
+PROMPT = "prompt"
+ANSWER = "answer"
+JUNCTION = "junction"
+HINT = "hint"
+BACKBONE = "backbone"
 
 # Why a state was kept -> its class: those of a higher one count as used later than they were, see `StateSlots`.
 REASONS = {BACKBONE: 0, PROMPT: 1, JUNCTION: 2, HINT: 2, ANSWER: 3}

@@ -86,7 +86,8 @@ class TableStates:
 
     def __init__(self, sizes: StateSizes, block_size: int, index: PrefixIndex, pinned: Collection[int]) -> None:
         self.slots = StateSlots(sizes.num_slots, pinned)
-        self._sizes, self._size = sizes, block_size
+        self._sizes = sizes
+        self._size = block_size
         self._index = index
         self._states: dict[int, _State] = {}
         self._kept: dict[int, None] = {}
@@ -118,7 +119,8 @@ class TableStates:
     def open(self, table: BlockTable, num_tokens: int, match: PrefixMatch | None, hints: Iterable[int]) -> None:
         """A table was opened for so many tokens on a match that ends with a snapshot, which it reads; None: on none."""
         state = self._states[table._serial] = _State(known=num_tokens)
-        size, matched = self._size, 0
+        size = self._size
+        matched = 0
         if match is not None:
             matched = (len(match.block_ids) + match.beyond) * size
             if match.block_ids:
@@ -127,7 +129,8 @@ class TableStates:
                     raise CacheCorruption(f"block {match.block_ids[-1]} ends a match and has no state")
                 self.slots.use_first(match.block_ids[:-1])
                 self.slots.share(slot)
-                state.slot, state.position = slot, len(match.block_ids) * size
+                state.slot = slot
+                state.position = len(match.block_ids) * size
             state.replayed = match.beyond * size
         wanted = dict.fromkeys(self._backbone(state.position, num_tokens), BACKBONE)
         # The same prompt again is served up to the block of its last token, one that goes on with all full blocks.
@@ -147,7 +150,8 @@ class TableStates:
 
     def ask(self, table: BlockTable, index: int) -> None:
         """Another prompt has this table's blocks up to `index` in common: the state behind that is wanted."""
-        state, position = self._states[table._serial], (index + 1) * self._size
+        state = self._states[table._serial]
+        position = (index + 1) * self._size
         if (
             position > (state.planned or state.position)
             and REASONS[state.wanted.get(position, BACKBONE)] < REASONS[JUNCTION]
@@ -199,7 +203,9 @@ class TableStates:
         """Where in (start, stop] the state is to be kept, and why: of an answer behind its last full block, of small
         states behind the others too, as a backbone."""
         found = {position: why for position, why in state.wanted.items() if start < position <= stop}
-        last, size, known = stop // self._size * self._size, self._size, max(start, state.known)
+        last = stop // self._size * self._size
+        size = self._size
+        known = max(start, state.known)
         if last > known:
             found.setdefault(last, ANSWER)
             if self._sizes.every_block:
@@ -235,7 +241,8 @@ class TableStates:
         """The awaited state came, behind so many of the table's blocks, all of which are there: `write` puts it into a
         slot; CapacityError where none can be had. Where that or `write` raises, the table waits on. One behind the last
         block is the table's; another is a snapshot for whoever opens a table next, and this one has none."""
-        state, position = self._states[table._serial], num_blocks * self._size
+        state = self._states[table._serial]
+        position = num_blocks * self._size
         if not state.awaited or not 0 < position <= state.position:
             raise CacheCorruption(f"a state arrived behind {position} tokens, and nobody waits for it there")
         self.prepare(table)
@@ -244,7 +251,8 @@ class TableStates:
         if position == state.position:
             state.awaited = False
             return
-        slot, state.slot = state.slot, -1
+        slot = state.slot
+        state.slot = -1
         block_id = standing_for(table, num_blocks - 1, self._index)
         if block_id is None:
             self._release(slot)
@@ -256,11 +264,13 @@ class TableStates:
         """Into the slot that was taken, if one was."""
         if state.following >= 0:
             self._release(state.slot)
-            state.slot, state.following = state.following, -1
+            state.slot = state.following
+            state.following = -1
 
     def drain_kept(self) -> list[int]:
         """Blocks with a snapshot that was kept since the last call, but for those of a backbone; some may be gone."""
-        kept, self._kept = self._kept, {}
+        kept = self._kept
+        self._kept = {}
         return list(kept)
 
     def commit(self, table: BlockTable, num_computed: int) -> None:
@@ -277,8 +287,10 @@ class TableStates:
         if state.planned is None:
             return
         self._move_on(state)
-        saves, state.saves = state.saves, []
-        state.position, state.planned = num_computed, None
+        saves = state.saves
+        state.saves = []
+        state.position = num_computed
+        state.planned = None
         for position, slot, reason in saves:
             self._keep(state, table, position, slot, reason)
 
@@ -297,7 +309,8 @@ class TableStates:
                 return
             slot = taken
         if is_own:  # the slot that was taken is where the table goes on
-            state.following, slot = slot, state.slot
+            state.following = slot
+            slot = state.slot
         if reason not in (BACKBONE, ANSWER):  # of an answer the last one goes to tiers, when it ends
             self._kept[block_id] = None
         is_new = self.slots.attach(slot, block_id, reason, table.owner, moved=moved)
@@ -342,7 +355,8 @@ class TableStates:
         """Give a table's slots back. A state that stands behind a published block is kept there: the same sequence goes
         on from it if it was preempted. That of a pass that failed is not."""
         state = self._states.pop(table._serial)
-        slot, at_border = state.slot, state.position > 0 and state.position % self._size == 0
+        slot = state.slot
+        at_border = state.position > 0 and state.position % self._size == 0
         block_id = None
         if (
             state.planned is None

@@ -147,7 +147,8 @@ _ONNX = frozenset("llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 grani
 
 
 def _architecture(name: str, note: str, *, tested: bool) -> Architecture:
-    native, torch = tested and name not in _TORCH_ALONE, name not in _NATIVE_ALONE
+    native = tested and name not in _TORCH_ALONE
+    torch = name not in _NATIVE_ALONE
     runners = tuple(runner for runner, has in (("native", native), ("torch", torch)) if has)
     files = (("safetensors", True), ("GGUF", name in _GGUF), ("ONNX", name in _ONNX))
     oracle = _OTHER_ORACLES.get(name, "transformers") if tested else "nothing"
@@ -272,7 +273,8 @@ def _kind_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 def pin_notice(config: Mapping[str, Any]) -> str:
     """That the context is shorter than the config says, and why; empty where it is not."""
-    pinned, longest = pinned_context(config), text_config(config).get("max_position_embeddings")
+    pinned = pinned_context(config)
+    longest = text_config(config).get("max_position_embeddings")
     if pinned is None or (isinstance(longest, int) and longest <= pinned.length):
         return ""
     hint = "; rope_range='long' takes the factors for longer ones (native runner)" * has_two_ranges(config)

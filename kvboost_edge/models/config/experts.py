@@ -33,7 +33,9 @@ Config = Mapping[str, Any]
 GRANITE_SHARED = ("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.output_linear")
 """Gate, up and down of Granite 4's only MLPs, and of what its experts share."""
 
-_GROUP, _TILE = 32, 16  # inputs quantized together, rows of a tile: see kernels/linear/tiles.py
+# inputs quantized together, rows of a tile: see kernels/linear/tiles.py
+_GROUP = 32
+_TILE = 16
 _ALSO = {"num_experts": "num_local_experts", "moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
 _MOST = 1 << 12  # experts, beyond any model
 
@@ -211,7 +213,8 @@ def granite_hybrid_experts(config: Config, layers: int) -> Experts | None:
 
 def gpt_oss_experts(config: Config, layers: int) -> Experts:
     """The softmax of the chosen logits, biases everywhere, and an activation of clamped gates."""
-    names, usual = ExpertNames("mlp.router"), (128, 4, 2880)
+    names = ExpertNames("mlp.router")
+    usual = (128, 4, 2880)
     found = experts_of(config, _LOCAL_KEYS, usual, [True] * layers, names=names, score="chosen")
     return dataclasses.replace(found, biased=True, activation="clamped_swiglu")
 

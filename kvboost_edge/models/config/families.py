@@ -275,7 +275,8 @@ def describe_model(config: Config) -> ModelSpec:
     head_dim = size_of(config, "head_dim") or family.head_dim or hidden // heads
     if head_dim > _MAX_HEAD_DIM:
         raise ModelFormatError(f"head_dim={head_dim} is over {_MAX_HEAD_DIM}, the most of any model; check the config")
-    kv_heads, inner = size_of(config, "num_key_value_heads") or heads, _size(config, family.inner)
+    kv_heads = size_of(config, "num_key_value_heads") or heads
+    inner = _size(config, family.inner)
     windows = family.windows(config, layers) if family.windows else [0] * layers
     shapes = family.shapes(config, windows) if family.shapes else same_shapes(layers, head_dim, kv_heads, inner)
     hybrid = family.hybrid(config, layers) if family.hybrid else None
@@ -292,8 +293,11 @@ def describe_model(config: Config) -> ModelSpec:
     scalar: float = head_dim
     if family.query_scalar:
         scalar = _given(config, "query_pre_attn_scalar", 256.0, 1e-6, 1e9)
-    longest, pinned, vocab = context_length(config), pinned_context(config), _size(config, "vocab_size")
-    longest, both_ways = longest if pinned is None else min(longest, pinned.length), attends_both_ways(config)
+    longest = context_length(config)
+    pinned = pinned_context(config)
+    vocab = _size(config, "vocab_size")
+    longest = longest if pinned is None else min(longest, pinned.length)
+    both_ways = attends_both_ways(config)
     return ModelSpec(
         model_type=model_type,
         family=family,

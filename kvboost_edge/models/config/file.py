@@ -185,7 +185,8 @@ def _complete(config: dict[str, Any]) -> None:
 
 
 def _check_heads(config: Mapping[str, Any], path: Path) -> None:
-    heads, kv_heads = size_of(config, "num_attention_heads", path), size_of(config, "num_key_value_heads", path)
+    heads = size_of(config, "num_attention_heads", path)
+    kv_heads = size_of(config, "num_key_value_heads", path)
     hidden = size_of(config, "hidden_size", path)
     if heads is None or hidden is None:
         return

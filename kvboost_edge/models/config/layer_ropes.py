@@ -52,7 +52,8 @@ def layer_ropes(
     config: Config, family: RopeTraits, head_dims: Sequence[int]
 ) -> tuple[tuple[RopeKind, ...], Callable[[int, int], int]]:
     """The ropes of a model, and which one (layer, window) has. head_dims: of layers without a window and with one."""
-    longest, (head_dim, local_dim) = context_length(config), head_dims
+    longest = context_length(config)
+    (head_dim, local_dim) = head_dims
     if family.local_rope:
         full, local = _local_rope_settings(config, family)
         return (rope_kind(full, head_dim, longest), rope_kind(local, local_dim, longest)), lambda i, w: int(w > 0)
@@ -101,7 +102,8 @@ def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
         **older,
         **{key: value for key, value in newer.items() if value is not None},
     }
-    name, outer = "original_max_position_embeddings", config.get("original_max_position_embeddings")
+    name = "original_max_position_embeddings"
+    outer = config.get("original_max_position_embeddings")
     if family.fused and merged.get("rope_type", merged.get("type")) in ("su", "yarn"):
         merged["rope_type"] = "longrope"  # Phi-3's first names of it
     if merged.get("rope_type", merged.get("type")) == "longrope":
@@ -115,7 +117,8 @@ def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
 
 def _local_rope_settings(config: Config, family: RopeTraits) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rope of the full layers and of the sliding ones."""
-    newer, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    newer = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or {}
     kinds = ("full_attention", "sliding_attention")
     found = [newer.get(kind) or {} for kind in kinds] if isinstance(newer, Mapping) else [newer]
     if not all(isinstance(part, Mapping) for part in (*found, scaling)) or set(newer) - set(kinds):
@@ -125,7 +128,8 @@ def _local_rope_settings(config: Config, family: RopeTraits) -> tuple[dict[str, 
         )
     full, local = ({**part, **more} for part, more in zip(found, (scaling, {}), strict=True))
     if not newer:
-        full["rope_theta"], local["rope_theta"] = config.get("rope_theta"), config.get("rope_local_base_freq")
+        full["rope_theta"] = config.get("rope_theta")
+        local["rope_theta"] = config.get("rope_local_base_freq")
     full["rope_theta"] = full.get("rope_theta") or family.theta
     local["rope_theta"] = local.get("rope_theta") or family.local_theta
     return full, local

@@ -21,7 +21,9 @@ __all__ = [
 
 STATE_KINDS = ("conv", "delta", "ssd")
 """What keeps a state: a short convolution; the gated delta rule; a state space with a scalar decay."""
-ATTENTION, PARALLEL, NO_MIXER = "attention", "parallel", "none"
+ATTENTION = "attention"
+PARALLEL = "parallel"
+NO_MIXER = "none"
 """Other kinds of layers: one that attends; one that attends and keeps a state, each of the same inputs; one that mixes
 no tokens."""
 
@@ -110,11 +112,15 @@ def same_shapes(num_layers: int, head_dim: int, num_kv_heads: int, intermediate_
 def mixed_shapes(shapes: Sequence[LayerShape], kinds: Sequence[str], *, alone: bool = False) -> Sequence[LayerShape]:
     """The same layers by their kinds: ATTENTION, one of STATE_KINDS, PARALLEL or NO_MIXER. alone: those that mix tokens
     have no MLP."""
-    found, kv, state = [], 0, 0
+    found = []
+    kv = 0
+    state = 0
     for shape, kind in zip(shapes, kinds, strict=True):
-        attends, keeps = kind in (ATTENTION, PARALLEL), kind in (*STATE_KINDS, PARALLEL)
+        attends = kind in (ATTENTION, PARALLEL)
+        keeps = kind in (*STATE_KINDS, PARALLEL)
         if alone and kind != NO_MIXER:
             shape = shape._replace(intermediate_size=0)
         found.append(shape._replace(kv=kv if attends else -1, owns_kv=attends, state=state if keeps else -1))
-        kv, state = kv + attends, state + keeps
+        kv = kv + attends
+        state = state + keeps
     return found

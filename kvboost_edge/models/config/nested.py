@@ -61,7 +61,8 @@ def is_nested(config: Mapping[str, Any]) -> bool:
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of the config that describes the language model: the config itself, or its 'text_config', for a known
     wrapper with what the files leave out and what stands around it. ModelFormatError where the two contradict."""
-    inner, outer = config.get("text_config"), str(config.get("model_type"))
+    inner = config.get("text_config")
+    outer = str(config.get("model_type"))
     wrapper = WRAPPERS.get(outer)
     if wrapper is None:
         return inner if isinstance(inner, Mapping) else config

@@ -41,9 +41,11 @@ def read_pooling(model_dir: Path) -> Pooling:
     if not path.is_file():
         return UNSAID
     kinds: list[str] = []
-    pooling, dense = UNSAID, []
+    pooling = UNSAID
+    dense = []
     for module in _modules(path):
-        kind, folder = str(module.get("type")).rpartition(".")[2], model_dir / str(module.get("path"))
+        kind = str(module.get("type")).rpartition(".")[2]
+        folder = model_dir / str(module.get("path"))
         if kind not in _ORDER:
             raise ModelFormatError(
                 f"{path}: the module {kind!r} behind the model is not supported (known: {', '.join(_ORDER)}); its "
@@ -89,7 +91,8 @@ def _modules(path: Path) -> list[Mapping[str, Any]]:
 def _described(path: Path) -> Pooling:
     """From the settings of sentence-transformers' Pooling: one switch for each kind, or one name."""
     settings = read_json_object(path)
-    prefix, named = "pooling_mode_", settings.get("pooling_mode")
+    prefix = "pooling_mode_"
+    named = settings.get("pooling_mode")
     on = [named] if named else [key.removeprefix(prefix) for key in settings if settings[key] is True and prefix in key]
     kinds = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
     if len(on) != 1 or on[0] not in kinds:

@@ -18,7 +18,8 @@ from kvboost_edge.models.config.file import integer_of, number_of
 __all__ = ["QueryScale", "RopeKind", "query_scale", "rope_kind"]
 
 # What a setting of rope can be: a number beyond is damage, and would make infinity or NaN of an angle.
-_LEAST, _MOST = 1e-9, 1e12
+_LEAST = 1e-9
+_MOST = 1e12
 
 Floats = npt.NDArray[np.float32]
 
@@ -158,8 +159,10 @@ def _yarn(base: Floats, theta: float, settings: Mapping[str, Any], max_positions
 
     low, high = (border(_optional(settings, *beta, "yarn")) for beta in (("beta_fast", 32.0), ("beta_slow", 1.0)))
     if settings.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     if low == high:
         high += 0.001
     ramp = np.clip((np.arange(base.size, dtype=np.float64) - low) / (high - low), 0, 1)

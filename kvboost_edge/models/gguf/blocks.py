@@ -106,7 +106,8 @@ def dequantize(name: str, data: Bytes) -> Floats:
 
 def quant_rows_of(name: str, data: Bytes) -> QuantRows:
     """Codes and scales of rows of a quantized format, or its blocks; the kind is BLOCKS[name].kind."""
-    rows, blocks = len(data), _blocks(name, data)
+    rows = len(data)
+    blocks = _blocks(name, data)
     if name in ("Q4_K", "Q5_K", "Q6_K", "Q3_K"):
         stored = _q3_k_as_q6_k(blocks).reshape(rows, -1) if name == "Q3_K" else data
         return QuantRows(str(BLOCKS[name].kind), stored, scales_of(name, data).reshape(rows, -1))

@@ -48,18 +48,22 @@ _FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 _ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
             "<turn|>", "<|tool_response>", "<|return|>", "<|call|>")  # fmt: skip
 # Where these are, "<|end|>" ends a message of the turn, and the answer goes on (gpt-oss).
-_TURN_ENDINGS, _MESSAGE_ENDING = {"<|return|>", "<|call|>"}, "<|end|>"
+_TURN_ENDINGS = {"<|return|>", "<|call|>"}
+_MESSAGE_ENDING = "<|end|>"
 # Of these, what Gemma 4's files say is text that is seen: it stands where the caller has to answer a call.
 _SEEN_ENDINGS = ("<|tool_response>",)
-_CONTROL, _USER_DEFINED = 3, 4
+_CONTROL = 3
+_USER_DEFINED = 4
 
 
 def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
     """A config for `describe_model`. `vocabulary`: the tokens of the file, empty where it has none. ModelFormatError
     names a key that is missing, contradicts another or the tensors, or whose meaning is not known."""
-    architecture, keys = architecture_of(header), Keys(header)
+    architecture = architecture_of(header)
+    keys = Keys(header)
     _refuse_unknown(keys, architecture)
-    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
+    heads = keys.size("attention.head_count")
+    hidden = keys.size("embedding_length")
     head_dim = keys.optional_size("attention.key_length") or _head_dim(keys, hidden, heads)
     keys.check_values("", head_dim)
     by_layer = architecture.model_type in _BY_LAYER
@@ -258,7 +262,8 @@ def _longrope(keys: Keys) -> dict[str, Any]:
 
 
 def _yarn(keys: Keys) -> dict[str, Any]:
-    factor, old = keys.number("rope.scaling.factor"), keys.optional_size("rope.scaling.original_context_length")
+    factor = keys.number("rope.scaling.factor")
+    old = keys.optional_size("rope.scaling.original_context_length")
     # Converters copy what a config spells out, which may be the factor that yarn has anyway (OLMo 3's does).
     usual = 1 + 0.1 * math.log(factor) if factor is not None and factor > 1 else 1.0
     for key, allowed in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", usual)):

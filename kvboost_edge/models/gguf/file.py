@@ -37,14 +37,17 @@ _MAX_ALIGNMENT = 1 << 20
 _MAX_PADDING = 4096  # zeros behind the last tensor, as tools write that fill up a page
 _MAX_NESTED = 100_000  # arrays inside an array: no key that matters here has any
 _DEFAULT_ALIGNMENT = 32
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+_BOOL = 7
+_STRING = 8
+_ARRAY = 9
 _FLOAT32 = 6
 _SCALARS: dict[int, npt.DTypeLike] = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", _FLOAT32: "<f4", _BOOL: "<u1",
     10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 # A key takes a length, a type and a value; a tensor info a length, a number of dimensions, one of them, type, offset.
-_MIN_KEY_BYTES, _MIN_INFO_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
+_MIN_KEY_BYTES = 8 + 4 + 1
+_MIN_INFO_BYTES = 8 + 4 + 8 + 4 + 8
 _LENGTH = struct.Struct("<Q")
 
 
@@ -151,7 +154,10 @@ class _Cursor:
     """A place in the header that never passes its end."""
 
     def __init__(self, path: Path, data: mmap.mmap | bytes, end: int) -> None:
-        self.path, self.data, self.end, self.at = path, data, end, 0
+        self.path = path
+        self.data = data
+        self.end = end
+        self.at = 0
 
     def left(self) -> int:
         return self.end - self.at
@@ -184,7 +190,9 @@ class _Cursor:
     def strings(self, count: int, what: str) -> _Strings:
         if count > self.left() // 8:
             self.take(8 * count, what)
-        start, at, unpack = self.at, self.at, _LENGTH.unpack_from
+        start = self.at
+        at = self.at
+        unpack = _LENGTH.unpack_from
         for _ in range(count):
             if at + 8 > self.end:
                 break
@@ -256,7 +264,8 @@ def _read_array(cursor: _Cursor, key: str) -> Any:
 
 def _skip_arrays(cursor: _Cursor, key: str, count: int) -> None:
     """Pass over `count` arrays, of arrays possibly; all are counted, so that a damaged count ends soon."""
-    left, num_skipped = [count], 0
+    left = [count]
+    num_skipped = 0
     while left:
         if not left[-1]:
             left.pop()
@@ -343,7 +352,9 @@ def _place(
 
 def _decoded(path: Path, key: str, data: bytes, count: int) -> list[str]:
     """`count` strings, each behind its length; hundreds of thousands in a vocabulary."""
-    found, at, unpack = [], 0, _LENGTH.unpack_from
+    found = []
+    at = 0
+    unpack = _LENGTH.unpack_from
     try:
         for _ in range(count):
             start = at + 8

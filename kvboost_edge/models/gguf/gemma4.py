@@ -29,7 +29,8 @@ def gemma4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     first = len(sliding) - shared
     if first < 1:
         raise keys.error("attention.shared_kv_layers", shared, f"leaves none of {len(sliding)} layers with own keys")
-    full, local = keys.size("attention.key_length"), keys.size("attention.key_length_swa")
+    full = keys.size("attention.key_length")
+    local = keys.size("attention.key_length_swa")
     keys.check_values("_swa", local)
     for suffix, dim in (("", full), ("_swa", local)):
         rotated = keys.optional_size(f"rope.dimension_count{suffix}")
@@ -62,7 +63,8 @@ def _is_double_wide(keys: Keys, first: int) -> bool:
     """Whether the layers from `first` on, which share keys and values, have MLPs of twice the width."""
     key = "feed_forward_length"
     widths = keys.sizes(key)
-    own, sharing = set(widths[:first]), set(widths[first:])
+    own = set(widths[:first])
+    sharing = set(widths[first:])
     if len(own) > 1 or len(sharing) > 1 or sharing - {widths[0], 2 * widths[0]}:
         raise keys.error(key, widths, f"must be one width for the first {first} layers, and that or its double behind")
     return sharing == {2 * widths[0]}

@@ -44,7 +44,8 @@ def lfm2_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 def qwen35(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Heads of keys and of values have one size. Value heads stand in the order of tiles: that of key head 0, then of
     1, and so on, again and again."""
-    dim, value_heads = keys.size("ssm.state_size"), keys.size("ssm.time_step_rank")
+    dim = keys.size("ssm.state_size")
+    value_heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     if inner != dim * value_heads:
         raise keys.error("ssm.inner_size", inner, f"must be {value_heads} value heads of {dim}")
@@ -72,7 +73,9 @@ def qwen35_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 def granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Layers without key heads keep a state. The width of the MLPs is that of the shared expert, where a file says it;
     a file of a model without experts may say that there are none."""
-    heads, inner, hidden = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size"), config["hidden_size"]
+    heads = keys.size("ssm.time_step_rank")
+    inner = keys.size("ssm.inner_size")
+    hidden = config["hidden_size"]
     if inner % heads or inner % hidden:
         wanted = f"must be a multiple of {heads} heads and of {hidden}, the hidden size"
         raise keys.error("ssm.inner_size", inner, wanted)
@@ -95,7 +98,8 @@ def granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 def _recurrent(keys: Keys) -> list[bool]:
     """Whether each of the model's own layers keeps a state: a list says so, or every n-th layer attends."""
-    key, layers = "attention.recurrent_layers", keys.layers()
+    key = "attention.recurrent_layers"
+    layers = keys.layers()
     given = keys.header.values.get(keys.name(key))
     if given is None:
         step = keys.optional_size("full_attention_interval") or 4
@@ -108,7 +112,8 @@ def _recurrent(keys: Keys) -> list[bool]:
 
 def nemotron_h(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """A layer with key heads attends, one with an MLP's width has an MLP or experts, one with neither keeps a state."""
-    tensors, (heads, dim) = keys.header.tensors, _ssm_heads(keys)
+    tensors = keys.header.tensors
+    (heads, dim) = _ssm_heads(keys)
     found = {
         "layers_block_type": _kinds_of_nemotron(keys),
         "layer_norm_epsilon": config["rms_norm_eps"],
@@ -125,14 +130,16 @@ def nemotron_h(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 def _ssm_heads(keys: Keys) -> tuple[int, int]:
     """Heads of a mixer, and their dim."""
-    heads, inner = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size")
+    heads = keys.size("ssm.time_step_rank")
+    inner = keys.size("ssm.inner_size")
     if inner % heads:
         raise keys.error("ssm.inner_size", inner, f"must be a multiple of {heads} heads")
     return heads, inner // heads
 
 
 def _kinds_of_nemotron(keys: Keys) -> list[str]:
-    found, places = [], ("attention.head_count_kv", "feed_forward_length")
+    found = []
+    places = ("attention.head_count_kv", "feed_forward_length")
     for index, (count, width) in enumerate(zip(*(keys.sizes(place, 0) for place in places), strict=True)):
         if count and width:
             raise keys.error("feed_forward_length", width, f"of layer {index}, which has {count} key heads as well")
@@ -162,7 +169,8 @@ def falcon_h1(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """The converter multiplies weights with what the config says, so nothing is left to be multiplied where the head is
     a tensor of its own; an embedding has its own number in it, and a file does not say that of the head. Where there is
     a norm, llama.cpp has it behind the gate."""
-    tensors, (heads, dim) = keys.header.tensors, _ssm_heads(keys)
+    tensors = keys.header.tensors
+    (heads, dim) = _ssm_heads(keys)
     if "output.weight" not in tensors:
         raise ModelFormatError(
             f"{keys.header.path} lacks tensor 'output.weight': the head is the embedding, of which the file holds a "

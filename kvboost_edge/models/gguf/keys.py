@@ -39,7 +39,8 @@ class Keys:
 
     def layers(self) -> int:
         """The number of the model's own layers, bounded: there are lists with an entry for each."""
-        found, ahead = self.blocks(), self.optional_size(_AHEAD, 0) or 0
+        found = self.blocks()
+        ahead = self.optional_size(_AHEAD, 0) or 0
         if ahead >= found:
             raise self.error(_AHEAD, ahead, f"leaves none of block_count={found} layers")
         return found - ahead
@@ -64,7 +65,8 @@ class Keys:
     def sizes(self, key: str, least: int = 1) -> list[int]:
         """A size that must be there, of each of the model's own layers: an array with as many entries, or as many as
         there are blocks, or one number for all."""
-        value, layers = self.header.values.get(self.name(key)), self.layers()
+        value = self.header.values.get(self.name(key))
+        layers = self.layers()
         if not isinstance(value, np.ndarray):
             return [self.size(key)] * layers
         found: list[int] = value.tolist()
@@ -78,7 +80,8 @@ class Keys:
 
     def sliding(self, key: str) -> list[bool] | None:
         """Whether each layer has a window, where an array of truth values says so."""
-        given, layers = self.header.values.get(self.name(key)), self.layers()
+        given = self.header.values.get(self.name(key))
+        layers = self.layers()
         if not isinstance(given, np.ndarray) or given.dtype != np.bool_:
             return None
         if len(given) != layers:

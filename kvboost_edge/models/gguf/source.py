@@ -28,7 +28,8 @@ __all__ = ["LONG_FACTORS", "ROPE_FACTORS", "SHORT_FACTORS", "GgufSource", "archi
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rope's frequencies, a setting stored as a tensor; it becomes part of the config."""
 
-SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+SHORT_FACTORS = "rope_factors_short.weight"
+LONG_FACTORS = "rope_factors_long.weight"
 """The same of longrope, for its two ranges."""
 
 _LOG = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ class GgufSource:
                     raise ModelFormatError(f"{self._path}: tensor {name!r} is there a second time, as {piece.name!r}")
                 start, stop = piece.bytes_in(tensor.start, tensor.stop, tensor.shape)
                 self._tensors[piece.name] = dataclasses.replace(tensor, shape=piece.shape, start=start, stop=stop)
-        self._lock, self._lost = threading.Lock(), set[str]()
+        self._lock = threading.Lock()
+        self._lost = set[str]()
         self._files = open_stamped(header.parts, "header")
 
     def __enter__(self) -> GgufSource:
@@ -160,11 +162,14 @@ class GgufSource:
         """Bytes of rows [start, stop) in transformers' order, uint8 [rows, bytes of a row], copied from the file."""
         if not 0 <= start < stop <= tensor.shape[0]:
             raise ModelFormatError(f"{self._path}: tensor {name!r} has no rows {start} to {stop} of {tensor.shape[0]}")
-        first, last, pick = start, stop, None
+        first = start
+        last = stop
+        pick = None
         heads = next((count for ending, count in self._heads.items() if name.endswith(ending)), 0)
         if heads:
             pick = _stored_rows(name, tensor, heads)[start:stop]
-            first, last = int(pick.min()), int(pick.max()) + 1
+            first = int(pick.min())
+            last = int(pick.max()) + 1
         width = (tensor.stop - tensor.start) // tensor.shape[0]
         begin = tensor.start + first * width
         data = np.empty((last - first, width), dtype=np.uint8)
@@ -174,7 +179,8 @@ class GgufSource:
 
 def _head_counts(header: GgufHeader, architecture: GgufArchitecture) -> dict[str, int]:
     """Heads by the ending of a tensor's name, for the tensors whose rows are reordered."""
-    keys, name = Keys(header), "attention.head_count_kv"
+    keys = Keys(header)
+    name = "attention.head_count_kv"
     heads = keys.size("attention.head_count")
     kv_heads = (max(keys.sizes(name, 0)) if architecture.no_keys else keys.optional_size(name)) or heads
     return {**dict.fromkeys(_QUERY, heads), **dict.fromkeys(_KEY, kv_heads)}

@@ -85,7 +85,8 @@ def _attention_scale(config: dict[str, Any]) -> dict[str, Any]:
 
 def _layer_types(keys: Keys, config: dict[str, Any], *, default_period: int) -> dict[str, Any]:
     """Every `period`-th layer sees everything, the others a window; or as a list of truth values says."""
-    key, layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
+    key = "attention.sliding_window_pattern"
+    layers = config["num_hidden_layers"]
     sliding = keys.sliding(key)
     if sliding is None:
         period = keys.optional_size(key) or default_period
@@ -95,7 +96,8 @@ def _layer_types(keys: Keys, config: dict[str, Any], *, default_period: int) -> 
 
 def _ministral3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Mistral 3 where queries have no scale. Its yarn leaves cosines and sines alone, as mscale_all_dim says."""
-    rope, rotated = config["rope_parameters"], keys.optional_size("rope.dimension_count", 0)
+    rope = config["rope_parameters"]
+    rotated = keys.optional_size("rope.dimension_count", 0)
     if rotated not in (None, config["head_dim"]):
         raise keys.error("rope.dimension_count", rotated, f"must be head_dim={config['head_dim']}")
     log_multiplier = keys.number("rope.scaling.yarn_log_multiplier", -math.inf)
@@ -131,7 +133,8 @@ def _granite(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 def _minicpm(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """What older files leave out is what llama.cpp takes for them."""
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    hidden = config["hidden_size"]
+    layers = config["num_hidden_layers"]
     return {
         "embedding_multiplier": keys.number("embedding_scale") or 12.0,
         "residual_multiplier": keys.number("residual_scale") or 1.4 / math.sqrt(layers),

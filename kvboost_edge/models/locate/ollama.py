@@ -25,7 +25,8 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 # [HOST/][NAMESPACE/]NAME[:TAG]
 _PIECE = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"(?P<path>{_PIECE}(/{_PIECE}){{0,2}})(:(?P<tag>{_PIECE}))?")
-_HOST, _NAMESPACE = "registry.ollama.ai", "library"
+_HOST = "registry.ollama.ai"
+_NAMESPACE = "library"
 _MAX_MANIFEST_BYTES = 1_000_000
 # Where the installer's service keeps its models on Linux.
 _SERVICE = Path("/usr/share/ollama/.ollama/models")

@@ -65,7 +65,8 @@ def onnx_config(folder: OnnxFolder, decoder: Decoder) -> dict[str, Any]:
 
 def _of_graph(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     """What config.json would say."""
-    layer, kind = decoder.layers[0], config["model_type"]
+    layer = decoder.layers[0]
+    kind = config["model_type"]
     if layer.activation not in _ACTIVATIONS:
         raise ModelFormatError(f"the activation {layer.activation} is not known to the native runner")
     found: dict[str, Any] = {

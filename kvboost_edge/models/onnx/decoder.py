@@ -257,7 +257,8 @@ class _Search:
         for index in (_LENGTH, _TOTAL, _POSITIONS):
             if graph.optional(node, index):
                 graph.mark_ancestors(node.inputs[index], _LENGTHS, _INPUTS)
-        heads, kv_heads = graph.integer(node, "num_heads", 0), graph.integer(node, "kv_num_heads", 0)
+        heads = graph.integer(node, "num_heads", 0)
+        kv_heads = graph.integer(node, "kv_num_heads", 0)
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise graph.error(f"{node} has num_heads={heads} and kv_num_heads={kv_heads}")
         if graph.optional(node, 1) or graph.optional(node, 2):
@@ -346,10 +347,12 @@ class _Search:
         source = graph.input(node, 0)
         if graph.tensor(source) is None:  # rows of blocks, seen as rows of bytes
             source = graph.input(graph.expect(source, "Reshape"), 0)
-        data, scales = graph.tensor(source), graph.weight(node, 2)
+        data = graph.tensor(source)
+        scales = graph.weight(node, 2)
         if data is None or not data.shape or not scales.shape:
             raise graph.error(f"{node} looks up in the computed value {source!r}")
-        bits, block = graph.integer(node, "bits", 4), graph.integer(node, "block_size", 128)
+        bits = graph.integer(node, "bits", 4)
+        block = graph.integer(node, "block_size", 128)
         rows = data.shape[0]
         inputs = data.count // max(rows, 1) * (1 if data.dtype == "U4" else 8 // max(bits, 1))
         zeros = graph.weight(node, 3) if graph.optional(node, 3) else None

@@ -126,7 +126,8 @@ def read_onnx(path: Path | str) -> OnnxModel:
 
 class _Reader:
     def __init__(self, path: Path, stamp: FileStamp, data: mmap.mmap) -> None:
-        self.path, self.data = path, data
+        self.path = path
+        self.data = data
         self.files: dict[str, OnnxFile] = {"": OnnxFile(path, stamp)}
 
     def model(self) -> OnnxModel:
@@ -168,7 +169,8 @@ class _Reader:
         )
 
     def _opset(self, message: Message) -> dict[str, int]:
-        domain, version = "", 0
+        domain = ""
+        version = 0
         for field in message.fields():
             if field.number == 1:
                 domain = message.text(field, _MAX_NAME)
@@ -197,7 +199,8 @@ class _Reader:
         return OnnxNode(index, texts[3], texts[4], domain, tuple(inputs), tuple(outputs), attributes, has_graph)
 
     def _attribute(self, message: Message) -> tuple[str, Any, bool]:
-        name, has_graph = "", False
+        name = ""
+        has_graph = False
         value: Any = None
         many: list[Any] = []
         for field in message.fields():
@@ -222,7 +225,9 @@ class _Reader:
         return name, many or value, has_graph
 
     def _tensor(self, message: Message) -> OnnxTensor:
-        name, number, location = "", 0, 0
+        name = ""
+        number = 0
+        location = 0
         dims: list[int] = []
         raw: tuple[int, int] | None = None
         values: list[int] | None = None
@@ -259,7 +264,8 @@ class _Reader:
                 raise ModelFormatError(f"{what} has {len(values)} numbers, its shape {tuple(dims)} another count")
             return OnnxTensor(name, dtype, tuple(dims), self.path, 0, 0, tuple(values))
         else:
-            path, (start, stop) = self.path, raw or (0, 0)
+            path = self.path
+            (start, stop) = raw or (0, 0)
         if needed is not None and stop - start != needed:
             raise ModelFormatError(
                 f"{what} of type {dtype} and shape {tuple(dims)} takes {needed} bytes, and {stop - start} are given"
@@ -307,7 +313,8 @@ class _Reader:
         return int(text)
 
     def _value(self, message: Message) -> OnnxValue:
-        name, dtype = "", ""
+        name = ""
+        dtype = ""
         shape: tuple[int | str, ...] | None = None
         for field in message.fields():
             if field.number == 1:

@@ -136,11 +136,13 @@ class Graph:
         first, second = node.inputs
         factor = self.scalar(second)
         if factor is not None and node.op == "Div" and factor:
-            factor, inner = 1.0 / factor, first
+            factor = 1.0 / factor
+            inner = first
         elif factor is not None:
             inner = first
         else:
-            factor, inner = self.scalar(first), second
+            factor = self.scalar(first)
+            inner = second
         if factor is None or (node.op == "Div" and inner == second):
             return value, 1.0
         self.seen.add(node.index)
@@ -157,10 +159,12 @@ class Graph:
         bias: OnnxTensor | None = None
         if found is not None and found[0].op == "Add":
             node = self.expect(value, "Add")
-            left, right = self.input(node, 0), self.input(node, 1)
+            left = self.input(node, 0)
+            right = self.input(node, 1)
             bias = self.tensor(right)
             if bias is None:
-                bias, left = self.weight(node, 0), right
+                bias = self.weight(node, 0)
+                left = right
             value = left
         node = self.expect(value, "MatMulNBits", "MatMul")
         matrix = self._bits(node) if node.op == "MatMulNBits" else self._floats(node)
@@ -249,7 +253,8 @@ class Graph:
 
     def mark_ancestors(self, value: str, ops: tuple[str, ...], inputs: tuple[str, ...]) -> None:
         """Everything that makes a value is of these types, and begins at these inputs of the graph."""
-        waiting, known = [value], set()
+        waiting = [value]
+        known = set()
         while waiting:
             name = waiting.pop()
             if not name or name in known:

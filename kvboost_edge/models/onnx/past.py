@@ -75,7 +75,8 @@ def past_layout(model: OnnxModel, config: Mapping[str, Any]) -> PastLayout:
 def _layer(
     model: OnnxModel, config: Mapping[str, Any], found: Mapping[tuple[int, str], OnnxValue], index: int
 ) -> LayerPast:
-    heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
+    heads = size_of(config, "num_attention_heads")
+    hidden = size_of(config, "hidden_size")
     head_dim = size_of(config, "head_dim") or (hidden // heads if heads and hidden else 0)
     shapes = set()
     for kind in ("key", "value"):

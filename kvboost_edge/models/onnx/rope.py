@@ -98,7 +98,8 @@ def _rounded(value: float) -> float:
 
 def _sample(count: int) -> list[int]:
     """Positions that are looked at: the first ones, then ever wider apart, and the last."""
-    rows, step = [0, 1], 1
+    rows = [0, 1]
+    step = 1
     while rows[-1] + step < count:
         rows.append(rows[-1] + step)
         step = max(1, rows[-1] // 4)

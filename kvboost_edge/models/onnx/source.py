@@ -165,9 +165,11 @@ class OnnxSource:
         size = self.shape(name)[0]
         if not 0 <= start < stop <= size:
             raise ModelFormatError(f"{self._path}: tensor {name!r} has no rows {start} to {stop} of {size}")
-        found, first = [], 0
+        found = []
+        first = 0
         for part in self._parts(name):
-            low, high = max(start, first), min(stop, first + part.stop - part.start)
+            low = max(start, first)
+            high = min(stop, first + part.stop - part.start)
             if low < high:
                 found.append((part, (part.start + low - first, part.start + high - first)))
             first += part.stop - part.start
@@ -226,7 +228,8 @@ class OnnxSource:
         """Whether every zero point is the middle of the codes, as where none is given."""
         if matrix.zeros is None:
             return True
-        middle, rows = float(1 << (matrix.bits - 1)), matrix.shape[0]
+        middle = float(1 << (matrix.bits - 1))
+        rows = matrix.shape[0]
         if matrix.has_float_zeros:
             return bool((self._numbers(matrix.zeros, 0, rows, rows) == middle).all())
         points = self._bytes(matrix.zeros, 0, rows, rows)

@@ -15,7 +15,10 @@ from kvboost_edge.errors import ModelFormatError
 
 __all__ = ["Field", "Message"]
 
-_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
+_VARINT = 0
+_EIGHT = 1
+_BYTES = 2
+_FOUR = 5
 _NAMES = {_VARINT: "a number", _EIGHT: "8 bytes", _BYTES: "a range of bytes", _FOUR: "4 bytes"}
 _FLOAT = struct.Struct("<f")
 
@@ -45,7 +48,8 @@ class Message(NamedTuple):
         at = self.start
         while at < self.stop:
             key, at = self._varint(at)
-            number, wire = key >> 3, key & 7
+            number = key >> 3
+            wire = key & 7
             if not number:
                 raise self.error(f"has a field of number 0 before byte {at}")
             if wire == _VARINT:

@@ -19,7 +19,9 @@ __all__ = ["ConversionError", "conversion_error", "log_conversions"]
 _LOG = logging.getLogger(__name__)
 _SAMPLE_BYTES = 4 << 20
 _MUCH = 1.2
-_ROWS, _INPUTS = 1024, 4096  # of a matrix whose size is told
+# of a matrix whose size is told
+_ROWS = 1024
+_INPUTS = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,10 +50,12 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
         values = np.repeat(packed.scales.astype(np.float32), GROUP, axis=1)[:, :width] * codes
         if packed.minima is not None:
             values -= np.repeat(packed.minima.astype(np.float32), GROUP, axis=1)[:, :width]
-        error, energy = float(np.square(values - stored).sum()), float(np.square(stored).sum())
+        error = float(np.square(values - stored).sum())
+        energy = float(np.square(stored).sum())
     else:
         found = pack_rows(stored, KINDS[kind])
-        error, energy = found.error, found.energy
+        error = found.error
+        energy = found.energy
     return ConversionError(source.type_of(name), kind, (error / energy) ** 0.5 if energy else 0.0)
 
 

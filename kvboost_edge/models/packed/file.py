@@ -266,7 +266,8 @@ def _open_checked(path: Path, header: bytes, cache_dir: Path | None, name: str =
             if stamp.size != _size(header) or file.read(len(header)) != header:
                 _LOG.warning("%s is of another version or damaged; the weights are packed again", path)
                 return None
-            known, facts = recall(stamp, cache_dir), _facts(name)
+            known = recall(stamp, cache_dir)
+            facts = _facts(name)
             if known.get("packed") != PACKED_VERSION and not _sound(file, stamp.size):
                 _LOG.warning("%s is damaged (checksum); the weights are packed again", path)
                 return None
@@ -310,7 +311,8 @@ def _map(file: IO[bytes], header: bytes) -> PackedWeights:
 def _write(file: IO[bytes], job: _Job, path: Path) -> None:
     """Header, sections, and the digest of what is read back. Gaps between sections are holes, which read as zeros."""
     size = _size(job.header)
-    target, own = FileAt(file), threading.local()
+    target = FileAt(file)
+    own = threading.local()
 
     def put(at: int, data: npt.NDArray[np.uint8]) -> None:
         back = getattr(own, "back", None)
@@ -334,12 +336,17 @@ def _write(file: IO[bytes], job: _Job, path: Path) -> None:
 def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: str) -> None:
     """Pack all entries and `put` them and the header where they belong, a few megabytes at a time, in any order and on
     several threads at once."""
-    total, places = _size(job.header), _places(job.header)
-    done, error, energy, start = len(job.header), 0.0, 0.0, time.monotonic()
+    total = _size(job.header)
+    places = _places(job.header)
+    done = len(job.header)
+    error = 0.0
+    energy = 0.0
+    start = time.monotonic()
     _LOG.info("packing %s as %s into %s, %.1f MB", job.model.path, job.weights, target, total / 1e6)
 
     def keep(piece: Piece, packed: PackedRows) -> None:
-        first, tiles = piece.start // LANES, -(-piece.entry.rows // LANES)
+        first = piece.start // LANES
+        tiles = -(-piece.entry.rows // LANES)
         sections = (data for data in (packed.codes, packed.scales, packed.minima) if len(data))
         for (name, size), data in zip(piece.entry.sections, sections, strict=True):
             put(places[name][0] + size // tiles * first, data)
@@ -348,7 +355,8 @@ def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: 
     with job.model.open_source() as source:
         for _, packed in pack_stream(job.plan, source, job.num_threads, keep):
             done += len(packed.codes) + len(packed.scales) + len(packed.minima)
-            error, energy = error + packed.error, energy + packed.energy
+            error = error + packed.error
+            energy = energy + packed.energy
             if job.progress is not None:
                 job.progress(done, total)
         log_conversions(job.plan, source)

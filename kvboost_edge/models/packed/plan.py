@@ -200,8 +200,12 @@ def row_tables(spec: ModelSpec) -> list[PackEntry]:
 
 
 def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
-    source, to, layer = f"model.layers.{index}.", f"layer{index}.", spec.layers[index]
-    q_rows, hidden, wide = spec.num_heads * layer.head_dim, spec.hidden_size, layer.intermediate_size
+    source = f"model.layers.{index}."
+    to = f"layer{index}."
+    layer = spec.layers[index]
+    q_rows = spec.num_heads * layer.head_dim
+    hidden = spec.hidden_size
+    wide = layer.intermediate_size
     *first, down = spec.family.mlp or ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     experts = spec.experts if spec.experts is not None and spec.experts.sparse[index] else None
     if experts is not None and experts.shared:
@@ -236,7 +240,8 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
     if spec.family.sinks and layer.attends:
         plan.append(PackEntry(f"{to}sinks", VECTOR, ((f"{source}self_attn.sinks", spec.num_heads),)))
     if spec.family.head_norm and layer.attends:
-        every, kv_rows = spec.family.head_norm == "all", layer.num_kv_heads * layer.head_dim
+        every = spec.family.head_norm == "all"
+        kv_rows = layer.num_kv_heads * layer.head_dim
         called = zip(("q_norm", "k_norm"), spec.family.head_norms, (q_rows, kv_rows), strict=True)
         for name, tensor, rows in list(called)[: 2 if layer.owns_kv else 1]:
             norm = f"{source}self_attn.{tensor}.weight"
@@ -248,7 +253,9 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
 
 def _experts_plan(spec: ModelSpec, experts: Experts, kind: str, source: str, to: str) -> list[PackEntry]:
     """The router, and the matrices of all experts as one each: an expert's rows behind those of the one before."""
-    names, hidden, way_in = experts.names, spec.hidden_size, f"{to}experts_{spec.family.way_in}"
+    names = experts.names
+    hidden = spec.hidden_size
+    way_in = f"{to}experts_{spec.family.way_in}"
     rows: tuple[tuple[str, int], ...] = ((names.router, experts.count),)
     if names.shared_gate:
         rows = (*rows, (names.shared_gate, 1))
@@ -273,7 +280,8 @@ def _experts_plan(spec: ModelSpec, experts: Experts, kind: str, source: str, to:
 def _mixer_matrices(spec: ModelSpec) -> list[tuple[str, tuple[tuple[str, int], ...], int, bool]]:
     """What a layer with a state has as others have "qkv" and "out": the inputs of its mixer, which all read the same
     rows, and the way back."""
-    (mixer, names), hidden = spec.named_mixer, spec.hidden_size
+    (mixer, names) = spec.named_mixer
+    hidden = spec.hidden_size
     values = mixer.value_heads * mixer.value_dim or mixer.channels
     rows = (3 * mixer.channels,) if mixer.kind == "conv" else (mixer.channels, values)
     inputs = tuple(zip(names.inputs, rows, strict=True))
@@ -299,7 +307,8 @@ def _mixer_rest(spec: ModelSpec, source: str, to: str) -> list[PackEntry]:
 def _qkv(spec: ModelSpec, index: int) -> tuple[tuple[str, int], ...]:
     """The tensors whose rows are a layer's queries, keys and values, those of them that it computes."""
     layer = spec.layers[index]
-    q_rows, kv_rows = spec.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    q_rows = spec.num_heads * layer.head_dim
+    kv_rows = layer.num_kv_heads * layer.head_dim
     if spec.family.fused:
         return (("self_attn.qkv_proj", q_rows + 2 * kv_rows),)
     parts = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))

@@ -84,14 +84,16 @@ def measure_plan(
 ) -> WeightReport:
     """The report of a plan; `weights` is its name only."""
     matrices = [entry for entry in plan if entry.kind != VECTOR]
-    total, done = sum(sum(entry.sizes) for entry in matrices), 0
+    total = sum(sum(entry.sizes) for entry in matrices)
+    done = 0
     found: list[MatrixError] = []
     error = energy = largest = 0.0
     for piece, packed in pack_stream(matrices, source, default_num_threads()):
         entry = piece.entry
         wanted = read_rows(piece, source).astype(np.float64)
         off = unpack_rows(packed, piece.stop - piece.start, entry.inputs, entry.kind) - wanted
-        error, energy = error + float(np.vdot(off, off)), energy + float(np.vdot(wanted, wanted))
+        error = error + float(np.vdot(off, off))
+        energy = energy + float(np.vdot(wanted, wanted))
         largest = max(largest, float(np.abs(off).max()))
         done += sum(len(section) for section in packed[:3])
         if progress is not None:

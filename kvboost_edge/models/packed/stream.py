@@ -58,9 +58,11 @@ class Piece:
     @property
     def parts(self) -> list[tuple[str, int, int]]:
         """The tensors that the rows come from, with their own first and last row."""
-        found, first = [], 0
+        found = []
+        first = 0
         for tensor, rows in self.entry.parts:
-            low, high = max(self.start, first), min(self.stop, first + rows)
+            low = max(self.start, first)
+            high = min(self.stop, first + rows)
             if low < high:
                 found.append((tensor, low - first, high - first))
             first += rows
@@ -163,13 +165,16 @@ def _pack(piece: Piece, source: WeightSource) -> PackedRows:
     kept = [holds_exactly(entry.kind, source.kind(tensor)) for tensor, _, _ in piece.parts]
     if not any(kept):
         return pack_rows(read_rows(piece, source), number)
-    parts, error, energy = [], 0.0, 0.0
+    parts = []
+    error = 0.0
+    energy = 0.0
     for (tensor, start, stop), keep in zip(piece.parts, kept, strict=True):
         if keep:
             parts.append(_stored(source, tensor, start, stop, entry.kind))
             continue
         packed = pack_rows(_checked(source, tensor, start, stop, entry.kind), number)
-        error, energy = error + packed.error, energy + packed.energy
+        error = error + packed.error
+        energy = energy + packed.energy
         parts.append(_unpacked(packed, stop - start, entry.inputs, entry.kind))
     lowest = [part.minima for part in parts if part.minima is not None]
     packed = pack_codes(
@@ -191,7 +196,9 @@ def _pack_vector(piece: Piece, source: WeightSource) -> PackedRows:
 def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str) -> Floats:
     rows = source.rows(tensor, start, stop)
     largest = LARGEST.get(kind, LARGEST["f32"])  # formats that floats are not packed in hold what the file holds
-    low, high = float(rows.min()), float(rows.max())  # both are NaN if any weight is
+    # both are NaN if any weight is
+    low = float(rows.min())
+    high = float(rows.max())
     if -largest <= low and high <= largest:
         return rows
     where = f"tensor {tensor!r} in {source.file_of(tensor)}"

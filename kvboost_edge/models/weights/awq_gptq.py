@@ -102,7 +102,8 @@ class PackedQuantSource:
         if module is None:
             return self._files.quant_rows(name, start, stop)
         codes, scales, zeros = self._read(module, start, stop)
-        times, groups = self._layout.group_size // GROUP, codes.shape[1] // GROUP
+        times = self._layout.group_size // GROUP
+        groups = codes.shape[1] // GROUP
         spread = np.repeat(scales, times, axis=1)[:, :groups]
         if self.kind(name) == "int4":
             return QuantRows("int4", codes, spread)

@@ -21,7 +21,8 @@ class ExpertRows(NamedTuple):
 
     def bytes_in(self, start: int, stop: int, shape: tuple[int, ...]) -> tuple[int, int]:
         """Where it is, of a tensor of that shape that is bytes [start, stop)."""
-        nbytes, elements = stop - start, max(1, math.prod(shape))
+        nbytes = stop - start
+        elements = max(1, math.prod(shape))
         first = start + nbytes * self.first // elements
         return first, first + nbytes * math.prod(self.shape) // elements
 
@@ -35,9 +36,11 @@ _WHOLE = (
     (re.compile(r"(.*\.block_sparse_moe\.)output_linear\.weight"), ("down_proj",)),
 )
 _BIASES = re.compile(r"(.*\.experts\.)(gate_proj|up_proj|down_proj)\.bias")
-_BIAS, _SHARED_GATE = ".e_score_correction_bias", ".shared_expert_gate.weight"
+_BIAS = ".e_score_correction_bias"
+_SHARED_GATE = ".shared_expert_gate.weight"
 # Vectors that GGUF files have as matrices: of one column, and of a row for each group.
-_COLUMN, _GROUPED = re.compile(r".*\.mamba\.(?:decay|D)"), re.compile(r".*\.mamba\.norm\.weight")
+_COLUMN = re.compile(r".*\.mamba\.(?:decay|D)")
+_GROUPED = re.compile(r".*\.mamba\.norm\.weight")
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -70,7 +73,8 @@ def expert_rows(name: str, shape: tuple[int, ...]) -> list[ExpertRows]:
         experts, rows, columns = shape
         if rows % len(parts):
             raise ModelFormatError(f"tensor {name!r} has {rows} rows an expert, which are not {len(parts)} matrices")
-        prefix, each = match[1] if match[1].endswith("experts.") else f"{match[1]}experts.", rows // len(parts)
+        prefix = match[1] if match[1].endswith("experts.") else f"{match[1]}experts."
+        each = rows // len(parts)
         return [
             ExpertRows(f"{prefix}{expert}.{part}.weight", (expert * rows + index * each) * columns, (each, columns))
             for expert in range(experts)

@@ -53,7 +53,8 @@ def first_non_finite(path: Path, dtype: str, start: int, stop: int) -> int | Non
                 if not read:
                     raise OSError(f"the file ends {stop - start - filled} bytes early")
                 filled += read
-            values, bits = chunk[: count // chunk.itemsize], scratch[: count // chunk.itemsize]
+            values = chunk[: count // chunk.itemsize]
+            bits = scratch[: count // chunk.itemsize]
             np.bitwise_and(values, mask, out=bits)
             if bits.max() == mask:
                 return done + int(np.argmax(bits))

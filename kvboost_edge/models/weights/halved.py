@@ -55,7 +55,8 @@ class HalvedSource(WrappedSource):
 
     def _stored(self, name: str, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Where rows [start, stop) are in the source."""
-        rows, dim = self.shape(name)[0], len(self._order)
+        rows = self.shape(name)[0]
+        dim = len(self._order)
         if rows % dim or not 0 <= start < stop <= rows:
             raise ModelFormatError(f"tensor {name!r} has {rows} rows; asked for {start} to {stop}, heads of {dim}")
         index = np.arange(start, stop, dtype=np.int64)

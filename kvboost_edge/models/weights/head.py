@@ -16,7 +16,8 @@ from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 __all__ = ["with_found_head"]
 
 _LOG = logging.getLogger(__name__)
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 _BYTES_AT_ONCE = 1 << 24
 
 

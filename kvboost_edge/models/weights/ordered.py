@@ -29,8 +29,10 @@ __all__ = ["MixerSource", "PieceSource", "in_kernel_order", "mixer_pieces"]
 
 Floats = npt.NDArray[np.float32]
 
-_LOG, _DECAY = ".A_log", ".decay"
-_QUERY, _GATE = ".self_attn.q_proj.", f".{OUTPUT_GATE}."
+_LOG = ".A_log"
+_DECAY = ".decay"
+_QUERY = ".self_attn.q_proj."
+_GATE = f".{OUTPUT_GATE}."
 
 
 def in_kernel_order(open_files: Callable[[], WeightSource], config: Mapping[str, Any]) -> WeightSource:
@@ -145,7 +147,8 @@ class MixerSource(WrappedSource):
 
 def mixer_pieces(mixer: Mixer, names: MixerNames) -> dict[str, int]:
     """Pieces of `names.whole` in the order of its rows, [z | x | B | C | dt], and the rows of each."""
-    (xbc, z), (dt,) = names.inputs, names.gates
+    (xbc, z) = names.inputs
+    (dt,) = names.gates
     return {z: mixer.value_heads * mixer.value_dim, xbc: mixer.channels, dt: mixer.value_heads}
 
 
@@ -155,8 +158,10 @@ class PieceSource(WrappedSource):
     def __init__(self, source: WeightSource, whole: str, pieces: Mapping[str, int]) -> None:
         """pieces: their names and rows, in the order in which they lie."""
         super().__init__(source)
-        self._whole, self._rows = f".{whole}.", sum(pieces.values())
-        self._pieces, first = {}, 0
+        self._whole = f".{whole}."
+        self._rows = sum(pieces.values())
+        self._pieces = {}
+        first = 0
         for name, rows in pieces.items():
             self._pieces[f".{name}."] = (first, rows)
             first += rows

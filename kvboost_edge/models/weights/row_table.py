@@ -44,8 +44,10 @@ class RowTable:
     """The rows of one tensor, read when they are asked for, from any number of threads at once."""
 
     def __init__(self, file: FileBytes, stored: StoredRows, num_rows: int, width: int) -> None:
-        self.num_rows, self.width = num_rows, width
-        self._file, self._stored = file, stored
+        self.num_rows = num_rows
+        self.width = width
+        self._file = file
+        self._stored = stored
 
     @classmethod
     def open(cls, model: Model, tensor: str, rows: int, width: int) -> RowTable:
@@ -91,11 +93,13 @@ class RowTable:
         since it was opened; out holds nothing of use then."""
         if not len(token_ids):
             return
-        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        lowest = int(token_ids.min())
+        highest = int(token_ids.max())
         if lowest < 0 or highest >= self.num_rows:
             wrong = lowest if lowest < 0 else highest
             raise RequestError(f"token {wrong} has no row in a table of {self.num_rows}")
-        size, start = self._stored.row_bytes, self._stored.start
+        size = self._stored.row_bytes
+        start = self._stored.start
         data = np.empty((len(token_ids), size), dtype=np.uint8)
         places = [start + size * token for token in token_ids.tolist()]
         if len(places) > 1:

@@ -80,7 +80,8 @@ def check_weights(
 
 def weight_files(model_dir: Path) -> list[Path]:
     """The safetensors files of a model directory: the single file, or the shards its index lists, by name."""
-    single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
+    single = model_dir / SINGLE_FILE
+    index = model_dir / INDEX_FILE
     if single.is_file():
         return [single]
     if index.is_file():

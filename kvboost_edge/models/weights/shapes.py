@@ -37,7 +37,8 @@ def check_shapes(shapes: Shapes, config: Mapping[str, Any], model: Path, said_by
 
 
 def _check_vocabulary(shapes: Shapes, config: Mapping[str, Any], model: Path, said_by: str) -> None:
-    vocab, hidden = size_of(config, "vocab_size"), size_of(config, "hidden_size")
+    vocab = size_of(config, "vocab_size")
+    hidden = size_of(config, "hidden_size")
     embeddings = [name for name in shapes if _EMBEDDING.search(name)]
     if not embeddings:
         raise ModelFormatError(f"{model}: no file holds the token embedding; the weights are of another kind")
@@ -78,11 +79,13 @@ def _check_layers(shapes: Shapes, config: Mapping[str, Any], model: Path, said_b
 
 
 def _check_attention(shapes: Shapes, config: Mapping[str, Any], said_by: str) -> None:
-    hidden, heads = size_of(config, "hidden_size"), size_of(config, "num_attention_heads")
+    hidden = size_of(config, "hidden_size")
+    heads = size_of(config, "num_attention_heads")
     if hidden is None or heads is None:
         return
     of_all = size_of(config, "head_dim") or hidden // heads, size_of(config, "num_key_value_heads") or heads
-    by_layer, family = heads_by_layer(config), FAMILIES.get(str(config.get("model_type")))
+    by_layer = heads_by_layer(config)
+    family = FAMILIES.get(str(config.get("model_type")))
     gated = family is not None and family.output_gate
     for name, (path, shape) in shapes.items():
         match = _ATTENTION.search(name)
@@ -90,11 +93,14 @@ def _check_attention(shapes: Shapes, config: Mapping[str, Any], said_by: str) ->
             continue
         head_dim, kv_heads = by_layer[int(match[2])] if by_layer else of_all
         if match[3] == "o":
-            expected, key = (hidden, heads * head_dim), "num_attention_heads"
+            expected = (hidden, heads * head_dim)
+            key = "num_attention_heads"
         elif match[3] == "q":
-            expected, key = (heads * head_dim * (2 if gated else 1), hidden), "num_attention_heads"
+            expected = (heads * head_dim * (2 if gated else 1), hidden)
+            key = "num_attention_heads"
         else:
-            expected, key = (kv_heads * head_dim, hidden), "num_key_value_heads"
+            expected = (kv_heads * head_dim, hidden)
+            key = "num_key_value_heads"
         if shape != expected:
             raise ModelFormatError(
                 f"{path}: tensor {name!r} has shape {shape}, but {said_by} says {expected} "

@@ -135,7 +135,8 @@ class Buffers:
         arrays = self._of_size(num_tokens)
         for number, array in arrays.items():
             self._addresses[number] = array.ctypes.data
-        self._arrays, self._capacity = arrays, num_tokens
+        self._arrays = arrays
+        self._capacity = num_tokens
 
     def _of_size(self, num_tokens: int) -> dict[int, npt.NDArray[Any]]:
         sizes = self.sizes

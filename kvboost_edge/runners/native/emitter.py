@@ -37,7 +37,9 @@ class Emitter:
     names of what they were made of, see `scaled`; operations point to them."""
 
     def __init__(self, spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int) -> None:
-        self.spec, self.packed, self.num_threads = spec, packed, num_threads
+        self.spec = spec
+        self.packed = packed
+        self.num_threads = num_threads
         self.entries = {entry.name: entry for entry in plan}
         self.sizes = Sizes.of(spec)
         self.rows: list[dict[int, int]] = []
@@ -121,14 +123,17 @@ class Emitter:
         """The matrix `name`, or its runs; it reads `source` where its weights are floats, and `panel` otherwise. first:
         the first float of a row of `out` that is written."""
         fields = {lt.F_SRC: source[0], lt.F_SRC_STEP: source[1], lt.F_DST: out[0], lt.F_DST_STEP: out[1]}
-        bias, start, index = self.packed.address(f"{name}_bias"), first, 0
+        bias = self.packed.address(f"{name}_bias")
+        start = first
+        index = 0
         while (run := run_name(name, index)) in self.entries:
             rows = self.entries[run].rows
             weights = self.weights(run, MAX_TILES, -(-rows // LANES), panel)
             place = {lt.F_COUNT: rows, lt.F_DST_FIRST: first, lt.F_BIAS: bias + 4 * (first - start) if bias else 0}
             rest = {lt.F_ADD: int(add), lt.F_FINE_IN: int(_is_fine(name))}
             self.add(lt.OP_LINEAR, {**fields, **weights, **place, **rest}, factor=factor)
-            first, index = first + rows, index + 1
+            first = first + rows
+            index = index + 1
 
     def gated(self, layer: str, source: Rows, inner: int, scalar: float) -> None:
         """The ways in, the activation, and down; the hidden state is then multiplied with `scalar`."""
@@ -139,7 +144,8 @@ class Emitter:
 
     def inner(self, layer: str, source: Rows, inner: int) -> Rows:
         """Gate and up, or up alone, and the activation: where they leave what the way down reads, beside B_INNER."""
-        sizes, spec = self.sizes, self.spec
+        sizes = self.sizes
+        spec = self.spec
         names = (layer + spec.family.way_in, f"{layer}down")
         rows = (lt.B_NORMED, padded(inner, GROUP))
         fields = {lt.F_COUNT: inner, lt.F_ACT: ACTIVATIONS[spec.activation], **self.panel(names[1], lt.B_INNER)}
@@ -166,7 +172,9 @@ class Emitter:
     ) -> None:
         """Add a matrix's result times `factor` to the hidden state, through a norm where the family has one behind.
         `sum_factor`: only with such a norm."""
-        spec, hidden, wide = self.spec, (lt.B_HIDDEN, self.sizes.hidden), (lt.B_WIDE, self.sizes.wide)
+        spec = self.spec
+        hidden = (lt.B_HIDDEN, self.sizes.hidden)
+        wide = (lt.B_WIDE, self.sizes.wide)
         if spec.family.norms == "pre":
             self.linear(name, source, hidden, add=True, factor=spec.residual_factor * factor, panel=panel)
             return

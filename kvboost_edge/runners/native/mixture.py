@@ -14,7 +14,8 @@ __all__ = ["emit_mixture", "emit_mixture_beside"]
 
 def emit_mixture(out: Emitter, layer: str, experts: Experts) -> None:
     """Operations of experts in the place of the MLP. Their norm stands before them alone."""
-    normed, mixture = (lt.B_NORMED, out.sizes.hidden), _sizes(out)
+    normed = (lt.B_NORMED, out.sizes.hidden)
+    mixture = _sizes(out)
     router = f"{layer}router"
     # Floats for the router, and codes for the expert that all share, where there is one.
     out.norm(f"{layer}mlp_in", f"{layer}{out.spec.family.way_in}" if experts.shared else router)
@@ -30,8 +31,11 @@ def emit_mixture(out: Emitter, layer: str, experts: Experts) -> None:
 def emit_mixture_beside(out: Emitter, layer: str, experts: Experts, inner: int, sum_factor: float) -> None:
     """Operations of experts and of an MLP of `inner` channels: both read the hidden state through norms of their own,
     and the norm of the sum of their norms is added to it, which is then multiplied with `sum_factor`."""
-    spec, sizes = out.spec, out.sizes
-    normed, hidden, wide = (lt.B_NORMED, sizes.hidden), (lt.B_HIDDEN, sizes.hidden), (lt.B_WIDE, sizes.wide)
+    spec = out.spec
+    sizes = out.sizes
+    normed = (lt.B_NORMED, sizes.hidden)
+    hidden = (lt.B_HIDDEN, sizes.hidden)
+    wide = (lt.B_WIDE, sizes.wide)
     beside = (lt.B_BESIDE, _sizes(out).beside)
     out.norm(f"{layer}mlp_in", f"{layer}gate_up")
     out.linear(f"{layer}down", out.inner(layer, normed, inner), wide, panel=lt.B_INNER)
@@ -68,8 +72,11 @@ def _route(out: Emitter, layer: str, experts: Experts) -> None:
 
 def _all_experts(out: Emitter, layer: str, experts: Experts, to: Rows, *, add: bool) -> None:
     """Each expert's tokens from B_NORMED through it, and their shares to `to`: added to what is there, or alone."""
-    spec, sizes, each = out.spec, out.sizes, _each(experts)
-    way_in, down = f"{layer}experts_{spec.family.way_in}", f"{layer}experts_down"
+    spec = out.spec
+    sizes = out.sizes
+    each = _each(experts)
+    way_in = f"{layer}experts_{spec.family.way_in}"
+    down = f"{layer}experts_down"
     step = {lt.F_SRC_STEP: sizes.hidden, lt.F_DST_STEP: experts.width}
     quant = {lt.F_QUANT: out.kind(way_in) if out.is_quantized(way_in) else 0}
     spread = {lt.F_SRC: lt.B_NORMED, lt.F_SRC_STEP: sizes.hidden, lt.F_DST_STEP: sizes.hidden, **quant}
@@ -91,7 +98,8 @@ def _all_experts(out: Emitter, layer: str, experts: Experts, to: Rows, *, add: b
 
 def _shared_by_gate(out: Emitter, layer: str, experts: Experts, routed: int) -> None:
     """The shared expert times the sigmoid of the router's last number."""
-    hidden, wide = (lt.B_HIDDEN, out.sizes.hidden), (lt.B_WIDE, out.sizes.wide)
+    hidden = (lt.B_HIDDEN, out.sizes.hidden)
+    wide = (lt.B_WIDE, out.sizes.wide)
     rows = out.inner(layer, (lt.B_NORMED, out.sizes.hidden), experts.shared)
     out.linear(f"{layer}down", rows, wide, panel=lt.B_INNER)
     steps = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_DST: hidden[0], lt.F_DST_STEP: hidden[1]}

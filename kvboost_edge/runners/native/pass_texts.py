@@ -35,7 +35,8 @@ class PassTexts:
     """
 
     def __init__(self, spec: ModelSpec, access: KernelAccess | None) -> None:
-        self._spec, self._access = spec, access
+        self._spec = spec
+        self._access = access
         self._grow(1)
 
     def prepare(self, layout: BatchLayout) -> PreparedBatch:
@@ -47,7 +48,8 @@ class PassTexts:
                 f"{layout.seq_lens.tolist()}"
             )
         counts = -(-lengths // _BLOCK)
-        first, total = np.cumsum(counts) - counts, int(counts.sum())
+        first = np.cumsum(counts) - counts
+        total = int(counts.sum())
         if total > len(self._pool.keys):
             self._grow(total)
         tables = first[:, None] + np.arange(counts.max())
@@ -84,4 +86,6 @@ class PassTexts:
                 AttentionOptions(spec.softmax_scale, one.window, spec.softcap, None, one.ahead) for one in spec.layers
             ]
             whole = WholePass(access, KVSpec((shape,) * layers, _BLOCK, "float32"), options, range(layers))
-        self._pool, self.whole = pool, whole  # together, or neither where memory does not suffice
+        # together, or neither where memory does not suffice
+        self._pool = pool
+        self.whole = whole

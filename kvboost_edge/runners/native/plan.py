@@ -147,13 +147,15 @@ def state_spec(mixer: Mixer) -> LayerStateSpec:
     """What a layer with this mixer keeps of a sequence."""
     if mixer.kind == "conv":
         return LayerStateSpec(mixer.taps, mixer.channels)
-    heads, gates = mixer.value_heads, (2 if mixer.kind == "delta" else 1) * mixer.value_heads
+    heads = mixer.value_heads
+    gates = (2 if mixer.kind == "delta" else 1) * mixer.value_heads
     return LayerStateSpec(mixer.taps, mixer.channels, heads, mixer.key_dim, mixer.value_dim, gates)
 
 
 def log_notices(checkpoint: Checkpoint) -> None:
     """What a model that is loaded does not do."""
-    notice, parts = pin_notice(checkpoint.config), checkpoint.other_parts
+    notice = pin_notice(checkpoint.config)
+    parts = checkpoint.other_parts
     if notice:
         _LOG.warning("%s: %s", checkpoint.path, notice)
     if parts:

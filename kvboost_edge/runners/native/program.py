@@ -69,7 +69,8 @@ class _Builder(Emitter):
 
     def per_layer_inputs(self, width: int) -> None:
         """Of the embedding and of the rows of the table, which have a scale of their own: B_PER_LAYER."""
-        spec, hidden = self.spec, (lt.B_HIDDEN, self.sizes.hidden)
+        spec = self.spec
+        hidden = (lt.B_HIDDEN, self.sizes.hidden)
         self.quantize(*hidden, spec.hidden_size, "ple_in")
         self.linear("ple_in", hidden, (lt.B_PER_LAYER, self.sizes.per_layer), factor=spec.hidden_size**-0.5)
         fields = {lt.F_DST: lt.B_PER_LAYER, lt.F_DST_STEP: self.sizes.per_layer, lt.F_COUNT: width}
@@ -78,7 +79,9 @@ class _Builder(Emitter):
         self.add(lt.OP_PER_LAYER, fields, eps=spec.eps, factor=width**0.5, sum_factor=2**-0.5)
 
     def before_attention(self, index: int) -> None:
-        spec, layer, sizes = self.spec, f"layer{index}.", self.sizes
+        spec = self.spec
+        layer = f"layer{index}."
+        sizes = self.sizes
         source = (lt.B_NORMED, sizes.hidden)
         if spec.family.norms == "post":
             source = (lt.B_HIDDEN, sizes.hidden)
@@ -111,7 +114,8 @@ class _Builder(Emitter):
 
     def gate(self, index: int, rows: Rows) -> None:
         """What attention returned times the sigmoid of gates, in place, for the layer's output projection."""
-        own, count = self.spec.layers[index], self.spec.num_heads * self.spec.layers[index].head_dim
+        own = self.spec.layers[index]
+        count = self.spec.num_heads * self.spec.layers[index].head_dim
         gates = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.sizes.wide}
         gates[lt.F_SRC_FIRST] = count + 2 * own.num_kv_heads * own.head_dim
         steps = {lt.F_BY: rows[0], lt.F_BY_STEP: rows[1], lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}
@@ -145,7 +149,9 @@ class _Builder(Emitter):
 
     def after_mixing(self, index: int) -> None:
         """The ways back of what mixed tokens into the hidden state, where a layer has something that does."""
-        spec, layer, own = self.spec, f"layer{index}.", self.spec.layers[index]
+        spec = self.spec
+        layer = f"layer{index}."
+        own = self.spec.layers[index]
         if own.attends:
             rows = (lt.B_ATTENDED, self.sizes.attended[index])
             if spec.family.output_gate:
@@ -155,20 +161,24 @@ class _Builder(Emitter):
             self.into_hidden(f"{layer}out", rows, f"{layer}attn_out", factor=spec.factors.attention_out)
         if own.keeps_state:
             assert self.states is not None
-            rows, name = self.states.mixed, f"{layer}mixer_out"
+            rows = self.states.mixed
+            name = f"{layer}mixer_out"
             self.quantize(*rows, rows[1], name)
             self.into_hidden(name, rows, f"{layer}attn_out", factor=spec.factors.mixer_out)
 
     def behind_mixing(self, index: int) -> None:
         """The layer's MLP or experts, and what stands behind them."""
-        spec, layer, sizes = self.spec, f"layer{index}.", self.sizes
+        spec = self.spec
+        layer = f"layer{index}."
+        sizes = self.sizes
         experts = spec.experts if spec.experts is not None and spec.experts.sparse[index] else None
         if experts is not None and not experts.beside:
             emit_mixture(self, layer, experts)
             return
         if not spec.layers[index].intermediate_size:
             return
-        source, inner = (lt.B_NORMED, sizes.hidden), spec.layers[index].intermediate_size
+        source = (lt.B_NORMED, sizes.hidden)
+        inner = spec.layers[index].intermediate_size
         scalar = self.scalar(layer)
         sum_factor = 1.0 if spec.per_layer else scalar
         if experts is not None:
@@ -191,8 +201,10 @@ class _Builder(Emitter):
 
     def per_layer(self, layer: str, index: int, width: int, scalar: float) -> None:
         """The layer's own input, gated by the hidden state, and the way back into it."""
-        hidden, wide = (lt.B_HIDDEN, self.sizes.hidden), (lt.B_WIDE, self.sizes.wide)
-        names, rows = (f"{layer}ple_gate", f"{layer}ple_out"), (lt.B_NORMED, padded(width, GROUP))
+        hidden = (lt.B_HIDDEN, self.sizes.hidden)
+        wide = (lt.B_WIDE, self.sizes.wide)
+        names = (f"{layer}ple_gate", f"{layer}ple_out")
+        rows = (lt.B_NORMED, padded(width, GROUP))
         self.quantize(*hidden, self.spec.hidden_size, names[0])
         self.linear(names[0], hidden, wide)
         steps = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}
@@ -203,7 +215,8 @@ class _Builder(Emitter):
 
     def head(self) -> int:
         """The last norm and the head; the number of the operation behind the norm."""
-        spec, sizes = self.spec, self.sizes
+        spec = self.spec
+        sizes = self.sizes
         name = "embed" if spec.tied else "head"
         self.norm("norm", name)
         normed = len(self.rows)
@@ -218,7 +231,8 @@ class _Builder(Emitter):
 def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int) -> LayerProgram:
     """The program of a model; it holds addresses of `packed`, which must outlive it."""
     builder = _Builder(spec, plan, packed, num_threads)
-    parts, first = [], 0
+    parts = []
+    first = 0
     builder.embed()
     for index in range(len(spec.layers)):
         builder.before_mixing(index)

@@ -75,7 +75,9 @@ class NativeRunner:
         kv_bits: tuple[int, int] = (16, 16),
         table: RowTable | None = None,
     ) -> None:
-        self._spec, self._packed, self._table = spec, packed, table
+        self._spec = spec
+        self._packed = packed
+        self._table = table
         self._program = build_program(spec, plan, packed, num_threads)
         floats = any(e.kind in ("f32", "bf16") and e.name.endswith(".experts_down") for e in plan)
         self._buffers = Buffers(spec, float_experts=floats)
@@ -177,7 +179,8 @@ class NativeRunner:
         access = backend.kernel_access
         shared = access is not None and access.workspace.num_threads == self._own_team.num_threads
         self._team = access.workspace.team if access is not None and shared else self._own_team
-        self._whole, self._texts = None, None
+        self._whole = None
+        self._texts = None
         if self._spec.both_ways:
             self._texts = PassTexts(self._spec, access)
         elif all(self._spec.num_heads * layer.head_dim % GROUP == 0 for layer in self._spec.layers if layer.kv >= 0):
@@ -191,7 +194,8 @@ class NativeRunner:
         backend = self._backend
         if backend is None:
             raise ConfigError("forward before bind: the runner has no backend for its KV")
-        spec, num_tokens = self._spec, len(batch.token_ids)
+        spec = self._spec
+        num_tokens = len(batch.token_ids)
         tokens, positions = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions))
         if num_tokens == 0 or tokens.min() < 0 or tokens.max() >= spec.vocab_size:
             raise RequestError(f"token ids must be at least one, from 0 to {spec.vocab_size - 1}")
@@ -209,7 +213,8 @@ class NativeRunner:
             self._run(part, addresses, num_tokens)
             if spec.layers[layer].kv < 0:
                 continue
-            store, params = self._texts or backend, self._params[layer]
+            store = self._texts or backend
+            params = self._params[layer]
             attended = attend_layer(store, spec, layer, self._buffers, num_tokens, prepared, params)
             addresses = addresses.copy()  # a helper of the last call may still look at the old ones
             addresses[lt.B_ATTENDED] = attended.ctypes.data
@@ -221,7 +226,8 @@ class NativeRunner:
             raise ConfigError("accept_drafts: the model keeps no states")
         rows = accepted_rows(layout, self._backend.states, accepted, states)
         addresses = self._buffers.addresses(rows.num_rows, 1)
-        addresses[lt.B_STATES], addresses[lt.B_DRAFTS] = rows.numbers.ctypes.data, rows.drafts
+        addresses[lt.B_STATES] = rows.numbers.ctypes.data
+        addresses[lt.B_DRAFTS] = rows.drafts
         addresses[lt.B_SEQUENCES] = np.count_nonzero(accepted)
         self._run(self._program.accept, addresses, rows.num_rows)
 
@@ -234,7 +240,8 @@ class NativeRunner:
         second = [index for index, layer in enumerate(spec.layers) if layer.owns_kv][1]
         layer = spec.layers[second]
         whole, _ = self._run_begin(batch, second, self._program.parts[second][1])
-        first, width = (spec.num_heads + layer.num_kv_heads) * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        first = (spec.num_heads + layer.num_kv_heads) * layer.head_dim
+        width = layer.num_kv_heads * layer.head_dim
         computed = self._buffers.wide(len(batch.token_ids))[rows, first : first + width]
         stored = whole.stored_values(second, slots).reshape(len(rows), width)
         distances: Floats = np.square(computed - stored).sum(axis=1)
@@ -257,7 +264,8 @@ class NativeRunner:
 
     def _run_begin(self, batch: ForwardBatch, layer: int, end: int) -> tuple[WholePass, PassMemory]:
         """Run operations [0, end), which go as far as `layer`, alone; on all rows."""
-        backend, whole = self._backend, self._whole
+        backend = self._backend
+        whole = self._whole
         if backend is None or whole is None:
             raise ConfigError(f"no layer can be looked at alone: {self.moved_keys_refusal}")
         tokens, positions = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions))
@@ -269,18 +277,21 @@ class NativeRunner:
 
     def _addresses(self, batch: ForwardBatch, tokens: Longs, positions: Longs) -> tuple[Longs, list[Any]]:
         """The buffers of a pass, and what must outlive it as `tokens` and `positions` must."""
-        num_positions, parts = int(positions.max()) + 1, batch.layout.parts
+        num_positions = int(positions.max()) + 1
+        parts = batch.layout.parts
         if parts is not None:
             num_positions = max(num_positions, turned_positions(parts, batch.layout.seq_lens))
         addresses = self._buffers.addresses(len(tokens), num_positions)
-        addresses[lt.B_TOKENS], addresses[lt.B_POSITIONS] = tokens.ctypes.data, positions.ctypes.data
+        addresses[lt.B_TOKENS] = tokens.ctypes.data
+        addresses[lt.B_POSITIONS] = positions.ctypes.data
         held: list[Any] = []
         if self._table is not None:
             held.append(self._table.rows(tokens))
             addresses[lt.B_TABLE_ROWS] = held[-1].ctypes.data
         if self._backend is not None and self._backend.states is not None:
             held.append(pass_states(batch.layout, self._backend.states))
-            addresses[lt.B_STATES], addresses[lt.B_SEQUENCES] = held[-1].ctypes.data, len(batch.layout.seq_lens)
+            addresses[lt.B_STATES] = held[-1].ctypes.data
+            addresses[lt.B_SEQUENCES] = len(batch.layout.seq_lens)
         return addresses, held
 
     def _prepare_whole(
@@ -294,17 +305,22 @@ class NativeRunner:
     ) -> PassMemory:
         """Memory for operations [first, end), which attend in some layers, entered into the addresses."""
         turning = self._buffers.turning() if has_delta(batch.layout.parts) else {}
-        heads, widest = self._spec.num_heads, max(self._buffers.sizes.attended)
+        heads = self._spec.num_heads
+        widest = max(self._buffers.sizes.attended)
         counters = self._num_counters(*part)
         memory = whole.prepare(self._buffers.query, heads, prepared, counters, turning, layers, widest)
-        addresses[lt.B_ROWS], addresses[lt.B_ATTENDED] = memory.rows, memory.attended.ctypes.data
+        addresses[lt.B_ROWS] = memory.rows
+        addresses[lt.B_ATTENDED] = memory.attended.ctypes.data
         return memory
 
     def _forward_whole(self, whole: WholePass, batch: ForwardBatch, prepared: Any, addresses: Longs) -> Floats:
         """The layers with their attention in one call of the program; a second one for what needs the rows of logits
         only, where these are not all."""
-        parts, narrow, num_tokens = self._program.parts, self._program.narrow, len(batch.token_ids)
-        end, num_states = parts[-1][1], len(batch.state_rows)
+        parts = self._program.parts
+        narrow = self._program.narrow
+        num_tokens = len(batch.token_ids)
+        end = parts[-1][1]
+        num_states = len(batch.state_rows)
         if len(batch.logit_rows) == num_tokens and not num_states:
             memory = self._prepare_whole(whole, batch, prepared, addresses, (0, end), range(len(parts) - 1))
             logits = self._buffers.logits(num_tokens)
@@ -328,7 +344,8 @@ class NativeRunner:
         """What follows the attention before a part, for the rows whose logits or states are wanted only. prepared: the
         pass, where layers behind it attend."""
         program = self._program
-        first, end = program.parts[part][0], program.parts[-1][1]
+        first = program.parts[part][0]
+        end = program.parts[-1][1]
         rows, states = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.logit_rows, batch.state_rows))
         logits = self._buffers.logits(len(rows))
         rest = _Rest(batch, prepared, addresses, attended, range(part, len(program.parts) - 1))
@@ -342,18 +359,24 @@ class NativeRunner:
 
     def _run_rows(self, part: tuple[int, int], rows: Longs, rest: _Rest) -> None:
         """Operations behind the attention before a part, on copies of these rows, in ascending order."""
-        addresses, num_tokens, counters = rest.addresses.copy(), len(rest.batch.token_ids), None
-        hidden, attended = self._buffers.hidden(num_tokens)[rows], rest.attended[rows]
+        addresses = rest.addresses.copy()
+        num_tokens = len(rest.batch.token_ids)
+        counters = None
+        hidden = self._buffers.hidden(num_tokens)[rows]
+        attended = rest.attended[rows]
         inputs = self._buffers.per_layer(num_tokens)[rows]
         positions = np.ascontiguousarray(rest.batch.positions[rows], dtype=np.int64)
         if any(layer.attends for layer in self._spec.layers[rest.layers.start : rest.layers.stop]):
             assert self._whole is not None
             prepared = rest.prepared.narrowed(rows)
             memory = self._prepare_whole(self._whole, rest.batch, prepared, addresses, part, rest.layers)
-            counters, memory.attended[: attended.size] = memory.counters, attended.reshape(-1)
+            counters = memory.counters
+            memory.attended[: attended.size] = attended.reshape(-1)
             attended = memory.attended
-        addresses[lt.B_HIDDEN], addresses[lt.B_ATTENDED] = hidden.ctypes.data, attended.ctypes.data
-        addresses[lt.B_PER_LAYER], addresses[lt.B_POSITIONS] = inputs.ctypes.data, positions.ctypes.data
+        addresses[lt.B_HIDDEN] = hidden.ctypes.data
+        addresses[lt.B_ATTENDED] = attended.ctypes.data
+        addresses[lt.B_PER_LAYER] = inputs.ctypes.data
+        addresses[lt.B_POSITIONS] = positions.ctypes.data
         border = self._program.border
         if border is not None:
             more = self._buffers.copied(border, num_tokens, rows)
@@ -377,7 +400,10 @@ class NativeRunner:
     def close(self) -> None:
         """End the helper threads, let go of the backend and unmap the weights."""
         self._own_team.close()
-        self._backend, self._team, self._whole, self._texts = None, self._own_team, None, None
+        self._backend = None
+        self._team = self._own_team
+        self._whole = None
+        self._texts = None
         self._packed.close()
         if self._table is not None:
             self._table.close()

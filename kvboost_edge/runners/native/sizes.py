@@ -18,7 +18,9 @@ from kvboost_edge.models.config.mixers import MIXER_NORMS, Mixer
 
 __all__ = ["MixerSizes", "MixtureSizes", "Sizes", "padded"]
 
-_MOST_TAPS, _MOST_DIM = 15, SCRATCH_BYTES // 4  # a head of values fits into the scratch of a thread
+# a head of values fits into the scratch of a thread
+_MOST_TAPS = 15
+_MOST_DIM = SCRATCH_BYTES // 4
 
 
 def padded(value: int, multiple: int) -> int:
@@ -131,9 +133,12 @@ class Sizes:
         mixer = MixerSizes(0, 0, 0) if spec.mixer is None else MixerSizes.of(spec.mixer)
         inner = max(layer.intermediate_size for layer in spec.layers)
         width = 0 if spec.per_layer is None else spec.per_layer.width
-        hidden, normed = padded(spec.hidden_size, GROUP), padded(max(spec.hidden_size, inner, width), GROUP)
+        hidden = padded(spec.hidden_size, GROUP)
+        normed = padded(max(spec.hidden_size, inner, width), GROUP)
         wide = padded(max(qkv, (1 + spec.family.gated) * inner, spec.hidden_size, width, mixer.wide), GROUP) + 2 * GROUP
-        query, value, key = max(query, mixer.key, mixer.mixed), max(key, mixer.value), max(key, mixer.key)
+        query = max(query, mixer.key, mixer.mixed)
+        value = max(key, mixer.value)
+        key = max(key, mixer.key)
         attended = tuple(padded(spec.num_heads * layer.head_dim, GROUP) for layer in spec.layers)
         mixed = mixer.mixed if any(layer.attends and layer.keeps_state for layer in spec.layers) else 0
         groups = max(normed, mixer.mixed, *attended) // GROUP

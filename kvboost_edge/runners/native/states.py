@@ -34,7 +34,9 @@ class StateOperations:
     """
 
     def __init__(self, builder: Emitter, mixer: Mixer) -> None:
-        self._builder, self._mixer, self._sizes = builder, mixer, MixerSizes.of(mixer)
+        self._builder = builder
+        self._mixer = mixer
+        self._sizes = MixerSizes.of(mixer)
         self._spec = state_spec(mixer)
         self._num_states = sum(layer.state >= 0 for layer in builder.spec.layers)
         # B_QUERY: nobody has queries there, not of attention in this layer, and not of OP_SCAN any more.
@@ -45,9 +47,13 @@ class StateOperations:
 
     def before(self, layer: str, state: int) -> None:
         """From the hidden state to the rows that the output projection reads; `state`: its number in the pool."""
-        builder, mixer, sizes = self._builder, self._mixer, self._builder.sizes
-        normed, wide = (lt.B_NORMED, sizes.hidden), (lt.B_WIDE, sizes.wide)
-        is_conv, draft_bytes = mixer.kind == "conv", self._spec.draft_bytes
+        builder = self._builder
+        mixer = self._mixer
+        sizes = self._builder.sizes
+        normed = (lt.B_NORMED, sizes.hidden)
+        wide = (lt.B_WIDE, sizes.wide)
+        is_conv = mixer.kind == "conv"
+        draft_bytes = self._spec.draft_bytes
         builder.norm(f"{layer}attn_in", f"{layer}mixer_in")
         factors = builder.spec.factors
         builder.linear(f"{layer}mixer_in", normed, wide, factor=factors.mixer)
@@ -74,7 +80,8 @@ class StateOperations:
 
     def _conv(self, layer: str, state: int) -> dict[int, int]:
         """Fields of the convolution, without those of where its inputs are."""
-        mixer, fields = self._mixer, {lt.F_DST: self.mixed[0], lt.F_DST_STEP: self.mixed[1]}
+        mixer = self._mixer
+        fields = {lt.F_DST: self.mixed[0], lt.F_DST_STEP: self.mixed[1]}
         fields |= {lt.F_COUNT: mixer.channels, lt.F_TAPS: mixer.taps, lt.F_STATE: state * self._spec.nbytes}
         bias = self._builder.packed.address(f"{layer}conv_bias")
         return fields | {lt.F_WEIGHT: self._builder.scaled(f"{layer}conv", self._taps), lt.F_BIAS: bias}
@@ -86,14 +93,17 @@ class StateOperations:
 
     def _turn(self, layer: str, state: int, source: dict[int, int]) -> None:
         """What goes through the matrices; source: the convolution, with its inputs and the gates."""
-        builder, mixer, heads = self._builder, self._mixer, self._heads()
+        builder = self._builder
+        mixer = self._mixer
+        heads = self._heads()
         norms = zip((lt.F_Q_NORM, lt.F_K_NORM), self.held, strict=True) if mixer.kind == "delta" else ()
         steps = {field: held.ctypes.data for field, held in norms}
         steps |= {field: builder.packed.address(layer + name) for field, name in _GATES.items()}
         least, most = mixer.time_limit
         builder.add(lt.OP_STEPS, {**source, **heads, **steps}, eps=_L2_EPS / mixer.key_dim, least=least, most=most)
         builder.add(lt.OP_TAILS, source)
-        offset, skip = state * self._spec.nbytes + self._spec.tail_bytes, builder.packed.address(f"{layer}skip")
+        offset = state * self._spec.nbytes + self._spec.tail_bytes
+        skip = builder.packed.address(f"{layer}skip")
         builder.add(lt.OP_SCAN, {**heads, lt.F_STATE: offset, lt.F_SKIP: skip})
 
     def _norm(self, layer: str) -> dict[int, int]:
@@ -119,9 +129,11 @@ def _tap_factors(mixer: Mixer, factors: tuple[float, float, float]) -> npt.NDArr
 def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:
     """B_STATES of a checked layout, see program/states/sequences.py; it holds addresses of itself and of the pool."""
     assert layout.states is not None
-    states, lengths = layout.states, [end - first for first, end in pairwise(layout.cu_seqlens_q.tolist())]
+    states = layout.states
+    lengths = [end - first for first, end in pairwise(layout.cu_seqlens_q.tolist())]
     certain = lengths if states.certain is None else states.certain.tolist()
-    drafts, place = [], pool.drafts_address
+    drafts = []
+    place = pool.drafts_address
     for length, of in zip(lengths, certain, strict=True):
         drafts.append(place if length > of else 0)
         place += (length - of) * pool.draft_row_bytes
@@ -143,7 +155,8 @@ def accepted_rows(layout: BatchLayout, pool: StatePool, accepted: Ints, states: 
     assert layout.states.certain is not None
     drafted = np.diff(layout.cu_seqlens_q) - layout.states.certain
     which = np.flatnonzero(accepted)
-    own, firsts = accepted[which], (np.cumsum(drafted) - drafted)[which]
+    own = accepted[which]
+    firsts = (np.cumsum(drafted) - drafted)[which]
     saves = states.saves.copy()
     saves[:, 0] = np.searchsorted(which, saves[:, 0])
     # Each row up to the next sequence's first has a sequence that begins before it: all read memory that is there.
@@ -159,18 +172,26 @@ def _numbers(
 ) -> npt.NDArray[np.int64]:
     """B_STATES of sequences with so many rows each, of which so many are certain; drafts: addresses of their rows of
     drafts, 0 for none."""
-    read, written, saves = states.state_in.tolist(), states.state_out.tolist(), states.saves.tolist()
-    num_tokens, first, size = sum(lengths), pool.address(0), pool.slot_bytes
+    read = states.state_in.tolist()
+    written = states.state_out.tolist()
+    saves = states.saves.tolist()
+    num_tokens = sum(lengths)
+    first = pool.address(0)
+    size = pool.slot_bytes
     found = np.empty(len(lengths) * ls.SEQUENCE_NUMBERS + num_tokens + 2 * len(saves), dtype=np.int64)
-    rows, tokens, pairs = [], [], []
-    saved, start = found.ctypes.data + 8 * (found.size - 2 * len(saves)), 0
+    rows = []
+    tokens = []
+    pairs = []
+    saved = found.ctypes.data + 8 * (found.size - 2 * len(saves))
+    start = 0
     counts = Counter(sequence for sequence, _, _ in saves)
     for index, length in enumerate(lengths):
         # In the order of the S_* constants.
         rows += [start, length, first + size * read[index] if read[index] >= 0 else 0, first + size * written[index]]
         rows += [saved, counts[index], certain[index], drafts[index]]
         tokens += [index] * length
-        start, saved = start + length, saved + 16 * counts[index]
+        start = start + length
+        saved = saved + 16 * counts[index]
     for _, behind, slot in saves:
         pairs += [behind, first + size * slot]
     found[:] = [*rows, *tokens, *pairs]

@@ -114,7 +114,8 @@ class WholePass:
         kv: Sequence[int],
     ) -> None:
         self._space, self._pools, self._coded = access
-        self._spec, self._kv = spec, list(kv)
+        self._spec = spec
+        self._kv = list(kv)
         # What arrays hold is no part of a kind.
         self._params = [AttentionOptions(*one)._replace(sinks=None) for one in params]
         fixed: dict[int, Any] = {}
@@ -168,7 +169,8 @@ class WholePass:
         """Keys (0) or values (1)."""
         blocks, offsets = np.divmod(slots, self._spec.block_size)
         pools, layouts = coded.codes
-        pool, layout = pools[self._kv[layer]], layouts[self._kv[layer]]
+        pool = pools[self._kv[layer]]
+        layout = layouts[self._kv[layer]]
         found = np.empty((len(slots), pool.shape[1], layout.head_dim), dtype=np.float32)
         for block in np.unique(blocks).tolist():
             heads = [decode_block(pool[block, head], layout)[which] for head in range(pool.shape[1])]
@@ -191,7 +193,8 @@ class WholePass:
         query    float32, where the queries of a layer are, [num_tokens, num_heads, head_dim]
         turning  see `Buffers.turning`; empty where no part of the batch has a delta
         """
-        num_layers, num_tokens = len(layers), len(prepared.slot_mapping)
+        num_layers = len(layers)
+        num_tokens = len(prepared.slot_mapping)
         storages = [(members, self._storage(members, layers, prepared)) for members in self._members(layers)]
         alike = self._alike_rows(query, num_heads, prepared, storages, layers)
         out = np.empty(num_tokens * attended_floats, dtype=np.float32)
@@ -208,7 +211,8 @@ class WholePass:
         }
         rows[:] = alike.rows
         for members, storage in storages:
-            columns, row = of_pass | storage.columns, np.zeros(la.ROW_NUMBERS, dtype=np.int64)
+            columns = of_pass | storage.columns
+            row = np.zeros(la.ROW_NUMBERS, dtype=np.int64)
             row[list(columns)] = list(columns.values())
             # Nobody looks at the rows of layers that do not attend.
             rows[members.layers if len(storages) > 1 else slice(None)] += row
@@ -250,7 +254,8 @@ class WholePass:
         plans: Sequence[WorkPlan],
     ) -> list[AttentionCall]:
         """The attention of each kind of layer, in the order of the plans."""
-        more, calls = None if self._coded is None else coded_scratch_floats, []
+        more = None if self._coded is None else coded_scratch_floats
+        calls = []
         kinds = ((of, storage, options) for of, storage in storages for options in of.kinds)
         for (of, storage, options), plan in zip(kinds, plans, strict=True):
             dim = of.shape.head_dim
@@ -294,7 +299,8 @@ class WholePass:
     def _storage(self, members: _Members, layers: range, prepared: PreparedBatch) -> _Storage:
         if self._coded is not None:
             return self._open(self._coded, members, prepared)
-        slots, paged = np.ascontiguousarray(prepared.slot_mapping, dtype=np.int64), prepared.paged
+        slots = np.ascontiguousarray(prepared.slot_mapping, dtype=np.int64)
+        paged = prepared.paged
         pool = self._pools[self._kv[layers.start + members.first]]
         columns = {
             la.R_BLOCK_TABLES: paged.block_tables.ctypes.data,

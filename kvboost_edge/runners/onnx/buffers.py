@@ -62,7 +62,10 @@ class Buffers:
         most_bytes: int,
         gather: Callable[[npt.NDArray[np.int32]], list[tuple[Array, Array]]],
     ) -> None:
-        self._layout, self._block_size, self._most_bytes, self._gather = layout, block_size, most_bytes, gather
+        self._layout = layout
+        self._block_size = block_size
+        self._most_bytes = most_bytes
+        self._gather = gather
         self._dtype = np.dtype(layout.dtype)
         self._kept: list[Buffer] = []  # the last one used at the end
         self.num_gathered = 0

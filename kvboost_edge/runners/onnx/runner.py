@@ -53,7 +53,8 @@ class OnnxRunner:
         block_size: int = 16,
         num_threads: int = 1,
     ) -> None:
-        self._path, self._layout = path, layout
+        self._path = path
+        self._layout = layout
         self._backend: Backend | None = None
         self._blocks: NumpyBlocks
         self._session: Any = _session(path, num_threads)
@@ -97,7 +98,8 @@ class OnnxRunner:
         """Use this backend for the KV of the following passes. ConfigError for one whose blocks are no NumPy arrays."""
         if not isinstance(backend, NumpyBlocks) or backend.spec != self.info.kv_spec:
             raise ConfigError(f"the ONNX runner works with backend='cpu' and 'reference', not with {backend.name!r}")
-        self._backend, self._blocks = backend, backend
+        self._backend = backend
+        self._blocks = backend
         self._written = np.zeros(backend.num_blocks, dtype=np.int64)
         # Beside the pool as much again at most: what is running is in both.
         self._buffers = Buffers(self._layout, self.info.kv_spec.block_size, backend.pool_bytes, backend.gather_kv)
@@ -117,7 +119,8 @@ class OnnxRunner:
             raise ConfigError("the ONNX runner attends whole prefixes only, and a table has several parts")
         logits = np.empty((len(batch.logit_rows), self.info.vocab_size), dtype=np.float32)
         for index in range(len(layout.seq_lens)):
-            first, last = int(layout.cu_seqlens_q[index]), int(layout.cu_seqlens_q[index + 1])
+            first = int(layout.cu_seqlens_q[index])
+            last = int(layout.cu_seqlens_q[index + 1])
             if first < last:
                 wanted = (batch.logit_rows >= first) & (batch.logit_rows < last)
                 found = self._sequence(batch, index, batch.logit_rows[wanted] - first)
@@ -128,7 +131,8 @@ class OnnxRunner:
         """Run one sequence's tokens, store their KV, and return the logits of `rows` of them."""
         assert self._backend is not None
         layout = batch.layout
-        first, last = int(layout.cu_seqlens_q[index]), int(layout.cu_seqlens_q[index + 1])
+        first = int(layout.cu_seqlens_q[index])
+        last = int(layout.cu_seqlens_q[index + 1])
         stop = int(layout.seq_lens[index])
         start = stop - (last - first)
         table = layout.block_tables[index]
@@ -189,7 +193,8 @@ class OnnxRunner:
     def _store(self, buffer: Buffer, layout: BatchLayout, index: int, start: int) -> bool:
         """Write what was computed to the pool; False where a key or value is not finite."""
         assert self._backend is not None
-        first, last = int(layout.cu_seqlens_q[index]), int(layout.cu_seqlens_q[index + 1])
+        first = int(layout.cu_seqlens_q[index])
+        last = int(layout.cu_seqlens_q[index + 1])
         own = BatchLayout(
             np.array([0, last - first], np.int32),
             layout.seq_lens[index : index + 1],
@@ -262,7 +267,8 @@ def _bind(bind: Any, name: str, array: npt.NDArray[Any]) -> None:
 def load(checkpoint: Checkpoint, options: LoadOptions) -> OnnxRunner:
     """The runner of an ONNX file, whose weights and dtypes stay as they are."""
     config = checkpoint.config
-    length, pinned = context_length(config), pinned_context(config)
+    length = context_length(config)
+    pinned = pinned_context(config)
     return OnnxRunner(
         checkpoint.onnx_file,
         checkpoint.past_layout(),

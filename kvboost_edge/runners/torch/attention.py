@@ -90,7 +90,8 @@ class ProbePass:
         if window:
             points |= {max(0, at + step) for at in (window, 2 * window) for step in range(-2, 4)}
         axis = torch.tensor(sorted(points))
-        query, key = axis[:, None], axis[None, :]
+        query = axis[:, None]
+        key = axis[None, :]
         zero = torch.zeros((), dtype=torch.int64)
         expected = key <= query
         if window:
@@ -133,7 +134,8 @@ class PagedPass:
     ) -> None:
         self._backend = backend
         self._batch = backend.prepare(layout)
-        self._layers, self._turning = layers, turning
+        self._layers = layers
+        self._turning = turning
         self._calls = [0] * len(layers)
         self._starts = layout.cu_seqlens_q
         # Sums over all that a token wrote; None in a pass of single tokens, each of which attends to what it wrote.

@@ -199,7 +199,8 @@ def _attend_by_torch(tensors: _Tensors, mask: _Causal, call: _Call) -> torch.Ten
     query, key, _ = tensors
     if mask.window or call.softcap or call.sinks is not None:
         return _attend_plainly(tensors, mask, call)
-    q_length, kv_length = query.shape[2], key.shape[2]
+    q_length = query.shape[2]
+    kv_length = key.shape[2]
     bias = None if q_length == 1 else causal_lower_right(q_length, kv_length)
     out = scaled_dot_product_attention(*_repeated(tensors), attn_mask=bias, scale=call.scaling)
     return out.transpose(1, 2)

@@ -186,7 +186,8 @@ class TorchRunner:
 
     def _probe(self, num_layers: int, longest: int) -> tuple[list[LayerPlan], Turning, int]:
         """Run one token at some positions; return the layers' plans, how they turn keys, and the logits' width."""
-        probe, positions = ProbePass(), np.arange(min(NUM_PROBED, longest))
+        probe = ProbePass()
+        positions = np.arange(min(NUM_PROBED, longest))
         try:
             with torch.inference_mode(), self._hook.active(probe):
                 logits = self._run(np.full_like(positions, _PROBED_TOKEN), positions, np.zeros(1, np.int64))

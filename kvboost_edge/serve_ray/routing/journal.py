@@ -31,7 +31,8 @@ class Journal:
     def add(self, events: CacheEvents, place: Place = Place.POOL) -> EventBatch | None:
         """What the engine's `take_cache_events` gave, or its `take_tier_events` of the tier at a place; the batch it
         became, None where nothing changed."""
-        held, published = self._held[place], _keys(events.published, place)
+        held = self._held[place]
+        published = _keys(events.published, place)
         if events.is_whole:
             evicted = held - published
         else:

@@ -104,7 +104,8 @@ class Loads:
         until somebody leaves. While blocks are read, which takes `restoring` seconds, those in the queue are computed.
         """
         figures = self._figures
-        running, step_tokens = figures["num_running"], figures["step_tokens"]
+        running = figures["num_running"]
+        step_tokens = figures["step_tokens"]
         wait = np.maximum(figures["busy_until"] - now, restoring)
         share = np.maximum(1.0 - running / np.maximum(step_tokens, 1.0), 0.125)  # of a step, left to prompts
         own = missing_tokens * figures["seconds_per_token"] / share

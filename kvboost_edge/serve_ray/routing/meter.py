@@ -35,8 +35,10 @@ class Meter:
     ) -> None:
         # ConfigError for figures that are none.
         ReplicaReport(serial=0, seconds_per_token=seconds_per_token, step_tokens=step_tokens, max_running=max_running)
-        self._step_tokens, self._max_running = step_tokens, max_running
-        self._tokens, self._seconds = _PRIOR_TOKENS, _PRIOR_TOKENS * seconds_per_token
+        self._step_tokens = step_tokens
+        self._max_running = max_running
+        self._tokens = _PRIOR_TOKENS
+        self._seconds = _PRIOR_TOKENS * seconds_per_token
         # Of each place read: (tokens, the seconds they took).
         self._read = {place: (_PRIOR_TOKENS, _PRIOR_TOKENS * seconds) for place, seconds in (tiers or {}).items()}
         # Without a first token: (since when, missing tokens, whether its time is theirs alone).

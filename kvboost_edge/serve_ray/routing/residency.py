@@ -48,7 +48,8 @@ class _Known:
 
     def __init__(self) -> None:
         self.until: dict[int, float] = {}
-        self.cursor, self.is_synced = NOTHING_KNOWN, False
+        self.cursor = NOTHING_KNOWN
+        self.is_synced = False
 
 
 class _Expiry(NamedTuple):
@@ -75,7 +76,8 @@ class Residency:
             raise ConfigError(f"max_entries={max_entries!r} must be at least 1")
         if not (math.isfinite(believed_seconds) and believed_seconds > 0):
             raise ConfigError(f"believed_seconds={believed_seconds!r} must be finite and above 0")
-        self._max_entries, self._believed_seconds = max_entries, believed_seconds
+        self._max_entries = max_entries
+        self._believed_seconds = believed_seconds
         self._holders: dict[int, int] = {}
         self._known: dict[int, _Known] = {}
         self._expiries: deque[_Expiry] = deque()  # in order: all last equally long
@@ -145,7 +147,8 @@ class Residency:
         """These blocks of a prompt are about to be there: it was sent there. `num_matched` were believed to be: they
         are looked at only if the last of them is about to expire."""
         until = self._known[slot].until
-        at, renewed_before = now + self._believed_seconds, now + 0.75 * self._believed_seconds
+        at = now + self._believed_seconds
+        renewed_before = now + 0.75 * self._believed_seconds
         if num_matched and until.get(keys[num_matched - 1], 0.0) >= renewed_before:
             keys = keys[num_matched:]
         new = tuple(key for key in self._kept(keys) if until.get(key, 0.0) < renewed_before)
@@ -170,11 +173,14 @@ class Residency:
         """
         places = self._places(keys)
         found: list[Level] = []
-        get, last, first = self._holders.get, len(places) - 1, 0
+        get = self._holders.get
+        last = len(places) - 1
+        first = 0
         step = -(-len(places) // most)
         holders = get(keys[places[0]], 0) if places else 0
         while holders:
-            low, high = first, last
+            low = first
+            high = last
             if get(keys[places[last]], 0) & holders == holders:
                 low = last
             while high - low > 1:
@@ -195,7 +201,8 @@ class Residency:
         need have those before it. The deepest of all is exact; others in the same of `most` parts of the chain count as
         the first one there."""
         found: list[Level] = []
-        seen, step = 0, max(1, -(-len(keys) // most))
+        seen = 0
+        step = max(1, -(-len(keys) // most))
         for start in reversed(range(0, len(keys), step)):
             some = enumerate(map(self._holders.get, keys[start : start + step]), start + 1)
             there = [(end, holders) for end, holders in some if holders]
@@ -215,7 +222,8 @@ class Residency:
 
     def reach(self, keys: Sequence[int]) -> int:
         """How many blocks of a chain somebody told of, whoever it was, from its beginning; looked up as `levels`."""
-        places, holders = self._places(keys), self._holders
+        places = self._places(keys)
+        holders = self._holders
         held = bisect.bisect_left(places, True, key=lambda index: keys[index] not in holders)
         return places[held - 1] + 1 if held else 0
 
@@ -245,7 +253,9 @@ class Residency:
         return (key for key in keys if not key & coarse)
 
     def _hold(self, slot: int, keys: Iterable[int], until: float) -> None:
-        bit, held, holders = 1 << slot, self._known[slot].until, self._holders
+        bit = 1 << slot
+        held = self._known[slot].until
+        holders = self._holders
         before = len(held)
         for key in self._kept(keys):
             if key not in held:
@@ -255,7 +265,9 @@ class Residency:
         self.num_entries += len(held) - before
 
     def _drop(self, slot: int, keys: Iterable[int]) -> None:
-        bit, held, holders = 1 << slot, self._known[slot].until, self._holders
+        bit = 1 << slot
+        held = self._known[slot].until
+        holders = self._holders
         before = len(held)
         for key in keys:
             if held.pop(key, None) is not None:

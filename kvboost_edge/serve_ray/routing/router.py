@@ -66,7 +66,8 @@ class PrefixRouter:
         slot = self._free.pop() if self._free else len(self._ids)
         if slot == len(self._ids):
             self._ids.append(None)
-        self._ids[slot], self._slots[replica_id] = replica_id, slot
+        self._ids[slot] = replica_id
+        self._slots[replica_id] = slot
         self._residency.open(slot)
         self._loads.open(slot)
         if len(self._seeds) < len(self._loads.usable):
@@ -142,7 +143,9 @@ class PrefixRouter:
             chosen += [int(slot) for slot in order[:count] if slot != chosen[0]][: count - 1]
         found: list[Choice] = []
         for slot in chosen:
-            replica_id, here, there = self._ids[slot], int(matched[slot]), int(served[slot])
+            replica_id = self._ids[slot]
+            here = int(matched[slot])
+            there = int(served[slot])
             assert replica_id is not None  # only members are usable
             expected = float(seconds[slot])
             found.append(Choice(replica_id, here, chain.num_tokens - there, expected, there - here, int(present[slot])))

@@ -39,7 +39,10 @@ class Stillness:
         cpu_seconds   processor time that the process has used since it began
         """
         used = cpu_seconds - self._cpu_seconds
-        was_frozen, self._looked = now - self._looked > _UNWATCHED_SECONDS, now
+        was_frozen = now - self._looked > _UNWATCHED_SECONDS
+        self._looked = now
         if was_frozen or not has_work or figures != self._figures or used > _CPU_SHARE * (now - self._since):
-            self._figures, self._since, self._cpu_seconds = figures, now, cpu_seconds
+            self._figures = figures
+            self._since = now
+            self._cpu_seconds = cpu_seconds
         return now - self._since

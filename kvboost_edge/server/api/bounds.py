@@ -113,7 +113,8 @@ def bounded(name: str) -> Any:
     """The pydantic constraints of a number."""
     bound = BOUNDS[name]
     cast = int if bound.integer else float
-    low, high = cast(bound.low), cast(bound.high)
+    low = cast(bound.low)
+    high = cast(bound.high)
     if bound.open_low:
         return Field(gt=low, le=high, allow_inf_nan=False)
     return Field(ge=low, le=high) if bound.integer else Field(ge=low, le=high, allow_inf_nan=False)

@@ -81,11 +81,13 @@ def _fitting(
     encoded: Callable[[Sequence[ChatMessage]], EncodedPrompt],
 ) -> EncodedPrompt:
     """The prompt, or one without its oldest turns that leaves room for an answer; the smallest where none does."""
-    context, pool = state.engine.runner_info.max_context, state.admission.pool_tokens
+    context = state.engine.runner_info.max_context
+    pool = state.admission.pool_tokens
     limit = min(context, pool + 1) - (body.token_limit or context // _ANSWER_SHARE)
     if len(prompt.token_ids) <= limit or limit < 1:
         return prompt
-    tokenizer, messages = state.engine.tokenizer, body.messages
+    tokenizer = state.engine.tokenizer
+    messages = body.messages
     around = _tokens_around(tokenizer)
     sizes = [len(tokenizer.encode(message.text, False)) + around for message in messages]
     for gone in ranges_to_drop([message.role for message in messages], sizes, len(prompt.token_ids), limit):
@@ -119,7 +121,8 @@ def encode_asked(
     continues: bool = False,
 ) -> tuple[list[int], Asked]:
     """Token ids of messages with the tools and variables of a body, as the model is asked; slow for long ones."""
-    plain, tokenizer = [message.for_template() for message in messages], state.engine.tokenizer
+    plain = [message.for_template() for message in messages]
+    tokenizer = state.engine.tokenizer
     asked = normal(state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs)
     ids = encode_plain(
         tokenizer,
@@ -143,19 +146,22 @@ class ChatChoice:
         self._index = index
         self._codec = tokenizer.codec
         self._texts = texts
-        self._with_ids, self._reader = with_ids, reader
+        self._with_ids = with_ids
+        self._reader = reader
         self._offsets = OffsetCounter(tokenizer, 0)
         self._shown = 0
         self._ids: list[int] = []
         self._logprobs: list[tuple[int, TokenLogprobs]] = []  # where the token begins in the text
 
     def whole(self, result: GenerationResult) -> dict[str, Any]:
-        message, reason = {"role": "assistant", "content": result.output_text, "refusal": None}, result.finish_reason
+        message = {"role": "assistant", "content": result.output_text, "refusal": None}
+        reason = result.finish_reason
         if self._reader is not None:
             for token_id in result.output_token_ids:
                 self._reader.push(token_id)
             self._reader.close()
-            message, reason = self._reader.message.as_sent(), self._reader.reason(result.finish_reason)
+            message = self._reader.message.as_sent()
+            reason = self._reader.reason(result.finish_reason)
         self._shown = len(result.output_text)
         for token in result.logprobs or ():
             self._add(token)
@@ -202,7 +208,8 @@ class ChatChoice:
 
     def _flush(self, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
         tokens = self._tokens_of_text()
-        ids, self._ids = self._ids, []
+        ids = self._ids
+        self._ids = []
         logprobs = chat_logprobs(self._texts, tokens) if self._texts is not None and tokens else None
         return self._piece("delta", delta, logprobs, ids, reason)
 

@@ -89,7 +89,8 @@ async def looked_up(state: ModelState, work: Callable[[], T]) -> T:
 def room_for(state: ModelState, num_prompt_tokens: int, param: str, wanted: int | None, wanted_param: str) -> int:
     """New tokens a prompt may have: `wanted`, or (None) all that context and pool leave. ApiError 400 if it has no
     room; 0 wanted tokens need none."""
-    context, pool = state.engine.runner_info.max_context, state.admission.pool_tokens
+    context = state.engine.runner_info.max_context
+    pool = state.admission.pool_tokens
     # The last token's keys and values are never computed.
     room = min(context, pool + 1) - num_prompt_tokens
     limit = f"the model's context is {context} tokens and the cache holds {pool}"

@@ -64,7 +64,8 @@ def completion_order(
     limit = min(wanted or 0, state.engine.runner_info.max_context)
     sequences = len(body.prompt) * body.num_sequences
     own = OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage, chosen=chosen)
-    size, prompts = sum(map(len, body.prompt)), len(body.prompt)
+    size = sum(map(len, body.prompt))
+    prompts = len(body.prompt)
     estimate = sum(estimate_tokens(p) if isinstance(p, str) else len(p) for p in body.prompt) + sequences * limit
     shape = {"size": size, "estimate": estimate, "num_prompts": prompts, "per_prompt": body.num_sequences}
     return order_of(state, body, own, writer, **shape, encode=encode, params=params)
@@ -115,7 +116,8 @@ class CompletionChoice:
 
     def whole(self, result: GenerationResult) -> dict[str, Any]:
         text = (self._echo.text if self._echo else "") + result.output_text
-        ids, tokens = list(result.output_token_ids), list(result.logprobs or ())
+        ids = list(result.output_token_ids)
+        tokens = list(result.logprobs or ())
         logprobs = None
         if self._texts is not None:
             shown, known = self._prompt_tokens(result.prompt_logprobs)
@@ -153,7 +155,9 @@ class CompletionChoice:
 
     def _flush(self, text: str, count: int, reason: str | None) -> dict[str, Any]:
         """A piece with `text` and the first `count` tokens that wait."""
-        ids, tokens, starts = self._ids[:count], self._logprobs[:count], self._starts[:count]
+        ids = self._ids[:count]
+        tokens = self._logprobs[:count]
+        starts = self._starts[:count]
         del self._ids[:count], self._logprobs[:count], self._starts[:count]
         logprobs = None
         if self._texts is not None and ids:

@@ -131,7 +131,8 @@ async def _respond_stream(request: Request, order: Order, stream: EventStream) -
 @asynccontextmanager
 async def watched(request: Request, ticket: Ticket, job: Job, run: Running) -> AsyncGenerator[Running]:
     """The same with the doctor's eye on the first prompt; one that does not end inside is left to it."""
-    prompt, doctor = run.prompts[0], state_of(request).doctor
+    prompt = run.prompts[0]
+    doctor = state_of(request).doctor
     watch = doctor.watch(request.scope["kvboost"]["id"], ticket.tenant, job.cache_salt, prompt.token_ids, prompt.asked)
     try:
         yield dataclasses.replace(run, watch=watch)

@@ -84,8 +84,10 @@ class OpenAIWriter:
         include_usage: bool,
         chosen: Callable[[Sequence[GenerationResult]], list[GenerationResult]] = list,
     ) -> None:
-        self._state, self._spelling = state, spelling
-        self._choice, self._chosen = choice, chosen
+        self._state = state
+        self._spelling = spelling
+        self._choice = choice
+        self._chosen = chosen
         self._include_usage = include_usage
         self._diagnosis: Diagnosis | None = None
         self._num_reasoning = 0
@@ -123,7 +125,8 @@ class OpenAIWriter:
     async def open(self, index: int) -> None:
         """The log probabilities of a prompt are written beside the loop."""
         assert self._run is not None
-        choice, prompt_logprobs = self._choices[index], self._run.handles[index].prompt_logprobs
+        choice = self._choices[index]
+        prompt_logprobs = self._run.handles[index].prompt_logprobs
 
         def write() -> None:
             opening = choice.opening(prompt_logprobs)

@@ -26,7 +26,8 @@ class TurnWriter(ABC):
     """
 
     def __init__(self, state: ModelState, stop: Sequence[str] = ()) -> None:
-        self.state, self._stop = state, stop
+        self.state = state
+        self._stop = stop
         self.message = TurnMessage()
         self._reader: TurnReader | None = None
 
@@ -64,7 +65,8 @@ class TurnWriter(ABC):
 
     def begin(self, run: Running) -> None:
         self.run = run
-        tokenizer, turn = self.state.engine.tokenizer, run.prompts[0].turn
+        tokenizer = self.state.engine.tokenizer
+        turn = run.prompts[0].turn
         if turn is not None:
             self._reader = TurnReader(turn, tokenizer, self._stop, run.answers.keep)
             self.message = self._reader.message

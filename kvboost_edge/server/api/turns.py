@@ -63,7 +63,9 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
         return _plain_turn(tokenizer, format, reasoning, body.answer_format)
     calls = _calls_of(tokenizer)
     tools = tuple(Tool(one["function"]["name"], one["function"]["parameters"]) for one in body.tools)
-    format, choice, answer = format._replace(calls=calls), body.called, _object_schema(body.answer_format)
+    format = format._replace(calls=calls)
+    choice = body.called
+    answer = _object_schema(body.answer_format)
     if body.answer_format and answer is None:
         raise bad_field("tools", "tools go with an answer in JSON whose schema is an object, not true or false")
     grammar = calls_grammar(

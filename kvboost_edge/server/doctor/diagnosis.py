@@ -10,7 +10,9 @@ from kvboost_edge.server.doctor.records import Diagnosis, Field, Ids, Record
 
 __all__ = ["CAUSES", "diagnose", "placed", "tool_field"]
 
-_BEFORE, _AFTER = 6, 24  # tokens shown on either side of the place
+# tokens shown on either side of the place
+_BEFORE = 6
+_AFTER = 24
 _SPACE = 2  # characters in front of a message that its first token may have in it
 _PROBE = 48  # characters, which are at most as many tokens, by which a field is found in a prompt
 
@@ -102,7 +104,8 @@ def _cause(record: Record, other: Record, common: int, decode: Decode, thinks: s
         return "tail"
     if common >= len(other.ids):
         return "new_text"
-    mine, before = record.asked, other.asked
+    mine = record.asked
+    before = other.asked
     if mine.tools != before.tools and common < other.num_prompt:
         return "tool_order" if sorted(mine.tools) == sorted(before.tools) else "tools"
     if mine.settings != before.settings and common < other.num_prompt:
@@ -154,7 +157,8 @@ def _field_at(record: Record, ids: Ids, position: int, decode: Decode) -> str:
         return "prompt"
     begun = len(decode(ids[:position].tolist()))
     text = decode(ids[: position + _PROBE].tolist())
-    found, last_end = (-1, "template"), len(text)
+    found = (-1, "template")
+    last_end = len(text)
     after = 0  # messages follow one another; where tools stand is up to the template
     for field in record.asked.fields:
         probe = field.text.strip()[:_PROBE]

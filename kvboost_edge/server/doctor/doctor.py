@@ -35,7 +35,9 @@ class Doctor:
 
     def __init__(self, engine: Engine, model: str, history: History, count: Callable[[str], None]) -> None:
         self.history = history
-        self._engine, self._model, self._count = engine, model, count
+        self._engine = engine
+        self._model = model
+        self._count = count
         self._left: list[tuple[Watch, RequestHandle]] = []
         self._loading = next(_loadings)
 
@@ -74,7 +76,8 @@ class Doctor:
 
     def explained(self, tenant: str | None, record: Record) -> Callable[[], Diagnosis] | None:
         """What says, in any thread, what became of a record, with the texts; None while it runs."""
-        found, tokenizer = record.diagnosis, self._engine.tokenizer
+        found = record.diagnosis
+        tokenizer = self._engine.tokenizer
         if found is None:
             return None
         if found.cause in ("none", "bypassed", "not_started"):
@@ -85,7 +88,8 @@ class Doctor:
     def settle(self) -> None:
         """Requests that were left and have ended: what was computed of them is in the cache, so they count; one that
         never began, or broke, is forgotten."""
-        left, self._left = self._left, []
+        left = self._left
+        self._left = []
         for watch, handle in left:
             if not handle.done:
                 self._left.append((watch, handle))
@@ -110,7 +114,10 @@ class Watch:
     """One request under observation."""
 
     def __init__(self, doctor: Doctor, tenant: str | None, salt: str | None, record: Record) -> None:
-        self._doctor, self._tenant, self._salt, self._record = doctor, tenant, salt, record
+        self._doctor = doctor
+        self._tenant = tenant
+        self._salt = salt
+        self._record = record
 
     def finish(self, result: GenerationResult) -> None:
         """The end of the request."""

@@ -73,7 +73,8 @@ class Normaliser:
 
     def _as_first(self, whose: KeptAnswers, what: bytes, value: Any) -> tuple[Any, bool]:
         """The first value that was the same as this one, and whether it is spelled otherwise."""
-        key, size = hashlib.sha256(what).digest(), 2 * len(what) + _OBJECT_BYTES
+        key = hashlib.sha256(what).digest()
+        size = 2 * len(what) + _OBJECT_BYTES
         with self._lock:  # of two at once one is the first
             known = self._first.find(whose.root, key)
             if known is None:

@@ -75,13 +75,15 @@ class Record:
     def common(self, ids: Ids) -> int:
         """How many first tokens both have in common."""
         length = min(len(self.ids), len(ids))
-        start, end = 0, min(_HEAD, length)
+        start = 0
+        end = min(_HEAD, length)
         while start < end:
             differ = self.ids[start:end] != ids[start:end]
             first = int(differ.argmax())
             if differ[first]:
                 return start + first
-            start, end = end, length
+            start = end
+            end = length
         return length
 
 
@@ -137,7 +139,8 @@ class History:
     def __init__(self, seconds: float, max_bytes: int = _MAX_BYTES, max_tenant_bytes: int = _MAX_TENANT_BYTES) -> None:
         self.seconds = seconds
         self.nbytes = 0  # that all records take, about
-        self._max_bytes, self._max_tenant_bytes = max_bytes, max_tenant_bytes
+        self._max_bytes = max_bytes
+        self._max_tenant_bytes = max_tenant_bytes
         self._tenants: OrderedDict[str | None, OrderedDict[str, _Kept]] = OrderedDict()
         self._sizes: dict[str | None, int] = {}
         self._sweep: asyncio.TimerHandle | None = None
@@ -167,7 +170,8 @@ class History:
     def closest(self, tenant: str | None, salt: str | None, record: Record) -> tuple[Record | None, int]:
         """The earlier record of the same salt that begins like this one for the most tokens, of equal ones the latest,
         and how many."""
-        best, most = None, 0
+        best = None
+        most = 0
         ids = record.ids[: record.num_prompt]
         earlier = list(itertools.takewhile(lambda kept: kept.record is not record, self._of(tenant)))
         for other in (kept.record for kept in reversed(earlier) if kept.salt == salt):
@@ -175,7 +179,8 @@ class History:
             if most < min(len(other.ids), len(ids)) and other.ids[most] == ids[most]:
                 count = other.common(ids)
                 if count > most:
-                    best, most = other, count
+                    best = other
+                    most = count
         return best, most
 
     def remove(self, tenant: str | None, record: Record) -> None:

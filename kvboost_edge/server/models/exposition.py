@@ -79,7 +79,8 @@ class _ModelsCollector(Collector):
     """The process, and of each model whether it is loaded."""
 
     def __init__(self, models: Models, bodies: Bodies) -> None:
-        self._models, self._bodies = models, bodies
+        self._models = models
+        self._bodies = bodies
 
     def describe(self) -> list[Metric]:
         return []

@@ -77,14 +77,18 @@ class Loader:
         metrics = served.metrics or Metrics(engine, served.name, admission)
         metrics.follow(engine, admission)
         doctor = Doctor(engine, served.name, served.history, metrics.observe_cause)
-        served.known, served.num_bytes, served.metrics = Known.of(engine), reserved_bytes(engine), metrics
+        served.known = Known.of(engine)
+        served.num_bytes = reserved_bytes(engine)
+        served.metrics = metrics
         return ModelState(engine, served.name, metrics, admission, doctor, self._shared)
 
     @staticmethod
     def adopt(served: ServedModel, state: ModelState) -> None:
         """The model is loaded from now on."""
         served.state = state
-        served.phase, served.refusal, served.waits_for = "loaded", None, ""
+        served.phase = "loaded"
+        served.refusal = None
+        served.waits_for = ""
         served.loaded_at = served.idle_since = time.monotonic()
 
     def begin(self, served: ServedModel) -> asyncio.Task[None]:
@@ -93,7 +97,8 @@ class Loader:
         if served.loading is not None:
             return served.loading
         served.phase = "loading" if served.phase == "not_loaded" else served.phase
-        served.refusal, served.waits_for = None, "other models are loaded before it"
+        served.refusal = None
+        served.waits_for = "other models are loaded before it"
         served.loading = task = self._spawn(self._load(served))
         return task
 
@@ -138,7 +143,8 @@ class Loader:
                 if served.unloading is not None:
                     served.waits_for = "it is being unloaded"
                     await asyncio.shield(served.unloading)  # closing goes on though this is cancelled
-                served.phase, self._under_way = "loading", served
+                served.phase = "loading"
+                self._under_way = served
                 await self._adopt_new(served, await self._loaded(served))
             served.num_loads += 1
             self._log("model loaded", served, seconds=round(served.load_seconds, 1), bytes=served.num_bytes)
@@ -148,11 +154,13 @@ class Loader:
         except Exception as error:
             self._refuse(served, error)
         finally:
-            served.loading, served.waits_for = None, ""
+            served.loading = None
+            served.waits_for = ""
             if self._under_way is served:
                 self._under_way = None
             if served.state is None and served.unloading is None:  # what is being unloaded still takes its memory
-                served.phase, served.num_bytes = "not_loaded", 0
+                served.phase = "not_loaded"
+                served.num_bytes = 0
             self._changed.set()
             if not served.in_use:
                 self.watch_idle(served)
@@ -176,7 +184,8 @@ class Loader:
             served.planned = await in_thread(source.plan, unwanted=lambda planned: None)
         while True:
             await self._make_room(served, served.planned)
-            served.num_bytes, served.waits_for = served.planned, "its weights are being read"
+            served.num_bytes = served.planned
+            served.waits_for = "its weights are being read"
             self._log("model loading", served, bytes=served.planned)
             started = time.monotonic()
             try:
@@ -251,7 +260,8 @@ class Loader:
 
     def _refuse(self, served: ServedModel, error: Exception) -> None:
         served.num_failures += 1
-        ours, fits = isinstance(error, KVBoostError), not isinstance(error, CapacityError)
+        ours = isinstance(error, KVBoostError)
+        fits = not isinstance(error, CapacityError)
         # The log may name folders of this machine, an answer only what lies in them.
         reason = _FOLDERS.sub("", str(error)) if ours else "an internal error; the log knows more"
         message = f"the model {served.name!r} could not be loaded: {reason}" if fits else reason
@@ -268,7 +278,8 @@ class Loader:
     async def _leave(self, served: ServedModel) -> None:
         if served.state is None or not served.may_leave:
             return
-        engine, pinned = served.state.engine, 0
+        engine = served.state.engine
+        pinned = 0
         with served.state.looks.begin(), contextlib.suppress(KVBoostError):  # of one that has stopped nothing is pinned
             pinned = (await in_thread(engine.paged_stats))["pinned_blocks"]
         if self._ended.is_set() or not served.may_leave or served.state.engine is not engine:
@@ -296,14 +307,16 @@ class Loader:
         assert state is not None
         assert served.metrics is not None
         state.doctor.settle()
-        served.state, served.phase = None, "unloading"
+        served.state = None
+        served.phase = "unloading"
         served.stop_clock()
         served.metrics.follow(None, None)
         served.unloading = self._spawn(self._close(served, state, why))
         return served.unloading
 
     async def _close(self, served: ServedModel, state: ModelState, why: str) -> None:
-        started, engine = time.monotonic(), state.engine
+        started = time.monotonic()
+        engine = state.engine
         await state.looks.over()
         kept = engine.config.disk_cache_dir is not None or engine.config.redis_url is not None
         try:
@@ -312,7 +325,9 @@ class Loader:
             facts = {"error": type(error).__name__, "place": failure_place(error)}
             self._log("model not closed", served, level=logging.ERROR, **facts)
         finally:
-            served.num_bytes, served.num_unloads, served.unloading = 0, served.num_unloads + 1, None
+            served.num_bytes = 0
+            served.num_unloads = served.num_unloads + 1
+            served.unloading = None
             served.phase = "loading" if served.loading is not None else "not_loaded"
             cache = "kept in its tiers" if kept else "lost: there is no tier (--disk-cache-dir)"
             seconds = round(time.monotonic() - started, 1)

@@ -77,7 +77,8 @@ class Admission:
 
     def check(self, tenant: str | None, num_sequences: int = 1, num_tokens: int = 0) -> None:
         """QueueFull (503) when these do not fit beside what is in flight, ApiError 400 when they never could."""
-        most_sequences, most_tokens = self._places.most(tenant), self._tokens.most(tenant)
+        most_sequences = self._places.most(tenant)
+        most_tokens = self._tokens.most(tenant)
         if num_sequences > most_sequences:
             raise ApiError(
                 400,

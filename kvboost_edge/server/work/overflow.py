@@ -26,6 +26,7 @@ def ranges_to_drop(roles: Sequence[str], sizes: Sequence[int], num_tokens: int, 
     before = [0, *accumulate(sizes)]
     gone = {end: before[end] - before[head] for end in ends}
     step = max(1, limit // 2)
-    least, most = -(-(num_tokens - limit) // step) * step, gone[ends[-1]] + step
+    least = -(-(num_tokens - limit) // step) * step
+    most = gone[ends[-1]] + step
     found = [next((end for end in ends if gone[end] >= goal), ends[-1]) for goal in range(least, most, step)]
     return [range(head, end) for end in dict.fromkeys([*found, ends[-1]])]

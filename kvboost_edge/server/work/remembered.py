@@ -46,7 +46,8 @@ class Remembered:
         seconds: float = _SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_bytes, self.max_entries = max_bytes // max(1, num_tenants), max(1, max_entries // max(1, num_tenants))
+        self.max_bytes = max_bytes // max(1, num_tenants)
+        self.max_entries = max(1, max_entries // max(1, num_tenants))
         self.seconds = seconds
         self._clock = clock
         self._lock = threading.Lock()

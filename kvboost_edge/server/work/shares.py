@@ -73,5 +73,6 @@ class Shares:
 
     def _growth(self, tenant: str | None, amount: int) -> int:
         """By how much what is used or kept grows with this."""
-        kept, used = self.kept_for(tenant), self._used[tenant]
+        kept = self.kept_for(tenant)
+        used = self._used[tenant]
         return max(kept, used + amount) - max(kept, used)

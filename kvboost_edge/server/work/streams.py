@@ -37,7 +37,8 @@ class EventStream:
     ) -> None:
         self.started = False
         self._send = send
-        self._failure, self._last = failure, last
+        self._failure = failure
+        self._last = last
         self._content_type = content_type
         self._waiting: list[bytes] = []
 
@@ -67,7 +68,8 @@ class EventStream:
             # Asks proxies such as nginx to pass each event on at once.
             headers.append((b"x-accel-buffering", b"no"))
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        data, self._waiting = b"".join(self._waiting), []
+        data = b"".join(self._waiting)
+        self._waiting = []
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 

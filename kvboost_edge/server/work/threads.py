@@ -35,7 +35,8 @@ async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | 
             future.set_exception(error)
 
     def run() -> None:
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = work()
         except BaseException as raised:

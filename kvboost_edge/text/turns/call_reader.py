@@ -23,7 +23,9 @@ class CallReader:
     until then nothing is shown, and who asked can go back."""
 
     def __init__(self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: CallFormat) -> None:
-        self._scanner, self._parts, self._format = scanner, parts, format
+        self._scanner = scanner
+        self._parts = parts
+        self._format = format
         self._tools = {tool.name: tool for tool in tools}
         self._kinds: dict[str, Callable[[], Step[bool]]] = {
             "json": self._json_call,
@@ -51,7 +53,8 @@ class CallReader:
         return begun and (yield from self._call())
 
     def _another(self) -> Step[bool]:
-        scanner, before = self._scanner, self.count
+        scanner = self._scanner
+        before = self.count
         if not self._format.parallel:
             return False
         scanner.forget()
@@ -96,8 +99,11 @@ class CallReader:
 
     def _json_call(self) -> Step[bool]:
         """Members in any order; arguments that come before the name wait for it."""
-        scanner, calls = self._scanner, self._format
-        before, waiting, first = self.count, "", True
+        scanner = self._scanner
+        calls = self._format
+        before = self.count
+        waiting = ""
+        first = True
         yield from scanner.space()
         if not (yield from scanner.exactly("{")):
             return False
@@ -141,7 +147,8 @@ class CallReader:
 
     def _shown_arguments(self) -> Step[bool]:
         """An object of arguments, shown as it comes; the call begins with it."""
-        scanner, name = self._scanner, self._named
+        scanner = self._scanner
+        name = self._named
         yield from scanner.space()
         start = scanner.at
         if name is None or not (yield from scanner.exactly("{")):
@@ -172,10 +179,13 @@ class CallReader:
     def _tagged_call(self) -> Step[bool]:
         if not (yield from self._name()) or self._named is None:
             return False
-        scanner, calls, name = self._scanner, self._format, self._named
+        scanner = self._scanner
+        calls = self._format
+        name = self._named
         schema = self._tools[name].parameters
         members, _ = members_of(schema)
-        before, start = self.count, scanner.at
+        before = self.count
+        start = scanner.at
         while (yield from scanner.piece(calls.argument_before)):
             key = yield from self._argument_key()
             if key is None:
@@ -214,7 +224,8 @@ class CallReader:
 
     def _argument_value(self, schema: object, root: Mapping[str, Any]) -> Step[None]:
         """The value of an argument, shown as JSON: a string as it comes, others when they are whole."""
-        scanner, calls = self._scanner, self._format
+        scanner = self._scanner
+        calls = self._format
         marker, *others = words_of(calls.argument_after)
         kept = calls.argument_after[: len(calls.argument_after) - len(calls.argument_after.lstrip())]
         if calls.value_before.endswith("\n"):
@@ -237,7 +248,9 @@ class CallReader:
         name = yield from scanner.one_of(self._tools)
         if name is None or not (yield from scanner.exactly("(")):
             return False
-        self._named, before, start = name, self.count, scanner.at
+        self._named = name
+        before = self.count
+        start = scanner.at
         yield from scanner.space()
         while not (yield from scanner.exactly(")")):
             if not (yield from self._keyword_argument(name, is_first=self.count == before)):
@@ -254,7 +267,8 @@ class CallReader:
 
     def _keyword_argument(self, name: str, *, is_first: bool) -> Step[bool]:
         """An argument and what stands behind it, shown as it comes where it is a string; else nothing is passed."""
-        scanner, schema = self._scanner, self._tools[name].parameters
+        scanner = self._scanner
+        schema = self._tools[name].parameters
         key = yield from keyword(scanner)
         yield from scanner.space()
         if not key or not (yield from scanner.exactly("=")):
@@ -300,7 +314,8 @@ class CallReader:
         yield from scanner.space()
         if not (yield from scanner.exactly("{")):
             return False
-        name, schema = self._named, self._tools[self._named].parameters
+        name = self._named
+        schema = self._tools[self._named].parameters
         texts = [key for key, one in members_of(schema)[0].items() if value_kind(one, schema) == "string"]
         arguments = BracedArguments(scanner, self._format.quote, self._show, lambda: self._start(name), texts)
         return (yield from arguments.read())

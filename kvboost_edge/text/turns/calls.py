@@ -29,9 +29,12 @@ Show = Callable[[Calls], str | None]
 class _Probes:
     """Names and values that no template has of its own."""
 
-    name, other = "kvb_first_tool", "kvb_second_tool"
-    key, second_key = "kvbkey", "kvbnext"
-    value, second_value = "kvbvalue", "kvbworth"
+    name = "kvb_first_tool"
+    other = "kvb_second_tool"
+    key = "kvbkey"
+    second_key = "kvbnext"
+    value = "kvbvalue"
+    second_value = "kvbworth"
     # Some templates want ids of nine characters.
     ids = ("kvbid0001", "kvbid0002")
 
@@ -125,7 +128,8 @@ def _read_both(read: ReadCore, show: Show) -> _Both | None:
 
 
 def _whole(core: _Core, first: str, both: _Both | None, arguments_as_text: bool) -> CallFormat | None:
-    front, back = first[: core.start], first[core.end :]
+    front = first[: core.start]
+    back = first[core.end :]
     shape = replace(core.shape, arguments_as_text=arguments_as_text)
     joined = None if both is None else _joined(front, back, both)
     same = None if both is None else _alike(core.shape, both.two.shape)
@@ -152,7 +156,8 @@ def _joined(front: str, back: str, both: _Both) -> dict[str, Any] | None:
     after = _OPEN_TAG.sub("", after)
     middle = middle[len(after) :]
     size = _common_prefix(front[::-1], middle[::-1])
-    opening, before = front[: len(front) - size], front[len(front) - size :]
+    opening = front[: len(front) - size]
+    before = front[len(front) - size :]
     if _OPEN_TAG.search(opening):
         tag, _, before = before.partition(">")
         opening += tag + ">"
@@ -181,7 +186,8 @@ def _alike(first: CallFormat, second: CallFormat) -> CallFormat | None:
             return None
         constants = {key: value for key, value in first.constants.items() if key not in different}
         return replace(first, id_key=different[0] if different else first.id_key, constants=constants)
-    left, right = first.between, second.between
+    left = first.between
+    right = second.between
     size = _common_prefix(left, right)
     rest = min(_common_prefix(left[::-1], right[::-1]), len(left) - size, len(right) - size)
     middles = (left[size : len(left) - rest], right[size : len(right) - rest])
@@ -258,7 +264,9 @@ def _braced_call(show: Show) -> ReadCore:
 
 
 def _writes_braces(show: Show, quote: str) -> bool:
-    value, key, second = f"{quote}{PROBES.value}{quote}", PROBES.key, PROBES.second_key
+    value = f"{quote}{PROBES.value}{quote}"
+    key = PROBES.key
+    second = PROBES.second_key
     nested = {key: {second: [PROBES.value, _NUMBER, True]}}
     wanted: list[tuple[Mapping[str, object], list[str]]] = [
         (_TWO, [f"{{{key}:{value},{second}:{quote}{PROBES.second_value}{quote}}}"]),
@@ -290,7 +298,8 @@ def _tagged_call(show: Show) -> ReadCore:
 
 
 def _tagged_shape(show: Show) -> CallFormat | None:
-    first, number = show([_FIRST]), show([_FIRST._replace(arguments={PROBES.key: _NUMBER})])
+    first = show([_FIRST])
+    number = show([_FIRST._replace(arguments={PROBES.key: _NUMBER})])
     longer = show([_FIRST._replace(arguments=_TWO)])
     one = _between(first or "", PROBES.name, PROBES.key, PROBES.value)
     two = _between(longer or "", PROBES.name, PROBES.key, PROBES.value, PROBES.second_key, PROBES.second_value)
@@ -300,7 +309,8 @@ def _tagged_shape(show: Show) -> CallFormat | None:
     joint = two[3]
     # The joint is what ends an argument and what begins the next; tags are not cut.
     for size in range(len(joint), 0, -1):
-        ends, begins = joint[: len(joint) - size], joint[len(joint) - size :]
+        ends = joint[: len(joint) - size]
+        begins = joint[len(joint) - size :]
         if head.endswith(begins) and tail.startswith(ends) and ends.rstrip() and begins.lstrip()[:1] in ("<", "["):
             return CallFormat(
                 "tagged", "", between=head.removesuffix(begins), argument_before=begins, value_before=middle,

@@ -21,7 +21,8 @@ Render = Callable[..., str]
 Message = dict[str, Any]
 
 _USER: Message = {"role": "user", "content": "kvbquestion"}
-_CONTENT, _EARLIER = "kvbcontent", "kvbearlier"
+_CONTENT = "kvbcontent"
+_EARLIER = "kvbearlier"
 _SWITCHES = ("enable_thinking", "thinking")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _MARKER = r"<[^<>\s]+>|\[[A-Z/_]+\]"
@@ -126,7 +127,8 @@ def _shown_reasoning(turns: _Turns) -> ReasoningFormat | None:
     for key in _REASONING_KEYS:
         text = turns.answer({"content": _CONTENT, key: _EARLIER})
         front, found, back = (text or "").partition(_EARLIER)
-        start, end = _ENDS_IN_MARKER.search(front), _BEGINS_WITH_MARKER.match(back)
+        start = _ENDS_IN_MARKER.search(front)
+        end = _BEGINS_WITH_MARKER.match(back)
         if found and start and end and back[end.end() :].startswith(_CONTENT):
             return ReasoningFormat(start[1], end[1])
     return None
@@ -249,7 +251,9 @@ class _Shown:
     """The text of a message's calls alone, in one way of giving them to the template."""
 
     def __init__(self, turns: _Turns, reasoning: ReasoningFormat | None, way: _Way) -> None:
-        self._turns, self._reasoning, self._way = turns, reasoning, way
+        self._turns = turns
+        self._reasoning = reasoning
+        self._way = way
         self.result_opening = ""
 
     def __call__(self, calls: Calls) -> str | None:

@@ -106,7 +106,10 @@ class _Turn:
     """The bodies of a turn that may call tools."""
 
     def __init__(self, lark: Lark, calls: CallFormat, tools: Sequence[Tool], *, parallel: bool) -> None:
-        self._lark, self._format, self._tools, self._parallel = lark, calls, tools, parallel
+        self._lark = lark
+        self._format = calls
+        self._tools = tools
+        self._parallel = parallel
         self._made: dict[str, Rule] = {}
 
     # -- bodies --
@@ -156,7 +159,8 @@ class _Turn:
         return self._once("calls", self._add_calls)
 
     def _add_calls(self) -> Rule:
-        lark, calls = self._lark, self._format
+        lark = self._lark
+        calls = self._format
         one = lark.add("call", *([self._call(number, tool)] for number, tool in enumerate(self._tools)))
         more: list[Atom] = []
         if self._parallel:
@@ -210,7 +214,8 @@ class _Turn:
         return atoms
 
     def _tagged_argument(self, name: str, key: str, schema: object, root: Mapping[str, Any]) -> list[Atom]:
-        calls, lark = self._format, self._lark
+        calls = self._format
+        lark = self._lark
         front = [SPACE, *lark.literal(calls.argument_before), key, *lark.literal(calls.value_before)]
         choices = schema.get("enum") if isinstance(schema, Mapping) else None
         ends = lark.literal(calls.argument_after)
@@ -224,7 +229,8 @@ class _Turn:
 
     def _keyword_call(self, name: str, tool: Tool) -> list[Atom]:
         """Arguments in order, those that need not be there left out or not, commas between them."""
-        lark, (members, required) = self._lark, members_of(tool.parameters)
+        lark = self._lark
+        (members, required) = members_of(tool.parameters)
         for key in members:
             if not is_keyword(key):
                 raise RequestError(
@@ -244,7 +250,8 @@ class _Turn:
         return [escaped(tool.name), r"\(", SPACE, first, r"\)"]
 
     def _braced_call(self, name: str, tool: Tool) -> list[Atom]:
-        lark, quote = self._lark, self._format.quote
+        lark = self._lark
+        quote = self._format.quote
 
         def string() -> Rule:
             text = self._once("VALUE", lambda: lark.terminal("VALUE", FREE))

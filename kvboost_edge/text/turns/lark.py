@@ -77,7 +77,8 @@ class Lark:
 
     def listed(self, name: str, items: Sequence[tuple[Sequence[Atom], bool]], comma: Sequence[Atom]) -> Rule:
         """Items in order, with commas between them; each is (what it is, whether it must be there)."""
-        first, more = self.add(f"{name}_first_end", []), self.add(f"{name}_more_end", [])
+        first = self.add(f"{name}_first_end", [])
+        more = self.add(f"{name}_more_end", [])
         for number, (one, required) in reversed(list(enumerate(items))):
             missing: list[list[Atom]] = [] if required else [[]]
             first = self.add(f"{name}_first{number}", [*one, more], *([*way, first] for way in missing))

@@ -76,7 +76,9 @@ class _Turn:
     """The steps of reading a turn."""
 
     def __init__(self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: CallFormat | None) -> None:
-        self._scanner, self._parts, self._format = scanner, parts, format
+        self._scanner = scanner
+        self._parts = parts
+        self._format = format
         self._calls = CallReader(scanner, parts, tools, format) if format is not None else None
         self._bare = False  # white space that comes next only separates
         self.in_reasoning = self.in_answer = False
@@ -93,7 +95,8 @@ class _Turn:
             pass
 
     def _reasoning(self, markers: ReasoningFormat, *, opened: bool) -> Step[None]:
-        scanner, start = self._scanner, self._scanner.at
+        scanner = self._scanner
+        start = self._scanner.at
         try:
             yield from scanner.space()
             begun = yield from scanner.exactly(markers.start)
@@ -106,7 +109,8 @@ class _Turn:
         yield from scanner.space()
         scanner.forget()
         yield from self._thoughts(markers.end)
-        self.in_reasoning, self.num_thoughts = False, 1
+        self.in_reasoning = False
+        self.num_thoughts = 1
         self._bare = True
 
     def _thoughts(self, marker: str) -> Step[None]:
@@ -170,7 +174,8 @@ class _Turn:
     def _try_calls(self) -> Step[bool]:
         """Calls that begin here; where none does, nothing is passed."""
         assert self._calls is not None
-        scanner, before = self._scanner, self._calls.count
+        scanner = self._scanner
+        before = self._calls.count
         try:
             found = yield from self._calls.read()
         except Ended:

@@ -46,14 +46,16 @@ class TurnReader:
     def __init__(self, turn: Turn, tokenizer: Tokenizer, stop: Sequence[str], keep: Keep) -> None:
         """keep: remembers with which ids a text was written, for the client's next turn."""
         self._keep = keep
-        self._codec, self._has_channels = tokenizer.codec, turn.format.channels is not None
+        self._codec = tokenizer.codec
+        self._has_channels = turn.format.channels is not None
         # Of special tokens only those show that are markers of this format.
         self._markers = tokenizer.special_ids_in(_literals(turn.format))
         # It ends a turn with calls, and the next prompt has it in front of the result. Some files say it is text.
         opening = "" if turn.format.calls is None else turn.format.calls.result_opening
         self._ending = tokenizer.codec.token_id(opening) if opening else None
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
-        self._stops, self._stopped = StopChecker(tuple(stop)), False
+        self._stops = StopChecker(tuple(stop))
+        self._stopped = False
         self._parser = TurnParser(turn.format, turn.tools, reasoning=turn.reasoning, calls=turn.calls)
         self._ids: list[int] = []
         self._answer_at: int | None = 0  # where the ids begin that stand behind the reasoning; None: inside of a token
@@ -71,7 +73,8 @@ class TurnReader:
             return []
         self._ids.append(token_id)
         text, self._stopped = self._stops.push(self._detokenizer.push(token_id))
-        thoughts, answers = self._parser.num_thoughts, self._parser.in_answer
+        thoughts = self._parser.num_thoughts
+        answers = self._parser.in_answer
         parts = self._parser.push(text)
         self._note_answer(token_id, parts, begun=answers)
         if self._parser.num_thoughts > thoughts:
@@ -94,7 +97,8 @@ class TurnReader:
 
     def close(self) -> list[Part]:
         """The end: what was held back. The answer is kept as clients will send it back."""
-        text, rest = "", ""
+        text = ""
+        rest = ""
         if not self._stopped:
             text, self._stopped = self._stops.push(self._detokenizer.flush())
             rest = "" if self._stopped else self._stops.flush()

@@ -99,7 +99,8 @@ def with_thoughts(
 ) -> tuple[list[dict[str, Any]], bool]:
     """The messages, those of the assistant that came back without their thinking with it; and whether any is among them
     whose thinking is kept, sent back or not."""
-    found, kept = [], False
+    found = []
+    kept = False
     for message in messages:
         ids = find_thought(message, find)
         if ids is not None:

@@ -40,7 +40,8 @@ class Scanner:
 
     def forget(self) -> None:
         """Everything before `at` is done with."""
-        self.text, self.at = self.text[self.at :], 0
+        self.text = self.text[self.at :]
+        self.at = 0
 
     def more(self) -> Step[None]:
         """Waits for at least one more character; what was passed is shown to who watches."""
@@ -158,7 +159,8 @@ class Scanner:
 
     def _nested(self, ends: Sequence[str] = ()) -> Step[None]:
         """What stands between two brackets, the first of which is here; or up to one of `ends` in front of the last."""
-        depth, place = 0, re.compile("|".join([_BRACKET.pattern, *map(re.escape, ends)]))
+        depth = 0
+        place = re.compile("|".join([_BRACKET.pattern, *map(re.escape, ends)]))
         while True:
             while (found := place.search(self.text, self.at)) is None:
                 self.at = len(self.text) - max((held_back(self.text, self.at, mark) for mark in ends), default=0)

@@ -80,13 +80,15 @@ def types_of(schema: object, root: Schema) -> set[str]:
     """The types a value may have; empty: any. Each schema counts once, however often and in what circles it is referred
     to."""
     found: set[str] = set()
-    waiting, seen = [schema], set[int]()
+    waiting = [schema]
+    seen = set[int]()
     while waiting:
         one = resolved(waiting.pop(), root)
         if id(one) in seen:
             continue
         seen.add(id(one))
-        types, branches = _own_types(one), one.get("anyOf", one.get("oneOf"))
+        types = _own_types(one)
+        branches = one.get("anyOf", one.get("oneOf"))
         if types:
             found |= types
         elif isinstance(branches, list) and branches:

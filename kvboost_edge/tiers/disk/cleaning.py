@@ -101,7 +101,8 @@ class Cleaner:
         if active is None or active.nbytes - active.end < entry.nbytes:
             return
         data = memoryview(bytearray(entry.header_bytes + entry.payload_bytes))
-        header, payload = data[: entry.header_bytes], data[entry.header_bytes :]
+        header = data[: entry.header_bytes]
+        payload = data[entry.header_bytes :]
         try:
             done = self._segments.read(entry.segment, [data], entry.offset)
         except OSError as error:

@@ -23,7 +23,8 @@ from kvboost_edge.tiers.disk.sidecar import read_file
 __all__ = ["SpaceDirectory", "describe", "is_locked", "lock_directory", "lock_soon", "open_directory"]
 
 _LOG = logging.getLogger(__name__)
-_LOOKS, _LOOK_S = 10, 0.005
+_LOOKS = 10
+_LOOK_S = 0.005
 _MOST_USED = 1 << 62
 _KNOB = "choose another disk_cache_dir, or 'off'"
 
@@ -52,7 +53,8 @@ class SpaceDirectory:
 
     def close(self) -> None:
         """Give up the lock. A second call does nothing."""
-        lock, self._lock = self._lock, None
+        lock = self._lock
+        self._lock = None
         if lock is not None:
             with contextlib.suppress(OSError):
                 self._files.close(lock)
@@ -69,7 +71,8 @@ def open_directory(root: Path, space: bytes, description: Mapping[str, Any] | No
         _check_owner(path)
     except OSError as error:
         raise ConfigError(f"disk_cache_dir {str(root)!r} cannot be used: {error}; {_KNOB}") from error
-    lock, why_not = None, ""
+    lock = None
+    why_not = ""
     try:
         files.make_private(path)
         lock = lock_soon(path, files)

@@ -160,7 +160,8 @@ def transferred(
     call: Callable[[int, Sequence[memoryview], int], int], handle: int, buffers: Sequence[memoryview], offset: int
 ) -> int:
     """Repeat `read` or `write` until all buffers are through, or no byte moves; how many bytes did."""
-    wanted, done = sum(buffer.nbytes for buffer in buffers), 0
+    wanted = sum(buffer.nbytes for buffer in buffers)
+    done = 0
     while done < wanted:
         moved = call(handle, _after(buffers, done) if done else buffers, offset + done)
         if moved <= 0:

@@ -87,7 +87,8 @@ class Index:
             if self._entries.get(entry.prefix_hash) is entry:
                 self.live[entry.segment] -= entry.nbytes
                 self.live[segment] += entry.nbytes
-                entry.segment, entry.offset = segment, offset
+                entry.segment = segment
+                entry.offset = offset
                 self._frontier = max(self._frontier, (segment, offset))
 
     def drop(self, prefix_hash: bytes) -> Entry | None:
@@ -155,8 +156,11 @@ class Index:
 
     def _fill(self, places: Mapping[int, Mapping[int, Record]], uses: Sequence[Use]) -> None:
         """`_insert` what counted when the manifest was written: tens of thousands at a start, which waits for it."""
-        entries, uses_before, nothing = self._entries, self._uses, dict[int, Record]()
-        live, probation = self.live, 0
+        entries = self._entries
+        uses_before = self._uses
+        nothing = dict[int, Record]()
+        live = self.live
+        probation = 0
         for segment, offset, proven in uses:
             record = places.get(segment, nothing).get(offset)
             if record is None or record[3] in entries:
@@ -171,7 +175,9 @@ class Index:
         # In the order of insertion, which is that of use.
         for is_proven, order in enumerate(self._orders):
             order.update((hash_, entry) for hash_, entry in entries.items() if entry.proven == is_proven)
-        self._uses, self.nbytes, self._probation_bytes = uses_before, live.total(), probation
+        self._uses = uses_before
+        self.nbytes = live.total()
+        self._probation_bytes = probation
         self._frontier = max([self._frontier, *((entry.segment, entry.offset) for entry in entries.values())])
 
     def snapshot(self) -> tuple[list[Use], tuple[int, int]]:

@@ -45,5 +45,6 @@ def decode_manifest(data: bytes, space: bytes) -> tuple[list[Use], tuple[int, in
     rows = array("Q", data[_FIXED.size : body])
     if sys.byteorder == "big":
         rows.byteswap()
-    place, number = 0xFFFFFFFF, 0x7FFFFFFF
+    place = 0xFFFFFFFF
+    number = 0x7FFFFFFF
     return [Use(row >> 32 & number, (row & place) * ALIGNMENT, row >= _PROVEN) for row in rows], (segment, offset)

@@ -135,7 +135,8 @@ class Segments:
 
     def retire(self) -> Segment | None:
         """Nothing more is written to the active segment: the one to be sealed; None where it is empty and removed."""
-        segment, self.active = self.active, None
+        segment = self.active
+        self.active = None
         if segment is not None and not segment.records:
             self._remove_empty(segment)
             return None
@@ -239,7 +240,8 @@ class Segments:
     def _settle(self, segment: Segment, records: list[Record]) -> None:
         """What a process that did not come to its end left: sealed, or removed if nothing in it counts."""
         if records:
-            segment.records, segment.end = records, records[-1].end
+            segment.records = records
+            segment.end = records[-1].end
             self.seal(segment)
         else:
             self._remove_empty(segment)

@@ -76,11 +76,13 @@ class Store:
     def _load(self) -> None:
         """Find what the directory holds. Raises OSError."""
         path = self.directory.path
-        segments, index = Segments(path, self._space, self._files, owned=self.directory.owned), Index()
+        segments = Segments(path, self._space, self._files, owned=self.directory.owned)
+        index = Index()
         uses, frontier = decode_manifest(read_file(self._files, path / ORDER) or b"", self._space)
         with uncollected():
             index.load(segments.load(frontier[0]), uses, frontier)
-        self._segments, self.index = segments, index
+        self._segments = segments
+        self.index = index
         self.cleaner = Cleaner(index, segments, self.room)
 
     @property
@@ -173,7 +175,8 @@ class Store:
         _LOG.warning("the disk tier begins anew: %s %s", self.directory.path, _GONE)
         self._sealer.join()  # it knows nothing of what comes
         self._let_go()
-        self._gone, self._problem = True, ""
+        self._gone = True
+        self._problem = ""
 
     def _begin_anew(self) -> None:
         """Open what has the directory's name by now, when there is something to store: not sooner, since whoever
@@ -181,7 +184,8 @@ class Store:
         try:
             self.directory = self._open_space()
             self._load()
-            self._gone, self._problem = False, ""
+            self._gone = False
+            self._problem = ""
         except (ConfigError, OSError) as error:
             self.directory.close()
             self._pause(f"{self.directory.path} {_GONE}, and cannot be opened again: {error}")

@@ -135,7 +135,8 @@ class DiskTier:
 
     def stat(self) -> TierStats:
         """This tier's counters; sizes, `evicted` and `state` are the store's, which engines of a process share."""
-        store, counts = self._store, self._counts
+        store = self._store
+        counts = self._counts
         if store is None:
             return TierStats(**counts, writable=False, state="closed")
         refused = counts["refused"] + store.cleaner.refused
@@ -152,7 +153,8 @@ class DiskTier:
     def close(self) -> None:
         """Give up the store; the last of its tiers writes out what is pending. A second call does nothing."""
         with _stores_lock:
-            store, self._store = self._store, None
+            store = self._store
+            self._store = None
             for key, shared in list(_stores.items()):
                 if shared.store is store:
                     shared.users -= 1

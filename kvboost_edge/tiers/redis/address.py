@@ -37,7 +37,8 @@ def parse_url(url: str, password: str = "") -> ServerAddress:
         raise ConfigError("redis_url must begin with redis://, rediss://, unix:// or valkey://")
     try:
         parts = urlsplit(url)
-        user, secret = unquote(parts.username or ""), unquote(parts.password or "") or password
+        user = unquote(parts.username or "")
+        secret = unquote(parts.password or "") or password
         kind = _SCHEMES[scheme]
         query = {name: values[-1] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
         place, options = _socket(parts, query) if kind == "unix" else _host(parts, kind)
@@ -59,7 +60,8 @@ def parse_url(url: str, password: str = "") -> ServerAddress:
 
 
 def _host(parts: SplitResult, kind: str) -> tuple[str, dict[str, Any]]:
-    host, port = parts.hostname, parts.port if parts.port is not None else _PORT
+    host = parts.hostname
+    port = parts.port if parts.port is not None else _PORT
     database = parts.path.removeprefix("/") or "0"
     if not host or port < 1 or not _is_database(database):
         raise ValueError
@@ -68,7 +70,8 @@ def _host(parts: SplitResult, kind: str) -> tuple[str, dict[str, Any]]:
 
 
 def _socket(parts: SplitResult, query: dict[str, str]) -> tuple[str, dict[str, Any]]:
-    path, database = unquote(parts.path), query.pop("db", "0")
+    path = unquote(parts.path)
+    database = query.pop("db", "0")
     if parts.hostname or not path.startswith("/") or path == "/" or not _is_database(database):
         raise ValueError
     return f"unix://{path}?db={database}", {"unix_socket_path": path, "db": int(database)}

@@ -247,7 +247,9 @@ class RedisTier:
         lengths = self._ask([("STRLEN", key) for names in keys for key in names], _SMALL_COMMANDS)
         if lengths is None:
             return 0
-        found, commands, missing = iter(lengths), list[Command](), list[int]()
+        found = iter(lengths)
+        commands = list[Command]()
+        missing = list[int]()
         for index, names in enumerate(keys):
             held = [next(found) for _ in names]
             if held == piece_lengths(sizes[index]):
@@ -265,7 +267,8 @@ class RedisTier:
         answers = self._ask(commands, _at_once(max(sizes)))
         if answers is None:
             return len(blocks) - len(missing)
-        stored, not_stored = iter(answers), 0
+        stored = iter(answers)
+        not_stored = 0
         for index in missing:
             errors = [answer for answer in [next(stored) for _ in keys[index]] if isinstance(answer, ServerError)]
             if errors:
@@ -388,7 +391,8 @@ def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
     for index, size in enumerate(sizes):
         if batch and taken + size > _PIPELINE_BYTES:
             yield batch
-            batch, taken = [], 0
+            batch = []
+            taken = 0
         batch.append(index)
         taken += size
     if batch:

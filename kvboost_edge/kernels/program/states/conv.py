@@ -58,11 +58,15 @@ _WINDOW = BaseTuple.from_types([types.int64] * len(Window._fields), Window)
 @kernel
 def window_of(job: ProgramJob, op: Any, token: int) -> Window:
     """The inputs of a token; there are F_TAPS before its own."""
-    sequence, taps = ls.sequence_of(job, token), op[lt.F_TAPS]
-    step, width = 4 * op[lt.F_SRC_STEP], 4 * op[lt.F_COUNT]
+    sequence = ls.sequence_of(job, token)
+    taps = op[lt.F_TAPS]
+    step = 4 * op[lt.F_SRC_STEP]
+    width = 4 * op[lt.F_COUNT]
     row = token - ls.of_sequence(job, sequence, ls.S_FIRST)
-    before, missing = ls.of_sequence(job, sequence, ls.S_IN), max(taps - row, 0)
-    tail, num_rows = before + op[lt.F_STATE] + row * width, taps + 1 - missing
+    before = ls.of_sequence(job, sequence, ls.S_IN)
+    missing = max(taps - row, 0)
+    tail = before + op[lt.F_STATE] + row * width
+    num_rows = taps + 1 - missing
     rows = job.buffers[op[lt.F_SRC]] + (token + 1 - num_rows) * step + 4 * op[lt.F_SRC_FIRST]
     num_tail = missing if before != 0 else 0
     weights = op[lt.F_WEIGHT]
@@ -86,10 +90,13 @@ def _emit_conv(b: Builder, window: Value, place: tuple[Value, ...], behind: Valu
     """
     w = Window(*cgutils.unpack_tuple(b, window))
     first, vectors, out, out_step = place
-    total, zero, no = cgutils.alloca_once(b, V16), emit_splat(b, F32(0.0)), int_constant(0)
+    total = cgutils.alloca_once(b, V16)
+    zero = emit_splat(b, F32(0.0))
+    no = int_constant(0)
     with cgutils.for_range(b, vectors, intp=I64) as loop:
         at = b.add(first, b.mul(loop.index, int_constant(_LINE)))
-        tail, rows = b.add(w.tail, at), b.add(w.rows, at)
+        tail = b.add(w.tail, at)
+        rows = b.add(w.rows, at)
 
         def of_row(offset: Value, rows: Value = rows) -> Value:
             x = emit_load(b, V16, b.add(rows, offset))
@@ -166,7 +173,8 @@ def keep_draft(job: ProgramJob, op: Any, token: int, gates: int) -> None:
     """If a token is a draft: its input, and so many floats from F_BY_FIRST on, to its sequence's rows of drafts."""
     sequence = ls.sequence_of(job, token)
     ahead = token - ls.of_sequence(job, sequence, ls.S_FIRST) - ls.of_sequence(job, sequence, ls.S_CERTAIN)
-    drafts, channels = ls.of_sequence(job, sequence, ls.S_DRAFTS), op[lt.F_COUNT]
+    drafts = ls.of_sequence(job, sequence, ls.S_DRAFTS)
+    channels = op[lt.F_COUNT]
     if drafts == 0 or ahead < 0:
         return
     row = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
@@ -187,13 +195,17 @@ def tail_units(job: ProgramJob, op: Any) -> Any:
 @kernel
 def _store_tail(job: ProgramJob, op: Any, sequence: int, rows: int, first: int, slot: int) -> None:
     """The last inputs behind so many rows of a sequence to a slot, oldest first: it may be the one that they are in."""
-    taps, channels, step = op[lt.F_TAPS], op[lt.F_COUNT], 4 * op[lt.F_SRC_STEP]
-    width, place = min(_RUN, channels - first), op[lt.F_STATE] + 4 * first
+    taps = op[lt.F_TAPS]
+    channels = op[lt.F_COUNT]
+    step = 4 * op[lt.F_SRC_STEP]
+    width = min(_RUN, channels - first)
+    place = op[lt.F_STATE] + 4 * first
     start = job.buffers[op[lt.F_SRC]] + ls.of_sequence(job, sequence, ls.S_FIRST) * step
     start += 4 * (op[lt.F_SRC_FIRST] + first)
     before = ls.of_sequence(job, sequence, ls.S_IN)
     for tap in range(taps):
-        row, out = rows - taps + tap, slot + place + 4 * tap * channels
+        row = rows - taps + tap
+        out = slot + place + 4 * tap * channels
         if row >= 0 and op[lt.F_GATED] != 0:
             _multiply(start + row * step, start + row * step + 8 * channels, width // LANES, out)
         elif row >= 0:
@@ -210,9 +222,11 @@ def store_tails(job: ProgramJob, op: Any, unit: int) -> None:
     """A run of channels of one sequence: the inputs that the next pass reads, none of a draft. What is saved comes
     first, because the state that the pass began with may be written over at last."""
     runs = (op[lt.F_COUNT] + _RUN - 1) // _RUN
-    sequence, first = unit // runs, unit % runs * _RUN
+    sequence = unit // runs
+    first = unit % runs * _RUN
     for index in range(ls.of_sequence(job, sequence, ls.S_NUM_SAVES)):
         rows = ls.saved_rows(job, sequence, index)
         _store_tail(job, op, sequence, rows, first, ls.saved_at(job, sequence, index))
-    rows, out = ls.of_sequence(job, sequence, ls.S_CERTAIN), ls.of_sequence(job, sequence, ls.S_OUT)
+    rows = ls.of_sequence(job, sequence, ls.S_CERTAIN)
+    out = ls.of_sequence(job, sequence, ls.S_OUT)
     _store_tail(job, op, sequence, rows, first, out)

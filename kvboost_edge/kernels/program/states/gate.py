@@ -19,7 +19,8 @@ __all__ = ["gate"]
 @kernel
 def gate(job: ProgramJob, op: Any, eps: float, token: int) -> None:
     """A token's row of results, from where OP_SCAN left them and the gates in its source row."""
-    width, groups = op[lt.F_HEADS] * op[lt.F_DIM], op[lt.F_GROUPS]
+    width = op[lt.F_HEADS] * op[lt.F_DIM]
+    groups = op[lt.F_GROUPS]
     gates = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + op[lt.F_SRC_FIRST])
     out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
     for tile in range(width // LANES):

@@ -22,7 +22,8 @@ _SSD = lt.RULES["ssd"]
 def softplus_f32(x: Any) -> Any:
     """log(1 + exp(x)) = max(x, 0) + log1p(y), y = exp(-|x|); log1p(y) = 2 artanh(s), s = y / (2 + y) <= 1 / 3, by its
     series, whose first omitted term is below 2e-8."""
-    one, two = np.float32(1.0), np.float32(2.0)
+    one = np.float32(1.0)
+    two = np.float32(2.0)
     y = exp_f32(-abs(x))
     s = y / (two + y)
     square = s * s
@@ -39,10 +40,12 @@ def softplus_f32(x: Any) -> Any:
 @kernel
 def gates(job: ProgramJob, op: Any, params: Any, token: int) -> None:
     """(share, decay) of each head of values, made of a row [b | a]; of RULES["ssd"] (time, decay), of a row [dt]."""
-    heads, is_ssd = op[lt.F_HEADS], op[lt.F_RULE] == _SSD
+    heads = op[lt.F_HEADS]
+    is_ssd = op[lt.F_RULE] == _SSD
     source = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + op[lt.F_BY_FIRST])
     wide_at = source if is_ssd else source + 4 * heads
-    least, most = params[lt.P_LEAST], params[lt.P_MOST]
+    least = params[lt.P_LEAST]
+    most = params[lt.P_MOST]
     out = gates_at(job, op) + 8 * token
     for head in range(heads):
         first = softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op[lt.F_DT_BIAS] + 4 * head))

@@ -65,9 +65,12 @@ def steps(job: ProgramJob, op: Any, params: Any, token: int) -> None:
 
     The convolution's channels are [q | k | v]; of RULES["ssd"] [v | k | q].
     """
-    heads, dim, values = op[lt.F_KEY_HEADS], op[lt.F_KEY_DIM], op[lt.F_HEADS] * op[lt.F_DIM]
+    heads = op[lt.F_KEY_HEADS]
+    dim = op[lt.F_KEY_DIM]
+    values = op[lt.F_HEADS] * op[lt.F_DIM]
     is_ssd = op[lt.F_RULE] == _SSD
-    window, first = window_of(job, op, token), 4 * values if is_ssd else 0
+    window = window_of(job, op, token)
+    first = 4 * values if is_ssd else 0
     for head in range(2 * heads):
         is_query = (head < heads) != is_ssd
         out = job.buffers[lt.B_QUERY if is_query else lt.B_KEY] + 4 * (head % heads * job.tokens + token) * dim
@@ -103,7 +106,8 @@ def _emit_turn(b: Builder, arguments: Sequence[Value], count: int) -> None:
     tile, dim, query, key, after, values, apart, gates, dots = arguments
     share, decay = (emit_number(b, gates, int_constant(index)) for index in range(2))
     tiles = neighbours(b, tile, b.mul(dim, int_constant(LINE)), count)
-    columns, known = neighbours(b, values, apart, count), neighbours(b, dots, int_constant(LINE), count)
+    columns = neighbours(b, values, apart, count)
+    known = neighbours(b, dots, int_constant(LINE), count)
     taken = []
     for place, dot in zip(columns, known, strict=True):
         found = emit_fma(b, b.fneg(decay), emit_load(b, V16, dot), emit_load(b, V16, place))
@@ -113,8 +117,10 @@ def _emit_turn(b: Builder, arguments: Sequence[Value], count: int) -> None:
         first = b.mul(loop.index, int_constant(CHAINS))
         for chain in range(CHAINS):
             i = b.add(first, int_constant(chain))
-            at, of_key = b.mul(i, int_constant(LINE)), emit_number(b, key, i)
-            of_query, of_after = emit_number(b, query, i), emit_number(b, after, i)
+            at = b.mul(i, int_constant(LINE))
+            of_key = emit_number(b, key, i)
+            of_query = emit_number(b, query, i)
+            of_after = emit_number(b, after, i)
             places = [b.add(tile, at) for tile in tiles]
             rows = [emit_load(b, V16, place) for place in places]
             rows = [emit_fma(b, of_key, delta, b.fmul(row, decay)) for delta, row in zip(taken, rows, strict=True)]
@@ -195,22 +201,35 @@ def _begin(state: int, before: int, floats: int) -> None:
 @kernel
 def scan(job: ProgramJob, op: Any, unit: int) -> None:
     """A tile, or two, of one head of one sequence: all rows of the pass. Values become results, in place."""
-    heads, tiles, dim = op[lt.F_HEADS], op[lt.F_DIM] // LANES, op[lt.F_KEY_DIM]
-    size, units = tiles_at_once(dim), _units_of_head(op)
-    sequence, head, tile = unit // (heads * units), unit // units % heads, unit % units * size
+    heads = op[lt.F_HEADS]
+    tiles = op[lt.F_DIM] // LANES
+    dim = op[lt.F_KEY_DIM]
+    size = tiles_at_once(dim)
+    units = _units_of_head(op)
+    sequence = unit // (heads * units)
+    head = unit // units % heads
+    tile = unit % units * size
     count = min(size, tiles - tile)
     shared = op[lt.F_KEY_HEADS]
     key_head = head % shared if op[lt.F_TILED] != 0 else head // (heads // shared)
-    first, rows = ls.of_sequence(job, sequence, ls.S_FIRST), ls.of_sequence(job, sequence, ls.S_ROWS)
-    offset, floats = op[lt.F_STATE] + (head * tiles + tile) * dim * LINE, count * dim * LANES
-    before, state = ls.of_sequence(job, sequence, ls.S_IN), ls.of_sequence(job, sequence, ls.S_OUT) + offset
+    first = ls.of_sequence(job, sequence, ls.S_FIRST)
+    rows = ls.of_sequence(job, sequence, ls.S_ROWS)
+    offset = op[lt.F_STATE] + (head * tiles + tile) * dim * LINE
+    floats = count * dim * LANES
+    before = ls.of_sequence(job, sequence, ls.S_IN)
+    state = ls.of_sequence(job, sequence, ls.S_OUT) + offset
     _begin(state, before + offset if before != 0 else 0, floats)
     start = 4 * (key_head * job.tokens + first) * dim
-    query, key = job.buffers[lt.B_QUERY] + start, job.buffers[lt.B_KEY] + start
-    gates, values = gates_at(job, op) + 8 * (head * job.tokens + first), value_at(job, head * tiles + tile, first)
+    query = job.buffers[lt.B_QUERY] + start
+    key = job.buffers[lt.B_KEY] + start
+    gates = gates_at(job, op) + 8 * (head * job.tokens + first)
+    values = value_at(job, head * tiles + tile, first)
     apart = LINE * job.tokens
-    dots, saved, save = tile_scratch(), 0, ls.saved_rows(job, sequence, 0)
-    is_ssd, certain = op[lt.F_RULE] == _SSD, ls.of_sequence(job, sequence, ls.S_CERTAIN)
+    dots = tile_scratch()
+    saved = 0
+    save = ls.saved_rows(job, sequence, 0)
+    is_ssd = op[lt.F_RULE] == _SSD
+    certain = ls.of_sequence(job, sequence, ls.S_CERTAIN)
     if rows > 0 and not is_ssd:
         for index in range(count):
             _dots(state + index * dim * LINE, dim, key, dots + index * LINE)
@@ -230,7 +249,10 @@ def scan(job: ProgramJob, op: Any, unit: int) -> None:
             _turn_two(state, dim, query, key, after, values, apart, gates, dots)
         else:
             _turn(state, dim, query, key, after, values, apart, gates, dots)
-        query, key, gates, values = query + 4 * dim, after, gates + 8, values + LINE
+        query = query + 4 * dim
+        key = after
+        gates = gates + 8
+        values = values + LINE
         if row + 1 == save:
             copy_floats(state, floats, ls.saved_at(job, sequence, saved) + offset)
             saved += 1

@@ -43,7 +43,9 @@ def _emit_advance(b: Builder, arguments: Sequence[Value], count: int) -> None:
         first = b.mul(loop.index, int_constant(CHAINS))
         for chain in range(CHAINS):
             i = b.add(first, int_constant(chain))
-            at, of_key, of_query = b.mul(i, int_constant(LINE)), emit_number(b, key, i), emit_number(b, query, i)
+            at = b.mul(i, int_constant(LINE))
+            of_key = emit_number(b, key, i)
+            of_query = emit_number(b, query, i)
             places = [b.add(tile, at) for tile in tiles]
             rows = [emit_load(b, V16, place) for place in places]
             rows = [emit_fma(b, of_key, one, b.fmul(row, decay)) for one, row in zip(taken, rows, strict=True)]

@@ -54,7 +54,8 @@ def hunyuan(config: Config) -> Config:
     if rope.get("rope_type", rope.get("type")) != "dynamic" or not is_static_dynamic(config.get("model_type"), rope):
         return config
     theta = config.get("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]
-    heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
+    heads = size_of(config, "num_attention_heads")
+    hidden = size_of(config, "hidden_size")
     dim = size_of(config, "head_dim") or (hidden // heads if hidden and heads else 0)
     if dim <= 2:
         raise ModelFormatError(f"rope of type 'dynamic' with alpha: head_dim={dim} must be above 2")
@@ -73,7 +74,8 @@ def has_rope(config: Config) -> bool:
 
 def minicpm(config: Config) -> Config:
     """Its scales as Granite's multipliers, which a config may have already (of a GGUF file)."""
-    layers, heads = size_of(config, "num_hidden_layers"), size_of(config, "num_attention_heads")
+    layers = size_of(config, "num_hidden_layers")
+    heads = size_of(config, "num_attention_heads")
     hidden = size_of(config, "hidden_size")
     if layers is None or heads is None or hidden is None:
         return config  # refused by name where sizes are read

@@ -22,12 +22,15 @@ _USUAL = {
     "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256,
     "mamba_d_conv": 4, "mamba_expand": 2,
 }  # fmt: skip
-_LEAST, _MOST = 1e-6, 1e6  # of what is multiplied with
+# of what is multiplied with
+_LEAST = 1e-6
+_MOST = 1e6
 
 
 def with_falcon_words(config: Config) -> Config:
     """The config with Granite's multipliers: keys are multiplied with a number, which may as well be that of scores."""
-    heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
+    heads = size_of(config, "num_attention_heads")
+    hidden = size_of(config, "hidden_size")
     if heads is None or hidden is None:
         return config  # refused by name where sizes are read
     dim = size_of(config, "head_dim") or hidden // heads
@@ -58,7 +61,8 @@ def falcon_layers(config: Config, layers: int) -> Hybrid:
     given = {**_USUAL, **{key: value for key, value in config.items() if value is not None or key == "mamba_d_ssm"}}
     if given["mamba_d_ssm"] is None:
         given["mamba_d_ssm"] = integer_of(given, "mamba_expand", 1) * integer_of(given, "hidden_size", 1)
-    width, heads = integer_of(given, "mamba_d_ssm", 1), integer_of(given, "mamba_n_heads", 1)
+    width = integer_of(given, "mamba_d_ssm", 1)
+    heads = integer_of(given, "mamba_n_heads", 1)
     if given["mamba_d_head"] == "auto":
         given["mamba_d_head"] = max(width // heads, 1)
     dim = integer_of(given, "mamba_d_head", 1)

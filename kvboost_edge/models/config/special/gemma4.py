@@ -17,7 +17,8 @@ __all__ = ["PerLayerInput", "gemma4_shapes", "per_layer_input", "with_gemma4_def
 
 Config = Mapping[str, Any]
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 _FULL_EVERY = 6  # layers, where the config has no layer_types
 _ROPES = {
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -65,7 +66,8 @@ def gemma4_shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape
         raise ModelFormatError(
             f"num_kv_shared_layers={shared} leaves none of the {len(windows)} layers with keys and values of its own"
         )
-    wider, same = (2 if config.get("use_double_wide_mlp") else 1), bool(config.get("attention_k_eq_v"))
+    wider = 2 if config.get("use_double_wide_mlp") else 1
+    same = bool(config.get("attention_k_eq_v"))
     shapes: list[LayerShape] = []
     for index, window in enumerate(windows):
         dim, kv_heads = own[index]

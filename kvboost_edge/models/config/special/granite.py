@@ -14,7 +14,8 @@ __all__ = ["granite_layers", "with_granite_words"]
 
 Config = Mapping[str, Any]
 
-_STATE, _FULL = "linear_attention", "full_attention"
+_STATE = "linear_attention"
+_FULL = "full_attention"
 # What transformers called them first, and makers' configs still do.
 _OLDER = {"mamba": _STATE, "attention": _FULL}
 _USUAL = {

@@ -30,9 +30,12 @@ TILED_HEADS = "kvboost-edge: tiled_heads"
 OUTPUT_GATE = "self_attn.output_gate"
 """What the rows of queries that are gates of what attention returns are called, once they are told apart."""
 
-_ATTENTION, _FULL = "attention", "full_attention"
+_ATTENTION = "attention"
+_FULL = "full_attention"
 # What the kernels of states take. The native runner checks the same, but only after the weights were packed.
-_MOST_TAPS, _MOST_DIM = 16, 1 << 11  # length of a convolution; dim of a head
+# length of a convolution; dim of a head
+_MOST_TAPS = 16
+_MOST_DIM = 1 << 11
 _LANES = 16  # value channels that a kernel takes at once
 _GROUP = 32  # inputs of a matrix that a kernel takes at once
 
@@ -59,7 +62,8 @@ def conv_layers(config: Config, layers: int) -> Hybrid:
     """LFM2: short convolutions, by layer_types, or all layers that full_attn_idxs does not name."""
     kinds = kinds_of_layers(config, layers, "conv", "conv", _by_indices(config, layers))
     given = {"conv_L_cache": 3, **config}
-    length, hidden = integer_of(given, "conv_L_cache", 2), integer_of(config, "hidden_size", 1)
+    length = integer_of(given, "conv_L_cache", 2)
+    hidden = integer_of(config, "hidden_size", 1)
     _check_most("conv_L_cache", length, _MOST_TAPS)
     if "conv" in kinds and hidden % _GROUP:
         raise ModelFormatError(f"hidden_size={hidden} is no multiple of {_GROUP}, which the kernels of states need")
@@ -108,7 +112,8 @@ def hybrid_of(kinds: tuple[str, ...], mixer: Mixer, names: MixerNames) -> Hybrid
 
 def kinds_of_layers(config: Config, layers: int, name: str, kind: str, rule: Sequence[str] | None) -> tuple[str, ...]:
     """Kinds of layers by layer_types, whose states are called `name` there, or by an older rule; both must agree."""
-    types, known = config.get("layer_types"), {_FULL: _ATTENTION, name: kind}
+    types = config.get("layer_types")
+    known = {_FULL: _ATTENTION, name: kind}
     if types is None:
         types = rule if rule is not None else [_FULL] * layers
     if not isinstance(types, (list, tuple)) or len(types) != layers or any(one not in list(known) for one in types):

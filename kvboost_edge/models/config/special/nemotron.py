@@ -20,7 +20,10 @@ __all__ = ["nemotron_experts", "nemotron_layers", "with_nemotron_words"]
 
 Config = Mapping[str, Any]
 
-_STATE, _FULL, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
+_STATE = "linear_attention"
+_FULL = "full_attention"
+_MLP = "mlp"
+_EXPERTS = "moe"
 _KINDS = {_STATE: "ssd", _FULL: ATTENTION, _MLP: NO_MIXER, _EXPERTS: NO_MIXER}
 _OLDER = {"mamba": _STATE, "attention": _FULL}
 _LETTERS = {"M": _STATE, "*": _FULL, "-": _MLP, "E": _EXPERTS}  # of hybrid_override_pattern

@@ -15,7 +15,10 @@ __all__ = ["MAMBA_KEYS", "SsdKeys", "ssd_mixer", "ssd_names", "time_limit_of"]
 Config = Mapping[str, Any]
 
 # What the kernels of states take. The native runner checks the same, but only after the weights were packed.
-_MOST_TAPS, _MOST_DIM, _MOST_STATE = 16, 1 << 11, 1 << 8  # length of a convolution; dims of heads and of B and C
+# length of a convolution; dims of heads and of B and C
+_MOST_TAPS = 16
+_MOST_DIM = 1 << 11
+_MOST_STATE = 1 << 8
 _LANES = 16  # value channels that a kernel takes at once
 _GROUP = 32  # inputs of a matrix that a kernel takes at once
 _NO_LIMIT = (0.0, math.inf)

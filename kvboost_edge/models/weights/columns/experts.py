@@ -64,7 +64,8 @@ class ColumnExperts:
         self._expert = functools.lru_cache(maxsize=_KEPT)(self._read_expert)
         # One at a time: every thread that packs would read the same expert, and hold it.
         self._reading = threading.Lock()
-        self._lock, self._lost = threading.Lock(), set[str]()
+        self._lock = threading.Lock()
+        self._lost = set[str]()
         self._rows: dict[str, _Rows] = {}
         try:
             self._wholes = {name for name in self._files.names() if _WHOLE.fullmatch(name)}
@@ -82,7 +83,8 @@ class ColumnExperts:
         found = _WHOLE.fullmatch(name)
         assert found is not None
         prefix, base, form = found.groups()
-        whole, parts = name.removesuffix(form) if form else name, _PARTS[base]
+        whole = name.removesuffix(form) if form else name
+        parts = _PARTS[base]
         if form == "_scales":
             if f"{whole}_blocks" not in self._wholes:
                 raise self._error(name, f"has no fellow '{whole}_blocks'")
@@ -206,7 +208,8 @@ class ColumnExperts:
         stop)."""
         if not 0 <= start < stop <= piece.rows:
             raise self._error(f"{piece.whole}_blocks", f"has no rows {start} to {stop} of {piece.rows}")
-        groups, each = piece.inputs // _GROUP, piece.rows * piece.step
+        groups = piece.inputs // _GROUP
+        each = piece.rows * piece.step
         first = piece.expert * each + piece.first + piece.step * start
         rows = piece.step * (stop - start - 1) + 1
         packed = self._span(f"{piece.whole}_blocks", 4, first, rows, groups * _BLOCK_BYTES)

@@ -63,7 +63,8 @@ async def warm(request: Request, body: WarmRequest) -> Response:
         if body.alone is not None:
             await send_json(send, dumps(await _warm_alone(state, request, body)))
             return
-        engine, job = state.engine, _warm_job(state, body)
+        engine = state.engine
+        job = _warm_job(state, body)
         estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(body.text or "")
         async with (
             state.admit(request, estimate) as ticket,
@@ -73,7 +74,8 @@ async def warm(request: Request, body: WarmRequest) -> Response:
             results = await wait_all(ticket, run.handles)
             if run.watch is not None:
                 run.watch.finish(results[0])
-            ids, tenant = run.prompts[0].token_ids, ticket.tenant
+            ids = run.prompts[0].token_ids
+            tenant = ticket.tenant
             stored = await off_loop(lambda: engine.warm_result(ids, tenant=tenant, cache_salt=body.cache_salt))
         figures = {"usage": usage_of(results, 1), **costs(results, 1, run.tokenize_ms)}
         await send_json(send, dumps({"object": "warm", **dataclasses.asdict(stored), **figures}))
@@ -108,7 +110,8 @@ async def reset(request: Request, body: ResetRequest | None = None) -> Response:
     models = server_of(request).models
     for served in models.all:  # whose engine stopped has no block left, and is loaded again by the next request
         models.loader.let_go_if_stopped(served)
-    dropped, loaded = 0, models.loaded
+    dropped = 0
+    loaded = models.loaded
     with contextlib.ExitStack() as looks:
         for state in loaded:  # those behind the first must not be unloaded meanwhile
             looks.enter_context(state.looks.begin())
@@ -134,12 +137,14 @@ async def blocks(request: Request, model: ModelParam = None) -> Response:
 
 async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) -> dict[str, Any]:
     """Compute documents, or a text behind others; whoever goes meanwhile keeps his place until that has stopped."""
-    engine, param = state.engine, str(body.alone)
+    engine = state.engine
+    param = str(body.alone)
     if engine.reuse_refusal is not None:
         raise bad_field(
             param, f"{param} is for kvboost.mode 'chunk_kv_reuse', which is refused: {engine.reuse_refusal}"
         )
-    priority, documents = check_priority(state, body.priority), body.documents
+    priority = check_priority(state, body.priority)
+    documents = body.documents
     texts = [body.text or ""] if documents is None else documents
     estimate = sum(estimate_tokens(text) if isinstance(text, str) else len(text) for text in texts)
     before = engine.config.primer_tokens * len(texts) if documents is not None else body.position_offset
@@ -210,7 +215,8 @@ def _size(body: UnpinRequest) -> int:
 
 
 def _stats(state: ModelState) -> dict[str, Any]:
-    engine, admission = state.engine, state.admission
+    engine = state.engine
+    admission = state.admission
     return {
         "object": "stats",
         "model": state.model_name,

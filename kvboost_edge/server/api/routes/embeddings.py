@@ -45,7 +45,8 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
         estimates = [estimate_tokens(item) if isinstance(item, str) else len(item) for item in body.input]
         size = sum(map(len, body.input))
         vectors, results = await _computed(state, request, body, compute, "input", estimates, size)
-        model, as_base64 = body.model or state.model_name, body.encoding_format == "base64"
+        model = body.model or state.model_name
+        as_base64 = body.encoding_format == "base64"
         answer = await off_loop(lambda: dumps_long(embedding_answer(model, vectors, results, as_base64=as_base64)))
         await send_json(send, answer)
 
@@ -63,11 +64,13 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
             return state.engine.rerank(body.query, body.documents, **own, **options)
 
         # Each document stands behind the query, whose length counts so often; nothing is written down before it may in.
-        query, lengths = estimate_tokens(body.query), [len(body.query) + len(document) for document in body.documents]
+        query = estimate_tokens(body.query)
+        lengths = [len(body.query) + len(document) for document in body.documents]
         estimates = [query + estimate_tokens(document) for document in body.documents]
         scores, results = await _computed(state, request, body, compute, "documents", estimates, sum(lengths))
         texts = body.documents if body.return_documents else None
-        model, count = body.model or state.model_name, body.top_n or len(scores)
+        model = body.model or state.model_name
+        count = body.top_n or len(scores)
         answer = await off_loop(lambda: dumps_long(rerank_answer(model, scores, texts, count, results)))
         await send_json(send, answer)
 
@@ -90,7 +93,8 @@ async def _computed(
     estimates   tokens of each input, about
     size        characters or tokens to read
     """
-    places, priority = min(len(estimates), state.admission.batch), check_priority(state, body.priority)
+    places = min(len(estimates), state.admission.batch)
+    priority = check_priority(state, body.priority)
     async with state.admit(request, sum(estimates), places) as ticket:
         handles = Handles()
 

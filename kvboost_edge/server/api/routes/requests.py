@@ -24,7 +24,8 @@ _NO_STORE = {"Cache-Control": "no-store"}
 @router.get("/v1/requests", response_class=JSONResponse, responses={200: {"model": PromptCaches}})
 async def requests(request: Request) -> Response:
     """What became of the last prompts of this API key, the latest first; texts are in the route of each."""
-    records, kept = _latest(request), server_of(request).settings.request_history
+    records = _latest(request)
+    kept = server_of(request).settings.request_history
     data = [record.diagnosis.as_json() for record in records[:_SHOWN] if record.diagnosis is not None]
     return json_response({"object": "list", "data": data, "kept_seconds": kept}, headers=_NO_STORE)
 
@@ -33,7 +34,8 @@ async def requests(request: Request) -> Response:
 async def request_cache(request: Request, request_id: str) -> Response:
     """Where the prompt of a request left what was asked before, and why; the id is the x-request-id of its answer,
     "last" the latest."""
-    server, tenant = server_of(request), _tenant(request)
+    server = server_of(request)
+    tenant = _tenant(request)
     kept = server.settings.request_history
     if not kept:
         raise ApiError(404, "no request is kept: the server runs with --request-history 0", code="not_found")
@@ -58,7 +60,8 @@ async def request_cache(request: Request, request_id: str) -> Response:
 
 def _latest(request: Request) -> list[Record]:
     """This key's last requests that ended, of all models, the latest first."""
-    tenant, found = _tenant(request), []
+    tenant = _tenant(request)
+    found = []
     for one in server_of(request).models.all:
         if one.state is not None:
             one.state.doctor.settle()

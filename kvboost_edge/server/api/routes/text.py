@@ -47,7 +47,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
     async def work(state: ModelState, send: Send) -> None:
         body.check_together()
-        text, messages = body.content or body.prompt or "", body.messages or []
+        text = body.content or body.prompt or ""
+        messages = body.messages or []
         async with state.admit(request, estimate_tokens(text) + estimate_messages(messages, body.tools)):
             answer = await off_loop(
                 lambda: dumps_long(_tokenize(state, body)), len(text) + size_of(messages, body.tools)

@@ -103,5 +103,6 @@ def merged(fields: dict[str, dict[str, Any]]) -> dict[str, Any] | tuple[str, str
         if keywords and found and keywords != found:
             return first, name
         if keywords and not found:
-            found, first = keywords, name
+            found = keywords
+            first = name
     return found

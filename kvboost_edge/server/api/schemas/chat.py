@@ -73,7 +73,8 @@ def _template_variables(value: Any) -> dict[str, Any]:
 
 
 def _check_template_value(item: Any) -> None:
-    number, length = BOUNDS["template_number"], COUNTS["template_text"]
+    number = BOUNDS["template_number"]
+    length = COUNTS["template_text"]
     if isinstance(item, str):
         if not is_text(item):
             raise field_error("chat_template_kwargs", "holds a lone surrogate; it is no valid text")
@@ -132,7 +133,8 @@ Content = Annotated[str, PlainValidator(_content), WithJsonSchema({"anyOf": [_TE
 
 def _by_role(schema: dict[str, Any]) -> None:
     """What `_belongs_to_its_role` checks, in the document."""
-    null, given = {"type": "null"}, {"not": {"type": "null"}}
+    null = {"type": "null"}
+    given = {"not": {"type": "null"}}
     schema["oneOf"] = [
         {"properties": {"role": {"const": "tool"}, "tool_call_id": given, "content": given, "tool_calls": null}},
         {"properties": {"role": {"const": "assistant"}, "tool_call_id": null, "content": given}},

@@ -22,7 +22,8 @@ __all__ = ["CompletionRequest"]
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
     """One prompt or a list of them, as text or as token ids, to a list; all of one kind."""
-    count, tokens = COUNTS["prompts"], COUNTS["prompt_tokens"]
+    count = COUNTS["prompts"]
+    tokens = COUNTS["prompt_tokens"]
     if isinstance(value, list) and value and type(value[0]) is int:
         value = [value]
     prompts = [value] if isinstance(value, str) else value
@@ -87,7 +88,8 @@ class CompletionRequest(SamplingFields):
         if self.echo and exact and self.mode is GenerationMode.CHUNK_KV_REUSE:
             why = f"is approximate, and echo with {exact} needs exact keys and values"
             raise bad_field("kvboost", f"kvboost.mode 'chunk_kv_reuse' {why}")
-        total, limit = self.num_sequences * len(self.prompt), COUNTS["sequences"]
+        total = self.num_sequences * len(self.prompt)
+        limit = COUNTS["sequences"]
         if total > limit.high:
             raise bad_field("n", f"prompts times n or best_of make {total} sequences; at most {limit.high} are allowed")
 

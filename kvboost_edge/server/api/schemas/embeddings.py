@@ -24,7 +24,8 @@ _KINDS = "must be a string, a list of strings, a list of token ids, or a list of
 
 def _inputs(value: Any) -> list[str | list[int]]:
     """One input or a list of them, as text or as token ids, to a list."""
-    count, tokens = COUNTS["inputs"], COUNTS["prompt_tokens"]
+    count = COUNTS["inputs"]
+    tokens = COUNTS["prompt_tokens"]
     if isinstance(value, list) and value and type(value[0]) is int:
         value = [value]
     inputs = [value] if isinstance(value, str) else value

@@ -132,7 +132,8 @@ def number_schema(name: str) -> dict[str, Any]:
 
 
 def _metadata(value: Any) -> dict[str, str]:
-    name, text = COUNTS["metadata_name"], COUNTS["metadata_value"]
+    name = COUNTS["metadata_name"]
+    text = COUNTS["metadata_value"]
     if not isinstance(value, dict):
         raise field_error("metadata", "must map strings to strings")
     check_count("metadata", "metadata", value)
@@ -168,7 +169,8 @@ TokenIds = Annotated[
 
 def _stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
-    count, length = COUNTS["stop"], COUNTS["stop_length"]
+    count = COUNTS["stop"]
+    length = COUNTS["stop_length"]
     if not isinstance(stops, list):
         raise field_error("stop", "must be a string or a list of strings")
     if not count.low <= len(stops) <= count.high:

@@ -72,7 +72,8 @@ def _tool(value: Any) -> dict[str, Any]:
     function = value.get("function")
     if not isinstance(function, dict) or not function.keys() <= {"name", "description", "parameters", "strict"}:
         raise field_error("tools", "a function has a name, and may have description, parameters and strict")
-    description, parameters = function.get("description"), function.get("parameters")
+    description = function.get("description")
+    parameters = function.get("parameters")
     if not isinstance(description, (str, type(None))):
         raise field_error("tools", "a function's description must be a string")
     if not isinstance(parameters, (dict, type(None))):
@@ -127,7 +128,8 @@ def _called(value: Any) -> Called:
     )
     if not isinstance(function, dict) or not isinstance(function.get("arguments") or "", str):
         raise field_error("tool_calls", "each must be {'id': …, 'type': 'function', 'function': {'name', 'arguments'}}")
-    call_id, arguments = value.get("id", ""), function.get("arguments") or "{}"
+    call_id = value.get("id", "")
+    arguments = function.get("arguments") or "{}"
     if not isinstance(call_id, str) or len(call_id) > COUNTS["tool_call_id"].high:
         raise field_error("tool_calls", f"an id has at most {COUNTS['tool_call_id'].high} characters")
     if len(arguments) > COUNTS["text"].high:

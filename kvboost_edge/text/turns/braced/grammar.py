@@ -46,7 +46,11 @@ class BracedGrammar:
 
     def __init__(self, lark: Lark, name: str, tool: Tool, quote: str, string: Callable[[], Rule]) -> None:
         """string: the rule of any text and the marker behind it."""
-        self._lark, self._name, self._tool, self._quote, self._string = lark, name, tool, quote, string
+        self._lark = lark
+        self._name = name
+        self._tool = tool
+        self._quote = quote
+        self._string = string
         self._root: dict[str, Any] = {**without_needless(tool.parameters), "type": "object"}
         self._rules: dict[int, Rule] = {}
         self._depth = 0
@@ -175,7 +179,8 @@ class BracedGrammar:
         return [f"{escaped(key)}:", self._value(schema)]
 
     def _array(self, name: str, schema: Mapping[str, Any]) -> Iterator[list[Atom]]:
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        least = int(schema.get("minItems", 0))
+        most = schema.get("maxItems")
         if least == 0:
             yield [r"\[\]"]
         if most is not None and int(most) < max(least, 1):

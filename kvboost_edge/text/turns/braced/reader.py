@@ -39,16 +39,22 @@ class BracedArguments:
         texts: Collection[str],
     ) -> None:
         """begin: called before the first `show`; texts: the arguments that are strings, even where they are bare."""
-        self._scanner, self._quote, self._texts = scanner, quote, texts
-        self._shown, self._begin, self._begun = show, begin, False
+        self._scanner = scanner
+        self._quote = quote
+        self._texts = texts
+        self._shown = show
+        self._begin = begin
+        self._begun = False
         self._open = ["}"]  # the brackets that are still to be closed
         self._first = True  # nothing stands in the innermost one yet
         first = re.escape(quote[0])
-        self._ends_key, self._ends_value = re.compile(f"{_ENDS_KEY}{first}]"), re.compile(f"{_ENDS_VALUE}{first}]")
+        self._ends_key = re.compile(f"{_ENDS_KEY}{first}]")
+        self._ends_value = re.compile(f"{_ENDS_VALUE}{first}]")
 
     def read(self) -> Step[bool]:
         """Whether a call stands here. It is passed as far as it is one, and what is shown is closed."""
-        scanner, start = self._scanner, self._scanner.at
+        scanner = self._scanner
+        start = self._scanner.at
         while self._open:
             if not (yield from self._item()):
                 scanner.at = start
@@ -63,12 +69,14 @@ class BracedArguments:
     def _show(self, text: str) -> None:
         if not self._begun:
             self._begin()
-            text, self._begun = "{" + text, True
+            text = "{" + text
+            self._begun = True
         self._shown(text)
 
     def _item(self) -> Step[bool]:
         """The next item of the innermost bracket, up to where one inside of it opens; or its end."""
-        scanner, comma = self._scanner, ""
+        scanner = self._scanner
+        comma = ""
         if (yield from self._closed()):
             return True
         if not self._first:

@@ -36,7 +36,8 @@ def channel_grammar(
 
 class _Grammar:
     def __init__(self, lark: Lark, channels: ChannelFormat, answer: Mapping[str, Any] | None) -> None:
-        self._lark, self._format = lark, channels
+        self._lark = lark
+        self._format = channels
         self._answer: Rule | None = None if answer is None else lark.json("answer", answer)
         # Letters that spell a marker count as the marker, since who reads the text cannot tell them apart.
         marks = (*channels.ends, channels.start)
@@ -44,7 +45,8 @@ class _Grammar:
         self._text = lark.terminal("TEXT", FREE)
 
     def whole(self, tools: Sequence[Tool], required: bool, state: str) -> str:
-        lark, format = self._lark, self._format
+        lark = self._lark
+        format = self._format
         rest = [lark.up_to("rest", self._text, format.end), *lark.literal(format.start)]
         lark.add("before", *([*lark.literal(format.header(name)), *rest] for name in (format.thoughts, format.calls)))
         ends: list[list[Atom]] = [] if required else [[*self._head(format.answer), *self._said()]]
@@ -69,7 +71,8 @@ class _Grammar:
 
     def _head(self, name: str) -> list[Atom]:
         """The header of an answer; one in JSON may say so."""
-        format, lark = self._format, self._lark
+        format = self._format
+        lark = self._lark
         if self._answer is None:
             return lark.literal(format.header(name))
         lark.add("as_json", [" ?", *lark.literal(format.constrain), "json"], [])
@@ -77,8 +80,10 @@ class _Grammar:
 
     def _call(self, tool: Tool, arguments: Rule) -> list[list[Atom]]:
         """The tool is named behind the channel, as models write it, or in front, as their templates do."""
-        format, lark = self._format, self._lark
+        format = self._format
+        lark = self._lark
         to = f"to={escaped(format.functions + tool.name)}"
-        begin, message = lark.literal(format.channel), lark.literal(format.message)
+        begin = lark.literal(format.channel)
+        message = lark.literal(format.message)
         kind: list[Atom] = [" ?", Rule("constrained"), "json", *message, SPACE, arguments]
         return [[*begin, f"{format.calls} {to}", *kind], [f" {to}", *begin, format.calls, *kind]]

@@ -24,7 +24,8 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
             found.append(message)
             continue
         end = next((i for i in range(at, len(messages)) if messages[i].get("role") != "tool"), len(messages))
-        results, at = list(messages[at:end]), end
+        results = list(messages[at:end])
+        at = end
         kept = {key: value for key, value in message.items() if key not in (*_THOUGHT_KEYS, "content", "tool_calls")}
         thought = _thought_before_calls(message)
         for number, call in enumerate(calls):

@@ -33,10 +33,13 @@ class ChannelTurn:
     """The steps of reading a turn; `in_answer`: inside of the text of an answer behind its header."""
 
     def __init__(self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: ChannelFormat) -> None:
-        self._scanner, self._parts, self._format = scanner, parts, format
+        self._scanner = scanner
+        self._parts = parts
+        self._format = format
         self._tools = {format.functions + tool.name: tool.name for tool in tools}
         channel, message, constrain = map(re.escape, (format.channel, format.message, format.constrain))
-        space, to = r"\s{0,8}", rf"{_RECIPIENT}(?P<%s>[^\s<]{{0,160}})"
+        space = r"\s{0,8}"
+        to = rf"{_RECIPIENT}(?P<%s>[^\s<]{{0,160}})"
         self._begun = re.compile(
             rf"{space}(?:{to % 'before'}{space})?(?:{channel}{space}(?P<channel>\w{{0,32}}){space}"
             rf"(?:{to % 'behind'})?{space}(?:{constrain})?{space}[\w/.+-]{{0,32}}{space})?"
@@ -61,7 +64,8 @@ class ChannelTurn:
 
     def _next_header(self) -> Step[_Header]:
         """The header that stands here, passed; that of an answer where none does."""
-        scanner, message = self._scanner, self._format.message
+        scanner = self._scanner
+        message = self._format.message
         while (found := self._header.match(scanner.text)) is None:
             text = scanner.text
             if not self._may_begin(text) or message in text or len(text) > _LONGEST_HEADER:
@@ -101,7 +105,8 @@ class ChannelTurn:
 
     def _addressed(self, header: _Header) -> Step[None]:
         """A message to a tool: its text is the arguments, which are an object; none at all are an empty one."""
-        name, first = self._tools.get(header.recipient), ""
+        name = self._tools.get(header.recipient)
+        first = ""
         if name is not None:
             try:
                 first = yield from self._first_of_arguments()
@@ -147,7 +152,8 @@ class ChannelTurn:
 
     def _text(self, kind: type[Part] | None, *, continued: bool = False) -> Step[None]:
         """Shows the text up to the first marker of an end, which is not passed. kind: None shows nothing."""
-        scanner, is_next = self._scanner, not continued
+        scanner = self._scanner
+        is_next = not continued
         while True:
             ends = [at for mark in self._marks if (at := scanner.text.find(mark)) >= 0]
             held = max(held_back(scanner.text, 0, mark) for mark in self._marks)
@@ -178,7 +184,8 @@ class ChannelTurn:
 
     def _end(self) -> Step[None]:
         """Passes what ends a message, and what begins the next one."""
-        scanner, format = self._scanner, self._format
+        scanner = self._scanner
+        format = self._format
         while any(scanner.text.startswith(mark) for mark in format.ends):
             mark = next(mark for mark in format.ends if scanner.text.startswith(mark))
             scanner.at = len(mark)

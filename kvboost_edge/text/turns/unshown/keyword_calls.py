@@ -16,7 +16,8 @@ __all__ = ["KEYWORD_CALLS", "calls_by_tool_list", "with_calls_written"]
 
 Message = dict[str, Any]
 
-_CALL, _CALL_END = "<|tool_call_start|>", "<|tool_call_end|>"
+_CALL = "<|tool_call_start|>"
+_CALL_END = "<|tool_call_end|>"
 _TOOL_LIST = re.compile(r"<\|tool_list_start\|>(.*?)<\|tool_list_end\|>", re.DOTALL)
 KEYWORD_CALLS = CallFormat(
     "keyword", _CALL, opening=f"{_CALL}[", separator=", ", closing=f"]{_CALL_END}", parallel=True

@@ -23,7 +23,8 @@ __all__ = ["count_tokens", "messages_order"]
 
 def messages_order(state: ModelState, body: MessagesRequest) -> tuple[Order, ChatRequest]:
     """How to run the request, and the chat request that it is. For worker threads: bodies may be long."""
-    chat, marks = translated(body), breakpoints(body)
+    chat = translated(body)
+    marks = breakpoints(body)
     writer = AnthropicWriter(state, body)
     order = chat_order(state, chat, writer)
     encode_chat = order.job.encode

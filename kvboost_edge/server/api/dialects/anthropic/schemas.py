@@ -157,7 +157,8 @@ class Prompted(Strict):
 
     def check_together(self) -> None:
         """ApiError for more breakpoints than there may be."""
-        most, count = COUNTS["cache_marks"].high, sum(1 for _ in self._marks())
+        most = COUNTS["cache_marks"].high
+        count = sum(1 for _ in self._marks())
         if count > most:
             raise bad_field("cache_control", f"cache_control stands in {count} places; at most {most} are allowed")
 

@@ -69,7 +69,8 @@ class AnthropicWriter(TurnWriter):
         self._emit([{"type": "ping", **told}])
 
     def opened(self) -> None:
-        prompt, cached = len(self.run.prompts[0].token_ids), self.run.handles[0].cached_tokens
+        prompt = len(self.run.prompts[0].token_ids)
+        cached = self.run.handles[0].cached_tokens
         message = {
             **self._head([]),
             "stop_reason": None,
@@ -141,7 +142,8 @@ class _Blocks:
     """The content blocks of a message, from its parts in order."""
 
     def __init__(self, writer: TurnWriter, *, shows_thoughts: bool) -> None:
-        self._writer, self._shows_thoughts = writer, shows_thoughts
+        self._writer = writer
+        self._shows_thoughts = shows_thoughts
         self.content: list[Json] = []
         self._open = False
         self._arguments: list[str] = []
@@ -175,12 +177,15 @@ class _Blocks:
         """The end of the block that is open, if one is."""
         if not self._open:
             return []
-        self._open, block, events = False, self.content[-1], list[Json]()
+        self._open = False
+        block = self.content[-1]
+        events = list[Json]()
         if block["type"] == "thinking":
             block["signature"] = _SIGNATURE
             events.append(self._delta({"type": "signature_delta", "signature": _SIGNATURE}))
         elif block["type"] == "tool_use":
-            block["input"], self._arguments = _object("".join(self._arguments)), []
+            block["input"] = _object("".join(self._arguments))
+            self._arguments = []
         return [*events, {"type": "content_block_stop", "index": len(self.content) - 1}]
 
     def _begun(self, block: Json) -> list[Json]:

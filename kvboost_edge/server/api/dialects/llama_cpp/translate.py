@@ -60,7 +60,8 @@ def _infill_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _order(state: ModelState, body: LlamaCompletion | Infill, pieces: Pieces, *, with_bos: bool, field: str) -> Order:
-    tokenizer, vocab_size = state.engine.tokenizer, state.engine.runner_info.vocab_size
+    tokenizer = state.engine.tokenizer
+    vocab_size = state.engine.runner_info.vocab_size
     limit = body.n_predict
     sampling = {
         name: default if getattr(body, name) is None else getattr(body, name) for name, default in DEFAULTS.items()

@@ -29,7 +29,8 @@ class LlamaWriter(TurnWriter):
 
     def __init__(self, state: ModelState, body: CompletionRequest, *, with_ids: bool) -> None:
         super().__init__(state, body.stop or ())
-        self._body, self._with_ids = body, with_ids
+        self._body = body
+        self._with_ids = with_ids
         self._stops = body.stop or ()
         self._ids: list[int] = []
         self._told_ids = 0
@@ -64,7 +65,8 @@ class LlamaWriter(TurnWriter):
         self._stream.add(event(self._final(result, reason, "", self._new_ids())))
 
     def _new_ids(self) -> list[int]:
-        begin, self._told_ids = self._told_ids, len(self._ids)
+        begin = self._told_ids
+        self._told_ids = len(self._ids)
         return self._ids[begin:] if self._with_ids else []
 
     def _final(self, result: GenerationResult, reason: str, content: str, ids: list[int]) -> Json:

@@ -86,7 +86,8 @@ def shown(server: ServerState, served: ServedModel) -> Json:
 
 
 def _entry(served: ServedModel, name: str) -> Json:
-    known, tagged = served.known, _tagged(name)
+    known = served.known
+    tagged = _tagged(name)
     described = served.name
     if known is not None:
         described += f" {known.architecture} {known.dtype} {known.weight_bytes} {known.vocab_size}"

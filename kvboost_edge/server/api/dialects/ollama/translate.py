@@ -65,7 +65,8 @@ def check_context(options: Options, max_context: int) -> None:
 
 
 def _shared(body: OllamaChat | OllamaGenerate) -> Json:
-    options, limit = body.chosen, body.chosen.num_predict
+    options = body.chosen
+    limit = body.chosen.num_predict
     given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
     sampling = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
     return {
@@ -93,7 +94,8 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Json]:
     """Ollama's calls have no ids of need: results belong to the calls before them, in their order, or by the tool's
     name."""
     waiting: deque[tuple[str, str]] = deque()  # (id, name) of calls without a result
-    number, found = 0, []
+    number = 0
+    found = []
     for at, message in enumerate(messages):
         plain: Json = {"role": message.role, "content": message.content or ""}
         if message.thinking:
@@ -102,7 +104,8 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Json]:
             calls = []
             for call in message.tool_calls:
                 number += 1
-                name, call_id = call.function.name, call.id or _ID.format(number)
+                name = call.function.name
+                call_id = call.id or _ID.format(number)
                 waiting.append((call_id, name))
                 arguments = _written(call.function.arguments, at)
                 calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})

@@ -40,7 +40,8 @@ class OllamaWriter(TurnWriter):
 
     def __init__(self, state: ModelState, name: str, stop: Sequence[str], *, chat: bool) -> None:
         super().__init__(state, stop)
-        self._name, self._chat = name, chat
+        self._name = name
+        self._chat = chat
         self._calls_told = 0
 
     def written(self, result: GenerationResult, reason: str) -> bytes:
@@ -94,7 +95,8 @@ class OllamaWriter(TurnWriter):
 
     def _figures(self, result: GenerationResult, reason: str) -> Json:
         """Times in nanoseconds. The prompt's tokens are all of them, with those that were read from the cache."""
-        usage, spent = usage_of([result], 1), costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped)
+        usage = usage_of([result], 1)
+        spent = costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped)
         return {
             "done_reason": "length" if reason == "length" else "stop",
             "total_duration": _nanoseconds(spent["kvboost"]["total_ms"]),

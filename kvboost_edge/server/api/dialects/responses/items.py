@@ -30,7 +30,8 @@ _PARTS = {
     "reasoning_text": "text",
     "summary_text": "text",
 }
-_SAID, _THOUGHT = ("input_text", "output_text", "text", "refusal"), ("reasoning_text", "text")
+_SAID = ("input_text", "output_text", "text", "refusal")
+_THOUGHT = ("reasoning_text", "text")
 # Members of a part that say nothing to a model.
 _BESIDE = {"annotations", "logprobs"}
 
@@ -79,7 +80,8 @@ def _item(value: Any, number: int) -> Json:
 
 
 def _message(item: Json, where: str) -> Json:
-    role, content = item.get("role"), item.get("content")
+    role = item.get("role")
+    content = item.get("content")
     if role not in _ROLES:
         raise field_error("items", f"{where}: the role of a message must be one of {', '.join(_ROLES)}")
     if isinstance(content, str):
@@ -110,7 +112,8 @@ def _result(item: Json, where: str) -> Json:
 def _reasoning(item: Json, where: str) -> Json:
     if item.get("encrypted_content"):
         raise field_error("not_built", f"{where}: encrypted_content was written by another server; leave it out")
-    summary, content = item.get("summary", []), item.get("content", [])
+    summary = item.get("summary", [])
+    content = item.get("content", [])
     whole = {"id": item.get("id") or new_id("rs"), "type": "reasoning", "status": "completed"}
     parts = {"summary": _parts(summary, where, ("summary_text",), least=0)}
     return {**whole, **parts, "content": _parts(content, where, _THOUGHT, least=0)}

@@ -52,7 +52,8 @@ class Output:
         if not self._open:
             return
         self._open = False
-        item, text = self.items[-1], "".join(self._pieces)
+        item = self.items[-1]
+        text = "".join(self._pieces)
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text

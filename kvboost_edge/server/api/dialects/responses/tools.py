@@ -76,7 +76,8 @@ def _tools_of(tool: Any) -> list[Json]:
         return [_function(tool)]
     if kind != "namespace" or not tool.keys() <= {"type", "name", "description", "tools"}:
         raise field_error("tools", "each must be {'type': 'function', 'name': …, 'parameters': …}")
-    inner, name = tool.get("tools"), tool.get("name")
+    inner = tool.get("tools")
+    name = tool.get("name")
     if not isinstance(name, str) or not name or not isinstance(inner, list) or not inner:
         raise field_error("tools", "a namespace must have a name and a list of tools")
     if any(not isinstance(one, dict) or one.get("type") != "function" for one in inner):
