@@ -1,7 +1,6 @@
 """The command line end to end, on a tiny random model."""
 
-import io
-import json
+import re
 import shutil
 import signal
 import subprocess
@@ -10,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers.json_files import change_json
 from helpers.models.tiny_models import save_tiny_model
-from kvboost_edge.cli.app import run
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.cli.warmup import _forms
+from kvboost_edge.models.fingerprint import fingerprint_of_directory
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("generate", "chat", "demo", "doctor", "models", "inspect", "eval", "warmup", "launch")
@@ -19,63 +21,55 @@ SMALL = ("-o", "num_blocks=64", "-o", "dtype=float32")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_examples(command, capsys):
-    assert run([command, "--help"]) == 0
-    out = capsys.readouterr().out
+def test_help_has_examples(command, printed):
+    out = printed(command, "--help").out
     assert "Examples" in out
     assert f"kvboost-edge {command}" in out
 
 
-def test_no_arguments_show_the_commands(capsys):
-    assert run([]) == 2
-    shown = "".join(capsys.readouterr())
+def test_no_arguments_show_the_commands(printed):
+    shown = "".join(printed(code=2))
     assert all(command in shown for command in COMMANDS)
 
 
 @pytest.mark.parametrize(
-    "argv", [["unknown"], ["generate"], ["generate", "x", "--no-such"], ["generate", "x", "-n", "many"]]
+    "argv",
+    [["unknown"], ["generate"], ["generate", "x", "--no-such"], ["generate", "x", "-n", "many"]],
 )
-def test_wrong_usage_exits_with_2(argv, capsys):
-    assert run(argv) == 2
-    assert "Traceback" not in capsys.readouterr().err
+def test_wrong_usage_exits_with_2(argv, printed):
+    assert "Traceback" not in printed(*argv, code=2).err
 
 
-def test_generate_streams_text_and_a_summary(tiny_model_dir, capsys):
-    assert run(["generate", "Hello", "-m", str(tiny_model_dir), "-n", "8", *SMALL]) == 0
-    captured = capsys.readouterr()
-    assert "8 tokens" in captured.err or "stop" in captured.err
-    assert "prompt tokens" in captured.err
+def test_generate_streams_text_and_a_summary(tiny_model_dir, printed):
+    err = printed("generate", "Hello", "-m", tiny_model_dir, "-n", "8", *SMALL).err
+    assert "8 tokens" in err or "stop" in err
+    assert "prompt tokens" in err
 
 
-def test_generate_json_equals_the_engine(tiny_model_dir, capsys):
-    from kvboost_edge import CPUPagedEngine
-
+def test_generate_json_equals_the_engine(tiny_model_dir, answered):
     argv = [
         "generate",
         "Hello",
         "-m",
-        str(tiny_model_dir),
+        tiny_model_dir,
         "-n",
         "8",
         "-s",
         "temperature=0.8",
         "-s",
         "seed=3",
-        "--json",
     ]
-    assert run([*argv, *SMALL]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    with CPUPagedEngine.from_pretrained(str(tiny_model_dir), num_blocks=64, dtype="float32") as engine:
+    shown = answered(*argv, *SMALL)
+    with CPUPagedEngine.from_pretrained(tiny_model_dir, num_blocks=64, dtype="float32") as engine:
         result = engine.generate("Hello", max_new_tokens=8, temperature=0.8, seed=3)
     assert shown["output_token_ids"] == list(result.output_token_ids)
     assert shown["output_text"] == result.output_text
     assert shown["finish_reason"] == result.finish_reason
 
 
-def test_generate_reads_the_prompt_from_standard_input(tiny_model_dir, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
-    assert run(["generate", "-", "-m", str(tiny_model_dir), "-n", "2", "--json", *SMALL]) == 0
-    assert json.loads(capsys.readouterr().out)["prompt"] == "Hello"
+def test_generate_reads_the_prompt_from_standard_input(tiny_model_dir, answered, typed):
+    typed("Hello")
+    assert answered("generate", "-", "-m", tiny_model_dir, "-n", "2", *SMALL)["prompt"] == "Hello"
 
 
 @pytest.mark.parametrize(
@@ -94,30 +88,16 @@ def test_generate_reads_the_prompt_from_standard_input(tiny_model_dir, capsys, m
         (["-m", "/no/such/directory"], "/no/such/directory"),
     ],
 )
-def test_errors_are_one_clean_line(extra, named, tiny_model_dir, capsys):
-    assert run(["generate", "Hello", "-m", str(tiny_model_dir), *extra]) == 1
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("kvboost-edge: error: ")
-    assert named in error
+def test_errors_are_one_clean_line(extra, named, tiny_model_dir, refused):
+    assert named in refused("generate", "Hello", "-m", tiny_model_dir, *extra)
 
 
-def test_chat_reuses_earlier_turns(tiny_model_dir, capsys, monkeypatch):
-    lines = [
-        "Hello there, how are you today?",
-        "",
-        "/help",
-        "And now something else.",
-        "/stats",
-        "/reset",
-        "Hi",
-        "/quit",
-    ]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
-    assert run(["chat", "-m", str(tiny_model_dir), "-n", "8", *SMALL]) == 0
-    out = capsys.readouterr().out
-    cached = [
-        int(line.split(" from the cache")[0].split()[-1]) for line in out.splitlines() if "from the cache" in line
-    ]
+def test_chat_reuses_earlier_turns(tiny_model_dir, printed, typed):
+    typed(
+        "Hello there, how are you today?\n\n/help\nAnd now something else.\n/stats\n/reset\nHi\n/quit\n"
+    )
+    out = printed("chat", "-m", tiny_model_dir, "-n", "8", *SMALL).out
+    cached = [int(count) for count in re.findall(r"(\d+) from the cache", out)]
     assert len(cached) == 3
     assert cached[0] == 0
     assert cached[1] >= 32  # the first turn: more than two blocks
@@ -125,22 +105,22 @@ def test_chat_reuses_earlier_turns(tiny_model_dir, capsys, monkeypatch):
     assert "a new conversation" in out
 
 
-def test_chat_survives_a_refused_turn(tiny_model_dir, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 600 + "\nHi\n"))
-    assert run(["chat", "-m", str(tiny_model_dir), "-n", "4", *SMALL]) == 0
-    captured = capsys.readouterr()
-    assert "refused" in captured.err
-    assert captured.out.count("from the cache") == 1
+def test_chat_survives_a_refused_turn(tiny_model_dir, printed, typed):
+    typed("x" * 600 + "\nHi\n")
+    out, err = printed("chat", "-m", tiny_model_dir, "-n", "4", *SMALL)
+    assert "refused" in err
+    assert out.count("from the cache") == 1
 
 
-def test_inspect_shows_what_the_files_hold(tiny_model_dir, capsys):
-    assert run(["inspect", str(tiny_model_dir), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_inspect_shows_what_the_files_hold(tiny_model_dir, answered):
+    report = answered("inspect", tiny_model_dir)
     assert report["architecture"] == "llama"
     assert report["supported"] is True
     assert (report["runs_on"], report["read_from"]) == ("native, torch", "safetensors, GGUF, ONNX")
     assert report["compared_with"] == "transformers; llama.cpp (GGUF)"
-    assert report["kv_bytes_per_token"] == 2 * 3 * 2 * 16 * 2  # K and V, 3 layers, 2 kv heads of 16, float16
+    assert (
+        report["kv_bytes_per_token"] == 2 * 3 * 2 * 16 * 2
+    )  # K and V, 3 layers, 2 kv heads of 16, float16
     assert report["kv_bytes_per_block"] == 16 * report["kv_bytes_per_token"]
     assert (report["runner"], report["weights"]) == ("native", "int8")
     assert (report["backend"], report["device"]) == ("cpu", "cpu")
@@ -149,54 +129,48 @@ def test_inspect_shows_what_the_files_hold(tiny_model_dir, capsys):
     assert 0 < report["weight_bytes"] < files
 
 
-def test_inspect_for_people(tiny_model_dir, capsys):
-    assert run(["inspect", str(tiny_model_dir), "-o", "backend=reference"]) == 0
-    out = capsys.readouterr().out
+def test_inspect_for_people(tiny_model_dir, printed):
+    out = printed("inspect", tiny_model_dir, "-o", "backend=reference").out
     assert "fingerprint" in out
     assert "reference" in out
 
 
-def test_inspect_agrees_with_the_engine(tiny_model_dir, capsys):
-    from kvboost_edge import CPUPagedEngine
-
-    for runner in ("native", "torch"):
-        for dtype in ("float32", "bfloat16"):
-            argv = ["inspect", str(tiny_model_dir), "--json", "-o", f"dtype={dtype}", "-o", f"runner={runner}"]
-            assert run(argv) == 0
-            report = json.loads(capsys.readouterr().out)
-            options = {"num_blocks": 8, "dtype": dtype, "runner": runner}
-            with CPUPagedEngine.from_pretrained(str(tiny_model_dir), **options) as engine:
-                assert report["kv_bytes_per_block"] == engine.paged_stats()["bytes_per_block"]
-                assert report["runner"] == engine.paged_stats()["runner"] == runner
-
-
-def test_inspect_computes_half_precision_checkpoints_in_float32_on_the_cpu(tiny_model_dir, tmp_path, capsys):
-    from kvboost_edge import CPUPagedEngine
-
-    directory = tmp_path / "half"
-    shutil.copytree(tiny_model_dir, directory)
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    (directory / "config.json").write_text(json.dumps({**config, "dtype": "float16"}), encoding="utf-8")
-    assert run(["inspect", str(directory), "--json", "-o", "runner=torch"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    with CPUPagedEngine.from_pretrained(directory, num_blocks=8, runner="torch") as engine:
+@pytest.mark.parametrize("runner", ["native", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "half checkpoint"])
+def test_inspect_agrees_with_the_engine(runner, dtype, tiny_model_dir, tmp_path, answered):
+    """Checkpoints in half precision are computed in float32 on the CPU."""
+    options, directory = {"runner": runner, "dtype": dtype}, tiny_model_dir
+    if dtype == "half checkpoint":
+        options, directory = {"runner": runner}, shutil.copytree(tiny_model_dir, tmp_path / "half")
+        change_json(directory / "config.json", dtype="float16")
+    report = answered(
+        "inspect",
+        directory,
+        *(word for name, value in options.items() for word in ("-o", f"{name}={value}")),
+    )
+    with CPUPagedEngine.from_pretrained(directory, num_blocks=8, **options) as engine:
         assert report["kv_bytes_per_block"] == engine.paged_stats()["bytes_per_block"]
+        assert report["runner"] == engine.paged_stats()["runner"] == runner
 
 
-def test_a_damaged_weight_file_is_named(tiny_model_dir, tmp_path, capsys):
-    directory = tmp_path / "cut"
-    shutil.copytree(tiny_model_dir, directory)
+def test_a_damaged_weight_file_is_named(tiny_model_dir, tmp_path, printed):
+    directory = shutil.copytree(tiny_model_dir, tmp_path / "cut")
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    assert run(["inspect", str(directory)]) == 1
-    assert "model.safetensors" in capsys.readouterr().err
+    assert "model.safetensors" in printed("inspect", directory, code=1).err
 
 
-def test_doctor_names_the_machine_and_the_path(tiny_model_dir, capsys):
-    assert run(["doctor", str(tiny_model_dir), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_doctor_names_the_machine_and_the_path(tiny_model_dir, answered):
+    report = answered("doctor", tiny_model_dir)
     assert report["Processor"]["threading_layer"].startswith("kernel-team")
-    assert report["Processor"]["kernel_path"] in ("amx+vnni512", "vnni512", "vnni256", "avx2", "neon", "plain")
+    assert report["Processor"]["kernel_path"] in (
+        "amx+vnni512",
+        "vnni512",
+        "vnni256",
+        "avx2",
+        "neon",
+        "plain",
+    )
     assert report["Processor"]["attention_path"].endswith(" on quantized blocks, float on others")
     assert report["Processor"]["amx"].startswith(("used: ", "not used: "))
     assert report["Memory"]["available_bytes"] > 0
@@ -209,148 +183,162 @@ def test_doctor_names_the_machine_and_the_path(tiny_model_dir, capsys):
     assert model["runner"] == "native"
     assert model["backend_reason"]
     assert model["fits"] is True
-    assert model["needed_bytes"] == model["weight_bytes"] + model["pool_bytes"] <= model["available_bytes"]
+    assert (
+        model["needed_bytes"]
+        == model["weight_bytes"] + model["pool_bytes"]
+        <= model["available_bytes"]
+    )
     assert model["packed_bytes_int4"] < model["packed_bytes_int8"] < model["packed_bytes_f32"]
     assert model["file_bytes"] > 0
     assert model["pool_tokens"] >= model["context"]
     assert model["packed_file"].endswith("there already") or model["packing_peak_bytes"] < 1e9
 
 
-def test_doctor_refuses_what_the_engine_would(tiny_model_dir, tmp_path, monkeypatch, capsys):
+def test_doctor_refuses_what_the_engine_would(
+    tiny_model_dir, tmp_path, monkeypatch, answered, printed
+):
     """Nothing is packed for it; the same sentence comes from the engine, and both commands end with 1."""
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
-    argv = [str(tiny_model_dir), "-o", "weights=int4", "-o", "num_blocks=1000000000"]
-    assert run(["doctor", *argv, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)[f"Model {tiny_model_dir}"]
+    argv = [tiny_model_dir, "-o", "weights=int4", "-o", "num_blocks=1000000000"]
+    found = answered("doctor", *argv, code=1)[f"Model {tiny_model_dir}"]
     assert found["fits"] is False
     assert "(1000000000 blocks of " in found["fit_reason"]
     assert "weights='int4'" not in found["knobs"], "it is in that format"
     assert "max_cache_bytes or num_blocks" in found["knobs"]
     assert found["packed_file"].startswith(f"will be written to {tmp_path / 'packed'}: ")
     assert not (tmp_path / "packed").exists()
-    assert run(["generate", "Hello", "-m", *argv]) == 1
-    message = " ".join(capsys.readouterr().err.split())
+    message = " ".join(printed("generate", "Hello", "-m", *argv, code=1).err.split())
     assert found["fit_reason"].partition(" exceed memory")[0] in message
 
 
-def test_doctor_counts_states_and_refuses_too_few(tmp_path, monkeypatch, capsys):
+def test_doctor_counts_states_and_refuses_too_few(tmp_path, monkeypatch, answered):
     """Of a model that keeps some beside its blocks; nothing is packed for it."""
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
-    path = str(save_tiny_model("lfm2", tmp_path / "model"))
-    argv = ["doctor", path, "--json", "-o", "weights=int8", "-o", "num_blocks=64", "-o", "max_num_seqs=3"]
-    assert run(argv) == 0
-    found = json.loads(capsys.readouterr().out)[f"Model {path}"]
+    path = save_tiny_model("lfm2", tmp_path / "model")
+    argv = ["doctor", path, "-o", "weights=int8", "-o", "num_blocks=64", "-o", "max_num_seqs=3"]
+    found = answered(*argv)[f"Model {path}"]
     sizes = [found[name] for name in ("weight_bytes", "pool_bytes", "state_bytes")]
     assert min(sizes) > 0
     assert (found["fits"], found["needed_bytes"]) == (True, sum(sizes))
-    assert run([*argv, "-o", "max_state_bytes=50"]) == 1
-    found = json.loads(capsys.readouterr().out)[f"Model {path}"]
+    found = answered(*argv, "-o", "max_state_bytes=50", code=1)[f"Model {path}"]
     assert found["fits"] is False
     assert found["fit_reason"].startswith("max_state_bytes=50 holds 0 states of ")
     assert "3 sequences need 3 x " in found["fit_reason"]
     assert not (tmp_path / "cache" / "packed").exists()
 
 
-def test_doctor_does_not_say_that_a_pool_fits_which_the_torch_runner_refuses(tiny_model_dir, capsys):
+def test_doctor_does_not_say_that_a_pool_fits_which_the_torch_runner_refuses(
+    tiny_model_dir, answered
+):
     """Nothing is refused ahead of it; the arithmetic is the same."""
-    argv = [str(tiny_model_dir), "-o", "runner=torch", "-o", "num_blocks=1000000000", "--json"]
-    assert run(["doctor", *argv]) == 1
-    found = json.loads(capsys.readouterr().out)[f"Model {tiny_model_dir}"]
+    argv = ["doctor", tiny_model_dir, "-o", "runner=torch", "-o", "num_blocks=1000000000"]
+    found = answered(*argv, code=1)[f"Model {tiny_model_dir}"]
     assert found["runner"] == "torch"
     assert found["fits"] is False
     assert found["fit_reason"].endswith(" GB are missing")
     assert found["needed_bytes"] > found["available_bytes"]
 
 
-def test_doctor_offers_what_makes_a_model_smaller_and_is_not_given_yet(tiny_model_dir, tmp_path, capsys):
+def test_doctor_offers_what_makes_a_model_smaller_and_is_not_given_yet(
+    tiny_model_dir, tmp_path, answered
+):
     def knobs(model, *options):
-        assert run(["doctor", str(model), "--json", *options]) == 0
-        return json.loads(capsys.readouterr().out)[f"Model {model}"]["knobs"]
+        given = (word for option in options for word in ("-o", option))
+        return answered("doctor", model, *given)[f"Model {model}"]["knobs"]
 
     assert "kv_cache_bits=8 or 4:" in knobs(tiny_model_dir)
-    assert "kv_cache_bits=4:" in knobs(tiny_model_dir, "-o", "kv_cache_bits=8")
-    assert "kv_cache_bits" not in knobs(tiny_model_dir, "-o", "kv_cache_bits=4")
+    assert "kv_cache_bits=4:" in knobs(tiny_model_dir, "kv_cache_bits=8")
+    assert "kv_cache_bits" not in knobs(tiny_model_dir, "kv_cache_bits=4")
     assert "max_state_bytes" not in knobs(tiny_model_dir)
     recurrent = save_tiny_model("lfm2", tmp_path)
     assert "max_state_bytes or max_num_seqs: the states, " in knobs(recurrent)
-    assert "max_draft_tokens" not in knobs(recurrent), "those that nobody asked for take no room from anything"
-    assert "max_draft_tokens" not in knobs(recurrent, "-o", "speculation=off", "-o", "max_draft_tokens=4")
-    assert "max_draft_tokens: drafts, " in knobs(recurrent, "-o", "speculation=on")
-    assert "max_draft_tokens: drafts, " in knobs(recurrent, "-o", "max_draft_tokens=4")
+    assert "max_draft_tokens" not in knobs(recurrent), (
+        "those that nobody asked for take no room from anything"
+    )
+    assert "max_draft_tokens" not in knobs(recurrent, "speculation=off", "max_draft_tokens=4")
+    assert "max_draft_tokens: drafts, " in knobs(recurrent, "speculation=on")
+    assert "max_draft_tokens: drafts, " in knobs(recurrent, "max_draft_tokens=4")
 
 
-def test_doctor_says_where_the_packed_weights_are(tiny_model_dir, tmp_path, monkeypatch, capsys):
+def test_doctor_says_where_the_packed_weights_are(
+    tiny_model_dir, tmp_path, monkeypatch, answered, printed
+):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
+    int4 = ("-o", "weights=int4")
 
     def packed_file(*options):
-        assert run(["doctor", str(tiny_model_dir), "--json", "-o", "weights=int4", *options]) == 0
-        return json.loads(capsys.readouterr().out)[f"Model {tiny_model_dir}"]["packed_file"]
+        return answered("doctor", tiny_model_dir, *int4, *options)[f"Model {tiny_model_dir}"][
+            "packed_file"
+        ]
 
-    small = ["-n", "1", "-o", "weights=int4", "-o", "num_blocks=8"]
-    assert run(["generate", "Hello", "-m", str(tiny_model_dir), *small]) == 0
-    capsys.readouterr()
+    printed("generate", "Hello", "-m", tiny_model_dir, "-n", "1", *int4, "-o", "num_blocks=8")
     (file,) = (tmp_path / "packed").glob("*.kvpack")
     assert packed_file() == f"{file}: there already"
     assert packed_file("-o", "pack_cache=false").startswith("none (pack_cache=False)")
     file.unlink()
     monkeypatch.setattr("kvboost_edge.engine.fit.free_bytes", lambda directory: 1000)
     assert "no room: " in packed_file()
-    assert "packed into memory at every start. Make room, or point KVBOOST_EDGE_CACHE" in packed_file()
+    assert (
+        "packed into memory at every start. Make room, or point KVBOOST_EDGE_CACHE" in packed_file()
+    )
 
 
-def test_the_weights_asked_for_are_named(tiny_model_dir, capsys):
-    assert run(["inspect", str(tiny_model_dir), "--json", "-o", "weights=int4-asym"]) == 0
-    assert json.loads(capsys.readouterr().out)["weights"] == "int4-asym"
-    assert run(["warmup", "-m", str(tiny_model_dir), "-o", "weights=int4-asym", "--kv-cache-bits", "16"]) == 0
-    assert "(int4-asym weights)" in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize("weights", ["int8", "int4-asym"])
+def test_warmup_says_where_the_kernels_are_and_names_the_weights(
+    weights, tiny_model_dir, answered, printed
+):
+    given = ("-o", f"weights={weights}")
+    assert answered("inspect", tiny_model_dir, *given)["weights"] == weights
+    out = " ".join(
+        printed("warmup", "-m", tiny_model_dir, *given, "--kv-cache-bits", "16").out.split()
+    )
+    assert f"1 form compiled, {tiny_model_dir} ready" in out
+    assert f"({weights} weights)" in out
+    assert "compiled kernels lie in" in out
 
 
-def test_doctor_reports_a_missing_model_beside_the_machine(capsys):
-    assert run(["doctor", "/no/such/directory"]) == 1
-    out = capsys.readouterr().out
+def test_doctor_reports_a_missing_model_beside_the_machine(printed):
+    out = printed("doctor", "/no/such/directory", code=1).out
     assert "problem" in out
     assert "kernel path" in out
 
 
-def test_quantized_caches_by_option(tiny_model_dir, capsys):
+def test_quantized_caches_by_option(tiny_model_dir, answered):
     sizes = []
     for bits in ("16", "8", "8,4", "4"):
-        assert run(["inspect", str(tiny_model_dir), "--json", "--kv-cache-bits", bits]) == 0
-        sizes.append(json.loads(capsys.readouterr().out)["kv_bytes_per_block"])
-        argv = ["generate", "Hello", "-m", str(tiny_model_dir), "-n", "20", "--json", "--kv-cache-bits", bits]
-        assert run([*argv, "-o", "num_blocks=32"]) == 0
-        assert json.loads(capsys.readouterr().out)["generated_tokens"] > 0
+        given = ("--kv-cache-bits", bits)
+        sizes.append(answered("inspect", tiny_model_dir, *given)["kv_bytes_per_block"])
+        argv = [
+            "generate",
+            "Hello",
+            "-m",
+            tiny_model_dir,
+            "-n",
+            "20",
+            *given,
+            "-o",
+            "num_blocks=32",
+        ]
+        assert answered(*argv)["generated_tokens"] > 0
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 4
 
 
-def test_warmup_says_where_the_kernels_are(tiny_model_dir, capsys):
-    argv = ["warmup", "-m", str(tiny_model_dir), "-o", "weights=int8", "--kv-cache-bits", "16"]
-    assert run(argv) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert f"1 form compiled, {tiny_model_dir} ready" in out
-    assert "(int8 weights)" in out
-    assert "compiled kernels lie in" in out
-
-
-def test_warmup_packs_a_model_in_the_one_format_it_gets(tiny_model_dir, tmp_path, monkeypatch, capsys):
+def test_warmup_packs_a_model_in_the_one_format_it_gets(
+    tiny_model_dir, tmp_path, monkeypatch, printed
+):
     """Every other form is compiled on the bundled model: a large model is not packed five times."""
-    from kvboost_edge.models.fingerprint import fingerprint_of_directory
-
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     monkeypatch.setattr("kvboost_edge.cli.warmup._forms", lambda options: [{"weights": "int4"}])
-    assert run(["warmup", "-m", str(tiny_model_dir)]) == 0
+    printed("warmup", "-m", tiny_model_dir)
     names = [path.name.split("-") for path in (tmp_path / "packed").iterdir()]
     own = fingerprint_of_directory(tiny_model_dir)[:40]
     assert [form for digest, form in names if digest == own] == ["int8.kvpack"]
     assert [form for digest, form in names if digest != own] == ["int4.kvpack"]
-    assert run(["warmup", "-m", str(tiny_model_dir / "nowhere")]) == 1
-    assert "nowhere" in capsys.readouterr().err
+    assert "nowhere" in printed("warmup", "-m", tiny_model_dir / "nowhere", code=1).err
 
 
 def test_warmup_runs_every_form():
-    from kvboost_edge.cli.warmup import _forms
-
     weights = [{"weights": name} for name in ("int8", "int4", "int4-asym", "bf16", "f32")]
     widths = [{"kv_cache_bits": bits} for bits in ((8, 8), (8, 4), (4, 8), (4, 4))]
     assert _forms({}) == weights + widths
@@ -359,9 +347,8 @@ def test_warmup_runs_every_form():
     assert _forms({"runner": "torch"}) == []
 
 
-def test_demo_answers_from_the_shared_document(capsys):
-    assert run(["demo"]) == 0
-    out = capsys.readouterr().out
+def test_demo_answers_from_the_shared_document(printed):
+    out = printed("demo").out
     assert "cold" in out
     assert "the same tokens" in out
     assert "OTHER TOKENS" not in out
@@ -370,9 +357,21 @@ def test_demo_answers_from_the_shared_document(capsys):
 
 
 def test_interrupt_ends_generation_with_130(tiny_model_dir):
-    argv = [sys.executable, "-m", "kvboost_edge", "generate", "Hello", "-m", str(tiny_model_dir), "-n", "480"]
+    argv = [
+        sys.executable,
+        "-m",
+        "kvboost_edge",
+        "generate",
+        "Hello",
+        "-m",
+        str(tiny_model_dir),
+        "-n",
+        "480",
+    ]
     argv += ["-s", "ignore_eos=true", "-s", "temperature=1.0", *SMALL]
-    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         process.stdout.read(1)  # the answer has begun
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
@@ -380,15 +379,19 @@ def test_interrupt_ends_generation_with_130(tiny_model_dir):
     assert b"Traceback" not in err
 
 
-def test_what_came_from_disk_is_told_under_the_answer(tiny_model_dir, tmp_path, capsys):
-    prompt = "Hello there, how are you today? " * 4
-    lines = []
-    for _ in range(2):
-        assert (
-            run(["generate", prompt, "-m", str(tiny_model_dir), "-n", "2", *SMALL, "-o", f"disk_cache_dir={tmp_path}"])
-            == 0
-        )
-        lines.append(" ".join(capsys.readouterr().err.split()))
+def test_what_came_from_disk_is_told_under_the_answer(tiny_model_dir, tmp_path, printed):
+    argv = [
+        "generate",
+        "Hello there, how are you today? " * 4,
+        "-m",
+        tiny_model_dir,
+        "-n",
+        "2",
+        *SMALL,
+    ]
+    lines = [
+        " ".join(printed(*argv, "-o", f"disk_cache_dir={tmp_path}").err.split()) for _ in range(2)
+    ]
     assert "tier disk: 0 blocks, 0 MB" in lines[0]
     assert " 0 from the cache ·" in lines[0]
     cached = lines[1].split(" from the cache (")[0].split()[-1]

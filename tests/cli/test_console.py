@@ -2,10 +2,8 @@
 
 import ast
 import io
-import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +12,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from helpers.tiers.disk_cases import SPACE, chain, opened, write
-from kvboost_edge.cli.app import run
 from kvboost_edge.cli.console import open_console, spinner, text_column
 from kvboost_edge.cli.demo import _add_row
 
@@ -37,7 +34,7 @@ def model(tiny_model_dir, tmp_path):
     return str(shutil.copytree(tiny_model_dir, tmp_path.joinpath(*NAMES)))
 
 
-def test_each_command_shows_the_path_as_it_is(model, tmp_path, capsys, monkeypatch):
+def test_each_command_shows_the_path_as_it_is(model, tmp_path, printed, typed):
     text = tmp_path / "text"
     text.write_text("Hello there, how are you today?")
     for argv in (
@@ -45,28 +42,31 @@ def test_each_command_shows_the_path_as_it_is(model, tmp_path, capsys, monkeypat
         ["doctor", model],
         ["generate", "Hello", "-m", model, "-n", "2", *SMALL],
         ["chat", "-m", model, "-n", "2", *SMALL],
-        ["eval", str(text), "-m", model, "--window", "8", "--against", "kv_cache_bits=8", *SMALL],
+        ["eval", text, "-m", model, "--window", "8", "--against", "kv_cache_bits=8", *SMALL],
         ["warmup", "-m", model, "-o", "weights=f32", "--kv-cache-bits", "16"],
     ):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
-        assert run(argv) == 0, argv
-        assert model in "".join(capsys.readouterr()), argv
-    assert run(["doctor", f"{model}/none"]) == 1
-    assert f"{model}/none" in capsys.readouterr().out
+        typed("Hello\n")
+        assert model in "".join(printed(*argv)), argv
+    assert f"{model}/none" in printed("doctor", f"{model}/none", code=1).out
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lists_show_names_as_they_are(name, tmp_path, capsys, monkeypatch):
+def test_lists_show_names_as_they_are(name, tmp_path, printed, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / name))
     with opened(tmp_path / name / "blocks", SPACE, description={"model": name}) as tier:
         write(tier, chain(2))
     for action in ("list", "status", "verify"):
-        assert run(["cache", action]) == 0
-        assert name in capsys.readouterr().out
-    row = {"name": name, "store": "", "format": "", "bytes": 0, "runs": "refused", "reason": f"no {name}"}
+        assert name in printed("cache", action).out
+    row = {
+        "name": name,
+        "store": "",
+        "format": "",
+        "bytes": 0,
+        "runs": "refused",
+        "reason": f"no {name}",
+    }
     monkeypatch.setattr("kvboost_edge.cli.models.model_rows", lambda word, config: [row])
-    assert run(["models"]) == 0
-    out = capsys.readouterr().out
+    out = printed("models").out
     assert name in out
     assert f"refused: no {name}" in out
 
@@ -80,21 +80,24 @@ def test_bars_spinners_and_answers_show_text_as_it_is(name):
     status = spinner(console, name)
     console.print(status.renderable)
     table = Table(*"abcdef")
-    _add_row(table, "cold", "?", "x", SimpleNamespace(output_text=name, prompt_tokens=1, cached_tokens=0, ttft_ms=1.0))
+    _add_row(
+        table,
+        "cold",
+        "?",
+        "x",
+        SimpleNamespace(output_text=name, prompt_tokens=1, cached_tokens=0, ttft_ms=1.0),
+    )
     console.print(table)
     assert console.file.getvalue().count(name) == 3
 
 
 @pytest.mark.parametrize("argv", [["[/b]"], ["generate", "x", "--no[/b]"]])
-def test_wrong_usage_is_shown_as_it_is(argv, capsys):
-    assert run(argv) == 2
-    assert "[/b]" in capsys.readouterr().err
+def test_wrong_usage_is_shown_as_it_is(argv, printed):
+    assert "[/b]" in printed(*argv, code=2).err
 
 
-def test_json_keeps_names_too(tiny_model_dir, tmp_path, capsys):
-    path = shutil.copytree(tiny_model_dir, tmp_path / NAMES[2])
-    assert run(["inspect", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["path"] == str(path)
+def test_json_keeps_names_too(model, answered):
+    assert answered("inspect", model)["path"] == model
 
 
 def found_markup(source):
@@ -103,10 +106,16 @@ def found_markup(source):
     for node in ast.walk(ast.parse(source)):
         called = node.func if isinstance(node, ast.Call) else None
         name = getattr(called, "attr", getattr(called, "id", None))
-        tags = isinstance(node, ast.Constant) and isinstance(node.value, str) and MARKUP.search(node.value)
+        tags = (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and MARKUP.search(node.value)
+        )
         asks = isinstance(node, ast.keyword) and node.arg == "markup"
         if name in READERS or asks or (tags and not node.value.startswith("[b]Examples[/b]\n\n")):
-            found.append(f"{node.lineno if hasattr(node, 'lineno') else 0}: {ast.unparse(node)[:80]}")
+            found.append(
+                f"{node.lineno if hasattr(node, 'lineno') else 0}: {ast.unparse(node)[:80]}"
+            )
     return found
 
 

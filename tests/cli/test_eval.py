@@ -1,12 +1,10 @@
 """`eval`: perplexity against a direct computation, and the distance between two forms of one model."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 
-from kvboost_edge.cli.app import run
 from kvboost_edge.cli.evaluate import parse_against
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.perplexity import score_text
@@ -19,7 +17,9 @@ SMALL = ("-o", "num_blocks=64", "-o", "num_threads=1")
 def log_softmax(logits):
     wide = logits.astype(np.float64)
     return (
-        wide - wide.max(-1, keepdims=True) - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        wide
+        - wide.max(-1, keepdims=True)
+        - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True))
     )
 
 
@@ -40,8 +40,12 @@ def expected_perplexity(engine, ids, window):
 def test_perplexity_is_that_of_the_windows(tiny_engine, window):
     ids = tiny_engine.tokenizer.encode(TEXT)
     seen = []
-    score = score_text(tiny_engine, ids, window=window, progress=lambda done, total: seen.append((done, total)))
-    assert score.perplexity == pytest.approx(expected_perplexity(tiny_engine, ids, window), rel=1e-6)
+    score = score_text(
+        tiny_engine, ids, window=window, progress=lambda done, total: seen.append((done, total))
+    )
+    assert score.perplexity == pytest.approx(
+        expected_perplexity(tiny_engine, ids, window), rel=1e-6
+    )
     assert (score.tokens, score.scored_tokens, score.difference) == (len(ids), len(ids) - 1, None)
     assert seen[-1] == (len(ids) - 1, len(ids) - 1)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -63,13 +67,18 @@ def test_differences_to_another_form(tiny_model_dir):
         assert score.difference is not None
         assert score.difference.mean_kl == pytest.approx(kl.mean(), rel=1e-6)
         assert score.difference.max_kl == pytest.approx(kl.max(), rel=1e-6)
-        assert score.difference.top1_agreement == pytest.approx((p.argmax(-1) == q.argmax(-1)).mean())
-        assert score.difference.perplexity == pytest.approx(score_text(other, ids, window=64).perplexity)
+        assert score.difference.top1_agreement == pytest.approx(
+            (p.argmax(-1) == q.argmax(-1)).mean()
+        )
+        assert score.difference.perplexity == pytest.approx(
+            score_text(other, ids, window=64).perplexity
+        )
         assert score.difference.mean_kl > 0
 
 
 @pytest.mark.parametrize(
-    ("ids", "window", "message"), [([1], 16, "1 tokens"), ([1, 2], 3, "window=3"), ([1, 2], 513, "4..512")]
+    ("ids", "window", "message"),
+    [([1], 16, "1 tokens"), ([1, 2], 3, "window=3"), ([1, 2], 513, "4..512")],
 )
 def test_what_cannot_be_scored(tiny_engine, ids, window, message):
     with pytest.raises(RequestError, match=message):
@@ -77,29 +86,36 @@ def test_what_cannot_be_scored(tiny_engine, ids, window, message):
 
 
 def test_against_takes_several_options_and_pairs():
-    assert parse_against("weights=int8,kv_cache_bits=8,4") == {"weights": "int8", "kv_cache_bits": (8, 4)}
+    assert parse_against("weights=int8,kv_cache_bits=8,4") == {
+        "weights": "int8",
+        "kv_cache_bits": (8, 4),
+    }
     assert parse_against("kv_cache_bits=8,num_threads=2") == {"kv_cache_bits": 8, "num_threads": 2}
     for text in ("", "  ", "int8"):
         with pytest.raises(ConfigError):
             parse_against(text)
 
 
-def test_eval_prints_a_table_and_json(tiny_model_dir, tmp_path, capsys):
+def test_eval_prints_a_table_and_json(tiny_model_dir, tmp_path, printed, answered):
     file = tmp_path / "text.txt"
     file.write_text(TEXT[:150], encoding="utf-8")
-    argv = ["eval", str(file), "-m", str(tiny_model_dir), "--window", "64", *SMALL]
+    argv = ["eval", file, "-m", tiny_model_dir, "--window", "64", *SMALL]
     against = ["--against", "kv_cache_bits=8,4", "--against", "weights=int4-asym"]
-    assert run([*argv, *against]) == 0
-    shown = capsys.readouterr().out
-    for text in ("int8 weights", "kv_cache_bits=8,4", "weights=int4-asym", "150 tokens", "mean KL", "%"):
+    shown = printed(*argv, *against).out
+    for text in (
+        "int8 weights",
+        "kv_cache_bits=8,4",
+        "weights=int4-asym",
+        "150 tokens",
+        "mean KL",
+        "%",
+    ):
         assert text in shown
-    assert run([*argv, *against, "--json"]) == 0
-    scores = json.loads(capsys.readouterr().out)["scores"]
+    scores = answered(*argv, *against)["scores"]
     assert [score["against"] for score in scores] == ["kv_cache_bits=8,4", "weights=int4-asym"]
     assert scores[0]["perplexity"] == scores[1]["perplexity"]
     assert 0 < scores[0]["difference"]["mean_kl"] <= scores[0]["difference"]["max_kl"]
-    assert run([*argv, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["scores"][0]["difference"] is None
+    assert answered(*argv)["scores"][0]["difference"] is None
 
 
 @pytest.mark.parametrize(
@@ -115,18 +131,8 @@ def test_eval_prints_a_table_and_json(tiny_model_dir, tmp_path, capsys):
         (b"some text", ["--against", "no_such=1"], "no_such"),
     ],
 )
-def test_eval_errors_are_one_line(
-    tiny_model_dir,
-    tmp_path,
-    capsys,
-    content,
-    extra,
-    named,
-):
+def test_eval_errors_are_one_line(content, extra, named, tiny_model_dir, tmp_path, refused):
     file = tmp_path / "text.txt"
     if content is not None:
         file.write_bytes(content)
-    assert run(["eval", str(file), "-m", str(tiny_model_dir), *SMALL, *extra]) == 1
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("kvboost-edge: error: ")
-    assert named in error
+    assert named in refused("eval", file, "-m", tiny_model_dir, *SMALL, *extra)

@@ -34,7 +34,12 @@ def test_a_terminal_edits_lines_and_finds_those_before(tmp_path):
     ours, theirs = os.openpty()
     environment = {**os.environ, "HOME": str(tmp_path), "TERM": "xterm", "INPUTRC": os.devnull}
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment
+        [sys.executable, "-c", SCRIPT],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
+        env=environment,
     )
     os.close(theirs)
     pieces = []
@@ -53,7 +58,10 @@ def test_a_terminal_edits_lines_and_finds_those_before(tmp_path):
             (b"\x1b[A\x1b[A!\n", "read 'Hello!'"),  # two up
             (b"\x04", "the end"),
         ):
-            wait_until(lambda: b"".join(pieces).count("you ›".encode()) > b"".join(pieces).count(b"read "), "a prompt")
+            wait_until(
+                lambda: b"".join(pieces).count("you ›".encode()) > b"".join(pieces).count(b"read "),
+                "a prompt",
+            )
             os.write(ours, typed)
             wait_until(lambda got=got: got.encode() in b"".join(pieces), got)
     finally:
@@ -64,8 +72,8 @@ def test_a_terminal_edits_lines_and_finds_those_before(tmp_path):
     assert not list(tmp_path.iterdir()), "no prompt is kept in a file"
 
 
-def test_without_a_terminal_lines_are_read_as_they_come(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+def test_without_a_terminal_lines_are_read_as_they_come(typed):
+    typed("one\ntwo\n")
     lines = Lines(Console(file=io.StringIO()), "you ›", "bold cyan")
     assert [lines.read(), lines.read()] == ["one", "two"]
     with pytest.raises(EOFError):

@@ -11,8 +11,8 @@ import pytest
 from huggingface_hub import constants
 
 from helpers.gguf.writer import write_gguf
+from helpers.json_files import change_json, read_json
 from kvboost_edge.cli import models
-from kvboost_edge.cli.app import run
 from kvboost_edge.models.checkpoint import Checkpoint
 
 
@@ -28,12 +28,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "llama"
 
 
-def _rows(capsys, *argv):
-    assert run(["models", "--json", *argv]) == 0
-    return {Path(row["name"]).name: row for row in json.loads(capsys.readouterr().out)}
+@pytest.fixture
+def rows_of(answered):
+    """`rows_of(*argv)` returns the rows of the table by their files' names."""
+    return lambda *argv: {Path(row["name"]).name: row for row in answered("models", *argv)}
 
 
-def test_what_runs_and_what_does_not(folder, tiny_model_dir, capsys, monkeypatch):
+def test_what_runs_and_what_does_not(folder, tiny_model_dir, rows_of, monkeypatch):
     write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
     write_gguf(tiny_model_dir, folder / "split.gguf", kind="Q8_0", split=9)
     write_gguf(tiny_model_dir, folder / "half.gguf", kind="Q8_0", split=9)
@@ -45,8 +46,7 @@ def test_what_runs_and_what_does_not(folder, tiny_model_dir, capsys, monkeypatch
     (folder / "words.gguf").write_bytes(data.replace(length + b"gpt2", length + b"bert", 1))
     shutil.copytree(tiny_model_dir, folder / "floats")
     shutil.copytree(tiny_model_dir, folder / "strange")
-    config = json.loads((folder / "strange/config.json").read_text())
-    (folder / "strange/config.json").write_text(json.dumps({**config, "model_type": "t5", "is_encoder_decoder": True}))
+    change_json(folder / "strange/config.json", model_type="t5", is_encoder_decoder=True)
     writer = gguf.GGUFWriter(folder / "vision.gguf", "clip")
     for write in (
         writer.write_header_to_file,
@@ -61,7 +61,7 @@ def test_what_runs_and_what_does_not(folder, tiny_model_dir, capsys, monkeypatch
 
     for name in ("fingerprint", "summary"):
         monkeypatch.setattr(Checkpoint, name, too_dear)
-    rows = _rows(capsys)
+    rows = rows_of()
     native = {name for name, row in rows.items() if row["runs"] == "native"}
     assert native == {"good.gguf", "floats", next(folder.glob("split-00001*")).name}
     assert rows["good.gguf"]["format"] == "GGUF Q8_0"
@@ -78,21 +78,18 @@ def test_what_runs_and_what_does_not(folder, tiny_model_dir, capsys, monkeypatch
         assert reason
 
 
-def test_odd_files_are_rows_like_others(folder, tiny_model_dir, capsys, monkeypatch):
+def test_odd_files_are_rows_like_others(folder, tiny_model_dir, rows_of, printed, monkeypatch):
     """Names that are no text or move the cursor, circles of links, sizes beyond any model, and what nobody thought
     of."""
     write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
     (folder / "round.gguf").symlink_to(folder / "round.gguf")
-    (folder / "wide").mkdir()
-    shutil.copytree(tiny_model_dir, folder / "wide", dirs_exist_ok=True)
-    config = json.loads((folder / "wide/config.json").read_text())
-    (folder / "wide/config.json").write_text(json.dumps({**config, "head_dim": 1 << 31}))
+    change_json(shutil.copytree(tiny_model_dir, folder / "wide") / "config.json", head_dim=1 << 31)
     odd = ["\x1b[2Jclear.gguf", "two\nlines.gguf"]
     if sys.platform == "linux":
         odd.append("bytes\udcff.gguf")
     for name in odd:
         shutil.copy(folder / "good.gguf", folder / name)
-    rows = _rows(capsys)
+    rows = rows_of()
     assert {name for name, row in rows.items() if row["runs"] == "native"} == {"good.gguf", *odd}
     assert "missing" in rows["round.gguf"]["reason"]
     assert f"head_dim={1 << 31}" in rows["wide"]["reason"]
@@ -103,23 +100,43 @@ def test_odd_files_are_rows_like_others(folder, tiny_model_dir, capsys, monkeypa
         return {"runner": "native", "runner_reason": ""}
 
     monkeypatch.setattr(models, "installed_route", surprise)
-    assert _rows(capsys)["good.gguf"]["reason"] == "cannot be read: KeyError: 'surprise'"
-    assert run(["models"]) == 0
-    out = capsys.readouterr().out
+    assert rows_of()["good.gguf"]["reason"] == "cannot be read: KeyError: 'surprise'"
+    out = printed("models").out
     assert "\x1b[2J" not in out
     assert "surprise" in out
     assert len(out.encode()) > 100
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_damaged_files_are_refused_by_the_readers(folder, tiny_model_dir, capsys, seed):
+def test_damaged_files_are_refused_by_the_readers(folder, tiny_model_dir, rows_of, seed):
     """Flipped bits, cuts and wrong values: each reader says what is wrong, and none is caught by surprise."""
     rng = random.Random(seed)
     write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
     data = (folder / "good.gguf").read_bytes()
-    config = json.loads((tiny_model_dir / "config.json").read_text())
-    names = [*config, "rope_scaling", "quantization_config", "layer_types", "head_dim", "text_config"]
-    values = (None, -1, 0, 2**31, 10**400, 1e308, float("nan"), "x", [], [[]], {}, {"rope_type": "yarn"}, True)
+    config = read_json(tiny_model_dir / "config.json")
+    names = [
+        *config,
+        "rope_scaling",
+        "quantization_config",
+        "layer_types",
+        "head_dim",
+        "text_config",
+    ]
+    values = (
+        None,
+        -1,
+        0,
+        2**31,
+        10**400,
+        1e308,
+        float("nan"),
+        "x",
+        [],
+        [[]],
+        {},
+        {"rope_type": "yarn"},
+        True,
+    )
     for number in range(40):
         damaged = bytearray(data[: rng.choice((len(data), rng.randrange(len(data))))])
         for _ in range(rng.choice((1, 1, 4))):
@@ -131,20 +148,18 @@ def test_damaged_files_are_refused_by_the_readers(folder, tiny_model_dir, capsys
         (folder / str(number) / "config.json").unlink()
         wrong = {name: rng.choice(values) for name in rng.sample(names, 2)}
         (folder / str(number) / "config.json").write_text(json.dumps({**config, **wrong}))
-    rows = _rows(capsys)
+    rows = rows_of()
     assert len(rows) == 81
     assert rows["good.gguf"]["runs"] == "native"
     assert not [row for row in rows.values() if row["reason"].startswith("cannot be read: ")]
 
 
-def test_the_table_and_the_word(folder, tiny_model_dir, capsys):
-    assert run(["models"]) == 0
-    assert "No model is here yet" in capsys.readouterr().out
+def test_the_table_and_the_word(folder, tiny_model_dir, rows_of, printed):
+    assert "No model is here yet" in printed("models").out
     write_gguf(tiny_model_dir, folder / "good[bold].gguf", kind="Q8_0")
     (folder / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
-    assert run(["models"]) == 0
-    out = "".join(capsys.readouterr().out.replace("│", "").split())
+    out = "".join(printed("models").out.replace("│", "").split())
     assert "good[bold].gguf" in out
     assert "native" in out
     assert "refused:" in out
-    assert list(_rows(capsys, "GOOD")) == ["good[bold].gguf"]
+    assert list(rows_of("GOOD")) == ["good[bold].gguf"]

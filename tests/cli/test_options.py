@@ -1,14 +1,18 @@
 """NAME=VALUE options."""
 
-import json
-
 import pytest
 import typer
 
 from kvboost_edge import __version__
-from kvboost_edge.cli.app import app, run
+from kvboost_edge.cli.app import app
 from kvboost_edge.cli.chat import _for_server
-from kvboost_edge.cli.options import engine_options, one_model, parse_value, sampling_options, token_limit
+from kvboost_edge.cli.options import (
+    engine_options,
+    one_model,
+    parse_value,
+    sampling_options,
+    token_limit,
+)
 from kvboost_edge.errors import ConfigError, RequestError
 
 
@@ -32,7 +36,10 @@ def test_values_take_the_type_they_look_like(text, value):
 
 
 def test_text_options_stay_text():
-    assert engine_options(["revision=123", "num_blocks=64"]) == {"revision": "123", "num_blocks": 64}
+    assert engine_options(["revision=123", "num_blocks=64"]) == {
+        "revision": "123",
+        "num_blocks": 64,
+    }
 
 
 def test_values_may_hold_an_equals_sign():
@@ -52,7 +59,11 @@ def test_malformed_pairs_are_refused(pair):
 
 
 def test_the_pack_cache_is_switched_off_either_way():
-    assert engine_options(None, pack_cache=False) == engine_options(["pack_cache=false"]) == {"pack_cache": False}
+    assert (
+        engine_options(None, pack_cache=False)
+        == engine_options(["pack_cache=false"])
+        == {"pack_cache": False}
+    )
     with pytest.raises(ConfigError, match="'pack_cache' is given twice"):
         engine_options(["pack_cache=true"], pack_cache=False)
 
@@ -63,7 +74,8 @@ def test_nothing_given_is_no_option():
 
 
 @pytest.mark.parametrize(
-    ("text", "limit"), [("5", 5), (64, 64), ("-1", -1), ("max", None), ("MAX", None), ("None", None)]
+    ("text", "limit"),
+    [("5", 5), (64, 64), ("-1", -1), ("max", None), ("MAX", None), ("None", None)],
 )
 def test_a_limit_of_tokens_is_a_number_or_a_word_for_none(text, limit):
     assert token_limit(text) == limit
@@ -93,29 +105,22 @@ def test_a_model_is_an_argument_or_an_option():
         one_model(None, None)
 
 
-def test_commands_about_a_model_take_it_like_the_others(tiny_model_dir, capsys):
-    found = []
-    for argv in ([str(tiny_model_dir)], ["-m", str(tiny_model_dir)], ["--model", str(tiny_model_dir)]):
-        assert run(["inspect", *argv, "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out)["fingerprint"])
-    assert found[0] == found[1] == found[2]
-    assert run(["doctor", "-m", str(tiny_model_dir), "--json"]) == 0
-    assert f"Model {tiny_model_dir}" in json.loads(capsys.readouterr().out)
+def test_commands_about_a_model_take_it_like_the_others(tiny_model_dir, answered, printed):
+    ways = ([tiny_model_dir], ["-m", tiny_model_dir], ["--model", tiny_model_dir])
+    assert len({answered("inspect", *way)["fingerprint"] for way in ways}) == 1
+    assert f"Model {tiny_model_dir}" in answered("doctor", "-m", tiny_model_dir)
     for wrong in (["inspect"], ["inspect", "a", "-m", "b"], ["doctor", "a", "-m", "b"]):
-        assert run(wrong) == 2
-        assert "model" in capsys.readouterr().err
+        assert "model" in printed(*wrong, code=2).err
 
 
-def test_the_version_is_told(capsys):
-    assert run(["--version"]) == 0
-    assert capsys.readouterr().out == f"kvboost-edge {__version__}\n"
+def test_the_version_is_told(printed):
+    assert printed("--version").out == f"kvboost-edge {__version__}\n"
 
 
-def test_the_known_families_are_listed_once(tmp_path, capsys, monkeypatch):
+def test_the_known_families_are_listed_once(tmp_path, printed, monkeypatch):
     monkeypatch.setenv("COLUMNS", "4000")
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
-    assert run(["doctor", str(tmp_path)]) == 1
-    out = capsys.readouterr().out
+    out = printed("doctor", tmp_path, code=1).out
     assert out.count("known are ") == 1
     assert out.count("refused: see compatibility") == 2
 

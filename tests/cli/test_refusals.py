@@ -1,14 +1,11 @@
 """What is wrong with a request is said before a model is looked for, loaded or packed."""
 
-import io
 import json
 import sys
 
 import pytest
 
-from kvboost_edge.cli.app import run
-
-COMMANDS = [["generate", "Hi"], ["chat"]]
+EACH = pytest.mark.parametrize("command", [["generate", "Hi"], ["chat"]], ids=["generate", "chat"])
 
 
 @pytest.fixture
@@ -21,14 +18,19 @@ def no_model(monkeypatch):
     monkeypatch.setattr("kvboost_edge.cli.session.locate_model", looked_for)
 
 
-def refusal(capsys, *argv):
-    assert run([*argv]) == 1
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("kvboost-edge: error: ")
-    return line
+@pytest.fixture
+def refusal(printed):
+    """All that a refused command writes, which is one line."""
+
+    def call(*argv):
+        (line,) = printed(*argv, code=1).err.strip().splitlines()
+        assert line.startswith("kvboost-edge: error: ")
+        return line
+
+    return call
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=["generate", "chat"])
+@EACH
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
@@ -41,68 +43,64 @@ def refusal(capsys, *argv):
         (["-o", "block_size=7"], "block_size"),
     ],
 )
-def test_settings_are_checked_first(no_model, command, extra, named, capsys):
-    assert named in refusal(capsys, *command, *extra)
+def test_settings_are_checked_first(no_model, command, extra, named, refusal):
+    assert named in refusal(*command, *extra)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=["generate", "chat"])
-def test_a_schema_is_checked_first(
-    no_model,
-    command,
-    tmp_path,
-    capsys,
-    monkeypatch,
-):
+@EACH
+def test_a_schema_is_checked_first(no_model, command, tmp_path, refusal, monkeypatch):
     file = tmp_path / "schema.json"
     wrong = {"Invalid type: objct": {"type": "objct"}, "does not exist": {"$ref": "#/none"}}
     for named, schema in wrong.items():
         file.write_text(json.dumps(schema))
-        line = refusal(capsys, *command, "--json-schema", str(file))
+        line = refusal(*command, "--json-schema", file)
         assert "json_schema is not supported: " in line
         assert named in line
     monkeypatch.setattr("kvboost_edge.engine.structure._is_installed", lambda: False)
-    assert "kvboost-edge[structured]" in refusal(capsys, *command, "--json-schema", str(file))
+    assert "kvboost-edge[structured]" in refusal(*command, "--json-schema", file)
 
 
 @pytest.mark.parametrize("extra", [[], ["--chat"]])
-def test_an_empty_prompt_is_refused_first(no_model, extra, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+def test_an_empty_prompt_is_refused_first(no_model, extra, refusal, typed):
+    typed("")
     for prompt in ("-", ""):
-        assert "the prompt is empty" in refusal(capsys, "generate", prompt, *extra)
+        assert "the prompt is empty" in refusal("generate", prompt, *extra)
 
 
-def test_settings_are_checked_before_a_prompt_is_waited_for(no_model, capsys, monkeypatch):
+def test_settings_are_checked_before_a_prompt_is_waited_for(no_model, refusal, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    assert "temperature" in refusal(capsys, "generate", "-", "-s", "temperature=hot")
+    assert "temperature" in refusal("generate", "-", "-s", "temperature=hot")
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=["generate", "chat"])
+@EACH
 def test_more_tokens_than_the_context_are_refused_before_anything_is_packed(
-    command,
-    tiny_model_dir,
-    tmp_path,
-    capsys,
-    monkeypatch,
+    command, tiny_model_dir, tmp_path, refusal, monkeypatch
 ):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
-    line = refusal(capsys, *command, "-m", str(tiny_model_dir), "-n", "100000")
+    line = refusal(*command, "-m", tiny_model_dir, "-n", "100000")
     assert "the model's context is 512 tokens" in line
     assert "-n max" in line
     assert not (tmp_path / "packed").exists()
 
 
-def test_other_options_of_an_evaluation_are_checked_first(no_model, tmp_path, capsys):
+def test_other_options_of_an_evaluation_are_checked_first(no_model, tmp_path, refusal):
     (tmp_path / "text").write_text("Hello")
-    argv = ["eval", str(tmp_path / "text"), "--against", "weights=int4", "--against", "wieghts=int8"]
-    assert "wieghts" in refusal(capsys, *argv)
+    argv = ["eval", tmp_path / "text", "--against", "weights=int4", "--against", "wieghts=int8"]
+    assert "wieghts" in refusal(*argv)
 
 
-def test_an_answer_may_fill_the_context(tiny_model_dir, capsys):
-    argv = ["generate", "Hello", "-m", str(tiny_model_dir), "--json", "-s", "ignore_eos=true", "-o", "num_blocks=64"]
-    found = []
+def test_an_answer_may_fill_the_context(tiny_model_dir, answered, refusal):
+    argv = [
+        "generate",
+        "Hello",
+        "-m",
+        tiny_model_dir,
+        "-s",
+        "ignore_eos=true",
+        "-o",
+        "num_blocks=64",
+    ]
     for limit in (["-n", "max"], ["-n", "None"], ["-s", "max_new_tokens=None"]):
-        assert run([*argv, *limit]) == 0
-        result = json.loads(capsys.readouterr().out)
-        found.append(result["prompt_tokens"] + result["generated_tokens"])
-    assert found == [512, 512, 512]
-    assert "-n max" in refusal(capsys, *argv, "-n", "511")
+        result = answered(*argv, *limit)
+        assert result["prompt_tokens"] + result["generated_tokens"] == 512
+    assert "-n max" in refusal(*argv, "--json", "-n", "511")

@@ -4,7 +4,14 @@ import io
 
 from rich.console import Console
 
-from kvboost_edge.cli.render import MAX_CELLS, STATES, block_map, pool_panel, reuse_words, tokens_words
+from kvboost_edge.cli.render import (
+    MAX_CELLS,
+    STATES,
+    block_map,
+    pool_panel,
+    reuse_words,
+    tokens_words,
+)
 
 
 def drawn(renderable, width=100):
@@ -38,7 +45,13 @@ def test_an_empty_pool_is_drawn():
 
 
 def test_the_panel_shows_every_figure():
-    text = drawn(pool_panel([0, 1], {"num_blocks": 2, "pool_bytes": 3_000_000, "backend": "cpu", "x": 0.5}, width=100))
+    text = drawn(
+        pool_panel(
+            [0, 1],
+            {"num_blocks": 2, "pool_bytes": 3_000_000, "backend": "cpu", "x": 0.5},
+            width=100,
+        )
+    )
     for shown in ("num_blocks", "3.0 MB", "backend", "cpu", "0.500"):
         assert shown in text
 
@@ -63,7 +76,10 @@ def test_every_state_of_the_engine_has_a_glyph():
 
 
 def test_what_was_reused_at_other_positions_is_said_to_be_approximate():
-    assert reuse_words(90, 64, {"pool": 16, "disk": 48}, 0, 0) == "90 prompt tokens, 64 from the cache (48 from disk)"
+    assert (
+        reuse_words(90, 64, {"pool": 16, "disk": 48}, 0, 0)
+        == "90 prompt tokens, 64 from the cache (48 from disk)"
+    )
     words = reuse_words(90, 16, {"pool": 16}, 48, 16)
     assert words.startswith("90 prompt tokens, 16 from the cache · ")
     assert words.endswith(" · approximate: 48 tokens reused at other positions, 16 recomputed")

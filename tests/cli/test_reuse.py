@@ -1,7 +1,5 @@
 """`--mode chunk_kv_reuse` and its options, on an engine that computed the documents before."""
 
-import io
-import json
 import sys
 from contextlib import contextmanager
 
@@ -9,13 +7,16 @@ import pytest
 
 from helpers.engine.fake_runner import fake_engine
 from kvboost_edge.cli import generate
-from kvboost_edge.cli.app import run
 
-HEAD, ONE, TWO = "A head of thirty-two characters. ", "First " * 9 + "document. ", "Second " * 7 + "document! "
+HEAD, ONE, TWO = (
+    "A head of thirty-two characters. ",
+    "First " * 9 + "document. ",
+    "Second " * 7 + "document! ",
+)
 
 
 @pytest.fixture(autouse=True)
-def engine(monkeypatch):
+def engine(monkeypatch, typed):
     with fake_engine() as engine:
         engine.generate(HEAD + ONE + TWO, max_new_tokens=1)
 
@@ -24,37 +25,50 @@ def engine(monkeypatch):
             yield engine
 
         monkeypatch.setattr(generate, "loaded_engine", loaded)
-        monkeypatch.setattr(sys, "stdin", io.StringIO(HEAD + TWO + ONE))
+        typed(HEAD + TWO + ONE)
         yield engine
 
 
-def shown(capsys, *argv):
-    assert run(["generate", "-", "-n", "2", "--json", *argv]) == 0
-    return json.loads(capsys.readouterr().out)
+GENERATE = ("generate", "-", "-n", "2")
+REUSING = (*GENERATE, "--mode", "chunk_kv_reuse")
 
 
-def test_the_summary_says_approximate(capsys):
-    assert run(["generate", "-", "-n", "2", "--mode", "chunk_kv_reuse"]) == 0
-    said = " ".join(capsys.readouterr().err.split())
+def test_the_summary_says_approximate(printed):
+    said = " ".join(printed(*REUSING).err.split())
     assert "prompt tokens, 32 from the cache · approximate: " in said
     assert " tokens reused at other positions, " in said
     assert " recomputed · first token " in said
 
 
-def test_the_options_reach_the_engine(capsys):
-    bare = shown(capsys, "--mode", "chunk_kv_reuse", "--recompute-strategy", "none")
-    assert (bare["mode"], bare["approximate"], bare["recomputed_tokens"] < 16) == ("chunk_kv_reuse", True, True)
+def test_the_options_reach_the_engine(answered):
+    bare = answered(*REUSING, "--recompute-strategy", "none")
+    assert (bare["mode"], bare["approximate"], bare["recomputed_tokens"] < 16) == (
+        "chunk_kv_reuse",
+        True,
+        True,
+    )
     sys.stdin.seek(0)
-    wide = shown(capsys, "--mode", "chunk_kv_reuse", "--recompute-overlap", "32")
+    wide = answered(*REUSING, "--recompute-overlap", "32")
     assert bare["reused_span_tokens"] > wide["reused_span_tokens"] > 0
     sys.stdin.seek(0)
-    blend = ["--recompute-strategy", "cacheblend", "--recompute-overlap", "0", "--recompute-ratio", "0.9"]
-    assert bare["reused_span_tokens"] > shown(capsys, "--mode", "chunk_kv_reuse", *blend)["reused_span_tokens"]
+    blend = [
+        "--recompute-strategy",
+        "cacheblend",
+        "--recompute-overlap",
+        "0",
+        "--recompute-ratio",
+        "0.9",
+    ]
+    assert bare["reused_span_tokens"] > answered(*REUSING, *blend)["reused_span_tokens"]
 
 
-def test_unless_asked_it_is_exact(capsys):
-    exact = shown(capsys)
-    assert (exact["mode"], exact["approximate"], exact["reused_span_tokens"]) == ("prefix_cache", False, 0)
+def test_unless_asked_it_is_exact(answered):
+    exact = answered(*GENERATE)
+    assert (exact["mode"], exact["approximate"], exact["reused_span_tokens"]) == (
+        "prefix_cache",
+        False,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,6 +82,5 @@ def test_unless_asked_it_is_exact(capsys):
         (["--mode", "chunk_kv_reuse", "-s", "prompt_logprobs=1"], 1, "prompt_logprobs"),
     ],
 )
-def test_what_is_wrong_is_named(argv, code, named, capsys):
-    assert run(["generate", "x", *argv]) == code
-    assert named in capsys.readouterr().err
+def test_what_is_wrong_is_named(argv, code, named, printed):
+    assert named in printed("generate", "x", *argv, code=code).err

@@ -1,20 +1,20 @@
 """`--json-schema FILE`: answers that fit, and files that hold no schema."""
 
-import io
 import json
 import os
-import sys
 
 import jsonschema_rs
 import pytest
 
-from kvboost_edge.cli.app import run
 from kvboost_edge.cli.options import sampling_options
 from kvboost_edge.errors import ConfigError
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -28,17 +28,15 @@ def schema_file(tmp_path):
     return str(path)
 
 
-def test_a_generated_text_fits_the_schema(schema_file, capsys):
-    assert run(["generate", "The owner is", "--json-schema", schema_file, "-n", "80", "--json", *SMALL]) == 0
-    result = json.loads(capsys.readouterr().out)
+def test_a_generated_text_fits_the_schema(schema_file, answered):
+    result = answered("generate", "The owner is", "--json-schema", schema_file, "-n", "80", *SMALL)
     assert result["finish_reason"] == "stop"
     jsonschema_rs.validate(SCHEMA, json.loads(result["output_text"]))
 
 
-def test_each_answer_of_a_chat_fits_the_schema(schema_file, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Who?\nAnd who else?\n/quit\n"))
-    assert run(["chat", "--json-schema", schema_file, "-n", "80", "--no-pack-cache", *SMALL]) == 0
-    out = capsys.readouterr().out
+def test_each_answer_of_a_chat_fits_the_schema(schema_file, printed, typed):
+    typed("Who?\nAnd who else?\n/quit\n")
+    out = printed("chat", "--json-schema", schema_file, "-n", "80", "--no-pack-cache", *SMALL).out
     answers, at = [], out.find("{")
     while at >= 0:
         value, end = json.JSONDecoder().raw_decode(out, at)
@@ -63,29 +61,28 @@ def test_each_answer_of_a_chat_fits_the_schema(schema_file, capsys, monkeypatch)
         (b"null", "must hold an object, not NoneType"),
     ],
 )
-@pytest.mark.parametrize("command", [["generate", "Hi"], ["chat"], ["chat", "--url", "http://127.0.0.1:1"]])
-def test_a_file_without_a_schema_is_one_clean_line(content, named, command, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "command", [["generate", "Hi"], ["chat"], ["chat", "--url", "http://127.0.0.1:1"]]
+)
+def test_a_file_without_a_schema_is_one_clean_line(content, named, command, tmp_path, refused):
     path = tmp_path / "wrong.json"
     path.write_bytes(content)
-    _refused([*command, "--json-schema", str(path)], "wrong.json", named, capsys)
+    line = refused(*command, "--json-schema", path)
+    assert "wrong.json" in line
+    assert named in line
 
 
-def test_a_file_that_cannot_be_read_is_one_clean_line(tmp_path, capsys):
-    _refused(["generate", "Hi", "--json-schema", str(tmp_path / "none.json")], "none.json", os.strerror(2), capsys)
-    _refused(["generate", "Hi", "--json-schema", str(tmp_path)], tmp_path.name, os.strerror(21), capsys)
+def test_a_file_that_cannot_be_read_is_one_clean_line(tmp_path, refused):
+    for path, error in ((tmp_path / "none.json", 2), (tmp_path, 21)):
+        line = refused("generate", "Hi", "--json-schema", path)
+        assert path.name in line
+        assert os.strerror(error) in line
 
 
-def test_a_schema_is_given_once_and_alone(schema_file, capsys):
+def test_a_schema_is_given_once_and_alone(schema_file, refused):
     with pytest.raises(ConfigError, match="'json_schema' is given twice"):
         sampling_options(['json_schema={"type": "object"}'], schema_file)
     assert sampling_options(["top_k=4"], schema_file) == {"top_k": 4, "json_schema": SCHEMA}
-    argv = ["generate", "Hi", "--json-schema", schema_file, "-s", "regex=[a-z]+", *SMALL]
-    _refused(argv, "json_schema=", "regex=", capsys)
-
-
-def _refused(argv, file, named, capsys):
-    assert run(argv) == 1
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("kvboost-edge: error: ")
-    assert file in error
-    assert named in error
+    line = refused("generate", "Hi", "--json-schema", schema_file, "-s", "regex=[a-z]+", *SMALL)
+    assert "json_schema=" in line
+    assert "regex=" in line

@@ -1,12 +1,20 @@
 """`kvboost-edge cache` over made-up directories: what is there, what is sound, what goes; what is open stays."""
 
-import json
 import os
 import time
 
 import pytest
 
-from helpers.tiers.disk_cases import OTHER_SPACE, SPACE, chain, opened, read, segments, space_dir, write
+from helpers.tiers.disk_cases import (
+    OTHER_SPACE,
+    SPACE,
+    chain,
+    opened,
+    read,
+    segments,
+    space_dir,
+    write,
+)
 from kvboost_edge.cli.app import run
 
 
@@ -15,27 +23,36 @@ def home(tmp_path, monkeypatch):
     """The package's cache directory: two spaces, the first used longest ago, and a file of packed weights."""
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
-    with opened(tmp_path / "blocks", SPACE, description={"model": "alpha-7b", "kv_format": "int8"}) as tier:
+    with opened(
+        tmp_path / "blocks", SPACE, description={"model": "alpha-7b", "kv_format": "int8"}
+    ) as tier:
         write(tier, chain(20))
-    with opened(tmp_path / "blocks", OTHER_SPACE, description={"model": "beta-1b", "kv_format": "float16"}) as tier:
+    with opened(
+        tmp_path / "blocks", OTHER_SPACE, description={"model": "beta-1b", "kv_format": "float16"}
+    ) as tier:
         write(tier, chain(40))
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "0123-int4.kvpack").write_bytes(bytes(5000))
     return tmp_path
 
 
-def answer(capsys, *argv, code=0):
-    assert run(["cache", *argv, "--json"]) == code
-    found = json.loads(capsys.readouterr().out)
-    return {**found, "rows": {row["name"]: row for row in found["rows"]}}
+@pytest.fixture
+def answer(answered):
+    """`answer(*argv, code=0)` is that of `cache`, its rows by their names."""
+
+    def call(*argv, code=0):
+        found = answered("cache", *argv, code=code)
+        return {**found, "rows": {row["name"]: row for row in found["rows"]}}
+
+    return call
 
 
 def bytes_of(home, space):
     return sum(path.stat().st_size for path in segments(home / "blocks", space))
 
 
-def test_list_and_status_say_what_is_there(home, capsys):
-    found = answer(capsys, "list")
+def test_list_and_status_say_what_is_there(home, answer, printed):
+    found = answer("list")
     assert list(found["rows"]) == ["alpha-7b int8", "beta-1b float16", "0123-int4"]
     row = found["rows"]["alpha-7b int8"]
     assert row["bytes"] == bytes_of(home, SPACE) > 0
@@ -43,24 +60,24 @@ def test_list_and_status_say_what_is_there(home, capsys):
     assert row["description"] == {"model": "alpha-7b", "kv_format": "int8"}
     assert row["model"] == ""
     assert found["bytes"] == bytes_of(home, SPACE) + bytes_of(home, OTHER_SPACE) + 5000
-    assert list(answer(capsys, "list", "BETA")["rows"]) == ["beta-1b float16"]
-    assert run(["cache", "status"]) == 0
-    text = capsys.readouterr().out
+    assert list(answer("list", "BETA")["rows"]) == ["beta-1b float16"]
+    text = printed("cache", "status").out
     assert "in 2 spaces" in text
     assert str(home / "blocks") in text
-    assert run(["cache", "list"]) == 0
-    out = capsys.readouterr().out
+    out = printed("cache", "list").out
     assert "alpha-7b int8" in out
-    assert all(name in out for name in ("what", "model", "fingerprint and format", "size", "days", "state"))
+    assert all(
+        name in out for name in ("what", "model", "fingerprint and format", "size", "days", "state")
+    )
 
 
-def test_what_is_open_is_said_and_stays(home, capsys):
+def test_what_is_open_is_said_and_stays(home, answer):
     with opened(home / "blocks", SPACE) as tier:
-        assert answer(capsys, "list")["rows"]["alpha-7b int8"]["in_use"]
-        found = answer(capsys, "clear")["rows"]
+        assert answer("list")["rows"]["alpha-7b int8"]["in_use"]
+        found = answer("clear")["rows"]
         assert not found["alpha-7b int8"]["removed"]
         assert found["beta-1b float16"]["removed"]
-        assert answer(capsys, "verify")["rows"]["alpha-7b int8"]["blocks"] == 20
+        assert answer("verify")["rows"]["alpha-7b int8"]["blocks"] == 20
         assert read(tier, chain(20)) == 20
         assert write(tier, chain(22)) == 22
     assert not space_dir(home / "blocks", OTHER_SPACE).exists()
@@ -69,8 +86,8 @@ def test_what_is_open_is_said_and_stays(home, capsys):
         assert read(tier, chain(22)) == 22
 
 
-def test_verify_counts_damaged_blocks_and_fails(home, capsys):
-    found = answer(capsys, "verify")["rows"]
+def test_verify_counts_damaged_blocks_and_fails(home, answer, printed):
+    found = answer("verify")["rows"]
     assert {name: (row["blocks"], row["damaged"]) for name, row in found.items()} == {
         "alpha-7b int8": (20, 0),
         "beta-1b float16": (40, 0),
@@ -79,36 +96,37 @@ def test_verify_counts_damaged_blocks_and_fails(home, capsys):
     data = bytearray(path.read_bytes())
     data[1000] ^= 1
     path.write_bytes(data)
-    row = answer(capsys, "verify", code=1)["rows"]["alpha-7b int8"]
+    row = answer("verify", code=1)["rows"]["alpha-7b int8"]
     assert (row["blocks"], row["damaged"]) == (19, 1)
-    assert run(["cache", "verify"]) == 1
-    assert "1 damaged" in capsys.readouterr().out
+    assert "1 damaged" in printed("cache", "verify", code=1).out
 
 
-def test_a_dry_run_removes_nothing(home, capsys):
+def test_a_dry_run_removes_nothing(home, answer, printed):
     before = sorted(home.rglob("*"))
     for action in (["clear"], ["prune", "--max-disk-bytes", "0"]):
-        assert len(answer(capsys, *action, "--dry-run")["rows"]) == (3 if action == ["clear"] else 2)
-        assert run(["cache", *action, "--dry-run"]) == 0
-        assert "would go" in capsys.readouterr().out
+        assert len(answer(*action, "--dry-run")["rows"]) == (3 if action == ["clear"] else 2)
+        assert "would go" in printed("cache", *action, "--dry-run").out
     assert {path for path in sorted(home.rglob("*")) if path not in before} == set()
     assert all(path.exists() for path in before)
 
 
-def test_prune_removes_blocks_beyond_the_cap_those_used_longest_ago_first(home, capsys):
+def test_prune_removes_blocks_beyond_the_cap_those_used_longest_ago_first(home, answer):
     cap = str(bytes_of(home, OTHER_SPACE))
-    assert list(answer(capsys, "prune", "--max-disk-bytes", cap)["rows"]) == ["alpha-7b int8"]
-    assert list(answer(capsys, "list")["rows"]) == ["beta-1b float16", "0123-int4"]
-    assert answer(capsys, "prune", "--max-disk-bytes", cap)["rows"] == {}
-    assert answer(capsys, "prune")["rows"] == {}
+    assert list(answer("prune", "--max-disk-bytes", cap)["rows"]) == ["alpha-7b int8"]
+    assert list(answer("list")["rows"]) == ["beta-1b float16", "0123-int4"]
+    assert answer("prune", "--max-disk-bytes", cap)["rows"] == {}
+    assert answer("prune")["rows"] == {}
 
 
-def test_prune_removes_what_was_not_used_for_so_many_days(home, capsys):
+def test_prune_removes_what_was_not_used_for_so_many_days(home, answer):
     long_ago = 1_000_000_000
-    for path in (*space_dir(home / "blocks", SPACE).iterdir(), home / "packed" / "0123-int4.kvpack"):
+    for path in (
+        *space_dir(home / "blocks", SPACE).iterdir(),
+        home / "packed" / "0123-int4.kvpack",
+    ):
         os.utime(path, (long_ago, long_ago))
-    assert list(answer(capsys, "prune", "--older-than", "30")["rows"]) == ["alpha-7b int8", "0123-int4"]
-    assert list(answer(capsys, "list")["rows"]) == ["beta-1b float16"]
+    assert list(answer("prune", "--older-than", "30")["rows"]) == ["alpha-7b int8", "0123-int4"]
+    assert list(answer("list")["rows"]) == ["beta-1b float16"]
 
 
 @pytest.mark.parametrize(
@@ -120,35 +138,33 @@ def test_prune_removes_what_was_not_used_for_so_many_days(home, capsys):
         (["prune", "--older-than", "-1"], "--older-than"),
     ],
 )
-def test_options_that_belong_elsewhere_are_refused_by_name(home, capsys, argv, named):
-    assert run(["cache", *argv]) == 1
-    assert named in capsys.readouterr().err
+def test_options_that_belong_elsewhere_are_refused_by_name(home, printed, argv, named):
+    assert named in printed("cache", *argv, code=1).err
 
 
-def test_another_directory_and_none_at_all(home, capsys):
-    assert answer(capsys, "list", "--disk-cache-dir", str(home / "nothing"))["bytes"] == 5000
-    assert run(["cache", "list", "--disk-cache-dir", str(home / "packed" / "0123-int4.kvpack")]) == 0
-    capsys.readouterr()
+def test_another_directory_and_none_at_all(home, answer, printed):
+    assert answer("list", "--disk-cache-dir", home / "nothing")["bytes"] == 5000
+    printed("cache", "list", "--disk-cache-dir", home / "packed" / "0123-int4.kvpack")
     assert run(["cache", "sweep"]) != 0
 
 
 @pytest.mark.parametrize(("clock", "gone"), [(-86_400, []), (366 * 86_400, ["beta-1b float16"])])
 def test_a_clock_that_jumps_makes_nothing_negative_and_takes_nothing_that_is_open(
-    home, capsys, monkeypatch, clock, gone
+    home, answer, monkeypatch, clock, gone
 ):
     """A day back, a year forward: what is open stays whatever the clock says, and no age is below zero."""
     (home / "packed" / "0123-int4.kvpack").unlink()
     now = time.time()
     with opened(home / "blocks", SPACE) as tier:
         monkeypatch.setattr(time, "time", lambda: now + clock)
-        assert all(row["days"] >= 0 for row in answer(capsys, "list")["rows"].values())
-        rows = answer(capsys, "prune", "--older-than", "30")["rows"]
+        assert all(row["days"] >= 0 for row in answer("list")["rows"].values())
+        rows = answer("prune", "--older-than", "30")["rows"]
         assert [name for name, row in rows.items() if row["removed"]] == gone
         assert read(tier, chain(20)) == 20
         assert write(tier, chain(25)) == 25
         for path in space_dir(home / "blocks", SPACE).iterdir():
             os.utime(path, (1e11, 1e11))  # the year 5138
-        assert answer(capsys, "list")["rows"]["alpha-7b int8"]["days"] == 0
+        assert answer("list")["rows"]["alpha-7b int8"]["days"] == 0
         assert run(["cache", "list"]) == 0
     with opened(home / "blocks", SPACE) as tier:
         assert read(tier, chain(25)) == 25

@@ -12,10 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from kvboost_edge.cli.app import run
 from kvboost_edge.cli.launch.clients import CLIENTS
 
-MODELS = [{"id": "a model's name", "max_model_len": 4096}, {"id": "alias", "max_model_len": 4096}, {"id": "bare"}]
+MODELS = [
+    {"id": "a model's name", "max_model_len": 4096},
+    {"id": "alias", "max_model_len": 4096},
+    {"id": "bare"},
+]
 
 
 @pytest.fixture
@@ -28,8 +31,13 @@ def server(monkeypatch):
             """Quiet."""
 
         def do_GET(self):
-            known = self.headers.get("authorization") in (None, "Bearer a'key") and self.path == "/v1/models"
-            content = json.dumps({"data": MODELS} if known else {"error": {"message": "the key is wrong"}}).encode()
+            known = (
+                self.headers.get("authorization") in (None, "Bearer a'key")
+                and self.path == "/v1/models"
+            )
+            content = json.dumps(
+                {"data": MODELS} if known else {"error": {"message": "the key is wrong"}}
+            ).encode()
             self.send_response(200 if known else 401)
             self.send_header("content-length", str(len(content)))
             self.end_headers()
@@ -43,41 +51,55 @@ def server(monkeypatch):
         thread.join()
 
 
-def printed(capsys, *argv):
-    """The environment that a shell makes of what is printed, and the command."""
-    assert run(["launch", *argv]) == 0
-    out = capsys.readouterr().out
-    shell = subprocess.run(["sh", "-c", f"{out}\nenv -0"], env={}, capture_output=True, check=True)
-    pairs = [pair.partition("=") for pair in shell.stdout.decode().split("\0") if pair]
-    environment = {name: value for name, _, value in pairs if name not in ("PWD", "_", "SHLVL", "OLDPWD")}
-    return environment, shlex.split(out.splitlines()[-1].removeprefix("# "))
+@pytest.fixture
+def launched(printed):
+    """`launched(*argv)` returns the environment that a shell makes of what is printed, and the command."""
+
+    def call(*argv):
+        out = printed("launch", *argv).out
+        shell = subprocess.run(
+            ["sh", "-c", f"{out}\nenv -0"], env={}, capture_output=True, check=True
+        )
+        pairs = [pair.partition("=") for pair in shell.stdout.decode().split("\0") if pair]
+        environment = {
+            name: value for name, _, value in pairs if name not in ("PWD", "_", "SHLVL", "OLDPWD")
+        }
+        return environment, shlex.split(out.splitlines()[-1].removeprefix("# "))
+
+    return call
 
 
-def test_claude_gets_the_address_and_one_model_for_all_sizes(server, capsys):
-    environment, command = printed(capsys, "claude", "--url", f"{server}/v1/", "--api-key", "a'key", "--", "-p", "x y")
+def test_claude_gets_the_address_and_one_model_for_all_sizes(server, launched):
+    environment, command = launched(
+        "claude", "--url", f"{server}/v1/", "--api-key", "a'key", "--", "-p", "x y"
+    )
     assert command == ["claude", "-p", "x y"]
     assert environment["ANTHROPIC_BASE_URL"] == server
     assert environment["ANTHROPIC_AUTH_TOKEN"] == "a'key"
-    assert {environment[name] for name in environment if name.endswith("_MODEL")} == {"a model's name"}
+    assert {environment[name] for name in environment if name.endswith("_MODEL")} == {
+        "a model's name"
+    }
     assert environment["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
     assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
 
 
-def test_codex_gets_settings_in_toml(server, capsys):
-    environment, command = printed(capsys, "codex", "--url", server, "--model", "alias", "--api-key", "a'key")
+def test_codex_gets_settings_in_toml(server, launched):
+    environment, command = launched(
+        "codex", "--url", server, "--model", "alias", "--api-key", "a'key"
+    )
     assert (command[0], set(command[1::2])) == ("codex", {"-c"})
     settings = tomllib.loads("\n".join(command[2::2]))
     provider = settings["model_providers"][settings["model_provider"]]
     assert (settings["model"], settings["model_context_window"]) == ("alias", 4096)
     assert (provider["base_url"], provider["wire_api"]) == (f"{server}/v1", "responses")
     assert environment == {provider["env_key"]: "a'key"}
-    environment, command = printed(capsys, "codex", "--url", server, "--model", "bare")
+    environment, command = launched("codex", "--url", server, "--model", "bare")
     assert environment == {}
     assert "context" not in " ".join(command)
 
 
-def test_opencode_gets_its_settings_as_json(server, capsys):
-    environment, command = printed(capsys, "opencode", "--url", server)
+def test_opencode_gets_its_settings_as_json(server, launched):
+    environment, command = launched("opencode", "--url", server)
     config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
     provider, _, model = config["model"].partition("/")
     assert (command, model) == (["opencode"], "a model's name")
@@ -85,8 +107,8 @@ def test_opencode_gets_its_settings_as_json(server, capsys):
     assert config["provider"][provider]["models"][model]["limit"]["context"] == 4096
 
 
-def test_open_webui_gets_the_address(server, capsys):
-    environment, command = printed(capsys, "openwebui", "--url", server)
+def test_open_webui_gets_the_address(server, launched):
+    environment, command = launched("openwebui", "--url", server)
     assert command == ["open-webui", "serve"]
     assert environment["OPENAI_API_BASE_URL"] == f"{server}/v1"
 
@@ -96,14 +118,26 @@ def test_exec_becomes_the_client(server, tmp_path):
     client = tmp_path / "claude"
     client.write_text('#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL" "$@"\nexit 3\n')
     client.chmod(0o755)
-    command = [sys.executable, "-m", "kvboost_edge", "launch", "claude", "--exec", "--url", server, "--", "-p", "x y"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvboost_edge",
+        "launch",
+        "claude",
+        "--exec",
+        "--url",
+        server,
+        "--",
+        "-p",
+        "x y",
+    ]
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == (f"{server} a model's name -p x y\n", 3), done.stderr
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_errors_say_what_to_do(server, client, capsys, monkeypatch):
+def test_errors_say_what_to_do(server, client, printed, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -116,8 +150,7 @@ def test_errors_say_what_to_do(server, client, capsys, monkeypatch):
             ("--url", server, "--exec"): "is not installed here",
         }
         for argv, said in cases.items():
-            assert run(["launch", client, *argv]) == 1
-            captured = capsys.readouterr()
-            assert said in captured.err
-            assert not captured.out
-    assert run(["launch", "emacs"]) == 2
+            out, err = printed("launch", client, *argv, code=1)
+            assert said in err
+            assert not out
+    printed("launch", "emacs", code=2)

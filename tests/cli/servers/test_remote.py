@@ -1,7 +1,7 @@
 """`chat --url` against a scripted server: streams, figures, and every way a server can be absent or wrong."""
 
-import io
 import json
+import re
 import socket
 import sys
 import threading
@@ -9,11 +9,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from kvboost_edge.cli.app import run
+from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving
+from kvboost_edge import CPUPagedEngine
 from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, Thought, ToolCall
 from kvboost_edge.errors import BackendUnavailable, ConfigError, RequestError
 
-USAGE = {"prompt_tokens": 30, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 16}}
+USAGE = {
+    "prompt_tokens": 30,
+    "completion_tokens": 2,
+    "prompt_tokens_details": {"cached_tokens": 16},
+}
 
 
 def chunk(text=None, finish=None, **more):
@@ -21,7 +26,14 @@ def chunk(text=None, finish=None, **more):
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **more}
 
 
-GOOD = [chunk(""), chunk("Hel"), chunk("lo"), chunk(finish="stop"), {"choices": [], "usage": USAGE}, "[DONE]"]
+GOOD = [
+    chunk(""),
+    chunk("Hel"),
+    chunk("lo"),
+    chunk(finish="stop"),
+    {"choices": [], "usage": USAGE},
+    "[DONE]",
+]
 
 
 class Script:
@@ -54,21 +66,30 @@ def server():
 
         def _allowed(self):
             if script.key and self.headers["authorization"] != f"Bearer {script.key}":
-                self._send(401, b'{"error": {"message": "Incorrect API key", "type": "invalid_request_error"}}')
+                self._send(
+                    401,
+                    b'{"error": {"message": "Incorrect API key", "type": "invalid_request_error"}}',
+                )
                 return False
             return True
 
         def do_GET(self):
             if self._allowed():
-                answer = script.models if self.path == "/v1/models" else {"cache": {"hit_rate": 0.5}}
-                self._send(200, answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+                answer = (
+                    script.models if self.path == "/v1/models" else {"cache": {"hit_rate": 0.5}}
+                )
+                self._send(
+                    200, answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                )
 
         def do_POST(self):
             script.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             if not self._allowed():
                 return
             if script.status != 200:
-                self._send(script.status, json.dumps({"error": {"message": "no such model 'x'"}}).encode())
+                self._send(
+                    script.status, json.dumps({"error": {"message": "no such model 'x'"}}).encode()
+                )
                 return
             lines = [e if isinstance(e, str) else json.dumps(e) for e in script.events]
             stream = "".join(f": comment\n\ndata: {line}\n\n" for line in lines).encode()
@@ -87,7 +108,9 @@ def server():
 
 def ask(server, **options):
     with RemoteChat(server.url, **options) as remote:
-        return list(remote.stream([{"role": "user", "content": "Hi"}], {"max_tokens": 5, "top_k": 3}))
+        return list(
+            remote.stream([{"role": "user", "content": "Hi"}], {"max_tokens": 5, "top_k": 3})
+        )
 
 
 def test_an_answer_streams_and_ends_with_its_figures(server):
@@ -98,8 +121,17 @@ def test_an_answer_streams_and_ends_with_its_figures(server):
     assert 0 < answer.ttft_ms <= answer.total_ms
     assert "30 prompt tokens, 16 from the cache" in answer.timing_line
     (body,) = server.bodies
-    assert (body["model"], body["max_tokens"], body["top_k"], body["stream"]) == ("a-model", 5, 3, True)
-    server.events = [*GOOD[:-2], {**GOOD[-2], "kvboost": {"hit_tokens": {"pool": 0, "disk": 10, "redis": 6}}}, GOOD[-1]]
+    assert (body["model"], body["max_tokens"], body["top_k"], body["stream"]) == (
+        "a-model",
+        5,
+        3,
+        True,
+    )
+    server.events = [
+        *GOOD[:-2],
+        {**GOOD[-2], "kvboost": {"hit_tokens": {"pool": 0, "disk": 10, "redis": 6}}},
+        GOOD[-1],
+    ]
     assert "16 from the cache (10 from disk, 6 from redis) · " in ask(server)[-1].timing_line
     server.url += "/v1/"
     assert ask(server, model="other")[:2] == ["Hel", "lo"]
@@ -121,46 +153,30 @@ def test_the_key_is_sent_and_a_wrong_one_is_named(server, monkeypatch):
     assert ask(server)[0] == "Hel"
     monkeypatch.delenv("KVBOOST_API_KEY")
     for key in ("", "sk-wrong"):
-        with pytest.raises(ConfigError, match=r"does not accept the API key .*Incorrect API key.*--api-key") as caught:
+        with pytest.raises(
+            ConfigError, match=r"does not accept the API key .*Incorrect API key.*--api-key"
+        ) as caught:
             ask(server, api_key=key)
         assert not key or key not in str(caught.value)
 
 
-def _unknown_model(server):
-    server.status = 404
-
-
-def _refusing(server):
-    server.status = 503
-
-
-def _failing(server):
-    server.events = [chunk("x"), {"error": {"message": "the engine stopped"}}]
-
-
-def _garbled(server):
-    server.raw = b"data: {nonsense\n\n"
+STOPPED = [chunk("x"), {"error": {"message": "the engine stopped"}}]
 
 
 @pytest.mark.parametrize(
-    ("prepare", "kind", "message"),
+    ("said", "answer", "kind", "message"),
     [
-        (_unknown_model, ConfigError, "does not know the model 'a-model'.*--model"),
-        (_refusing, RequestError, "answered 503"),
-        (_failing, RequestError, "ended the answer: the engine stopped"),
-        (_garbled, RequestError, "no JSON object"),
+        ("status", 404, ConfigError, "does not know the model 'a-model'.*--model"),
+        ("status", 503, RequestError, "answered 503"),
+        ("events", STOPPED, RequestError, "ended the answer: the engine stopped"),
+        ("raw", b"data: {nonsense\n\n", RequestError, "no JSON object"),
+        *(("models", other, RequestError, "not as an OpenAI-compatible server")
+          for other in (b"<html>", {"data": []}, [1], {})),
     ],
-)
-def test_what_a_server_refuses(server, prepare, kind, message):
-    prepare(server)
+)  # fmt: skip
+def test_what_a_server_refuses(server, said, answer, kind, message):
+    setattr(server, said, answer)
     with pytest.raises(kind, match=message):
-        ask(server)
-
-
-@pytest.mark.parametrize("models", [b"<html>", {"data": []}, [1], {}])
-def test_something_else_at_the_address(server, models):
-    server.models = models
-    with pytest.raises(RequestError, match="not as an OpenAI-compatible server"):
         ask(server)
 
 
@@ -184,37 +200,52 @@ def test_without_httpx_the_extra_is_named(monkeypatch):
         RemoteChat("http://127.0.0.1:1")
 
 
-def test_a_whole_conversation(server, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n/stats\nMore\n/reset\nAgain\n/quit\n"))
-    argv = ["chat", "--url", server.url, "--system", "Be brief.", "-n", "7", "-s", "temperature=0.5", "-s", "stop=END"]
-    assert run(argv) == 0
-    out = capsys.readouterr().out
+def test_a_whole_conversation(server, typed, printed):
+    typed("Hi\n/stats\nMore\n/reset\nAgain\n/quit\n")
+    argv = [
+        "chat",
+        "--url",
+        server.url,
+        "--system",
+        "Be brief.",
+        "-n",
+        "7",
+        "-s",
+        "temperature=0.5",
+        "-s",
+        "stop=END",
+    ]
+    out = printed(*argv).out
     assert out.count("Hello") == 3
     assert "hit_rate" in out
     assert out.count("16 from the cache") == 3
     roles = [[message["role"] for message in body["messages"]] for body in server.bodies]
-    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
+    assert roles == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
     assert server.bodies[1]["messages"][2]["content"] == "Hello"
-    assert {"max_tokens": 7, "temperature": 0.5, "stop": ["END"]}.items() <= server.bodies[0].items()
+    assert {"max_tokens": 7, "temperature": 0.5, "stop": ["END"]}.items() <= server.bodies[
+        0
+    ].items()
 
 
-def test_a_real_server(monkeypatch, capsys):
-    from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving
-    from kvboost_edge import CPUPagedEngine
-
+def test_a_real_server(typed, printed):
     with (
         CPUPagedEngine.from_pretrained("kvboost-edge/demo", **ENGINE_OPTIONS) as engine,
         serving(engine, api_keys=KEYS) as live,
     ):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello there, how are you today?\nAnd now?\n/stats\n/quit\n"))
-        assert run(["chat", "--url", live.base_url, "--api-key", KEYS[0], "-n", "8", "-s", "temperature=0"]) == 0
-        out, refused = capsys.readouterr()
-        assert "admin" in refused, "one of several keys sees no figures of all, and the conversation goes on"
-        cached = [int(line.split(" from the cache")[0].split()[-1]) for line in out.splitlines() if "the cache" in line]
+        typed("Hello there, how are you today?\nAnd now?\n/stats\n/quit\n")
+        chat = ["chat", "--url", live.base_url, "--api-key"]
+        out, refused = printed(*chat, KEYS[0], "-n", "8", "-s", "temperature=0")
+        assert "admin" in refused, (
+            "one of several keys sees no figures of all, and the conversation goes on"
+        )
+        cached = [int(count) for count in re.findall(r"(\d+) from the cache", out)]
         assert len(cached) == 2
         assert cached[1] > cached[0]
-        assert run(["chat", "--url", live.base_url, "--api-key", "wrong"]) == 1
-        assert "does not accept the API key" in capsys.readouterr().err
+        assert "does not accept the API key" in printed(*chat, "wrong", code=1).err
 
 
 @pytest.mark.parametrize(
@@ -225,28 +256,37 @@ def test_a_real_server(monkeypatch, capsys):
         (["--api-key", "sk-x"], "--api-key"),
     ],
 )
-def test_options_of_the_other_side_are_refused(argv, named, capsys):
-    assert run(["chat", *argv]) == 1
-    assert named in capsys.readouterr().err
+def test_options_of_the_other_side_are_refused(argv, named, printed):
+    assert named in printed("chat", *argv, code=1).err
 
 
-def test_how_the_cache_may_be_used_is_asked_of_the_server_and_told(server, capsys, monkeypatch):
+def test_how_the_cache_may_be_used_is_asked_of_the_server_and_told(server, printed, typed):
     told = {"hit_tokens": {"pool": 16}, "reused_span_tokens": 9, "recomputed_tokens": 3}
     server.events = [*GOOD[:-2], {**GOOD[-2], "kvboost": told}, GOOD[-1]]
-    argv = ["chat", "--url", server.url, "--mode", "chunk_kv_reuse", "--recompute-strategy", "cacheblend"]
+    argv = [
+        "chat",
+        "--url",
+        server.url,
+        "--mode",
+        "chunk_kv_reuse",
+        "--recompute-strategy",
+        "cacheblend",
+    ]
     for more, asked in (
         ([], {}),
-        (["--recompute-overlap", "0", "--recompute-ratio", "0.5"], {"recompute_overlap": 0, "recompute_ratio": 0.5}),
+        (
+            ["--recompute-overlap", "0", "--recompute-ratio", "0.5"],
+            {"recompute_overlap": 0, "recompute_ratio": 0.5},
+        ),
     ):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
-        assert run([*argv, *more]) == 0
+        typed("Hi\n")
+        said = " ".join(printed(*argv, *more).out.split())
         expected = {"mode": "chunk_kv_reuse", "recompute_strategy": "cacheblend", **asked}
         assert server.bodies[-1]["kvboost"] == expected
         assert not expected.keys() & server.bodies[-1].keys()
-        said = " ".join(capsys.readouterr().out.split())
         assert "approximate: 9 tokens reused at other positions, 3 recomputed" in said
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
-    assert run(["chat", "--url", server.url]) == 0
+    typed("Hi\n")
+    printed("chat", "--url", server.url)
     assert "kvboost" not in server.bodies[-1]
 
 
@@ -259,7 +299,13 @@ def call(index, arguments, name=None):
     return delta(tool_calls=[{"index": index, "function": {**named, "arguments": arguments}}])
 
 
-THINKING = [delta(reasoning_content="Two "), delta(reasoning_content="and two."), chunk("Fo"), chunk("ur"), "[DONE]"]
+THINKING = [
+    delta(reasoning_content="Two "),
+    delta(reasoning_content="and two."),
+    chunk("Fo"),
+    chunk("ur"),
+    "[DONE]",
+]
 CALLING = [
     chunk("Wait."),
     call(0, "", "get_weather"),
@@ -285,30 +331,31 @@ def test_pieces_of_calls_are_put_together(server):
     assert pieces == ["Wait."]
     assert isinstance(answer, RemoteAnswer)
     assert answer.finish_reason == "tool_calls"
-    assert answer.tool_calls == (ToolCall("get_weather", '{"city":\n "Wien"}'), ToolCall("get_time", "{}"))
+    assert answer.tool_calls == (
+        ToolCall("get_weather", '{"city":\n "Wien"}'),
+        ToolCall("get_time", "{}"),
+    )
 
 
-def test_thoughts_are_shown_and_sent_back_and_calls_have_a_line_each(server, monkeypatch, capsys):
+def test_thoughts_are_shown_and_sent_back_and_calls_have_a_line_each(server, typed, printed):
     server.events = THINKING
-    monkeypatch.setattr(sys, "stdin", io.StringIO("2 + 2?\nSure?\n"))
-    assert run(["chat", "--url", server.url]) == 0
-    assert "Two and two.\nFour\n" in capsys.readouterr().out
+    typed("2 + 2?\nSure?\n")
+    assert "Two and two.\nFour\n" in printed("chat", "--url", server.url).out
     said = {"role": "assistant", "content": "Four", "reasoning_content": "Two and two."}
     assert server.bodies[-1]["messages"][1] == said
     for first, begin in ((CALLING[0], "Wait.\n"), (chunk(""), "")):
         server.events = [first, *CALLING[1:]]
-        monkeypatch.setattr(sys, "stdin", io.StringIO("Weather?\n"))
-        assert run(["chat", "--url", server.url]) == 0
+        typed("Weather?\n")
         lines = f'{begin}calls get_weather {{"city": "Wien"}}\ncalls get_time {{}}\nfirst token'
-        assert lines in capsys.readouterr().out
+        assert lines in printed("chat", "--url", server.url).out
 
 
-def test_a_schema_is_asked_of_the_server(server, monkeypatch, tmp_path):
+def test_a_schema_is_asked_of_the_server(server, typed, printed, tmp_path):
     schema = {"type": "object", "properties": {"größe": {"type": "integer"}}}
     path = tmp_path / "schema.json"
     path.write_text(json.dumps(schema), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
-    assert run(["chat", "--url", server.url, "--json-schema", str(path)]) == 0
+    typed("Hi\n")
+    printed("chat", "--url", server.url, "--json-schema", path)
     expected = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     assert server.bodies[-1]["response_format"] == expected
     assert "json_schema" not in server.bodies[-1]

@@ -7,11 +7,11 @@ import pytest
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.live_servers import serving
 from helpers.server.scripted_model import TEMPLATE
-from kvboost_edge.cli.app import run
 
 BLOCK = 16
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("map", "clock")
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("map", "clock")
 ]
 RECORDED = {
     "model": "fake", "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.7, "max_tokens": 3,
@@ -36,37 +36,45 @@ def asked(server, **more):
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_the_request_finds_all_full_blocks(server, tmp_path, capsys):
+def test_the_request_finds_all_full_blocks(server, tmp_path, printed, answered):
     file = tmp_path / "agent.json"
     file.write_text(json.dumps(RECORDED))
-    command = ["warm", "--from-request", str(file), "--url", server.base_url]
-    assert run([*command, "--json"]) == 0
-    warmed = json.loads(capsys.readouterr().out)
+    command = ["warm", "--from-request", file, "--url", server.base_url]
+    warmed = answered(*command)
     tokens, cached = asked(server)
     assert tokens == warmed["token_count"]
     assert cached == min(tokens // BLOCK * BLOCK, tokens - 1)
-    assert run([*command, "--pin", "--ttl", "60"]) == 0
-    assert f"{tokens} prompt tokens are in the cache" in capsys.readouterr().out
+    assert (
+        f"{tokens} prompt tokens are in the cache" in printed(*command, "--pin", "--ttl", "60").out
+    )
     assert server.engine.paged_stats()["pinned_blocks"] == tokens // BLOCK
 
 
 def test_the_next_turns_begin_so_without_the_generation_prompt(server):
     with server.client() as client:
         warmed = client.post("/v1/warm", json=RECORDED).json()["token_count"]
-    later = [*RECORDED["messages"], {"role": "assistant", "content": "Done."}, {"role": "user", "content": "And?"}]
+    later = [
+        *RECORDED["messages"],
+        {"role": "assistant", "content": "Done."},
+        {"role": "user", "content": "And?"},
+    ]
     assert asked(server, messages=later)[1] == warmed // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "cannot be read"), ("{", "is no JSON"), ("[]", "object with messages"), ('{"prompt": "a"}', "messages")],
+    [
+        (None, "cannot be read"),
+        ("{", "is no JSON"),
+        ("[]", "object with messages"),
+        ('{"prompt": "a"}', "messages"),
+    ],
 )
-def test_a_file_that_is_no_request_is_named(tmp_path, text, said, capsys):
+def test_a_file_that_is_no_request_is_named(tmp_path, text, said, printed):
     file = tmp_path / "agent.json"
     if text is not None:
         file.write_text(text)
-    assert run(["warm", "--from-request", str(file), "--url", "http://127.0.0.1:9"]) == 1
-    error = capsys.readouterr().err
+    error = printed("warm", "--from-request", file, "--url", "http://127.0.0.1:9", code=1).err
     assert said in error
     assert "agent.json" in error
 
@@ -77,4 +85,7 @@ def test_what_may_change_a_prompt_is_not_ignored(server):
             answer = client.post("/v1/warm", json={**RECORDED, **more})
             assert (answer.status_code, next(iter(more)) in answer.text) == (400, True)
         assert client.post("/v1/warm", json={"text": "abc", "temperature": 1}).status_code == 400
-        assert client.post("/v1/warm", json={"text": "abc", "add_generation_prompt": True}).status_code == 400
+        assert (
+            client.post("/v1/warm", json={"text": "abc", "add_generation_prompt": True}).status_code
+            == 400
+        )
