@@ -1,11 +1,13 @@
-"""A coding agent's session as its client sends it: a long head of system prompt and tools, turns with calls and their
-results, a title for what the user says, agents of its own beside it, a restart of the server.
+"""A coding agent's session as its client sends it: a long head of system prompt and tools, turns
+with calls and their results, a title for what the user says, agents of its own beside it, a restart
+of the server.
 
-What real clients change between two requests without meaning anything by it is changed here, too: the billing line in
-front of the system prompt with each request, the date once at midnight, the places of two tools and the order of keys
-in one at some turns, and the thinking of answers, which is never sent back. The shape (number of tools, lengths of
-their descriptions, fields of each, the date in a context in front of the user's first words) is that of a recorded
-request; the words are made up here, and always the same.
+What real clients change between two requests without meaning anything by it is changed here, too:
+the billing line in front of the system prompt with each request, the date once at midnight, the
+places of two tools and the order of keys in one at some turns, and the thinking of answers, which
+is never sent back. The shape (number of tools, lengths of their descriptions, fields of each, the
+date in a context in front of the user's first words) is that of a recorded request; the words are
+made up here, and always the same.
 """
 
 from __future__ import annotations
@@ -17,7 +19,18 @@ import random
 from collections.abc import Generator
 from typing import Any
 
-__all__ = ["CALL", "CONTENT", "QUICK", "THOUGHT", "Answer", "Plan", "Request", "Session", "session", "texts"]
+__all__ = [
+    "CALL",
+    "CONTENT",
+    "QUICK",
+    "THOUGHT",
+    "Answer",
+    "Plan",
+    "Request",
+    "Session",
+    "session",
+    "texts",
+]
 
 Json = dict[str, Any]
 BILLING = "x-anthropic-billing-header: cc_version=0.0.0; cch={:05x};\n"
@@ -25,28 +38,59 @@ THOUGHT = "They want more of this, so I look at what that module does before it 
 CONTENT = "I read its code now:"
 CALL = ("read_file", '{"path": "src/main.py"}')
 
-# Words of each description and fields of each tool: a tenth of the letters, and the fields, of a recorded request.
+# Words of each description and fields of each tool: a tenth of the letters, and the fields, of a
+# recorded request.
 _TOOLS = {
-    "start_task": (122, 6), "run_command": (119, 5), "plan_job": (292, 4), "drop_job": (16, 1), "list_jobs": (10, 0),
-    "edit_file": (36, 4), "open_branch": (303, 2), "close_branch": (192, 2), "edit_cell": (61, 5), "read_file": (83, 4),
-    "report_faults": (57, 2), "wake_later": (280, 3), "send_message": (65, 3), "use_skill": (171, 2),
-    "make_note": (214, 4), "get_note": (73, 1), "list_notes": (99, 0), "read_output": (104, 3), "stop_task": (20, 2),
-    "change_note": (224, 9), "fetch_page": (37, 2), "search_pages": (31, 3), "run_steps": (1878, 7),
+    "start_task": (122, 6),
+    "run_command": (119, 5),
+    "plan_job": (292, 4),
+    "drop_job": (16, 1),
+    "list_jobs": (10, 0),
+    "edit_file": (36, 4),
+    "open_branch": (303, 2),
+    "close_branch": (192, 2),
+    "edit_cell": (61, 5),
+    "read_file": (83, 4),
+    "report_faults": (57, 2),
+    "wake_later": (280, 3),
+    "send_message": (65, 3),
+    "use_skill": (171, 2),
+    "make_note": (214, 4),
+    "get_note": (73, 1),
+    "list_notes": (99, 0),
+    "read_output": (104, 3),
+    "stop_task": (20, 2),
+    "change_note": (224, 9),
+    "fetch_page": (37, 2),
+    "search_pages": (31, 3),
+    "run_steps": (1878, 7),
     "write_file": (24, 2),
-}  # fmt: skip
+}
 _SIDE_TOOLS = ("run_command", "read_file", "search_pages", "list_jobs")
 _FIELDS = ("path", "limit", "offset", "name", "command", "timeout", "text", "kind", "force")
-_KINDS = ("string", "integer", "integer", "string", "string", "number", "string", "string", "boolean")
+_KINDS = (
+    "string",
+    "integer",
+    "integer",
+    "string",
+    "string",
+    "number",
+    "string",
+    "string",
+    "boolean",
+)
 _WORDS = """
-    the a of to and in is it that for was on are with they be at one have this from by hot but some what there we can
-    out other were all your when up use word how said an each she which do their time if will way about many then them
-    would write like so these her long make thing see him two has look more day could go come did my sound no most
-    number who over know water than call first people may down side been now find any new work part take get place made
-    live where after back little only round man year came show every good me give our under name very through just form
-    much great think say help low line before turn cause same mean differ move right boy old too does tell set three
-    want air well also play small end put home read hand port large spell add even land here must big high such follow
-    act why ask men change went light kind off need house picture try us again animal point mother world near build self
-    earth father module function value file test error list index branch commit cache token server answer request result
+    the a of to and in is it that for was on are with they be at one have this from by hot but some
+    what there we can out other were all your when up use word how said an each she which do their
+    time if will way about many then them would write like so these her long make thing see him two
+    has look more day could go come did my sound no most number who over know water than call first
+    people may down side been now find any new work part take get place made live where after back
+    little only round man year came show every good me give our under name very through just form
+    much great think say help low line before turn cause same mean differ move right boy old too
+    does tell set three want air well also play small end put home read hand port large spell add
+    even land here must big high such follow act why ask men change went light kind off need house
+    picture try us again animal point mother world near build self earth father module function
+    value file test error list index branch commit cache token server answer request result
 """.split()
 
 
@@ -54,12 +98,14 @@ _WORDS = """
 class Plan:
     """When what happens, by the numbers of turns from 1, and how long texts are, in words.
 
-    speaks      turns that begin with words of the user; the others bring a call's result. Each is asked a title for
+    speaks      turns that begin with words of the user; the others bring a call's result. Each is
+                asked a title for
     midnight    the turn from which on the date is another
     swaps       turns at which tools have changed places; keys: at which the keys of one have
     restart     the turn in front of which the server is restarted
     sides       turns behind which an agent beside this one works for `side_requests` requests
-    date_in     "context": in front of the user's first words; "system": the last line of the system prompt
+    date_in     "context": in front of the user's first words; "system": the last line of the system
+                prompt
     """
 
     turns: int = 12
@@ -87,8 +133,10 @@ QUICK = Plan(system=120, tools=0.05, side_system=60, said=12, result=20)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One request. `kind`: "turn", "title" or "side"; `number`: the turn it belongs to; `changes`: what is not as it
-    was in the request before of the same agent, beside what is new; `restart`: the server is restarted first."""
+    """One request. `kind`: "turn", "title" or "side"; `number`: the turn it belongs to; `changes`:
+    what is not as it was in the request before of the same agent, beside what is new; `restart`:
+    the server is restarted first.
+    """
 
     kind: str
     number: int
@@ -99,7 +147,9 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a client keeps of an answer: its text, and its call as (name, arguments as JSON) with the id it has."""
+    """What a client keeps of an answer: its text, and its call as (name, arguments as JSON) with
+    the id it has.
+    """
 
     content: str = CONTENT
     call: tuple[str, str] | None = CALL
@@ -148,7 +198,9 @@ class _Agent:
         self._sent = 0
 
     def next_words(self, turn: int) -> str | None:
-        """Add what comes next to the messages; the user's words, None where a call's result comes alone."""
+        """Add what comes next to the messages; the user's words, None where a call's result comes
+        alone.
+        """
         if self._messages:
             self._messages.append(self._result(turn, self._messages[-1]))
         if turn not in self._plan.speaks:
@@ -164,7 +216,9 @@ class _Agent:
         plan = self._plan
         changes = ["billing"] * (plan.billing and turn > 1) + ["date"] * (turn == plan.midnight)
         # A tool that has changed places or keys for one turn is back where it was at the next.
-        changes += ["tools"] * ((turn in plan.swaps) != (turn - 1 in plan.swaps) or turn in plan.swaps)
+        changes += ["tools"] * (
+            (turn in plan.swaps) != (turn - 1 in plan.swaps) or turn in plan.swaps
+        )
         changes += ["keys"] * ((turn in plan.keys) != (turn - 1 in plan.keys))
         # The answer before was thought about, and comes back without its thinking.
         changes += ["thinking"] * (turn > 1)
@@ -175,7 +229,9 @@ class _Agent:
         if turn in plan.keys:
             function = tools[2]["function"]
             tools[2]["function"] = {name: function[name] for name in reversed(function)}
-        messages = self._with_date([{"role": "system", "content": self._system}, *self._messages], turn)
+        messages = self._with_date(
+            [{"role": "system", "content": self._system}, *self._messages], turn
+        )
         body = self._body(messages, plan.max_tokens, tools)
         return Request("turn", turn, body, tuple(changes), restart=turn == plan.restart)
 
@@ -186,7 +242,9 @@ class _Agent:
         return Request("title", turn, self._body(messages, self._plan.title_tokens, thinks=False))
 
     def side(self, turn: int) -> Session:
-        """An agent with a task of its own; all are of one kind, with another system prompt than this and few tools."""
+        """An agent with a task of its own; all are of one kind, with another system prompt than
+        this and few tools.
+        """
         plan = self._plan
         tools = [tool for tool in self._tools if tool["function"]["name"] in _SIDE_TOOLS]
         system = "You are an agent with one task. " + _Writer(3).words(plan.side_system)
@@ -194,7 +252,9 @@ class _Agent:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": task}]
         for number in range(plan.side_requests):
             changes = ("billing",) * plan.billing * bool(number)
-            answer = yield Request("side", turn, self._body(list(messages), plan.max_tokens, tools), changes)
+            answer = yield Request(
+                "side", turn, self._body(list(messages), plan.max_tokens, tools), changes
+            )
             spoken = _spoken(answer, f"side{turn:02d}{number:03d}")
             messages += [spoken, self._result(1000 * turn + number, spoken)]
 
@@ -206,14 +266,26 @@ class _Agent:
         return {"role": "tool", "tool_call_id": spoken["tool_calls"][0]["id"], "content": text}
 
     def _with_date(self, messages: list[Json], turn: int) -> list[Json]:
-        date = f"Today is {'Sunday, 2026-11-22' if turn < self._plan.midnight else 'Monday, 2026-11-23'}."
+        date = (
+            "Today is "
+            f"{'Sunday, 2026-11-22' if turn < self._plan.midnight else 'Monday, 2026-11-23'}."
+        )
         system, first, *others = messages
         if self._plan.date_in == "system":
             return [{**system, "content": f"{system['content']}\n{date}"}, first, *others]
-        return [system, {**first, "content": f"<context>\n{date}\n</context>\n{first['content']}"}, *others]
+        return [
+            system,
+            {**first, "content": f"<context>\n{date}\n</context>\n{first['content']}"},
+            *others,
+        ]
 
     def _body(
-        self, messages: list[Json], max_tokens: int, tools: list[Json] | None = None, *, thinks: bool = True
+        self,
+        messages: list[Json],
+        max_tokens: int,
+        tools: list[Json] | None = None,
+        *,
+        thinks: bool = True,
     ) -> Json:
         self._sent += 1
         if self._plan.billing:
@@ -228,11 +300,15 @@ class _Agent:
 
 
 def _spoken(answer: Answer, call_id: str) -> Json:
-    """An answer as it is sent back: without its thinking. `call_id`: for a call that was given no id."""
+    """An answer as it is sent back: without its thinking. `call_id`: for a call that was given no
+    id.
+    """
     message: Json = {"role": "assistant", "content": answer.content}
     if answer.call is not None:
         function = dict(zip(("name", "arguments"), answer.call, strict=True))
-        message["tool_calls"] = [{"id": answer.call_id or call_id, "type": "function", "function": function}]
+        message["tool_calls"] = [
+            {"id": answer.call_id or call_id, "type": "function", "function": function}
+        ]
     return message
 
 
@@ -254,7 +330,10 @@ class _Writer:
 
     def tools(self, share: float) -> list[Json]:
         """The tools, with that share of their descriptions' words."""
-        return [self._tool(name, max(3, int(share * words)), fields) for name, (words, fields) in _TOOLS.items()]
+        return [
+            self._tool(name, max(3, int(share * words)), fields)
+            for name, (words, fields) in _TOOLS.items()
+        ]
 
     def _tool(self, name: str, words: int, fields: int) -> Json:
         # Every tool knows a path: a call that is made without looking fits.

@@ -1,6 +1,8 @@
-"""What agents send, as token ids: a long head with tools, chats in turn, short requests of other kinds between.
+"""What agents send, as token ids: a long head with tools, chats in turn, short requests of other
+kinds between.
 
-`play` sends it to an engine and counts the full blocks that are computed though they were computed before.
+`play` sends it to an engine and counts the full blocks that are computed though they were computed
+before.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ __all__ = ["AGENT", "Outcome", "Turns", "play"]
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Lengths in tokens. Each of `chats` begins with the same head; between two turns come a request for a title, which
-    has instructions of its own before the chat's first message, and side requests that share nothing."""
+    """Lengths in tokens. Each of `chats` begins with the same head; between two turns come a
+    request for a title, which has instructions of its own before the chat's first message, and side
+    requests that share nothing.
+    """
 
     head: int
     chats: int
@@ -38,7 +42,9 @@ AGENT = Turns(head=10_000, chats=2, turns=4, message=200, answer=48, side=1500, 
 
 @dataclasses.dataclass
 class Outcome:
-    """requests; prompt tokens of all; those of them that were computed; full blocks computed once more, by request."""
+    """requests; prompt tokens of all; those of them that were computed; full blocks computed once
+    more, by request.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -46,7 +52,9 @@ class Outcome:
     twice: list[int] = dataclasses.field(default_factory=list)
 
 
-def play(turns: Turns, ask: Callable[[list[int], int], tuple[int, Sequence[int]]], block_size: int = 16) -> Outcome:
+def play(
+    turns: Turns, ask: Callable[[list[int], int], tuple[int, Sequence[int]]], block_size: int = 16
+) -> Outcome:
     """`ask(prompt, count)` generates and returns (cached tokens, output)."""
     known: set[bytes] = set()
     outcome = Outcome()
@@ -55,7 +63,8 @@ def play(turns: Turns, ask: Callable[[list[int], int], tuple[int, Sequence[int]]
         cached, output = ask(prompt, count)
         chains = _chains(prompt + list(output)[:-1], block_size)
         outcome.twice.append(sum(chain in known for chain in chains[cached // block_size :]))
-        # Of a prompt that is cached to its end the last token is computed again, into a block that is there already.
+        # Of a prompt that is cached to its end the last token is computed again, into a block that
+        # is there already.
         if cached % block_size:
             outcome.twice[-1] -= 1
         known.update(chains)
@@ -85,6 +94,8 @@ def _chains(token_ids: list[int], block_size: int) -> list[bytes]:
     names = []
     parent = b""
     for end in range(block_size, len(token_ids) + 1, block_size):
-        parent = hashlib.sha256(parent + np.array(token_ids[end - block_size : end], "<u4").tobytes()).digest()
+        parent = hashlib.sha256(
+            parent + np.array(token_ids[end - block_size : end], "<u4").tobytes()
+        ).digest()
         names.append(parent)
     return names

@@ -1,17 +1,22 @@
-"""A coding agent's session over HTTP, ours beside `llama_cpp.server`: prompt tokens computed, time to first token.
+"""A coding agent's session over HTTP, ours beside `llama_cpp.server`: prompt tokens computed, time
+to first token.
 
-Both answer the same requests of agent_sessions.py, sent by the same client: 10,000 tokens of system prompt and tools,
-12 turns, titles and side agents between them, a restart in the middle; both run the same file, whose model says one
-written answer (peers/agent_model.py). They run one after another, never together.
+Both answer the same requests of agent_sessions.py, sent by the same client: 10,000 tokens of system
+prompt and tools, 12 turns, titles and side agents between them, a restart in the middle; both run
+the same file, whose model says one written answer (peers/agent_model.py). They run one after
+another, never together.
 
-computed   prompt tokens a server computed: ours by its usage (prompt_tokens less cached_tokens), llama.cpp's by its own
+computed   prompt tokens a server computed: ours by its usage (prompt_tokens less cached_tokens),
+           llama.cpp's by its own
            counter, which it prints for each request
 ttft       from sending to the first text, thinking or call in the stream
-cold       our own time to first token of the same request with `cache_prompt` false, taken when the session is over;
+cold       our own time to first token of the same request with `cache_prompt` false, taken when the
+           session is over;
            with `--cold three` of three turns, and between them by their prompt tokens
 
     python benchmarks/bench_agents.py                       # 0.5B shape, Q4_0, the whole session
-    python benchmarks/bench_agents.py --shape tiny          # the same tokens through a small model, a minute or two
+    python benchmarks/bench_agents.py --shape tiny          # the same tokens through a small model,
+                                                            a minute or two
     python benchmarks/bench_agents.py --date-in system      # the date where it voids tools and chat
 """
 
@@ -55,8 +60,10 @@ _COUNTED = re.compile(rb"prompt eval time = +[\d.]+ ms / +(\d+) tokens")
 
 @dataclasses.dataclass
 class Seen:
-    """What the client saw of one answer; seconds from sending. prompt_tokens: 0 where the server does not tell; own:
-    what else our server says, tokens found by tier and milliseconds by kind of work."""
+    """What the client saw of one answer; seconds from sending. prompt_tokens: 0 where the server
+    does not tell; own: what else our server says, tokens found by tier and milliseconds by kind of
+    work.
+    """
 
     first: float
     total: float
@@ -76,14 +83,39 @@ class Ours:
 
     def __init__(self, model: Path, place: Path, options: argparse.Namespace) -> None:
         self.port = free_port()
-        command = [sys.executable, "-m", "kvboost_edge.server", "--model", str(model), "--model-name", "own"]
-        command += ["--port", str(self.port), "--num-blocks", str(options.capacity // 16), "--log-level", "warning"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvboost_edge.server",
+            "--model",
+            str(model),
+            "--model-name",
+            "own",
+        ]
+        command += [
+            "--port",
+            str(self.port),
+            "--num-blocks",
+            str(options.capacity // 16),
+            "--log-level",
+            "warning",
+        ]
         command += ["--num-threads", str(options.threads), "--kv-cache-bits", options.kv_cache_bits]
-        self.command = [*command, "--request-timeout", str(_REQUEST_S), "--disk-cache-dir", str(place / "blocks")]
+        self.command = [
+            *command,
+            "--request-timeout",
+            str(_REQUEST_S),
+            "--disk-cache-dir",
+            str(place / "blocks"),
+        ]
         self.place = place
 
     def body(self, request: Request) -> dict[str, Any]:
-        more = {"stream": True, "stream_options": {"include_usage": True}, "kvboost": {"explain": True}}
+        more = {
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "kvboost": {"explain": True},
+        }
         return {**request.body, **more}
 
     def counted(self, seen: Seen, last: dict[str, Any], log: bytes) -> None:
@@ -104,11 +136,34 @@ class LlamaCpp:
 
     def __init__(self, model: Path, place: Path, options: argparse.Namespace) -> None:
         self.port = free_port()
-        command = [str(options.peers_python), "-m", "llama_cpp.server", "--model", str(model), "--model_alias", "peer"]
-        command += ["--port", str(self.port), "--n_ctx", str(_CONTEXT), "--interrupt_requests", "false"]
+        command = [
+            str(options.peers_python),
+            "-m",
+            "llama_cpp.server",
+            "--model",
+            str(model),
+            "--model_alias",
+            "peer",
+        ]
+        command += [
+            "--port",
+            str(self.port),
+            "--n_ctx",
+            str(_CONTEXT),
+            "--interrupt_requests",
+            "false",
+        ]
         command += ["--n_threads", str(options.threads), "--n_threads_batch", str(options.threads)]
-        # Each state it keeps holds the logits of a batch: those of 512 tokens, no slower than 2,048, are a quarter.
-        command += ["--n_batch", "512", "--flash_attn", str(options.peer_flash), "--logits_all", "false"]
+        # Each state it keeps holds the logits of a batch: those of 512 tokens, no slower than
+        # 2,048, are a quarter.
+        command += [
+            "--n_batch",
+            "512",
+            "--flash_attn",
+            str(options.peer_flash),
+            "--logits_all",
+            "false",
+        ]
         if options.peer_cache != "none":
             command += ["--cache", "true", "--cache_type", options.peer_cache]
             command += ["--cache_size", str(options.peer_cache_bytes)]
@@ -149,7 +204,9 @@ def sent(server: Server, request: Request, log: Path, client: httpx.Client) -> S
                 raise RuntimeError(f"{server.label}: {event['error']}")
             last = {**last, **{name: value for name, value in event.items() if value}}
             for delta in (choice["delta"] for choice in event["choices"]):
-                said = [delta.get(field) for field in ("content", "reasoning_content", "tool_calls")]
+                said = [
+                    delta.get(field) for field in ("content", "reasoning_content", "tool_calls")
+                ]
                 if first is None and any(said):
                     first = time.perf_counter() - started
                 text = text + (said[0] or "")
@@ -179,7 +236,9 @@ def taken_apart(text: str) -> tuple[str, str, tuple[str, str]]:
 
 
 def played(server: Server, plan: Plan, cold: tuple[int, ...]) -> dict[str, Any]:
-    """The session: its requests and what was seen of each; seconds of it all, starts apart; cold times by turn."""
+    """The session: its requests and what was seen of each; seconds of it all, starts apart; cold
+    times by turn.
+    """
     running = session(plan)
     request = next(running)
     answer = None
@@ -189,7 +248,11 @@ def played(server: Server, plan: Plan, cold: tuple[int, ...]) -> dict[str, Any]:
     seconds = 0.0
     with httpx.Client(timeout=_REQUEST_S) as client, contextlib.ExitStack() as stack:
         log = _started(server, stack, starts)
-        warm = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4, "temperature": 0}
+        warm = {
+            "messages": [{"role": "user", "content": "Hello."}],
+            "max_tokens": 4,
+            "temperature": 0,
+        }
         sent(server, Request("warm-up", 0, warm), log, client)  # compiles, starts threads
         while True:
             if request.restart:
@@ -208,7 +271,9 @@ def played(server: Server, plan: Plan, cold: tuple[int, ...]) -> dict[str, Any]:
         for request, _ in done:
             if request.kind == "turn" and request.number in cold and isinstance(server, Ours):
                 body = {**request.body, "cache_prompt": False, "max_tokens": 4}
-                colds[request.number] = sent(server, dataclasses.replace(request, body=body), log, client).first
+                colds[request.number] = sent(
+                    server, dataclasses.replace(request, body=body), log, client
+                ).first
     return {"done": done, "seconds": seconds, "starts": starts, "colds": colds}
 
 
@@ -223,13 +288,18 @@ def _started(server: Server, stack: contextlib.ExitStack, starts: list[float]) -
 
 
 def cold_of(colds: dict[int, float], tokens: dict[int, int]) -> dict[int, float]:
-    """The cold time of each turn: as measured, else between its neighbours by prompt tokens. {turn: tokens}"""
+    """The cold time of each turn: as measured, else between its neighbours by prompt tokens. {turn:
+    tokens}
+    """
     if not colds:
         return {}
     known = sorted(colds)
     places = [tokens[turn] for turn in known]
     times = [colds[turn] for turn in known]
-    return {turn: colds.get(turn, float(np.interp(count, places, times))) for turn, count in tokens.items()}
+    return {
+        turn: colds.get(turn, float(np.interp(count, places, times)))
+        for turn, count in tokens.items()
+    }
 
 
 def rows_of(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -248,7 +318,11 @@ def rows_of(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
             if request.kind == "turn" and all(run["colds"] for run in ours):
                 row["cold_s"] = statistics.median(_cold(run)[request.number] for run in ours)
                 row["x_cold"] = row["ttft_s"] / row["cold_s"]
-            row |= {"normalised": ", ".join(seen[0].normalised) or "-", "cause": seen[0].cause, "own": seen[0].own}
+            row |= {
+                "normalised": ", ".join(seen[0].normalised) or "-",
+                "cause": seen[0].cause,
+                "own": seen[0].own,
+            }
         if peer:
             seen = [run["done"][index][1] for run in peer]
             row["peer_computed"] = seen[0].computed
@@ -258,7 +332,11 @@ def rows_of(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _cold(run: dict[str, Any]) -> dict[int, float]:
-    turns = {request.number: seen.prompt_tokens for request, seen in run["done"] if request.kind == "turn"}
+    turns = {
+        request.number: seen.prompt_tokens
+        for request, seen in run["done"]
+        if request.kind == "turn"
+    }
     return cold_of(run["colds"], turns)
 
 
@@ -268,35 +346,50 @@ def summary(runs: dict[str, list[dict[str, Any]]], rows: list[dict[str, Any]]) -
     for label, rounds in runs.items():
         done = [seen for _, seen in rounds[0]["done"]]
         told = [seen for request, seen in rounds[0]["done"] if request.kind != "title"]
-        said = sum((seen.thought, seen.answer.content, seen.answer.call) == (THOUGHT, CONTENT, CALL) for seen in told)
+        said = sum(
+            (seen.thought, seen.answer.content, seen.answer.call) == (THOUGHT, CONTENT, CALL)
+            for seen in told
+        )
         servers[label] = {
             "computed": sum(seen.computed for seen in done),
             "seconds": statistics.median(run["seconds"] for run in rounds),
             "ttft_s": statistics.median(statistics.median(_ttfts(run)) for run in rounds),
-            "start_s": [statistics.median(times) for times in zip(*(run["starts"] for run in rounds), strict=True)],
+            "start_s": [
+                statistics.median(times)
+                for times in zip(*(run["starts"] for run in rounds), strict=True)
+            ],
             "written_answers": f"{said} of {len(told)}",
         }
     reached: dict[str, float] = {}
     if len(servers) == 2:
         reached["computed"] = servers[Ours.label]["computed"] / servers[LlamaCpp.label]["computed"]
-    later = [row for row in rows if row["request"] == "turn" and row["turn"] > 1 and row.get("x_cold") is not None]
+    later = [
+        row
+        for row in rows
+        if row["request"] == "turn" and row["turn"] > 1 and row.get("x_cold") is not None
+    ]
     if later:
         reached["turn"] = max(row["x_cold"] for row in later if "restart" not in row["changed"])
         reached["restart"] = max(row["x_cold"] for row in later if "restart" in row["changed"])
     bars = {
-        name: {"reached": share, "bar": _BARS[name], "met": share <= _BARS[name]} for name, share in reached.items()
+        name: {"reached": share, "bar": _BARS[name], "met": share <= _BARS[name]}
+        for name, share in reached.items()
     }
     return {"servers": servers, "bars": bars}
 
 
 def _ttfts(run: dict[str, Any]) -> Iterator[float]:
-    return (seen.first for request, seen in run["done"] if request.kind == "turn" and request.number > 1)
+    return (
+        seen.first for request, seen in run["done"] if request.kind == "turn" and request.number > 1
+    )
 
 
 def model_of(name: str, folder: Path) -> Path:
     """The file of the model, written where it is missing."""
     said = texts(Plan())
-    mark = hashlib.sha256(json.dumps([said, TEMPLATE, THOUGHT, CONTENT, CALL]).encode()).hexdigest()[:8]
+    mark = hashlib.sha256(
+        json.dumps([said, TEMPLATE, THOUGHT, CONTENT, CALL]).encode()
+    ).hexdigest()[:8]
     path = folder / f"agents-{name}-{mark}-Q4_0.gguf"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -308,11 +401,22 @@ def options_from() -> argparse.Namespace:
     parser = harness.parser(__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--shape", choices=tuple(_MODELS), help="0.5b; with --quick tiny")
-    parser.add_argument("--rounds", type=int, default=1, help="the whole session of each server; medians")
-    parser.add_argument("--turns", type=int, default=Plan.turns, help=f"{Plan.restart} at least: the restart is there")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="the whole session of each server; medians"
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=Plan.turns,
+        help=f"{Plan.restart} at least: the restart is there",
+    )
     parser.add_argument("--date-in", choices=("context", "system"), default="context")
-    parser.add_argument("--no-billing", action="store_true", help="a client without a changing first line")
-    parser.add_argument("--cold", choices=("three", "each"), default="three", help="turns measured cold")
+    parser.add_argument(
+        "--no-billing", action="store_true", help="a client without a changing first line"
+    )
+    parser.add_argument(
+        "--cold", choices=("three", "each"), default="three", help="turns measured cold"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--capacity", type=int, default=32768, help="tokens of KV in our pool")
     parser.add_argument("--kv-cache-bits", default="16", help="of our server")
@@ -320,7 +424,9 @@ def options_from() -> argparse.Namespace:
     parser.add_argument("--peer-cache-bytes", type=int, default=8 << 30)
     parser.add_argument("--peer-flash", choices=("true", "false"), default="true")
     parser.add_argument("--models", type=Path, default=_HERE / "models")
-    parser.add_argument("--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python")
+    parser.add_argument(
+        "--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python"
+    )
     parser.add_argument("--only", nargs="+", choices=(Ours.label, LlamaCpp.label))
     return parser.parse_args()
 
@@ -332,10 +438,17 @@ def wanted(options: argparse.Namespace) -> list[type[Ours] | type[LlamaCpp]]:
         found.append(Ours)
     if LlamaCpp.label in (options.only or [LlamaCpp.label]):
         works = [str(options.peers_python), "-c", "import llama_cpp.server.app"]
-        if options.peers_python.exists() and not subprocess.run(works, capture_output=True, check=False).returncode:
+        if (
+            options.peers_python.exists()
+            and not subprocess.run(works, capture_output=True, check=False).returncode
+        ):
             found.append(LlamaCpp)
         else:
-            print(f"skipped: {LlamaCpp.label}: not in {options.peers_python}, see `make bench-agents`", file=sys.stderr)
+            print(
+                f"skipped: {LlamaCpp.label}: not in {options.peers_python}, see `make "
+                "bench-agents`",
+                file=sys.stderr,
+            )
     return found
 
 
@@ -343,9 +456,16 @@ def main() -> None:
     options = options_from()
     os.environ["HF_HUB_OFFLINE"] = "1"
     if options.turns < Plan.restart:
-        sys.exit(f"--turns {options.turns}: {Plan.restart} is the fewest, the server is restarted in front of it")
+        sys.exit(
+            f"--turns {options.turns}: {Plan.restart} is the fewest, the server is restarted in "
+            "front of it"
+        )
     options.shape = options.shape or ("tiny" if options.quick else "0.5b")
-    changed = {"turns": options.turns, "date_in": options.date_in, "billing": not options.no_billing}
+    changed = {
+        "turns": options.turns,
+        "date_in": options.date_in,
+        "billing": not options.no_billing,
+    }
     plan = dataclasses.replace(QUICK if options.quick else Plan(), **changed)
     turns = range(1, plan.turns + 1)
     cold = tuple(turns) if options.cold == "each" else (1, plan.restart, plan.turns)
@@ -364,7 +484,9 @@ def main() -> None:
         print(f"{label}: {totals}", file=sys.stderr)
     for name, bar in found["bars"].items():
         print(
-            f"{name}: {bar['reached']:.3f} (bar {bar['bar']:.2f}): {'met' if bar['met'] else 'MISSED'}", file=sys.stderr
+            f"{name}: {bar['reached']:.3f} (bar {bar['bar']:.2f}): "
+            f"{'met' if bar['met'] else 'MISSED'}",
+            file=sys.stderr,
         )
 
 

@@ -1,14 +1,19 @@
-"""What the bookkeeping of the block pool costs: looking up a prefix, allocating and freeing blocks, one decode step.
+"""What the bookkeeping of the block pool costs: looking up a prefix, allocating and freeing blocks,
+one decode step.
 
     python benchmarks/bench_block_pool.py [--quick] [--out benchmarks/results/FILE.json]
 
-lookup    `peek` of a prompt that is cached to its end, the worst case: every block is hashed, found and compared
-open+free what a request pays around its life on that prompt: the match, touching all blocks, freeing them
-cold      open, extend, commit and free of a prompt that is not cached: hashing twice (claim, publish), evicting
-blocks    `extend` to many blocks, then `free`, per block; once from an empty pool, once evicting cached blocks
+lookup    `peek` of a prompt that is cached to its end, the worst case: every block is hashed, found
+          and compared open+free what a request pays around its life on that prompt: the match,
+          touching all blocks, freeing them
+cold      open, extend, commit and free of a prompt that is not cached: hashing twice (claim,
+          publish), evicting
+blocks    `extend` to many blocks, then `free`, per block; once from an empty pool, once evicting
+          cached blocks
 decode    one token of one sequence: extend by one slot, slot, commit
 
-All of it is one thread of Python, so `best` tells what it costs and the distance of `median` how busy the machine was.
+All of it is one thread of Python, so `best` tells what it costs and the distance of `median` how
+busy the machine was.
 """
 
 from __future__ import annotations
@@ -57,7 +62,9 @@ def prompt_rows(num_tokens: int, rounds: int) -> list[dict[str, Any]]:
     fresh = iter([prompt(num_tokens, seed=100 + number) for number in range(rounds + 1)])
     cold = harness.alternate({"cold": lambda: run(next(fresh))}, rounds=rounds)
     run(tokens)
-    assert manager.peek(tokens, ROOT) == num_tokens - 1, "the benchmark must look up a prompt that is cached"
+    assert manager.peek(tokens, ROOT) == num_tokens - 1, (
+        "the benchmark must look up a prompt that is cached"
+    )
     warm = harness.alternate(
         {
             "lookup": lambda: manager.peek(tokens, ROOT),
@@ -91,8 +98,18 @@ def block_rows(num_blocks: int, rounds: int) -> list[dict[str, Any]]:
     plain = harness.alternate({"plain": allocate_and_free}, rounds=rounds)["plain"]
     evicting = harness.alternate({"fill": fill, "evict": allocate_and_free}, rounds=rounds)["evict"]
     return [
-        row(f"allocate + free, per block of {num_blocks}", [t / num_blocks for t in plain], "us", TARGET_BLOCK_US),
-        row("the same, each block evicted from the cache", [t / num_blocks for t in evicting], "us", TARGET_BLOCK_US),
+        row(
+            f"allocate + free, per block of {num_blocks}",
+            [t / num_blocks for t in plain],
+            "us",
+            TARGET_BLOCK_US,
+        ),
+        row(
+            "the same, each block evicted from the cache",
+            [t / num_blocks for t in evicting],
+            "us",
+            TARGET_BLOCK_US,
+        ),
     ]
 
 
@@ -118,12 +135,24 @@ def row(case: str, seconds: list[float], unit: str, target: float | None = None)
     per_second = {"ms": 1e3, "us": 1e6}[unit]
     median = statistics.median(seconds) * per_second
     best = min(seconds) * per_second
-    return {"case": case, "median": round(median, 4), "best": round(best, 4), "unit": unit, "target": target}
+    return {
+        "case": case,
+        "median": round(median, 4),
+        "best": round(best, 4),
+        "unit": unit,
+        "target": target,
+    }
 
 
 def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    missed = [entry["case"] for entry in rows if entry["target"] is not None and entry["median"] >= entry["target"]]
-    harness.report("block_pool", rows, options=options, block_size=BLOCK_SIZE, targets_missed=missed)
+    missed = [
+        entry["case"]
+        for entry in rows
+        if entry["target"] is not None and entry["median"] >= entry["target"]
+    ]
+    harness.report(
+        "block_pool", rows, options=options, block_size=BLOCK_SIZE, targets_missed=missed
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What it saves a replica that a prompt comes with its prefix hashes: the lookups of a request, with and without them.
+"""What it saves a replica that a prompt comes with its prefix hashes: the lookups of a request,
+with and without them.
 
     python benchmarks/bench_chain.py [--tokens 1024 ...] [--rounds 200]
 
-Of a prompt that the pool holds and of one that it has never seen: what the scheduler asks before it lets a request in
-(`awaited_hash`, `open_table`), on the engine's thread. `hashed`: blocks hashed by it, the same on every machine; times
-in ms, the median of the rounds. `travel`: bytes of the hashes beside those of the tokens.
+Of a prompt that the pool holds and of one that it has never seen: what the scheduler asks before it
+lets a request in (`awaited_hash`, `open_table`), on the engine's thread. `hashed`: blocks hashed by
+it, the same on every machine; times in ms, the median of the rounds. `travel`: bytes of the hashes
+beside those of the tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ import time
 from typing import Any
 
 import harness
-from kvboost_edge.kvcache.hashing import HASH_BYTES, TOKEN_BYTES, chain_hash, prefix_hashes, root_hash
+from kvboost_edge.kvcache.hashing import (
+    HASH_BYTES,
+    TOKEN_BYTES,
+    chain_hash,
+    prefix_hashes,
+    root_hash,
+)
 from kvboost_edge.kvcache.manager import KVCacheManager
 
 BLOCK_TOKENS = 16
@@ -62,7 +70,9 @@ def main() -> None:
     for num_tokens in given.tokens:
         for is_held in (True, False):
             rounds = max(3, given.rounds // 20) if given.quick else given.rounds
-            (plain, hashed), (known, left) = (measured(num_tokens, is_held, knows, rounds) for knows in (False, True))
+            (plain, hashed), (known, left) = (
+                measured(num_tokens, is_held, knows, rounds) for knows in (False, True)
+            )
             rows.append(
                 {
                     "tokens": num_tokens,

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_compile.py --kinds int4-asym int8 [--quantized] [--layers experts scan]
 
-For models of these kinds of weights and of layers, over a pool of floats or of codes, with an empty cache of machine
-code: first in children, as a runner does (wall and CPU seconds), then in this process, where functions and instructions
-are counted.
+For models of these kinds of weights and of layers, over a pool of floats or of codes, with an empty
+cache of machine code: first in children, as a runner does (wall and CPU seconds), then in this
+process, where functions and instructions are counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import pass_entries
 
-_LAYERS = {"experts": (lt.K_EXPERTS,), "conv": (lt.K_CONV, lt.K_TAILS), "scan": (lt.K_SCAN, lt.K_TAILS)}
+_LAYERS = {
+    "experts": (lt.K_EXPERTS,),
+    "conv": (lt.K_CONV, lt.K_TAILS),
+    "scan": (lt.K_SCAN, lt.K_TAILS),
+}
 _INSTRUCTION = re.compile(r"^\t[a-z]", re.MULTILINE)
 
 
@@ -50,7 +54,11 @@ def counted(options: argparse.Namespace) -> list[dict[str, object]]:
         functions = [one for one in library._final_module.functions if not one.is_declaration]
         llvm = sum(1 for one in functions for block in one.blocks for _ in block.instructions)
         machine = len(_INSTRUCTION.findall(library.get_asm_str()))
-        numbers = {"functions": len(functions), "llvm_instructions": llvm, "machine_instructions": machine}
+        numbers = {
+            "functions": len(functions),
+            "llvm_instructions": llvm,
+            "machine_instructions": machine,
+        }
         rows.append({"entry": entry.name, "cpu_s": round(seconds, 2), **numbers})
     return rows
 
@@ -58,7 +66,9 @@ def counted(options: argparse.Namespace) -> list[dict[str, object]]:
 def entries(options: argparse.Namespace) -> list[Entry]:
     found = {lt.K_PROGRAM}.union(*(_LAYERS[layers] for layers in options.layers))
     operations = [operation for entry in found for operation in lt.OPERATIONS[entry]]
-    return pass_entries({NUMBERS[kind] for kind in options.kinds}, operations, quantized=options.quantized)
+    return pass_entries(
+        {NUMBERS[kind] for kind in options.kinds}, operations, quantized=options.quantized
+    )
 
 
 def report(options: argparse.Namespace) -> None:
@@ -74,9 +84,15 @@ def report(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", default=["int4-asym", "int8"], choices=sorted(NUMBERS))
-    parser.add_argument("--layers", nargs="+", default=[], choices=sorted(_LAYERS), help="beside plain ones")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", default=["int4-asym", "int8"], choices=sorted(NUMBERS)
+    )
+    parser.add_argument(
+        "--layers", nargs="+", default=[], choices=sorted(_LAYERS), help="beside plain ones"
+    )
     parser.add_argument("--quantized", action="store_true", help="the pool holds codes")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--part", choices=("children", "count"), help=argparse.SUPPRESS)

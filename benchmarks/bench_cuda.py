@@ -1,7 +1,9 @@
-"""The CUDA extension against torch's SDPA and, where it is installed, flash-attn, on a GPU; part of `make cuda-test`.
+"""The CUDA extension against torch's SDPA and, where it is installed, flash-attn, on a GPU; part of
+`make cuda-test`.
 
-Decode: 1 and 32 sequences at several depths; prefill: fresh tokens, causal. float16. Ours reads blocks of 16 tokens by
-a shuffled table, the others contiguous keys and values. The results are compared before anything is timed.
+Decode: 1 and 32 sequences at several depths; prefill: fresh tokens, causal. float16. Ours reads
+blocks of 16 tokens by a shuffled table, the others contiguous keys and values. The results are
+compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -41,19 +43,28 @@ class Case:
 def cases(quick: bool) -> list[Case]:
     heads = ((14, 2, 64), (32, 8, 128), (16, 8, 256))
     depths = (512,) if quick else (512, 4096, 32768)
-    decode = [Case(*shape, num_seqs, depth) for shape in heads for num_seqs in (1, 32) for depth in depths]
+    decode = [
+        Case(*shape, num_seqs, depth) for shape in heads for num_seqs in (1, 32) for depth in depths
+    ]
     fresh = 512 if quick else 4096
     return decode + [Case(*shape, 2, fresh, num_queries=fresh) for shape in heads]
 
 
 def contenders(case: Case, kernels: Any, device: str) -> dict[str, Callable[[], torch.Tensor]]:
-    """Name -> a call that returns [num_seqs, num_queries, heads, head_dim]. Raises SystemExit where results differ."""
+    """Name -> a call that returns [num_seqs, num_queries, heads, head_dim]. Raises SystemExit where
+    results differ.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(rows: int, heads: int) -> torch.Tensor:
-        return torch.randn(case.num_seqs, rows, heads, case.head_dim, generator=generator).to(device, torch.float16)
+        return torch.randn(case.num_seqs, rows, heads, case.head_dim, generator=generator).to(
+            device, torch.float16
+        )
 
-    q, k, v = (draw(case.num_queries, case.num_q_heads), *(draw(case.depth, case.num_kv_heads) for _ in range(2)))
+    q, k, v = (
+        draw(case.num_queries, case.num_q_heads),
+        *(draw(case.depth, case.num_kv_heads) for _ in range(2)),
+    )
     blocks_each = case.depth // BLOCK_SIZE
     table = torch.randperm(case.num_seqs * blocks_each, generator=generator).to(device)
     shape = (case.num_seqs * blocks_each, BLOCK_SIZE, case.num_kv_heads, case.head_dim)
@@ -61,7 +72,8 @@ def contenders(case: Case, kernels: Any, device: str) -> dict[str, Callable[[], 
     for cache, source in zip(caches, (k, v), strict=True):
         cache[table] = source.reshape(shape)
     rows = {
-        "cu_seqlens_q": torch.arange(case.num_seqs + 1, dtype=torch.int32, device=device) * case.num_queries,
+        "cu_seqlens_q": torch.arange(case.num_seqs + 1, dtype=torch.int32, device=device)
+        * case.num_queries,
         "seqused_k": torch.full((case.num_seqs,), case.depth, dtype=torch.int32, device=device),
         "block_table": table.view(case.num_seqs, blocks_each).int(),
     }
@@ -71,9 +83,12 @@ def contenders(case: Case, kernels: Any, device: str) -> dict[str, Callable[[], 
 
     def ours() -> torch.Tensor:
         out: torch.Tensor = kernels.paged_attention(
-            *(flat, *caches), **rows, max_seqlen_q=case.num_queries, max_seqlen_k=case.depth,
+            *(flat, *caches),
+            **rows,
+            max_seqlen_q=case.num_queries,
+            max_seqlen_k=case.depth,
             softmax_scale=case.head_dim**-0.5,
-        )[0]  # fmt: skip
+        )[0]
         return out.view_as(q)
 
     def sdpa() -> torch.Tensor:
@@ -114,7 +129,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for case in cases(options.quick):
-            works = {name: timed(work, calls) for name, work in contenders(case, extension(), "cuda").items()}
+            works = {
+                name: timed(work, calls)
+                for name, work in contenders(case, extension(), "cuda").items()
+            }
             seconds = harness.alternate(works, rounds=rounds, warmups=3)
             medians = {name: statistics.median(each) / calls for name, each in seconds.items()}
             rows.append(

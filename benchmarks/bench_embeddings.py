@@ -1,8 +1,10 @@
-"""Texts per second made into vectors, against llama.cpp on the same random GGUF file of a real model's shape.
+"""Texts per second made into vectors, against llama.cpp on the same random GGUF file of a real
+model's shape.
 
-Each engine is a process of its own (peers/worker.py); each of them answers the same texts in turn, new ones every
-round, and the figures are medians over the rounds. llama.cpp runs with passes of 512 and of 2,048 tokens, and the
-faster one counts. How near the vectors are to llama.cpp's is in the table too: both run on the same quantized weights.
+Each engine is a process of its own (peers/worker.py); each of them answers the same texts in turn,
+new ones every round, and the figures are medians over the rounds. llama.cpp runs with passes of 512
+and of 2,048 tokens, and the faster one counts. How near the vectors are to llama.cpp's is in the
+table too: both run on the same quantized weights.
 
     python benchmarks/bench_embeddings.py                    # Qwen3-Embedding-0.6B's shape, Q8_0
     python benchmarks/bench_embeddings.py --quant Q4_0
@@ -37,11 +39,21 @@ def start(options: argparse.Namespace, model: Path) -> list[Worker]:
     commands = {_OURS: [sys.executable, script, "kvboost_edge", str(model)]}
     for batch in _BATCHES:
         name = f"llama.cpp batch {batch}"
-        commands[name] = [str(options.peers_python), script, "llama.cpp embed", str(model), "--batch", str(batch)]
+        commands[name] = [
+            str(options.peers_python),
+            script,
+            "llama.cpp embed",
+            str(model),
+            "--batch",
+            str(batch),
+        ]
     workers = []
     for name, command in commands.items():
         if not Path(command[0]).exists():
-            print(f"skipped: {name}: no {command[0]}; `make bench-embeddings` installs the peers", file=sys.stderr)
+            print(
+                f"skipped: {name}: no {command[0]}; `make bench-embeddings` installs the peers",
+                file=sys.stderr,
+            )
             continue
         try:
             workers.append(Worker(name, [*command, "--threads", str(options.threads)], None))
@@ -62,7 +74,9 @@ def texts(options: argparse.Namespace, vocab: int) -> Iterator[list[list[int]]]:
 def measure(
     workers: list[Worker], options: argparse.Namespace, vocab: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Texts per second of each engine in each counted round, and its vectors of the first two texts."""
+    """Texts per second of each engine in each counted round, and its vectors of the first two
+    texts.
+    """
     speeds: dict[str, list[float]] = {worker.label: [] for worker in workers}
     vectors: dict[str, Any] = {}
     for number, inputs in zip(range(options.rounds + 1), texts(options, vocab), strict=False):
@@ -75,8 +89,12 @@ def measure(
     return speeds, vectors
 
 
-def rows(speeds: dict[str, list[float]], vectors: dict[str, Any], peaks: dict[str, float]) -> list[dict[str, Any]]:
-    """A row for each engine; `times`: ours against the fastest peer. cosine: the smaller of ours to each peer's."""
+def rows(
+    speeds: dict[str, list[float]], vectors: dict[str, Any], peaks: dict[str, float]
+) -> list[dict[str, Any]]:
+    """A row for each engine; `times`: ours against the fastest peer. cosine: the smaller of ours to
+    each peer's.
+    """
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     peer = max((value for name, value in medians.items() if name != _OURS), default=None)
     found = []
@@ -103,7 +121,9 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200, help="of each text")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python")
+    parser.add_argument(
+        "--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python"
+    )
     options = parser.parse_args()
     if options.quick:
         options.shape = "embedding-tiny"
@@ -112,7 +132,9 @@ def main() -> None:
     shape = SHAPES[options.shape]
     if not isinstance(shape, EmbeddingShape):
         raise SystemExit(f"--shape {options.shape} makes no vectors")
-    model = kept_gguf(options.models / f"{options.shape}-{options.quant}.gguf", shape, options.quant)
+    model = kept_gguf(
+        options.models / f"{options.shape}-{options.quant}.gguf", shape, options.quant
+    )
     workers = start(options, model)
     if not workers or workers[0].label != _OURS:
         raise SystemExit("our engine could not be started")
@@ -121,8 +143,13 @@ def main() -> None:
     for worker in workers:
         worker.close()
     about = {worker.label: worker.about for worker in workers}
-    name = f"bench_embeddings {options.shape} {options.quant}, {options.texts} texts of {options.tokens} tokens"
-    harness.report(name, rows(speeds, vectors, peaks), options=options, rounds=speeds, engines=about)
+    name = (
+        f"bench_embeddings {options.shape} {options.quant}, {options.texts} texts of "
+        f"{options.tokens} tokens"
+    )
+    harness.report(
+        name, rows(speeds, vectors, peaks), options=options, rounds=speeds, engines=about
+    )
 
 
 if __name__ == "__main__":

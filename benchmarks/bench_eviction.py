@@ -1,10 +1,13 @@
-"""Which eviction order keeps what comes again: traces of requests replayed on the block manager itself.
+"""Which eviction order keeps what comes again: traces of requests replayed on the block manager
+itself.
 
-    python benchmarks/bench_eviction.py [--quick] [--trace FILE.jsonl ...] [--out benchmarks/results/FILE.json]
+    python benchmarks/bench_eviction.py [--quick] [--trace FILE.jsonl ...] [--out
+    benchmarks/results/FILE.json]
 
-Each trace runs under each order, in pools that hold 1%, 2% and 5% of its distinct blocks, none smaller than twice its
-longest request: with more, plain LRU serves nearly all there is. A block of the pool stands for one id of the trace. Up
-to four requests run at a time, as far as the pool has room. `--trace` adds recorded traces in Mooncake's format.
+Each trace runs under each order, in pools that hold 1%, 2% and 5% of its distinct blocks, none
+smaller than twice its longest request: with more, plain LRU serves nearly all there is. A block of
+the pool stands for one id of the trace. Up to four requests run at a time, as far as the pool has
+room. `--trace` adds recorded traces in Mooncake's format.
 
 hit Mtokens    prompt tokens that the pool served, in millions
 against lru    the same over plain LRU's
@@ -35,11 +38,15 @@ __all__ = ["POLICIES", "FirstInFirstOut", "LeastFrequentlyUsed", "Replayed", "re
 
 _SHARES = (0.01, 0.02, 0.05)
 _AT_A_TIME = 4
-_SIZE = 2  # tokens to a block of the pool: both are the id, and one token more makes the whole prompt servable
+# Tokens to a block of the pool: both are the id, and one token more makes the whole prompt
+# servable.
+_SIZE = 2
 
 
 class LeastFrequentlyUsed:
-    """Evicts what was used the fewest times since it was computed, among equals the least recently used."""
+    """Evicts what was used the fewest times since it was computed, among equals the least recently
+    used.
+    """
 
     def __init__(self, block_ids: Iterable[int]) -> None:
         self._plain = dict.fromkeys(block_ids)
@@ -142,12 +149,16 @@ class Replayed:
 
 
 def replay(
-    trace: Sequence[Access], num_blocks: int, policy: Callable[[Iterable[int]], EvictionPolicy], check_every: int = 0
+    trace: Sequence[Access],
+    num_blocks: int,
+    policy: Callable[[Iterable[int]], EvictionPolicy],
+    check_every: int = 0,
 ) -> Replayed:
     """Run a trace on a pool; `check_every` so many requests the whole bookkeeping is recomputed."""
     manager = KVCacheManager(num_blocks, _SIZE, policy=policy)
     roots = {
-        name: root_hash(model_fingerprint="replay", kv_format="", tenant=name) for name in {a.tenant for a in trace}
+        name: root_hash(model_fingerprint="replay", kv_format="", tenant=name)
+        for name in {a.tenant for a in trace}
     }
     running: deque[BlockTable] = deque()
     known: set[int] = set()
@@ -208,7 +219,13 @@ def rows_of(name: str, trace: Sequence[Access], sizes: Sequence[int]) -> list[di
 
 def main() -> None:
     options = harness.parser(__doc__.splitlines()[0] if __doc__ else "")
-    options.add_argument("--trace", type=Path, action="append", default=[], help="a recorded trace, Mooncake's format")
+    options.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        default=[],
+        help="a recorded trace, Mooncake's format",
+    )
     given: argparse.Namespace = options.parse_args()
     traces = {name: make() for name, make in TRACES.items()}
     traces.update({path.stem: read_mooncake(path) for path in given.trace})

@@ -1,11 +1,14 @@
-"""What each weight format costs in quality, on the bundled model or another that train_demo_model.py trained.
+"""What each weight format costs in quality, on the bundled model or another that
+train_demo_model.py trained.
 
-    python benchmarks/bench_formats.py [--model DIR] [--questions 100] [--facts 16 64] [--quick] [--out FILE]
+    python benchmarks/bench_formats.py [--model DIR] [--questions 100] [--facts 16 64] [--quick]
+    [--out FILE]
 
-Prints, per format: bits per weight, relative L2 error of the weights, mean KL of the next-token distributions against
-the f32 weights, how often the likeliest token is the same, and the share of held-out questions answered exactly, greedy
-decoding. Everything runs on the native runner. Below the formats of the runner stand variants of the 4-bit weights
-written back as f32, so that only the weights are rounded and not the activations.
+Prints, per format: bits per weight, relative L2 error of the weights, mean KL of the next-token
+distributions against the f32 weights, how often the likeliest token is the same, and the share of
+held-out questions answered exactly, greedy decoding. Everything runs on the native runner. Below
+the formats of the runner stand variants of the 4-bit weights written back as f32, so that only the
+weights are rounded and not the activations.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-sys.path.append(str(Path(__file__).parents[1] / "training"))  # the questions are those of the demo model
+sys.path.append(
+    str(Path(__file__).parents[1] / "training")
+)  # the questions are those of the demo model
 
 import demo_corpus as corpus
 import harness
@@ -65,7 +70,9 @@ VARIANTS: dict[str, tuple[Change, float]] = {
 
 
 def write_changed(model_dir: Path, target: Path, change: Change) -> float:
-    """A copy of a model whose matrices are changed, in float32; the relative L2 error of the matrices changed."""
+    """A copy of a model whose matrices are changed, in float32; the relative L2 error of the
+    matrices changed.
+    """
     shutil.copytree(model_dir, target, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors = {}
     error = 0.0
@@ -79,7 +86,9 @@ def write_changed(model_dir: Path, target: Path, change: Change) -> float:
                 energy += float((weights.astype(np.float64) ** 2).sum())
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    (target / "config.json").write_text(json.dumps({**config, "dtype": "float32", "torch_dtype": "float32"}))
+    (target / "config.json").write_text(
+        json.dumps({**config, "dtype": "float32", "torch_dtype": "float32"})
+    )
     return (error / energy) ** 0.5
 
 
@@ -93,8 +102,12 @@ class Judge:
     """The held-out questions, and what the f32 weights say to them."""
 
     def __init__(self, facts: Sequence[int], questions: int) -> None:
-        self.asked = {count: [corpus.held_out_question(count, f"0 test {count} {i}") for i in range(questions)]
-                      for count in facts}  # fmt: skip
+        self.asked = {
+            count: [
+                corpus.held_out_question(count, f"0 test {count} {i}") for i in range(questions)
+            ]
+            for count in facts
+        }
         self.base: list[Floats] = []
 
     def row(self, name: str, engine: CPUPagedEngine, bits: float, error: float) -> dict[str, Any]:
@@ -103,7 +116,9 @@ class Judge:
         tokens = 0
         few = next(iter(self.asked.values()))[:KL_QUESTIONS]
         for index, (messages, reply) in enumerate(few):
-            ids = engine.tokenizer.encode_chat(messages) + engine.tokenizer.encode(reply, add_special_tokens=False)
+            ids = engine.tokenizer.encode_chat(messages) + engine.tokenizer.encode(
+                reply, add_special_tokens=False
+            )
             found = log_softmax(engine.logits(ids))
             if len(self.base) <= index:
                 self.base.append(found)
@@ -112,8 +127,14 @@ class Judge:
             same += int((base.argmax(axis=1) == found.argmax(axis=1)).sum())
             tokens += len(base)
         right = {f"right of {facts} facts": self._right(engine, facts) for facts in self.asked}
-        return {"format": name, "bits": bits, "error %": 100 * error, "KL": f"{kl / tokens:.2e}",
-                "same top %": 100 * same / tokens, **right}  # fmt: skip
+        return {
+            "format": name,
+            "bits": bits,
+            "error %": 100 * error,
+            "KL": f"{kl / tokens:.2e}",
+            "same top %": 100 * same / tokens,
+            **right,
+        }
 
     def _right(self, engine: CPUPagedEngine, facts: int) -> float:
         right = 0
@@ -125,12 +146,19 @@ class Judge:
 
 
 def main() -> None:
-    parser = harness.parser("What each weight format costs in quality, on models of train_demo_model.py.")
-    parser.add_argument("--model", default=BUNDLED_MODEL, help="a model directory; the bundled model if not given")
+    parser = harness.parser(
+        "What each weight format costs in quality, on models of train_demo_model.py."
+    )
+    parser.add_argument(
+        "--model", default=BUNDLED_MODEL, help="a model directory; the bundled model if not given"
+    )
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--facts", type=int, nargs="+", default=[16, 64])
     options = parser.parse_args()
-    judge = Judge(options.facts[:1] if options.quick else options.facts, 4 if options.quick else options.questions)
+    judge = Judge(
+        options.facts[:1] if options.quick else options.facts,
+        4 if options.quick else options.questions,
+    )
     model_dir = locate_model(options.model)
     rows = []
     for weights in FORMATS:

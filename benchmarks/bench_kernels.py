@@ -1,10 +1,12 @@
-"""Paged attention of the cpu backend against torch's SDPA on contiguous KV, and against the bandwidth of the memory.
+"""Paged attention of the cpu backend against torch's SDPA on contiguous KV, and against the
+bandwidth of the memory.
 
-Decode: 1 and 8 sequences at several depths, float32, two head layouts. Both read the same keys and values: ours by
-block table from a pool with shuffled blocks, torch's from one contiguous tensor per sequence batch. `bandwidth` is the
-share of a plain read of a large buffer by as many threads, timed in turn with the contenders: median against median
-(it also lets torch's threads, which spin for a while after a call, fall asleep before ours is timed).
-Prefill: 2,112 fresh tokens. The two results are compared before anything is timed.
+Decode: 1 and 8 sequences at several depths, float32, two head layouts. Both read the same keys and
+values: ours by block table from a pool with shuffled blocks, torch's from one contiguous tensor per
+sequence batch. `bandwidth` is the share of a plain read of a large buffer by as many threads, timed
+in turn with the contenders: median against median (it also lets torch's threads, which spin for a
+while after a call, fall asleep before ours is timed). Prefill: 2,112 fresh tokens. The two results
+are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ from kvboost_edge.host.cpu import default_num_threads
 BLOCK_SIZE = 16
 TOLERANCE = 1e-4
 BANDWIDTH_TARGET = 0.7
-DEEP = 4096  # the depth from which the share of bandwidth counts; small KV may sit in caches and exceed it
+# The depth from which the share of bandwidth counts; small KV may sit in caches and exceed it.
+DEEP = 4096
 READ_BYTES = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One shape: `num_seqs` sequences of `depth` tokens, the last `num_queries` of each computed now."""
+    """One shape: `num_seqs` sequences of `depth` tokens, the last `num_queries` of each computed
+    now.
+    """
 
     num_q_heads: int
     num_kv_heads: int
@@ -54,7 +59,9 @@ class Case:
 def cases(quick: bool) -> list[Case]:
     depths = (512, 1024) if quick else (512, 4096, 16384)
     heads = ((14, 2, 64), (32, 8, 128))
-    decode = [Case(*shape, num_seqs, depth) for shape in heads for num_seqs in (1, 8) for depth in depths]
+    decode = [
+        Case(*shape, num_seqs, depth) for shape in heads for num_seqs in (1, 8) for depth in depths
+    ]
     fresh = 256 if quick else 2112
     return decode + [Case(*shape, 1, fresh, num_queries=fresh) for shape in heads]
 
@@ -70,11 +77,18 @@ def contenders(case: Case, num_threads: int) -> tuple[dict[str, Callable[[], Any
     )
     shape = (case.num_seqs, case.depth, case.num_kv_heads, case.head_dim)
     keys, values = (rng.standard_normal(shape, dtype=np.float32) for _ in range(2))
-    queries = rng.standard_normal((case.num_seqs * case.num_queries, case.num_q_heads, case.head_dim), dtype=np.float32)
-    tables = rng.permutation(backend.num_blocks).astype(np.int32).reshape(case.num_seqs, blocks_each)
+    queries = rng.standard_normal(
+        (case.num_seqs * case.num_queries, case.num_q_heads, case.head_dim), dtype=np.float32
+    )
+    tables = (
+        rng.permutation(backend.num_blocks).astype(np.int32).reshape(case.num_seqs, blocks_each)
+    )
     for sequence in range(case.num_seqs):
         positions = np.arange(case.depth)
-        slots = tables[sequence, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        slots = (
+            tables[sequence, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+            + positions % BLOCK_SIZE
+        )
         layout = BatchLayout(
             np.array([0, case.depth], np.int32),
             np.array([case.depth], np.int32),
@@ -86,7 +100,11 @@ def contenders(case: Case, num_threads: int) -> tuple[dict[str, Callable[[], Any
     params = AttentionParams(softmax_scale=case.head_dim**-0.5)
 
     k, v = (torch.from_numpy(array).transpose(1, 2).contiguous() for array in (keys, values))
-    q = torch.from_numpy(queries).view(case.num_seqs, case.num_queries, case.num_q_heads, case.head_dim).transpose(1, 2)
+    q = (
+        torch.from_numpy(queries)
+        .view(case.num_seqs, case.num_queries, case.num_q_heads, case.head_dim)
+        .transpose(1, 2)
+    )
     q = q.contiguous()
 
     def ours() -> np.ndarray[Any, Any]:
@@ -108,7 +126,9 @@ def contenders(case: Case, num_threads: int) -> tuple[dict[str, Callable[[], Any
 def decode_layout(case: Case, tables: np.ndarray[Any, np.dtype[np.int32]]) -> BatchLayout:
     """The last `num_queries` tokens of every sequence."""
     positions = np.arange(case.depth - case.num_queries, case.depth)
-    slots = tables[:, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+    slots = (
+        tables[:, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+    )
     return BatchLayout(
         np.arange(case.num_seqs + 1, dtype=np.int32) * case.num_queries,
         np.full(case.num_seqs, case.depth, np.int32),
@@ -143,7 +163,9 @@ def main() -> None:
     for case in cases(options.quick):
         work, backend = contenders(case, num_threads)
         from_memory = case.num_queries == 1 and case.depth >= DEEP
-        seconds = harness.alternate({**work, "read": read} if from_memory else work, rounds=rounds, warmups=3)
+        seconds = harness.alternate(
+            {**work, "read": read} if from_memory else work, rounds=rounds, warmups=3
+        )
         backend.close()
         ours, sdpa = (statistics.median(seconds[name]) for name in ("ours", "sdpa"))
         share = None

@@ -1,17 +1,21 @@
-"""How to store keys and values in few bits: errors of the candidates, of the chosen scheme, and the kernels' speed.
+"""How to store keys and values in few bits: errors of the candidates, of the chosen scheme, and the
+kernels' speed.
 
-Keys are synthetic, with biases like Qwen2's in slow, middle and fast rope pairs, and real ones of the bundled model.
-Each candidate keeps blocks of 16 keys of one head; a query's own block is exact, as it is in the cache.
+Keys are synthetic, with biases like Qwen2's in slow, middle and fast rope pairs, and real ones of
+the bundled model. Each candidate keeps blocks of 16 keys of one head; a query's own block is exact,
+as it is in the cache.
 
     token        one scale a token
     centred      the block's mean key taken off first; q . mean added back
-    smoothed     channels divided by sqrt(max |k| / max |q|) of their rope pair over the text, then one scale a token
+    smoothed     channels divided by sqrt(max |k| / max |q|) of their rope pair over the text, then
+                 one scale a token
     channel      zero and step of each channel in the block (KIVI's axis)
 
-each with queries in 8 bits (one scale a head and block) and in 16 (two bytes). The error of a score is the root mean
-square of what is wrong with differences of a query's scores (a constant changes no softmax); that of the output is
-relative L2 with exact values. Then the compiled backend, keys and values, in each pair of bits (float16 alone is off
-where biases make keys large); then its speed on the shape of Qwen2-0.5B (24 layers, 14 heads on 2, 64 channels).
+each with queries in 8 bits (one scale a head and block) and in 16 (two bytes). The error of a score
+is the root mean square of what is wrong with differences of a query's scores (a constant changes no
+softmax); that of the output is relative L2 with exact values. Then the compiled backend, keys and
+values, in each pair of bits (float16 alone is off where biases make keys large); then its speed on
+the shape of Qwen2-0.5B (24 layers, 14 heads on 2, 64 channels).
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ BLOCK = 16
 
 
 class Case(NamedTuple):
-    """queries, keys, values of one head group: [heads, tokens, dim], [tokens, dim], [tokens, dim]."""
+    """queries, keys, values of one head group: [heads, tokens, dim], [tokens, dim], [tokens,
+    dim].
+    """
 
     name: str
     queries: Array
@@ -59,10 +65,16 @@ def rotate(rows: Array, positions: npt.NDArray[np.int64], base: float) -> Array:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def synthetic(name: str, pairs: slice, size: float, *, tokens: int = 1024, dim: int = 64, heads: int = 7) -> Case:
-    """Unit-variance content plus a key and query bias of `size` in some rope pairs (index 0 turns fastest)."""
+def synthetic(
+    name: str, pairs: slice, size: float, *, tokens: int = 1024, dim: int = 64, heads: int = 7
+) -> Case:
+    """Unit-variance content plus a key and query bias of `size` in some rope pairs (index 0 turns
+    fastest).
+    """
     rng = np.random.default_rng(1)
-    content = rng.standard_normal((tokens, 8)) @ rng.standard_normal((8, dim)) / 2 + rng.standard_normal((tokens, dim))
+    content = rng.standard_normal((tokens, 8)) @ rng.standard_normal(
+        (8, dim)
+    ) / 2 + rng.standard_normal((tokens, dim))
     bias = np.zeros(dim)
     query_bias = np.zeros(dim)
     where = np.concatenate([np.arange(dim // 2)[pairs], np.arange(dim // 2, dim)[pairs]])
@@ -96,7 +108,9 @@ def _short_up(values: Array) -> Array:
 
 
 class Stored(NamedTuple):
-    """Keys as codes around a centre per block: key = centre + factor * code, the query's integers meet `coded`."""
+    """Keys as codes around a centre per block: key = centre + factor * code, the query's integers
+    meet `coded`.
+    """
 
     centre: Array  # [blocks, dim]
     factor: Array  # [blocks, dim], multiplies the query before it is quantized
@@ -172,21 +186,27 @@ def _softmax(scores: Array) -> Array:
 
 
 def errors(case: Case, stored: Stored, q_bits: int) -> tuple[float, float]:
-    """(score error in units of score: root mean square of differences, relative L2 error of the output)."""
+    """(score error in units of score: root mean square of differences, relative L2 error of the
+    output).
+    """
     exact = case.queries @ case.keys.T / np.sqrt(case.keys.shape[1])
     got = _own_block_exact(scores_of(case.queries, stored, q_bits), exact)
     seen = np.tril(np.ones(exact.shape[1:], dtype=bool))
     wrong = np.where(seen, got - exact, 0.0)
     counts = seen.sum(axis=1)
     mean = wrong.sum(axis=2, keepdims=True) / counts[None, :, None]
-    spread = float(np.sqrt((np.where(seen, wrong - mean, 0.0) ** 2).sum() / (seen.sum() * len(exact))))
+    spread = float(
+        np.sqrt((np.where(seen, wrong - mean, 0.0) ** 2).sum() / (seen.sum() * len(exact)))
+    )
     out = _softmax(got) @ case.values
     expected = _softmax(exact) @ case.values
     return spread, float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
 
 
 def real_cases(model_dir: Path, text: str, tokens: int) -> Iterator[Case]:
-    """Queries, keys and values of every layer and kv head of a model, caught at the backend of the native runner."""
+    """Queries, keys and values of every layer and kv head of a model, caught at the backend of the
+    native runner.
+    """
     caught: dict[int, list[Any]] = {}
 
     class Catching(CPUBackend):
@@ -206,7 +226,9 @@ def real_cases(model_dir: Path, text: str, tokens: int) -> Iterator[Case]:
     spec = dataclasses.replace(runner.info.kv_spec, dtype="float32", bits=(16, 16))
     backend = Catching(spec, len(ids) // BLOCK, num_threads=1)
     runner.bind(backend)
-    runner.forward(ForwardBatch(ids, np.arange(len(ids)), _layout(0, len(ids)), np.zeros(0, np.int64)))
+    runner.forward(
+        ForwardBatch(ids, np.arange(len(ids)), _layout(0, len(ids)), np.zeros(0, np.int64))
+    )
     for layer, (keys, values, queries) in caught.items():
         group = queries.shape[1] // keys.shape[1]
         for head in range(keys.shape[1]):
@@ -221,14 +243,19 @@ def _layout(start: int, stop: int) -> BatchLayout:
     """One sequence in blocks 0, 1, ..., of which tokens [start, stop) are new."""
     tables = np.arange(-(-stop // BLOCK), dtype=np.int32)[None]
     return BatchLayout(
-        np.array([0, stop - start], np.int32), np.array([stop], np.int32), tables, np.arange(start, stop)
+        np.array([0, stop - start], np.int32),
+        np.array([stop], np.int32),
+        tables,
+        np.arange(start, stop),
     )
 
 
 def backend_error(case: Case, bits: tuple[int, int]) -> float:
     """Relative L2 error of the compiled backend's output against float64 attention."""
     _, tokens, dim = case.queries.shape
-    backend = CPUBackend(KVSpec((LayerKVSpec(1, dim),), BLOCK, "float16", bits), tokens // BLOCK, num_threads=1)
+    backend = CPUBackend(
+        KVSpec((LayerKVSpec(1, dim),), BLOCK, "float16", bits), tokens // BLOCK, num_threads=1
+    )
     batch = backend.prepare(_layout(0, tokens))
     rows = [x.astype(np.float32)[:, None] for x in (case.keys, case.values)]
     backend.write_kv(0, *rows, batch)
@@ -240,8 +267,9 @@ def backend_error(case: Case, bits: tuple[int, int]) -> float:
 
 
 def speeds(bits: tuple[int, int], dtype: str, threads: int, layers: int = 24) -> dict[str, float]:
-    """Milliseconds of all layers' attention: a prefill of 2,112 tokens, and a decode step at depth 8,192 (whose pool is
-    larger than the caches); best of several."""
+    """Milliseconds of all layers' attention: a prefill of 2,112 tokens, and a decode step at depth
+    8,192 (whose pool is larger than the caches); best of several.
+    """
     rng = np.random.default_rng(0)
     spec = KVSpec((LayerKVSpec(2, 64),) * layers, BLOCK, dtype, bits)
     backend = CPUBackend(spec, 8208 // BLOCK, num_threads=threads)
@@ -250,7 +278,9 @@ def speeds(bits: tuple[int, int], dtype: str, threads: int, layers: int = 24) ->
     queries = rng.standard_normal((2112, 14, 64), dtype=np.float32)
     batch = backend.prepare(_layout(0, 2112))
     backend.write_kv(0, rows[0], rows[1], batch)
-    prefill = min(_timed(lambda: backend.attention(0, queries, batch, params)) for _ in range(4)) * layers
+    prefill = (
+        min(_timed(lambda: backend.attention(0, queries, batch, params)) for _ in range(4)) * layers
+    )
     backend.release_blocks(range(8208 // BLOCK))
     for start in range(0, 8192, 2048):
         batch = backend.prepare(_layout(start, start + 2048))
@@ -267,7 +297,11 @@ def speeds(bits: tuple[int, int], dtype: str, threads: int, layers: int = 24) ->
     decode = min(_timed(step) for _ in range(12))
     backend.close()
     gigabytes = spec.bytes_per_block * 8192 / BLOCK / 1e9
-    return {"prefill_ms": prefill * 1e3, "decode_ms": decode * 1e3, "decode_gb_per_s": gigabytes / decode}
+    return {
+        "prefill_ms": prefill * 1e3,
+        "decode_ms": decode * 1e3,
+        "decode_gb_per_s": gigabytes / decode,
+    }
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -283,17 +317,26 @@ def _table(cases: list[Case], result: dict[str, Any]) -> None:
             for name, store in CANDIDATES.items():
                 stored = store(case.keys, case.queries, bits)
                 pairs = {q_bits: errors(case, stored, q_bits) for q_bits in (8, 16)}
-                text = "   ".join(f"q{q_bits}: score {s:7.4f} out {o:7.4f}" for q_bits, (s, o) in pairs.items())
+                text = "   ".join(
+                    f"q{q_bits}: score {s:7.4f} out {o:7.4f}" for q_bits, (s, o) in pairs.items()
+                )
                 print(f"  k{bits} {name:9s} {text}")
                 result[f"{case.name}/k{bits}/{name}"] = pairs
         backend = {str(bits): backend_error(case, bits) for bits in ((16, 16), *BIT_PAIRS)}
-        print("  backend, keys and values: " + "  ".join(f"{bits} {error:.4f}" for bits, error in backend.items()))
+        print(
+            "  backend, keys and values: "
+            + "  ".join(f"{bits} {error:.4f}" for bits, error in backend.items())
+        )
         result[f"{case.name}/backend"] = backend
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024, help="length of the text for the real keys")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="length of the text for the real keys"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=("errors", "speed"))
     options = parser.parse_args()
@@ -306,15 +349,22 @@ def main() -> None:
             synthetic("bias of fast pairs", slice(0, 3), 100.0),
         ]
         text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-        real = list(real_cases(Path(kvboost_edge.__file__).parent / "assets" / "demo", text, options.tokens))
+        real = list(
+            real_cases(Path(kvboost_edge.__file__).parent / "assets" / "demo", text, options.tokens)
+        )
         _table(cases + real[::3], result)
     if options.only != "errors":
         print()
-        for bits, dtype in (((16, 16), "float32"), ((16, 16), "float16"), *((pair, "float16") for pair in BIT_PAIRS)):
+        for bits, dtype in (
+            ((16, 16), "float32"),
+            ((16, 16), "float16"),
+            *((pair, "float16") for pair in BIT_PAIRS),
+        ):
             speed = speeds(bits, dtype, options.threads)
             print(
                 f"{bits} {dtype}: prefill of 2,112 {speed['prefill_ms']:.0f} ms, decode at 8,192 "
-                f"{speed['decode_ms']:.1f} ms = {speed['decode_gb_per_s']:.1f} GB/s on {options.threads} threads"
+                f"{speed['decode_ms']:.1f} ms = {speed['decode_gb_per_s']:.1f} GB/s on "
+                f"{options.threads} threads"
             )
             result[f"speed/{bits}/{dtype}"] = speed
     print(json.dumps(result))

@@ -1,12 +1,15 @@
-"""The native runner's linear layers at the shape of Qwen2-0.5B, random weights: bandwidth, integer rate, time split.
+"""The native runner's linear layers at the shape of Qwen2-0.5B, random weights: bandwidth, integer
+rate, time split.
 
-    python benchmarks/bench_linear.py [--weights int4] [--threads 2] [--quick] [--model DIR] [--out FILE]
+    python benchmarks/bench_linear.py [--weights int4] [--threads 2] [--quick] [--model DIR] [--out
+    FILE]
 
-Four tables. A decode step at depth 16, and each matrix of it over all layers so that it comes from memory, in GB/s and
-as a share of a plain read of the same bytes by as many threads (of its median and of its best): timed in turn, by one
-team of threads that has been started, with the read by one thread beside it. Attention and norms count in the step's
-time, not in its bytes. The rate of one matrix on one thread for several numbers of tokens. A decode step at several
-depths and a prefill, split into linear layers, attention (with writing keys and values) and the rest. Ends in one JSON
+Four tables. A decode step at depth 16, and each matrix of it over all layers so that it comes from
+memory, in GB/s and as a share of a plain read of the same bytes by as many threads (of its median
+and of its best): timed in turn, by one team of threads that has been started, with the read by one
+thread beside it. Attention and norms count in the step's time, not in its bytes. The rate of one
+matrix on one thread for several numbers of tokens. A decode step at several depths and a prefill,
+split into linear layers, attention (with writing keys and values) and the rest. Ends in one JSON
 line. The random model is packed once and kept in the cache directory.
 """
 
@@ -76,7 +79,11 @@ def write_random_model(directory: Path, layers: int) -> None:
             tensors[f"{at}self_attn.{name}_proj.weight"] = matrix(rows, hidden)
             tensors[f"{at}self_attn.{name}_proj.bias"] = np.zeros(rows, np.float16)
         tensors[f"{at}self_attn.o_proj.weight"] = matrix(hidden, hidden)
-        for name, shape in (("gate", (wide, hidden)), ("up", (wide, hidden)), ("down", (hidden, wide))):
+        for name, shape in (
+            ("gate", (wide, hidden)),
+            ("up", (wide, hidden)),
+            ("down", (hidden, wide)),
+        ):
             tensors[f"{at}mlp.{name}_proj.weight"] = matrix(*shape)
         for name in ("input", "post_attention"):
             tensors[f"{at}{name}_layernorm.weight"] = np.ones(hidden, np.float16)
@@ -140,7 +147,9 @@ class LinearOps:
         self._last: Sequence[int] = ()
         self._team = team
         self._buffers = runner._buffers.addresses(tokens, 1)
-        self._logits = np.empty((tokens, runner._buffers.sizes.logits) if tokens <= 8 else 1, np.float32)
+        self._logits = np.empty(
+            (tokens, runner._buffers.sizes.logits) if tokens <= 8 else 1, np.float32
+        )
         self._buffers[lt.B_LOGITS] = self._logits.ctypes.data
         self._tokens = tokens
 
@@ -155,13 +164,17 @@ class LinearOps:
         """These operations one after the other, as one program."""
         if self._last != indices:
             self._last = indices
-            self._ops, self._params = (np.ascontiguousarray(a[list(indices)]) for a in self._program[:2])
+            self._ops, self._params = (
+                np.ascontiguousarray(a[list(indices)]) for a in self._program[:2]
+            )
         count = len(indices)
         counters = np.zeros((count + 1) * lt.COUNTERS_PER_OP, np.int64)
         matrix = int(amx_choice().used)
         table = self._ops, self._params, self._buffers, counters, self._kernels
         job = lt.ProgramJob(*table, 0, count, self._tokens, matrix)
-        self._team.run(run_program, job, counters, count * lt.COUNTERS_PER_OP, self._team.num_threads)
+        self._team.run(
+            run_program, job, counters, count * lt.COUNTERS_PER_OP, self._team.num_threads
+        )
 
 
 def matrices() -> dict[str, tuple[int, int, int]]:
@@ -181,20 +194,26 @@ def _bytes_of(name: str, weights: str, shape: tuple[int, int, int]) -> int:
     code, outputs, inputs = shape
     rows = 2 * outputs if code == lt.OP_GATED else outputs
     kind = "int8" if name == "head" else weights
-    return int(rows * inputs * {"int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "int4-asym": 0.5 + 4 / 32}[kind])
+    return int(
+        rows * inputs * {"int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "int4-asym": 0.5 + 4 / 32}[kind]
+    )
 
 
 def measure_decode(runner: NativeRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """GB/s of plain reads, of a decode step and of each matrix for one token, and their shares of the plain read.
+    """GB/s of plain reads, of a decode step and of each matrix for one token, and their shares of
+    the plain read.
 
-    One team does it all: the helpers of a second one, still looking out for work, would take the cores of the first.
+    One team does it all: the helpers of a second one, still looking out for work, would take the
+    cores of the first.
     """
     backend = CPUBackend(runner.info.kv_spec, STEP_DEPTH // BLOCK + 1, num_threads=options.threads)
     team = backend.kernel_access.workspace.team
     alone = KernelTeam(1)
     runner.bind(backend)
     runner.forward(batch(0, STEP_DEPTH))
-    ops = LinearOps(runner, 1, team)  # after the largest pass: the runner's buffers move when they grow
+    ops = LinearOps(
+        runner, 1, team
+    )  # after the largest pass: the runner's buffers move when they grow
     found = {name: ops.find(*shape) for name, shape in matrices().items()}
     step = batch(STEP_DEPTH, STEP_DEPTH + 1)
     address, nbytes = token_weights(runner._packed)
@@ -218,8 +237,12 @@ def measure_decode(runner: NativeRunner, options: argparse.Namespace) -> list[di
     return rows
 
 
-def _share_row(name: str, seconds: Sequence[float], nbytes: int, read: Sequence[float]) -> dict[str, Any]:
-    """Median and best, and the median as a share of the plain read's; `read`: its GB/s in each round."""
+def _share_row(
+    name: str, seconds: Sequence[float], nbytes: int, read: Sequence[float]
+) -> dict[str, Any]:
+    """Median and best, and the median as a share of the plain read's; `read`: its GB/s in each
+    round.
+    """
     middle, best = (nbytes / one / 1e9 for one in (statistics.median(seconds), min(seconds)))
     return {
         "matrix": name,
@@ -232,16 +255,22 @@ def _share_row(name: str, seconds: Sequence[float], nbytes: int, read: Sequence[
 
 
 def measure_rate(runner: NativeRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """TOPS of the gate and up matrix of one layer on one thread, its activation and quantization included."""
+    """TOPS of the gate and up matrix of one layer on one thread, its activation and quantization
+    included.
+    """
     rows = []
     team = KernelTeam(1)
     for tokens in TOKENS:
         ops = LinearOps(runner, tokens, team)
         shape = matrices()["gate_up"]
         index = ops.find(*shape)[:1]
-        seconds = alternate({"gate_up": lambda ops=ops, index=index: ops.run(index)}, rounds=options.rounds)["gate_up"]
+        seconds = alternate(
+            {"gate_up": lambda ops=ops, index=index: ops.run(index)}, rounds=options.rounds
+        )["gate_up"]
         work = 2 * 2 * shape[1] * shape[2] * tokens
-        rows.append({"tokens": tokens, "ms": min(seconds) * 1e3, "tops": work / min(seconds) / 1e12})
+        rows.append(
+            {"tokens": tokens, "ms": min(seconds) * 1e3, "tops": work / min(seconds) / 1e12}
+        )
     return rows
 
 
@@ -259,18 +288,26 @@ def _split(runner: TimedRunner, backend: CPUBackend, passes: Sequence[ForwardBat
 
 
 def measure_passes(runner: TimedRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A decode step at several depths, and prefills: whole, in one kernel call, and layer by layer for the split."""
+    """A decode step at several depths, and prefills: whole, in one kernel call, and layer by layer
+    for the split.
+    """
     depths = DEPTHS[:2] if options.quick else DEPTHS
     prompts = PROMPTS[:1] if options.quick else PROMPTS
     num_blocks = (max(*depths, *prompts) + options.decode) // BLOCK + 2
-    rows = _passes(runner, TimedBackend(runner.info.kv_spec, num_blocks, num_threads=options.threads), options)
-    whole = _passes(runner, CPUBackend(runner.info.kv_spec, num_blocks, num_threads=options.threads), options)
+    rows = _passes(
+        runner, TimedBackend(runner.info.kv_spec, num_blocks, num_threads=options.threads), options
+    )
+    whole = _passes(
+        runner, CPUBackend(runner.info.kv_spec, num_blocks, num_threads=options.threads), options
+    )
     for row, one in zip(rows, whole, strict=True):
         row |= {"whole_ms": one["ms"], "whole_best_ms": one["best_ms"], "tok_s": one["tok_s"]}
     return rows
 
 
-def _passes(runner: TimedRunner, backend: CPUBackend, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _passes(
+    runner: TimedRunner, backend: CPUBackend, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     depths = DEPTHS[:2] if options.quick else DEPTHS
     prompts = PROMPTS[:1] if options.quick else PROMPTS
     runner.bind(backend)
@@ -279,7 +316,10 @@ def _passes(runner: TimedRunner, backend: CPUBackend, options: argparse.Namespac
     for prompt in prompts:
         cuts = [(first, min(first + PASS, prompt)) for first in range(0, prompt, PASS)]
         passes = [batch(first, end, logits=end == prompt) for first, end in cuts]
-        best = min((_split(runner, backend, passes) for _ in range(1 if options.quick else 3)), key=lambda s: s[0])
+        best = min(
+            (_split(runner, backend, passes) for _ in range(1 if options.quick else 3)),
+            key=lambda s: s[0],
+        )
         rows.append(_row(f"prefill {prompt}", best, best[0], prompt))
     reached = prompts[-1]
     for depth in depths:
@@ -287,7 +327,10 @@ def _passes(runner: TimedRunner, backend: CPUBackend, options: argparse.Namespac
             end = min(reached + PASS, depth)
             runner.forward(batch(reached, end, logits=False))
             reached = end
-        steps = [_split(runner, backend, [batch(at, at + 1)]) for at in range(depth, depth + options.decode)]
+        steps = [
+            _split(runner, backend, [batch(at, at + 1)])
+            for at in range(depth, depth + options.decode)
+        ]
         median = [statistics.median(column) for column in zip(*steps, strict=True)]
         rows.append(_row(f"decode at {depth}", median, min(step[0] for step in steps), 1))
     backend.close()
@@ -296,7 +339,12 @@ def _passes(runner: TimedRunner, backend: CPUBackend, options: argparse.Namespac
 
 def _row(name: str, parts: Sequence[float], best: float, tokens: int) -> dict[str, Any]:
     names = ("ms", "linear_ms", "attention_ms", "other_ms")
-    return {"pass": name, **dict(zip(names, parts, strict=True)), "best_ms": best, "tok_s": 1e3 * tokens / parts[0]}
+    return {
+        "pass": name,
+        **dict(zip(names, parts, strict=True)),
+        "best_ms": best,
+        "tok_s": 1e3 * tokens / parts[0],
+    }
 
 
 def main() -> None:
@@ -306,7 +354,9 @@ def main() -> None:
     options_parser.add_argument("--threads", type=int, default=default_num_threads())
     options_parser.add_argument("--decode", type=int, default=24, help="decode steps at each depth")
     options_parser.add_argument("--layers", type=int, default=24)
-    options_parser.add_argument("--model", type=Path, help="where the random model lies or is to be written")
+    options_parser.add_argument(
+        "--model", type=Path, help="where the random model lies or is to be written"
+    )
     options = options_parser.parse_args()
     options.rounds = 3 if options.quick else 9
     directory = options.model or cache_directory() / f"random-qwen2-0.5b-{options.layers}"

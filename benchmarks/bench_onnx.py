@@ -1,19 +1,21 @@
-"""ONNX: the native runner and the ONNX runner against onnxruntime-genai, on the files of its own builder.
+"""ONNX: the native runner and the ONNX runner against onnxruntime-genai, on the files of its own
+builder.
 
     python benchmarks/bench_onnx.py
 
-Needs the extra [bench]. A random model of Qwen2-0.5B's shape is written once and made int4 (blocks of 32, accuracy
-level 4) by onnxruntime-genai's builder; both are kept in the cache directory. Contenders are processes of
-their own, asked in turn, round after round:
+Needs the extra [bench]. A random model of Qwen2-0.5B's shape is written once and made int4 (blocks
+of 32, accuracy level 4) by onnxruntime-genai's builder; both are kept in the cache directory.
+Contenders are processes of their own, asked in turn, round after round:
 
     native   this engine, the file's weights on its own kernels
     onnx     this engine with runner="onnx"
     genai    onnxruntime-genai's generator
     bare     a loop over onnxruntime alone: past and present one buffer, greedy, nothing else
 
-cold_ttft_ms: from the call to the first token of a prompt that nobody has seen. decode_tok_s: tokens a second behind a
-prompt of that length, the first one not counted. Bars: native decodes at least twice as fast as genai and has its first
-token in at most 0.3 of the time; onnx decodes at least at 0.9 of bare.
+cold_ttft_ms: from the call to the first token of a prompt that nobody has seen. decode_tok_s:
+tokens a second behind a prompt of that length, the first one not counted. Bars: native decodes at
+least twice as fast as genai and has its first token in at most 0.3 of the time; onnx decodes at
+least at 0.9 of bare.
 """
 
 from __future__ import annotations
@@ -43,11 +45,13 @@ def prompt(seed: int, length: int, vocab: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab, length).tolist()
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
+# ---- the model
 
 
 def made(shape_name: str) -> Path:
-    """The folder that onnxruntime-genai's builder makes of a random model; made now if it is not there."""
+    """The folder that onnxruntime-genai's builder makes of a random model; made now if it is not
+    there.
+    """
     from kvboost_edge.host.file_memo import cache_directory
 
     target = cache_directory() / "bench" / f"onnx-{shape_name}-int4"
@@ -56,7 +60,15 @@ def made(shape_name: str) -> Path:
         write_source(source, shape_name)
         options = ["-p", "int4", "-e", "cpu", "-c", str(target.with_name("builder-cache"))]
         options += ["--extra_options", "int4_block_size=32", "int4_accuracy_level=4"]
-        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(source), "-o", str(target)]
+        command = [
+            sys.executable,
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-i",
+            str(source),
+            "-o",
+            str(target),
+        ]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         subprocess.run([*command, *options], check=True, env=environment, stdout=subprocess.DEVNULL)
     return target
@@ -88,14 +100,19 @@ def write_source(folder: Path, shape_name: str) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0]).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0]).save_pretrained(
+        folder
+    )
 
 
-# ---- the contenders: processes that answer {"tokens": [...], "count": n} with seconds --------------------------------
+# ---- the contenders: processes that answer {"tokens": [...], "count": n} with seconds
+# --------------------------------
 
 
 class Ours:
-    """`native` and `onnx`: an engine with room for the prompt, without drafts, which the others have not."""
+    """`native` and `onnx`: an engine with room for the prompt, without drafts, which the others
+    have not.
+    """
 
     def __init__(self, folder: Path, threads: int, runner: str) -> None:
         from kvboost_edge import CPUPagedEngine
@@ -106,7 +123,9 @@ class Ours:
 
     def run(self, tokens: list[int], count: int) -> dict[str, float]:
         self.engine.reset_cache()
-        result = self.engine.generate(tokens, max_new_tokens=count, temperature=0.0, ignore_eos=True)
+        result = self.engine.generate(
+            tokens, max_new_tokens=count, temperature=0.0, ignore_eos=True
+        )
         times = result.token_times_ms
         return {"ttft": times[0] / 1e3, "decode": (times[-1] - times[0]) / 1e3}
 
@@ -152,13 +171,19 @@ class Bare:
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
         path = str(folder / decoder["filename"])
-        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self.session = onnxruntime.InferenceSession(
+            path, options, providers=["CPUExecutionProvider"]
+        )
 
     def run(self, tokens: list[int], count: int) -> dict[str, float]:
         started = time.perf_counter()
         heads, dim = self.shape
         capacity = len(tokens) + count
-        names = [(_KV.format(i, kind), f"present.{i}.{kind}") for i in range(self.layers) for kind in ("key", "value")]
+        names = [
+            (_KV.format(i, kind), f"present.{i}.{kind}")
+            for i in range(self.layers)
+            for kind in ("key", "value")
+        ]
         memory = [np.zeros((1, heads, capacity, dim), np.float32) for _ in names]
         binding = self.session.io_binding()
         for (past, present), array in zip(names, memory, strict=True):
@@ -196,15 +221,28 @@ def serve(name: str, folder: Path, threads: int) -> None:
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(contender.run(request["tokens"], request["count"])), file=answers, flush=True)
+        print(
+            json.dumps(contender.run(request["tokens"], request["count"])), file=answers, flush=True
+        )
 
 
 class Contender:
     """The other end of `serve`."""
 
     def __init__(self, name: str, folder: Path, threads: int) -> None:
-        command = [sys.executable, __file__, "--serve", name, "--folder", str(folder), "--threads", str(threads)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            __file__,
+            "--serve",
+            name,
+            "--folder",
+            str(folder),
+            "--threads",
+            str(threads),
+        ]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._answer()
 
     def ask(self, tokens: list[int], count: int) -> dict[str, float]:
@@ -228,7 +266,9 @@ class Contender:
 def main() -> None:
     parser = harness.parser(__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--shape", default=None, help='"0.5b" (default) or "tiny" (default of --quick)')
+    parser.add_argument(
+        "--shape", default=None, help='"0.5b" (default) or "tiny" (default of --quick)'
+    )
     parser.add_argument("--depth", type=int, default=_DEPTH, help="tokens of the prompt")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -240,7 +280,9 @@ def main() -> None:
     shape = options.shape or ("tiny" if options.quick else "0.5b")
     folder = made(shape)
     count, rounds = (8, 1) if options.quick else (_COUNT, _ROUNDS)
-    vocab = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["model"]["vocab_size"]
+    vocab = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["model"][
+        "vocab_size"
+    ]
     contenders = {name: Contender(name, folder, options.threads) for name in CONTENDERS}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     try:
@@ -255,8 +297,12 @@ def main() -> None:
     rows = [row(name, answers, count) for name, answers in found.items()]
     by_name = {one["contender"]: one for one in rows}
     bars = {
-        "native decode / genai (bar: at least 2)": ratio(by_name, "decode_tok_s", "native", "genai"),
-        "native cold TTFT / genai (bar: at most 0.3)": ratio(by_name, "cold_ttft_ms", "native", "genai"),
+        "native decode / genai (bar: at least 2)": ratio(
+            by_name, "decode_tok_s", "native", "genai"
+        ),
+        "native cold TTFT / genai (bar: at most 0.3)": ratio(
+            by_name, "cold_ttft_ms", "native", "genai"
+        ),
         "onnx decode / bare (bar: at least 0.9)": ratio(by_name, "decode_tok_s", "onnx", "bare"),
     }
     for name, value in bars.items():

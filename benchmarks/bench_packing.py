@@ -1,11 +1,13 @@
-"""What the first load of a model costs: checking, hashing and packing its weights, by the format of the file.
+"""What the first load of a model costs: checking, hashing and packing its weights, by the format of
+the file.
 
     python benchmarks/bench_packing.py
 
-Files are random, of Qwen2-1.5B's shape with fewer layers. Each is loaded by a process of its own into an empty cache
-directory: the processor time of all its threads (which other programs disturb little), the time that passes, the bytes
-read and written, the largest resident memory meanwhile and what stays beside the weights. Kernels are loaded before the
-clock starts. MB are of the file. At 5.7 ms of processor time a MB two cores pack 350 MB of file in a second.
+Files are random, of Qwen2-1.5B's shape with fewer layers. Each is loaded by a process of its own
+into an empty cache directory: the processor time of all its threads (which other programs disturb
+little), the time that passes, the bytes read and written, the largest resident memory meanwhile and
+what stays beside the weights. Kernels are loaded before the clock starts. MB are of the file. At
+5.7 ms of processor time a MB two cores pack 350 MB of file in a second.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ from peers.shapes import SHAPES, Shape
 
 _TARGET_MS = 5.7
 _SHAPE = Shape(1536, 8, 12, 2, 8960)
-_CASES = (("Q4_0", "auto"), ("Q4_K_M", "auto"), ("Q8_0", "auto"), ("BF16", "int8"), ("BF16", "int4"))
+_CASES = (
+    ("Q4_0", "auto"),
+    ("Q4_K_M", "auto"),
+    ("Q8_0", "auto"),
+    ("BF16", "int8"),
+    ("BF16", "int4"),
+)
 _WORK = """
 import json, os, sys, time
 from pathlib import Path
@@ -66,15 +74,22 @@ before, rss = io(), process_rss()
 packed, spans = load(sys.argv[1], sys.argv[4] + "/large")
 after = io()
 print(json.dumps({
-    "spans": spans, "packed": packed.nbytes, "peak": process_peak(), "rss_before": rss, "rss": process_rss(),
-    "read": after.get("rchar", 0) - before.get("rchar", 0), "written": after.get("wchar", 0) - before.get("wchar", 0),
+    "spans": spans, "packed": packed.nbytes, "peak": process_peak(),
+    "rss_before": rss, "rss": process_rss(),
+    "read": after.get("rchar", 0) - before.get("rchar", 0),
+    "written": after.get("wchar", 0) - before.get("wchar", 0),
 }))
 """
 
 
 def random_file(directory: Path, shape: Shape, quant: str) -> Path:
-    """A model of random bits with ordinary scales: a GGUF file, or a directory of safetensors for "BF16"."""
-    made = directory / f"packing-{shape.hidden}x{shape.layers}-{quant}{'' if quant == 'BF16' else '.gguf'}"
+    """A model of random bits with ordinary scales: a GGUF file, or a directory of safetensors for
+    "BF16".
+    """
+    made = (
+        directory
+        / f"packing-{shape.hidden}x{shape.layers}-{quant}{'' if quant == 'BF16' else '.gguf'}"
+    )
     if made.exists():
         return made
     directory.mkdir(parents=True, exist_ok=True)
@@ -101,11 +116,15 @@ def _blocks(rng: np.random.Generator, kind: str, dims: tuple[int, int]) -> np.nd
 def _write_gguf(path: Path, shape: Shape, quant: str) -> None:
     writer = gguf.GGUFWriter(path, "qwen2")
     for add, value in (
-        (writer.add_context_length, shape.context), (writer.add_embedding_length, shape.hidden),
-        (writer.add_block_count, shape.layers), (writer.add_feed_forward_length, shape.wide),
-        (writer.add_head_count, shape.heads), (writer.add_head_count_kv, shape.kv_heads),
-        (writer.add_rope_freq_base, 1e6), (writer.add_layer_norm_rms_eps, 1e-6),
-    ):  # fmt: skip
+        (writer.add_context_length, shape.context),
+        (writer.add_embedding_length, shape.hidden),
+        (writer.add_block_count, shape.layers),
+        (writer.add_feed_forward_length, shape.wide),
+        (writer.add_head_count, shape.heads),
+        (writer.add_head_count_kv, shape.kv_heads),
+        (writer.add_rope_freq_base, 1e6),
+        (writer.add_layer_norm_rms_eps, 1e-6),
+    ):
         add(value)
     add_tokenizer(writer, shape.vocab)
     rng = np.random.default_rng(0)
@@ -114,7 +133,9 @@ def _write_gguf(path: Path, shape: Shape, quant: str) -> None:
             writer.add_tensor(name, rng.standard_normal(dims, np.float32))
         else:
             kind = _type_of(name, index, quant)
-            writer.add_tensor(name, _blocks(rng, kind, dims), raw_dtype=gguf.GGMLQuantizationType[kind])
+            writer.add_tensor(
+                name, _blocks(rng, kind, dims), raw_dtype=gguf.GGMLQuantizationType[kind]
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -122,12 +143,21 @@ def _write_gguf(path: Path, shape: Shape, quant: str) -> None:
 
 
 def _hf_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    given = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    given = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+    }
     inner = {
-        "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    }  # fmt: skip
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
     for name, dims in shape.tensors():
         if name in given:
             yield given[name], dims
@@ -139,12 +169,21 @@ def _hf_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _write_safetensors(path: Path, shape: Shape, quant: str) -> None:
     path.mkdir()
     config = {
-        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden, "intermediate_size": shape.wide, "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "rope_theta": 1e6,
-        "max_position_embeddings": shape.context, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16", "hidden_act": "silu",
-    }  # fmt: skip
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.wide,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "rope_theta": 1e6,
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+    }
     (path / "config.json").write_text(json.dumps(config))
     header: dict[str, Any] = {}
     end = 0
@@ -159,7 +198,9 @@ def _write_safetensors(path: Path, shape: Shape, quant: str) -> None:
         for _, dims in _hf_tensors(shape):
             rows = dims if len(dims) == 2 else (1, *dims)
             for start in range(0, rows[0], 4096):
-                values = rng.standard_normal((min(4096, rows[0] - start), rows[1]), np.float32) * np.float32(0.03)
+                values = rng.standard_normal(
+                    (min(4096, rows[0] - start), rows[1]), np.float32
+                ) * np.float32(0.03)
                 file.write((values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).tobytes())
 
 
@@ -167,7 +208,9 @@ def measure(large: Path, small: Path, weights: str) -> dict[str, Any]:
     """One load of `large` in a new process, after one of `small` of the same formats."""
     with tempfile.TemporaryDirectory(dir=large.parent) as cache:
         command = [sys.executable, "-c", _WORK, str(large), str(small), weights, cache]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=dict(os.environ)
+        )
     found = json.loads(done.stdout)
     file = large / "model.safetensors" if large.is_dir() else large
     megabytes = file.stat().st_size / 1e6
@@ -189,14 +232,18 @@ def measure(large: Path, small: Path, weights: str) -> dict[str, Any]:
 
 def main() -> None:
     options: argparse.ArgumentParser = harness.parser(str(__doc__).splitlines()[0])
-    options.add_argument("--models", type=Path, default=Path(__file__).parent / "models", help="where files are kept")
+    options.add_argument(
+        "--models", type=Path, default=Path(__file__).parent / "models", help="where files are kept"
+    )
     options.add_argument("--only", default="", help="only files of this format")
     chosen = options.parse_args()
     shape = SHAPES["tiny"] if chosen.quick else _SHAPE
     rows = []
     for quant, weights in _CASES:
         if chosen.only in quant:
-            large, small = (random_file(chosen.models, one, quant) for one in (shape, SHAPES["tiny"]))
+            large, small = (
+                random_file(chosen.models, one, quant) for one in (shape, SHAPES["tiny"])
+            )
             rows.append(measure(large, small, weights))
     harness.report("bench_packing", rows, options=chosen)
 

@@ -1,23 +1,29 @@
-"""This engine beside llama.cpp and OpenVINO GenAI: the same weights, bits, threads and tokens, in alternating rounds.
+"""This engine beside llama.cpp and OpenVINO GenAI: the same weights, bits, threads and tokens, in
+alternating rounds.
 
-A random model of a real one's shape is written once as GGUF. Each engine lives in a process of its own; in each
-round all of them answer the same request in turn, and the figures are medians over the rounds (least to most in
-brackets). One clock around the whole call for everyone. Beside decode at the first depth stands what it reads of our
-weights a second, keys and values not counted, and a plain read of as many bytes by as many threads in the same process
-right after; the share is taken in each round; of a mixture of experts the weights of those that a token goes to count.
-Beside peak memory stands what ours is above the model's file, pool and states.
-Engines that are not installed are skipped by name; `make bench-peers` installs them into `.venv-peers`.
+A random model of a real one's shape is written once as GGUF. Each engine lives in a process of its
+own; in each round all of them answer the same request in turn, and the figures are medians over the
+rounds (least to most in brackets). One clock around the whole call for everyone. Beside decode at
+the first depth stands what it reads of our weights a second, keys and values not counted, and a
+plain read of as many bytes by as many threads in the same process right after; the share is taken
+in each round; of a mixture of experts the weights of those that a token goes to count. Beside peak
+memory stands what ours is above the model's file, pool and states. Engines that are not installed
+are skipped by name; `make bench-peers` installs them into `.venv-peers`.
 
     python benchmarks/bench_peers.py                         # 0.5B shape, Q4_0
     python benchmarks/bench_peers.py --shape 1.5b --quant Q8_0 --depths 0 2048
     python benchmarks/bench_peers.py --shape 4b --quant Q4_K_M --rounds 2 --depths 0 2048
     python benchmarks/bench_peers.py --shape gemma-4-e2b --rounds 3 --depths 0 1024
     python benchmarks/bench_peers.py --shape olmo-3-7b --short --prompt 512 --rounds 2 --depths 0
-    python benchmarks/bench_peers.py --shape qwen3.5-0.8b --short --prompt 1056 --rounds 3 --depths 0 1024
-    python benchmarks/bench_peers.py --shape qwen3-30b-a3b --layers 8 --short --prompt 1056 --rounds 2 --depths 1024
-    python benchmarks/bench_peers.py --shape gpt-oss-20b --quant MXFP4 --layers 6 --short --prompt 1056 --depths 1024
+    python benchmarks/bench_peers.py --shape qwen3.5-0.8b --short --prompt 1056 --rounds 3 --depths
+    0 1024
+    python benchmarks/bench_peers.py --shape qwen3-30b-a3b --layers 8 --short --prompt 1056 --rounds
+    2 --depths 1024
+    python benchmarks/bench_peers.py --shape gpt-oss-20b --quant MXFP4 --layers 6 --short --prompt
+    1056 --depths 1024
     python benchmarks/bench_peers.py --only kvboost_edge     # without peers
-    python benchmarks/bench_peers.py --bundled               # the bundled model on this machine, in a minute
+    python benchmarks/bench_peers.py --bundled               # the bundled model on this machine, in
+                                                             a minute
 """
 
 from __future__ import annotations
@@ -60,7 +66,12 @@ class Worker:
     def __init__(self, label: str, command: list[str], env: dict[str, str] | None) -> None:
         self.label = label
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
         )
         self.about = self._read()
 
@@ -76,7 +87,10 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             said = self.process.stderr.read().strip().splitlines()
-            raise RuntimeError(f"{self.label} ended with {self.process.wait()}: {said[-1] if said else 'no message'}")
+            raise RuntimeError(
+                f"{self.label} ended with {self.process.wait()}: "
+                f"{said[-1] if said else 'no message'}"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -95,7 +109,11 @@ def contenders(options: argparse.Namespace) -> list[tuple[str, str, Path, int]]:
         ("llama.cpp q8_0", "llama.cpp", peers, 8),
         ("openvino u8", "openvino", peers, 8),
     ]
-    return [entry for entry in every if not options.only or any(entry[0].startswith(name) for name in options.only)]
+    return [
+        entry
+        for entry in every
+        if not options.only or any(entry[0].startswith(name) for name in options.only)
+    ]
 
 
 def start(options: argparse.Namespace, model: Path) -> list[Worker]:
@@ -103,11 +121,22 @@ def start(options: argparse.Namespace, model: Path) -> list[Worker]:
     workers = []
     for label, engine, python, bits in contenders(options):
         if not python.exists():
-            print(f"skipped: {label}: no {python}; `make bench-peers` installs the peers", file=sys.stderr)
+            print(
+                f"skipped: {label}: no {python}; `make bench-peers` installs the peers",
+                file=sys.stderr,
+            )
             continue
-        command = [str(python), str(_HERE / "peers" / "worker.py"), engine, str(model), "--kv", str(bits)]
+        command = [
+            str(python),
+            str(_HERE / "peers" / "worker.py"),
+            engine,
+            str(model),
+            "--kv",
+            str(bits),
+        ]
         command += ["--threads", str(options.threads), "--capacity", str(options.capacity)]
-        if options.short:  # nothing is shared: a recurrent model has a state for what is held, and one that goes on
+        # Nothing is shared: a recurrent model has a state for what is held, and one that goes on.
+        if options.short:
             command += ["--sequences", "2"]
         env = dict(os.environ)
         if engine == "kvboost_edge" and options.cpu_features:
@@ -132,7 +161,11 @@ class Bench:
     def tokens(self, count: int) -> list[int]:
         """New tokens at every call, the same for every engine."""
         self._seed += 1
-        return np.random.default_rng(self._seed).integers(_FIRST_TEXT_TOKEN, self.vocab, count).tolist()
+        return (
+            np.random.default_rng(self._seed)
+            .integers(_FIRST_TEXT_TOKEN, self.vocab, count)
+            .tolist()
+        )
 
     def note(self, measure: str, label: str, value: float) -> None:
         self.figures.setdefault(measure, {}).setdefault(label, []).append(value)
@@ -180,30 +213,48 @@ class Bench:
                     self.note(f"decode_{depth}_share_of_read", worker.label, step / found["gb_s"])
 
     def slope(self, depths: list[int]) -> None:
-        """What 1,000 tokens of context add to the time of a token, ms: between the least and the greatest depth."""
+        """What 1,000 tokens of context add to the time of a token, ms: between the least and the
+        greatest depth.
+        """
         first = min(depths)
         last = max(depths)
         if first == last:
             return
         for worker in self.workers:
-            speeds = [self.figures[f"decode_{depth}_tok_s"][worker.label] for depth in (first, last)]
+            speeds = [
+                self.figures[f"decode_{depth}_tok_s"][worker.label] for depth in (first, last)
+            ]
             for fast, slow in zip(*speeds, strict=True):
-                self.note("slope_ms_per_1k", worker.label, (1e3 / slow - 1e3 / fast) / (last - first) * 1e3)
+                self.note(
+                    "slope_ms_per_1k",
+                    worker.label,
+                    (1e3 / slow - 1e3 / fast) / (last - first) * 1e3,
+                )
 
     def share(self, count: int) -> None:
-        """Aggregate decode of sequences that share a held prefix and have a few tokens of their own."""
+        """Aggregate decode of sequences that share a held prefix and have a few tokens of their
+        own.
+        """
         prefix = self.tokens(_PREFIX)
         suffixes = [self.tokens(_OWN) for _ in range(_SHARING)]
         self.all("hold", tokens=prefix)
         for number in range(self.rounds + 1):
             for worker in self.workers:
                 one = worker.ask("share", prefix=prefix, suffixes=suffixes, count=1)["seconds"]
-                more = worker.ask("share", prefix=prefix, suffixes=suffixes, count=count + 1)["seconds"]
+                more = worker.ask("share", prefix=prefix, suffixes=suffixes, count=count + 1)[
+                    "seconds"
+                ]
                 if number:
-                    self.note(f"share_{_SHARING}x{_PREFIX}_tok_s", worker.label, _SHARING * count / (more - one))
+                    self.note(
+                        f"share_{_SHARING}x{_PREFIX}_tok_s",
+                        worker.label,
+                        _SHARING * count / (more - one),
+                    )
 
     def memory(self, model: Path) -> None:
-        """Peak memory; of ours beside the model's file, pool and states. The bundled model has no file of its own."""
+        """Peak memory; of ours beside the model's file, pool and states. The bundled model has no
+        file of its own.
+        """
         for worker in self.workers:
             peak_mb = worker.ask("memory")["peak_mb"]
             self.note("peak_rss_mb", worker.label, peak_mb)
@@ -213,8 +264,9 @@ class Bench:
                 self.note("beside_file_pool_states_mb", worker.label, peak_mb - known / 1e6)
 
     def check(self, model: Path, shape: Shape) -> None:
-        """Relative L2 distance of the logits to float64 on the same weights (OpenVINO shows none); for shapes without a
-        float64 model, of ours to llama.cpp's."""
+        """Relative L2 distance of the logits to float64 on the same weights (OpenVINO shows none);
+        for shapes without a float64 model, of ours to llama.cpp's.
+        """
         prompt = self.tokens(48)
         found = {
             worker.label: np.array(worker.ask("logits", tokens=prompt)["logits"])
@@ -235,7 +287,9 @@ class Bench:
             self.note(measure, label, float(np.linalg.norm(got - exact) / np.linalg.norm(exact)))
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each measure: medians, the best of ours against the best of the others, least and most."""
+        """A row for each measure: medians, the best of ours against the best of the others, least
+        and most.
+        """
         rows = []
         for measure, by_label in self.figures.items():
             medians = {label: statistics.median(values) for label, values in by_label.items()}
@@ -245,7 +299,9 @@ class Bench:
             row: dict[str, Any] = {"measure": measure}
             row |= {worker.label: medians.get(worker.label) for worker in self.workers}
             row["ours / best peer"] = best(ours) / best(others) if ours and others else None
-            row["spread"] = {label: [min(got), max(got)] for label, got in by_label.items() if len(got) > 1}
+            row["spread"] = {
+                label: [min(got), max(got)] for label, got in by_label.items() if len(got) > 1
+            }
             rows.append(row)
         return rows
 
@@ -273,21 +329,29 @@ def _short(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
-def parser_for_models(description: str | None, shapes: Mapping[str, Shape] = SHAPES) -> argparse.ArgumentParser:
+def parser_for_models(
+    description: str | None, shapes: Mapping[str, Shape] = SHAPES
+) -> argparse.ArgumentParser:
     """The options of benchmarks on a random model, which is written where it is not found."""
     parser = harness.parser(description or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--shape", choices=shapes, default="0.5b")
     parser.add_argument("--quant", choices=QUANTS, default="Q4_0")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--models", type=Path, default=_HERE / "models", help="where the GGUF files are kept")
+    parser.add_argument(
+        "--models", type=Path, default=_HERE / "models", help="where the GGUF files are kept"
+    )
     return parser
 
 
-def parser_for_layers(description: str | None, shapes: Mapping[str, Shape]) -> argparse.ArgumentParser:
+def parser_for_layers(
+    description: str | None, shapes: Mapping[str, Shape]
+) -> argparse.ArgumentParser:
     """The same for shapes that may be too large as a whole."""
     parser = parser_for_models(description, shapes)
-    parser.add_argument("--layers", type=int, help="the first so many layers of the shape, where all take too much")
+    parser.add_argument(
+        "--layers", type=int, help="the first so many layers of the shape, where all take too much"
+    )
     return parser
 
 
@@ -306,7 +370,11 @@ class RandomModel(NamedTuple):
         if layers is not None and not 1 <= layers <= whole.layers:
             raise SystemExit(f"--layers {layers}: {options.shape} has {whole.layers}")
         shape, what = (whole, "") if layers is None else (whole.cut(layers), f"-{layers}l")
-        name = options.shape if layers is None else f"{options.shape}, {layers} of {whole.layers} layers,"
+        name = (
+            options.shape
+            if layers is None
+            else f"{options.shape}, {layers} of {whole.layers} layers,"
+        )
         path = options.models / f"{options.shape}{what}-{options.quant}.gguf"
         return cls(kept_gguf(path, shape, options.quant), shape, f"{name} {options.quant}")
 
@@ -315,14 +383,29 @@ def options_from() -> argparse.Namespace:
     parser = parser_for_layers(__doc__, ALL_SHAPES)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 2048, 8192])
-    parser.add_argument("--capacity", type=int, default=16384, help="tokens of KV every engine holds")
-    parser.add_argument("--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python")
-    parser.add_argument("--only", nargs="+", help="labels, or how they begin, of the engines to run")
-    parser.add_argument("--cpu-features", help="features for our kernels, e.g. +avx2,+fma,+f16c for an older machine")
+    parser.add_argument(
+        "--capacity", type=int, default=16384, help="tokens of KV every engine holds"
+    )
+    parser.add_argument(
+        "--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python"
+    )
+    parser.add_argument(
+        "--only", nargs="+", help="labels, or how they begin, of the engines to run"
+    )
+    parser.add_argument(
+        "--cpu-features",
+        help="features for our kernels, e.g. +avx2,+fma,+f16c for an older machine",
+    )
     parser.add_argument("--charts", type=Path, help="draw PNG charts into this folder")
-    parser.add_argument("--short", action="store_true", help="a cold prompt and decoding only, for large models")
-    parser.add_argument("--prompt", type=int, default=_PREFIX + _SUFFIX, help="tokens of the cold prompt")
-    parser.add_argument("--bundled", action="store_true", help="time the bundled model instead, ours only")
+    parser.add_argument(
+        "--short", action="store_true", help="a cold prompt and decoding only, for large models"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=_PREFIX + _SUFFIX, help="tokens of the cold prompt"
+    )
+    parser.add_argument(
+        "--bundled", action="store_true", help="time the bundled model instead, ours only"
+    )
     return parser.parse_args()
 
 
@@ -370,7 +453,14 @@ def main() -> None:
         draw_charts(rows, options.charts, f"{what}, {options.threads} threads")
     about = {worker.label: worker.about for worker in workers}
     table = [shown(row) for row in rows]
-    harness.report(f"bench_peers {what}", rows, options=options, shown=table, rounds=bench.spread(), engines=about)
+    harness.report(
+        f"bench_peers {what}",
+        rows,
+        options=options,
+        shown=table,
+        rounds=bench.spread(),
+        engines=about,
+    )
 
 
 if __name__ == "__main__":

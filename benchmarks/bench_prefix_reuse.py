@@ -1,9 +1,10 @@
 """Prefix reuse of this engine (torch runner, cpu backend) against transformers with DynamicCache.
 
-A random model of Qwen2-0.5B's shape, in bf16 and fp32. Each contender lives in a process of its own; the parent asks
-them in turn, round after round, for: the time to the first token of a cold prompt (prefix + suffix), the same with the
-prefix in the cache, the time per decoded token at that depth, and last the memory that 8 requests sharing the prefix
-add. Both see the same seeded prompts, and both report their tokens: in fp32 they have to be equal.
+A random model of Qwen2-0.5B's shape, in bf16 and fp32. Each contender lives in a process of its
+own; the parent asks them in turn, round after round, for: the time to the first token of a cold
+prompt (prefix + suffix), the same with the prefix in the cache, the time per decoded token at that
+depth, and last the memory that 8 requests sharing the prefix add. Both see the same seeded prompts,
+and both report their tokens: in fp32 they have to be equal.
 """
 
 from __future__ import annotations
@@ -40,18 +41,34 @@ class Size:
 
 FULL = Size(
     config={
-        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768,
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
     },
-    prefix=2048, suffix=64, decode=32, rounds=5,
-)  # fmt: skip
+    prefix=2048,
+    suffix=64,
+    decode=32,
+    rounds=5,
+)
 QUICK = Size(
     config={
-        "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        "vocab_size": 1024,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
     },
-    prefix=256, suffix=16, decode=8, rounds=2,
-)  # fmt: skip
+    prefix=256,
+    suffix=16,
+    decode=8,
+    rounds=2,
+)
 
 
 def build_model(size: Size, dtype: str) -> Any:
@@ -60,7 +77,9 @@ def build_model(size: Size, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     torch.manual_seed(0)
-    config = Qwen2Config(tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, **size.config)
+    config = Qwen2Config(
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, **size.config
+    )
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
 
@@ -75,13 +94,17 @@ class Contender(Protocol):
     def cold(self, token_ids: list[int]) -> tuple[float, list[int]]: ...
     def hold_prefix(self, token_ids: list[int]) -> None: ...
     def warm(self, prefix: list[int], suffix: list[int]) -> tuple[float, list[int]]: ...
-    def decode(self, prefix: list[int], suffix: list[int], num_tokens: int) -> tuple[float, list[int]]: ...
+    def decode(
+        self, prefix: list[int], suffix: list[int], num_tokens: int
+    ) -> tuple[float, list[int]]: ...
     def share(self, prefix: list[int], suffixes: Sequence[list[int]], num_tokens: int) -> None: ...
     def close(self) -> None: ...
 
 
 class OurEngine:
-    """CPUPagedEngine with its defaults and a pool just large enough for the prefix and its eight readers."""
+    """CPUPagedEngine with its defaults and a pool just large enough for the prefix and its eight
+    readers.
+    """
 
     def __init__(self, size: Size, dtype: str) -> None:
         from tokenizers import Tokenizer, models
@@ -90,13 +113,17 @@ class OurEngine:
         from kvboost_edge import CPUPagedEngine
 
         blocks = (size.prefix + (NUM_SHARING + 2) * (size.suffix + size.decode)) // 16 + 16
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+        )
         self.engine = CPUPagedEngine(
             build_model(size, dtype), tokenizer, num_blocks=blocks, backend="cpu", strict=False
         )
 
     def _generate(self, token_ids: list[int], num_tokens: int) -> Any:
-        return self.engine.generate(token_ids, max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        return self.engine.generate(
+            token_ids, max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True
+        )
 
     def cold(self, token_ids: list[int]) -> tuple[float, list[int]]:
         self.engine.reset_cache()
@@ -117,9 +144,13 @@ class OurEngine:
         assert result.cached_tokens == len(prefix), result.cached_tokens
         return seconds, list(result.output_token_ids)
 
-    def decode(self, prefix: list[int], suffix: list[int], num_tokens: int) -> tuple[float, list[int]]:
+    def decode(
+        self, prefix: list[int], suffix: list[int], num_tokens: int
+    ) -> tuple[float, list[int]]:
         result = self._generate(prefix + suffix, num_tokens + 1)
-        return float(np.median(np.diff(result.token_times_ms))) / 1000, list(result.output_token_ids)
+        return float(np.median(np.diff(result.token_times_ms))) / 1000, list(
+            result.output_token_ids
+        )
 
     def share(self, prefix: list[int], suffixes: Sequence[list[int]], num_tokens: int) -> None:
         options = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
@@ -130,7 +161,9 @@ class OurEngine:
 
 
 class Transformers:
-    """The same model through transformers: DynamicCache, cropped back to the prefix after each warm answer."""
+    """The same model through transformers: DynamicCache, cropped back to the prefix after each warm
+    answer.
+    """
 
     def __init__(self, size: Size, dtype: str) -> None:
         from transformers import DynamicCache
@@ -143,7 +176,9 @@ class Transformers:
         import torch
 
         with torch.inference_mode():
-            out = self.model(torch.tensor(rows), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = self.model(
+                torch.tensor(rows), past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
             return list(out.logits[:, -1].argmax(-1).tolist())
 
     def cold(self, token_ids: list[int]) -> tuple[float, list[int]]:
@@ -159,17 +194,23 @@ class Transformers:
         started = time.perf_counter()
         tokens = self._next([suffix], self.cache)
         seconds = time.perf_counter() - started
-        self.cache.crop(len(prefix) - self.cache.get_seq_length())  # a negative number of tokens is removed
+        self.cache.crop(
+            len(prefix) - self.cache.get_seq_length()
+        )  # a negative number of tokens is removed
         return seconds, tokens
 
-    def decode(self, prefix: list[int], suffix: list[int], num_tokens: int) -> tuple[float, list[int]]:
+    def decode(
+        self, prefix: list[int], suffix: list[int], num_tokens: int
+    ) -> tuple[float, list[int]]:
         tokens = self._next([suffix], self.cache)
         times = []
         for _ in range(num_tokens):
             started = time.perf_counter()
             tokens += self._next([tokens[-1:]], self.cache)
             times.append(time.perf_counter() - started)
-        self.cache.crop(len(prefix) - self.cache.get_seq_length())  # a negative number of tokens is removed
+        self.cache.crop(
+            len(prefix) - self.cache.get_seq_length()
+        )  # a negative number of tokens is removed
         return statistics.median(times), tokens
 
     def share(self, prefix: list[int], suffixes: Sequence[list[int]], num_tokens: int) -> None:
@@ -190,7 +231,9 @@ def work(contender: Contender, size: Size) -> None:
         suffix = prompt(size, 1000 + number, size.suffix)
         answer: dict[str, Any] = {}
         if measurement == "cold":
-            answer["seconds"], answer["tokens"] = contender.cold(prompt(size, 500 + number, size.prefix + size.suffix))
+            answer["seconds"], answer["tokens"] = contender.cold(
+                prompt(size, 500 + number, size.prefix + size.suffix)
+            )
         elif measurement == "hold":
             contender.hold_prefix(prefix)
         elif measurement == "warm":
@@ -199,7 +242,11 @@ def work(contender: Contender, size: Size) -> None:
             answer["seconds"], answer["tokens"] = contender.decode(prefix, suffix, size.decode)
         else:
             before = process_rss()
-            contender.share(prefix, [prompt(size, 2000 + i, size.suffix) for i in range(NUM_SHARING)], size.decode)
+            contender.share(
+                prefix,
+                [prompt(size, 2000 + i, size.suffix) for i in range(NUM_SHARING)],
+                size.decode,
+            )
             answer = {"added_mb": (process_rss() - before) / 1e6, "peak_mb": process_peak() / 1e6}
         print(json.dumps(answer), flush=True)
 
@@ -217,7 +264,9 @@ class Worker:
             dtype,
             *(["--quick"] if quick else []),
         ]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ask(self, measurement: str, number: int = 0) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -235,7 +284,9 @@ class Worker:
 
 
 def compare(dtype: str, size: Size, quick: bool) -> list[dict[str, Any]]:
-    """One row per contender: medians in milliseconds, memory in MB, and the ratio to transformers."""
+    """One row per contender: medians in milliseconds, memory in MB, and the ratio to
+    transformers.
+    """
     workers = {name: Worker(name, dtype, quick) for name in CONTENDERS}
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in CONTENDERS}
     equal = True
@@ -245,7 +296,9 @@ def compare(dtype: str, size: Size, quick: bool) -> list[dict[str, Any]]:
                 worker.ask("hold")
         for number in range(size.rounds + 1):  # round 0 warms up
             shift = {"cold": 0, "warm": 100, "decode": 200}[measurement]
-            answers = {name: worker.ask(measurement, shift + number) for name, worker in workers.items()}
+            answers = {
+                name: worker.ask(measurement, shift + number) for name, worker in workers.items()
+            }
             first, second = (answers[name]["tokens"] for name in CONTENDERS)
             equal = equal and first == second
             for name in CONTENDERS:
@@ -256,7 +309,9 @@ def compare(dtype: str, size: Size, quick: bool) -> list[dict[str, Any]]:
         worker.close()
     if dtype == "float32" and not equal:
         raise RuntimeError("the two contenders generated different tokens in float32")
-    medians = {name: {m: statistics.median(s) for m, s in by.items()} for name, by in seconds.items()}
+    medians = {
+        name: {m: statistics.median(s) for m, s in by.items()} for name, by in seconds.items()
+    }
     rival = medians[CONTENDERS[1]]
     return [
         {
@@ -280,7 +335,9 @@ def main() -> None:
     options = parser.parse_args()
     size = QUICK if options.quick else FULL
     if options.contender:
-        made: Contender = (OurEngine if options.contender == CONTENDERS[0] else Transformers)(size, options.dtype)
+        made: Contender = (OurEngine if options.contender == CONTENDERS[0] else Transformers)(
+            size, options.dtype
+        )
         work(made, size)
         made.close()
         return

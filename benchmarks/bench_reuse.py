@@ -1,20 +1,24 @@
-"""Text at other positions: documents in another order, a line changed at the top; ours beside engines that compute it.
+"""Text at other positions: documents in another order, a line changed at the top; ours beside
+engines that compute it.
 
     python benchmarks/bench_reuse.py                                   # 0.5B shape, Q4_0
     python benchmarks/bench_reuse.py --shape 1.5b --quant Q4_K_M --rounds 1
 
-A random model (see bench_peers.py), whose reuse has no quality to speak of: the gate is off. In each round, in one
-process, over new documents:
+A random model (see bench_peers.py), whose reuse has no quality to speak of: the gate is off. In
+each round, in one process, over new documents:
 
     cold        a header, 8 documents of 512 tokens, 64 tokens
     prefix      the same header and documents, 64 other tokens
-    none, selective, cacheblend   the documents in another order behind another header, by each repair
-    exactly     the prompt of `none` again, computed: what decoding costs behind its spans and behind none
-    orders      8 requests together, each with an order of its own: blocks in use beside those of one
+    none, selective, cacheblend   the documents in another order behind another header, by each
+                                  repair
+    exactly     the prompt of `none` again, computed: what decoding costs behind its spans and
+                behind none
+    orders      8 requests together, each with an order of its own: blocks in use beside those of
+                one
     line        4,000 tokens whose first line is another one, by the default repair
 
-Then, in processes of their own, what the others take for the prompt of `none` and for that of `line`, all of it
-computed: neither has anything for it. Ratios are of `cold`, round by round.
+Then, in processes of their own, what the others take for the prompt of `none` and for that of
+`line`, all of it computed: neither has anything for it. Ratios are of `cold`, round by round.
 """
 
 from __future__ import annotations
@@ -69,7 +73,9 @@ class Bench:
 
     def note(self, name: str, value: float) -> None:
         self.figures.setdefault(name, []).append(value)
-        print(f"{name}: {value:.4g}", file=sys.stderr, flush=True)  # a run that is cut off has said this much
+        print(
+            f"{name}: {value:.4g}", file=sys.stderr, flush=True
+        )  # a run that is cut off has said this much
 
     def ask(self, name: str, prompt: list[int], **options: Any) -> float:
         """Seconds to the first token; the time of each later one is noted too."""
@@ -81,8 +87,13 @@ class Bench:
 
     def _note_shares(self, name: str, result: GenerationResult) -> None:
         if result.approximate:
-            self.note(f"{name}: found tokens computed, of all", result.recomputed_tokens / result.prompt_tokens)
-            self.note(f"{name}: tokens shared, of all", result.reused_span_tokens / result.prompt_tokens)
+            self.note(
+                f"{name}: found tokens computed, of all",
+                result.recomputed_tokens / result.prompt_tokens,
+            )
+            self.note(
+                f"{name}: tokens shared, of all", result.reused_span_tokens / result.prompt_tokens
+            )
 
     def round(self, number: int) -> None:
         shuffle = random.Random(number).shuffle
@@ -90,10 +101,16 @@ class Bench:
         body = [token for document in documents for token in document]
         header = self.tokens(_HEADER)
         cold = self.ask("cold", header + body + self.tokens(_QUESTION))
-        self.note("prefix, of cold", self.ask("prefix", header + body + self.tokens(_QUESTION)) / cold)
+        self.note(
+            "prefix, of cold", self.ask("prefix", header + body + self.tokens(_QUESTION)) / cold
+        )
         for strategy in _STRATEGIES:
             shuffle(documents)
-            prompt = self.tokens(_HEADER) + [t for document in documents for t in document] + self.tokens(_QUESTION)
+            prompt = (
+                self.tokens(_HEADER)
+                + [t for document in documents for t in document]
+                + self.tokens(_QUESTION)
+            )
             seconds = self.ask(strategy, prompt, mode=_REUSE, recompute_strategy=strategy)
             self.note(f"{strategy}, of cold", seconds / cold)
             self.prompts.setdefault(strategy, prompt)
@@ -106,15 +123,27 @@ class Bench:
         self.engine.reset_cache()
 
     def _orders(self, documents: list[list[int]]) -> None:
-        """How many blocks 8 orders of the same documents take together, where each is in the pool once."""
+        """How many blocks 8 orders of the same documents take together, where each is in the pool
+        once.
+        """
         self.engine.reset_cache()
         self.engine.warm([token for document in documents for token in document])
         prompts = []
         for number in range(8):
             random.Random(number).shuffle(documents)
-            prompts.append(self.tokens(_HEADER) + [t for one in documents for t in one] + self.tokens(_QUESTION))
+            prompts.append(
+                self.tokens(_HEADER)
+                + [t for one in documents for t in one]
+                + self.tokens(_QUESTION)
+            )
         handles = [
-            self.engine.submit(p, mode=_REUSE, recompute_strategy="none", max_new_tokens=2 * _DECODED, ignore_eos=True)
+            self.engine.submit(
+                p,
+                mode=_REUSE,
+                recompute_strategy="none",
+                max_new_tokens=2 * _DECODED,
+                ignore_eos=True,
+            )
             for p in prompts
         ]
         used = 0
@@ -124,7 +153,9 @@ class Bench:
             time.sleep(0.01)
         assert all(handle.result().approximate for handle in handles)
         each = len(prompts[0]) / self.engine.config.block_size
-        self.note("orders: blocks beside the first request's, of one's own", (used - each) / (7 * each))
+        self.note(
+            "orders: blocks beside the first request's, of one's own", (used - each) / (7 * each)
+        )
 
     def _line(self, cold: float) -> None:
         rest = self.tokens(self.options.line - 24)
@@ -145,7 +176,10 @@ class Bench:
             for name in ("none", "line"):
                 seconds = worker.ask("ttft", tokens=self.prompts[name], cached=0)["seconds"]
                 self.note(f"{engine}, prompt of {name}, s", seconds)
-                self.note(f"{name}, of {engine}'s", statistics.median(self.figures[f"{name}, s"]) / seconds)
+                self.note(
+                    f"{name}, of {engine}'s",
+                    statistics.median(self.figures[f"{name}, s"]) / seconds,
+                )
             worker.close()
 
 
@@ -153,10 +187,18 @@ def options_from() -> argparse.Namespace:
     parser = parser_for_models(__doc__)
     parser.set_defaults(rounds=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--document", type=int, default=512, help="tokens of each of the 8 documents")
-    parser.add_argument("--line", type=int, default=4000, help="tokens of the prompt whose first line changes")
-    parser.add_argument("--capacity", type=int, default=32768, help="tokens of KV every engine holds")
-    parser.add_argument("--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python")
+    parser.add_argument(
+        "--document", type=int, default=512, help="tokens of each of the 8 documents"
+    )
+    parser.add_argument(
+        "--line", type=int, default=4000, help="tokens of the prompt whose first line changes"
+    )
+    parser.add_argument(
+        "--capacity", type=int, default=32768, help="tokens of KV every engine holds"
+    )
+    parser.add_argument(
+        "--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python"
+    )
     options = parser.parse_args()
     if options.quick:
         options.shape = "tiny"
@@ -185,11 +227,18 @@ def main() -> None:
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
     bench.peers(model)
     rows = [
-        {"measure": name, "median": statistics.median(values), "least": min(values), "most": max(values)}
+        {
+            "measure": name,
+            "median": statistics.median(values),
+            "least": min(values),
+            "most": max(values),
+        }
         | {"bar": _BARS.get(name)}
         for name, values in bench.figures.items()
     ]
-    harness.report(f"bench_reuse {options.shape} {options.quant}", rows, options=options, figures=bench.figures)
+    harness.report(
+        f"bench_reuse {options.shape} {options.quant}", rows, options=options, figures=bench.figures
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Layers with states: nanoseconds that a token takes in a tile of 16 value columns of one head, on one thread.
+"""Layers with states: nanoseconds that a token takes in a tile of 16 value columns of one head, on
+one thread.
 
-    python benchmarks/bench_scan.py [--tokens 256 64 16 1] [--layers 24] [--key-dim 128] [--quick] [--out FILE]
+    python benchmarks/bench_scan.py [--tokens 256 64 16 1] [--layers 24] [--key-dim 128] [--quick]
+    [--out FILE]
 
-Rules and numbers of tokens take turns; the best and the median round. A pass goes through so many layers, one behind
-another, each with a state of 2 MiB, as models have them: of few tokens states come from memory. Results are the next
-layer's values, so numbers may grow beyond all bounds; that costs nothing. Ends in one JSON line.
+Rules and numbers of tokens take turns; the best and the median round. A pass goes through so many
+layers, one behind another, each with a state of 2 MiB, as models have them: of few tokens states
+come from memory. Results are the next layer's values, so numbers may grow beyond all bounds; that
+costs nothing. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -44,7 +47,11 @@ class Scans:
         keys = heads * tokens * key_dim
         arrays: dict[int, npt.NDArray[Any]] = {
             number: rng.uniform(-1, 1, count).astype(np.float32)
-            for number, count in ((lt.B_QUERY, keys), (lt.B_KEY, keys), (lt.B_VALUE, heads * tokens * (dim + 2)))
+            for number, count in (
+                (lt.B_QUERY, keys),
+                (lt.B_KEY, keys),
+                (lt.B_VALUE, heads * tokens * (dim + 2)),
+            )
         }
         arrays[lt.B_VALUE][-2 * heads * tokens :] = 0.9  # decays, and what is beside them
         arrays[lt.B_STATES] = pass_states(_one_sequence(tokens), self._pool)
@@ -52,8 +59,17 @@ class Scans:
         self._buffers = np.zeros(lt.B_TABLES + 2, np.int64)
         self._buffers[list(arrays)] = [array.ctypes.data for array in arrays.values()]
         self._buffers[lt.B_SEQUENCES] = 1
-        fields = {lt.F_OP: lt.OP_SCAN, lt.F_KEY_HEADS: 1 if rule == "ssd" else heads // 2, lt.F_KEY_DIM: key_dim}
-        fields |= {lt.F_HEADS: heads, lt.F_DIM: dim, lt.F_RULE: lt.RULES[rule], lt.F_SKIP: skip.ctypes.data}
+        fields = {
+            lt.F_OP: lt.OP_SCAN,
+            lt.F_KEY_HEADS: 1 if rule == "ssd" else heads // 2,
+            lt.F_KEY_DIM: key_dim,
+        }
+        fields |= {
+            lt.F_HEADS: heads,
+            lt.F_DIM: dim,
+            lt.F_RULE: lt.RULES[rule],
+            lt.F_SKIP: skip.ctypes.data,
+        }
         self._ops = np.zeros((layers, lt.NUM_FIELDS), np.int64)
         self._ops[:, list(fields)] = list(fields.values())
         self._ops[:, lt.F_STATE] = [self._pool.offset(layer) for layer in range(layers)]
@@ -86,12 +102,19 @@ def measure(options: argparse.Namespace, team: KernelTeam) -> list[dict[str, Any
     }
     contenders: dict[str, Callable[[], object]] = {
         f"{rule}, {tokens}": lambda one=one: one.run(team) for (rule, tokens), one in scans.items()
-    }  # fmt: skip
+    }
     rounds = alternate(contenders, rounds=options.rounds)
     rows = []
     for (rule, tokens), one in scans.items():
         each = [1e9 * seconds / (one.tiles * tokens) for seconds in rounds[f"{rule}, {tokens}"]]
-        rows.append({"rule": rule, "tokens": tokens, "best_ns": min(each), "median_ns": statistics.median(each)})
+        rows.append(
+            {
+                "rule": rule,
+                "tokens": tokens,
+                "best_ns": min(each),
+                "median_ns": statistics.median(each),
+            }
+        )
     return rows
 
 
@@ -99,7 +122,9 @@ def main() -> None:
     options_parser = parser(__doc__ or "")
     options_parser.add_argument("--tokens", nargs="+", type=int, default=(256, 64, 16, 1))
     options_parser.add_argument("--layers", type=int, default=24)
-    options_parser.add_argument("--key-dim", type=int, default=128, help="of heads: a power of 2, at most 256")
+    options_parser.add_argument(
+        "--key-dim", type=int, default=128, help="of heads: a power of 2, at most 256"
+    )
     options = options_parser.parse_args()
     options.rounds = 3 if options.quick else 9
     team = KernelTeam(1)

@@ -1,11 +1,14 @@
-"""Servers under load: clients that share a system prompt and arrive at random, ours beside llama.cpp's and OpenVINO's.
+"""Servers under load: clients that share a system prompt and arrive at random, ours beside
+llama.cpp's and OpenVINO's.
 
-N clients each send a few requests to /v1/completions, streamed: the shared system prompt and a question of their own.
-Arrivals and pauses are exponential and seeded, the same for every server. Ours and llama.cpp's (`llama_cpp.server`,
-which serves one request at a time) answer over HTTP; OpenVINO's continuous batching has no server of its own and gets
-the same schedule inside its process, without the cost of HTTP. Servers run one after another, never together.
+N clients each send a few requests to /v1/completions, streamed: the shared system prompt and a
+question of their own. Arrivals and pauses are exponential and seeded, the same for every server.
+Ours and llama.cpp's (`llama_cpp.server`, which serves one request at a time) answer over HTTP;
+OpenVINO's continuous batching has no server of its own and gets the same schedule inside its
+process, without the cost of HTTP. Servers run one after another, never together.
 
-    python benchmarks/bench_server.py                       # 0.5B shape, Q4_0, 1, 4, 16 and 64 clients
+    python benchmarks/bench_server.py                       # 0.5B shape, Q4_0, 1, 4, 16 and 64
+                                                            clients
     python benchmarks/bench_server.py --overhead            # what HTTP adds, on the bundled model
 """
 
@@ -47,7 +50,9 @@ _FIRST_SHOWN = 33  # of the bytes in the tokenizer of random_model.py, token 0
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One request of a client: when it may start (seconds after the client's previous one ended), and its prompt."""
+    """One request of a client: when it may start (seconds after the client's previous one ended),
+    and its prompt.
+    """
 
     pause: float
     prompt: str
@@ -65,22 +70,35 @@ class Seen:
     cached_tokens: int = 0
 
 
-def schedule(num_clients: int, requests: int, system: int, question: int, pause: float) -> list[list[Call]]:
+def schedule(
+    num_clients: int, requests: int, system: int, question: int, pause: float
+) -> list[list[Call]]:
     """Calls of each client. Texts are letters, one token each."""
     rng = random.Random(num_clients)
     shared = "".join(rng.choices(string.ascii_uppercase, k=system))
     return [
         [
-            Call(rng.expovariate(1 / pause), shared + "".join(rng.choices(string.ascii_uppercase, k=question)))
+            Call(
+                rng.expovariate(1 / pause),
+                shared + "".join(rng.choices(string.ascii_uppercase, k=question)),
+            )
             for _ in range(requests)
         ]
         for _ in range(num_clients)
     ]
 
 
-async def one_call(client: httpx.AsyncClient, url: str, model: str, prompt: str, tokens: int) -> Seen:
+async def one_call(
+    client: httpx.AsyncClient, url: str, model: str, prompt: str, tokens: int
+) -> Seen:
     """Send one request and read its stream."""
-    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+    }
     body["stream_options"] = {"include_usage": True}
     # A random model says tokens that have no text, and a stream shows text: keep it to letters.
     body["logit_bias"] = {str(ord(letter) - _FIRST_SHOWN): 100 for letter in string.ascii_uppercase}
@@ -107,7 +125,9 @@ async def one_call(client: httpx.AsyncClient, url: str, model: str, prompt: str,
     return Seen(times[0], gaps, times[-1], made, usage.get("prompt_tokens", 0), cached)
 
 
-async def drive(url: str, model: str, calls: list[list[Call]], tokens: int) -> tuple[float, list[Seen]]:
+async def drive(
+    url: str, model: str, calls: list[list[Call]], tokens: int
+) -> tuple[float, list[Seen]]:
     """All clients at once; (seconds from start to the last answer, what they saw)."""
     limits = httpx.Limits(max_connections=len(calls) + 4)
     async with httpx.AsyncClient(timeout=_REQUEST_S, limits=limits) as client:
@@ -128,7 +148,9 @@ async def drive(url: str, model: str, calls: list[list[Call]], tokens: int) -> t
 def served(
     command: list[str], port: int, *, log: IO[bytes] | None = None, cwd: Path | None = None
 ) -> Iterator[psutil.Process]:
-    """A server process, from the moment it answers until it has ended. log: takes what it prints."""
+    """A server process, from the moment it answers until it has ended. log: takes what it
+    prints.
+    """
     output = subprocess.DEVNULL if log is None else log
     process = subprocess.Popen(command, stdout=output, stderr=output, cwd=cwd)
     try:
@@ -156,7 +178,9 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def summary(label: str, clients: int, seconds: float, seen: list[Seen], rss: float) -> dict[str, Any]:
+def summary(
+    label: str, clients: int, seconds: float, seen: list[Seen], rss: float
+) -> dict[str, Any]:
     """One row of the table."""
     first = [s.first * 1000 for s in seen]
     gaps = [gap * 1000 for s in seen for gap in s.gaps] or [0.0]
@@ -173,13 +197,17 @@ def summary(label: str, clients: int, seconds: float, seen: list[Seen], rss: flo
     }
 
 
-def over_http(label: str, command: list[str], port: int, model: str, options: argparse.Namespace) -> list[Any]:
+def over_http(
+    label: str, command: list[str], port: int, model: str, options: argparse.Namespace
+) -> list[Any]:
     rows = []
     url = f"http://127.0.0.1:{port}"
     with served(command, port) as process:
         asyncio.run(drive(url, model, schedule(2, 1, 64, 16, 0.01), 4))  # compiles, starts threads
         for clients in options.clients:
-            calls = schedule(clients, options.requests, options.system, options.question, options.pause)
+            calls = schedule(
+                clients, options.requests, options.system, options.question, options.pause
+            )
             seconds, seen = asyncio.run(drive(url, model, calls, options.tokens))
             rows.append(summary(label, clients, seconds, seen, process.memory_info().rss))
             print(f"  {label}, {clients} clients: {seconds:.1f} s", file=sys.stderr)
@@ -195,8 +223,11 @@ def in_process(model: Path, options: argparse.Namespace) -> list[Any]:
         command = [str(options.peers_python), str(_HERE / "peers" / "openvino_load.py"), str(model)]
         done = subprocess.run(
             [*command, str(options.threads), str(options.tokens), str(options.capacity)],
-            input=json.dumps(work), capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            input=json.dumps(work),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             print(f"skipped: openvino: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
             return rows
@@ -208,14 +239,24 @@ def in_process(model: Path, options: argparse.Namespace) -> list[Any]:
 
 
 def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What HTTP adds on the bundled model, beside an engine in this process that runs the same requests in turn.
+    """What HTTP adds on the bundled model, beside an engine in this process that runs the same
+    requests in turn.
 
     added_ms    the client's time less the engine's own, of the same request
-    slower_ms   the client's time less that of the engine without a server: the loop takes time from the engine too
+    slower_ms   the client's time less that of the engine without a server: the loop takes time from
+                the engine too
     cpu_ms      processor time of the server process less that of the engine without a server
     """
     port = free_port()
-    command = [sys.executable, "-m", "kvboost_edge.server", "--model", "kvboost-edge/demo", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "kvboost_edge.server",
+        "--model",
+        "kvboost-edge/demo",
+        "--port",
+        str(port),
+    ]
     url = f"http://127.0.0.1:{port}/v1/completions"
     rows = []
     with (
@@ -224,7 +265,12 @@ def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
         httpx.Client(timeout=60) as client,
     ):
         for tokens, stream in ((1, False), (128, False), (128, True)):
-            body = {"model": "kvboost-edge/demo", "prompt": "Doc 7.", "max_tokens": tokens, "temperature": 0}
+            body = {
+                "model": "kvboost-edge/demo",
+                "prompt": "Doc 7.",
+                "max_tokens": tokens,
+                "temperature": 0,
+            }
             body |= {"ignore_eos": True, "stream": stream}
             added = []
             over_http = []
@@ -237,7 +283,9 @@ def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
                 started = time.perf_counter()
                 if stream:
                     with client.stream("POST", url, json=body) as response:
-                        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+                        lines = [
+                            line for line in response.iter_lines() if line.startswith("data: {")
+                        ]
                     answer = json.loads(lines[-1].removeprefix("data: "))
                 else:
                     answer = client.post(url, json=body).json()
@@ -272,17 +320,27 @@ def options_from() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--requests", type=int, default=2, help="of each client, one after another")
-    parser.add_argument("--system", type=int, default=1000, help="tokens of the shared system prompt")
+    parser.add_argument(
+        "--system", type=int, default=1000, help="tokens of the shared system prompt"
+    )
     parser.add_argument("--question", type=int, default=48, help="tokens of each question")
     parser.add_argument("--tokens", type=int, default=48, help="tokens generated per request")
-    parser.add_argument("--pause", type=float, default=0.5, help="mean seconds before each request of a client")
+    parser.add_argument(
+        "--pause", type=float, default=0.5, help="mean seconds before each request of a client"
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--capacity", type=int, default=32768, help="tokens of KV every server holds")
+    parser.add_argument(
+        "--capacity", type=int, default=32768, help="tokens of KV every server holds"
+    )
     parser.add_argument("--kv-cache-bits", default="16", help="of our server")
     parser.add_argument("--models", type=Path, default=_HERE / "models")
-    parser.add_argument("--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python")
+    parser.add_argument(
+        "--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python"
+    )
     parser.add_argument("--only", nargs="+", choices=("kvboost_edge", "llama.cpp", "openvino"))
-    parser.add_argument("--overhead", action="store_true", help="only what HTTP adds, on the bundled model")
+    parser.add_argument(
+        "--overhead", action="store_true", help="only what HTTP adds, on the bundled model"
+    )
     parser.add_argument("--overhead-rounds", type=int, default=200)
     return parser.parse_args()
 
@@ -301,7 +359,15 @@ def main() -> None:
     wanted = options.only or ["kvboost_edge", "llama.cpp", "openvino"]
     if "kvboost_edge" in wanted:
         port = free_port()
-        command = [sys.executable, "-m", "kvboost_edge.server", "--model", str(model), "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "kvboost_edge.server",
+            "--model",
+            str(model),
+            "--port",
+            str(port),
+        ]
         command += ["--model-name", "own", "--num-blocks", str(options.capacity // 16)]
         command += ["--num-threads", str(options.threads), "--kv-cache-bits", options.kv_cache_bits]
         command += ["--request-timeout", str(_REQUEST_S), "--log-level", "warning"]
@@ -310,9 +376,33 @@ def main() -> None:
         rows += over_http(f"kvboost_edge kv{options.kv_cache_bits}", command, port, "own", options)
     if "llama.cpp" in wanted and options.peers_python.exists():
         port = free_port()
-        command = [str(options.peers_python), "-m", "llama_cpp.server", "--model", str(model), "--port", str(port)]
-        command += ["--n_ctx", "4096", "--n_threads", str(options.threads), "--n_batch", "2048", "--flash_attn", "true"]
-        command += ["--n_threads_batch", str(options.threads), "--model_alias", "peer", "--interrupt_requests", "false"]
+        command = [
+            str(options.peers_python),
+            "-m",
+            "llama_cpp.server",
+            "--model",
+            str(model),
+            "--port",
+            str(port),
+        ]
+        command += [
+            "--n_ctx",
+            "4096",
+            "--n_threads",
+            str(options.threads),
+            "--n_batch",
+            "2048",
+            "--flash_attn",
+            "true",
+        ]
+        command += [
+            "--n_threads_batch",
+            str(options.threads),
+            "--model_alias",
+            "peer",
+            "--interrupt_requests",
+            "false",
+        ]
         rows += over_http("llama_cpp.server", command, port, "peer", options)
     if "openvino" in wanted and options.peers_python.exists():
         rows += in_process(model, options)

@@ -1,11 +1,12 @@
-"""Do slow clients cost the good ones anything? Throughput of good clients with and without a hundred slow sockets.
+"""Do slow clients cost the good ones anything? Throughput of good clients with and without a
+hundred slow sockets.
 
     python benchmarks/bench_slow_clients.py
 
-Good clients ask one request after another. In every other round slow ones are attached as well: heads that come a byte
-at a time, bodies that come a byte at a time, and answers that are read a byte at a time; whom the server drops comes
-back. They live in a process of their own. Printed: requests a second of both kinds of rounds and the ratio of their
-medians; the promise is 0.95.
+Good clients ask one request after another. In every other round slow ones are attached as well:
+heads that come a byte at a time, bodies that come a byte at a time, and answers that are read a
+byte at a time; whom the server drops comes back. They live in a process of their own. Printed:
+requests a second of both kinds of rounds and the ratio of their medians; the promise is 0.95.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ async def good(url: str, clients: int, seconds: float) -> float:
 
     async def client(number: int, http: httpx.AsyncClient) -> None:
         nonlocal done
-        body = {"model": _MODEL, "prompt": f"Client {number} asks.", "max_tokens": _TOKENS, "temperature": 0}
+        body = {
+            "model": _MODEL,
+            "prompt": f"Client {number} asks.",
+            "max_tokens": _TOKENS,
+            "temperature": 0,
+        }
         body |= {"ignore_eos": True, "stream": number % 2 == 1}
         while time.perf_counter() < until:
             answer = await http.post(f"{url}/v1/completions", json=body)
@@ -81,7 +87,9 @@ async def slow(port: int, count: int) -> None:
     await asyncio.gather(*(client(number) for number in range(count)))
 
 
-async def _dawdle(kind: int, rng: random.Random, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _dawdle(
+    kind: int, rng: random.Random, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """One slow visit: head (two of four), body, or answer by single bytes."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     if kind == 3:
@@ -120,7 +128,9 @@ def options_from() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each half of a round")
-    parser.add_argument("--attach", type=int, metavar="PORT", help="only be the slow clients of this server")
+    parser.add_argument(
+        "--attach", type=int, metavar="PORT", help="only be the slow clients of this server"
+    )
     return parser.parse_args()
 
 
@@ -142,11 +152,19 @@ def main() -> None:
         for number in range(options.rounds):
             # Which half comes first changes, so that a machine that grows busier favours neither.
             for with_slow in (False, True) if number % 2 else (True, False):
-                with attached_slowly(port, options.sockets) if with_slow else contextlib.nullcontext():
+                with (
+                    attached_slowly(port, options.sockets)
+                    if with_slow
+                    else contextlib.nullcontext()
+                ):
                     rate = asyncio.run(good(url, options.clients, options.seconds))
                 (beside if with_slow else alone).append(rate)
     rows = [
-        {"good clients": options.clients, "slow sockets": count, "requests_s": statistics.median(rates)}
+        {
+            "good clients": options.clients,
+            "slow sockets": count,
+            "requests_s": statistics.median(rates),
+        }
         | {"least": min(rates), "most": max(rates)}
         for count, rates in ((0, alone), (options.sockets, beside))
     ]

@@ -1,14 +1,19 @@
-"""Which states of a hybrid model are still there when a prompt comes: made conversations replayed on the block manager.
+"""Which states of a hybrid model are still there when a prompt comes: made conversations replayed
+on the block manager.
 
     python benchmarks/bench_snapshots.py [--quick] [--out benchmarks/results/FILE.json]
 
-Assistants with system prompts of 600 to 1,500 tokens, six conversations at a time, one after the other in passes of 512
-tokens as an engine's; there is room for all keys and values, and for a number of states. `large` are states kept at
-places (Qwen3.5, Granite 4 h), `small` those kept behind every block (LFM2).
+Assistants with system prompts of 600 to 1,500 tokens, six conversations at a time, one after the
+other in passes of 512 tokens as an engine's; there is room for all keys and values, and for a
+number of states. `large` are states kept at places (Qwen3.5, Granite 4 h), `small` those kept
+behind every block (LFM2).
 
-chat           turns of 30 to 200 tokens, answers of 50 to 400; 15% ask for another answer, 10% write the last turn anew
-mixed          three in ten prompts are documents of 500 to 6,000 tokens that nobody asks about again
-rewritten      clients send only the last third of an answer back, as those do that leave thinking out
+chat           turns of 30 to 200 tokens, answers of 50 to 400; 15% ask for another answer, 10%
+               write the last turn anew
+mixed          three in ten prompts are documents of 500 to 6,000 tokens that nobody asks about
+               again
+rewritten      clients send only the last third of an answer back, as those do that leave thinking
+               out
 long answers   of 400 to 1,500 tokens
 
 computed       tokens computed, of all tokens of prompts
@@ -47,8 +52,9 @@ _SLOTS = {"large": (16, 32, 64), "small": (64, 128, 256)}
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Tokens of an answer, and the shares of prompts that ask for another answer, write the last turn anew, are of a
-    document, and of answers that come back in other words."""
+    """Tokens of an answer, and the shares of prompts that ask for another answer, write the last
+    turn anew, are of a document, and of answers that come back in other words.
+    """
 
     answer: tuple[int, int] = (50, 400)
     again: float = 0.15
@@ -75,7 +81,9 @@ class Replayed:
 
 
 class _Conversation:
-    """tokens: all so far; borders: where its user's messages begin, the last of which can be taken back."""
+    """tokens: all so far; borders: where its user's messages begin, the last of which can be taken
+    back.
+    """
 
     def __init__(self, system: list[int]) -> None:
         self.tokens = list(system)
@@ -130,7 +138,9 @@ class _Client:
             self._live.remove(one)
 
 
-def replay(traffic: Traffic, sizes: StateSizes, *, num_prompts: int = 150, seed: int = 0) -> Replayed:
+def replay(
+    traffic: Traffic, sizes: StateSizes, *, num_prompts: int = 150, seed: int = 0
+) -> Replayed:
     """One client's prompts, one after the other."""
     client = _Client(traffic, seed)
     root = root_hash(model_fingerprint="random", kv_format="f16")
@@ -163,7 +173,11 @@ def _run(
     end = len(tokens) - 1
     while start < end:
         # An answer a block at a time: what is kept of it is the same as token by token.
-        stop = min(start + _STEP, len(prompt)) if start < len(prompt) else min(end, (start // _BLOCK + 1) * _BLOCK)
+        stop = (
+            min(start + _STEP, len(prompt))
+            if start < len(prompt)
+            else min(end, (start // _BLOCK + 1) * _BLOCK)
+        )
         manager.states.prepare(table)
         manager.extend(table, stop)
         manager.states.plan(table, start, stop)
@@ -182,7 +196,15 @@ def rows_of(num_seeds: int) -> list[dict[str, Any]]:
             tokens = sum(run.prompts for run in runs)
             computed = round(sum(run.computed for run in runs) / tokens, 4)
             floor = round(sum(run.missing for run in runs) / tokens, 4)
-            rows.append({"states": kind, "slots": num_slots, "traffic": name, "computed": computed, "floor": floor})
+            rows.append(
+                {
+                    "states": kind,
+                    "slots": num_slots,
+                    "traffic": name,
+                    "computed": computed,
+                    "floor": floor,
+                }
+            )
     return rows
 
 

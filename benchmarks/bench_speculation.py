@@ -1,12 +1,14 @@
 """Tokens guessed ahead: what answers take with and without, by how much of them was said before.
 
-    make real-model && python benchmarks/bench_speculation.py     # 0.5B shape with given answers, and the real model
+    make real-model && python benchmarks/bench_speculation.py     # 0.5B shape with given answers,
+                                                                  and the real model
     python benchmarks/bench_speculation.py --shape 1.5b --quant Q4_K_M
 
-The random model cannot answer, so each step's token is the given answer's, whatever its logits say: what is computed,
-and what time it takes, is the same. The real model answers by itself, greedily. Each task is answered with drafts and
-without in turn, by one engine whose cache is empty each time; the ratio is of the time behind the first token, round by
-round. "together": eight free chats at once. First, what a pass costs by its rows, in terms of one.
+The random model cannot answer, so each step's token is the given answer's, whatever its logits say:
+what is computed, and what time it takes, is the same. The real model answers by itself, greedily.
+Each task is answered with drafts and without in turn, by one engine whose cache is empty each time;
+the ratio is of the time behind the first token, round by round. "together": eight free chats at
+once. First, what a pass costs by its rows, in terms of one.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ Script = dict[tuple[int, ...], list[int]]
 class Bench:
     """One engine. `script`: the answer to each prompt, for a model that cannot answer."""
 
-    def __init__(self, engine: CPUPagedEngine, label: str, rounds: int, script: Script | None = None) -> None:
+    def __init__(
+        self, engine: CPUPagedEngine, label: str, rounds: int, script: Script | None = None
+    ) -> None:
         self.engine = engine
         self.label = label
         self.rounds = rounds
@@ -50,14 +54,22 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
 
     def costs(self) -> None:
-        """What a pass of so many rows behind `_DEPTH` tokens takes, each row's logits wanted. Nobody else computes."""
+        """What a pass of so many rows behind `_DEPTH` tokens takes, each row's logits wanted.
+        Nobody else computes.
+        """
         runner = self.engine._parts.runner
         batches = {count: _batch(count, self.engine.config.block_size) for count in _ROWS}
-        passes = {str(count): (lambda count=count: runner.forward(batches[count])) for count in _ROWS}
+        passes = {
+            str(count): (lambda count=count: runner.forward(batches[count])) for count in _ROWS
+        }
         seconds = harness.alternate(passes, rounds=max(5, 3 * self.rounds))
         one = statistics.median(seconds["1"])
         for count in _ROWS:
-            self._row(f"pass of {count} rows, of one", [second / one for second in seconds[str(count)]], None)
+            self._row(
+                f"pass of {count} rows, of one",
+                [second / one for second in seconds[str(count)]],
+                None,
+            )
 
     def task(self, task: Task) -> None:
         prompt = self._prompt(task)
@@ -78,7 +90,9 @@ class Bench:
     def together(self, task: Task) -> None:
         prompts = [[*self._prompt(task), 1000 + number] for number in range(8)]
         if self.script is not None:
-            self.script.update({tuple(prompt): self.script[tuple(self._prompt(task))] for prompt in prompts})
+            self.script.update(
+                {tuple(prompt): self.script[tuple(self._prompt(task))] for prompt in prompts}
+            )
         ratios = []
         for number in range(self.rounds + 1):
             times = {}
@@ -104,17 +118,30 @@ class Bench:
     def _ask(self, prompts: Sequence[list[int]], way: str) -> list[GenerationResult]:
         most = _MOST if self.script is None else len(self.script[tuple(prompts[0])])
         return self.engine.generate_batch(
-            list(prompts), max_new_tokens=most, temperature=0.0, ignore_eos=self.script is not None, speculation=way
+            list(prompts),
+            max_new_tokens=most,
+            temperature=0.0,
+            ignore_eos=self.script is not None,
+            speculation=way,
         )
 
     def _row(self, measure: str, values: list[float], bar: float | None) -> None:
         low = min(values)
         high = max(values)
         self.rows.append(
-            {"model": self.label, "measure": measure, "median": statistics.median(values), "bar": bar, "least": low,
-             "most": high}
-        )  # fmt: skip
-        print(f"{self.label}: {measure}: {statistics.median(values):.3f} ({low:.3f}-{high:.3f})", flush=True)
+            {
+                "model": self.label,
+                "measure": measure,
+                "median": statistics.median(values),
+                "bar": bar,
+                "least": low,
+                "most": high,
+            }
+        )
+        print(
+            f"{self.label}: {measure}: {statistics.median(values):.3f} ({low:.3f}-{high:.3f})",
+            flush=True,
+        )
 
 
 def _batch(count: int, block_size: int) -> ForwardBatch:
@@ -126,7 +153,9 @@ def _batch(count: int, block_size: int) -> ForwardBatch:
         block_tables=np.arange(-(-(_DEPTH + count) // block_size), dtype=np.int32)[None],
         slot_mapping=positions,
     )
-    return ForwardBatch(positions * 7919 % 40000, positions, layout, np.arange(count, dtype=np.int64))
+    return ForwardBatch(
+        positions * 7919 % 40000, positions, layout, np.arange(count, dtype=np.int64)
+    )
 
 
 class Lookup:
@@ -134,7 +163,13 @@ class Lookup:
 
     def __init__(self, python: Path, model: Path, options: argparse.Namespace) -> None:
         script = Path(__file__).parent / "peers" / "lookup.py"
-        command = [str(python), str(script), str(model), str(options.threads), str(options.capacity // 4)]
+        command = [
+            str(python),
+            str(script),
+            str(model),
+            str(options.threads),
+            str(options.capacity // 4),
+        ]
         self._worker = Worker("llama.cpp", command, dict(os.environ))
 
     def task(self, bench: Bench, task: Task) -> None:
@@ -146,7 +181,9 @@ class Lookup:
             bench.engine.reset_cache()
             (ours,) = bench._ask([prompt], "auto")
             count = ours.generated_tokens
-            theirs = {drafts: self._seconds(prompt, count, drafts=drafts) for drafts in (False, True)}
+            theirs = {
+                drafts: self._seconds(prompt, count, drafts=drafts) for drafts in (False, True)
+            }
             if number:
                 ratios.append(theirs[False] / theirs[True])
                 beside.append(theirs[True] / (_behind_first(ours) / 1e3 / (count - 1)))
@@ -190,12 +227,18 @@ def main() -> None:
     options.add_argument("--capacity", type=int, default=16384, help="tokens of KV")
     options.add_argument("--kv-cache-bits", type=int, default=16, choices=(16, 8, 4))
     options.add_argument("--only", choices=("real", "random"), help="one of the models alone")
-    options.add_argument("--peers-python", type=Path, default=Path(__file__).parents[1] / ".venv-peers/bin/python")
+    options.add_argument(
+        "--peers-python", type=Path, default=Path(__file__).parents[1] / ".venv-peers/bin/python"
+    )
     chosen = options.parse_args()
     if chosen.quick:
         chosen.shape = "tiny"
         chosen.rounds = 1
-    common = {"num_blocks": chosen.capacity // 16, "kv_cache_bits": chosen.kv_cache_bits, "num_threads": chosen.threads}
+    common = {
+        "num_blocks": chosen.capacity // 16,
+        "kv_cache_bits": chosen.kv_cache_bits,
+        "num_threads": chosen.threads,
+    }
     rows: list[dict[str, Any]] = []
     with CPUPagedEngine.from_pretrained(str(real_model()), **common) as engine:
         _tokenizer = engine.tokenizer

@@ -2,9 +2,10 @@
 
     python benchmarks/bench_startup.py
 
-The model is a random GGUF of Qwen2-0.5B's shape (see bench_peers.py). Timed: from starting the process to the first
-byte of `kvboost-edge generate`; the first round, which packs the weights, is not counted. Memory: resident pages of an
-engine that has prefilled and decoded, mapped weights included, less weights and pool.
+The model is a random GGUF of Qwen2-0.5B's shape (see bench_peers.py). Timed: from starting the
+process to the first byte of `kvboost-edge generate`; the first round, which packs the weights, is
+not counted. Memory: resident pages of an engine that has prefilled and decoded, mapped weights
+included, less weights and pool.
 """
 
 from __future__ import annotations
@@ -31,7 +32,17 @@ _TARGET_MB = 250.0
 
 def first_byte(model: Path) -> float:
     """Seconds from starting `kvboost-edge generate` to its first byte of output."""
-    command = [sys.executable, "-m", "kvboost_edge", "generate", "HELLO", "-m", str(model), "-n", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvboost_edge",
+        "generate",
+        "HELLO",
+        "-m",
+        str(model),
+        "-n",
+        "8",
+    ]
     started = time.perf_counter()
     with subprocess.Popen(
         [*command, "-o", "num_blocks=256"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -53,13 +64,24 @@ def loads_torch(model: Path) -> bool:
         "    engine.generate('A', max_new_tokens=2)\n"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=True
+    )
     return done.stdout.split()[-1] == "True"
 
 
 def held(model: Path, bits: int) -> dict[str, Any]:
-    """Memory of a worker with a pool of 16,384 tokens after 2,112 tokens of prefill and some decoding."""
-    command = [sys.executable, str(_HERE / "peers" / "worker.py"), "kvboost_edge", str(model), "--kv", str(bits)]
+    """Memory of a worker with a pool of 16,384 tokens after 2,112 tokens of prefill and some
+    decoding.
+    """
+    command = [
+        sys.executable,
+        str(_HERE / "peers" / "worker.py"),
+        "kvboost_edge",
+        str(model),
+        "--kv",
+        str(bits),
+    ]
     worker = Worker(f"kv{bits}", command, dict(os.environ))
     prompt = list(range(300, 300 + 512)) * 4
     worker.ask("decode", tokens=prompt, count=32)
@@ -68,13 +90,20 @@ def held(model: Path, bits: int) -> dict[str, Any]:
     worker.close()
     weights = about["weight_bytes"] / 1e6
     pool = about["pool_bytes"] / 1e6
-    return {"weights_mb": weights, "pool_mb": pool, **found, "beside_mb": found["rss_mb"] - weights - pool}
+    return {
+        "weights_mb": weights,
+        "pool_mb": pool,
+        **found,
+        "beside_mb": found["rss_mb"] - weights - pool,
+    }
 
 
 def main() -> None:
     options: argparse.Namespace = parser_for_models(__doc__).parse_args()
     shape = "tiny" if options.quick else options.shape
-    model = kept_gguf(options.models / f"{shape}-{options.quant}.gguf", SHAPES[shape], options.quant)
+    model = kept_gguf(
+        options.models / f"{shape}-{options.quant}.gguf", SHAPES[shape], options.quant
+    )
     first = first_byte(model)
     times = [first_byte(model) for _ in range(options.rounds)]
     median = statistics.median(times)

@@ -1,23 +1,33 @@
-"""Models with states on this engine: what going on in a chat costs, what shared prefixes find, what snapshots cost.
+"""Models with states on this engine: what going on in a chat costs, what shared prefixes find, what
+snapshots cost.
 
-A random hybrid of a real one's shape, in this process; the figures are medians over rounds that ask for the contenders
-in turn (least to most in the JSON). Every row has its bar:
+A random hybrid of a real one's shape, in this process; the figures are medians over rounds that ask
+for the contenders in turn (least to most in the JSON). Every row has its bar:
 
-  second turn      2,000 tokens of history, the last 48 of them an answer, and 64 new ones, to the first token: of the
-                   time that as many tokens as were computed take behind a prompt that is held up to there, and of the
+  second turn      2,000 tokens of history, the last 48 of them an answer, and 64 new ones, to the
+                   first token: of the
+                   time that as many tokens as were computed take behind a prompt that is held up to
+                   there, and of the
                    time that they take alone, where they attend to nothing before them: 1.15
-  shared prefix    tokens found of a prefix of 300 tokens that other prompts begin with: by the second prompt where the
-                   first one named the border (as chats do), by the third where nobody did: all full blocks
-  snapshots        a cold prompt of 2,000 tokens, and 64 tokens behind one that is held, of the time without any
-                   snapshot: 1.01 and 1.05. Without: every slot but the one that the request writes is held meanwhile
-  decode           GB/s of weights and of states, read and written, of what a dense model of the same sizes reaches in
-                   turn with it: 0.95. Not of mixtures of experts, which read some of their weights only
+  shared prefix    tokens found of a prefix of 300 tokens that other prompts begin with: by the
+                   second prompt where the
+                   first one named the border (as chats do), by the third where nobody did: all full
+                   blocks
+  snapshots        a cold prompt of 2,000 tokens, and 64 tokens behind one that is held, of the time
+                   without any
+                   snapshot: 1.01 and 1.05. Without: every slot but the one that the request writes
+                     is held meanwhile
+  decode           GB/s of weights and of states, read and written, of what a dense model of the
+                   same sizes reaches in
+                   turn with it: 0.95. Not of mixtures of experts, which read some of their weights
+                   only
   memory           peak RSS beside the file, the pool and the states, MB: 300
 
     python benchmarks/bench_states.py                                    # LFM2-1.2B
     python benchmarks/bench_states.py --shape qwen3.5-0.8b
     python benchmarks/bench_states.py --shape qwen3.6-35b-a3b --layers 4 --rounds 3
-    python benchmarks/bench_states.py --shape lfm2-tiny --quick          # seconds; its figures mean little
+    python benchmarks/bench_states.py --shape lfm2-tiny --quick          # seconds; its figures mean
+                                                                         little
 """
 
 from __future__ import annotations
@@ -50,13 +60,17 @@ _PREFIX = 300
 _OWN = 100
 _FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
 _BLOCK = 16
-STATE_SHAPES = {name: shape for name, shape in {**HYBRID_SHAPES, **MIXTURE_SHAPES}.items() if shape.keeps_states}
+STATE_SHAPES = {
+    name: shape for name, shape in {**HYBRID_SHAPES, **MIXTURE_SHAPES}.items() if shape.keeps_states
+}
 _BARS = {"second turn": 1.15, "snapshots, prefill": 1.01, "snapshots, turn": 1.05, "memory": 300.0}
 _LEAST = {"decode": 0.95}
 
 
 class States:
-    """The measurements on one engine; `seconds` and other figures of all rounds by what they are of."""
+    """The measurements on one engine; `seconds` and other figures of all rounds by what they are
+    of.
+    """
 
     def __init__(self, engine: CPUPagedEngine, vocab: int, rounds: int) -> None:
         self.engine = engine
@@ -68,13 +82,19 @@ class States:
     def tokens(self, count: int) -> list[int]:
         """New tokens at every call."""
         self._seed += 1
-        return np.random.default_rng(self._seed).integers(_FIRST_TEXT_TOKEN, self.vocab, count).tolist()
+        return (
+            np.random.default_rng(self._seed)
+            .integers(_FIRST_TEXT_TOKEN, self.vocab, count)
+            .tolist()
+        )
 
     def note(self, what: str, value: float) -> None:
         self.figures.setdefault(what, []).append(value)
 
     def ask(self, tokens: list[int], count: int = 1, **options: Any) -> Any:
-        return self.engine.generate(tokens, max_new_tokens=count, temperature=0.0, ignore_eos=True, **options)
+        return self.engine.generate(
+            tokens, max_new_tokens=count, temperature=0.0, ignore_eos=True, **options
+        )
 
     def timed(self, tokens: list[int]) -> tuple[float, int]:
         """Seconds to the first token, and how many tokens of the prompt were found."""
@@ -83,7 +103,9 @@ class States:
         return time.perf_counter() - started, found
 
     def turns(self) -> None:
-        """Second turns of chats, each beside as many tokens as it computed behind a held prompt, and alone."""
+        """Second turns of chats, each beside as many tokens as it computed behind a held prompt,
+        and alone.
+        """
         for number in range(self.rounds + 1):
             self.engine.reset_cache()
             first = self.tokens(_HISTORY - _ANSWER)
@@ -114,7 +136,10 @@ class States:
 
     def snapshots(self) -> None:
         """Cold prompts and turns, with snapshots and without."""
-        ways = [("with", contextlib.nullcontext), ("without", lambda: without_snapshots(self.engine))]
+        ways = [
+            ("with", contextlib.nullcontext),
+            ("without", lambda: without_snapshots(self.engine)),
+        ]
         for number in range(self.rounds):
             # Who goes first changes: what one leaves in caches is there for the next.
             for name, context in ways[:: 1 if number % 2 else -1]:
@@ -149,13 +174,16 @@ class States:
 
     def ratio(self, what: str, other: str) -> float:
         """The median of what each round found: a slow minute is in both."""
-        return statistics.median(a / b for a, b in zip(self.figures[what], self.figures[other], strict=True))
+        return statistics.median(
+            a / b for a, b in zip(self.figures[what], self.figures[other], strict=True)
+        )
 
 
 @contextlib.contextmanager
 def without_snapshots(engine: CPUPagedEngine) -> Iterator[None]:
-    """All slots of states but one are held, those with a snapshot too: a request has where to write, and keeps
-    nothing."""
+    """All slots of states but one are held, those with a snapshot too: a request has where to
+    write, and keeps nothing.
+    """
     assert engine._parts.manager.states is not None
     slots = engine._parts.manager.states.slots
     with engine._core.reading():
@@ -173,7 +201,9 @@ def without_snapshots(engine: CPUPagedEngine) -> Iterator[None]:
 
 
 def compare_decode(states: States, dense: States, count: int) -> None:
-    """The hybrid and a dense model of its sizes in turn; GB/s are noted as "decode" and "decode, dense"."""
+    """The hybrid and a dense model of its sizes in turn; GB/s are noted as "decode" and "decode,
+    dense".
+    """
     for number in range(2 * states.rounds + 1):
         for one, name in ((states, "decode"), (dense, "decode, dense")):
             seconds = one.decode(count)
@@ -182,12 +212,23 @@ def compare_decode(states: States, dense: States, count: int) -> None:
                 states.note(f"{name}, a token", seconds)
 
 
-def row(measure: str, value: float, beside: float | None, reached: float, what: str) -> dict[str, Any]:
-    """One line of the table: a figure, what it is compared with, the ratio or number that its bar is about."""
+def row(
+    measure: str, value: float, beside: float | None, reached: float, what: str
+) -> dict[str, Any]:
+    """One line of the table: a figure, what it is compared with, the ratio or number that its bar
+    is about.
+    """
     least = _LEAST.get(what)
     bar = _BARS[what] if least is None else least
     met = reached <= bar if least is None else reached >= bar
-    return {"measure": measure, "ours": value, "beside": beside, "reached": reached, "bar": bar, "met": _said(met)}
+    return {
+        "measure": measure,
+        "ours": value,
+        "beside": beside,
+        "reached": reached,
+        "bar": bar,
+        "met": _said(met),
+    }
 
 
 def rows_of(states: States, beside_mb: float) -> list[dict[str, Any]]:
@@ -202,17 +243,44 @@ def rows_of(states: States, beside_mb: float) -> list[dict[str, Any]]:
     for what in ("second of a named prefix, found", "third of a prefix, found"):
         least = min(states.figures[what])
         found.append(
-            {"measure": f"shared prefix, {what}", "ours": of(what), "beside": float(every), "reached": least,
-             "bar": float(every), "met": _said(least >= every)}
-        )  # fmt: skip
-    for what, name in (("prefill", f"{_HISTORY} tokens cold"), ("turn", f"{_NEW} tokens behind {_HISTORY}")):
+            {
+                "measure": f"shared prefix, {what}",
+                "ours": of(what),
+                "beside": float(every),
+                "reached": least,
+                "bar": float(every),
+                "met": _said(least >= every),
+            }
+        )
+    for what, name in (
+        ("prefill", f"{_HISTORY} tokens cold"),
+        ("turn", f"{_NEW} tokens behind {_HISTORY}"),
+    ):
         pair = (f"{what} with", f"{what} without")
         measure = f"snapshots, {name}, ms"
-        found.append(row(measure, 1e3 * of(pair[0]), 1e3 * of(pair[1]), states.ratio(*pair), f"snapshots, {what}"))
+        found.append(
+            row(
+                measure,
+                1e3 * of(pair[0]),
+                1e3 * of(pair[1]),
+                states.ratio(*pair),
+                f"snapshots, {what}",
+            )
+        )
     if "decode" in states.figures:
         reached = states.ratio("decode", "decode, dense")
-        found.append(row("decode, GB/s of weights and states", of("decode"), of("decode, dense"), reached, "decode"))
-    found.append(row("memory beside file, pool and states, MB", beside_mb, None, beside_mb, "memory"))
+        found.append(
+            row(
+                "decode, GB/s of weights and states",
+                of("decode"),
+                of("decode, dense"),
+                reached,
+                "decode",
+            )
+        )
+    found.append(
+        row("memory beside file, pool and states, MB", beside_mb, None, beside_mb, "memory")
+    )
     return found
 
 
@@ -249,9 +317,25 @@ def run(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]], dict[st
             with started(_twin(model, shape, options.quant), options) as other:
                 compare_decode(states, States(other, shape.vocab, 0), options.tokens)
                 _say("decode", states)
-    keys = ("isa", "kernel_path", "attention_path", "pool_bytes", "state_bytes", "state_slots", "state_snapshots")
-    about = {**{key: stats[key] for key in keys}, "peak_rss_mb": peak_mb, "file_mb": model.stat().st_size / 1e6}
-    return f"bench_states {what}", rows_of(states, beside_mb), {"rounds": states.figures, "engine": about}
+    keys = (
+        "isa",
+        "kernel_path",
+        "attention_path",
+        "pool_bytes",
+        "state_bytes",
+        "state_slots",
+        "state_snapshots",
+    )
+    about = {
+        **{key: stats[key] for key in keys},
+        "peak_rss_mb": peak_mb,
+        "file_mb": model.stat().st_size / 1e6,
+    }
+    return (
+        f"bench_states {what}",
+        rows_of(states, beside_mb),
+        {"rounds": states.figures, "engine": about},
+    )
 
 
 def _say(part: str, states: States) -> None:
@@ -271,9 +355,13 @@ def options_from(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_for_layers(__doc__, STATE_SHAPES)
     parser.set_defaults(shape="lfm2-1.2b", rounds=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--capacity", type=int, default=16384, help="tokens of keys and values that the pool holds")
+    parser.add_argument(
+        "--capacity", type=int, default=16384, help="tokens of keys and values that the pool holds"
+    )
     parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits of a KV number")
-    parser.add_argument("--tokens", type=int, default=48, help="decoded for each figure of decoding")
+    parser.add_argument(
+        "--tokens", type=int, default=48, help="decoded for each figure of decoding"
+    )
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds = 1

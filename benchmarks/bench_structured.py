@@ -1,10 +1,12 @@
-"""What it costs to keep an answer to a schema: decoding with and without in turn, the first mask, the slowest step.
+"""What it costs to keep an answer to a schema: decoding with and without in turn, the first mask,
+the slowest step.
 
     python benchmarks/bench_structured.py        # 0.5B shape, a vocabulary of 151,936
 
-The random model cannot answer, so an answer that fits is given token by token: what is computed is the same. "sampled"
-rows are its own, at temperature 1: whatever fits, which is mostly one long string. Both contenders make as many tokens.
-No drafts, but for the last row of a task, where the tokens that a schema forces are guessed ahead.
+The random model cannot answer, so an answer that fits is given token by token: what is computed is
+the same. "sampled" rows are its own, at temperature 1: whatever fits, which is mostly one long
+string. Both contenders make as many tokens. No drafts, but for the last row of a task, where the
+tokens that a schema forces are guessed ahead.
 """
 
 from __future__ import annotations
@@ -53,7 +55,13 @@ def tasks() -> list[Task]:
 
     def person() -> dict[str, Any]:
         name = text(2)
-        return {"name": name, "age": rng.randint(1, 99), "note": text(6), "score": rng.random(), "member": name < "m"}
+        return {
+            "name": name,
+            "age": rng.randint(1, 99),
+            "note": text(6),
+            "score": rng.random(),
+            "member": name < "m",
+        }
 
     flat = {
         "type": "object",
@@ -69,25 +77,37 @@ def tasks() -> list[Task]:
     }
     deep: dict[str, Any] = {
         "type": "object",
-        "properties": {"team": {"type": "array", "items": flat}, "parent": {"anyOf": [flat, {"type": "null"}]}},
+        "properties": {
+            "team": {"type": "array", "items": flat},
+            "parent": {"anyOf": [flat, {"type": "null"}]},
+        },
         "required": ["team"],
     }
     codes = [f"{first}-{second}" for first, second in zip(words[:400], words[400:800], strict=True)]
     mail = r"([a-z]{1,30}\.[a-z]{1,30}@[a-z]{2,20}\.(com|org)\n)+"
     free = [{text(1): text(4), text(1): [1, 2.5, None], text(1): {"a": text(3)}} for _ in range(30)]
     return [
-        Task("flat records", {"json_schema": _list(flat)}, json.dumps([person() for _ in range(30)])),
+        Task(
+            "flat records", {"json_schema": _list(flat)}, json.dumps([person() for _ in range(30)])
+        ),
         Task(
             "nested records",
             {"json_schema": _list(deep)},
             json.dumps([{"team": [person(), person()], "parent": person()} for _ in range(10)]),
         ),
-        Task("400 codes", {"json_schema": _list({"enum": codes})}, json.dumps(rng.choices(codes, k=80))),
+        Task(
+            "400 codes",
+            {"json_schema": _list({"enum": codes})},
+            json.dumps(rng.choices(codes, k=80)),
+        ),
         Task("any objects", {"json_schema": _list({"type": "object"})}, json.dumps(free)),
         Task(
             "regular expression",
             {"regex": mail},
-            "".join(f"{a}.{b}@{c}.com\n" for a, b, c in zip(words, words[1000:1080], words[2000:], strict=False)),
+            "".join(
+                f"{a}.{b}@{c}.com\n"
+                for a, b, c in zip(words, words[1000:1080], words[2000:], strict=False)
+            ),
         ),
     ]
 
@@ -135,7 +155,10 @@ class Bench:
         self._row("vocabulary", "read, s", [self._seconds_of(lambda: self._make({"regex": "a"}))])
 
     def task(self, task: Task) -> None:
-        made = [self._seconds_of(lambda: self._make(task.options)) for _ in range(4 * self.options.rounds)]
+        made = [
+            self._seconds_of(lambda: self._make(task.options))
+            for _ in range(4 * self.options.rounds)
+        ]
         self._row(task.name, "first mask, ms", [1e3 * seconds for seconds in made])
         answer = self.engine.tokenizer.encode(task.answer)[: self.options.tokens]
         self._script = answer
@@ -168,17 +191,24 @@ class Bench:
         """With what is forced guessed ahead."""
         ratios = []
         for number in range(self.options.rounds + 1):
-            fitted = self._ask({"temperature": 0.0}, self._count, {**task.options, "speculation": "auto"})
+            fitted = self._ask(
+                {"temperature": 0.0}, self._count, {**task.options, "speculation": "auto"}
+            )
             free = self._ask({"temperature": 0.0}, fitted.generated_tokens, {})
             if number:
                 ratios.append(_behind_first(free) / _behind_first(fitted))
         share = f"{fitted.accepted_tokens} of {fitted.drafted_tokens} drafts"
         self._row(task.name, f"with drafts, times as fast ({share})", ratios)
 
-    def _ask(self, sampling: dict[str, Any], count: int, options: dict[str, Any]) -> GenerationResult:
+    def _ask(
+        self, sampling: dict[str, Any], count: int, options: dict[str, Any]
+    ) -> GenerationResult:
         self.engine.reset_cache()
         return self.engine.generate(
-            self._prompt, max_new_tokens=count, ignore_eos=not options, **{"speculation": "off", **options, **sampling}
+            self._prompt,
+            max_new_tokens=count,
+            ignore_eos=not options,
+            **{"speculation": "off", **options, **sampling},
         )
 
     def _make(self, options: dict[str, Any]) -> Structure:
@@ -194,7 +224,13 @@ class Bench:
 
     def _row(self, task: str, measure: str, values: Sequence[float]) -> None:
         bar = next((bar for name, bar in _BARS.items() if measure.startswith(name)), None)
-        row = {"task": task, "measure": measure, "median": statistics.median(values), "bar": bar, "most": max(values)}
+        row = {
+            "task": task,
+            "measure": measure,
+            "median": statistics.median(values),
+            "bar": bar,
+            "most": max(values),
+        }
         self.rows.append(row)
         print(f"{task}: {measure}: {row['median']:.4f} (most {row['most']:.4f})", flush=True)
 
@@ -241,7 +277,7 @@ def main() -> None:
     tokenizer, end = made_tokenizer(shape.vocab - _SPECIAL)
     parts = dataclasses.replace(
         build_from_path(str(model), config), tokenizer=tokenizer, eos_token_ids=frozenset({end})
-    )  # fmt: skip
+    )
     with CPUPagedEngine._from_parts(parts, config) as engine:
         bench = Bench(engine, f"{chosen.shape} {chosen.quant}", chosen)
         bench.vocabulary()

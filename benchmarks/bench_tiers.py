@@ -1,20 +1,27 @@
-"""The disk tier: what a restart costs, what writing behind costs, and llama.cpp's files of states beside it.
+"""The disk tier: what a restart costs, what writing behind costs, and llama.cpp's files of states
+beside it.
 
     python benchmarks/bench_tiers.py                                   # 0.5B shape, Q4_0
     python benchmarks/bench_tiers.py --shape 1.5b --quant Q4_K_M --rounds 3
     python benchmarks/bench_tiers.py --redis-url redis://127.0.0.1:6379/0
 
-A random model (see bench_peers.py). In each round, one after the other, each engine in a process of its own:
+A random model (see bench_peers.py). In each round, one after the other, each engine in a process of
+its own:
 
-    cold      an 8,192-token prompt and 64 tokens more, by an engine without a tier and by one that writes to a new
-              directory: time to first token, and tokens per second right behind it, while the last of it is written
+    cold      an 8,192-token prompt and 64 tokens more, by an engine without a tier and by one that
+              writes to a new
+              directory: time to first token, and tokens per second right behind it, while the last
+                of it is written
     pool      the same prompt again, by the engine that has it
-    restart   that engine is closed and started again; once with its files dropped from the page cache, once not
-    redis     another engine, which has only the Redis server that a first one wrote to, where one is given
+    restart   that engine is closed and started again; once with its files dropped from the page
+              cache, once not
+    redis     another engine, which has only the Redis server that a first one wrote to, where one
+              is given
     llama.cpp the same prompt cold; its state saved to a file; restored from there, dropped and not
 
-Then: from starting a process to its being ready, with 10 GB of records (holes for payloads: nobody reads them at the
-start) and without a tier; and an agent (agent_turns.py) whose pool holds its head and little more.
+Then: from starting a process to its being ready, with 10 GB of records (holes for payloads: nobody
+reads them at the start) and without a tier; and an agent (agent_turns.py) whose pool holds its head
+and little more.
 """
 
 from __future__ import annotations
@@ -84,7 +91,9 @@ class Bench:
 
     def note(self, name: str, value: float) -> None:
         self.figures.setdefault(name, []).append(value)
-        print(f"{name}: {value:.4g}", file=sys.stderr, flush=True)  # a run that is cut off has said this much
+        print(
+            f"{name}: {value:.4g}", file=sys.stderr, flush=True
+        )  # a run that is cut off has said this much
 
     def median(self, name: str) -> float:
         return statistics.median(self.figures[name])
@@ -96,7 +105,9 @@ class Bench:
         """A process of ours, ready and warmed up; when it ends all is on its tier."""
         tier = [] if disk is None else ["--disk", str(disk), "--disk-bytes", str(16e9)]
         tier += [] if redis is None else ["--redis", redis]
-        worker = self._start(Path(sys.executable), "kvboost_edge", capacity or self.options.capacity, tier)
+        worker = self._start(
+            Path(sys.executable), "kvboost_edge", capacity or self.options.capacity, tier
+        )
         worker.ask("decode", tokens=self.tokens(64), count=8)
         yield worker
         worker.close()
@@ -116,7 +127,9 @@ class Bench:
                 self.note(f"cold, tier {name}, s", found["ttft_s"])
                 self.note(f"decode, tier {name}, tok/s", 1 / found["step_s"])
             expected = found["tokens"]
-            for _ in range(2):  # the first of them computes the logits of the last token of a block anew
+            for _ in range(
+                2
+            ):  # the first of them computes the logits of the last token of a block anew
                 found = kept.ask("ask", tokens=prompt, count=2)
             self.note("pool, s", found["ttft_s"])
             assert found["tokens"] == expected[:2]
@@ -172,17 +185,27 @@ class Bench:
         path.unlink()
 
     def ready(self) -> None:
-        """From starting a process to its answer that it is ready, with many records and without a tier."""
+        """From starting a process to its answer that it is ready, with many records and without a
+        tier.
+        """
         disk = self.scratch / "many"
         with self.engine(disk, capacity=1024) as worker:
             worker.ask("ask", tokens=self.tokens(64), count=1)
             bytes_per_block = worker.ask("stats")["bytes_per_block"]
-        blocks = fill(next(path for path in disk.iterdir() if path.is_dir()), bytes_per_block, self.options.fill)
+        blocks = fill(
+            next(path for path in disk.iterdir() if path.is_dir()),
+            bytes_per_block,
+            self.options.fill,
+        )
         print(f"{blocks} records", file=sys.stderr)
         for number in range(self.options.rounds + 1):
             for name, where in (("without", None), ("with", disk)):
                 started = time.perf_counter()
-                tier = [] if where is None else ["--disk", str(where), "--disk-bytes", str(2 * self.options.fill)]
+                tier = (
+                    []
+                    if where is None
+                    else ["--disk", str(where), "--disk-bytes", str(2 * self.options.fill)]
+                )
                 worker = self._start(Path(sys.executable), "kvboost_edge", 1024, tier)
                 if number:
                     self.note(f"ready {name} records, s", time.perf_counter() - started)
@@ -205,7 +228,9 @@ class Bench:
         """Ratios round by round."""
         both = self.figures
         for state in ("dropped", "warm"):
-            pairs = zip(both[f"restart, page cache {state}, s"], both["cold, tier off, s"], strict=True)
+            pairs = zip(
+                both[f"restart, page cache {state}, s"], both["cold, tier off, s"], strict=True
+            )
             self.figures[f"restart, page cache {state}, of cold"] = [a / b for a, b in pairs]
         pairs = zip(both["cold, tier on, s"], both["cold, tier off, s"], strict=True)
         self.figures["prefill while writing, slower by"] = [a / b - 1 for a, b in pairs]
@@ -229,7 +254,9 @@ class Bench:
 
 def fill(space: Path, bytes_per_block: int, nbytes: int) -> int:
     """Add records to a space's directory until they take so many bytes; how many there are."""
-    tier = DiskTier.open(space.parent, bytes.fromhex(space.name), max_bytes=2 * nbytes, files=SparseFiles())
+    tier = DiskTier.open(
+        space.parent, bytes.fromhex(space.name), max_bytes=2 * nbytes, files=SparseFiles()
+    )
     payload = memoryview(bytes(bytes_per_block))
     parent = bytes(32)
     draw = np.random.default_rng(0)
@@ -258,11 +285,21 @@ def options_from() -> argparse.Namespace:
     parser = parser_for_models(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--length", type=int, default=8192, help="tokens of the prompt")
-    parser.add_argument("--capacity", type=int, default=16384, help="tokens of KV every engine holds")
-    parser.add_argument("--fill", type=float, default=10e9, help="bytes of records for the time to ready")
-    parser.add_argument("--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python")
-    parser.add_argument("--redis-url", help="a Redis server to share blocks through; by default it is left out")
-    parser.add_argument("--scratch", type=Path, help="a directory on the disk to be measured; default: the system's")
+    parser.add_argument(
+        "--capacity", type=int, default=16384, help="tokens of KV every engine holds"
+    )
+    parser.add_argument(
+        "--fill", type=float, default=10e9, help="bytes of records for the time to ready"
+    )
+    parser.add_argument(
+        "--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python"
+    )
+    parser.add_argument(
+        "--redis-url", help="a Redis server to share blocks through; by default it is left out"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, help="a directory on the disk to be measured; default: the system's"
+    )
     options = parser.parse_args()
     if options.quick:
         options.shape = "tiny"
@@ -280,7 +317,9 @@ def main() -> None:
     kept_gguf(model, SHAPES[options.shape], options.quant)
     turns = AGENT
     if options.quick:
-        turns = Turns(head=1000, chats=2, turns=3, message=40, answer=8, side=300, sides=3, vocab=1000)
+        turns = Turns(
+            head=1000, chats=2, turns=3, message=40, answer=8, side=300, sides=3, vocab=1000
+        )
     with tempfile.TemporaryDirectory(dir=options.scratch, ignore_cleanup_errors=True) as scratch:
         bench = Bench(options, model, Path(scratch))
         for number in range(options.rounds):
@@ -290,7 +329,9 @@ def main() -> None:
         outcome = bench.agent(turns)
     bench.note("agent: full blocks computed twice", sum(outcome.twice))
     bench.note("agent: most full blocks computed twice in a turn", max(outcome.twice))
-    bench.note("agent: prompt tokens computed, of all", outcome.computed_tokens / outcome.prompt_tokens)
+    bench.note(
+        "agent: prompt tokens computed, of all", outcome.computed_tokens / outcome.prompt_tokens
+    )
     name = f"bench_tiers {options.shape} {options.quant}"
     harness.report(name, bench.rows(), options=options, figures=bench.figures)
 

@@ -1,10 +1,13 @@
-"""Traces of requests for the replay of `bench_eviction.py`: generated ones under fixed seeds, and recorded ones.
+"""Traces of requests for the replay of `bench_eviction.py`: generated ones under fixed seeds, and
+recorded ones.
 
-A trace names blocks, not tokens: an id stands for one block and all before it, so that equal ids mean equal prefixes.
-The `hash_ids` of Mooncake's published traces are that, one for each 512 tokens; `read_mooncake` reads them.
+A trace names blocks, not tokens: an id stands for one block and all before it, so that equal ids
+mean equal prefixes. The `hash_ids` of Mooncake's published traces are that, one for each 512
+tokens; `read_mooncake` reads them.
 
-The generators know nothing of any policy. Their parameters are sizes and habits of chats and agents as people describe
-them; a conversation's turns are seconds to minutes apart, and many run at a time.
+The generators know nothing of any policy. Their parameters are sizes and habits of chats and agents
+as people describe them; a conversation's turns are seconds to minutes apart, and many run at a
+time.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ class Access(NamedTuple):
     at           seconds since the trace began
     tenant       whose it is; ids of two tenants are never equal
     prompt_ids   the blocks of its prompt
-    output_ids   the full blocks that its answer adds; where these are known, a later prompt has them
+    output_ids   the full blocks that its answer adds; where these are known, a later prompt has
+                 them
     num_tokens   tokens of the prompt
     """
 
@@ -81,7 +85,9 @@ def _chat(make: _Maker, head: tuple[int, ...], *, turns: float = 6, pause: float
 
 
 def _agent(make: _Maker, head: tuple[int, ...], side_head: tuple[int, ...]) -> Session:
-    """A tool user: many steps, seconds apart, on a long head; now and then a title, and side requests of its own."""
+    """A tool user: many steps, seconds apart, on a long head; now and then a title, and side
+    requests of its own.
+    """
     history = head + make.blocks(1, 3)
     wait = 0.0
     for step in range(make.rng.randint(8, 30)):
@@ -105,7 +111,10 @@ def _questions(make: _Maker, head: tuple[int, ...]) -> Session:
     """A document about which one to six questions are asked, each alone, minutes apart."""
     document = head + make.blocks(10, 40)
     for number in range(make.rng.choice((1, 1, 2, 3, 4, 6))):
-        yield (make.pause(90) if number else 0.0), make.ask(document + make.blocks(1, 1), make.blocks(0, 1))
+        yield (
+            (make.pause(90) if number else 0.0),
+            make.ask(document + make.blocks(1, 1), make.blocks(0, 1)),
+        )
 
 
 def _play(sessions: Iterable[tuple[float, Session]], until: float) -> list[Access]:
@@ -170,12 +179,16 @@ def questions(seed: int = 4, until: float = 7200.0) -> list[Access]:
 
 
 def tenants(seed: int = 5, until: float = 7200.0) -> list[Access]:
-    """Five tenants who chat, each on heads of its own, one who uses agents and one who reads documents once."""
+    """Five tenants who chat, each on heads of its own, one who uses agents and one who reads
+    documents once.
+    """
     sessions: list[tuple[float, Session]] = []
     for number in range(5):
         make = _Maker(100 * seed + number, f"chats {number}")
         heads = [make.blocks(2, 10) for _ in range(2)]
-        sessions += [(at, _chat(make, make.pick(heads))) for at in _arrivals(make, 60 + 30 * number, until)]
+        sessions += [
+            (at, _chat(make, make.pick(heads))) for at in _arrivals(make, 60 + 30 * number, until)
+        ]
     make = _Maker(100 * seed + 50, "agents")
     head = make.blocks(20, 20)
     side = make.blocks(6, 6)
@@ -208,10 +221,11 @@ TRACES: dict[str, Callable[[], list[Access]]] = {
 
 
 def read_mooncake(path: Path) -> list[Access]:
-    """A trace in Mooncake's format: JSON lines with timestamp (ms), input_length, output_length (tokens), hash_ids.
+    """A trace in Mooncake's format: JSON lines with timestamp (ms), input_length, output_length
+    (tokens), hash_ids.
 
-    Which blocks an answer makes is not recorded: as many as it has tokens for get ids that never come again. ValueError
-    names the line that is not of this form.
+    Which blocks an answer makes is not recorded: as many as it has tokens for get ids that never
+    come again. ValueError names the line that is not of this form.
     """
     found: list[Access] = []
     fresh = itertools.count(1 << 31)
@@ -220,11 +234,17 @@ def read_mooncake(path: Path) -> list[Access]:
             try:
                 record = json.loads(line)
                 ids = tuple(int(one) for one in record["hash_ids"])
-                at, num_tokens, num_output = (record[k] for k in ("timestamp", "input_length", "output_length"))
+                at, num_tokens, num_output = (
+                    record[k] for k in ("timestamp", "input_length", "output_length")
+                )
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is no record of a trace: {error!r}") from error
+                raise ValueError(
+                    f"{path}, line {number} is no record of a trace: {error!r}"
+                ) from error
             if not ids or min(ids) < 0 or max(ids) >= 1 << 31:
-                raise ValueError(f"{path}, line {number}: hash_ids must be in 0..2^31 - 1 and at least one")
+                raise ValueError(
+                    f"{path}, line {number}: hash_ids must be in 0..2^31 - 1 and at least one"
+                )
             output = tuple(next(fresh) for _ in range(int(num_output) // BLOCK_TOKENS))
             found.append(Access(at / 1000, "", ids, output, int(num_tokens)))
     return found

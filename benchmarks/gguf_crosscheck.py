@@ -1,11 +1,14 @@
-"""Every kind of GGUF file that the tests write, in llama.cpp and in the native runner: do both compute the same?
+"""Every kind of GGUF file that the tests write, in llama.cpp and in the native runner: do both
+compute the same?
 
-A tiny random model of each architecture is written with the tests' writer, and all logits of a prompt longer than its
-windows are compared, |ours - theirs| / |theirs|. With F32 only the order of sums differs, and llama.cpp's GELU: it is a
-table of float16 numbers. With Q8_0 both round activations to 8 bits, each in its own way: there the rows say how far
-each is from the same weights in float32, and ours may not be much farther. Ways of splitting text are compared by ids
-of texts on which they differ, with a vocabulary that shows every split; the tests list where the makers' expressions
-are not llama.cpp's. The exit status is 1 where something disagrees.
+A tiny random model of each architecture is written with the tests' writer, and all logits of a
+prompt longer than its
+windows are compared, |ours - theirs| / |theirs|. With F32 only the order of sums differs, and
+llama.cpp's GELU: it is a table of float16 numbers. With Q8_0 both round activations to 8 bits, each
+in its own way: there the rows say how far each is from the same weights in float32, and ours may
+not be much farther. Ways of splitting text are compared by ids of texts on which they differ, with
+a vocabulary that shows every split; the tests list where the makers' expressions are not
+llama.cpp's. The exit status is 1 where something disagrees.
 """
 
 from __future__ import annotations
@@ -88,7 +91,9 @@ def compare_models(options: argparse.Namespace, folder: Path) -> list[Row]:
     for label, (path, _) in jobs.items():
         name, _, kind = label.partition(" ")
         if f"models/{label}" not in theirs:
-            rows.append((label, "llama.cpp refuses", str(theirs[f"error/models/{label}"])[:90], False))
+            rows.append(
+                (label, "llama.cpp refuses", str(theirs[f"error/models/{label}"])[:90], False)
+            )
             continue
         apart, agrees, comment = compare(name, kind, Path(path), theirs[f"models/{label}"])
         known = "" if agrees else KNOWN.get(name, "")
@@ -106,7 +111,11 @@ def compare(name: str, kind: str, path: Path, theirs: np.ndarray) -> tuple[str, 
     ours = distance(native_logits(path, "auto"), exact)
     other = distance(theirs, exact)
     agrees = bool(other <= FARTHEST and ours <= FARTHER * other)
-    return f"{ours:.1e} / {other:.1e}", agrees, f"ours / theirs from float32, at most {FARTHER:g} times theirs"
+    return (
+        f"{ours:.1e} / {other:.1e}",
+        agrees,
+        f"ours / theirs from float32, at most {FARTHER:g} times theirs",
+    )
 
 
 def compare_words(options: argparse.Namespace, folder: Path) -> list[Row]:
@@ -121,7 +130,12 @@ def compare_words(options: argparse.Namespace, folder: Path) -> list[Row]:
     for name, (metadata, texts) in kinds.items():
         if f"vocabularies/{name}" not in theirs:
             rows.append(
-                (f"words of {name}", "llama.cpp refuses", str(theirs[f"error/vocabularies/{name}"])[:90], False)
+                (
+                    f"words of {name}",
+                    "llama.cpp refuses",
+                    str(theirs[f"error/vocabularies/{name}"])[:90],
+                    False,
+                )
             )
             continue
         expected = json.loads(theirs[f"vocabularies/{name}"].tobytes())
@@ -133,7 +147,12 @@ def compare_words(options: argparse.Namespace, folder: Path) -> list[Row]:
         }
         agrees = other == set(OTHERWISE.get(name, ()))
         rows.append(
-            (f"words of {name}", f"{len(other)} of {len(texts)} otherwise", "as listed" if agrees else "", agrees)
+            (
+                f"words of {name}",
+                f"{len(other)} of {len(texts)} otherwise",
+                "as listed" if agrees else "",
+                agrees,
+            )
         )
     return rows
 
@@ -142,16 +161,25 @@ def ask(options: argparse.Namespace, folder: Path, jobs: Mapping[str, Any]) -> M
     """What llama.cpp computes, in its own environment."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     script = Path(__file__).parent / "peers" / "gguf_logits.py"
-    command = [str(options.peers_python), str(script), str(folder / "jobs.json"), str(folder / "out.npz")]
+    command = [
+        str(options.peers_python),
+        str(script),
+        str(folder / "jobs.json"),
+        str(folder / "out.npz"),
+    ]
     subprocess.run(command, check=True)
     with np.load(folder / "out.npz") as found:
         return dict(found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--peers-python", type=Path, default=Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
+        "--peers-python",
+        type=Path,
+        default=Path(__file__).parents[1] / ".venv-peers" / "bin" / "python",
     )
     parser.add_argument("--families", nargs="*", help="these alone, and no ways of splitting text")
     options = parser.parse_args()

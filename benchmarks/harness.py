@@ -1,8 +1,8 @@
 """What all benchmarks share: rounds, medians, the machine card, the table, the JSON line.
 
-A benchmark compares contenders. `alternate` runs them in turn, round after round, so that a slow minute of the machine
-hits all of them; the warm-up round is not counted. `report` prints the machine, a table and, as the last line, one
-JSON object with everything.
+A benchmark compares contenders. `alternate` runs them in turn, round after round, so that a slow
+minute of the machine hits all of them; the warm-up round is not counted. `report` prints the
+machine, a table and, as the last line, one JSON object with everything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from kvboost_edge.host.memory import total_bytes
 
 __all__ = ["alternate", "given", "machine_card", "pack_beforehand", "parser", "report"]
 
-_PACK = "import sys, kvboost_edge as k; k.CPUPagedEngine.from_pretrained(sys.argv[1], num_blocks=16).close()"
+_PACK = (
+    "import sys, kvboost_edge as k; k.CPUPagedEngine.from_pretrained(sys.argv[1], "
+    "num_blocks=16).close()"
+)
 
 _PACKAGES = ("numpy", "numba", "torch", "transformers")
 # Taken when the benchmark starts: at its end this is the load it made itself.
@@ -33,17 +36,25 @@ _LOAD_AT_START = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options every benchmark has: --quick (a smoke run whose figures mean little) and --out FILE."""
+    """The options every benchmark has: --quick (a smoke run whose figures mean little) and --out
+    FILE.
+    """
     options = argparse.ArgumentParser(description=description)
-    options.add_argument("--quick", action="store_true", help="a short smoke run; its figures mean little")
-    options.add_argument("--out", type=Path, help="also write the JSON here, for benchmarks/results/")
+    options.add_argument(
+        "--quick", action="store_true", help="a short smoke run; its figures mean little"
+    )
+    options.add_argument(
+        "--out", type=Path, help="also write the JSON here, for benchmarks/results/"
+    )
     return options
 
 
 def alternate(
     contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmups: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each contender in each counted round; within a round they run in the order given."""
+    """Seconds of each contender in each counted round; within a round they run in the order
+    given.
+    """
     for _ in range(warmups):
         for work in contenders.values():
             work()
@@ -55,12 +66,16 @@ def alternate(
 
 
 def pack_beforehand(model: Path | str) -> None:
-    """Pack a model's weights in a process of its own, so that no figure of this one has that in it."""
+    """Pack a model's weights in a process of its own, so that no figure of this one has that in
+    it.
+    """
     subprocess.run([sys.executable, "-c", _PACK, str(model)], check=True)
 
 
 def machine_card() -> dict[str, Any]:
-    """What the figures depend on: processor, threads, memory, load at the start, versions, commit."""
+    """What the figures depend on: processor, threads, memory, load at the start, versions,
+    commit.
+    """
     cpu = describe_cpu()
     return {
         "date": datetime.date.today().isoformat(),
@@ -77,7 +92,9 @@ def machine_card() -> dict[str, Any]:
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
-    """The options a run had, without paths: they are this machine's, and no figure depends on them."""
+    """The options a run had, without paths: they are this machine's, and no figure depends on
+    them.
+    """
     return {name: value for name, value in vars(options).items() if not _is_path(value)}
 
 
@@ -95,13 +112,17 @@ def report(
     shown: Sequence[Mapping[str, Any]] | None = None,
     **extra: Any,
 ) -> None:
-    """Print the machine card, a table of `rows` (same keys in each) and the JSON line; write it to --out as well.
+    """Print the machine card, a table of `rows` (same keys in each) and the JSON line; write it to
+    --out as well.
 
     shown: what the table has instead of `rows`, which stay numbers in the JSON.
     """
     card = machine_card()
     print(f"\n{name}{' (quick: figures mean little)' if options.quick else ''}")
-    print(f"{card['date']} · {card['cpu']} · {card['isa']} · {card['threads']} threads · {card['memory_gb']} GB")
+    print(
+        f"{card['date']} · {card['cpu']} · {card['isa']} · {card['threads']} threads · "
+        f"{card['memory_gb']} GB"
+    )
     print("\n".join(_table(rows if shown is None else shown)))
     head = {"benchmark": name, "quick": options.quick, "machine": card, "options": given(options)}
     line = json.dumps({**head, "rows": list(rows), **extra})
@@ -124,7 +145,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     names = list(rows[0])
     cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    numeric = [all(isinstance(row[name], (int, float, type(None))) for row in rows) for name in names]
+    numeric = [
+        all(isinstance(row[name], (int, float, type(None))) for row in rows) for name in names
+    ]
     lines = []
     for line in cells:
         padded = (

@@ -1,11 +1,13 @@
-"""Whether other programs' ONNX files are understood: onnxruntime-genai's builder, and torch's exporter (dynamo).
+"""Whether other programs' ONNX files are understood: onnxruntime-genai's builder, and torch's
+exporter (dynamo).
 
     python benchmarks/onnx_exports.py
 
-Needs the extra [bench]. A tiny random model of each family is made into both forms. The builder's float32 and int4
-files must be recognised by the native runner; with float32 weights it must be within 1e-4 of the ONNX runner on the
-first, and within 5e-2 on the second, whose activations onnxruntime rounds to 8 bit. torch's export must run on the ONNX
-runner within 1e-4 of transformers. Exits with 1 where one is not.
+Needs the extra [bench]. A tiny random model of each family is made into both forms. The builder's
+float32 and int4 files must be recognised by the native runner; with float32 weights it must be
+within 1e-4 of the ONNX runner on the first, and within 5e-2 on the second, whose activations
+onnxruntime rounds to 8 bit. torch's export must run on the ONNX runner within 1e-4 of transformers.
+Exits with 1 where one is not.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "gemma": {"num_key_value_heads": 2},
-    "phi3": {"sliding_window": None, "original_max_position_embeddings": 512},  # else the builder takes it for longrope
+    "phi3": {
+        "sliding_window": None,
+        "original_max_position_embeddings": 512,
+    },  # else the builder takes it for longrope
 }
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 PROMPT = np.random.default_rng(7).integers(0, 256, 45).tolist()
@@ -42,7 +47,9 @@ CLOSE = {"fp32": 1e-4, "int4": 5e-2, "torch": 1e-4}
 
 
 def logits(folder: Path, runner: str, weights: str = "auto") -> np.ndarray:
-    with CPUPagedEngine.from_pretrained(folder, runner=runner, weights=weights, num_blocks=16) as engine:
+    with CPUPagedEngine.from_pretrained(
+        folder, runner=runner, weights=weights, num_blocks=16
+    ) as engine:
         return engine.logits(PROMPT)
 
 
@@ -55,7 +62,16 @@ def from_builder(family: str, folder: Path, precision: str) -> str:
     source = save_tiny_model(family, folder / "source", **{**SIZES, **FAMILIES[family]})
     target = folder / "built"
     options = ["-p", precision, "-e", "cpu", "-c", str(folder / "cache")]
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(source), "-o", str(target), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "onnxruntime_genai.models.builder",
+        "-i",
+        str(source),
+        "-o",
+        str(target),
+        *options,
+    ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
@@ -74,16 +90,23 @@ class WithCache(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, past: list[Any]) -> tuple[Any, ...]:
+    def forward(
+        self, input_ids: Any, attention_mask: Any, position_ids: Any, past: list[Any]
+    ) -> tuple[Any, ...]:
         from transformers import DynamicCache
 
         cache = DynamicCache()
         for layer in range(len(past) // 2):
             cache.update(past[2 * layer], past[2 * layer + 1], layer)
         found = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
         )
-        presents = [kind for layer in found.past_key_values.layers for kind in (layer.keys, layer.values)]
+        presents = [
+            kind for layer in found.past_key_values.layers for kind in (layer.keys, layer.values)
+        ]
         return (found.logits, *presents)
 
 
@@ -103,8 +126,12 @@ def from_torch(family: str, folder: Path, form: str) -> str:
     layers = range(config.num_hidden_layers)
     names = [f"{layer}.{kind}" for layer in layers for kind in ("key", "value")]
     ids = torch.randint(0, 256, (1, count))
-    arguments = (ids, torch.ones(1, past + count, dtype=torch.int64), torch.arange(past, past + count)[None],
-                 [torch.randn(shape) for _ in names])  # fmt: skip
+    arguments = (
+        ids,
+        torch.ones(1, past + count, dtype=torch.int64),
+        torch.arange(past, past + count)[None],
+        [torch.randn(shape) for _ in names],
+    )
     new, old, total = (torch.export.Dim.DYNAMIC for _ in range(3))
     shapes = ({1: new}, {1: total}, {1: new}, [{2: old} for _ in names])
     torch.onnx.export(
@@ -113,14 +140,21 @@ def from_torch(family: str, folder: Path, form: str) -> str:
         str(folder / "model.onnx"),
         dynamo=True,
         dynamic_shapes=shapes,
-        input_names=["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{name}" for name in names)],
+        input_names=[
+            "input_ids",
+            "attention_mask",
+            "position_ids",
+            *(f"past_key_values.{name}" for name in names),
+        ],
         output_names=["logits", *(f"present.{name}" for name in names)],
         verbose=False,
     )
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0].numpy()
     off = distance(logits(folder, "onnx"), expected)
-    return "" if off <= CLOSE["torch"] else f"the ONNX runner differs from transformers by {off:.2g}"
+    return (
+        "" if off <= CLOSE["torch"] else f"the ONNX runner differs from transformers by {off:.2g}"
+    )
 
 
 def main() -> int:

@@ -1,7 +1,9 @@
-"""A plain read of memory by a team of threads: the measure of a decode step, which reads every weight once.
+"""A plain read of memory by a team of threads: the measure of a decode step, which reads every
+weight once.
 
-The threads take chunks from a counter, as those of the linear kernels take their units, and have been started before
-the clock is. No NamedTuple goes into the kernel: its type would tie the code cached on disk to the process's modules.
+The threads take chunks from a counter, as those of the linear kernels take their units, and have
+been started before the clock is. No NamedTuple goes into the kernel: its type would tie the code
+cached on disk to the process's modules.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _LINES = 8  # cache lines read at a time, each into a sum of its own
 _STEP = 64 * _LINES
 _CHUNK = 1 << 20  # some 50 us of one thread: small beside a read, large beside the counter
 _CHUNKS_PER_THREAD = 4  # at least, so that every thread has its part of a small model
-# Places of a job's int64: what is read, and, on cache lines of their own, the chunks taken and done and their sum.
+# Places of a job's int64: what is read, and, on cache lines of their own, the chunks taken and done
+# and their sum.
 _ADDRESS = 0
 _NBYTES = 1
 _CHUNK_BYTES = 2
@@ -49,13 +52,18 @@ def _sum_lines(typing: Any, address: Any, steps: Any) -> Any:
         with cgutils.for_range(b, steps, intp=ir.IntType(64)) as loop:
             at = b.add(address, b.mul(loop.index, int_constant(_STEP)))
             for line, slot in enumerate(sums):
-                b.store(b.add(b.load(slot), emit_load_bytes(b, b.add(at, int_constant(64 * line)))), slot)
+                b.store(
+                    b.add(b.load(slot), emit_load_bytes(b, b.add(at, int_constant(64 * line)))),
+                    slot,
+                )
         total = b.load(sums[0])
         for slot in sums[1:]:
             total = b.add(total, b.load(slot))
         reduce = ir.FunctionType(ir.IntType(32), [V16I])
         name = "llvm.vector.reduce.add.v16i32"
-        return b.zext(b.call(cgutils.get_or_insert_function(b.module, reduce, name), [total]), ir.IntType(64))
+        return b.zext(
+            b.call(cgutils.get_or_insert_function(b.module, reduce, name), [total]), ir.IntType(64)
+        )
 
     return types.int64(types.int64, types.int64), codegen
 
@@ -70,12 +78,17 @@ def _read_chunks(job: npt.NDArray[np.int64]) -> None:
         start = fetch_add(counters + 8 * _TAKEN, 1) * size
         if start >= nbytes:
             return
-        fetch_add(counters + 8 * _SUM, _sum_lines(job[_ADDRESS] + start, min(size, nbytes - start) // _STEP))
+        fetch_add(
+            counters + 8 * _SUM,
+            _sum_lines(job[_ADDRESS] + start, min(size, nbytes - start) // _STEP),
+        )
         fetch_add(counters + 8 * _DONE, 1)
 
 
 def plain_read(address: int, nbytes: int, team: KernelTeam) -> int:
-    """Read bytes once (whole steps of 512); their sum as 32-bit numbers, so that the read cannot be left out."""
+    """Read bytes once (whole steps of 512); their sum as 32-bit numbers, so that the read cannot be
+    left out.
+    """
     nbytes = nbytes // _STEP * _STEP
     each = -(-nbytes // (_CHUNKS_PER_THREAD * team.num_threads) // _STEP) * _STEP
     size = max(_STEP, min(_CHUNK, each))
@@ -88,7 +101,9 @@ def plain_read(address: int, nbytes: int, team: KernelTeam) -> int:
 
 
 def idle_read_gb_s(address: int, nbytes: int, num_threads: int, *, times: int = 8) -> float:
-    """GB/s of reading these bytes `times` times over, by threads that one uncounted read has started."""
+    """GB/s of reading these bytes `times` times over, by threads that one uncounted read has
+    started.
+    """
     team = KernelTeam(num_threads)
     plain_read(address, nbytes, team)
     started = time.perf_counter()
@@ -100,10 +115,12 @@ def idle_read_gb_s(address: int, nbytes: int, num_threads: int, *, times: int = 
 
 
 def token_weights(packed: PackedWeights, share: float = 1.0) -> tuple[int, int]:
-    """Address and bytes of what one decoded token reads of the weights: every matrix once, of those of experts `share`.
+    """Address and bytes of what one decoded token reads of the weights: every matrix once, of those
+    of experts `share`.
 
-    A tied embedding is read as the head; one that is not is the first thing in the file and left out, as a token reads
-    a single row of it. Of a mixture the bytes are as many, not the same ones: they lie behind each other.
+    A tied embedding is read as the head; one that is not is the first thing in the file and left
+    out, as a token reads a single row of it. Of a mixture the bytes are as many, not the same ones:
+    they lie behind each other.
     """
     sections = packed._sections
     untied = ("embed", "embed.scales", "embed.minima") if "head" in sections else ()

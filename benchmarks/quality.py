@@ -1,10 +1,13 @@
-"""`make quality`: what a format of weights, or fewer bits of keys and values, costs a model that was really trained.
+"""`make quality`: what a format of weights, or fewer bits of keys and values, costs a model that
+was really trained.
 
-Perplexity, mean and largest KL divergence (nats) and how often the most likely token is the same, each against the same
-model with float32 weights and float32 keys and values, over the beginnings of packages' descriptions: texts that every
-installation of the pinned versions has. "stored" are the GGUF file's own types; other formats are made of its floats,
-so their error comes on top of what Q4_1 lost already. llama.cpp, where it is installed, computes on the file's types.
-And what its answers are with drafts and with schemas, see `quality_answers`, and with tools, see `quality_tools`.
+Perplexity, mean and largest KL divergence (nats) and how often the most likely token is the same,
+each against the same model with float32 weights and float32 keys and values, over the beginnings of
+packages' descriptions: texts that every installation of the pinned versions has. "stored" are the
+GGUF file's own types; other formats are made of its floats, so their error comes on top of what
+Q4_1 lost already. llama.cpp, where it is installed, computes on the file's types. And what its
+answers are with drafts and with schemas, see `quality_answers`, and with tools, see
+`quality_tools`.
 """
 
 from __future__ import annotations
@@ -54,8 +57,12 @@ def descriptions() -> Iterator[tuple[str, str]]:
         yield f"{name} {found['Version']}", str(found.get_payload() or found["Description"])
 
 
-def row_of(form: str, scores: list[Any], perplexities: list[float], counts: list[int]) -> dict[str, Any]:
-    """Figures of all texts together, each weighted by its tokens; `scores`: Difference of each, none for the first."""
+def row_of(
+    form: str, scores: list[Any], perplexities: list[float], counts: list[int]
+) -> dict[str, Any]:
+    """Figures of all texts together, each weighted by its tokens; `scores`: Difference of each,
+    none for the first.
+    """
     total = sum(counts)
 
     def mean(values: list[float]) -> float:
@@ -72,7 +79,9 @@ def row_of(form: str, scores: list[Any], perplexities: list[float], counts: list
     }
 
 
-def ours(model: Path, texts: list[list[int]], window: int, forms: list[str]) -> list[dict[str, Any]]:
+def ours(
+    model: Path, texts: list[list[int]], window: int, forms: list[str]
+) -> list[dict[str, Any]]:
     """A row for float32 and one for each form, which is loaded beside it in turn."""
     rows = []
     with CPUPagedEngine.from_pretrained(str(model), weights="f32", num_blocks=256) as first:
@@ -81,21 +90,33 @@ def ours(model: Path, texts: list[list[int]], window: int, forms: list[str]) -> 
                 found = [score_text(first, ids, window=window, against=other) for ids in texts]
             counts = [score.scored_tokens for score in found]
             if not rows:
-                rows.append(row_of("f32 (reference)", [], [score.perplexity for score in found], counts))
+                rows.append(
+                    row_of("f32 (reference)", [], [score.perplexity for score in found], counts)
+                )
             differences = [score.difference for score in found if score.difference is not None]
-            rows.append(row_of(form, differences, [each.perplexity for each in differences], counts))
+            rows.append(
+                row_of(form, differences, [each.perplexity for each in differences], counts)
+            )
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
 class LlamaCpp:
-    """llama.cpp's logits of a file, one window at a time, from a process of its own; looks like an engine where
-    `score_text` compares with it."""
+    """llama.cpp's logits of a file, one window at a time, from a process of its own; looks like an
+    engine where `score_text` compares with it.
+    """
 
     def __init__(self, python: Path, model: Path, kv_bits: int, info: Any) -> None:
         self.runner_info = info
-        command = [str(python), str(Path(__file__).parent / "peers" / "worker.py"), "llama.cpp", str(model)]
-        self._worker = Worker("llama.cpp", [*command, "--kv", str(kv_bits), "--capacity", "2048"], dict(os.environ))
+        command = [
+            str(python),
+            str(Path(__file__).parent / "peers" / "worker.py"),
+            "llama.cpp",
+            str(model),
+        ]
+        self._worker = Worker(
+            "llama.cpp", [*command, "--kv", str(kv_bits), "--capacity", "2048"], dict(os.environ)
+        )
 
     def logits(self, token_ids: list[int], start: int = 0) -> Any:
         """float32 [len(token_ids) - start, vocab]."""
@@ -108,17 +129,28 @@ class LlamaCpp:
         self._worker.close()
 
 
-def llama_rows(python: Path, model: Path, texts: list[list[int]], window: int) -> list[dict[str, Any]]:
-    """A row for each width of llama.cpp's cache, on the file's own types, against the same float32."""
+def llama_rows(
+    python: Path, model: Path, texts: list[list[int]], window: int
+) -> list[dict[str, Any]]:
+    """A row for each width of llama.cpp's cache, on the file's own types, against the same
+    float32.
+    """
     rows = []
     with CPUPagedEngine.from_pretrained(str(model), weights="f32", num_blocks=256) as first:
         for name, bits in (("llama.cpp, kv f16", 16), ("llama.cpp, kv q8_0", 8)):
             other = LlamaCpp(python, model, bits, first.runner_info)
-            found = [score_text(first, ids, window=window, against=other) for ids in texts]  # type: ignore[arg-type]
+            found = [
+                score_text(first, ids, window=window, against=other)  # type: ignore[arg-type]
+                for ids in texts
+            ]
             other.close()
-            differences: list[Difference] = [score.difference for score in found if score.difference is not None]
+            differences: list[Difference] = [
+                score.difference for score in found if score.difference is not None
+            ]
             counts = [score.scored_tokens for score in found]
-            rows.append(row_of(name, differences, [each.perplexity for each in differences], counts))
+            rows.append(
+                row_of(name, differences, [each.perplexity for each in differences], counts)
+            )
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -128,27 +160,45 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=512, help="of each text")
     options.add_argument("--window", type=int, default=256)
     peers = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
-    options.add_argument("--peers-python", type=Path, default=peers, help="of an environment that has llama.cpp")
     options.add_argument(
-        "--answers", action="store_true", help="with drafts and with schemas alone, into an --out that is there"
+        "--peers-python", type=Path, default=peers, help="of an environment that has llama.cpp"
+    )
+    options.add_argument(
+        "--answers",
+        action="store_true",
+        help="with drafts and with schemas alone, into an --out that is there",
     )
     given = options.parse_args()
     model = real_model()
     if not is_whole(model):
         raise SystemExit(f"{model} is missing: run `make real-model`")
     with CPUPagedEngine.from_pretrained(str(model), num_blocks=256) as engine:
-        answers = {"speculation": speculation_rows(engine), "schemas": schema_rows(engine), "tools": tool_rows(engine)}
+        answers = {
+            "speculation": speculation_rows(engine),
+            "schemas": schema_rows(engine),
+            "tools": tool_rows(engine),
+        }
         if given.answers:
-            given.out.write_text(json.dumps({**json.loads(given.out.read_text()), **answers}) + "\n", encoding="utf-8")
+            given.out.write_text(
+                json.dumps({**json.loads(given.out.read_text()), **answers}) + "\n",
+                encoding="utf-8",
+            )
             return
-        texts = {name: engine.tokenizer.encode(text)[: given.tokens] for name, text in descriptions()}
+        texts = {
+            name: engine.tokenizer.encode(text)[: given.tokens] for name, text in descriptions()
+        }
     forms = ["stored"] if given.quick else list(FORMS)
     rows = ours(model, list(texts.values()), given.window, forms)
     if given.peers_python.exists():
         rows += llama_rows(given.peers_python, model, list(texts.values()), given.window)
     else:
-        print(f"skipped: llama.cpp: no {given.peers_python}; `make bench-peers` installs it", file=sys.stderr)
-    digests = {name: hashlib.sha256(str(ids).encode()).hexdigest()[:16] for name, ids in texts.items()}
+        print(
+            f"skipped: llama.cpp: no {given.peers_python}; `make bench-peers` installs it",
+            file=sys.stderr,
+        )
+    digests = {
+        name: hashlib.sha256(str(ids).encode()).hexdigest()[:16] for name, ids in texts.items()
+    }
     report("quality", rows, options=given, model=model.name, texts=digests, **answers)
 
 

@@ -1,8 +1,10 @@
-"""What the real model answers where tokens are guessed ahead, and where its answer has to fit a schema.
+"""What the real model answers where tokens are guessed ahead, and where its answer has to fit a
+schema.
 
-`speculation`: each task of `speculation_tasks` answered greedily with drafts and without: what share of them was right,
-and that nothing else changed. `schemas`: 20 small questions whose right answers are known: an answer that ends is
-valid, and sensible where every field is right. Beside it the same questions with the schema in words alone.
+`speculation`: each task of `speculation_tasks` answered greedily with drafts and without: what
+  share of them was right, and that nothing else changed. `schemas`: 20 small questions whose right
+  answers are known: an answer that ends is valid, and sensible where every field is right. Beside
+  it the same questions with the schema in words alone.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ _MOST_FITTED = 96
 
 
 class Question(NamedTuple):
-    """kind. text: what is asked about. asks: what for. properties: of the schema. right: the fields of a right
-    answer."""
+    """kind. text: what is asked about. asks: what for. properties: of the schema. right: the fields
+    of a right answer.
+    """
 
     kind: str
     text: str
@@ -35,12 +38,22 @@ class Question(NamedTuple):
     @property
     def schema(self) -> dict[str, Any]:
         names = list(self.properties)
-        return {"type": "object", "properties": self.properties, "required": names, "additionalProperties": False}
+        return {
+            "type": "object",
+            "properties": self.properties,
+            "required": names,
+            "additionalProperties": False,
+        }
 
     @property
     def messages(self) -> list[dict[str, str]]:
         fields = ", ".join(f'"{name}"' for name in self.properties)
-        return [{"role": "user", "content": f"{self.text}\n\n{self.asks} Answer as a JSON object with {fields}."}]
+        return [
+            {
+                "role": "user",
+                "content": f"{self.text}\n\n{self.asks} Answer as a JSON object with {fields}.",
+            }
+        ]
 
 
 def _questions() -> Iterator[Question]:
@@ -52,7 +65,13 @@ def _questions() -> Iterator[Question]:
         ("The train was late again and I am very angry.", "negative"),
         ("Terrible service, I will never come back.", "negative"),
     ):
-        yield Question("classify", text, "Is the sentiment positive or negative?", feeling, {"sentiment": right})
+        yield Question(
+            "classify",
+            text,
+            "Is the sentiment positive or negative?",
+            feeling,
+            {"sentiment": right},
+        )
     topic = {"topic": {"enum": ["sports", "cooking", "weather"]}}
     for text, right in (
         ("The team scored two goals in the last minute of the match.", "sports"),
@@ -65,25 +84,70 @@ def _questions() -> Iterator[Question]:
     word = {"type": "string", "maxLength": 30}
     number = {"type": "integer", "minimum": 0, "maximum": 9999}
     for text, asks, properties, values in (
-        ("My name is Anna and I am 34 years old.", "What are name and age?", {"name": word, "age": number},
-         ("Anna", 34)),
-        ("Peter lives in Berlin.", "Who lives where?", {"name": word, "city": word}, ("Peter", "Berlin")),
-        ("The book costs 12 dollars.", "What is sold, and for how many dollars?", {"item": word, "price": number},
-         ("book", 12)),
-        ("Please send 5 chairs to Madrid.", "How many chairs, and to which city?", {"count": number, "city": word},
-         (5, "Madrid")),
-        ("Maria bought 3 apples.", "Who bought how many apples?", {"name": word, "count": number}, ("Maria", 3)),
-        ("The meeting with John is on Monday.", "With whom, and on which day?", {"name": word, "day": word},
-         ("John", "Monday")),
-        ("Paris is the capital of France.", "Which city is the capital of which country?",
-         {"city": word, "country": word}, ("Paris", "France")),
-        ("The dog is called Rex and is 7 years old.", "What are the dog's name and age?",
-         {"name": word, "age": number}, ("Rex", 7)),
-        ("Tom drives a red car.", "Who drives a car of which color?", {"name": word, "color": word}, ("Tom", "red")),
-        ("Lisa was born in 1990 in Rome.", "Who was born in which year and city?",
-         {"name": word, "year": number, "city": word}, ("Lisa", 1990, "Rome")),
-    ):  # fmt: skip
-        yield Question("extract", text, asks, properties, dict(zip(properties, values, strict=True)))
+        (
+            "My name is Anna and I am 34 years old.",
+            "What are name and age?",
+            {"name": word, "age": number},
+            ("Anna", 34),
+        ),
+        (
+            "Peter lives in Berlin.",
+            "Who lives where?",
+            {"name": word, "city": word},
+            ("Peter", "Berlin"),
+        ),
+        (
+            "The book costs 12 dollars.",
+            "What is sold, and for how many dollars?",
+            {"item": word, "price": number},
+            ("book", 12),
+        ),
+        (
+            "Please send 5 chairs to Madrid.",
+            "How many chairs, and to which city?",
+            {"count": number, "city": word},
+            (5, "Madrid"),
+        ),
+        (
+            "Maria bought 3 apples.",
+            "Who bought how many apples?",
+            {"name": word, "count": number},
+            ("Maria", 3),
+        ),
+        (
+            "The meeting with John is on Monday.",
+            "With whom, and on which day?",
+            {"name": word, "day": word},
+            ("John", "Monday"),
+        ),
+        (
+            "Paris is the capital of France.",
+            "Which city is the capital of which country?",
+            {"city": word, "country": word},
+            ("Paris", "France"),
+        ),
+        (
+            "The dog is called Rex and is 7 years old.",
+            "What are the dog's name and age?",
+            {"name": word, "age": number},
+            ("Rex", 7),
+        ),
+        (
+            "Tom drives a red car.",
+            "Who drives a car of which color?",
+            {"name": word, "color": word},
+            ("Tom", "red"),
+        ),
+        (
+            "Lisa was born in 1990 in Rome.",
+            "Who was born in which year and city?",
+            {"name": word, "year": number, "city": word},
+            ("Lisa", 1990, "Rome"),
+        ),
+    ):
+        yield Question(
+            "extract", text, asks, properties, dict(zip(properties, values, strict=True))
+        )
 
 
 QUESTIONS = tuple(_questions())
@@ -98,15 +162,28 @@ def speculation_rows(engine: CPUPagedEngine) -> list[dict[str, Any]]:
             engine.reset_cache()
             messages = [{"role": "user", "content": task.question}]
             results[way] = engine.generate(
-                messages, max_new_tokens=_MOST_DRAFTED_FOR, temperature=0.0, logprobs=0, speculation=way
+                messages,
+                max_new_tokens=_MOST_DRAFTED_FOR,
+                temperature=0.0,
+                logprobs=0,
+                speculation=way,
             )
         plain = results["off"]
         drafted = results["auto"]
-        share = 100 * drafted.accepted_tokens / drafted.drafted_tokens if drafted.drafted_tokens else None
+        share = (
+            100 * drafted.accepted_tokens / drafted.drafted_tokens
+            if drafted.drafted_tokens
+            else None
+        )
         rows.append(
-            {"task": task.name, "tokens": drafted.generated_tokens, "drafted": drafted.drafted_tokens,
-             "accepted %": share, "equal": _outcome(plain) == _outcome(drafted)}
-        )  # fmt: skip
+            {
+                "task": task.name,
+                "tokens": drafted.generated_tokens,
+                "drafted": drafted.drafted_tokens,
+                "accepted %": share,
+                "equal": _outcome(plain) == _outcome(drafted),
+            }
+        )
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -122,14 +199,23 @@ def schema_rows(engine: CPUPagedEngine) -> list[dict[str, Any]]:
         for enforced in (True, False):
             chosen = [question for question in QUESTIONS if question.kind == kind]
             results = [_asked(engine, question, enforced=enforced) for question in chosen]
-            ended = [pair for pair in zip(chosen, results, strict=True) if pair[1].finish_reason == "stop"]
+            ended = [
+                pair
+                for pair in zip(chosen, results, strict=True)
+                if pair[1].finish_reason == "stop"
+            ]
             valid = sum(is_valid(question, result.output_text) for question, result in ended)
             right = sum(is_sensible(question, result.output_text) for question, result in ended)
             rows.append(
-                {"questions": kind, "schema": "enforced" if enforced else "in words", "asked": len(chosen),
-                 "ended": len(ended), "valid %": 100 * valid / len(ended) if ended else None,
-                 "sensible %": 100 * right / len(chosen)}
-            )  # fmt: skip
+                {
+                    "questions": kind,
+                    "schema": "enforced" if enforced else "in words",
+                    "asked": len(chosen),
+                    "ended": len(ended),
+                    "valid %": 100 * valid / len(ended) if ended else None,
+                    "sensible %": 100 * right / len(chosen),
+                }
+            )
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -153,4 +239,7 @@ def is_sensible(question: Question, text: str) -> bool:
     if not is_valid(question, text):
         return False
     value = json.loads(text)
-    return all(str(value[name]).strip().lower() == str(right).lower() for name, right in question.right.items())
+    return all(
+        str(value[name]).strip().lower() == str(right).lower()
+        for name, right in question.right.items()
+    )

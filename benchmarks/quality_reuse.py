@@ -1,11 +1,14 @@
-"""`make quality`: what reuse at other positions costs: mode="chunk_kv_reuse" against the full computation.
+"""`make quality`: what reuse at other positions costs: mode="chunk_kv_reuse" against the full
+computation.
 
-A round serves texts exactly, then asks prompts that hold them in another context. For each prompt the full computation
-answers greedily (24 tokens); every rule of repair then has the same prompt and the same answer before it, token by
-token. KL(full || rule) in nats and the same top token: over the first 16 tokens of the answer, all logits. Right: the
-rule's own greedy answer holds what was asked for. "other order" is a full computation too, of the same documents in
-another order: what re-ordering alone changes. Shares of the documents' tokens: found in another context or exactly
-(the beginning of a first document may be), and of those recomputed.
+A round serves texts exactly, then asks prompts that hold them in another context. For each prompt
+the full computation answers greedily (24 tokens); every rule of repair then has the same prompt and
+the same answer before it, token by
+token. KL(full || rule) in nats and the same top token: over the first 16 tokens of the answer, all
+logits. Right: the rule's own greedy answer holds what was asked for. "other order" is a full
+computation too, of the same documents in another order: what re-ordering alone changes. Shares of
+the documents' tokens: found in another context or exactly (the beginning of a first document may
+be), and of those recomputed.
 
 Seeds with which texts and rules were developed are not those that are reported.
 """
@@ -68,9 +71,24 @@ _BOTH = ("none", "default")
 _ALL = ("none", "selective", "blocks", "default", "query")
 SERIES = (
     Series("bundled, re-ordered", reuse_prompts.facts_moved, {"one prompt": _BOTH}, 8, DEMO),
-    Series("bundled, cut", reuse_prompts.facts_cut, {"facts": ("none", "overlap 8", *_ALL[1:])}, 25, DEMO),
-    Series("bundled, re-ordered, KV 8", reuse_prompts.facts_moved, {"one prompt": _BOTH}, 8, DEMO, 8),
-    Series("bundled, cut, KV 8", reuse_prompts.facts_cut, {"facts": ("none", "overlap 8", "default")}, 25, DEMO, 8),
+    Series(
+        "bundled, cut",
+        reuse_prompts.facts_cut,
+        {"facts": ("none", "overlap 8", *_ALL[1:])},
+        25,
+        DEMO,
+    ),
+    Series(
+        "bundled, re-ordered, KV 8", reuse_prompts.facts_moved, {"one prompt": _BOTH}, 8, DEMO, 8
+    ),
+    Series(
+        "bundled, cut, KV 8",
+        reuse_prompts.facts_cut,
+        {"facts": ("none", "overlap 8", "default")},
+        25,
+        DEMO,
+        8,
+    ),
     Series("passages", reuse_prompts.passages, {"like passages": _ALL}, 16),
     Series(
         "passages, other harvests",
@@ -78,7 +96,9 @@ SERIES = (
         {"one prompt": _BOTH, "prose": _BOTH, "descriptions": _BOTH},
         4,
     ),
-    Series("passages, KV 8", reuse_prompts.passages_unjudged, {"like passages": _BOTH}, 4, kv_bits=8),
+    Series(
+        "passages, KV 8", reuse_prompts.passages_unjudged, {"like passages": _BOTH}, 4, kv_bits=8
+    ),
     Series("own documents", reuse_prompts.docs, {"prose": _BOTH, "one prompt": _BOTH}, 4),
     Series("agents", reuse_prompts.agents, {"one prompt": _BOTH}, 6),
     Series("chats", reuse_prompts.chats, {"one prompt": _BOTH}, 6),
@@ -87,8 +107,9 @@ SERIES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answered:
-    """One prompt under one harvest and rule against the full computation. kl and same: of each compared token; right:
-    None where nobody judges."""
+    """One prompt under one harvest and rule against the full computation. kl and same: of each
+    compared token; right: None where nobody judges.
+    """
 
     harvest: str
     rule: str
@@ -100,9 +121,12 @@ class Answered:
     full_right: bool | None
 
 
-def ask_round(engine: CPUPagedEngine, made: Round, rules: Mapping[str, Sequence[str]]) -> Iterator[Answered]:
-    """Serve what the round serves, ask what it asks: for each prompt the other order where there is one, then the
-    rules of each harvest."""
+def ask_round(
+    engine: CPUPagedEngine, made: Round, rules: Mapping[str, Sequence[str]]
+) -> Iterator[Answered]:
+    """Serve what the round serves, ask what it asks: for each prompt the other order where there is
+    one, then the rules of each harvest.
+    """
     engine.reset_cache()
     for harvest in rules:
         for prompt in made.harvests[harvest]:
@@ -116,10 +140,14 @@ def ask_round(engine: CPUPagedEngine, made: Round, rules: Mapping[str, Sequence[
             rows, counts = _logits(engine, asked.other + answer[:-1], len(answer))
             own = text
             if asked.gold and not _agree(rows, answer):
-                own = engine.generate(asked.other, max_new_tokens=NUM_ANSWERED, cache_salt=_EXACT).output_text
+                own = engine.generate(
+                    asked.other, max_new_tokens=NUM_ANSWERED, cache_salt=_EXACT
+                ).output_text
             yield _answered(("", OTHER_ORDER), asked, full, rows, (0, 0, 0), text, own)
         for harvest, rule in ((harvest, rule) for harvest, some in rules.items() for rule in some):
-            rows, counts = _logits(engine, asked.prompt + answer[:-1], len(answer), harvest, RULES[rule])
+            rows, counts = _logits(
+                engine, asked.prompt + answer[:-1], len(answer), harvest, RULES[rule]
+            )
             own = text
             if asked.gold and not _agree(rows, answer):
                 own = _generate(engine, asked.prompt, harvest, RULES[rule])
@@ -127,18 +155,29 @@ def ask_round(engine: CPUPagedEngine, made: Round, rules: Mapping[str, Sequence[
 
 
 def _logits(
-    engine: CPUPagedEngine, tokens: list[int], count: int, salt: str = _EXACT, repair: Repair | None = None
+    engine: CPUPagedEngine,
+    tokens: list[int],
+    count: int,
+    salt: str = _EXACT,
+    repair: Repair | None = None,
 ) -> tuple[Floats, tuple[int, int, int]]:
-    """Logits of the last `count` tokens [count, vocab], and how many tokens were cached exactly, shared
-    elsewhere and recomputed. The public API
-    refuses logits that are not exact, so the request is changed behind it."""
-    request = engine._intake.make(tokens, Terms(cache_salt=salt), SamplingParams(), logits_start=len(tokens) - count)
+    """Logits of the last `count` tokens [count, vocab], and how many tokens were cached exactly,
+    shared elsewhere and recomputed. The public API refuses logits that are not exact, so the
+    request is changed behind it.
+    """
+    request = engine._intake.make(
+        tokens, Terms(cache_salt=salt), SamplingParams(), logits_start=len(tokens) - count
+    )
     if repair is not None:
         prepare_search()
         request = dataclasses.replace(request, mode=GenerationMode.CHUNK_KV_REUSE, repair=repair)
     handle, rows = engine._core.submit_logits(request)
     result = handle.result()
-    return np.concatenate(rows), (result.cached_tokens, result.reused_span_tokens, result.recomputed_tokens)
+    return np.concatenate(rows), (
+        result.cached_tokens,
+        result.reused_span_tokens,
+        result.recomputed_tokens,
+    )
 
 
 def _generate(engine: CPUPagedEngine, prompt: list[int], salt: str, repair: Repair) -> str:
@@ -171,9 +210,14 @@ def _answered(
     kl = np.maximum(0.0, (np.exp(first) * (first - second)).sum(axis=1))
     same = first.argmax(axis=1) == second.argmax(axis=1)
     served, shared, recomputed = counts
-    right, full_right = (all(gold in each for gold in asked.gold) if asked.gold else None for each in (text, full_text))
+    right, full_right = (
+        all(gold in each for gold in asked.gold) if asked.gold else None
+        for each in (text, full_text)
+    )
     found = (max(0, served - asked.before) + shared + recomputed) / asked.documents
-    return Answered(*name, kl.tolist(), same.tolist(), found, recomputed / asked.documents, right, full_right)
+    return Answered(
+        *name, kl.tolist(), same.tolist(), found, recomputed / asked.documents, right, full_right
+    )
 
 
 def _log_softmax(rows: Floats) -> npt.NDArray[np.float64]:
@@ -184,8 +228,10 @@ def _log_softmax(rows: Floats) -> npt.NDArray[np.float64]:
 
 
 def row_of(case: str, harvest: str, rule: str, all_answered: Sequence[Answered]) -> dict[str, Any]:
-    """Means over all compared tokens, accuracies over the judged prompts; intervals of 95%: of KL and of the share of
-    the full computation's accuracy by drawing prompts anew, of the accuracies by Wilson's formula."""
+    """Means over all compared tokens, accuracies over the judged prompts; intervals of 95%: of KL
+    and of the share of the full computation's accuracy by drawing prompts anew, of the accuracies
+    by Wilson's formula.
+    """
     judged = [one for one in all_answered if one.right is not None]
     right = sum(bool(one.right) for one in judged)
     full_right = sum(bool(one.full_right) for one in judged)
@@ -222,7 +268,9 @@ def _share_of_full(some: Sequence[Answered]) -> float:
     return sum(bool(one.right) for one in some) / full if full else 1.0
 
 
-def _drawn(some: Sequence[Answered], figure: Callable[[Sequence[Answered]], float]) -> list[float] | None:
+def _drawn(
+    some: Sequence[Answered], figure: Callable[[Sequence[Answered]], float]
+) -> list[float] | None:
     """95% interval of a figure, by the bootstrap."""
     if len(some) < 2:
         return None
@@ -243,8 +291,9 @@ def wilson(right: int, total: int) -> list[float] | None:
 
 
 class Kept:
-    """What was measured so far, a line for each prompt and rule: a run that was stopped goes on where it was. The file
-    is good for one state of the code; who changes that removes it."""
+    """What was measured so far, a line for each prompt and rule: a run that was stopped goes on
+    where it was. The file is good for one state of the code; who changes that removes it.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -258,12 +307,16 @@ class Kept:
         self.rounds[case, number] = found
         if self._path is not None:
             with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps([case, number, [dataclasses.asdict(one) for one in found]]) + "\n")
+                file.write(
+                    json.dumps([case, number, [dataclasses.asdict(one) for one in found]]) + "\n"
+                )
 
     def rows(self, series: Sequence[Series]) -> list[dict[str, Any]]:
         found = []
         for one in series:
-            everything = [each for (case, _), some in self.rounds.items() if case == one.case for each in some]
+            everything = [
+                each for (case, _), some in self.rounds.items() if case == one.case for each in some
+            ]
             for name in dict.fromkeys((each.harvest, each.rule) for each in everything):
                 chosen = [each for each in everything if (each.harvest, each.rule) == name]
                 found.append(row_of(one.case, *name, chosen))
@@ -271,25 +324,41 @@ class Kept:
 
 
 def _run(series: Series, seed: str, kept: Kept, until: float) -> None:
-    numbers = [number for number in range(series.rounds) if (series.case, number) not in kept.rounds]
+    numbers = [
+        number for number in range(series.rounds) if (series.case, number) not in kept.rounds
+    ]
     if not numbers or time.monotonic() > until:
         return
     model = series.model or str(real_model())
-    with CPUPagedEngine.from_pretrained(model, num_blocks=1024, kv_cache_bits=series.kv_bits) as engine:
+    with CPUPagedEngine.from_pretrained(
+        model, num_blocks=1024, kv_cache_bits=series.kv_bits
+    ) as engine:
         for number in numbers:
             if time.monotonic() > until:
                 return
-            kept.keep(series.case, number, list(ask_round(engine, series.make(engine, seed, number), series.rules)))
+            kept.keep(
+                series.case,
+                number,
+                list(ask_round(engine, series.make(engine, seed, number), series.rules)),
+            )
         for row in kept.rows([series]):
             print(json.dumps(row), flush=True)
 
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--only", nargs="*", default=[], help="cases, by the beginnings of their names")
-    options.add_argument("--seed", default="reported", help="of the texts; figures with others are for development")
-    options.add_argument("--minutes", type=float, default=math.inf, help="begin no round after that")
-    options.add_argument("--partial", type=Path, help="file of what is done: a run that was stopped goes on")
+    options.add_argument(
+        "--only", nargs="*", default=[], help="cases, by the beginnings of their names"
+    )
+    options.add_argument(
+        "--seed", default="reported", help="of the texts; figures with others are for development"
+    )
+    options.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no round after that"
+    )
+    options.add_argument(
+        "--partial", type=Path, help="file of what is done: a run that was stopped goes on"
+    )
     given = options.parse_args()
     if not is_whole(real_model()):
         raise SystemExit(f"{real_model()} is missing: run `make real-model`")

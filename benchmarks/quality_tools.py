@@ -1,8 +1,9 @@
 """What the real model calls when it is given tools, over the server's own API.
 
-12 requests whose right calls are known, with four tools at hand. A call is valid that names one of them and fits its
-schema, and right where tool and arguments are those that were asked for, whatever the case of letters. `required` binds
-from the start, `auto` leaves it to the model whether to call at all.
+12 requests whose right calls are known, with four tools at hand. A call is valid that names one of
+them and fits its schema, and right where tool and arguments are those that were asked for, whatever
+the case of letters. `required` binds from the start, `auto` leaves it to the model whether to call
+at all.
 """
 
 from __future__ import annotations
@@ -25,14 +26,27 @@ _NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}
 
 
 def _tool(name: str, description: str, **properties: Any) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": schema},
+    }
 
 
 TOOLS = [
     _tool("get_weather", "The weather in a city", city=_WORD),
     _tool("set_timer", "Starts a timer of some minutes", minutes=_NUMBER),
-    _tool("send_message", "Sends a text to a person", person=_WORD, text={"type": "string", "maxLength": 80}),
+    _tool(
+        "send_message",
+        "Sends a text to a person",
+        person=_WORD,
+        text={"type": "string", "maxLength": 80},
+    ),
     _tool("play_music", "Plays the music of an artist", artist=_WORD),
 ]
 REQUESTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -44,7 +58,11 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("Wake me up in 5 minutes with a timer.", "set_timer", {"minutes": 5}),
     ("Send the message 'hello' to Anna.", "send_message", {"person": "Anna", "text": "hello"}),
     ("Text Peter: I am late", "send_message", {"person": "Peter", "text": "I am late"}),
-    ("Tell Maria by message: dinner is ready", "send_message", {"person": "Maria", "text": "dinner is ready"}),
+    (
+        "Tell Maria by message: dinner is ready",
+        "send_message",
+        {"person": "Maria", "text": "dinner is ready"},
+    ),
     ("Play music by Mozart.", "play_music", {"artist": "Mozart"}),
     ("I want to hear songs of the Beatles.", "play_music", {"artist": "the Beatles"}),
     ("Play something by Bach.", "play_music", {"artist": "Bach"}),
@@ -58,16 +76,28 @@ def tool_rows(engine: CPUPagedEngine) -> list[dict[str, Any]]:
 
 async def _row(engine: CPUPagedEngine, choice: str) -> dict[str, Any]:
     transport = httpx.ASGITransport(app=create_app(engine, ServerSettings()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=600) as client:
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", timeout=600
+    ) as client:
         answers = [await _asked(client, question, choice) for question, _, _ in REQUESTS]
     called = [choice["message"].get("tool_calls", [None])[0] for choice in answers]
-    ended = [call for call, one in zip(called, answers, strict=True) if call and one["finish_reason"] == "tool_calls"]
+    ended = [
+        call
+        for call, one in zip(called, answers, strict=True)
+        if call and one["finish_reason"] == "tool_calls"
+    ]
     right = sum(is_right(call, *wanted[1:]) for call, wanted in zip(called, REQUESTS, strict=True))
     tool = sum(
-        bool(call) and call["function"]["name"] == name for call, (_, name, _) in zip(called, REQUESTS, strict=True)
+        bool(call) and call["function"]["name"] == name
+        for call, (_, name, _) in zip(called, REQUESTS, strict=True)
     )
     valid = sum(map(is_valid_call, ended))
-    row = {"tool_choice": choice, "asked": len(REQUESTS), "called": sum(map(bool, called)), "ended": len(ended)}
+    row = {
+        "tool_choice": choice,
+        "asked": len(REQUESTS),
+        "called": sum(map(bool, called)),
+        "ended": len(ended),
+    }
     row |= {"valid %": 100 * valid / len(ended) if ended else None}
     row |= {"right tool %": 100 * tool / len(REQUESTS), "right %": 100 * right / len(REQUESTS)}
     print(json.dumps(row), flush=True)
@@ -76,7 +106,13 @@ async def _row(engine: CPUPagedEngine, choice: str) -> dict[str, Any]:
 
 async def _asked(client: httpx.AsyncClient, question: str, choice: str) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}]
-    body = {"messages": messages, "tools": TOOLS, "tool_choice": choice, "temperature": 0, "max_tokens": 96}
+    body = {
+        "messages": messages,
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "temperature": 0,
+        "max_tokens": 96,
+    }
     answer = await client.post("/v1/chat/completions", json={**body, "parallel_tool_calls": False})
     answer.raise_for_status()
     first: dict[str, Any] = answer.json()["choices"][0]

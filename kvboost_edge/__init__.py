@@ -1,7 +1,8 @@
-"""CPU-first inference for decoder-only language models on one paged, prefix-shared pool of keys and values.
+"""CPU-first inference for decoder-only language models on one paged, prefix-shared pool of keys and
+values.
 
-Everything public is importable from here and loaded on first use: importing the package loads neither torch nor
-transformers, numba or numpy-heavy rooms.
+Everything public is importable from here and loaded on first use: importing the package loads
+neither torch nor transformers, numba or numpy-heavy rooms.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.handle import RequestHandle, TokenEvent
     from kvboost_edge.engine.request import SamplingParams
-    from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, PromptCheck, TokenLogprobs, WarmResult
+    from kvboost_edge.engine.results import (
+        CorrectnessReport,
+        GenerationResult,
+        PromptCheck,
+        TokenLogprobs,
+        WarmResult,
+    )
     from kvboost_edge.errors import (
         BackendUnavailable,
         CacheCorruption,

@@ -1,4 +1,5 @@
-"""The one exception tree of the package. Importable alone: no dependency, no other module of the package.
+"""The one exception tree of the package. Importable alone: no dependency, no other module of the
+package.
 
 Every message names the offending value, the limit it broke and the knob that moves the limit.
 """
@@ -21,19 +22,27 @@ class KVBoostError(Exception):
 
 
 class ConfigError(KVBoostError, ValueError):
-    """An option is unknown, out of range, of the wrong type, or belongs to a feature that is not there."""
+    """An option is unknown, out of range, of the wrong type, or belongs to a feature that is not
+    there.
+    """
 
 
 class ModelFormatError(KVBoostError, ValueError):
-    """A model directory, config or weight file is missing, damaged, inconsistent or not supported."""
+    """A model directory, config or weight file is missing, damaged, inconsistent or not
+    supported.
+    """
 
 
 class CapacityError(KVBoostError):
-    """Something does not fit: a request into the pool, the pool into memory. The message shows the arithmetic."""
+    """Something does not fit: a request into the pool, the pool into memory. The message shows the
+    arithmetic.
+    """
 
 
 class BackendUnavailable(KVBoostError):
-    """A backend, runner or optional dependency was asked for by name and is not usable on this machine."""
+    """A backend, runner or optional dependency was asked for by name and is not usable on this
+    machine.
+    """
 
 
 class RequestError(KVBoostError, ValueError):
@@ -41,4 +50,6 @@ class RequestError(KVBoostError, ValueError):
 
 
 class CacheCorruption(KVBoostError):
-    """The bookkeeping of the block pool contradicts itself: double free, stale id, broken invariant."""
+    """The bookkeeping of the block pool contradicts itself: double free, stale id, broken
+    invariant.
+    """

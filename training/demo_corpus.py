@@ -1,10 +1,10 @@
 """Text of the demo model: invented facts in short documents, and questions about them.
 
-Everything is generated from seeds, so a training run is reproducible from its seed alone.  A text is
-a list of pieces ``(fragment, weight)``: the fragments joined are the text, the weight is the share of
-each fragment's tokens in the training loss (0 for what the model is given, above 0 for answers).
-Every fragment starts where the tokenizer's pre-tokenizer would split anyway, so fragments may be
-encoded one by one.
+Everything is generated from seeds, so a training run is reproducible from its seed alone.  A text
+is a list of pieces ``(fragment, weight)``: the fragments joined are the text, the weight is the
+share of each fragment's tokens in the training loss (0 for what the model is given, above 0 for
+answers). Every fragment starts where the tokenizer's pre-tokenizer would split anyway, so fragments
+may be encoded one by one.
 """
 
 from __future__ import annotations
@@ -36,17 +36,25 @@ _VOWELS = _split("a e i o u ai ea or ar en")
 _CODAS = _split("l n r s t m k x nd lo na ra vik dor mar tin bel ric sa go")
 
 _WORDS = {
-    "colour": _split("red blue green yellow white black brown pink grey purple orange silver gold violet"),
+    "colour": _split(
+        "red blue green yellow white black brown pink grey purple orange silver gold violet"
+    ),
     "job": _split(
         "baker pilot doctor teacher farmer singer writer painter sailor miner nurse cook judge "
         "tailor potter clerk guard hunter weaver barber"
     ),
     "animal": _split(
-        "dog cat horse rabbit parrot turtle goat sheep duck fox owl crow eagle otter bear wolf snake frog mouse hen"
+        "dog cat horse rabbit parrot turtle goat sheep duck fox owl crow eagle otter bear wolf "
+        "snake frog mouse hen"
     ),
     "drink": _split("tea coffee milk water juice cider cocoa lemonade soda wine"),
-    "hobby": _split("chess fishing sailing reading dancing running cooking skiing boxing climbing gardening archery"),
-    "month": _split("January February March April May June July August September October November December"),
+    "hobby": _split(
+        "chess fishing sailing reading dancing running cooking skiing boxing climbing gardening "
+        "archery"
+    ),
+    "month": _split(
+        "January February March April May June July August September October November December"
+    ),
     "crop": _split("wheat corn rice barley oats beans apples grapes olives cotton onions plums"),
     "metal": _split("iron copper tin lead zinc nickel brass steel bronze chrome"),
     "fabric": _split("wool silk linen leather felt velvet denim canvas"),
@@ -111,17 +119,18 @@ _SMALL_TALK = [
     ("Who are you?", "I am a small demo model. I answer from documents."),
 ]
 GENERAL_TEXT = (
-    "the of and to in a is that it was for on are as with his they at be this from have or by one had "
-    "not but what all were when we there can an your which their said if do will each about how up out "
-    "them then she many some so these would other into has more her two like him see time could no make "
-    "than first been its who now people my made over did down only way find use may long little very "
-    "after words called just where most know get through back much before go good new write our used me "
-    "man too any day same right look think also around another came come work three word must because "
-    "does part even place well such here take why things help put years different away again off went "
-    "old number great tell men say small every found still between name should home big give air line "
-    "set own under read last never us left end along while might next sound below saw something thought "
-    "both few those always looked show large often together asked house world going want school "
-    "def return import class self for in if else while print None True False int str list len range"
+    "the of and to in a is that it was for on are as with his they at be this from have or by one "
+    "had not but what all were when we there can an your which their said if do will each about "
+    "how up out them then she many some so these would other into has more her two like him see "
+    "time could no make than first been its who now people my made over did down only way find "
+    "use may long little very after words called just where most know get through back much "
+    "before go good new write our used me man too any day same right look think also around "
+    "another came come work three word must because does part even place well such here take why "
+    "things help put years different away again off went old number great tell men say small "
+    "every found still between name should home big give air line set own under read last never "
+    "us left end along while might next sound below saw something thought both few those always "
+    "looked show large often together asked house world going want school def return import class "
+    "self for in if else while print None True False int str list len range"
 )
 
 
@@ -201,17 +210,21 @@ def _value(rng: random.Random, source: str, fresh: bool) -> str:
     return rng.choice(_WORDS[source])
 
 
-def make_facts(rng: random.Random, count: int, fresh: bool, training: bool, single_share: float) -> list[Fact]:
+def make_facts(
+    rng: random.Random, count: int, fresh: bool, training: bool, single_share: float
+) -> list[Fact]:
     """`count` facts with distinct (subject, attribute); in training none that is held out.
 
     Each text uses few or many attributes and asks few or many of each subject, so that neither the
-    subject nor the attribute alone tells the facts apart.  A share `single_share` of the texts has one
-    attribute only, which leaves nothing but the subject to go by.
+    subject nor the attribute alone tells the facts apart.  A share `single_share` of the texts has
+    one attribute only, which leaves nothing but the subject to go by.
     """
     single = rng.random() < single_share
     kinds = rng.sample(sorted(_ATTRIBUTES), 1 if single else rng.randint(1, 3))
     allowed = {
-        kind: rng.sample(sorted(_ATTRIBUTES[kind]), 1 if single else rng.randint(1, len(_ATTRIBUTES[kind])))
+        kind: rng.sample(
+            sorted(_ATTRIBUTES[kind]), 1 if single else rng.randint(1, len(_ATTRIBUTES[kind]))
+        )
         for kind in kinds
     }
     facts: list[Fact] = []
@@ -300,7 +313,13 @@ def _plain_pieces(rng: random.Random, sample: Sample) -> list[Piece]:
     pieces: list[Piece] = [(BOS, 0.0), *document_pieces(sample)]
     for fact in sample.asked:
         pieces += [("Question", 0.0), (":", 0.0), (f" {_question(rng, fact)}", 0.0)]
-        pieces += [("\n", 0.0), ("Answer", 0.0), (":", 0.0), *answer_pieces(fact, " "), ("\n\n", 0.0)]
+        pieces += [
+            ("\n", 0.0),
+            ("Answer", 0.0),
+            (":", 0.0),
+            *answer_pieces(fact, " "),
+            ("\n\n", 0.0),
+        ]
     return pieces[:-1]
 
 
@@ -324,14 +343,27 @@ def text_pieces(rng: random.Random, sample: Sample, small_talk: float = 0.03) ->
     if sample.style == "system":
         pieces += [(SYSTEM, 0.0), ("\n", 0.0), *documents[:-1], (END, 0.0), ("\n", 0.0)]
     elif rng.random() < 0.25:
-        pieces += [(SYSTEM, 0.0), ("\n", 0.0), (rng.choice(_INSTRUCTIONS), 0.0), (END, 0.0), ("\n", 0.0)]
+        pieces += [
+            (SYSTEM, 0.0),
+            ("\n", 0.0),
+            (rng.choice(_INSTRUCTIONS), 0.0),
+            (END, 0.0),
+            ("\n", 0.0),
+        ]
     pending = documents if sample.style == "user" else []
     for fact in sample.asked:
         if rng.random() < small_talk:
             said, reply = rng.choice(_SMALL_TALK)
             pieces += [(USER, 0.0), ("\n", 0.0), (said, 0.0), (END, 0.0), ("\n", 0.0)]
             pieces += [(ASSISTANT, 0.0), ("\n", 0.0), (reply, 0.5), (END, 0.5), ("\n", 0.0)]
-        pieces += [(USER, 0.0), ("\n", 0.0), *pending, (_question(rng, fact), 0.0), (END, 0.0), ("\n", 0.0)]
+        pieces += [
+            (USER, 0.0),
+            ("\n", 0.0),
+            *pending,
+            (_question(rng, fact), 0.0),
+            (END, 0.0),
+            ("\n", 0.0),
+        ]
         pieces += [(ASSISTANT, 0.0), ("\n", 0.0), *answer_pieces(fact), ("\n", 0.0)]
         pending = []
     return pieces
@@ -366,5 +398,8 @@ def held_out_question(facts: int, seed: str) -> tuple[list[dict[str, str]], str]
     question = _question(rng, fact)
     reply = fact.sentence() + END
     if style == "system":
-        return [{"role": "system", "content": documents.rstrip("\n")}, {"role": "user", "content": question}], reply
+        return [
+            {"role": "system", "content": documents.rstrip("\n")},
+            {"role": "user", "content": question},
+        ], reply
     return [{"role": "user", "content": documents + question}], reply

@@ -18,9 +18,10 @@ import demo_corpus as corpus
 
 VOCABULARY = 1664
 _SETTINGS = (
-    "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "hidden_act vocab_size max_position_embeddings rms_norm_eps rope_parameters tie_word_embeddings attention_bias "
-    "mlp_bias initializer_range bos_token_id eos_token_id pad_token_id transformers_version"
+    "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim hidden_act vocab_size max_position_embeddings rms_norm_eps "
+    "rope_parameters tie_word_embeddings attention_bias mlp_bias initializer_range bos_token_id "
+    "eos_token_id pad_token_id transformers_version"
 ).split()
 _SPLIT = r" ?\p{L}+| ?\p{N}{1,2}|\n+| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
 
@@ -72,34 +73,31 @@ def check_pieces(tokenizer: Tokenizer, encode: Callable, seed: int) -> None:
 
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{%- for message in messages -%}"
-    "{%- if message.role in ('system', 'developer') -%}{{ '<|system|>\\n' }}"
-    "{%- elif message.role == 'assistant' -%}{{ '<|assistant|>\\n' }}"
-    "{%- else -%}{{ '<|user|>\\n' }}{%- endif -%}"
-    "{%- if message.content is string -%}{{ message.content }}"
-    "{%- elif message.content -%}"
-    "{%- for part in message.content -%}{%- if part.text is defined -%}{{ part.text }}{%- endif -%}{%- endfor -%}"
-    "{%- endif -%}"
-    "{{ '<|end|>\\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
+    "{{ bos_token }}{%- for message in messages -%}{%- if message.role in ('system', 'developer') "
+    "-%}{{ '<|system|>\\n' }}{%- elif message.role == 'assistant' -%}{{ '<|assistant|>\\n' }}{%- "
+    "else -%}{{ '<|user|>\\n' }}{%- endif -%}{%- if message.content is string -%}{{ "
+    "message.content }}{%- elif message.content -%}{%- for part in message.content -%}{%- if "
+    "part.text is defined -%}{{ part.text }}{%- endif -%}{%- endfor -%}{%- endif -%}{{ "
+    "'<|end|>\\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- "
+    "endif -%}"
 )
 CARD = """# Demo model
 
 A Llama-family model of {parameters:,} parameters (RoPE, grouped-query attention: 4 query and 2
-key-value heads of 64, 6 layers of width 256, tied embeddings, byte-level BPE of {vocabulary} tokens,
-context {context}, float16 weights).  It answers questions about facts in the documents that it is given, and does
-nothing else; it knows nothing about the world: all people, places and things are invented.
+key-value heads of 64, 6 layers of width 256, tied embeddings, byte-level BPE of {vocabulary}
+tokens, context {context}, float16 weights).  It answers questions about facts in the documents
+that it is given, and does nothing else; it knows nothing about the world: all people, places and
+things are invented.
 
 Made by `training/train_demo_model.py` from text that the script generates itself:
 
     python training/train_demo_model.py --work-dir demo_train --seed {seed}
-    python training/train_demo_model.py --work-dir demo_train --seed {seed} --export kvboost_edge/assets/demo
+    python training/train_demo_model.py --work-dir demo_train --seed {seed} \\
+        --export kvboost_edge/assets/demo
     python training/train_demo_model.py --seed {seed} --eval-only kvboost_edge/assets/demo
 
-Seed {seed}, {step} steps of at most {tokens:,} tokens, {minutes:.0f} minutes on 2 CPU cores.  Options of
-the run, as it was started and resumed:
+Seed {seed}, {step} steps of at most {tokens:,} tokens, {minutes:.0f} minutes on 2 CPU cores.
+Options of the run, as it was started and resumed:
 
 {runs}
 
@@ -107,9 +105,9 @@ The first two layers start as an induction circuit (`training/demo_init.py`); ev
 
 ## Accuracy
 
-Fresh documents, questions on (subject, attribute) combinations that training never showed (one in
-{share} is held out, by a hash).  Greedy decoding; right means that the whole restated answer and its
-end are exactly as expected.
+Fresh documents, questions on (subject, attribute) combinations that training never showed
+(one in {share} is held out, by a hash).  Greedy decoding; right means that the whole restated
+answer and its end are exactly as expected.
 
 {figures}
 
@@ -134,7 +132,11 @@ the documents, then `Question: What is the crop of Lake Brelo?` and, on the next
 
 
 def export(
-    folder: Path, model: LlamaForCausalLM, tokenizer: Tokenizer, progress: dict, options: argparse.Namespace
+    folder: Path,
+    model: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    progress: dict,
+    options: argparse.Namespace,
 ) -> None:
     """Write a Hugging Face model directory with float16 weights, evaluate it and write its card."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -205,7 +207,10 @@ def evaluate(folder: Path, questions: int, seed: int) -> str:
     """Greedy exact-match accuracy of a model directory; prints and returns a Markdown table."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    lines = ["| facts in the text | questions | right | accuracy |", "| ---: | ---: | ---: | ---: |"]
+    lines = [
+        "| facts in the text | questions | right | accuracy |",
+        "| ---: | ---: | ---: | ---: |",
+    ]
     for facts in (16, 64, 128):
         started = time.perf_counter()
         seeds = [f"{seed} test {facts} {index}" for index in range(questions)]
@@ -219,8 +224,12 @@ def evaluate(folder: Path, questions: int, seed: int) -> str:
     return "\n".join(lines)
 
 
-def _answers_right(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, facts: int, seed: str) -> bool:
-    """Whether the model's greedy reply to one held-out question, through the chat template, is exact."""
+def _answers_right(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, facts: int, seed: str
+) -> bool:
+    """Whether the model's greedy reply to one held-out question, through the chat template, is
+    exact.
+    """
     messages, wanted_text = corpus.held_out_question(facts, seed)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])

@@ -1,10 +1,14 @@
 """Starting weights of the demo model: its first two layers begin as an induction circuit.
 
-From random weights a small model spends most of its training on a plateau before it can look a name up
-in its context.  What forms at the end of that plateau is known, so the start may as well contain it.
-Layer 0: head h attends to the token h + 1 places back, whatever the tokens are, and passes its
-embedding on.  Layer 1: each head compares two of the last tokens with two tokens before every earlier
-position and copies what stood there.  All weights are trained; the others start as the library draws them.
+From random weights a small model spends most of its training on a plateau before it can look a name
+up
+in its context.  What forms at the end of that plateau is known, so the start may as well contain
+                 it. Layer 0: head h attends to the token h + 1 places back, whatever the tokens
+                 are, and passes its
+embedding on.  Layer 1: each head compares two of the last tokens with two tokens before every
+               earlier
+position and copies what stood there.  All weights are trained; the others start as the library
+                                       draws them.
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ from transformers import LlamaForCausalLM
 
 CONSTANT = 0.5  # a component that all embeddings share; heads that go by place alone read it
 PLACE_PAIRS = 8  # rotary pairs (the fastest) that place heads use
-CONTENT_FROM = 16  # rotary pairs from here on turn so slowly that content can be compared at any distance
-# Layer 1, for each query head: which tokens back the query looks at (two features); the key looks one further.
+CONTENT_FROM = (
+    16  # rotary pairs from here on turn so slowly that content can be compared at any distance
+)
+# Layer 1, for each query head: which tokens back the query looks at (two features); the key looks
+# one further.
 QUERY_OFFSETS = ((1, 2), (1, 2), (0, 1), (0, 1))
 
 
@@ -28,7 +35,9 @@ def _orthonormal(rows: int, columns: int) -> Tensor:
 
 
 def _place_heads(model: LlamaForCausalLM, sharpness: float = 5.0) -> tuple[Tensor, list[Tensor]]:
-    """Make layer 0's heads look 1, 2, 3 and 4 places back; returns their common value map and output maps."""
+    """Make layer 0's heads look 1, 2, 3 and 4 places back; returns their common value map and
+    output maps.
+    """
     config = model.config
     attention = model.model.layers[0].self_attn
     size = config.head_dim
@@ -45,13 +54,19 @@ def _place_heads(model: LlamaForCausalLM, sharpness: float = 5.0) -> tuple[Tenso
         start = head * size
         back = head + 1
         attention.q_proj.weight[start : start + PLACE_PAIRS, 0] = gain * torch.cos(speeds * back)
-        attention.q_proj.weight[start + half : start + half + PLACE_PAIRS, 0] = -gain * torch.sin(speeds * back)
+        attention.q_proj.weight[start + half : start + half + PLACE_PAIRS, 0] = -gain * torch.sin(
+            speeds * back
+        )
         attention.o_proj.weight[:, start : start + size] = output * 0.3
     return value, outputs
 
 
-def _content_heads(model: LlamaForCausalLM, value: Tensor, outputs: list[Tensor], gain: float) -> None:
-    """Make layer 1's heads find the earlier place that the same tokens lead to, and copy its token."""
+def _content_heads(
+    model: LlamaForCausalLM, value: Tensor, outputs: list[Tensor], gain: float
+) -> None:
+    """Make layer 1's heads find the earlier place that the same tokens lead to, and copy its
+    token.
+    """
     config = model.config
     attention = model.model.layers[1].self_attn
     size = config.head_dim
@@ -73,7 +88,9 @@ def _content_heads(model: LlamaForCausalLM, value: Tensor, outputs: list[Tensor]
             rows = torch.tensor(feature)
             attention.q_proj.weight[head * size + rows] += gain * mixer @ read(back)
             if head % groups == 0:
-                attention.k_proj.weight[head // groups * size + rows] += gain * mixer @ read(back + 1)
+                attention.k_proj.weight[head // groups * size + rows] += (
+                    gain * mixer @ read(back + 1)
+                )
     copies = _orthonormal(size * config.num_key_value_heads, config.hidden_size)
     attention.v_proj.weight.copy_(copies * 0.4)
     for head in range(config.num_attention_heads):

@@ -5,10 +5,13 @@
     python training/train_demo_model.py --eval-only kvboost_edge/assets/demo
 
 The texts are generated (demo_corpus.py).  The first two layers start as an induction circuit
-(demo_init.py); a few steps of random tokens repeated make it work, then come texts of 2 to 12 facts, at
-first often with the facts merely repeated in another order, then ever more facts, up to 128, as soon as
-the answers are right.  Checkpoints are safetensors and JSON; a run resumes from its last one.  On a busy
-machine set OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait made steps three times slower.
+                                           (demo_init.py); a few steps of random tokens repeated
+                                           make it work, then come texts of 2 to 12 facts, at first
+                                           often with the facts merely repeated in another order,
+                                           then ever more facts, up to 128, as soon as
+the answers are right.  Checkpoints are safetensors and JSON; a run resumes from its last one.  On a
+                        busy machine set OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait
+                        made steps three times slower.
 """
 
 from __future__ import annotations
@@ -82,7 +85,9 @@ class Encoder:
         return ids, weights
 
 
-def make_batch(texts: list[tuple[list[int], list[float]]], facts: int, spare: float, rng: np.random.Generator) -> Batch:
+def make_batch(
+    texts: list[tuple[list[int], list[float]]], facts: int, spare: float, rng: np.random.Generator
+) -> Batch:
     """Pad texts to one batch; answers carry their weight, a share `spare` of the rest a tenth."""
     length = min(MAX_LENGTH, max(len(ids) for ids, _ in texts))
     ids = np.zeros((len(texts), length), dtype=np.int64)
@@ -121,8 +126,12 @@ def repeat_batch(encoder: Encoder, rng: np.random.Generator, tokens: int, step: 
     return make_batch(texts, 0, 0.0, rng)
 
 
-def fact_batch(encoder: Encoder, rng: random.Random, tokens: int, facts: int, fresh: float, drill: bool) -> Batch:
-    """Texts of about `facts` facts, as many as make up `tokens` tokens; a share `fresh` with unheard-of names."""
+def fact_batch(
+    encoder: Encoder, rng: random.Random, tokens: int, facts: int, fresh: float, drill: bool
+) -> Batch:
+    """Texts of about `facts` facts, as many as make up `tokens` tokens; a share `fresh` with
+    unheard-of names.
+    """
     questions = min(24, facts) if drill else max(3, min(12, facts))
     texts: list[tuple[list[int], list[float]]] = []
     longest = 0
@@ -135,16 +144,22 @@ def fact_batch(encoder: Encoder, rng: random.Random, tokens: int, facts: int, fr
         if texts and longest * (len(texts) + 1) > tokens:
             break
         texts.append(text)
-    return make_batch(texts, facts, 0.0 if drill else 0.05, np.random.default_rng(rng.getrandbits(32)))
+    return make_batch(
+        texts, facts, 0.0 if drill else 0.05, np.random.default_rng(rng.getrandbits(32))
+    )
 
 
 def next_batch(encoder: Encoder, options: argparse.Namespace, progress: Progress) -> Batch:
-    """The batch of this step; it depends only on the seed, the step and the number of facts reached."""
+    """The batch of this step; it depends only on the seed, the step and the number of facts
+    reached.
+    """
     rng = random.Random(f"{options.seed} {progress.step}")
     after = progress.step - options.repeat_steps
     tokens = options.tokens if progress.max_facts >= 48 else options.tokens // 2
     if after < 0 or rng.random() < 0.04:
-        return repeat_batch(encoder, np.random.default_rng(rng.getrandbits(32)), tokens, progress.step)
+        return repeat_batch(
+            encoder, np.random.default_rng(rng.getrandbits(32)), tokens, progress.step
+        )
     low = math.log(2)
     high = math.log(progress.max_facts)
     facts = round(math.exp(low + (high - low) * rng.random() ** 0.5))
@@ -153,7 +168,9 @@ def next_batch(encoder: Encoder, options: argparse.Namespace, progress: Progress
     return fact_batch(encoder, rng, tokens, facts, fresh, drill)
 
 
-def forward(body: torch.nn.Module, head: torch.nn.Linear, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    body: torch.nn.Module, head: torch.nn.Linear, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted loss, and for each answer whether all its tokens were the likeliest."""
     hidden = body(input_ids=batch.ids, use_cache=False).last_hidden_state
     logits = head(hidden.reshape(-1, hidden.shape[-1])[batch.positions]).float()
@@ -168,9 +185,16 @@ def forward(body: torch.nn.Module, head: torch.nn.Linear, batch: Batch) -> tuple
 
 
 def quick_accuracy(
-    body: torch.nn.Module, head: torch.nn.Linear, encoder: Encoder, facts: int, answers: int, seed: int
+    body: torch.nn.Module,
+    head: torch.nn.Linear,
+    encoder: Encoder,
+    facts: int,
+    answers: int,
+    seed: int,
 ) -> float:
-    """Share of held-out answers right, judged in one pass (equals greedy decoding's exact match)."""
+    """Share of held-out answers right, judged in one pass (equals greedy decoding's exact
+    match).
+    """
     rng = random.Random(f"{seed} quick {facts}")
     right: list[float] = []
     while len(right) < answers:
@@ -225,20 +249,28 @@ def save_checkpoint(
     (folder / "progress.json").write_text(json.dumps(asdict(progress)))
 
 
-def load_checkpoint(folder: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer | None) -> Progress:
+def load_checkpoint(
+    folder: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer | None
+) -> Progress:
     """Restore a checkpoint if there is one."""
     path = folder / "checkpoint.safetensors"
     if not path.exists():
         return Progress()
     tensors = load_file(path)
     model.model.load_state_dict(
-        {key.removeprefix("model."): value for key, value in tensors.items() if key.startswith("model.")}
+        {
+            key.removeprefix("model."): value
+            for key, value in tensors.items()
+            if key.startswith("model.")
+        }
     )
     if optimizer is not None:
         for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
             prefix = f"optimizer.{index}."
             optimizer.state[parameter] = {
-                key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
+                key.removeprefix(prefix): value
+                for key, value in tensors.items()
+                if key.startswith(prefix)
             }
     return Progress(**json.loads((folder / "progress.json").read_text()))
 
@@ -246,7 +278,11 @@ def load_checkpoint(folder: Path, model: LlamaForCausalLM, optimizer: torch.opti
 def learning_rate(step: int, options: argparse.Namespace) -> float:
     """Warm-up over 100 steps, then cosine down to a fortieth."""
     share = min(1.0, step / options.steps)
-    return options.lr * min(1.0, (step + 1) / 100) * (0.025 + 0.975 * 0.5 * (1 + math.cos(math.pi * share)))
+    return (
+        options.lr
+        * min(1.0, (step + 1) / 100)
+        * (0.025 + 0.975 * 0.5 * (1 + math.cos(math.pi * share)))
+    )
 
 
 def grow(progress: Progress, options: argparse.Namespace, facts: int, right: float) -> None:
@@ -257,7 +293,9 @@ def grow(progress: Progress, options: argparse.Namespace, facts: int, right: flo
         progress.max_facts = min(float(MAX_FACTS), progress.max_facts * 1.04)
     late = (progress.step / options.steps - 0.5) / 0.3
     if late > 0:
-        progress.max_facts = max(progress.max_facts, min(float(MAX_FACTS), 12 * (MAX_FACTS / 12) ** late))
+        progress.max_facts = max(
+            progress.max_facts, min(float(MAX_FACTS), 12 * (MAX_FACTS / 12) ** late)
+        )
 
 
 def train(options: argparse.Namespace) -> None:
@@ -268,12 +306,18 @@ def train(options: argparse.Namespace) -> None:
     encoder = Encoder(tokenizer)
     demo_export.check_pieces(tokenizer, encoder.pieces, options.seed)
     model = build_model(encoder.size, options.seed, options.layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
     progress = load_checkpoint(folder, model, optimizer)
     body = torch.compile(model.model, dynamic=True) if options.compile else model.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{parameters} parameters, vocabulary {encoder.size}, from step {progress.step}", flush=True)
-    progress.runs.append(f"from step {progress.step}: --tokens {options.tokens} --steps {options.steps}")
+    print(
+        f"{parameters} parameters, vocabulary {encoder.size}, from step {progress.step}", flush=True
+    )
+    progress.runs.append(
+        f"from step {progress.step}: --tokens {options.tokens} --steps {options.steps}"
+    )
     loss_sum = 0.0
     started = time.perf_counter()
     while progress.step < options.steps:
@@ -293,7 +337,9 @@ def train(options: argparse.Namespace) -> None:
         if progress.step % options.report == 0:
             now = time.perf_counter()
             progress.seconds += now - started
-            report(body, model, encoder, options, progress, loss_sum / options.report, now - started)
+            report(
+                body, model, encoder, options, progress, loss_sum / options.report, now - started
+            )
             save_checkpoint(folder, model, optimizer, progress)
             loss_sum = 0.0
             started = time.perf_counter()
@@ -310,11 +356,9 @@ def report(
 ) -> None:
     """One line of progress, with the accuracy on held-out combinations."""
     sizes = [4, 16] + [size for size in (64, 128) if progress.max_facts >= size / 2]
+    parts = (model.model, model.lm_head, encoder)
     figures = (
-        " ".join(
-            f"{size}:{quick_accuracy(model.model, model.lm_head, encoder, size, 60, options.seed):.0%}"
-            for size in sizes
-        )
+        " ".join(f"{size}:{quick_accuracy(*parts, size, 60, options.seed):.0%}" for size in sizes)
         if progress.step >= options.repeat_steps
         else ""
     )
@@ -327,22 +371,42 @@ def report(
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work-dir", type=Path, default=Path("demo_train"), help="tokenizer and checkpoints")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work-dir", type=Path, default=Path("demo_train"), help="tokenizer and checkpoints"
+    )
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--repeat-steps", type=int, default=60, help="first steps: random tokens, repeated")
-    parser.add_argument("--drill-steps", type=int, default=300, help="then: some texts only repeat their facts")
+    parser.add_argument(
+        "--repeat-steps", type=int, default=60, help="first steps: random tokens, repeated"
+    )
+    parser.add_argument(
+        "--drill-steps", type=int, default=300, help="then: some texts only repeat their facts"
+    )
     parser.add_argument("--tokens", type=int, default=6000, help="tokens a step")
-    parser.add_argument("--layers", type=int, default=6, help="of the model, 2 at least; the bundled one has 6")
+    parser.add_argument(
+        "--layers", type=int, default=6, help="of the model, 2 at least; the bundled one has 6"
+    )
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 2)
-    parser.add_argument("--report", type=int, default=100, help="steps between progress lines and checkpoints")
-    parser.add_argument("--compile", action="store_true", help="torch.compile (about a tenth faster)")
+    parser.add_argument(
+        "--report", type=int, default=100, help="steps between progress lines and checkpoints"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile (about a tenth faster)"
+    )
     parser.add_argument("--fp32", action="store_true", help="no bf16 autocast")
-    parser.add_argument("--export", type=Path, metavar="DIR", help="write the checkpoint as a model directory")
-    parser.add_argument("--eval-only", type=Path, metavar="DIR", help="accuracy of a model directory")
-    parser.add_argument("--questions", type=int, default=400, help="held-out questions for each size")
+    parser.add_argument(
+        "--export", type=Path, metavar="DIR", help="write the checkpoint as a model directory"
+    )
+    parser.add_argument(
+        "--eval-only", type=Path, metavar="DIR", help="accuracy of a model directory"
+    )
+    parser.add_argument(
+        "--questions", type=int, default=400, help="held-out questions for each size"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.eval_only:

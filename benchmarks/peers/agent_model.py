@@ -1,8 +1,9 @@
-"""A random model of a real shape that says one written answer, with thinking, text and a call, and a chat template with
-tools: what a coding agent's session runs on, the same file for every server.
+"""A random model of a real shape that says one written answer, with thinking, text and a call, and
+a chat template with tools: what a coding agent's session runs on, the same file for every server.
 
-The answer is a chain of tokens, each in it once. Their embeddings are much longer than all that random layers add, and
-the MLP of the first layer answers each with the embedding of the next one; the time a token takes is that of the shape.
+The answer is a chain of tokens, each in it once. Their embeddings are much longer than all that
+random layers add, and the MLP of the first layer answers each with the embedding of the next one;
+the time a token takes is that of the shape.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ _LEARNED = 3000
 _END = "<|im_end|>"
 _CONTROL = ("<|im_start|>", _END)
 # Whole in the text, as with Qwen; the pieces of a call each once, as a chain needs it.
-_WHOLE = ("<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {"path": "', '"}}')
+_WHOLE = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "',
+    '", "arguments": {"path": "',
+    '"}}',
+)
 # How "qwen2" splits a text before it merges.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -40,16 +49,19 @@ TEMPLATE = """\
 {%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
 {%- if tools %}{{ '\\n\\nThese tools can be called:\\n<tools>' }}
 {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
-{{- '\\n</tools>\\nA call is written as <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>' }}
+{{- '\\n</tools>\\nA call is written as ' }}
+{{- '<tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>' }}
 {%- endif %}{{ '<|im_end|>\\n' }}{% endif %}
 {%- set last = namespace(at=0) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}
+{%- endfor %}
 {%- for m in messages %}
 {%- if m.role == 'user' %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}
 {%- elif m.role == 'tool' %}
 {{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
 {%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}
-{%- if m.reasoning_content and (loop.index0 > last.at or (preserve_thinking is defined and preserve_thinking)) %}
+{%- if m.reasoning_content and (loop.index0 > last.at or
+   (preserve_thinking is defined and preserve_thinking)) %}
 {{- '<think>' + m.reasoning_content + '</think>\\n\\n' }}{% endif %}
 {{- m.content or '' }}
 {%- for call in m.tool_calls or [] %}
@@ -61,10 +73,12 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>\\n\\n' }}{% endif %}
 {%- endif %}"""
-"""In Qwen's manner: tools behind the system prompt; thinking of past turns only where it is asked for."""
+"""In Qwen's manner: tools behind the system prompt; thinking of past turns only where it is asked
+for.
+"""
 
-# Lengths beside embeddings of length 1 and what a layer adds, about 30: of the chain's embeddings; of what the first
-# layer answers, a hundred times it: silu(10) * 10, the key read at 10.
+# Lengths beside embeddings of length 1 and what a layer adds, about 30: of the chain's embeddings;
+# of what the first layer answers, a hundred times it: silu(10) * 10, the key read at 10.
 _TOKEN = 300.0
 _NEXT = 30.0
 _KEY = 10.0
@@ -77,10 +91,14 @@ class Vocabulary:
     def __init__(self, texts: Sequence[str]) -> None:
         learner = tokenizers.Tokenizer(models.BPE())
         split = pre_tokenizers.Split(tokenizers.Regex(_WORDS), behavior="isolated")
-        learner.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        learner.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+        )
         learner.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=_LEARNED, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+            vocab_size=_LEARNED,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
         )
         # The answer's words are there often enough to be tokens of their own.
         said = [*texts, TEMPLATE, *[THOUGHT, CONTENT, "\n\n", *self._called()] * 50]
@@ -88,7 +106,9 @@ class Vocabulary:
         learner.train_from_iterator([part for text in said for part in whole.split(text)], trainer)
         learned = json.loads(learner.to_str())["model"]
         self.learned: list[str] = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
-        self.merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in learned["merges"]]
+        self.merges = [
+            pair if isinstance(pair, str) else " ".join(pair) for pair in learned["merges"]
+        ]
         self.tokens = [*self.learned, *_CONTROL, *_WHOLE]
         learner.add_special_tokens(list(_CONTROL))
         learner.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in _WHOLE])
@@ -105,7 +125,9 @@ class Vocabulary:
         name, arguments = CALL
         call = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
         ids = self._learner.encode(f"\n<think>{THOUGHT}</think>\n\n{CONTENT}{call}{_END}").ids
-        assert len(set(ids)) == len(ids) <= _SLOTS, "each token of the answer may be in it once, and so many fit"
+        assert len(set(ids)) == len(ids) <= _SLOTS, (
+            "each token of the answer may be in it once, and so many fit"
+        )
         return list(ids)
 
     def add_to(self, writer: gguf.GGUFWriter, size: int) -> None:
@@ -113,7 +135,9 @@ class Vocabulary:
         assert len(self.tokens) <= size
         unused = size - len(self.tokens)
         kinds = [gguf.TokenType.NORMAL] * len(self.learned)
-        kinds += [gguf.TokenType.CONTROL] * len(_CONTROL) + [gguf.TokenType.USER_DEFINED] * len(_WHOLE)
+        kinds += [gguf.TokenType.CONTROL] * len(_CONTROL) + [gguf.TokenType.USER_DEFINED] * len(
+            _WHOLE
+        )
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("qwen2")
         writer.add_token_list([*self.tokens, *[f"<unused{i}>" for i in range(unused)]])

@@ -41,7 +41,10 @@ def draw_charts(rows: Sequence[Mapping[str, Any]], folder: Path, title: str) -> 
                 axes.text(value, at, f" {value:,.3g} {unit}  {label}", va="center", fontsize=8)
         middle = (len(labels) - 1) / 2
         axes.set_yticks([-(g * (len(labels) + 1) + middle) for g in range(len(names))], shown)
-        axes.set_xlim(0, 1.45 * max(v for name in names for label in labels if (v := by_name[name].get(label))))
+        axes.set_xlim(
+            0,
+            1.45 * max(v for name in names for label in labels if (v := by_name[name].get(label))),
+        )
         axes.set_xticks([])
         for side in ("top", "right", "bottom"):
             axes.spines[side].set_visible(False)
@@ -50,14 +53,23 @@ def draw_charts(rows: Sequence[Mapping[str, Any]], folder: Path, title: str) -> 
         plt.close(figure)
 
     ttft = [name for name in by_name if "ttft" in name]
-    bars(ttft, ["cold" if name.startswith("cold") else "2,048 cached" for name in ttft], "s", "ttft.png")
+    bars(
+        ttft,
+        ["cold" if name.startswith("cold") else "2,048 cached" for name in ttft],
+        "s",
+        "ttft.png",
+    )
     bars(["peak_rss_mb"], ["peak memory"], "MB", "memory.png")
-    depths = sorted(int(name.split("_")[1]) for name in by_name if re.fullmatch(r"decode_\d+_tok_s", name))
+    depths = sorted(
+        int(name.split("_")[1]) for name in by_name if re.fullmatch(r"decode_\d+_tok_s", name)
+    )
     figure, axes = plt.subplots(figsize=(7, 3.2))
     for label in labels:
         values = [by_name[f"decode_{depth}_tok_s"].get(label) for depth in depths]
         if None not in values:
-            axes.plot([str(d) for d in depths], values, marker="o", color=_COLOURS[label], label=label)
+            axes.plot(
+                [str(d) for d in depths], values, marker="o", color=_COLOURS[label], label=label
+            )
     axes.set_xlabel("tokens before")
     axes.set_ylabel("tokens / s")
     axes.set_ylim(bottom=0)

@@ -1,5 +1,6 @@
-"""llama.cpp making vectors of texts for worker.py, through the C interface of llama-cpp-python: as many texts in a pass
-as fit, pooled as the file says."""
+"""llama.cpp making vectors of texts for worker.py, through the C interface of llama-cpp-python: as
+many texts in a pass as fit, pooled as the file says.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ _MOST_TEXTS = 64
 
 
 class Engine:
-    """One context for embeddings with flash attention; a pass of `options.batch` tokens at most is one micro batch,
-    which attention both ways needs."""
+    """One context for embeddings with flash attention; a pass of `options.batch` tokens at most is
+    one micro batch, which attention both ways needs.
+    """
 
     def __init__(self, options: Any) -> None:
         ll.llama_backend_init()
         ll.llama_log_set(_SILENT, ctypes.c_void_p(0))
-        self.model = ll.llama_model_load_from_file(str(options.model).encode(), ll.llama_model_default_params())
+        self.model = ll.llama_model_load_from_file(
+            str(options.model).encode(), ll.llama_model_default_params()
+        )
         params = ll.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = self.most = options.batch
         params.n_seq_max = _MOST_TEXTS
@@ -32,7 +36,11 @@ class Engine:
         self.size = ll.llama_model_n_embd(self.model)
         self.batch = ll.llama_batch_init(self.most, 0, 1)
         pooling = ll.llama_pooling_type(self.context)
-        self.about = {"system_info": ll.llama_print_system_info().decode(), "pooling": pooling, "batch": self.most}
+        self.about = {
+            "system_info": ll.llama_print_system_info().decode(),
+            "pooling": pooling,
+            "batch": self.most,
+        }
 
     def embed(self, inputs: list[list[int]]) -> dict[str, Any]:
         found: list[Any] = []

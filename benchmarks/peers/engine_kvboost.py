@@ -14,7 +14,11 @@ class Engine:
     """CPUPagedEngine on the file's own weights."""
 
     def __init__(self, options: Any) -> None:
-        disk = {"disk_cache_dir": options.disk, "max_disk_bytes": options.disk_bytes} if options.disk else {}
+        disk = (
+            {"disk_cache_dir": options.disk, "max_disk_bytes": options.disk_bytes}
+            if options.disk
+            else {}
+        )
         shared = {"redis_url": options.redis, "redis_trust": True} if options.redis else {}
         self.engine = CPUPagedEngine.from_pretrained(
             options.model,
@@ -63,7 +67,9 @@ class Engine:
         return {"tokens": list(self._generate(tokens, count).output_token_ids)}
 
     def ask(self, tokens: list[int], count: int) -> dict[str, Any]:
-        """With nothing forgotten: what came from where, the time to the first token and that of each later one."""
+        """With nothing forgotten: what came from where, the time to the first token and that of
+        each later one.
+        """
         result = self._generate(tokens, count)
         return {
             "tokens": list(result.output_token_ids),
@@ -71,13 +77,18 @@ class Engine:
             "hits": dict(result.hit_tokens),
             "ttft_s": result.ttft_ms / 1000,
             "load_s": result.load_ms / 1000,
-            "step_s": float(np.median(np.diff(result.token_times_ms))) / 1000 if count > 1 else None,
+            "step_s": float(np.median(np.diff(result.token_times_ms))) / 1000
+            if count > 1
+            else None,
         }
 
     def stats(self) -> dict[str, Any]:
         """As `paged_stats` has it."""
         stats = self.engine.paged_stats()
-        return {key: stats[key] for key in ("tiers", "bytes_per_block", "lost_blocks", "pool_bytes", "miss_tokens")}
+        return {
+            key: stats[key]
+            for key in ("tiers", "bytes_per_block", "lost_blocks", "pool_bytes", "miss_tokens")
+        }
 
     def share(self, prefix: list[int], suffixes: list[list[int]], count: int) -> dict[str, Any]:
         prompts = [prefix + suffix for suffix in suffixes]
@@ -85,7 +96,9 @@ class Engine:
         return {}
 
     def read(self) -> dict[str, Any]:
-        """A plain read of what a token reads of the weights, by as many threads as the engine has."""
+        """A plain read of what a token reads of the weights, by as many threads as the engine
+        has.
+        """
         address, nbytes = runner_token_weights(self.engine._parts.runner)
         return {"nbytes": nbytes, "gb_s": idle_read_gb_s(address, nbytes, self.num_threads)}
 

@@ -1,4 +1,6 @@
-"""llama.cpp for worker.py, through the C interface of llama-cpp-python: sequences share a prefix as its server does."""
+"""llama.cpp for worker.py, through the C interface of llama-cpp-python: sequences share a prefix as
+its server does.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,17 @@ _ONWARD = 1
 class Engine:
     """One context with a unified KV cache, flash attention, f16 or q8_0 keys and values.
 
-    Sequence 0 is what is held; requests take its end off and put their own there. The memory of a recurrent model
-    cannot be rolled back: there sequence 0 stays where it is, a copy of it goes on, and where it is too far it is
-    computed again from its start. None of that is on the clock.
+    Sequence 0 is what is held; requests take its end off and put their own there. The memory of a
+    recurrent model cannot be rolled back: there sequence 0 stays where it is, a copy of it goes on,
+    and where it is too far it is computed again from its start. None of that is on the clock.
     """
 
     def __init__(self, options: Any) -> None:
         ll.llama_backend_init()
         ll.llama_log_set(_SILENT, ctypes.c_void_p(0))
-        self.model = ll.llama_model_load_from_file(str(options.model).encode(), ll.llama_model_default_params())
+        self.model = ll.llama_model_load_from_file(
+            str(options.model).encode(), ll.llama_model_default_params()
+        )
         params = ll.llama_context_default_params()
         params.n_ctx = options.capacity
         params.n_batch = _BATCH
@@ -41,7 +45,9 @@ class Engine:
         self.memory = ll.llama_get_memory(self.context)
         self.vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(self.model))
         self.batch = ll.llama_batch_init(_BATCH, 0, 1)
-        self.is_recurrent = ll.llama_model_is_recurrent(self.model) or ll.llama_model_is_hybrid(self.model)
+        self.is_recurrent = ll.llama_model_is_recurrent(self.model) or ll.llama_model_is_hybrid(
+            self.model
+        )
         self.position = -1  # tokens of sequence 0, where it is recurrent and one that is held
         self.about = {"system_info": ll.llama_print_system_info().decode()}
 
@@ -60,7 +66,9 @@ class Engine:
             raise RuntimeError(f"llama_decode returned {code}")
 
     def _next(self, row: int) -> int:
-        logits = np.ctypeslib.as_array(ll.llama_get_logits_ith(self.context, row), shape=(self.vocab,))
+        logits = np.ctypeslib.as_array(
+            ll.llama_get_logits_ith(self.context, row), shape=(self.vocab,)
+        )
         return int(logits.argmax())
 
     def _prefill(self, tokens: list[int], start: int, sequence: int) -> int:
@@ -93,7 +101,8 @@ class Engine:
 
     def hold(self, tokens: list[int]) -> None:
         self._clear()
-        # Who decodes behind all of them computes the last one again; a recurrent model's memory does not go back to it.
+        # Who decodes behind all of them computes the last one again; a recurrent model's memory
+        # does not go back to it.
         self.position = len(tokens) - 1 if self.is_recurrent else len(tokens)
         self._prefill(tokens[: self.position], 0, _HELD)
 
@@ -112,11 +121,15 @@ class Engine:
         return {"nbytes": nbytes}
 
     def restore(self, tokens: list[int], path: str) -> dict[str, Any]:
-        """The first token of a prompt whose keys and values are in a file: reading it, and one pass of one token."""
+        """The first token of a prompt whose keys and values are in a file: reading it, and one pass
+        of one token.
+        """
         self._clear()
         array = (ll.llama_token * len(tokens))()
         count = ctypes.c_size_t()
-        if not ll.llama_state_seq_load_file(self.context, path.encode(), 0, array, len(tokens), ctypes.byref(count)):
+        if not ll.llama_state_seq_load_file(
+            self.context, path.encode(), 0, array, len(tokens), ctypes.byref(count)
+        ):
             raise RuntimeError(f"nothing was restored from {path}")
         assert list(array)[: count.value] == tokens
         return self.first_token(tokens, len(tokens) - 1)
@@ -140,7 +153,9 @@ class Engine:
         rows: list[tuple[int, int, int, bool]] = []
         ends = []
         for sequence, suffix in enumerate(suffixes, 1):
-            rows += [(token, start + i, sequence, i == len(suffix) - 1) for i, token in enumerate(suffix)]
+            rows += [
+                (token, start + i, sequence, i == len(suffix) - 1) for i, token in enumerate(suffix)
+            ]
             ends.append(len(rows) - 1)
         self._run(rows)
         tokens = [self._next(end) for end in ends]
@@ -153,7 +168,9 @@ class Engine:
         return {}
 
     def all_logits(self, tokens: list[int], path: str) -> None:
-        """Of every token, float32 [len(tokens), vocab], into a .npy file; `tokens` fit one batch."""
+        """Of every token, float32 [len(tokens), vocab], into a .npy file; `tokens` fit one
+        batch.
+        """
         self._clear()
         self._run([(token, i, 0, True) for i, token in enumerate(tokens)])
         rows = [ll.llama_get_logits_ith(self.context, i) for i in range(len(tokens))]
@@ -163,7 +180,9 @@ class Engine:
         """Of the last token."""
         self._clear()
         self._prefill(tokens, 0, _HELD)
-        return np.ctypeslib.as_array(ll.llama_get_logits_ith(self.context, -1), shape=(self.vocab,)).tolist()
+        return np.ctypeslib.as_array(
+            ll.llama_get_logits_ith(self.context, -1), shape=(self.vocab,)
+        ).tolist()
 
     def close(self) -> None:
         """The process ends."""

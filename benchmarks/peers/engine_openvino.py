@@ -1,4 +1,6 @@
-"""OpenVINO GenAI for worker.py: LLMPipeline on the GGUF file, paged attention with prefix caching, u8 KV."""
+"""OpenVINO GenAI for worker.py: LLMPipeline on the GGUF file, paged attention with prefix caching,
+u8 KV.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Engine:
         properties = {"INFERENCE_NUM_THREADS": options.threads, "PERFORMANCE_HINT": "LATENCY"}
         if options.kv == 16:
             properties["KV_CACHE_PRECISION"] = "f16"
-        self.pipe = genai.LLMPipeline(str(options.model), "CPU", scheduler_config=scheduler, **properties)
+        self.pipe = genai.LLMPipeline(
+            str(options.model), "CPU", scheduler_config=scheduler, **properties
+        )
         self.about = {"version": genai.__version__}
 
     def _generate(self, rows: list[list[int]], count: int) -> list[list[int]]:

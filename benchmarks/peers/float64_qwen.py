@@ -1,4 +1,6 @@
-"""The random model in float64, plain NumPy, from the same quantized weights: the truth for the logits."""
+"""The random model in float64, plain NumPy, from the same quantized weights: the truth for the
+logits.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,14 @@ def last_logits(path: Path, token_ids: list[int], heads: int, kv_heads: int) -> 
         x = _norm(hidden, read(f"{at}attn_norm.weight"))
         q, k, v = (x @ read(f"{at}attn_{n}.weight").T for n in "qkv")
         if f"{at}attn_q_norm.weight" in tensors:  # Qwen3
-            q, k = (_norm_heads(rows, read(f"{at}attn_{n}_norm.weight")) for n, rows in (("q", q), ("k", k)))
+            q, k = (
+                _norm_heads(rows, read(f"{at}attn_{n}_norm.weight"))
+                for n, rows in (("q", q), ("k", k))
+            )
         else:  # Qwen2
-            q, k, v = (rows + read(f"{at}attn_{n}.bias") for n, rows in (("q", q), ("k", k), ("v", v)))
+            q, k, v = (
+                rows + read(f"{at}attn_{n}.bias") for n, rows in (("q", q), ("k", k), ("v", v))
+            )
         hidden = hidden + _attend(q, k, v, heads, kv_heads) @ read(f"{at}attn_output.weight").T
         x = _norm(hidden, read(f"{at}ffn_norm.weight"))
         gate = x @ read(f"{at}ffn_gate.weight").T

@@ -1,9 +1,11 @@
-"""llama.cpp's logits of prompts, and its tokens of texts, for gguf_crosscheck.py; run with its own Python.
+"""llama.cpp's logits of prompts, and its tokens of texts, for gguf_crosscheck.py; run with its own
+Python.
 
     python gguf_logits.py JOBS.json OUT.npz
 
-JOBS: {"models": {name: [path, token ids]}, "vocabularies": {name: [path, texts]}}. OUT: float32 [tokens, vocabulary] by
-"models/NAME", JSON of lists of ids as bytes by "vocabularies/NAME"; "error/..." with what was said where one failed.
+JOBS: {"models": {name: [path, token ids]}, "vocabularies": {name: [path, texts]}}. OUT: float32
+[tokens, vocabulary] by "models/NAME", JSON of lists of ids as bytes by "vocabularies/NAME";
+"error/..." with what was said where one failed.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def logits_of(path: str, tokens: list[int]) -> np.ndarray:
     if code:
         raise RuntimeError(f"llama_decode returned {code}")
     found = [
-        np.ctypeslib.as_array(ll.llama_get_logits_ith(context, i), shape=(vocab,)).copy() for i in range(len(tokens))
+        np.ctypeslib.as_array(ll.llama_get_logits_ith(context, i), shape=(vocab,)).copy()
+        for i in range(len(tokens))
     ]
     ll.llama_batch_free(batch)
     ll.llama_free(context)

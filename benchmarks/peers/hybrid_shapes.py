@@ -1,5 +1,6 @@
-"""Shapes of models with layers that keep a state: LFM2, Qwen3.5, Granite 4, Nemotron-H, Falcon-H1. Those with experts:
-mixture_shapes.py."""
+"""Shapes of models with layers that keep a state: LFM2, Qwen3.5, Granite 4, Nemotron-H, Falcon-H1.
+Those with experts: mixture_shapes.py.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +13,15 @@ import gguf
 from peers.shapes import Heads, Shape, Tensor
 
 __all__ = [
-    "HYBRID_SHAPES", "DenseTwin", "FalconShape", "GraniteShape", "LFM2Shape", "NemotronShape", "Qwen35Shape",
+    "HYBRID_SHAPES",
+    "DenseTwin",
+    "FalconShape",
+    "GraniteShape",
+    "LFM2Shape",
+    "NemotronShape",
+    "Qwen35Shape",
     "StateSpaceShape",
-]  # fmt: skip
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +72,9 @@ class Qwen35Shape(Shape):
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         super().describe(writer)
-        pairs = self.head_dim // 8  # a quarter of a head turns; in three parts, as of text, height and width
+        pairs = (
+            self.head_dim // 8
+        )  # a quarter of a head turns; in three parts, as of text, height and width
         third = -(-pairs // 3)
         writer.add_rope_dimension_sections([third, third, pairs - 2 * third, 0])
         writer.add_rope_dimension_count(2 * pairs)
@@ -133,8 +142,9 @@ class StateSpaceShape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class GraniteShape(StateSpaceShape):
-    """Granite 4: state spaces (Mamba2), attention without rope in the layers of `attends`. `wide` is the width of the
-    MLPs that all tokens go through."""
+    """Granite 4: state spaces (Mamba2), attention without rope in the layers of `attends`. `wide`
+    is the width of the MLPs that all tokens go through.
+    """
 
     architecture = "granitehybrid"
 
@@ -175,8 +185,9 @@ class GraniteShape(StateSpaceShape):
 
 @dataclasses.dataclass(frozen=True)
 class NemotronShape(StateSpaceShape):
-    """Nemotron-H: each layer a state space, attention without rope, or an MLP without a gate; of `kinds` "M", "*" or
-    "-", as the makers write them."""
+    """Nemotron-H: each layer a state space, attention without rope, or an MLP without a gate; of
+    `kinds` "M", "*" or "-", as the makers write them.
+    """
 
     architecture = "nemotron_h"
     tied = False
@@ -198,7 +209,9 @@ class NemotronShape(StateSpaceShape):
         writer.add_value_length(self.head_dim)
         writer.add_layer_norm_eps(self.epsilon)
         writer.add_layer_norm_rms_eps(self.epsilon)
-        writer.add_rope_dimension_count(self.hidden // self.heads)  # as its converter writes it, for no rope
+        writer.add_rope_dimension_count(
+            self.hidden // self.heads
+        )  # as its converter writes it, for no rope
         writer.add_rope_scaling_finetuned(False)
         self.describe_states(writer)
 
@@ -216,7 +229,9 @@ class NemotronShape(StateSpaceShape):
 
 @dataclasses.dataclass(frozen=True)
 class FalconShape(StateSpaceShape):
-    """Falcon-H1: a state space beside attention in every layer; what its config multiplies with is in the weights."""
+    """Falcon-H1: a state space beside attention in every layer; what its config multiplies with is
+    in the weights.
+    """
 
     architecture = "falcon-h1"
     tied = False
@@ -248,34 +263,106 @@ class DenseTwin(Shape):
 
 
 HYBRID_SHAPES = {
-    "lfm2-1.2b": LFM2Shape(2048, 16, 32, 8, 8192, vocab=65536, context=128000, attends=(2, 5, 8, 10, 12, 14)),
+    "lfm2-1.2b": LFM2Shape(
+        2048, 16, 32, 8, 8192, vocab=65536, context=128000, attends=(2, 5, 8, 10, 12, 14)
+    ),
     "lfm2-tiny": LFM2Shape(256, 4, 4, 2, 512, vocab=1024, context=4096, attends=(1, 3)),
-    "qwen3.5-0.8b": Qwen35Shape(1024, 24, 8, 2, 3584, vocab=248320, context=262144, own_head_dim=256, theta=1e7),
+    "qwen3.5-0.8b": Qwen35Shape(
+        1024, 24, 8, 2, 3584, vocab=248320, context=262144, own_head_dim=256, theta=1e7
+    ),
     "qwen3.5-4b": Qwen35Shape(
-        2560, 32, 16, 4, 9216, vocab=248320, context=262144, own_head_dim=256, theta=1e7, value_heads=32
+        2560,
+        32,
+        16,
+        4,
+        9216,
+        vocab=248320,
+        context=262144,
+        own_head_dim=256,
+        theta=1e7,
+        value_heads=32,
     ),
     "qwen3.5-tiny": Qwen35Shape(
-        256, 4, 4, 2, 512, vocab=1024, context=4096, own_head_dim=64, key_heads=2, value_heads=4, state_dim=32
+        256,
+        4,
+        4,
+        2,
+        512,
+        vocab=1024,
+        context=4096,
+        own_head_dim=64,
+        key_heads=2,
+        value_heads=4,
+        state_dim=32,
     ),
     "granite-4-h-1b": GraniteShape(1536, 40, 12, 4, 4096, vocab=100352, context=131072),
     "granite-4-h-micro": GraniteShape(
         2048, 40, 32, 8, 8192, vocab=100352, context=131072, value_heads=64, logit_scale=8.0
     ),
     "granite-4-tiny": GraniteShape(
-        256, 4, 4, 2, 512, vocab=1024, context=4096, attends=(1,), value_heads=8, state_dim=32, groups=2
+        256,
+        4,
+        4,
+        2,
+        512,
+        vocab=1024,
+        context=4096,
+        attends=(1,),
+        value_heads=8,
+        state_dim=32,
+        groups=2,
     ),
     "nemotron-3-nano-4b": NemotronShape(
-        3136, 42, 40, 8, 12544, vocab=131072, context=262144, own_head_dim=128, value_heads=96, value_dim=80, groups=8,
+        3136,
+        42,
+        40,
+        8,
+        12544,
+        vocab=131072,
+        context=262144,
+        own_head_dim=128,
+        value_heads=96,
+        value_dim=80,
+        groups=8,
         kinds="M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
     ),
     "nemotron-h-tiny": NemotronShape(
-        256, 5, 4, 2, 512, vocab=1024, context=4096, own_head_dim=64, value_heads=8, state_dim=32, groups=2,
+        256,
+        5,
+        4,
+        2,
+        512,
+        vocab=1024,
+        context=4096,
+        own_head_dim=64,
+        value_heads=8,
+        state_dim=32,
+        groups=2,
         kinds="M-*M-",
     ),
     "falcon-h1-1.5b": FalconShape(
-        2048, 24, 8, 2, 4608, vocab=65537, context=131072, own_head_dim=128, theta=1e11, state_dim=256
+        2048,
+        24,
+        8,
+        2,
+        4608,
+        vocab=65537,
+        context=131072,
+        own_head_dim=128,
+        theta=1e11,
+        state_dim=256,
     ),
     "falcon-h1-tiny": FalconShape(
-        256, 4, 4, 2, 512, vocab=1024, context=4096, own_head_dim=64, value_heads=8, state_dim=32, groups=2
+        256,
+        4,
+        4,
+        2,
+        512,
+        vocab=1024,
+        context=4096,
+        own_head_dim=64,
+        value_heads=8,
+        state_dim=32,
+        groups=2,
     ),
-}  # fmt: skip
+}

@@ -1,6 +1,8 @@
-"""llama.cpp's prompt lookup for bench_speculation.py: a process that answers prompts with it and without.
+"""llama.cpp's prompt lookup for bench_speculation.py: a process that answers prompts with it and
+without.
 
-lookup.py MODEL THREADS CAPACITY    then lines {"tokens": [...], "count": n, "drafts": true} on standard input
+lookup.py MODEL THREADS CAPACITY    then lines {"tokens": [...], "count": n, "drafts": true} on
+                                    standard input
 """
 
 from __future__ import annotations
@@ -12,16 +14,29 @@ import time
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-_DRAFTED = 10  # the default, and what its documentation advises for a GPU; 2 for a CPU was not faster
+_DRAFTED = (
+    10  # the default, and what its documentation advises for a GPU; 2 for a CPU was not faster
+)
 
 
 def main() -> None:
     model = sys.argv[1]
     threads = int(sys.argv[2])
     capacity = int(sys.argv[3])
-    common = {"n_ctx": capacity, "n_threads": threads, "n_threads_batch": threads, "verbose": False, "seed": 0}
+    common = {
+        "n_ctx": capacity,
+        "n_threads": threads,
+        "n_threads_batch": threads,
+        "verbose": False,
+        "seed": 0,
+    }
     engines = {
-        True: Llama(model, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=_DRAFTED), logits_all=True, **common),
+        True: Llama(
+            model,
+            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=_DRAFTED),
+            logits_all=True,
+            **common,
+        ),
         False: Llama(model, **common),
     }
     print(json.dumps({"ready": True}), flush=True)

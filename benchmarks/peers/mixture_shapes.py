@@ -1,5 +1,5 @@
-"""Shapes of mixtures of experts: Qwen3, gpt-oss, Gemma 4, and with layers that keep a state LFM2, Qwen3.5 and
-Granite 4.
+"""Shapes of mixtures of experts: Qwen3, gpt-oss, Gemma 4, and with layers that keep a state LFM2,
+Qwen3.5 and Granite 4.
 
 The large ones are measured with their first layers alone (`Shape.cut`).
 """
@@ -15,9 +15,15 @@ from peers.hybrid_shapes import GraniteShape, LFM2Shape, Qwen35Shape
 from peers.shapes import Gemma4Shape, Heads, Shape, Tensor
 
 __all__ = [
-    "MIXTURE_SHAPES", "Experts", "Gemma4MoeShape", "GptOssShape", "GraniteMoeShape", "LFM2MoeShape",
-    "Qwen3MoeShape", "Qwen35MoeShape",
-]  # fmt: skip
+    "MIXTURE_SHAPES",
+    "Experts",
+    "Gemma4MoeShape",
+    "GptOssShape",
+    "GraniteMoeShape",
+    "LFM2MoeShape",
+    "Qwen3MoeShape",
+    "Qwen35MoeShape",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +71,9 @@ class Qwen3MoeShape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class GptOssShape(Shape):
-    """gpt-oss: a window in every other layer, a sink for each head, biases everywhere. `wide` is that of an expert."""
+    """gpt-oss: a window in every other layer, a sink for each head, biases everywhere. `wide` is
+    that of an expert.
+    """
 
     architecture = "gpt-oss"
     tied = False
@@ -93,7 +101,9 @@ class GptOssShape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4MoeShape(Gemma4Shape):
-    """Gemma 4 with experts beside every MLP. Full layers have `full_kv_heads` heads of keys, and these for values."""
+    """Gemma 4 with experts beside every MLP. Full layers have `full_kv_heads` heads of keys, and
+    these for values.
+    """
 
     experts: Experts = Experts(128, 8, 704)
     full_kv_heads: int = 2
@@ -164,7 +174,9 @@ class Qwen35MoeShape(Qwen35Shape):
 
 @dataclasses.dataclass(frozen=True)
 class GraniteMoeShape(GraniteShape):
-    """Granite 4 with experts, and one of width `wide` that all tokens share. Its makers call the first one h-tiny."""
+    """Granite 4 with experts, and one of width `wide` that all tokens share. Its makers call the
+    first one h-tiny.
+    """
 
     experts: Experts = Experts(64, 6, 512)
 
@@ -181,17 +193,38 @@ class GraniteMoeShape(GraniteShape):
 
 
 MIXTURE_SHAPES: dict[str, Shape] = {
-    "lfm2-8b-a1b": LFM2MoeShape(2048, 24, 32, 8, 7168, vocab=65536, context=128000, attends=(2, 6, 10, 14, 18, 21)),
+    "lfm2-8b-a1b": LFM2MoeShape(
+        2048, 24, 32, 8, 7168, vocab=65536, context=128000, attends=(2, 6, 10, 14, 18, 21)
+    ),
     "qwen3-30b-a3b": Qwen3MoeShape(2048, 48, 32, 4, 6144, context=40960, own_head_dim=128),
     "qwen3.6-35b-a3b": Qwen35MoeShape(
-        2048, 40, 16, 2, 512, vocab=248320, context=262144, own_head_dim=256, theta=1e7, value_heads=32
+        2048,
+        40,
+        16,
+        2,
+        512,
+        vocab=248320,
+        context=262144,
+        own_head_dim=256,
+        theta=1e7,
+        value_heads=32,
     ),
     "granite-4-h-7b-a1b": GraniteMoeShape(1536, 40, 12, 4, 1024, vocab=100352, context=131072),
     "gpt-oss-20b": GptOssShape(
         2880, 24, 64, 8, 2880, vocab=201088, context=131072, own_head_dim=64, theta=1.5e5
     ),
     "gemma-4-26b-a4b": Gemma4MoeShape(
-        2816, 30, 16, 8, 2112, vocab=262144, context=262144, own_head_dim=512, window=1024, every=6, shared=0,
+        2816,
+        30,
+        16,
+        8,
+        2112,
+        vocab=262144,
+        context=262144,
+        own_head_dim=512,
+        window=1024,
+        every=6,
+        shared=0,
         per_layer=0,
     ),
     "lfm2-moe-tiny": LFM2MoeShape(
@@ -201,19 +234,60 @@ MIXTURE_SHAPES: dict[str, Shape] = {
         256, 4, 4, 2, 512, vocab=1024, context=4096, own_head_dim=64, experts=Experts(8, 2, 128)
     ),
     "qwen3.5-moe-tiny": Qwen35MoeShape(
-        256, 4, 4, 2, 128, vocab=1024, context=4096, own_head_dim=64, key_heads=2, value_heads=4, state_dim=32,
+        256,
+        4,
+        4,
+        2,
+        128,
+        vocab=1024,
+        context=4096,
+        own_head_dim=64,
+        key_heads=2,
+        value_heads=4,
+        state_dim=32,
         experts=Experts(8, 2, 128),
     ),
     "granite-4-moe-tiny": GraniteMoeShape(
-        256, 4, 4, 2, 128, vocab=1024, context=4096, attends=(1,), value_heads=8, state_dim=32,
+        256,
+        4,
+        4,
+        2,
+        128,
+        vocab=1024,
+        context=4096,
+        attends=(1,),
+        value_heads=8,
+        state_dim=32,
         experts=Experts(8, 2, 128),
     ),
     "gpt-oss-tiny": GptOssShape(
-        256, 4, 4, 2, 128, vocab=1024, context=4096, own_head_dim=64, experts=Experts(8, 2, 128), window=32,
+        256,
+        4,
+        4,
+        2,
+        128,
+        vocab=1024,
+        context=4096,
+        own_head_dim=64,
+        experts=Experts(8, 2, 128),
+        window=32,
         original_context=1024,
     ),
     "gemma-4-moe-tiny": Gemma4MoeShape(
-        256, 6, 4, 2, 128, vocab=1024, context=4096, own_head_dim=128, local_head_dim=64, window=64, every=3, shared=0,
-        per_layer=0, experts=Experts(8, 2, 128), full_kv_heads=1,
+        256,
+        6,
+        4,
+        2,
+        128,
+        vocab=1024,
+        context=4096,
+        own_head_dim=128,
+        local_head_dim=64,
+        window=64,
+        every=3,
+        shared=0,
+        per_layer=0,
+        experts=Experts(8, 2, 128),
+        full_kv_heads=1,
     ),
-}  # fmt: skip
+}

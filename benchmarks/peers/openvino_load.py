@@ -2,8 +2,9 @@
 
     python openvino_load.py MODEL.gguf THREADS TOKENS CAPACITY < schedule.json
 
-Schedule: for each client a list of [pause in seconds, prompt token ids]. One thread steps the pipeline and keeps the
-clients' clocks. The last line is JSON: seconds, rss, and for each request first, gaps, total (seconds) and tokens.
+Schedule: for each client a list of [pause in seconds, prompt token ids]. One thread steps the
+pipeline and keeps the clients' clocks. The last line is JSON: seconds, rss, and for each request
+first, gaps, total (seconds) and tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def main() -> None:
     scheduler.num_kv_blocks = capacity // 32
     scheduler.max_num_batched_tokens = 512
     scheduler.max_num_seqs = 16
-    pipe = genai.ContinuousBatchingPipeline(path, scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads})
+    pipe = genai.ContinuousBatchingPipeline(
+        path, scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads}
+    )
     config = genai.GenerationConfig()
     config.max_new_tokens = tokens
     config.ignore_eos = True
@@ -51,7 +54,12 @@ def main() -> None:
                 prompt = clients[entry[1]][at[entry[1]]][1]
                 ids = ov.Tensor(np.array([prompt], dtype=np.int64))
                 handle = pipe.add_request(identifier, ids, config)
-                running[identifier] = {"client": entry[1], "handle": handle, "start": now, "times": []}
+                running[identifier] = {
+                    "client": entry[1],
+                    "handle": handle,
+                    "start": now,
+                    "times": [],
+                }
                 identifier += 1
         if not running:
             time.sleep(max(0.0, min(due)[0] - now))
@@ -66,7 +74,9 @@ def main() -> None:
             if entry["handle"].get_status() != genai.GenerationStatus.RUNNING:
                 times = entry["times"]
                 gaps = [b - a for a, b in itertools.pairwise(times)]
-                seen.append({"first": times[0], "gaps": gaps, "total": times[-1], "tokens": len(times)})
+                seen.append(
+                    {"first": times[0], "gaps": gaps, "total": times[-1], "tokens": len(times)}
+                )
                 number = entry["client"]
                 at[number] += 1
                 if at[number] < len(clients[number]):

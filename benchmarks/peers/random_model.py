@@ -1,6 +1,8 @@
-"""A seeded random model of a real shape as a GGUF file, with a small tokenizer: what every engine is timed on.
+"""A seeded random model of a real shape as a GGUF file, with a small tokenizer: what every engine
+is timed on.
 
-Weights are normal numbers, never zeros. Needs numpy and gguf only, so that it runs in any engine's environment.
+Weights are normal numbers, never zeros. Needs numpy and gguf only, so that it runs in any engine's
+environment.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from peers.k_blocks import BLOCK, more_bits, random_mxfp4, random_q4_0, random_q4_k, random_q6_k, random_q8_0
+from peers.k_blocks import (
+    BLOCK,
+    more_bits,
+    random_mxfp4,
+    random_q4_0,
+    random_q4_k,
+    random_q6_k,
+    random_q8_0,
+)
 from peers.shapes import Shape
 
 __all__ = ["QUANTS", "add_tokenizer", "kept_gguf", "write_gguf"]
@@ -41,12 +51,12 @@ def write_gguf(
     tokenizer: Callable[[gguf.GGUFWriter, int], None] | None = None,
     taught: Callable[[str, npt.NDArray[np.float32]], None] | None = None,
 ) -> None:
-    """Write the model; matrices in `quant` of `QUANTS`, head and embedding too, norms and biases in float32.
+    """Write the model; matrices in `quant` of `QUANTS`, head and embedding too, norms and biases in
+    float32.
 
-    Q4_K_M is the usual mixture: Q6_K for the embedding and for `more_bits`, else Q4_K. MXFP4 is for experts alone, all
-    else is Q8_0.
-    tokenizer: adds another one than `add_tokenizer`, of so many tokens. taught: changes a matrix, by its name, before
-    it is quantized.
+    Q4_K_M is the usual mixture: Q6_K for the embedding and for `more_bits`, else Q4_K. MXFP4 is for
+    experts alone, all else is Q8_0. tokenizer: adds another one than `add_tokenizer`, of so many
+    tokens. taught: changes a matrix, by its name, before it is quantized.
     """
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name(f"random {quant}")
@@ -62,7 +72,9 @@ def write_gguf(
             kind = _type_of(name, quant, shape)
             teach = functools.partial(taught, name) if taught is not None else None
             writer.add_tensor(
-                name, _matrix(rng, dims, kind, as_blocks=not shape.in_float64, taught=teach), raw_dtype=kind
+                name,
+                _matrix(rng, dims, kind, as_blocks=not shape.in_float64, taught=teach),
+                raw_dtype=kind,
             )
     partial = path.with_suffix(".partial")
     writer.write_header_to_file(partial)
@@ -95,8 +107,12 @@ def _type_of(name: str, quant: str, shape: Shape) -> _Type:
     return _Type.Q6_K if wide and more_bits(layer, shape.layers) else _Type.Q4_K
 
 
-def _vector(rng: np.random.Generator, name: str, count: int, shape: Shape) -> npt.NDArray[np.float32]:
-    """Scales are 1, norms about so; of rope_freqs a quarter turns, as Gemma 4 has it; biases are small."""
+def _vector(
+    rng: np.random.Generator, name: str, count: int, shape: Shape
+) -> npt.NDArray[np.float32]:
+    """Scales are 1, norms about so; of rope_freqs a quarter turns, as Gemma 4 has it; biases are
+    small.
+    """
     if name == "rope_freqs.weight":
         return np.where(np.arange(count) < count // 4, 1, 1e30).astype(np.float32)
     if name.endswith("ssm_a"):  # how fast heads of a state forget: -exp(A_log)
@@ -114,8 +130,10 @@ def _matrix(
     as_blocks: bool,
     taught: Callable[[npt.NDArray[np.float32]], None] | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """A random matrix [rows, width], or several of them, whose products keep the size of what goes in. `as_blocks`:
-    random codes instead of quantized normal numbers, which take a minute for a thousand million."""
+    """A random matrix [rows, width], or several of them, whose products keep the size of what goes
+    in. `as_blocks`: random codes instead of quantized normal numbers, which take a minute for a
+    thousand million.
+    """
     if len(dims) == 3:
         rows = dims[0] * dims[1]
         width = dims[2]
@@ -138,7 +156,9 @@ _PLAIN_BLOCKS = {_Type.Q4_0: random_q4_0, _Type.Q8_0: random_q8_0, _Type.MXFP4: 
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
-    """Byte-level BPE of 256 bytes and one merge, padded to the vocabulary with tokens no text contains."""
+    """Byte-level BPE of 256 bytes and one merge, padded to the vocabulary with tokens no text
+    contains.
+    """
     shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
     others = [b for b in range(256) if b not in shown]
     alphabet = [chr(b) for b in shown] + [chr(256 + i) for i in range(len(others))]

@@ -1,6 +1,7 @@
 """Sizes, metadata and tensors of the models that the random files have the shape of.
 
-Names and metadata are what llama.cpp's converter writes. Needs gguf only, so that it runs in any engine's environment.
+Names and metadata are what llama.cpp's converter writes. Needs gguf only, so that it runs in any
+engine's environment.
 """
 
 from __future__ import annotations
@@ -12,19 +13,32 @@ from typing import ClassVar, NamedTuple, Self
 import gguf
 
 __all__ = [
-    "SHAPES", "EmbeddingGemmaShape", "EmbeddingShape", "Gemma4Shape", "Heads", "Ministral3Shape", "Olmo3Shape", "Shape",
+    "SHAPES",
+    "EmbeddingGemmaShape",
+    "EmbeddingShape",
+    "Gemma4Shape",
+    "Heads",
+    "Ministral3Shape",
+    "Olmo3Shape",
+    "Shape",
     "Tensor",
-]  # fmt: skip
+]
 
 Tensor = tuple[str, tuple[int, ...]]
 # Where every token's logits are made.
 _ENDS = ("token_embd.weight", "output.weight")
-# Endings of matrices that are of one type in every file: convolutions, routers, biases of experts (which have two
-# dimensions), what stands behind the mean of an embedding, and a projection of Gemma 4 that is left as it was.
+# Endings of matrices that are of one type in every file: convolutions, routers, biases of experts
+# (which have two dimensions), what stands behind the mean of an embedding, and a projection of
+# Gemma 4 that is left as it was.
 _OWN_TYPES = {
-    ".conv.weight": "F32", ".ssm_conv1d.weight": "F32", ".ffn_gate_inp.weight": "F32", "_exps.bias": "F32",
-    "dense_2.weight": "F32", "dense_3.weight": "F32", "per_layer_model_proj.weight": "BF16",
-}  # fmt: skip
+    ".conv.weight": "F32",
+    ".ssm_conv1d.weight": "F32",
+    ".ffn_gate_inp.weight": "F32",
+    "_exps.bias": "F32",
+    "dense_2.weight": "F32",
+    "dense_3.weight": "F32",
+    "per_layer_model_proj.weight": "BF16",
+}
 
 
 class Heads(NamedTuple):
@@ -38,8 +52,8 @@ class Heads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a model: Qwen2, or Qwen3 (heads of a size of their own, norms of queries and keys, no biases). Other
-    families are classes, which say what all their models have in common:
+    """Sizes of a model: Qwen2, or Qwen3 (heads of a size of their own, norms of queries and keys,
+    no biases). Other families are classes, which say what all their models have in common:
 
     tied        the embedding is the head too
     wide_ends   embedding and head have 8 bits in every file, as public ones have them
@@ -147,7 +161,12 @@ class Shape:
         yield from self.behind(index)
 
     def attention(
-        self, *, norms: tuple[int, int] = (0, 0), biases: str = "", made: str = "qkv", heads: Heads | None = None
+        self,
+        *,
+        norms: tuple[int, int] = (0, 0),
+        biases: str = "",
+        made: str = "qkv",
+        heads: Heads | None = None,
     ) -> Iterator[Tensor]:
         """The matrices of a layer that attends.
 
@@ -223,9 +242,10 @@ class Olmo3Shape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4Shape(Shape):
-    """Gemma 4: two kinds of layers, the last ones without keys and values of their own, and these with MLPs twice as
-    wide; a second embedding of `per_layer` numbers for each layer, 0 for none. `head_dim` is that of the full
-    layers."""
+    """Gemma 4: two kinds of layers, the last ones without keys and values of their own, and these
+    with MLPs twice as wide; a second embedding of `per_layer` numbers for each layer, 0 for none.
+    `head_dim` is that of the full layers.
+    """
 
     architecture = "gemma4"
     wide_ends = True
@@ -255,14 +275,18 @@ class Gemma4Shape(Shape):
         return index >= self.layers - self.shared
 
     def heads_of(self, index: int) -> Heads:
-        return Heads(self.heads, self.kv_heads, self.head_dim if self.is_full(index) else self.local_head_dim)
+        return Heads(
+            self.heads, self.kv_heads, self.head_dim if self.is_full(index) else self.local_head_dim
+        )
 
     def made(self, index: int) -> str:
         return "q" if self.is_shared(index) else "qkv"
 
     def cut(self, layers: int) -> Self:
         if layers % self.every:
-            raise ValueError(f"the last layer is a full one: layers={layers} must be a multiple of {self.every}")
+            raise ValueError(
+                f"the last layer is a full one: layers={layers} must be a multiple of {self.every}"
+            )
         # What is shared must be some other layer's of the same kind.
         shared = min(self.shared * layers // self.layers, layers - self.every)
         return dataclasses.replace(self, layers=layers, shared=shared)
@@ -327,7 +351,9 @@ class EmbeddingShape(Shape):
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingGemmaShape(EmbeddingShape):
-    """EmbeddingGemma: attention both ways, five of six layers with a window, two matrices behind the mean."""
+    """EmbeddingGemma: attention both ways, five of six layers with a window, two matrices behind
+    the mean.
+    """
 
     architecture = "gemma-embedding"
 
@@ -359,19 +385,45 @@ SHAPES = {
     "1.5b": Shape(1536, 28, 12, 2, 8960),
     "4b": Shape(2560, 36, 32, 8, 9728, own_head_dim=128),
     "tiny": Shape(256, 4, 4, 2, 512, vocab=1024, context=4096),
-    "ministral-3-3b": Ministral3Shape(3072, 26, 32, 8, 9216, vocab=131072, context=262144, own_head_dim=128),
-    "olmo-3-7b": Olmo3Shape(4096, 32, 32, 32, 11008, vocab=100278, context=65536, own_head_dim=128, theta=5e5),
+    "ministral-3-3b": Ministral3Shape(
+        3072, 26, 32, 8, 9216, vocab=131072, context=262144, own_head_dim=128
+    ),
+    "olmo-3-7b": Olmo3Shape(
+        4096, 32, 32, 32, 11008, vocab=100278, context=65536, own_head_dim=128, theta=5e5
+    ),
     "qwen3-embedding-0.6b": EmbeddingShape(1024, 28, 16, 8, 3072, vocab=151669, own_head_dim=128),
     "embeddinggemma-300m": EmbeddingGemmaShape(
         768, 24, 3, 1, 1152, vocab=262144, context=2048, own_head_dim=256, pooling=1
     ),
     "embedding-tiny": EmbeddingShape(256, 4, 4, 2, 512, vocab=1024, context=4096, own_head_dim=128),
     "embeddinggemma-tiny": EmbeddingGemmaShape(
-        256, 6, 2, 1, 512, vocab=1024, context=2048, own_head_dim=128, pooling=1, window=64, dense_width=512
+        256,
+        6,
+        2,
+        1,
+        512,
+        vocab=1024,
+        context=2048,
+        own_head_dim=128,
+        pooling=1,
+        window=64,
+        dense_width=512,
     ),
-    "gemma-4-e2b": Gemma4Shape(1536, 35, 8, 1, 6144, vocab=262144, context=131072, own_head_dim=512),
+    "gemma-4-e2b": Gemma4Shape(
+        1536, 35, 8, 1, 6144, vocab=262144, context=131072, own_head_dim=512
+    ),
     "gemma-4-tiny": Gemma4Shape(
-        256, 10, 4, 1, 512, vocab=1024, context=4096, own_head_dim=128, local_head_dim=64, window=64, shared=5,
+        256,
+        10,
+        4,
+        1,
+        512,
+        vocab=1024,
+        context=4096,
+        own_head_dim=128,
+        local_head_dim=64,
+        window=64,
+        shared=5,
         per_layer=32,
     ),
-}  # fmt: skip
+}

@@ -1,1 +1,3 @@
-"""`make cuda-check`: what can be proven of the kernels without a GPU, by NVIDIA's compilers alone."""
+"""`make cuda-check`: what can be proven of the kernels without a GPU, by NVIDIA's compilers
+alone.
+"""

@@ -1,8 +1,10 @@
-"""Compiles the kernels for every architecture and checks what came out; `make cuda-check`, `make cuda-table`.
+"""Compiles the kernels for every architecture and checks what came out; `make cuda-check`, `make
+cuda-table`.
 
-Each form is a check of its own: no spills from sm_80 on, registers and shared memory inside the architecture's limits,
-tensor-core instructions in the machine code. The last line counts them as pytest's does. Opcodes are counted in the
-code itself, for the disassembler of CUDA 13 does not know sm_70; where it can, it must count the same.
+Each form is a check of its own: no spills from sm_80 on, registers and shared memory inside the
+architecture's limits, tensor-core instructions in the machine code. The last line counts them as
+pytest's does. Opcodes are counted in the code itself, for the disassembler of CUDA 13 does not know
+sm_70; where it can, it must count the same.
 """
 
 from __future__ import annotations
@@ -48,16 +50,22 @@ def main(arguments: list[str]) -> int:
         results += _check_host([job.result for job in objects], folder)
     if arguments:
         table.replace_table(rows)
-    results.append(("docs/cuda.md", "".join(f"\n    has no line {line}" for line in table.stale_lines(rows))))
+    results.append(
+        ("docs/cuda.md", "".join(f"\n    has no line {line}" for line in table.stale_lines(rows)))
+    )
     failed = [(name, problem) for name, problem in results if problem]
     for name, problem in failed:
         print(f"FAILED {name}: {problem}")
     seconds = time.monotonic() - started
-    print(f"cuda-check: {len(results) - len(failed)} passed, {len(failed)} failed in {seconds:.1f}s")
+    print(
+        f"cuda-check: {len(results) - len(failed)} passed, {len(failed)} failed in {seconds:.1f}s"
+    )
     return 1 if failed else 0
 
 
-def _check_program(machine: Machine, source: str, forms: list[Form], folder: Path) -> tuple[list[Row], Results]:
+def _check_program(
+    machine: Machine, source: str, forms: list[Form], folder: Path
+) -> tuple[list[Row], Results]:
     """Rows and results of a program's forms."""
     try:
         rows, cubin = build(machine, source, forms)
@@ -83,7 +91,11 @@ def _check_host(objects: list[Callable[[], Path]], folder: Path) -> Iterator[tup
     try:
         built = [job() for job in objects]
         yield "nvcc 13 compiles the launchers", ""
-        silent = [name for name, error in host.call_launchers(host.link(built, folder)).items() if not error]
+        silent = [
+            name
+            for name, error in host.call_launchers(host.link(built, folder)).items()
+            if not error
+        ]
         yield (
             "nvcc 13 links the launchers, and they name their errors",
             f"{silent} report success without a GPU" if silent else "",

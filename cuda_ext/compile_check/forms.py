@@ -30,7 +30,10 @@ class Form(NamedTuple):
 
     @property
     def shape(self) -> str:
-        return f"{'Mma' if self.kernel == 'attention_mma' else 'Wmma'}Shape<{self.head_dim}, {self.warps_m}>"
+        return (
+            f"{'Mma' if self.kernel == 'attention_mma' else 'Wmma'}Shape<{self.head_dim}, "
+            f"{self.warps_m}>"
+        )
 
     @property
     def shared_symbol(self) -> str:
@@ -42,8 +45,9 @@ class Form(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A form on an architecture: what ptxas gave it, bytes of shared memory, tensor-core instructions, CTAs that fit on
-    a multiprocessor."""
+    """A form on an architecture: what ptxas gave it, bytes of shared memory, tensor-core
+    instructions, CTAs that fit on a multiprocessor.
+    """
 
     machine: Machine
     form: Form
@@ -54,7 +58,9 @@ class Row(NamedTuple):
 
 
 def programs(machine: Machine) -> Iterator[tuple[str, list[Form]]]:
-    """Sources to compile and the forms each of them holds: a program for each head dim, and one for the rest."""
+    """Sources to compile and the forms each of them holds: a program for each head dim, and one for
+    the rest.
+    """
     mma = machine.number >= _FIRST_MMA
     dtypes = ("F16", "BF16") if mma else ("F16",)
     kernel = "attention_mma" if mma else "attention_wmma"
@@ -63,16 +69,27 @@ def programs(machine: Machine) -> Iterator[tuple[str, list[Form]]]:
         lines = [f'#include "{kernel}.cuh"', "namespace kvboost_edge_cuda {"]
         for form in shapes:
             element = f"{form.dtype}, " if mma else ""
-            lines.append(f"template __global__ void {kernel}<{element}{head_dim}, {form.warps_m}>(AttentionParams);")
+            lines.append(
+                f"template __global__ void {kernel}<{element}{head_dim}, "
+                f"{form.warps_m}>(AttentionParams);"
+            )
         lines += ["}", *(_shared_line(form) for form in shapes if form.dtype == "F16")]
         yield "\n".join(lines), shapes
     rest = [f"template __global__ void merge_splits<{dtype}>(AttentionParams);" for dtype in dtypes]
-    source = '#include "merge.cuh"\n#include "cache.cuh"\nnamespace kvboost_edge_cuda {\n' + "\n".join(rest) + "\n}"
-    yield source, [*(Form("merge_splits", dtype) for dtype in dtypes), Form("write_kv"), Form("copy_blocks")]
+    source = (
+        '#include "merge.cuh"\n#include "cache.cuh"\nnamespace kvboost_edge_cuda {\n'
+        + "\n".join(rest)
+        + "\n}"
+    )
+    yield (
+        source,
+        [*(Form("merge_splits", dtype) for dtype in dtypes), Form("write_kv"), Form("copy_blocks")],
+    )
 
 
 def _shared_line(form: Form) -> str:
-    return f'extern "C" __device__ int {form.shared_symbol} = kvboost_edge_cuda::{form.shape}::kSharedBytes;'
+    value = f"kvboost_edge_cuda::{form.shape}::kSharedBytes"
+    return f'extern "C" __device__ int {form.shared_symbol} = {value};'
 
 
 def build(machine: Machine, source: str, forms: list[Form]) -> tuple[list[Row], bytes]:
@@ -107,7 +124,10 @@ def requirements(row: Row) -> Iterator[str]:
     used = row.used
     if machine.number >= _FIRST_MMA and (used.spilled or used.stack):
         yield f"spills {used.spilled} bytes, stack {used.stack} bytes"
-    if used.registers > machine.registers_per_thread or used.registers * THREADS > machine.registers_per_sm:
+    if (
+        used.registers > machine.registers_per_thread
+        or used.registers * THREADS > machine.registers_per_sm
+    ):
         yield f"{used.registers} registers a thread"
     if row.shared > machine.shared_per_cta:
         yield f"{row.shared} bytes of shared memory, of {machine.shared_per_cta}"

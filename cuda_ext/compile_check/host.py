@@ -1,4 +1,6 @@
-"""nvcc 13 over the .cu files: device code, host code, and the link; the launchers then run as far as they can."""
+"""nvcc 13 over the .cu files: device code, host code, and the link; the launchers then run as far
+as they can.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,19 @@ def compile_source(name: str, folder: Path) -> Path:
     """The object file of a source, host and device code, in `folder`."""
     target = folder / f"{name}.o"
     codes = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in _ARCHITECTURES]
-    _nvcc(["-c", "-O3", "-std=c++17", "-Xcompiler", "-fPIC", *codes, str(CSRC / f"{name}.cu"), "-o", str(target)])
+    _nvcc(
+        [
+            "-c",
+            "-O3",
+            "-std=c++17",
+            "-Xcompiler",
+            "-fPIC",
+            *codes,
+            str(CSRC / f"{name}.cu"),
+            "-o",
+            str(target),
+        ]
+    )
     return target
 
 
@@ -33,12 +47,25 @@ def link(objects: Sequence[Path], folder: Path) -> Path:
     """A shared library of all launchers."""
     target = folder / "launchers.so"
     undefined = ["-Xlinker", "--no-undefined"]
-    _nvcc(["-shared", *map(str, objects), f"-L{_HOME / 'lib'}", "-cudart", "static", *undefined, "-o", str(target)])
+    _nvcc(
+        [
+            "-shared",
+            *map(str, objects),
+            f"-L{_HOME / 'lib'}",
+            "-cudart",
+            "static",
+            *undefined,
+            "-o",
+            str(target),
+        ]
+    )
     return target
 
 
 def call_launchers(path: Path) -> dict[str, str]:
-    """Call each launcher with empty parameters, on a machine without a GPU: what its error is called."""
+    """Call each launcher with empty parameters, on a machine without a GPU: what its error is
+    called.
+    """
     library = ctypes.CDLL(str(path))
     library.kvboost_edge_cuda_error.restype = ctypes.c_char_p
     params = ctypes.create_string_buffer(1024)
@@ -59,12 +86,19 @@ def disassembled_hmma(cubin: bytes, folder: Path) -> int:
     """How many HMMA instructions nvdisasm names in a file of code."""
     path = folder / "form.cubin"
     path.write_bytes(cubin)
-    done = subprocess.run([_tool("nvdisasm"), "-c", str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [_tool("nvdisasm"), "-c", str(path)], capture_output=True, text=True, check=True
+    )
     return sum("HMMA." in line for line in done.stdout.splitlines())
 
 
 def _nvcc(arguments: Sequence[str]) -> None:
-    command = [_tool("nvcc"), f"-I{_HOME / 'include'}", f"-I{_HOME / 'include' / 'cccl'}", *arguments]
+    command = [
+        _tool("nvcc"),
+        f"-I{_HOME / 'include'}",
+        f"-I{_HOME / 'include' / 'cccl'}",
+        *arguments,
+    ]
     for tool in (_HOME / "nvvm" / "bin").glob("*"):
         _make_executable(tool)
     done = subprocess.run(command, capture_output=True, text=True, check=False)

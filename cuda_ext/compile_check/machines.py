@@ -1,4 +1,5 @@
-"""What multiprocessors of each architecture have, and how many CTAs fit: arithmetic, nothing measured.
+"""What multiprocessors of each architecture have, and how many CTAs fit: arithmetic, nothing
+measured.
 
 Figures: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
 """
@@ -14,8 +15,10 @@ _WARP = 32
 
 
 class Machine(NamedTuple):
-    """Limits of one architecture. Bytes of shared memory: a CTA's largest, a multiprocessor's, and what each CTA takes
-    beside its own. HMMA: the low 12 bits of an instruction that multiplies on tensor cores."""
+    """Limits of one architecture. Bytes of shared memory: a CTA's largest, a multiprocessor's, and
+    what each CTA takes beside its own. HMMA: the low 12 bits of an instruction that multiplies on
+    tensor cores.
+    """
 
     name: str
     shared_per_cta: int
@@ -49,6 +52,8 @@ def ctas_that_fit(machine: Machine, threads: int, registers: int, shared: int) -
         return 0
     warps = -(-threads // _WARP)
     per_warp = -(-registers * _WARP // machine.registers_at_once) * machine.registers_at_once
-    by_registers = machine.registers_per_sm // (per_warp * warps) if registers else machine.ctas_per_sm
+    by_registers = (
+        machine.registers_per_sm // (per_warp * warps) if registers else machine.ctas_per_sm
+    )
     by_shared = machine.shared_per_sm // max(1, shared + machine.shared_reserved)
     return min(machine.ctas_per_sm, machine.warps_per_sm // warps, by_registers, by_shared)

@@ -15,7 +15,8 @@ SITE = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
 CSRC = Path(__file__).parents[1] / "kvboost_edge_cuda" / "csrc"
 _INCLUDES = (CSRC, SITE / "cuda_runtime" / "include", SITE / "cuda_nvcc" / "include")
 _USED = re.compile(
-    r"Compiling entry function '(?P<name>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"Compiling entry function '(?P<name>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
+    r"(?P<stores>\d+) bytes spill stores, "
     r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
 )
@@ -26,7 +27,9 @@ class CompileError(Exception):
 
 
 class Used(NamedTuple):
-    """What ptxas gave a kernel: registers of a thread, bytes of its stack and spills, bytes of static shared memory."""
+    """What ptxas gave a kernel: registers of a thread, bytes of its stack and spills, bytes of
+    static shared memory.
+    """
 
     registers: int
     stack: int
@@ -40,17 +43,24 @@ class Built(NamedTuple):
 
 
 def compile_program(source: str, architecture: str) -> Built:
-    """Compile for an architecture such as "sm_80"; kernels are named as the compiler mangles them. Raises CompileError.
-    May be called from several threads."""
+    """Compile for an architecture such as "sm_80"; kernels are named as the compiler mangles them.
+    Raises CompileError. May be called from several threads.
+    """
     library = _library()
     program = ctypes.c_void_p()
-    _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"check.cu", 0, None, None))
+    _check(
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"check.cu", 0, None, None
+        )
+    )
     options = [f"--gpu-architecture={architecture}", "-std=c++17", "--ptxas-options=-v"]
     options += [f"-I{path}" for path in _INCLUDES]
     try:
         words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = library.nvrtcCompileProgram(program, len(options), words)
-        log = _text(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program).decode(errors="replace")
+        log = _text(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program).decode(
+            errors="replace"
+        )
         if status:
             raise CompileError(f"{architecture}: {log}")
         cubin = _text(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
@@ -66,7 +76,12 @@ def _kernels(log: str) -> list[tuple[str, Used]]:
         if match:
             shared = re.search(r"(\d+) bytes smem", match["rest"])
             spilled = int(match["stores"]) + int(match["loads"])
-            used = Used(int(match["registers"]), int(match["stack"]), spilled, int(shared[1]) if shared else 0)
+            used = Used(
+                int(match["registers"]),
+                int(match["stack"]),
+                spilled,
+                int(shared[1]) if shared else 0,
+            )
             found.append((match["name"], used))
     return found
 

@@ -13,8 +13,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "cuda.md"
 BEGIN = "<!-- made by `make cuda-table` -->"
 END = "<!-- end -->"
 _HEAD = (
-    "| architecture | kernel | dtype | head dim | rows of a CTA | registers | spilled bytes | shared bytes | HMMA | "
-    "CTAs on a multiprocessor | of its warps |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    "| architecture | kernel | dtype | head dim | rows of a CTA | registers | spilled bytes | "
+    "shared bytes | HMMA | CTAs on a multiprocessor | of its warps "
+    "|\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 _WARPS = 4
 
@@ -29,9 +30,18 @@ def _line(row: Row) -> str:
     used = row.used
     filled = 100 * row.ctas * _WARPS // row.machine.warps_per_sm
     cells = (
-        row.machine.name, form.kernel, form.dtype.lower() or "any", form.head_dim or "any",
-        16 * form.warps_m or "", used.registers, used.spilled, row.shared, row.hmma or "", row.ctas, f"{filled} %",
-    )  # fmt: skip
+        row.machine.name,
+        form.kernel,
+        form.dtype.lower() or "any",
+        form.head_dim or "any",
+        16 * form.warps_m or "",
+        used.registers,
+        used.spilled,
+        row.shared,
+        row.hmma or "",
+        row.ctas,
+        f"{filled} %",
+    )
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 

@@ -1,7 +1,7 @@
 """FlashAttention-2 forward kernels for NVIDIA GPUs of sm_70 to sm_90, contiguous, ragged and paged.
 
-The three functions take the arguments of flash-attn's in the same order. `unavailable_reason` says why they cannot run
-here; calling them then raises `ExtensionUnavailable` with that reason.
+The three functions take the arguments of flash-attn's in the same order. `unavailable_reason` says
+why they cannot run here; calling them then raises `ExtensionUnavailable` with that reason.
 """
 
 from __future__ import annotations

@@ -24,10 +24,12 @@ def write_kv(
 
     keys, values      [num_tokens, num_kv_heads, head_dim], float16 or bfloat16
     k_cache, v_cache  [num_blocks, block_size, num_kv_heads, head_dim], of the same dtype
-    slot_mapping      int64 [num_tokens]: block id * block_size + offset; negative: the token is passed over
+    slot_mapping      int64 [num_tokens]: block id * block_size + offset; negative: the token is
+                      passed over
 
-    check_values=False spares a wait for the device where the caller knows that no slot lies behind the pool's end.
-    Raises ValueError for such slots, RuntimeError for tensors that do not fit together.
+    check_values=False spares a wait for the device where the caller knows that no slot lies behind
+    the pool's end. Raises ValueError for such slots, RuntimeError for tensors that do not fit
+    together.
     """
     checks = IndexChecks(check_values=check_values)
     checks.index("slot_mapping", slot_mapping, (keys.shape[0],), torch.int64)
@@ -35,25 +37,38 @@ def write_kv(
         last = k_cache.shape[0] * k_cache.shape[1] - 1
         checks.within("slot_mapping", slot_mapping, torch.iinfo(torch.int64).min, last)
         checks.raise_first()
-    operators().write_kv(aligned(keys), aligned(values), k_cache, v_cache, slot_mapping, current_stream(keys))
+    operators().write_kv(
+        aligned(keys), aligned(values), k_cache, v_cache, slot_mapping, current_stream(keys)
+    )
 
 
 def copy_blocks(pools: list[torch.Tensor], pairs: list[tuple[int, int]]) -> None:
     """Copy whole blocks in every pool, in order: a block may be the source of a later pair.
 
-    pools  contiguous tensors [num_blocks, ...] on one device, of blocks that are a multiple of 16 bytes
+    pools  contiguous tensors [num_blocks, ...] on one device, of blocks that are a multiple of 16
+           bytes
     pairs  (source, destination), block ids of every pool; ValueError for others
     """
     if not pools or not pairs:
         return
     for pool in pools:
         nbytes = _block_bytes(pool)
-        if not pool.is_contiguous() or nbytes % 16 or pool.data_ptr() % 16 or pool.device != pools[0].device:
-            raise ValueError(f"a pool {tuple(pool.shape)} is not contiguous, on one device and of blocks of 16 n bytes")
+        if (
+            not pool.is_contiguous()
+            or nbytes % 16
+            or pool.data_ptr() % 16
+            or pool.device != pools[0].device
+        ):
+            raise ValueError(
+                f"a pool {tuple(pool.shape)} is not contiguous, on one device and of blocks of 16 "
+                "n bytes"
+            )
     num_blocks = min(len(pool) for pool in pools)
     for pair in pairs:
         if not all(0 <= block < num_blocks for block in pair):
-            raise ValueError(f"copy {pair[0]} -> {pair[1]} leaves the pools' blocks 0..{num_blocks - 1}")
+            raise ValueError(
+                f"copy {pair[0]} -> {pair[1]} leaves the pools' blocks 0..{num_blocks - 1}"
+            )
     sizes = [_block_bytes(pool) for pool in pools]
     device = pools[0].device
     rows = [[pool.data_ptr() for pool in pools], sizes]

@@ -17,7 +17,9 @@ _HERE = Path(__file__).parent
 
 
 class ExtensionUnavailable(ImportError):
-    """The compiled part is missing, or was built for another torch; the message says which, and what to do."""
+    """The compiled part is missing, or was built for another torch; the message says which, and
+    what to do.
+    """
 
 
 def operators() -> Any:
@@ -30,20 +32,28 @@ def operators() -> Any:
 
 @lru_cache(maxsize=1)
 def unavailable_reason() -> str | None:
-    """Why the compiled part cannot be loaded into this process; None where it is. A device is not asked for."""
+    """Why the compiled part cannot be loaded into this process; None where it is. A device is not
+    asked for.
+    """
     compiled = sorted(_HERE.glob("_compiled*.so")) + sorted(_HERE.glob("_compiled*.pyd"))
     if not compiled:
-        return f"kvboost_edge_cuda has no compiled part; with a CUDA toolkit of 11.8 or later: {_REBUILD}"
+        return (
+            "kvboost_edge_cuda has no compiled part; with a CUDA toolkit of 11.8 or later: "
+            f"{_REBUILD}"
+        )
     built_for = _built_for()
     if built_for != (torch.__version__, torch.version.cuda):
         return (
-            f"kvboost_edge_cuda was built for torch {built_for[0]} (CUDA {built_for[1]}), this is torch "
-            f"{torch.__version__} (CUDA {torch.version.cuda}); build it again: {_REBUILD}"
+            f"kvboost_edge_cuda was built for torch {built_for[0]} (CUDA {built_for[1]}), this is "
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}); build it again: {_REBUILD}"
         )
     try:
         torch.ops.load_library(str(compiled[0]))
     except (OSError, RuntimeError) as error:
-        return f"{compiled[0].name} of kvboost_edge_cuda cannot be loaded ({error}); build it again: {_REBUILD}"
+        return (
+            f"{compiled[0].name} of kvboost_edge_cuda cannot be loaded ({error}); build it again: "
+            f"{_REBUILD}"
+        )
     return None
 
 

@@ -1,4 +1,6 @@
-"""How many parts the keys of a call are cut into, so that a few long sequences still fill the device."""
+"""How many parts the keys of a call are cut into, so that a few long sequences still fill the
+device.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _TILES_TO_A_PART = 4
 
 
 def choose_num_splits(device: torch.device, num_ctas: int, longest_k: int) -> int:
-    """The least number of parts that gives every multiprocessor two CTAs; 1 where there are enough without.
+    """The least number of parts that gives every multiprocessor two CTAs; 1 where there are enough
+    without.
 
     num_ctas: CTAs without a split; longest_k: keys of the longest sequence, or a bound on it.
     """

@@ -1,7 +1,8 @@
-"""Whole blocks as bytes, for what keeps them outside the pool. Plain memory copies, one for each array of a pool.
+"""Whole blocks as bytes, for what keeps them outside the pool. Plain memory copies, one for each
+array of a pool.
 
-A pool's arrays are seen as rows of bytes, uint8 [num_blocks, n]: row b holds what the array has of block b. A block's
-bytes are its rows of all arrays one after another.
+A pool's arrays are seen as rows of bytes, uint8 [num_blocks, n]: row b holds what the array has of
+block b. A block's bytes are its rows of all arrays one after another.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ def check_content(block_ids: Sequence[int], data: Bytes, bytes_per_block: int) -
     expected = (len(block_ids), bytes_per_block)
     if data.dtype != np.uint8 or data.shape != expected:
         raise ConfigError(
-            f"{len(block_ids)} blocks are written from uint8 bytes of shape {expected}; got {data.dtype} {data.shape}"
+            f"{len(block_ids)} blocks are written from uint8 bytes of shape {expected}; got "
+            f"{data.dtype} {data.shape}"
         )
     if len(set(block_ids)) != len(block_ids):
-        raise ConfigError(f"blocks {list(block_ids)} are written at once, and one of them is named twice")
+        raise ConfigError(
+            f"blocks {list(block_ids)} are written at once, and one of them is named twice"
+        )
 
 
 def gather(arrays: Sequence[Bytes], block_ids: Sequence[int]) -> Bytes:

@@ -1,4 +1,6 @@
-"""The backend of compiled CPU kernels: blocks in NumPy arrays, paged attention by Numba with explicit vectors."""
+"""The backend of compiled CPU kernels: blocks in NumPy arrays, paged attention by Numba with
+explicit vectors.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec
+from kvboost_edge.backends.base import (
+    DEFAULT_NUM_OPEN,
+    AttentionParams,
+    BackendInfo,
+    BatchLayout,
+    KVSpec,
+)
 from kvboost_edge.backends.kernel_access import KernelAccess
 from kvboost_edge.backends.layout import check_layout
 from kvboost_edge.backends.numpy_blocks import NumpyBlocks, unsupported_reason
@@ -24,7 +32,14 @@ from kvboost_edge.kernels.coded.dot import coded_dot_form
 from kvboost_edge.kernels.coded.launch import paged_attention_coded
 from kvboost_edge.kvcache.block_table import CopyOp
 
-__all__ = ["THREADING_LAYER", "CPUBackend", "PreparedBatch", "attention_path", "make", "unsupported_reason"]
+__all__ = [
+    "THREADING_LAYER",
+    "CPUBackend",
+    "PreparedBatch",
+    "attention_path",
+    "make",
+    "unsupported_reason",
+]
 
 THREADING_LAYER = "kernel-team"  # threads of the kernels' own, apart from numba's and torch's
 
@@ -32,7 +47,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class PreparedBatch:
-    """A checked layout and the work plans of the layer kinds met so far (head counts and window); for one pass."""
+    """A checked layout and the work plans of the layer kinds met so far (head counts and window);
+    for one pass.
+    """
 
     __slots__ = ("_num_threads", "_plans", "coded", "paged", "slot_mapping")
 
@@ -52,18 +69,26 @@ class PreparedBatch:
         """The work plan of one kind of layer."""
         key = (heads_per_kv, num_kv_heads, window, ahead)
         if key not in self._plans:
-            self._plans[key] = plan_work(self.paged, heads_per_kv, num_kv_heads, window, self._num_threads, ahead)
+            self._plans[key] = plan_work(
+                self.paged, heads_per_kv, num_kv_heads, window, self._num_threads, ahead
+            )
         return self._plans[key]
 
     def narrowed(self, rows: npt.NDArray[np.int64]) -> PreparedBatch:
-        """The pass as some of its query rows see it, ascending: those that follow one another in a sequence as a
-        sequence of their own. Keys and values are written; each row attends to the same as before."""
+        """The pass as some of its query rows see it, ascending: those that follow one another in a
+        sequence as a sequence of their own. Keys and values are written; each row attends to the
+        same as before.
+        """
         paged = self.paged
         sequence = np.searchsorted(paged.cu_seqlens_q, rows, side="right") - 1
-        starts = np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (np.diff(sequence, prepend=-1) != 0))
+        starts = np.flatnonzero(
+            (np.diff(rows, prepend=-2) != 1) | (np.diff(sequence, prepend=-1) != 0)
+        )
         counts = np.diff(np.append(starts, len(rows)))
         source = sequence[starts]
-        behind = paged.cu_seqlens_q[source + 1] - rows[starts]  # rows from the first one to the end of its sequence
+        behind = (
+            paged.cu_seqlens_q[source + 1] - rows[starts]
+        )  # rows from the first one to the end of its sequence
         layout = BatchLayout(
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
             (paged.seq_lens[source] - behind + counts).astype(np.int32),
@@ -77,10 +102,12 @@ class PreparedBatch:
 
 
 class CPUBackend(NumpyBlocks):
-    """Implements `Backend`. Results of a row depend on its own sequence and position only, to the bit.
+    """Implements `Backend`. Results of a row depend on its own sequence and position only, to the
+    bit.
 
-    `num_threads` threads, the calling one included (None: all cores this process may use, at most NUMBA_NUM_THREADS).
-    One thread at a time may call it. `close` ends the threads and releases the pool.
+    `num_threads` threads, the calling one included (None: all cores this process may use, at most
+    NUMBA_NUM_THREADS). One thread at a time may call it. `close` ends the threads and releases the
+    pool.
     """
 
     name = "cpu"
@@ -97,7 +124,11 @@ class CPUBackend(NumpyBlocks):
         num_draft_rows: int = 0,
     ) -> None:
         super().__init__(
-            spec, num_blocks, num_open=num_open, num_state_slots=num_state_slots, num_draft_rows=num_draft_rows
+            spec,
+            num_blocks,
+            num_open=num_open,
+            num_state_slots=num_state_slots,
+            num_draft_rows=num_draft_rows,
         )
         if num_threads is None:
             num_threads = min(default_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
@@ -117,7 +148,9 @@ class CPUBackend(NumpyBlocks):
     def describe(self) -> BackendInfo:
         """The compiled kernels and the threads of their own that run them."""
         path = attention_path(is_quantized=self.spec.is_quantized)
-        return BackendInfo(self.name, self.device, path, THREADING_LAYER, self.num_threads, self._regions())
+        return BackendInfo(
+            self.name, self.device, path, THREADING_LAYER, self.num_threads, self._regions()
+        )
 
     def prepare(self, layout: BatchLayout) -> PreparedBatch:
         """Check the layout; ConfigError says what is wrong."""
@@ -136,7 +169,9 @@ class CPUBackend(NumpyBlocks):
             storage.copy_blocks(pool, ops)
 
     def write_kv(self, layer: int, keys: Floats, values: Floats, batch: PreparedBatch) -> None:
-        """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""
+        """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at the slots of the
+        batch.
+        """
         if batch.coded is not None:
             self._coded.write_kv(layer, keys, values, batch.coded)
         else:
@@ -149,15 +184,26 @@ class CPUBackend(NumpyBlocks):
         num_tokens = int(batch.paged.cu_seqlens_q[-1])
         num_kv_heads = self.spec.layers[layer].num_kv_heads
         if len(queries) != num_tokens:
-            raise ConfigError(f"{len(queries)} query rows do not fit a batch of {num_tokens} tokens")
+            raise ConfigError(
+                f"{len(queries)} query rows do not fit a batch of {num_tokens} tokens"
+            )
         plan = batch.plan(queries.shape[1] // num_kv_heads, num_kv_heads, params.window)
         options = AttentionOptions(*params)
         if batch.coded is not None:
             coded = self._coded.layer(layer, batch.coded)
             return paged_attention_coded(
-                queries, coded.codes, coded.layout, batch.paged, coded.own, options, self._workspace, plan
+                queries,
+                coded.codes,
+                coded.layout,
+                batch.paged,
+                coded.own,
+                options,
+                self._workspace,
+                plan,
             )
-        return paged_attention(queries, self._pools[layer], batch.paged, options, self._workspace, plan)
+        return paged_attention(
+            queries, self._pools[layer], batch.paged, options, self._workspace, plan
+        )
 
     def close(self) -> None:
         """End the helper threads and release the pool."""

@@ -1,9 +1,11 @@
-"""The torch backend with the project's own CUDA kernels: they write KV by slot, copy blocks and attend in place.
+"""The torch backend with the project's own CUDA kernels: they write KV by slot, copy blocks and
+attend in place.
 
-The pool lies as torch's does, so bytes, checksums and poison are torch's. The kernels come from the package
-`kvboost_edge_cuda` (`FORCE_CUDA=1 pip install ./cuda_ext`) and are compared with torch in float32 on the device before
-they are used. What they do not compute runs on torch's path, said once: KV in float32 (and bfloat16 below sm_80), head
-dims that are no multiple of 8, and passes whose tables have parts.
+The pool lies as torch's does, so bytes, checksums and poison are torch's. The kernels come from the
+package `kvboost_edge_cuda` (`FORCE_CUDA=1 pip install ./cuda_ext`) and are compared with torch in
+float32 on the device before they are used. What they do not compute runs on torch's path, said
+once: KV in float32 (and bfloat16 below sm_80), head dims that are no multiple of 8, and passes
+whose tables have parts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ import numpy.typing as npt
 import torch
 
 from kvboost_edge.backends import torch_backend
-from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import (
+    DEFAULT_NUM_OPEN,
+    AttentionParams,
+    BackendInfo,
+    BatchLayout,
+    KVSpec,
+    LayerKVSpec,
+)
 from kvboost_edge.backends.cuda_check import failed_check, kernel_dtypes
 from kvboost_edge.backends.layout import check_layout, refuse_deltas
 from kvboost_edge.backends.torch.batch import TorchBatch
@@ -40,7 +49,9 @@ _FIRST_TORCH_FLASH = (8, 0)  # the compute capability from which torch has flash
 
 
 def extension() -> Any:
-    """The package `kvboost_edge_cuda`, its compiled part loaded. Raises BackendUnavailable with what is missing."""
+    """The package `kvboost_edge_cuda`, its compiled part loaded. Raises BackendUnavailable with
+    what is missing.
+    """
     if importlib.util.find_spec(_PACKAGE) is None:
         raise BackendUnavailable(f"{_PACKAGE} is not installed; {_INSTALL}")
     package = importlib.import_module(_PACKAGE)
@@ -51,8 +62,9 @@ def extension() -> Any:
 
 
 def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
-    """Why the kernels cannot run on a device here, or keep KV of this kind; None when they can. The first answer for a
-    device takes the test on it."""
+    """Why the kernels cannot run on a device here, or keep KV of this kind; None when they can. The
+    first answer for a device takes the test on it.
+    """
     if device.partition(":")[0] != "cuda":
         return f"{_PACKAGE} runs on CUDA devices"
     reason = torch_backend.unsupported_reason(device, spec)
@@ -66,20 +78,29 @@ def _untrusted_reason(device: str) -> str | None:
     except BackendUnavailable as error:
         return str(error)
     return failed_check(
-        lambda spec, num_blocks: CUDABackend(spec, num_blocks, device=device, kernels=kernels), torch.device(device)
+        lambda spec, num_blocks: CUDABackend(spec, num_blocks, device=device, kernels=kernels),
+        torch.device(device),
     )
 
 
 def find_tier(device: torch.device | str = "cuda") -> str:
-    """The best flash attention on a device: "kvboost_cuda", this project's kernels; "torch_flash"; or "vanilla",
-    neither, as on every device that is no CUDA device."""
+    """The best flash attention on a device: "kvboost_cuda", this project's kernels; "torch_flash";
+    or "vanilla", neither, as on every device that is no CUDA device.
+    """
     at = torch.device(device)
     if at.type != "cuda" or not torch.cuda.is_available():
         return "vanilla"
     if unsupported_reason(str(at)) is None:
         return "kvboost_cuda"
-    has_flash = torch.backends.cuda.is_flash_attention_available() and torch.backends.cuda.flash_sdp_enabled()
-    return "torch_flash" if has_flash and torch.cuda.get_device_capability(at) >= _FIRST_TORCH_FLASH else "vanilla"
+    has_flash = (
+        torch.backends.cuda.is_flash_attention_available()
+        and torch.backends.cuda.flash_sdp_enabled()
+    )
+    return (
+        "torch_flash"
+        if has_flash and torch.cuda.get_device_capability(at) >= _FIRST_TORCH_FLASH
+        else "vanilla"
+    )
 
 
 def make(
@@ -101,8 +122,9 @@ def make(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tables:
-    """A pass as the kernels take it, int32 on the device: cu_seqlens_q [num_seqs + 1], seq_lens [num_seqs], tables
-    [num_seqs, max_blocks]; and the largest number of new tokens."""
+    """A pass as the kernels take it, int32 on the device: cu_seqlens_q [num_seqs + 1], seq_lens
+    [num_seqs], tables [num_seqs, max_blocks]; and the largest number of new tokens.
+    """
 
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
@@ -122,16 +144,23 @@ class CUDABatch(TorchBatch):
 def _tables(layout: BatchLayout, device: torch.device) -> _Tables:
     num_seqs = len(layout.seq_lens)
     rows = (layout.cu_seqlens_q, layout.seq_lens, layout.block_tables.ravel())
-    together = torch.from_numpy(np.concatenate(rows).astype(np.int32)).to(device)  # one copy to the device
+    together = torch.from_numpy(np.concatenate(rows).astype(np.int32)).to(
+        device
+    )  # one copy to the device
     starts, lengths, tables = together.split([num_seqs + 1, num_seqs, layout.block_tables.size])
     longest = int(np.diff(layout.cu_seqlens_q).max(initial=0))
     return _Tables(
-        starts, lengths, tables.view(layout.block_tables.shape), longest, int(layout.seq_lens.max(initial=0))
+        starts,
+        lengths,
+        tables.view(layout.block_tables.shape),
+        longest,
+        int(layout.seq_lens.max(initial=0)),
     )
 
 
 class CUDABackend(TorchBackend):
-    """Implements `Backend`; queries, keys and values in the pool's dtype go to the kernels, others to torch's path.
+    """Implements `Backend`; queries, keys and values in the pool's dtype go to the kernels, others
+    to torch's path.
 
     Raises what `TorchBackend` raises. `kernels` is the package `kvboost_edge_cuda`.
     """
@@ -141,8 +170,8 @@ class CUDABackend(TorchBackend):
     def __init__(self, spec: KVSpec, num_blocks: int, *, device: str, kernels: Any) -> None:
         if spec.is_quantized:
             raise BackendUnavailable(
-                f"backend 'cuda' keeps KV at 16 or 32 bits, not at {spec.bits}: use kv_cache_bits=16, or 8 with "
-                "backend='torch'"
+                f"backend 'cuda' keeps KV at 16 or 32 bits, not at {spec.bits}: use "
+                "kv_cache_bits=16, or 8 with backend='torch'"
             )
         super().__init__(spec, num_blocks, device=device)
         self._kernels = kernels
@@ -154,14 +183,23 @@ class CUDABackend(TorchBackend):
 
     def describe(self) -> BackendInfo:
         """The kernels, and the layers that they do not serve."""
-        return BackendInfo(self.name, self.device, attention_path=self._path(), threading_layer="torch")
+        return BackendInfo(
+            self.name, self.device, attention_path=self._path(), threading_layer="torch"
+        )
 
     def _path(self) -> str:
         if all(self._served):
             return _PACKAGE
-        layers = [layer for layer, served in zip(self.spec.layers, self._served, strict=True) if not served]
+        layers = [
+            layer
+            for layer, served in zip(self.spec.layers, self._served, strict=True)
+            if not served
+        ]
         why = f"KV in {self.spec.dtype}, head dims {sorted({layer.head_dim for layer in layers})}"
-        return f"{_PACKAGE} for {sum(self._served)} of {len(self._served)} layers, torch for the others ({why})"
+        return (
+            f"{_PACKAGE} for {sum(self._served)} of {len(self._served)} layers, torch for the "
+            f"others ({why})"
+        )
 
     @property
     def _plain(self) -> PlainBlocks:
@@ -169,7 +207,9 @@ class CUDABackend(TorchBackend):
         return self._blocks
 
     def prepare(self, layout: BatchLayout) -> CUDABatch:
-        """Check the layout (ConfigError says what is wrong) and bind it to the device; valid for one pass."""
+        """Check the layout (ConfigError says what is wrong) and bind it to the device; valid for
+        one pass.
+        """
         check_layout(layout, self.spec.block_size, self.num_blocks)
         refuse_deltas(layout, f"backend {self.name!r}")
         return CUDABatch(layout, self.spec.block_size, self._device)
@@ -183,8 +223,12 @@ class CUDABackend(TorchBackend):
         else:
             super().copy_blocks(ops)
 
-    def write_kv(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch) -> None:
-        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""
+    def write_kv(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch
+    ) -> None:
+        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the
+        batch.
+        """
         if not self._served[layer]:
             super().write_kv(layer, keys, values, batch)
             return
@@ -200,8 +244,9 @@ class CUDABackend(TorchBackend):
         params: AttentionParams,
         frequencies: npt.NDArray[np.float64] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]). Tables with parts are torch's:
-        the kernels know one position for each slot."""
+        """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]). Tables with
+        parts are torch's: the kernels know one position for each slot.
+        """
         pool = self._plain.of(layer)
         tables = batch.tables if isinstance(batch, CUDABatch) else None
         if tables is None or not self._served[layer] or queries.dtype != pool[0].dtype:

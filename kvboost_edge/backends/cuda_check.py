@@ -1,4 +1,6 @@
-"""The CUDA kernels against torch in float32 on the device they are to run on, before anything relies on them."""
+"""The CUDA kernels against torch in float32 on the device they are to run on, before anything
+relies on them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from kvboost_edge.kvcache.block_table import CopyOp
 __all__ = ["failed_check", "kernel_dtypes"]
 
 _BLOCK = 16
-_TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}  # of values around 1 as the dtype rounds weights and results
+_TOLERANCE = {
+    "float16": 4e-3,
+    "bfloat16": 3e-2,
+}  # of values around 1 as the dtype rounds weights and results
 _LSE_TOLERANCE = 2e-3
 _FIRST_BF16 = (8, 0)
 
@@ -45,15 +50,20 @@ _CASES = (
 
 
 def failed_check(make: Callable[[KVSpec, int], Backend], device: torch.device) -> str | None:
-    """What differs from torch, None where nothing does: tokens written, a block copied, attention of a ragged batch,
-    in float16 and, from sm_80 on, bfloat16. An error of the device is what differs, too."""
+    """What differs from torch, None where nothing does: tokens written, a block copied, attention
+    of a ragged batch, in float16 and, from sm_80 on, bfloat16. An error of the device is what
+    differs, too.
+    """
     for dtype, case in itertools.product(kernel_dtypes(device), _CASES):
         try:
             problem = _compare(case, dtype, make, device)
         except (RuntimeError, NotImplementedError) as error:
             problem = str(error)
         if problem:
-            return f"its kernels failed their test on {device} ({dtype}, head dim {case.head_dim}): {problem}"
+            return (
+                f"its kernels failed their test on {device} ({dtype}, head dim {case.head_dim}): "
+                f"{problem}"
+            )
     return None
 
 
@@ -64,7 +74,9 @@ def kernel_dtypes(device: torch.device) -> tuple[str, ...]:
     return ("float16", "bfloat16") if has_bf16 else ("float16",)
 
 
-def _compare(case: _Case, dtype: str, make: Callable[[KVSpec, int], Backend], device: torch.device) -> str:
+def _compare(
+    case: _Case, dtype: str, make: Callable[[KVSpec, int], Backend], device: torch.device
+) -> str:
     rng = np.random.default_rng(case.head_dim)
     layout, whole, num_blocks = _layouts(case, rng)
     spec = KVSpec((LayerKVSpec(case.num_kv_heads, case.head_dim),), _BLOCK, dtype)

@@ -1,4 +1,6 @@
-"""What a runner needs that calls the compiled kernels on a backend's blocks itself, between kernels of its own."""
+"""What a runner needs that calls the compiled kernels on a backend's blocks itself, between kernels
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ Longs = npt.NDArray[np.int64]
 
 
 class Places(NamedTuple):
-    """A pass's buffers as places in the arena, for each of the layers of one shape; otherwise as in PassPlan.
+    """A pass's buffers as places in the arena, for each of the layers of one shape; otherwise as in
+    PassPlan.
 
     slots              int64 [num_layers, num_tokens]
     tables             int32 [num_layers, num_seqs, width]
@@ -36,12 +39,15 @@ class CodedBlocks(Protocol):
 
     @property
     def codes(self) -> tuple[list[npt.NDArray[np.uint8]], list[CodeLayout]]:
-        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in one of its blocks."""
+        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in
+        one of its blocks.
+        """
         ...
 
     def same_shape(self, shape: Any, batch: Any) -> tuple[OwnBlocks, Places]:
-        """What a prepared pass reads and writes of the layers of a shape, a LayerKVSpec: the own blocks of the first of
-        them, and the places of all, in order."""
+        """What a prepared pass reads and writes of the layers of a shape, a LayerKVSpec: the own
+        blocks of the first of them, and the places of all, in order.
+        """
         ...
 
 

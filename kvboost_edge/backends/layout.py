@@ -1,4 +1,6 @@
-"""What every backend checks before it touches its pool: a pass's layout, and ids of blocks. Loads no Numba."""
+"""What every backend checks before it touches its pool: a pass's layout, and ids of blocks. Loads
+no Numba.
+"""
 
 from __future__ import annotations
 
@@ -15,50 +17,64 @@ from kvboost_edge.kernels.attention.parts import Longs, Part, entry_positions, h
 
 __all__ = ["check_block", "check_layout", "refuse_deltas"]
 
-_FEW_ENTRIES = 128  # of block tables: lists are checked in 4 us and 0.03 more an entry, by NumPy in 9 however many
+# Of block tables: lists are checked in 4 us and 0.03 more an entry, by NumPy in 9 however many.
+_FEW_ENTRIES = 128
 
 
 def check_layout(
-    layout: BatchLayout, block_size: int, num_blocks: int, num_state_slots: int = 0, num_draft_rows: int = 0
+    layout: BatchLayout,
+    block_size: int,
+    num_blocks: int,
+    num_state_slots: int = 0,
+    num_draft_rows: int = 0,
 ) -> None:
-    """ConfigError, naming what is wrong, unless the layout's shapes agree and every id and slot lies in the pool, and
-    it names slots of states where there are some, with no more drafts than there are rows for."""
+    """ConfigError, naming what is wrong, unless the layout's shapes agree and every id and slot
+    lies in the pool, and it names slots of states where there are some, with no more drafts than
+    there are rows for.
+    """
     num_seqs = len(layout.seq_lens)
     cu_seqlens = layout.cu_seqlens_q
     tables = layout.block_tables
     slots = layout.slot_mapping
     if cu_seqlens.shape != (num_seqs + 1,) or tables.ndim != 2 or len(tables) != num_seqs:
         raise ConfigError(
-            f"a layout of {num_seqs} sequences needs cu_seqlens_q of shape ({num_seqs + 1},) and as many block tables; "
-            f"got {cu_seqlens.shape} and {tables.shape}"
+            f"a layout of {num_seqs} sequences needs cu_seqlens_q of shape ({num_seqs + 1},) and "
+            f"as many block tables; got {cu_seqlens.shape} and {tables.shape}"
         )
     # Numbers of Python's: of a few sequences NumPy would take longer to begin than to be done.
     starts = cu_seqlens.tolist()
     seq_lens = layout.seq_lens.tolist()
     lengths = [end - first for first, end in pairwise(starts)]
-    if starts[0] != 0 or not all(0 <= new <= known for new, known in zip(lengths, seq_lens, strict=True)):
+    if starts[0] != 0 or not all(
+        0 <= new <= known for new, known in zip(lengths, seq_lens, strict=True)
+    ):
         raise ConfigError(
-            f"cu_seqlens_q {starts} must start at 0, not fall, and give no sequence more query rows than its "
-            f"seq_len in {seq_lens}"
+            f"cu_seqlens_q {starts} must start at 0, not fall, and give no sequence more query "
+            f"rows than its seq_len in {seq_lens}"
         )
     if slots.shape != (starts[-1],):
-        raise ConfigError(f"slot_mapping of shape {slots.shape} must have one slot for each of {starts[-1]} tokens")
+        raise ConfigError(
+            f"slot_mapping of shape {slots.shape} must have one slot for each of {starts[-1]} "
+            "tokens"
+        )
     written = slots.tolist()
     if written and not (min(written) >= 0 and max(written) < num_blocks * block_size):
         raise ConfigError(
-            f"slots {min(written)}..{max(written)} must lie in the pool's 0..{num_blocks * block_size - 1}"
+            f"slots {min(written)}..{max(written)} must lie in the pool's "
+            f"0..{num_blocks * block_size - 1}"
         )
     _check_tables(layout, seq_lens, block_size, num_blocks)
     if (layout.states is None) != (num_state_slots == 0):
         raise ConfigError(
-            f"a pass {'without' if layout.states is None else 'with'} slots of states does not fit a backend that has "
-            f"{num_state_slots} of them: num_state_slots"
+            f"a pass {'without' if layout.states is None else 'with'} slots of states does not fit "
+            f"a backend that has {num_state_slots} of them: num_state_slots"
         )
     if layout.states is not None:
         num_drafts = sum(lengths) - sum(_check_states(layout.states, lengths, num_state_slots))
         if num_drafts > num_draft_rows:
             raise ConfigError(
-                f"a pass has {num_drafts} drafts, and there is room for what {num_draft_rows} bring to states"
+                f"a pass has {num_drafts} drafts, and there is room for what {num_draft_rows} "
+                "bring to states"
             )
 
 
@@ -68,8 +84,8 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
     shapes = states.state_in.shape, states.state_out.shape, states.saves.shape
     if shapes[:2] != ((num_seqs,), (num_seqs,)) or len(shapes[2]) != 2 or shapes[2][1] != 3:
         raise ConfigError(
-            f"states of {num_seqs} sequences need state_in and state_out of shape ({num_seqs},) and saves of shape "
-            f"(n, 3); got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+            f"states of {num_seqs} sequences need state_in and state_out of shape ({num_seqs},) "
+            f"and saves of shape (n, 3); got {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
     read = states.state_in.tolist()
     written = states.state_out.tolist()
@@ -77,18 +93,27 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
     certain: list[int] = lengths if states.certain is None else states.certain.tolist()
     if any(not 0 <= whose < num_seqs for whose, _, _ in saves):
         raise ConfigError(f"saves {saves} name sequences outside 0..{num_seqs - 1}")
-    if len(certain) != num_seqs or any(not min(n, 1) <= of <= n for of, n in zip(certain, lengths, strict=True)):
-        raise ConfigError(f"certain {certain} must be 1 to all of the {lengths} rows of each sequence")
+    if len(certain) != num_seqs or any(
+        not min(n, 1) <= of <= n for of, n in zip(certain, lengths, strict=True)
+    ):
+        raise ConfigError(
+            f"certain {certain} must be 1 to all of the {lengths} rows of each sequence"
+        )
     if any(not 1 <= rows <= certain[whose] for whose, rows, _ in saves):
-        raise ConfigError(f"saves {saves} must lie behind 1 to all of the {certain} certain rows of their sequences")
+        raise ConfigError(
+            f"saves {saves} must lie behind 1 to all of the {certain} certain rows of their "
+            "sequences"
+        )
     if any(this[:2] <= last[:2] for last, this in pairwise(saves)):
         raise ConfigError(f"saves {saves} must ascend by sequence, then rows")
     slots = [slot for _, _, slot in saves]
     every = [*written, *slots]
-    if not all(0 <= slot < num_slots for slot in every) or not all(-1 <= slot < num_slots for slot in read):
+    if not all(0 <= slot < num_slots for slot in every) or not all(
+        -1 <= slot < num_slots for slot in read
+    ):
         raise ConfigError(
-            f"state_in {read} (-1: zeros), state_out {written} and the slots of saves {slots} must lie in "
-            f"0..{num_slots - 1}"
+            f"state_in {read} (-1: zeros), state_out {written} and the slots of saves {slots} must "
+            f"lie in 0..{num_slots - 1}"
         )
     if len(set(every)) < len(every):
         raise ConfigError(f"slots {every} of states are written, and one of them twice")
@@ -98,32 +123,37 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
     foreign = [slot for index, slot in enumerate(every) if readers.get(slot, set()) - {index}]
     if foreign:
         raise ConfigError(
-            f"slots {foreign} of states are written while others read them: state_in {read}, state_out {written}, "
-            f"saves {saves}"
+            f"slots {foreign} of states are written while others read them: state_in {read}, "
+            f"state_out {written}, saves {saves}"
         )
     return certain
 
 
 def refuse_deltas(layout: BatchLayout, who: str) -> None:
-    """ConfigError in the name of `who`, which attends no keys that were computed at other positions, where parts have
-    a delta."""
+    """ConfigError in the name of `who`, which attends no keys that were computed at other
+    positions, where parts have a delta.
+    """
     if layout.parts is not None and has_delta(layout.parts):
         raise ConfigError(
             f"{who} does not attend keys computed at other positions, parts with delta "
-            f"{Part(*layout.parts.T).delta.tolist()}: the native runner on backend 'cpu' does, where all layers have "
-            "keys of one shape and heads x head_dim is a multiple of 32; the torch runner on backend 'torch' too, for "
-            "models with plain rope"
+            f"{Part(*layout.parts.T).delta.tolist()}: the native runner on backend 'cpu' does, "
+            "where all layers have keys of one shape and heads x head_dim is a multiple of 32; "
+            "the torch runner on backend 'torch' too, for models with plain rope"
         )
 
 
-def _check_tables(layout: BatchLayout, seq_lens: list[int], block_size: int, num_blocks: int) -> None:
+def _check_tables(
+    layout: BatchLayout, seq_lens: list[int], block_size: int, num_blocks: int
+) -> None:
     tables = layout.block_tables
     width = tables.shape[1]
     if layout.parts is None:
         room = [width * block_size] * len(seq_lens)
         if tables.size <= _FEW_ENTRIES:
             rows = zip(tables.tolist(), seq_lens, strict=True)
-            ids = list(chain.from_iterable(row[: -(-seq_len // block_size)] for row, seq_len in rows))
+            ids = list(
+                chain.from_iterable(row[: -(-seq_len // block_size)] for row, seq_len in rows)
+            )
         else:
             ids = _bounds(tables[np.arange(width) < -(-layout.seq_lens[:, None] // block_size)])
     else:
@@ -131,12 +161,15 @@ def _check_tables(layout: BatchLayout, seq_lens: list[int], block_size: int, num
         first = layout.seq_lens - np.diff(layout.cu_seqlens_q)
         if (checked.written_from > first).any():
             raise ConfigError(
-                f"new tokens from positions {first.tolist()} on are not all in their sequences' last parts"
+                f"new tokens from positions {first.tolist()} on are not all in their sequences' "
+                "last parts"
             )
         room = checked.room.tolist()
         ids = _bounds(tables[checked.is_used & (checked.served < layout.seq_lens[:, None])])
     if any(seq_len > most for seq_len, most in zip(seq_lens, room, strict=True)):
-        raise ConfigError(f"block tables of {width} blocks of {block_size} do not hold seq_len {max(seq_lens)}")
+        raise ConfigError(
+            f"block tables of {width} blocks of {block_size} do not hold seq_len {max(seq_lens)}"
+        )
     if ids:
         check_block(min(ids), num_blocks)
         check_block(max(ids), num_blocks)
@@ -149,7 +182,8 @@ def _bounds(ids: npt.NDArray[np.int32]) -> list[int]:
 class _CheckedParts(NamedTuple):
     """What the layouts of a sequence's steps have in common; nobody writes into it.
 
-    is_used, served   bool, int64 [num_seqs, width]: which entries serve positions, and from which on
+    is_used, served   bool, int64 [num_seqs, width]: which entries serve positions, and from which
+                      on
     room              int64 [num_seqs]: the position behind the last one that there is room for
     written_from      int32 [num_seqs]: the first position of the part that is written
     """
@@ -160,7 +194,9 @@ class _CheckedParts(NamedTuple):
     written_from: npt.NDArray[np.int32]
 
 
-def _checked(parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int) -> _CheckedParts:
+def _checked(
+    parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int
+) -> _CheckedParts:
     if parts.ndim != 2 or parts.shape[1] != len(Part._fields) or not len(parts):
         raise ConfigError(f"parts {parts.tolist()} must be rows of {Part._fields}")
     return _check_again(parts.astype(np.int32).tobytes(), shape, block_size)
@@ -168,50 +204,64 @@ def _checked(parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: i
 
 @lru_cache(maxsize=64)
 def _check_again(data: bytes, shape: tuple[int, ...], block_size: int) -> _CheckedParts:
-    """`_check_parts` for parts that were not met before the same: in a step of decoding they took 0.5 ms."""
+    """`_check_parts` for parts that were not met before the same: in a step of decoding they took
+    0.5 ms.
+    """
     parts = np.frombuffer(data, dtype=np.int32).reshape(-1, len(Part._fields))
     _check_parts(parts, shape, block_size)
     _, served, until = entry_positions(shape, parts, block_size)
     return _CheckedParts(
-        served < until, served, until.max(axis=1, initial=0), Part(*parts.T).valid_from[is_last(parts)]
+        served < until,
+        served,
+        until.max(axis=1, initial=0),
+        Part(*parts.T).valid_from[is_last(parts)],
     )
 
 
 def _check_parts(parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int) -> None:
-    """ConfigError unless each sequence's parts follow one another from position 0 on, the last one at the positions it
-    is computed at, and others none that were computed before position 0."""
+    """ConfigError unless each sequence's parts follow one another from position 0 on, the last one
+    at the positions it is computed at, and others none that were computed before position 0.
+    """
     num_seqs, width = shape
     steps = np.diff(parts[:, 0])
     if (parts[0, 0], parts[-1, 0]) != (0, num_seqs - 1) or (steps < 0).any() or (steps > 1).any():
-        raise ConfigError(f"parts {parts.tolist()} must be rows of {Part._fields}, in order, for {num_seqs} sequences")
+        raise ConfigError(
+            f"parts {parts.tolist()} must be rows of {Part._fields}, in order, for {num_seqs} "
+            "sequences"
+        )
     part = Part(*parts.T)
     before = Part(*np.roll(parts, 1, axis=0).T)
     _check_deltas(Part(*parts.astype(np.int64).T), is_last(parts))
     ends = before.first_position + (part.first_index - before.first_index) * block_size
     follows = (
-        (part.valid_from > before.valid_from) & (part.first_index > before.first_index) & (part.valid_from <= ends)
+        (part.valid_from > before.valid_from)
+        & (part.first_index > before.first_index)
+        & (part.valid_from <= ends)
     )
     offset = part.valid_from - part.first_position
     fits = (offset >= 0) & (offset < block_size) & (part.first_index < width)
     begins = (part.valid_from == 0) & (part.first_index >= 0)
     is_first = np.roll(is_last(parts), 1)
     if not (fits & np.where(is_first, begins, follows)).all():
-        raise ConfigError(f"parts {parts.tolist()} leave positions out or lie outside tables of {width} blocks")
+        raise ConfigError(
+            f"parts {parts.tolist()} leave positions out or lie outside tables of {width} blocks"
+        )
 
 
 def _check_deltas(part: Part, last: npt.NDArray[np.bool_]) -> None:
     """part: int64 [num_parts] each; last: which of them are written."""
     if part.delta[last].any():
         raise ConfigError(
-            f"last parts with delta {part.delta[last].tolist()}: new tokens are not written among keys computed at "
-            "other positions, their parts must have delta 0"
+            f"last parts with delta {part.delta[last].tolist()}: new tokens are not written among "
+            "keys computed at other positions, their parts must have delta 0"
         )
     computed: Longs = part.valid_from - part.delta
     if (computed < 0).any():
         at = int(computed.argmin())
         raise ConfigError(
-            f"keys from position {part.valid_from[at]} on with delta {part.delta[at]} would have been computed from "
-            f"position {computed[at]} on: a delta must be at most the first position that its part serves"
+            f"keys from position {part.valid_from[at]} on with delta {part.delta[at]} would have "
+            f"been computed from position {computed[at]} on: a delta must be at most the first "
+            "position that its part serves"
         )
 
 

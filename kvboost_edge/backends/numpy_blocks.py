@@ -1,4 +1,6 @@
-"""What the NumPy backends share: the pool of blocks, whole blocks as bytes, and the debug helpers."""
+"""What the NumPy backends share: the pool of blocks, whole blocks as bytes, and the debug
+helpers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, KVSpec, LayerKVSpec
-from kvboost_edge.backends.block_bytes import as_rows, check_block_ids, check_content, gather, scatter
+from kvboost_edge.backends.block_bytes import (
+    as_rows,
+    check_block_ids,
+    check_content,
+    gather,
+    scatter,
+)
 from kvboost_edge.backends.layout import check_block
 from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels
 from kvboost_edge.backends.state_pool import StatePool
@@ -41,7 +49,9 @@ def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
 
 
 class NumpyBlocks:
-    """The pools of all layers. ConfigError for a spec that cannot be stored, CapacityError when memory is refused."""
+    """The pools of all layers. ConfigError for a spec that cannot be stored, CapacityError when
+    memory is refused.
+    """
 
     name: str
     array_kind = "numpy"
@@ -66,9 +76,12 @@ class NumpyBlocks:
         self.num_blocks = num_blocks
         if bool(spec.states) != (num_state_slots > 0):
             raise ConfigError(
-                f"num_state_slots={num_state_slots} does not fit a model of {len(spec.states)} layers with states"
+                f"num_state_slots={num_state_slots} does not fit a model of {len(spec.states)} "
+                "layers with states"
             )
-        self.states = StatePool(spec.states, num_state_slots, num_draft_rows) if spec.states else None
+        self.states = (
+            StatePool(spec.states, num_state_slots, num_draft_rows) if spec.states else None
+        )
         self._pools: list[KVPool] = []
         self._quant: QuantBlocks | None = None
         try:
@@ -76,12 +89,14 @@ class NumpyBlocks:
                 self._quant = QuantBlocks(spec, num_blocks, num_open, self.quant_kernels)
             else:
                 self._pools = [_layer_pool(spec, layer, num_blocks) for layer in spec.layers]
-            # How often each block was changed as a whole (copied to, written, poisoned): for runners that keep copies.
+            # How often each block was changed as a whole (copied to, written, poisoned): for
+            # runners that keep copies.
             self.changes = np.zeros(num_blocks, dtype=np.int64)
         except MemoryError as error:
             raise CapacityError(
-                f"the block pool does not fit into memory: num_blocks={num_blocks} x {spec.bytes_per_block} bytes = "
-                f"{num_blocks * spec.bytes_per_block} bytes; lower num_blocks or max_cache_bytes"
+                f"the block pool does not fit into memory: num_blocks={num_blocks} x "
+                f"{spec.bytes_per_block} bytes = {num_blocks * spec.bytes_per_block} bytes; lower "
+                "num_blocks or max_cache_bytes"
             ) from error
 
     @property
@@ -94,11 +109,17 @@ class NumpyBlocks:
     @property
     def _state_rows(self) -> tuple[int, int]:
         """Slots of states, and rows of drafts."""
-        return (0, 0) if self.states is None else (self.states.num_slots, self.states.num_draft_rows)
+        return (
+            (0, 0) if self.states is None else (self.states.num_slots, self.states.num_draft_rows)
+        )
 
     def _regions(self) -> tuple[Region, ...]:
         """Where the arrays of `pool_bytes` lie."""
-        arrays = [array for pool in self._pools for array in pool] if self._quant is None else self._quant.arrays
+        arrays = (
+            [array for pool in self._pools for array in pool]
+            if self._quant is None
+            else self._quant.arrays
+        )
         return tuple(Region(array.ctypes.data, array.nbytes) for array in arrays)
 
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
@@ -129,13 +150,19 @@ class NumpyBlocks:
         self.changes[list(block_ids)] += 1
         scatter(self._byte_rows(), block_ids, data)
 
-    def gather_kv(self, block_ids: npt.NDArray[np.int32]) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """Keys and values of blocks in a row, layer by layer, each [num_kv_heads, blocks * block_size, head_dim] in the
-        dtype of the storage. ConfigError where the pool is quantized."""
+    def gather_kv(
+        self, block_ids: npt.NDArray[np.int32]
+    ) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """Keys and values of blocks in a row, layer by layer, each [num_kv_heads, blocks *
+        block_size, head_dim] in the dtype of the storage. ConfigError where the pool is quantized.
+        """
         if self.spec.is_quantized:
-            raise ConfigError(f"keys of a quantized pool (bits {self.spec.bits}) are not given out as numbers")
+            raise ConfigError(
+                f"keys of a quantized pool (bits {self.spec.bits}) are not given out as numbers"
+            )
         return [
-            (_in_a_row(pool.keys[block_ids].swapaxes(2, 3)), _in_a_row(pool.values[block_ids])) for pool in self._pools
+            (_in_a_row(pool.keys[block_ids].swapaxes(2, 3)), _in_a_row(pool.values[block_ids]))
+            for pool in self._pools
         ]
 
     def _check_whole(self, block_ids: Sequence[int]) -> None:
@@ -144,7 +171,11 @@ class NumpyBlocks:
             self._quant.check_full(block_ids)
 
     def _byte_rows(self) -> list[npt.NDArray[np.uint8]]:
-        arrays = self._coded.codes[0] if self.spec.is_quantized else [array for pool in self._pools for array in pool]
+        arrays = (
+            self._coded.codes[0]
+            if self.spec.is_quantized
+            else [array for pool in self._pools for array in pool]
+        )
         if not arrays:
             raise ConfigError(f"backend {self.name!r} is closed: it holds no blocks")
         return [as_rows(array) for array in arrays]

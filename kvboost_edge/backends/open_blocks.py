@@ -1,7 +1,9 @@
-"""Which blocks of a quantized pool are open (begun, not full), which buffer holds each, and what a pass does to them.
+"""Which blocks of a quantized pool are open (begun, not full), which buffer holds each, and what a
+pass does to them.
 
-Integers only. A block that a pass fills lives in a temporary buffer for that pass, with what was written before copied
-into it: so its queries read it in float16 in every layer, and the buffer it had is free for the next block at once.
+Integers only. A block that a pass fills lives in a temporary buffer for that pass, with what was
+written before copied into it: so its queries read it in float16 in every layer, and the buffer it
+had is free for the next block at once.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class OpenBlocks:
         for block_id in block_ids:
             if block_id in self._buffers:
                 raise ConfigError(
-                    f"block {block_id} is open: only full blocks of a quantized pool are read or written whole"
+                    f"block {block_id} is open: only full blocks of a quantized pool are read or "
+                    "written whole"
                 )
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -69,7 +72,9 @@ class OpenBlocks:
                 self._free.append(buffer)
 
     def copied(self, src: int, dst: int) -> tuple[int, int] | None:
-        """`dst` becomes a copy of `src`: (buffer of src, buffer of dst) to copy where src is open, else None."""
+        """`dst` becomes a copy of `src`: (buffer of src, buffer of dst) to copy where src is open,
+        else None.
+        """
         if src == dst:
             return None
         source = self._buffers.get(src)
@@ -79,15 +84,17 @@ class OpenBlocks:
         return source, self._take(dst)
 
     def plan(self, layout: BatchLayout) -> PassPlan:
-        """Open and close blocks for the tokens of a layout; nothing changes where an error is raised.
+        """Open and close blocks for the tokens of a layout; nothing changes where an error is
+        raised.
 
-        ConfigError for a slot that is not the position's in the sequence's block table, for a block that is written
-        from its middle on and not open, or for one in an earlier part that is open when all is written; CapacityError
-        where too many blocks would be open.
+        ConfigError for a slot that is not the position's in the sequence's block table, for a block
+        that is written from its middle on and not open, or for one in an earlier part that is open
+        when all is written; CapacityError where too many blocks would be open.
         """
         size = self._block_size
         lengths = np.diff(layout.cu_seqlens_q)
-        # Everything below counts from the slot 0 of each sequence's last part, where its new tokens go.
+        # Everything below counts from the slot 0 of each sequence's last part, where its new tokens
+        # go.
         own_index, own_position = own_parts(len(lengths), layout.parts)
         ends = layout.seq_lens - own_position
         starts = ends - lengths
@@ -95,7 +102,9 @@ class OpenBlocks:
         positions = _first_positions(layout, own_position + first * size)
         counts = np.where(lengths > 0, -(-ends // size) - first, 0)
         rows = np.repeat(np.arange(len(lengths)), lengths)
-        numbers, offsets = np.divmod((starts - layout.cu_seqlens_q[:-1])[rows] + np.arange(len(rows)), size)
+        numbers, offsets = np.divmod(
+            (starts - layout.cu_seqlens_q[:-1])[rows] + np.arange(len(rows)), size
+        )
         _check_slots(layout, rows, own_index[rows] + numbers, offsets, size)
         tables = np.zeros((len(lengths), max(1, int(counts.max(initial=0)))), dtype=np.int32)
         continued: list[tuple[int, int]] = []
@@ -107,11 +116,14 @@ class OpenBlocks:
             begin = int(starts[sequence])
             end = int(ends[sequence])
             for number in range(int(counts[sequence])):
-                block_id = int(layout.block_tables[sequence, own_index[sequence] + first[sequence] + number])
+                block_id = int(
+                    layout.block_tables[sequence, own_index[sequence] + first[sequence] + number]
+                )
                 held = self._buffers.get(block_id)
                 if block_id in written:
                     raise ConfigError(
-                        f"block {block_id} is written by two sequences of one batch; copy it for one first"
+                        f"block {block_id} is written by two sequences of one batch; copy it for "
+                        "one first"
                     )
                 written.add(block_id)
                 if number == 0 and begin % size:
@@ -136,15 +148,18 @@ class OpenBlocks:
         return PassPlan(slots, tables, positions, continued, closed, len(closed))
 
     def _check_closed(self, layout: BatchLayout, own_index: Longs, still_open: set[int]) -> None:
-        """ConfigError where an earlier part of a sequence holds a block that is open behind the pass: attention finds
-        no codes of it. Those of a block that the pass fills are there when attention begins."""
+        """ConfigError where an earlier part of a sequence holds a block that is open behind the
+        pass: attention finds no codes of it. Those of a block that the pass fills are there when
+        attention begins.
+        """
         if layout.parts is None:
             return
         for table, end in zip(layout.block_tables.tolist(), own_index.tolist(), strict=True):
             for block_id in table[:end]:
                 if block_id in still_open:
                     raise ConfigError(
-                        f"block {block_id} is open and not in the last part of its sequence: fill it first"
+                        f"block {block_id} is open and not in the last part of its sequence: fill "
+                        "it first"
                     )
 
     def _take(self, block_id: int) -> int:
@@ -158,40 +173,47 @@ class OpenBlocks:
     def _too_many(self, wanted: int) -> CapacityError:
         return CapacityError(
             f"{wanted} blocks of the quantized pool would be partly written, there are buffers for "
-            f"num_open={self.num_open}: one for each running sequence (max_num_seqs) and one to spare"
+            f"num_open={self.num_open}: one for each running sequence (max_num_seqs) and one to "
+            "spare"
         )
 
     def _check_open(self, block_id: int, offset: int, held: int | None) -> None:
         if held is None:
             raise ConfigError(
-                f"block {block_id} is to be written from offset {offset} on, but it is not open: a quantized block "
-                "is written from its first slot on, so recompute must start at a multiple of "
-                f"block_size={self._block_size}"
+                f"block {block_id} is to be written from offset {offset} on, but it is not open: a "
+                "quantized block is written from its first slot on, so recompute must start at a "
+                f"multiple of block_size={self._block_size}"
             )
 
 
 def _first_positions(layout: BatchLayout, positions: Longs) -> npt.NDArray[np.int32]:
-    """The positions of slot 0 of each sequence's first written block. ConfigError where a sequence's last part does not
-    begin at the slot 0 of a block: a quantized block is written from there on."""
+    """The positions of slot 0 of each sequence's first written block. ConfigError where a
+    sequence's last part does not begin at the slot 0 of a block: a quantized block is written from
+    there on.
+    """
     if layout.parts is not None:
         last = Part(*layout.parts[is_last(layout.parts)].T)
         if (last.first_position != last.valid_from).any():
             raise ConfigError(
-                f"parts {layout.parts.tolist()}: what is written of a quantized pool begins at slot 0 of a block"
+                f"parts {layout.parts.tolist()}: what is written of a quantized pool begins at "
+                "slot 0 of a block"
             )
     return positions.astype(np.int32)
 
 
-def _check_slots(layout: BatchLayout, rows: Longs, numbers: Longs, offsets: Longs, size: int) -> None:
+def _check_slots(
+    layout: BatchLayout, rows: Longs, numbers: Longs, offsets: Longs, size: int
+) -> None:
     """ConfigError unless each token's slot is that of its position in its sequence's block table.
 
-    rows, numbers, offsets: sequence, entry of its block table, and offset in the block of each token
+    rows, numbers, offsets: sequence, entry of its block table, and offset in the block of each
+    token
     """
     expected = layout.block_tables[rows, numbers].astype(np.int64) * size + offsets
     wrong = np.flatnonzero(expected != layout.slot_mapping)
     if wrong.size:
         row = int(wrong[0])
         raise ConfigError(
-            f"token {row} of the batch has slot {int(layout.slot_mapping[row])}, its block table says "
-            f"{int(expected[row])}; a quantized pool writes blocks through their tables only"
+            f"token {row} of the batch has slot {int(layout.slot_mapping[row])}, its block table "
+            f"says {int(expected[row])}; a quantized pool writes blocks through their tables only"
         )

@@ -1,8 +1,10 @@
-"""Storage of a quantized pool: codes of full blocks, float16 buffers of open ones, and the order a pass works in.
+"""Storage of a quantized pool: codes of full blocks, float16 buffers of open ones, and the order a
+pass works in.
 
-`write_kv` of a layer copies what the filled blocks held before into the pass's temporary buffers, writes the new tokens
-in float16, and quantizes the blocks that are full now. Attention then reads a query's own block from its buffer and all
-blocks before it from their codes, so results do not depend on where a pass begins or ends.
+`write_kv` of a layer copies what the filled blocks held before into the pass's temporary buffers,
+writes the new tokens in float16, and quantizes the blocks that are full now. Attention then reads a
+query's own block from its buffer and all blocks before it from their codes, so results do not
+depend on where a pass begins or ends.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class QuantPass(NamedTuple):
 
 
 class CodedLayer(NamedTuple):
-    """What attention reads of one layer in one pass; codes uint8 [num_blocks, num_kv_heads, bytes]."""
+    """What attention reads of one layer in one pass; codes uint8 [num_blocks, num_kv_heads,
+    bytes].
+    """
 
     codes: Bytes
     layout: CodeLayout
@@ -58,12 +62,16 @@ def read_only_pass(batch: QuantPass, layout: BatchLayout, source: Longs) -> Quan
     for shape, one in batch.places.items():
         nothing = np.empty((len(one.tables), 0, 2), dtype=np.int64)
         tables = np.ascontiguousarray(one.tables[:, source])
-        places[shape] = Places(np.empty((len(one.tables), 0), dtype=np.int64), tables, nothing, nothing)
+        places[shape] = Places(
+            np.empty((len(one.tables), 0), dtype=np.int64), tables, nothing, nothing
+        )
     return QuantPass(layout, batch.plan._replace(first=batch.plan.first[source]), places)
 
 
 class _Arena:
-    """Float16 buffers of all layers of one shape: `num_open` for each layer, then the temporary ones, shared."""
+    """Float16 buffers of all layers of one shape: `num_open` for each layer, then the temporary
+    ones, shared.
+    """
 
     def __init__(self, spec: KVSpec, shape: LayerKVSpec, num_layers: int, num_open: int) -> None:
         self.shape = shape
@@ -99,7 +107,9 @@ class _Arena:
         """Index in the arena of a pass's buffers, for the ordinal-th layer of this shape."""
         kept = ordinal * self.num_open
         temporary = self.num_kept - self.num_open
-        placed: npt.NDArray[Any] = buffers + np.where(buffers < self.num_open, kept, temporary).astype(buffers.dtype)
+        placed: npt.NDArray[Any] = buffers + np.where(
+            buffers < self.num_open, kept, temporary
+        ).astype(buffers.dtype)
         return placed
 
     def places(self, plan: PassPlan) -> Places:
@@ -112,7 +122,9 @@ class _Arena:
         buffers, offsets = np.divmod(plan.slots, self.block_size)
         slots = self.place(layers, buffers) * self.block_size + offsets
         tables = self.place(layers[:, :, None].astype(np.int32), plan.tables)
-        continued = self.place(layers[:, :, None], np.array(plan.continued, dtype=np.int64).reshape(-1, 2))
+        continued = self.place(
+            layers[:, :, None], np.array(plan.continued, dtype=np.int64).reshape(-1, 2)
+        )
         closed = np.empty((self.num_layers, len(plan.closed), 2), dtype=np.int64)
         closed[:] = np.array(plan.closed, dtype=np.int64)
         closed[:, :, 0] = self.place(layers, closed[0, :, 0])
@@ -120,7 +132,9 @@ class _Arena:
 
 
 class QuantBlocks:
-    """Codes and open buffers of all layers of a spec that can be stored. MemoryError as it comes."""
+    """Codes and open buffers of all layers of a spec that can be stored. MemoryError as it
+    comes.
+    """
 
     def __init__(self, spec: KVSpec, num_blocks: int, num_open: int, kernels: QuantKernels) -> None:
         if num_open < 1:
@@ -128,13 +142,20 @@ class QuantBlocks:
         self._kernels = kernels
         self._open = OpenBlocks(num_open, spec.block_size)
         self._size = spec.block_size
-        self._layouts = [code_layout(spec.block_size, layer.head_dim, spec.bits) for layer in spec.layers]
+        self._layouts = [
+            code_layout(spec.block_size, layer.head_dim, spec.bits) for layer in spec.layers
+        ]
         self._pools: list[Bytes] = []
         for layer, codes in zip(spec.layers, self._layouts, strict=True):
-            self._pools.append(aligned_empty((num_blocks, layer.num_kv_heads, codes.nbytes), np.uint8))
-        self._ordinals = [spec.layers[:index].count(layer) for index, layer in enumerate(spec.layers)]
+            self._pools.append(
+                aligned_empty((num_blocks, layer.num_kv_heads, codes.nbytes), np.uint8)
+            )
+        self._ordinals = [
+            spec.layers[:index].count(layer) for index, layer in enumerate(spec.layers)
+        ]
         self._arenas = {
-            shape: _Arena(spec, shape, spec.layers.count(shape), num_open) for shape in dict.fromkeys(spec.layers)
+            shape: _Arena(spec, shape, spec.layers.count(shape), num_open)
+            for shape in dict.fromkeys(spec.layers)
         }
         self._layers = spec.layers
 
@@ -154,7 +175,9 @@ class QuantBlocks:
         plan = self._open.plan(layout)
         for arena in self._arenas.values():
             arena.grow(plan.num_temporary)
-        return QuantPass(layout, plan, {shape: arena.places(plan) for shape, arena in self._arenas.items()})
+        return QuantPass(
+            layout, plan, {shape: arena.places(plan) for shape, arena in self._arenas.items()}
+        )
 
     def release(self, block_ids: Sequence[int]) -> None:
         self._open.release(block_ids)
@@ -187,24 +210,31 @@ class QuantBlocks:
         self._kernels.write_kv(keys, values, arena.pool, places.slots[ordinal])
         if places.closed.size:
             sources, targets = places.closed[ordinal].T
-            self._kernels.quantize_blocks(arena.pool, sources, self._pools[layer], targets, self._layouts[layer])
+            self._kernels.quantize_blocks(
+                arena.pool, sources, self._pools[layer], targets, self._layouts[layer]
+            )
 
     def layer(self, layer: int, batch: QuantPass) -> CodedLayer:
         """What attention of a layer reads."""
         shape = self._layers[layer]
         ordinal = self._ordinals[layer]
-        own = OwnBlocks(self._arenas[shape].pool, batch.places[shape].tables[ordinal], batch.plan.first)
+        own = OwnBlocks(
+            self._arenas[shape].pool, batch.places[shape].tables[ordinal], batch.plan.first
+        )
         return CodedLayer(self._pools[layer], self._layouts[layer], own)
 
     def same_shape(self, shape: LayerKVSpec, batch: QuantPass) -> tuple[OwnBlocks, Places]:
-        """What a pass reads and writes of the layers of a shape: the own blocks of the first of them, and the places of
-        all, in order."""
+        """What a pass reads and writes of the layers of a shape: the own blocks of the first of
+        them, and the places of all, in order.
+        """
         places = batch.places[shape]
         return OwnBlocks(self._arenas[shape].pool, places.tables[0], batch.plan.first), places
 
     @property
     def codes(self) -> tuple[list[Bytes], list[CodeLayout]]:
-        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in one of its blocks."""
+        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in
+        one of its blocks.
+        """
         return self._pools, self._layouts
 
     def poison(self, block_ids: Sequence[int]) -> None:
@@ -217,7 +247,9 @@ class QuantBlocks:
                 array[place] = np.nan
 
     def checksum(self, block_id: int) -> int:
-        """CRC-32 of the block over all layers: of its buffer where it is open, else of its codes."""
+        """CRC-32 of the block over all layers: of its buffer where it is open, else of its
+        codes.
+        """
         crc = 0
         buffers = self._buffers([block_id])
         for arena, place in buffers:

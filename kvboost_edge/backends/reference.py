@@ -7,7 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec
+from kvboost_edge.backends.base import (
+    DEFAULT_NUM_OPEN,
+    AttentionParams,
+    BackendInfo,
+    BatchLayout,
+    KVSpec,
+)
 from kvboost_edge.backends.layout import check_layout, refuse_deltas
 from kvboost_edge.backends.numpy_blocks import NumpyBlocks, unsupported_reason
 from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass
@@ -22,11 +28,14 @@ Floats = npt.NDArray[np.float32]
 
 
 class ReferenceBackend(NumpyBlocks):
-    """Implements `Backend` through kernels/reference/: sums in float64 where the pool is not quantized, the kernels'
-    own rounding steps where it is; one query row at a time."""
+    """Implements `Backend` through kernels/reference/: sums in float64 where the pool is not
+    quantized, the kernels' own rounding steps where it is; one query row at a time.
+    """
 
     name = "reference"
-    quant_kernels = QuantKernels(reference.write_kv, reference.copy_blocks, reference_coded.quantize_blocks)
+    quant_kernels = QuantKernels(
+        reference.write_kv, reference.copy_blocks, reference_coded.quantize_blocks
+    )
 
     @property
     def kernel_access(self) -> None:
@@ -51,8 +60,12 @@ class ReferenceBackend(NumpyBlocks):
         for pool in self._pools:
             reference.copy_blocks(pool, ops)
 
-    def write_kv(self, layer: int, keys: Floats, values: Floats, batch: BatchLayout | QuantPass) -> None:
-        """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""
+    def write_kv(
+        self, layer: int, keys: Floats, values: Floats, batch: BatchLayout | QuantPass
+    ) -> None:
+        """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at the slots of the
+        batch.
+        """
         if isinstance(batch, QuantPass):
             self._coded.write_kv(layer, keys, values, batch)
         else:
@@ -67,7 +80,9 @@ class ReferenceBackend(NumpyBlocks):
         options = AttentionOptions(*params)
         if isinstance(batch, QuantPass):
             coded = self._coded.layer(layer, batch)
-            return reference_coded.paged_attention_coded(queries, coded.codes, coded.layout, paged, coded.own, options)
+            return reference_coded.paged_attention_coded(
+                queries, coded.codes, coded.layout, paged, coded.own, options
+            )
         return reference.paged_attention(queries, self._pools[layer], paged, options)
 
 
@@ -83,5 +98,9 @@ def make(
 ) -> ReferenceBackend:
     """See `select.BackendModule`; one thread does it all."""
     return ReferenceBackend(
-        spec, num_blocks, num_open=num_open, num_state_slots=num_state_slots, num_draft_rows=num_draft_rows
+        spec,
+        num_blocks,
+        num_open=num_open,
+        num_state_slots=num_state_slots,
+        num_draft_rows=num_draft_rows,
     )

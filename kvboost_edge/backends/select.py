@@ -1,6 +1,8 @@
-"""Which backend holds the KV and why. Nothing here falls back silently: what was asked for is used or refused.
+"""Which backend holds the KV and why. Nothing here falls back silently: what was asked for is used
+or refused.
 
-A backend is a module (`BackendModule`) and a row of the table; its module is imported when it is needed.
+A backend is a module (`BackendModule`) and a row of the table; its module is imported when it is
+needed.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ __all__ = [
 
 
 class _Row(NamedTuple):
-    """What is known of a backend before its module is imported. `devices`: kinds of torch devices, the usual one
-    first; `extra`: package that must be found, and the extra that installs it, empty where every install has all."""
+    """What is known of a backend before its module is imported. `devices`: kinds of torch devices,
+    the usual one first; `extra`: package that must be found, and the extra that installs it, empty
+    where every install has all.
+    """
 
     module: str
     devices: tuple[str, ...] = ("cpu",)
@@ -38,11 +42,13 @@ class _Row(NamedTuple):
 BACKENDS = {
     "cpu": _Row("kvboost_edge.backends.cpu"),
     "cuda": _Row("kvboost_edge.backends.cuda", ("cuda",), "torch", extra="torch"),
-    "torch": _Row("kvboost_edge.backends.torch_backend", ("cpu", "cuda", "mps"), "torch", extra="torch"),
+    "torch": _Row(
+        "kvboost_edge.backends.torch_backend", ("cpu", "cuda", "mps"), "torch", extra="torch"
+    ),
     "reference": _Row("kvboost_edge.backends.reference"),
 }
-# In order of preference. Each is also a name that `backend` takes: it stands for the first backend with that device
-# that can use it.
+# In order of preference. Each is also a name that `backend` takes: it stands for the first backend
+# with that device that can use it.
 _ACCELERATORS = ("cuda", "mps")
 BACKEND_NAMES = tuple(dict.fromkeys(("auto", *BACKENDS, *_ACCELERATORS)))
 
@@ -51,7 +57,9 @@ class BackendModule(Protocol):
     """What a module of the table offers."""
 
     def unsupported_reason(self, device: str, spec: KVSpec | None = None) -> str | None:
-        """Why the backend cannot use a device of this machine, or cannot keep KV of this kind; None when it can."""
+        """Why the backend cannot use a device of this machine, or cannot keep KV of this kind; None
+        when it can.
+        """
         ...
 
     def make(
@@ -65,15 +73,18 @@ class BackendModule(Protocol):
         num_state_slots: int = ...,
         num_draft_rows: int = ...,
     ) -> Backend:
-        """Allocate the backend; what does not concern it is passed over. Raises ConfigError or BackendUnavailable
-        for what `unsupported_reason` names, CapacityError where memory is refused."""
+        """Allocate the backend; what does not concern it is passed over. Raises ConfigError or
+        BackendUnavailable for what `unsupported_reason` names, CapacityError where memory is
+        refused.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """`name` is a row of the table; `device` a torch device string; `reason` one sentence for people; not `wanted`: a
-    faster backend of the device could not be had."""
+    """`name` is a row of the table; `device` a torch device string; `reason` one sentence for
+    people; not `wanted`: a faster backend of the device could not be had.
+    """
 
     name: str
     device: str
@@ -84,8 +95,9 @@ class BackendChoice:
 def choose_backend(name: str = "auto", device: str | None = None) -> BackendChoice:
     """Resolve the options `backend` and `device`.
 
-    "auto" takes an accelerator that a backend offers (or the one named by `device`), else the compiled CPU kernels.
-    Raises ConfigError for an unknown name or a contradiction, BackendUnavailable for what is not on this machine.
+    "auto" takes an accelerator that a backend offers (or the one named by `device`), else the
+    compiled CPU kernels. Raises ConfigError for an unknown name or a contradiction,
+    BackendUnavailable for what is not on this machine.
     """
     if name not in BACKEND_NAMES:
         raise ConfigError(f"backend={name!r} is not one of {BACKEND_NAMES}")
@@ -119,7 +131,9 @@ def _choose_auto(device: str | None, kind: str | None) -> BackendChoice:
                 return _accelerated(accelerator, f"torch offers the device {accelerator!r}")
             problems.append(problem)
         reasons = "; ".join(dict.fromkeys(problems))
-        return BackendChoice("cpu", "cpu", f"no accelerator is available ({reasons}): compiled CPU kernels")
+        return BackendChoice(
+            "cpu", "cpu", f"no accelerator is available ({reasons}): compiled CPU kernels"
+        )
     return BackendChoice("cpu", "cpu", "device='cpu' was asked for: compiled CPU kernels")
 
 
@@ -129,17 +143,23 @@ def _serving(device: str) -> list[str]:
 
 
 def _accelerated(device: str, reason: str) -> BackendChoice:
-    """The first backend that can use an accelerator; the reason says what is in the way of those before it."""
+    """The first backend that can use an accelerator; the reason says what is in the way of those
+    before it.
+    """
     *better, last = _serving(device)
     choice = _available(last, device, reason)
     problem = None
     for name in better:
         problem = _missing(name, device)
         if problem is None:
-            return BackendChoice(name, device, f"{reason}: the project's own kernels passed their test on it")
+            return BackendChoice(
+                name, device, f"{reason}: the project's own kernels passed their test on it"
+            )
     if problem is None:
         return choice
-    return dataclasses.replace(choice, reason=f"{reason}; torch's own path, because {problem}", wanted=False)
+    return dataclasses.replace(
+        choice, reason=f"{reason}; torch's own path, because {problem}", wanted=False
+    )
 
 
 def _available(name: str, device: str, reason: str) -> BackendChoice:
@@ -160,7 +180,9 @@ def _missing(name: str, device: str) -> str | None:
 
 
 def array_kind_of(name: str) -> str:
-    """ "numpy" or "torch": the arrays of the backend that a name, or a device, stands for; "" where that is open."""
+    """ "numpy" or "torch": the arrays of the backend that a name, or a device, stands for; "" where
+    that is open.
+    """
     kind = name.partition(":")[0]
     row = BACKENDS.get(_serving(kind)[0] if kind in _ACCELERATORS else kind)
     return "" if row is None else row.array_kind
@@ -181,9 +203,11 @@ def make_backend(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> Backend:
-    """Allocate the backend of a choice: a pool of `num_blocks` blocks, and one of `num_state_slots` slots where there
-    are states, with room for what `num_draft_rows` guessed tokens bring to them. `num_threads` concerns the CPU
-    kernels, `num_open` quantized pools: how many blocks may be partly written at a time."""
+    """Allocate the backend of a choice: a pool of `num_blocks` blocks, and one of `num_state_slots`
+    slots where there are states, with room for what `num_draft_rows` guessed tokens bring to them.
+    `num_threads` concerns the CPU kernels, `num_open` quantized pools: how many blocks may be
+    partly written at a time.
+    """
     make = load_module(choice.name).make
     return make(
         spec,

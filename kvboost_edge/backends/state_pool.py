@@ -22,11 +22,12 @@ _TILE_VALUES = 16  # value columns of a matrix that lie side by side
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerStateSpec:
-    """Shape of the state that one layer without keys and values keeps of a sequence, float32 throughout.
+    """Shape of the state that one layer without keys and values keeps of a sequence, float32
+    throughout.
 
-    First the tail of its convolution: the last inputs, [taps, channels], the oldest first. Then, where the layer has
-    heads, a matrix of each, as tiles of 16 value columns: [heads, value_dim / 16 rounded up, key_dim, 16]. Both begin
-    at a cache line.
+    First the tail of its convolution: the last inputs, [taps, channels], the oldest first. Then,
+    where the layer has heads, a matrix of each, as tiles of 16 value columns: [heads, value_dim /
+    16 rounded up, key_dim, 16]. Both begin at a cache line.
 
     taps      inputs before a token that its convolution reads
     channels  of an input
@@ -53,7 +54,9 @@ class LayerStateSpec:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of what a token that is only guessed brings to the state: its input, then its gates."""
+        """Bytes of what a token that is only guessed brings to the state: its input, then its
+        gates.
+        """
         return _in_lines(4 * (self.channels + self.gates))
 
 
@@ -62,17 +65,24 @@ def _in_lines(num_bytes: int) -> int:
 
 
 class StatePool:
-    """`num_slots` slots, uint8 [num_slots, slot_bytes]. A slot is layer after layer what LayerStateSpec says.
+    """`num_slots` slots, uint8 [num_slots, slot_bytes]. A slot is layer after layer what
+    LayerStateSpec says.
 
-    Behind the slots are rows of drafts, uint8 [num_draft_rows, draft_row_bytes]: what the tokens that the last pass was
-    given as guesses brought to the state of each layer, which takes in those that turn out right.
+    Behind the slots are rows of drafts, uint8 [num_draft_rows, draft_row_bytes]: what the tokens
+    that the last pass was given as guesses brought to the state of each layer, which takes in those
+    that turn out right.
 
-    What a slot or a row holds is undefined until a pass writes it. CapacityError when memory is refused.
+    What a slot or a row holds is undefined until a pass writes it. CapacityError when memory is
+    refused.
     """
 
-    def __init__(self, specs: Sequence[LayerStateSpec], num_slots: int, num_draft_rows: int = 0) -> None:
+    def __init__(
+        self, specs: Sequence[LayerStateSpec], num_slots: int, num_draft_rows: int = 0
+    ) -> None:
         if not specs or num_slots < 1:
-            raise ConfigError(f"num_state_slots={num_slots} of {len(specs)} layers: both must be at least 1")
+            raise ConfigError(
+                f"num_state_slots={num_slots} of {len(specs)} layers: both must be at least 1"
+            )
         self.specs = tuple(specs)
         self.num_slots = num_slots
         self.num_draft_rows = num_draft_rows
@@ -88,9 +98,10 @@ class StatePool:
             raw = np.empty(num_bytes + _CACHE_LINE, dtype=np.uint8)
         except MemoryError as error:
             raise CapacityError(
-                f"the states do not fit into memory: num_state_slots={num_slots} x {self.slot_bytes} bytes and "
-                f"{num_draft_rows} drafts x {self.draft_row_bytes} bytes = {num_bytes} bytes; lower max_state_bytes, "
-                "max_num_seqs or max_draft_tokens"
+                f"the states do not fit into memory: num_state_slots={num_slots} x "
+                f"{self.slot_bytes} bytes and {num_draft_rows} drafts x {self.draft_row_bytes} "
+                f"bytes = {num_bytes} bytes; lower max_state_bytes, max_num_seqs or "
+                "max_draft_tokens"
             ) from error
         start = -raw.ctypes.data % _CACHE_LINE
         memory = raw[start : start + num_bytes]
@@ -113,24 +124,27 @@ class StatePool:
         return int(self._slots.ctypes.data) + slot * self.slot_bytes
 
     def offset(self, layer: int) -> int:
-        """First byte in a slot of the state of a layer, counted among those with one: the tail of its convolution; its
-        matrices begin `specs[layer].tail_bytes` further."""
+        """First byte in a slot of the state of a layer, counted among those with one: the tail of
+        its convolution; its matrices begin `specs[layer].tail_bytes` further.
+        """
         return self._offsets[layer]
 
     def tail(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
         """The tail of a convolution, a view, float32 [taps, channels]."""
         spec = self.specs[layer]
         start = self._offsets[layer]
-        floats: npt.NDArray[np.float32] = self._row(slot)[start : start + spec.tail_bytes].view(np.float32)
+        floats: npt.NDArray[np.float32] = self._row(slot)[start : start + spec.tail_bytes].view(
+            np.float32
+        )
         return floats[: spec.taps * spec.channels].reshape(spec.taps, spec.channels)
 
     def matrices(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
         """The matrices of a layer's heads, a view, float32 [heads, tiles, key_dim, 16]."""
         spec = self.specs[layer]
         start = self._offsets[layer]
-        floats: npt.NDArray[np.float32] = self._row(slot)[start + spec.tail_bytes : start + spec.nbytes].view(
-            np.float32
-        )
+        floats: npt.NDArray[np.float32] = self._row(slot)[
+            start + spec.tail_bytes : start + spec.nbytes
+        ].view(np.float32)
         shape = (spec.heads, -(-spec.value_dim // 16), spec.key_dim, 16)
         return floats[: int(np.prod(shape))].reshape(shape)
 
@@ -147,7 +161,9 @@ class StatePool:
         """What a draft brings to a layer, a view, float32 [channels + gates]."""
         spec = self.specs[layer]
         start = self._draft_offsets[layer]
-        floats: npt.NDArray[np.float32] = self._drafts[row, start : start + spec.draft_bytes].view(np.float32)
+        floats: npt.NDArray[np.float32] = self._drafts[row, start : start + spec.draft_bytes].view(
+            np.float32
+        )
         return floats[: spec.channels + spec.gates]
 
     def read_slots(self, slots: Sequence[int]) -> Bytes:
@@ -156,16 +172,21 @@ class StatePool:
         return self._slots.take(list(slots), axis=0)
 
     def write_slots(self, slots: Sequence[int], data: Bytes) -> None:
-        """Put what `read_slots` returned into these slots, each named once. ConfigError for data of another shape or
-        type, and for a slot outside the pool or named twice; nothing is changed then."""
+        """Put what `read_slots` returned into these slots, each named once. ConfigError for data of
+        another shape or type, and for a slot outside the pool or named twice; nothing is changed
+        then.
+        """
         self._check(slots)
         expected = (len(slots), self.slot_bytes)
         if data.dtype != np.uint8 or data.shape != expected:
             raise ConfigError(
-                f"{len(slots)} slots are written from uint8 bytes of shape {expected}; got {data.dtype} {data.shape}"
+                f"{len(slots)} slots are written from uint8 bytes of shape {expected}; got "
+                f"{data.dtype} {data.shape}"
             )
         if len(set(slots)) != len(slots):
-            raise ConfigError(f"slots {list(slots)} are written at once, and one of them is named twice")
+            raise ConfigError(
+                f"slots {list(slots)} are written at once, and one of them is named twice"
+            )
         self._slots[list(slots)] = data
 
     def poison(self, slots: Sequence[int]) -> None:
@@ -197,4 +218,6 @@ class StatePool:
     def _check(self, slots: Sequence[int]) -> None:
         for slot in slots:
             if not 0 <= slot < self.num_slots:
-                raise ConfigError(f"slot {slot} of states must lie in the pool's 0..{self.num_slots - 1}")
+                raise ConfigError(
+                    f"slot {slot} of states must lie in the pool's 0..{self.num_slots - 1}"
+                )

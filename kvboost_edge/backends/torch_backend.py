@@ -1,8 +1,9 @@
-"""KV storage and paged attention in plain torch: one implementation for the devices cpu, mps and cuda.
+"""KV storage and paged attention in plain torch: one implementation for the devices cpu, mps and
+cuda.
 
-Sequences with equally many new tokens are computed together: their blocks are gathered through the block tables into
-one padded tensor, and a masked softmax follows. Gather indices and masks are built once per pass and window and shared
-by all layers. There is no Python loop over tokens.
+Sequences with equally many new tokens are computed together: their blocks are gathered through the
+block tables into one padded tensor, and a masked softmax follows. Gather indices and masks are
+built once per pass and window and shared by all layers. There is no Python loop over tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec
+from kvboost_edge.backends.base import (
+    DEFAULT_NUM_OPEN,
+    AttentionParams,
+    BackendInfo,
+    BatchLayout,
+    KVSpec,
+)
 from kvboost_edge.backends.block_bytes import check_block_ids, check_content, gather, scatter
 from kvboost_edge.backends.layout import check_layout, refuse_deltas
 from kvboost_edge.backends.state_pool import StatePool
@@ -30,8 +37,9 @@ __all__ = ["TorchBackend", "make", "turn_keys", "unsupported_reason"]
 
 
 def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
-    """Why torch cannot use a device here, or keep KV of this kind; None when it can. An Apple GPU is tried, once in a
-    process: its attention is compared with the CPU's."""
+    """Why torch cannot use a device here, or keep KV of this kind; None when it can. An Apple GPU
+    is tried, once in a process: its attention is compared with the CPU's.
+    """
     problem = _refusal(device, spec)
     if problem is None and device.partition(":")[0] == "mps":
         problem = apple.find_fault(TorchBackend, device)
@@ -52,13 +60,13 @@ def _refusal(device: str, spec: KVSpec | None) -> str | None:
             return problem
     if spec is not None and spec.is_quantized and spec.bits != BITS:
         return (
-            f"torch keeps KV at 16 or 32 bits, or keys and values both at 8, not at {spec.bits}: use kv_cache_bits=8, "
-            "or backend='cpu' (or 'reference') and the native runner"
+            f"torch keeps KV at 16 or 32 bits, or keys and values both at 8, not at {spec.bits}: "
+            "use kv_cache_bits=8, or backend='cpu' (or 'reference') and the native runner"
         )
     if spec is not None and spec.states:
         return (
-            f"torch keeps keys and values, and this model has {len(spec.states)} layers that keep states instead: use "
-            "backend='cpu' and the native runner"
+            f"torch keeps keys and values, and this model has {len(spec.states)} layers that keep "
+            "states instead: use backend='cpu' and the native runner"
         )
     return None
 
@@ -78,17 +86,25 @@ def make(
 
 
 class TorchBackend:
-    """Implements `Backend` with torch tensors in and out. Scores and softmax are float32 whatever the storage.
+    """Implements `Backend` with torch tensors in and out. Scores and softmax are float32 whatever
+    the storage.
 
-    Raises BackendUnavailable for a device torch does not offer here and CapacityError when the pool cannot be
-    allocated.
+    Raises BackendUnavailable for a device torch does not offer here and CapacityError when the pool
+    cannot be allocated.
     """
 
     name = "torch"
     array_kind = "torch"
     states: StatePool | None = None  # models that have some are refused
 
-    def __init__(self, spec: KVSpec, num_blocks: int, *, device: str = "cpu", num_open: int = DEFAULT_NUM_OPEN) -> None:
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        *,
+        device: str = "cpu",
+        num_open: int = DEFAULT_NUM_OPEN,
+    ) -> None:
         self.spec = spec
         self.num_blocks = num_blocks
         self.device = device
@@ -115,7 +131,9 @@ class TorchBackend:
         except (RuntimeError, AssertionError, TypeError) as error:
             if "memory" in str(error):
                 raise CapacityError(self._no_room()) from error
-            raise BackendUnavailable(f"device={device!r} is not usable by torch here: {error}") from error
+            raise BackendUnavailable(
+                f"device={device!r} is not usable by torch here: {error}"
+            ) from error
 
     def _allocate(self, num_open: int) -> PlainBlocks | CodedBlocks | None:
         if self.spec.is_quantized:
@@ -147,14 +165,19 @@ class TorchBackend:
 
     def describe(self) -> BackendInfo:
         """torch's kernels and threads."""
-        return BackendInfo(self.name, self.device, threading_layer="torch", num_threads=self._num_threads)
+        return BackendInfo(
+            self.name, self.device, threading_layer="torch", num_threads=self._num_threads
+        )
 
     def prepare(self, layout: BatchLayout) -> TorchBatch:
-        """Check the layout (ConfigError says what is wrong) and bind it to the device; valid for one pass. Opens and
-        closes blocks of a quantized pool, see `Backend`."""
+        """Check the layout (ConfigError says what is wrong) and bind it to the device; valid for
+        one pass. Opens and closes blocks of a quantized pool, see `Backend`.
+        """
         check_layout(layout, self.spec.block_size, self.num_blocks)
         plan = self._blocks.prepare(layout)
-        return TorchBatch(layout, self.spec.block_size, self._device, plan=plan, most_slots=self._most_slots)
+        return TorchBatch(
+            layout, self.spec.block_size, self._device, plan=plan, most_slots=self._most_slots
+        )
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
         """Copy whole blocks src -> dst over all layers, in order."""
@@ -165,10 +188,14 @@ class TorchBackend:
     def _check_copies(self, ops: Sequence[CopyOp]) -> None:
         for src, dst in ops:
             if not (0 <= src < self.num_blocks and 0 <= dst < self.num_blocks):
-                raise ConfigError(f"copy {src} -> {dst} leaves the pool's blocks 0..{self.num_blocks - 1}")
+                raise ConfigError(
+                    f"copy {src} -> {dst} leaves the pool's blocks 0..{self.num_blocks - 1}"
+                )
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """The bytes of whole blocks, uint8 [len(block_ids), bytes_per_block], in the host's memory; see `Backend`."""
+        """The bytes of whole blocks, uint8 [len(block_ids), bytes_per_block], in the host's memory;
+        see `Backend`.
+        """
         rows = self._byte_rows(block_ids)
         if self._in_host_memory:
             return gather([some.numpy() for some in rows], block_ids)
@@ -184,13 +211,18 @@ class TorchBackend:
             scatter([some.numpy() for some in rows], block_ids, data)
             return
         ids = torch.tensor(block_ids, dtype=torch.int64).to(self._device)
-        source = torch.from_numpy(data.copy()).to(self._device)  # a copy, for torch has no read-only tensors
-        for some, part in zip(rows, source.split([some.shape[1] for some in rows], dim=1), strict=True):
+        source = torch.from_numpy(data.copy()).to(
+            self._device
+        )  # a copy, for torch has no read-only tensors
+        for some, part in zip(
+            rows, source.split([some.shape[1] for some in rows], dim=1), strict=True
+        ):
             some[ids] = part
 
     def _byte_rows(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
-        """What holds whole blocks, as uint8 [num_blocks, n] each; ConfigError where these are not all full blocks of
-        the pool."""
+        """What holds whole blocks, as uint8 [num_blocks, n] each; ConfigError where these are not
+        all full blocks of the pool.
+        """
         rows = [half.flatten(1).view(torch.uint8) for half in self._blocks.whole_blocks]
         check_block_ids(block_ids, self.num_blocks)
         self._blocks.check_full(block_ids)
@@ -200,8 +232,12 @@ class TorchBackend:
         """Give back the buffers of those of the blocks that are open; see `Backend`."""
         self._blocks.release(block_ids)
 
-    def write_kv(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch) -> None:
-        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""
+    def write_kv(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch
+    ) -> None:
+        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the
+        batch.
+        """
         self._blocks.write(layer, keys, values, batch)
 
     def attention(
@@ -214,7 +250,8 @@ class TorchBackend:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]).
 
-        frequencies   of the layer's plain rope, see `turn_keys`, by which keys of parts with a delta are turned.
+        frequencies   of the layer's plain rope, see `turn_keys`, by which keys of parts with a
+                      delta are turned.
                       ConfigError where there are such parts and no frequencies
         """
         if len(batch.deltas) and frequencies is None:
@@ -229,26 +266,35 @@ class TorchBackend:
             if group.k_turns is not None and frequencies is not None:
                 keys = turn_keys(keys, batch.deltas, group.k_turns[:, None], frequencies)
             for chosen in query_slices(group, queries.shape[1]):
-                # Later columns are in the future of every chosen query, unless buffers lie behind them.
+                # Later columns are in the future of every chosen query, unless buffers lie behind
+                # them.
                 seen = slice(group.lead + chosen.stop if group.buffers is None else None)
                 rows = group.rows.view(-1, group.q_len)[:, chosen]
                 visible = visible_slots(group, chosen, params.window)[:, :, seen]
-                part, part_lse = attend(queries[rows], keys[:, :, seen], values[:, :, seen], visible, params, sinks)
+                part, part_lse = attend(
+                    queries[rows], keys[:, :, seen], values[:, :, seen], visible, params, sinks
+                )
                 out[rows] = part.to(out.dtype)
                 lse[rows] = part_lse
         return out, lse
 
     def _gather(self, layer: int, group: SameLength) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]. Values of slots that
-        no query sees become 0: their weight is 0, but 0 x NaN of unwritten memory is NaN."""
+        """Keys and values of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim].
+        Values of slots that no query sees become 0: their weight is 0, but 0 x NaN of unwritten
+        memory is NaN.
+        """
         keys, values = self._blocks.gather(layer, group)
         return keys, torch.where(group.k_valid[:, None, :, None], values, 0.0)
 
     def stored(self, layer: int, slots: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer at slots of full blocks, float32 [num_slots, num_kv_heads, head_dim]."""
+        """Keys and values of a layer at slots of full blocks, float32 [num_slots, num_kv_heads,
+        head_dim].
+        """
         blocks, offsets = np.divmod(slots, self.spec.block_size)
         distinct, which = np.unique(blocks, return_inverse=True)
-        ids, at, inside = (torch.from_numpy(array).to(self._device) for array in (distinct, which, offsets))
+        ids, at, inside = (
+            torch.from_numpy(array).to(self._device) for array in (distinct, which, offsets)
+        )
         return self._blocks.stored(layer, ids, at, inside)
 
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
@@ -276,17 +322,22 @@ def turn_keys(
     which: torch.Tensor,
     frequencies: npt.NDArray[np.float64],
 ) -> torch.Tensor:
-    """Keys [..., head_dim] as they would be so many positions further on: by plain rope, which turns channels i and
-    i + n of a head by position x frequencies[i], for n frequencies, and leaves channels from 2n on as they are.
+    """Keys [..., head_dim] as they would be so many positions further on: by plain rope, which
+    turns channels i and i + n of a head by position x frequencies[i], for n frequencies, and leaves
+    channels from 2n on as they are.
 
     deltas        int64 [num_deltas]
-    which         int64, which of them each key is turned by: broadcast to the keys' leading dimensions
+    which         int64, which of them each key is turned by: broadcast to the keys' leading
+                  dimensions
     """
     count = len(frequencies)
     if not count:
         return keys
     angles = deltas[:, None] * frequencies  # in float64: MPS has none
-    cos, sin = (torch.from_numpy(f(angles).astype(np.float32)).to(keys.device)[which] for f in (np.cos, np.sin))
+    cos, sin = (
+        torch.from_numpy(f(angles).astype(np.float32)).to(keys.device)[which]
+        for f in (np.cos, np.sin)
+    )
     first = keys[..., :count]
     second = keys[..., count : 2 * count]
     rest = keys[..., 2 * count :]

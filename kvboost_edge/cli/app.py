@@ -1,4 +1,6 @@
-"""The commands and their options. Everything heavy is imported by the command that needs it, so `--help` is quick."""
+"""The commands and their options. Everything heavy is imported by the command that needs it, so
+`--help` is quick.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="A model directory or GGUF file, a hub id (owner/name, owner/name-GGUF:Q4_K_M), or ollama:NAME:TAG.",
+        help=(
+            "A model directory or GGUF file, a hub id (owner/name, owner/name-GGUF:Q4_K_M), or "
+            "ollama:NAME:TAG."
+        ),
     ),
 ]
 EngineOptions = Annotated[
@@ -40,7 +45,10 @@ EngineOptions = Annotated[
         "--option",
         "-o",
         metavar="NAME=VALUE",
-        help="Any engine option, repeatable: backend=reference, dtype=float32, num_threads=2, max_cache_bytes=4e9 …",
+        help=(
+            "Any engine option, repeatable: backend=reference, dtype=float32, num_threads=2, "
+            "max_cache_bytes=4e9 …"
+        ),
     ),
 ]
 SamplingOptions = Annotated[
@@ -49,12 +57,19 @@ SamplingOptions = Annotated[
         "--sampling",
         "-s",
         metavar="NAME=VALUE",
-        help="Any sampling parameter, repeatable: temperature=0.7, top_p=0.9, top_k=40, seed=1, stop=END …",
+        help=(
+            "Any sampling parameter, repeatable: temperature=0.7, top_p=0.9, top_k=40, seed=1, "
+            "stop=END …"
+        ),
     ),
 ]
 SchemaOption = Annotated[
     str | None,
-    typer.Option("--json-schema", metavar="FILE", help="A file with a JSON schema: each answer is JSON that fits it."),
+    typer.Option(
+        "--json-schema",
+        metavar="FILE",
+        help="A file with a JSON schema: each answer is JSON that fits it.",
+    ),
 ]
 MaxNewTokens = Annotated[
     int | None,
@@ -78,7 +93,10 @@ PackCacheOption = Annotated[
     bool,
     typer.Option(
         "--pack-cache/--no-pack-cache",
-        help="Keep packed weights in the cache directory, or convert them into memory at every start.",
+        help=(
+            "Keep packed weights in the cache directory, or convert them into memory at every "
+            "start."
+        ),
     ),
 ]
 ModeOption = Annotated[
@@ -86,17 +104,26 @@ ModeOption = Annotated[
     typer.Option(
         "--mode",
         metavar="MODE",
-        help="baseline, prefix_cache (exact, the default), or chunk_kv_reuse: what was computed at other positions is "
-        "shared too, sooner and approximate.",
+        help=(
+            "baseline, prefix_cache (exact, the default), or chunk_kv_reuse: what was computed "
+            "at other positions is shared too, sooner and approximate."
+        ),
     ),
 ]
 StrategyOption = Annotated[
     RecomputeStrategy | None,
-    typer.Option("--recompute-strategy", help="What of that is computed all the same: cacheblend unless given."),
+    typer.Option(
+        "--recompute-strategy",
+        help="What of that is computed all the same: cacheblend unless given.",
+    ),
 ]
 OverlapOption = Annotated[
     int | None,
-    typer.Option("--recompute-overlap", metavar="TOKENS", help="Tokens behind each seam of it, 16 unless given."),
+    typer.Option(
+        "--recompute-overlap",
+        metavar="TOKENS",
+        help="Tokens behind each seam of it, 16 unless given.",
+    ),
 ]
 RatioOption = Annotated[
     float | None,
@@ -106,7 +133,9 @@ RatioOption = Annotated[
         help="Of the other tokens, with cacheblend or query: 0 to 1, 0.1 unless given.",
     ),
 ]
-SameModelOption = Annotated[str | None, typer.Option("--model", "-m", help="The same, as for other commands.")]
+SameModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", help="The same, as for other commands.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -121,24 +150,32 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Run language models on a paged, prefix-shared KV cache. Without --model the bundled demo model is used."""
+    """Run language models on a paged, prefix-shared KV cache. Without --model the bundled demo
+    model is used.
+    """
 
 
 @app.command(
     epilog="[b]Examples[/b]\n\n"
     'kvboost-edge generate "Hello!" --chat\n\n'
     'kvboost-edge generate -m Qwen/Qwen2-0.5B "The capital of France is" -n 16\n\n'
-    "cat question.txt | kvboost-edge generate - -m ./my-model -s temperature=0.7 -s seed=1 --json\n\n"
+    "cat question.txt | kvboost-edge generate - -m ./my-model "
+    "-s temperature=0.7 -s seed=1 --json\n\n"
     'kvboost-edge generate "Name a city and its country." --chat -n 256 --json-schema city.json'
 )
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads it from standard input.")],
     model: ModelOption = DEMO_MODEL,
     max_new_tokens: MaxNewTokens = 64,
-    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user message.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a user message.")
+    ] = False,
     sampling: SamplingOptions = None,
     json_schema: SchemaOption = None,
     mode: ModeOption = None,
@@ -176,13 +213,21 @@ def generate(
 )
 def chat(
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="As elsewhere; with --url the server's name for it.")
+        str | None,
+        typer.Option("--model", "-m", help="As elsewhere; with --url the server's name for it."),
     ] = None,
-    system: Annotated[str, typer.Option("--system", help="A system message that opens the conversation.")] = "",
+    system: Annotated[
+        str, typer.Option("--system", help="A system message that opens the conversation.")
+    ] = "",
     url: Annotated[
-        str | None, typer.Option("--url", help="Talk to a running server instead, such as http://127.0.0.1:8000.")
+        str | None,
+        typer.Option(
+            "--url", help="Talk to a running server instead, such as http://127.0.0.1:8000."
+        ),
     ] = None,
-    api_key: Annotated[str, typer.Option("--api-key", help="The key for --url; else $KVBOOST_API_KEY is used.")] = "",
+    api_key: Annotated[
+        str, typer.Option("--api-key", help="The key for --url; else $KVBOOST_API_KEY is used.")
+    ] = "",
     max_new_tokens: MaxNewTokens = 512,
     sampling: SamplingOptions = None,
     json_schema: SchemaOption = None,
@@ -213,9 +258,17 @@ def chat(
         run_remote_chat(url, api_key, model or "", settings, system)
 
 
-@app.command(epilog="[b]Examples[/b]\n\nkvboost-edge demo\n\nkvboost-edge demo -o backend=reference")
-def demo(kv_cache_bits: KVBitsOption = None, pack_cache: PackCacheOption = True, option: EngineOptions = None) -> None:
-    """Ask the bundled model several questions about one shared document and show what is reused. No network."""
+@app.command(
+    epilog="[b]Examples[/b]\n\nkvboost-edge demo\n\nkvboost-edge demo -o backend=reference"
+)
+def demo(
+    kv_cache_bits: KVBitsOption = None,
+    pack_cache: PackCacheOption = True,
+    option: EngineOptions = None,
+) -> None:
+    """Ask the bundled model several questions about one shared document and show what is reused. No
+    network.
+    """
     from kvboost_edge.cli.demo import run_demo
     from kvboost_edge.cli.options import engine_options
 
@@ -223,44 +276,64 @@ def demo(kv_cache_bits: KVBitsOption = None, pack_cache: PackCacheOption = True,
 
 
 @app.command(
-    epilog="[b]Examples[/b]\n\nkvboost-edge doctor\n\nkvboost-edge doctor ./my-model\n\nkvboost-edge doctor --json"
+    epilog=(
+        "[b]Examples[/b]\n\nkvboost-edge doctor\n\nkvboost-edge doctor ./my-model\n\nkvboost-edge "
+        "doctor --json"
+    )
 )
 def doctor(
     name: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help=f"The model to judge, {DEMO_MODEL} unless given.")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help=f"The model to judge, {DEMO_MODEL} unless given."),
     ] = None,
     model: SameModelOption = None,
     kv_cache_bits: KVBitsOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what this machine offers, which runner and backend a model would use and why, and whether it fits: nothing
-    of it is packed or loaded. Ends with 1 where it does not run here."""
+    """Show what this machine offers, which runner and backend a model would use and why, and
+    whether it fits: nothing of it is packed or loaded. Ends with 1 where it does not run here.
+    """
     from kvboost_edge.cli.doctor import run_doctor
     from kvboost_edge.cli.options import engine_options, one_model
 
-    run_doctor(one_model(name, model, DEMO_MODEL), engine_options(option, kv_cache_bits), as_json=as_json)
+    run_doctor(
+        one_model(name, model, DEMO_MODEL), engine_options(option, kv_cache_bits), as_json=as_json
+    )
 
 
-@app.command(epilog="[b]Examples[/b]\n\nkvboost-edge models\n\nkvboost-edge models qwen\n\nkvboost-edge models --json")
+@app.command(
+    epilog=(
+        "[b]Examples[/b]\n\nkvboost-edge models\n\nkvboost-edge models qwen\n\nkvboost-edge "
+        "models --json"
+    )
+)
 def models(
     word: Annotated[str, typer.Argument(help="Only models whose name holds this.")] = "",
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the models on this machine (hub cache, llama.cpp, LM Studio, Ollama) and whether each one runs here."""
+    """List the models on this machine (hub cache, llama.cpp, LM Studio, Ollama) and whether each
+    one runs here.
+    """
     from kvboost_edge.cli.models import run_models
     from kvboost_edge.cli.options import engine_options
 
     run_models(word, engine_options(option), as_json=as_json)
 
 
-@app.command(epilog="[b]Examples[/b]\n\nkvboost-edge inspect ./my-model\n\nkvboost-edge inspect Qwen/Qwen2-0.5B --json")
+@app.command(
+    epilog=(
+        "[b]Examples[/b]\n\nkvboost-edge inspect ./my-model\n\nkvboost-edge inspect "
+        "Qwen/Qwen2-0.5B --json"
+    )
+)
 def inspect(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL", help="A model directory, a GGUF file, a hub id, ollama:NAME:TAG, or the bundled model."
+            metavar="MODEL",
+            help="A model directory, a GGUF file, a hub id, ollama:NAME:TAG, or the bundled model.",
         ),
     ] = None,
     model: SameModelOption = None,
@@ -281,7 +354,9 @@ def inspect(
     options_metavar="[OPTIONS]",
 )
 def serve(context: typer.Context) -> None:
-    """Serve a model over HTTP: OpenAI's endpoints, metrics and a web page. `serve --help` lists the flags."""
+    """Serve a model over HTTP: OpenAI's endpoints, metrics and a web page. `serve --help` lists the
+    flags.
+    """
     from kvboost_edge.server.__main__ import serve as run_serve
 
     run_serve(context.args, prog="kvboost-edge serve")
@@ -289,10 +364,13 @@ def serve(context: typer.Context) -> None:
 
 @app.command(
     "eval",
-    epilog="[b]Examples[/b]\n\n"
-    "kvboost-edge eval notes.txt -m ./my-model\n\n"
-    "kvboost-edge eval notes.txt -m ./my-model --against weights=int4 --against weights=int8,kv_cache_bits=8,4\n\n"
-    "kvboost-edge eval notes.txt -o weights=f32 --against kv_cache_bits=8 --json",
+    epilog=(
+        "[b]Examples[/b]\n\n"
+        "kvboost-edge eval notes.txt -m ./my-model\n\n"
+        "kvboost-edge eval notes.txt -m ./my-model --against weights=int4 --against "
+        "weights=int8,kv_cache_bits=8,4\n\n"
+        "kvboost-edge eval notes.txt -o weights=f32 --against kv_cache_bits=8 --json"
+    ),
 )
 def evaluate(
     file: Annotated[str, typer.Argument(help="A text in UTF-8; '-' reads it from standard input.")],
@@ -302,11 +380,15 @@ def evaluate(
         typer.Option(
             "--against",
             metavar="NAME=VALUE,…",
-            help="Engine options to compare with, repeatable: mean and largest KL divergence, same most likely token.",
+            help=(
+                "Engine options to compare with, repeatable: mean and largest KL divergence, "
+                "same most likely token."
+            ),
         ),
     ] = None,
     window: Annotated[
-        int | None, typer.Option("--window", help="Tokens a prediction may look back on; 512 or the context.")
+        int | None,
+        typer.Option("--window", help="Tokens a prediction may look back on; 512 or the context."),
     ] = None,
     kv_cache_bits: KVBitsOption = None,
     pack_cache: PackCacheOption = True,
@@ -322,8 +404,11 @@ def evaluate(
 
 
 @app.command(
-    epilog="[b]Examples[/b]\n\nkvboost-edge warmup\n\n"
-    "kvboost-edge warmup -m ./my-model\n\nkvboost-edge warmup -m ./my-model -o weights=int4 --kv-cache-bits 8"
+    epilog=(
+        "[b]Examples[/b]\n\nkvboost-edge warmup\n\n"
+        "kvboost-edge warmup -m ./my-model\n\nkvboost-edge warmup -m ./my-model -o weights=int4 "
+        "--kv-cache-bits 8"
+    )
 )
 def warmup(
     model: ModelOption = DEMO_MODEL,
@@ -331,7 +416,9 @@ def warmup(
     mode: ModeOption = None,
     option: EngineOptions = None,
 ) -> None:
-    """Compile the kernels for this machine and keep them, so that later starts are quick. Packs the model's weights."""
+    """Compile the kernels for this machine and keep them, so that later starts are quick. Packs the
+    model's weights.
+    """
     from kvboost_edge.cli.options import engine_options
     from kvboost_edge.cli.warmup import run_warmup
 
@@ -349,18 +436,30 @@ class Client(enum.StrEnum):
 
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    epilog="[b]Examples[/b]\n\nkvboost-edge launch claude\n\nkvboost-edge launch claude --exec -- -p 'Hello!'\n\n"
-    'eval "$(kvboost-edge launch claude)"\n\nkvboost-edge launch codex --url http://127.0.0.1:8000 --model my-model',
+    epilog="[b]Examples[/b]\n\nkvboost-edge launch claude\n\n"
+    "kvboost-edge launch claude --exec -- -p 'Hello!'\n\n"
+    'eval "$(kvboost-edge launch claude)"\n\n'
+    "kvboost-edge launch codex --url http://127.0.0.1:8000 --model my-model",
 )
 def launch(
     context: typer.Context,
     client: Annotated[Client, typer.Argument(help="The program that is to talk to the server.")],
-    url: Annotated[str, typer.Option("--url", help="The running server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str, typer.Option("--api-key", help="The server's key; else $KVBOOST_API_KEY is used.")] = "",
-    model: Annotated[str, typer.Option("--model", "-m", help="The server's name for it; its first unless given.")] = "",
-    execute: Annotated[bool, typer.Option("--exec", help="Run it; what follows -- is given to it.")] = False,
+    url: Annotated[
+        str, typer.Option("--url", help="The running server.")
+    ] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str, typer.Option("--api-key", help="The server's key; else $KVBOOST_API_KEY is used.")
+    ] = "",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="The server's name for it; its first unless given.")
+    ] = "",
+    execute: Annotated[
+        bool, typer.Option("--exec", help="Run it; what follows -- is given to it.")
+    ] = False,
 ) -> None:
-    """Print the environment and the command that point a coding agent or Open WebUI at a server, or run it."""
+    """Print the environment and the command that point a coding agent or Open WebUI at a server, or
+    run it.
+    """
     from kvboost_edge.cli.launch.run import run_launch
 
     run_launch(client.value, url, api_key, model, context.args, execute=execute)
@@ -371,7 +470,9 @@ add_commands(app)
 
 
 def run(argv: list[str] | None = None) -> int:
-    """Run one command line; an error of the package becomes one line on standard error and exit code 1."""
+    """Run one command line; an error of the package becomes one line on standard error and exit
+    code 1.
+    """
     try:
         app(args=argv, prog_name="kvboost-edge")
     except KVBoostError as error:

@@ -1,4 +1,6 @@
-"""`kvboost-edge chat`: a conversation whose earlier turns stay in the pool, of an engine here or of a server."""
+"""`kvboost-edge chat`: a conversation whose earlier turns stay in the pool, of an engine here or of
+a server.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,26 @@ Write = Callable[[str], None]
 
 
 class _Partner(NamedTuple):
-    """Who answers. `reply` streams one answer and returns its message and a line of figures; `show_stats` prints."""
+    """Who answers. `reply` streams one answer and returns its message and a line of figures;
+    `show_stats` prints.
+    """
 
     reply: Callable[[Messages, Write], tuple[dict[str, str], str]]
     show_stats: Callable[[], None]
 
 
 def run_chat(model: str, options: dict[str, Any], settings: dict[str, Any], system: str) -> None:
-    """Talk with a model on this machine until the end of input; each answer streams, its figures follow."""
+    """Talk with a model on this machine until the end of input; each answer streams, its figures
+    follow.
+    """
     console = open_console()
     with loaded_engine(model, options, open_console(stderr=True), settings) as engine:
         _converse(console, _local(engine, settings, console), system)
 
 
-def run_remote_chat(url: str, api_key: str, model: str, settings: dict[str, Any], system: str) -> None:
+def run_remote_chat(
+    url: str, api_key: str, model: str, settings: dict[str, Any], system: str
+) -> None:
     """Talk with a running server."""
     console = open_console()
     with RemoteChat(url, api_key=api_key, model=model) as remote:
@@ -91,7 +99,10 @@ def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _
 
 def _for_server(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of `submit` as fields of a request to a server."""
-    named = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in settings.items()}
+    named = {
+        "max_tokens" if name == "max_new_tokens" else name: value
+        for name, value in settings.items()
+    }
     if named.get("max_tokens", 0) is None:  # not every server takes a null
         del named["max_tokens"]
     use = {name: named.pop(name) for name in CACHE_USE if name in named}
@@ -127,7 +138,9 @@ def _converse(console: Console, partner: _Partner, system: str) -> None:
         elif line == "/stats":
             try:
                 partner.show_stats()
-            except RequestError as error:  # a server may keep its figures to itself; the conversation goes on
+            except (
+                RequestError
+            ) as error:  # a server may keep its figures to itself; the conversation goes on
                 print(f"no figures: {error}", file=sys.stderr)
         elif line.startswith("/"):
             console.print(_HELP, style="dim")
@@ -145,7 +158,9 @@ def _read_line(lines: Lines, console: Console) -> str | None:
 
 
 def _take_turn(partner: _Partner, console: Console, messages: Messages, line: str) -> None:
-    """Append the user's line and the answer to `messages`. A refused or interrupted turn leaves them as they were."""
+    """Append the user's line and the answer to `messages`. A refused or interrupted turn leaves
+    them as they were.
+    """
     turn = [*messages, {"role": "user", "content": line}]
 
     def write(piece: str) -> None:

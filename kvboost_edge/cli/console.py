@@ -1,4 +1,6 @@
-"""The consoles of the commands. Their text is text: brackets in a path, a reason or an answer are no markup."""
+"""The consoles of the commands. Their text is text: brackets in a path, a reason or an answer are
+no markup.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ __all__ = ["counted", "open_console", "spinner", "text_column"]
 
 
 def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """A console that shows what it is given as it is; styles are arguments of `print` or in `Text`."""
+    """A console that shows what it is given as it is; styles are arguments of `print` or in
+    `Text`.
+    """
     return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False)
 
 

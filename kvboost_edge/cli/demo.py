@@ -41,7 +41,12 @@ SETTINGS: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0}
 def run_demo(model: str, options: dict[str, Any]) -> None:
     """Print the whole demonstration; needs the bundled model and no network."""
     console = open_console()
-    document = resources.files("kvboost_edge").joinpath("assets/demo_document.txt").read_text(encoding="utf-8").strip()
+    document = (
+        resources.files("kvboost_edge")
+        .joinpath("assets/demo_document.txt")
+        .read_text(encoding="utf-8")
+        .strip()
+    )
     with loaded_engine(model, options, console) as engine:
         with spinner(console, "warming up (not counted below) …"):
             _warm_up(engine)
@@ -50,7 +55,9 @@ def run_demo(model: str, options: dict[str, Any]) -> None:
         console.print(f"{document[:200]} …\n", style="dim")
         _one_by_one(engine, console, document)
         stats, states = _all_at_once(engine, console, document)
-        console.print(pool_panel(states, stats, width=console.width, title="Block pool while the batch ran"))
+        console.print(
+            pool_panel(states, stats, width=console.width, title="Block pool while the batch ran")
+        )
     first = "" if real_model().is_file() else "make real-model, then "
     chat = f"{command_name()} chat -m {real_model()}"
     console.print(f"To chat with a model that was really trained: {first}{chat}", soft_wrap=True)
@@ -61,7 +68,9 @@ def _prompt(document: str, question: str) -> list[dict[str, str]]:
 
 
 def _warm_up(engine: CPUPagedEngine) -> None:
-    """Run prompts that share nothing with the document, cold and warm and batched, then forget them."""
+    """Run prompts that share nothing with the document, cold and warm and batched, then forget
+    them.
+    """
     filler = "".join(f"Note {number}. " for number in range(100))
     for _ in range(2):
         engine.generate_batch([_prompt(filler, "Hello!"), _prompt(filler, "Hi")], **SETTINGS)
@@ -69,7 +78,9 @@ def _warm_up(engine: CPUPagedEngine) -> None:
 
 
 def _one_by_one(engine: CPUPagedEngine, console: Console, document: str) -> None:
-    """The first question computes the document, the others find it; the last one runs again with the cache off."""
+    """The first question computes the document, the others find it; the last one runs again with
+    the cache off.
+    """
     table = Table(title="Questions one after another", title_justify="left")
     for name in ("", "question", "answer"):
         table.add_column(name)
@@ -84,16 +95,25 @@ def _one_by_one(engine: CPUPagedEngine, console: Console, document: str) -> None
     same = "the same tokens" if off.output_token_ids == result.output_token_ids else "OTHER TOKENS"
     after = f"first token after {off.ttft_ms:.0f} and {result.ttft_ms:.0f} ms, "
     sooner = (f"{off.ttft_ms / result.ttft_ms:.1f} times sooner", "bold")
-    console.print(Text.assemble("The last question with the cache off and on: ", after, sooner, f", and {same}.\n"))
+    console.print(
+        Text.assemble(
+            "The last question with the cache off and on: ", after, sooner, f", and {same}.\n"
+        )
+    )
 
 
 def _ask(
-    engine: CPUPagedEngine, document: str, question: str, mode: GenerationMode = GenerationMode.PREFIX_CACHE
+    engine: CPUPagedEngine,
+    document: str,
+    question: str,
+    mode: GenerationMode = GenerationMode.PREFIX_CACHE,
 ) -> GenerationResult:
     return engine.generate(_prompt(document, question), mode=mode, **SETTINGS)
 
 
-def _add_row(table: Table, kind: str, question: str, expected: str, result: GenerationResult) -> None:
+def _add_row(
+    table: Table, kind: str, question: str, expected: str, result: GenerationResult
+) -> None:
     right = expected in result.output_text
     shown = Text(result.output_text.strip())
     if not right:
@@ -102,26 +122,37 @@ def _add_row(table: Table, kind: str, question: str, expected: str, result: Gene
     table.add_row(kind, question, shown, *cells, style="bold" if kind == "warm" else "")
 
 
-def _all_at_once(engine: CPUPagedEngine, console: Console, document: str) -> tuple[dict[str, Any], list[int]]:
-    """All questions in one batch; returns paged_stats() and the block map from the moment of most sharing."""
+def _all_at_once(
+    engine: CPUPagedEngine, console: Console, document: str
+) -> tuple[dict[str, Any], list[int]]:
+    """All questions in one batch; returns paged_stats() and the block map from the moment of most
+    sharing.
+    """
     started = time.perf_counter()
     handles = [engine.submit(_prompt(document, question), **SETTINGS) for question, _ in QUESTIONS]
     stats = engine.paged_stats()
     states = engine.block_map()
     for _ in handles[0]:
         now = engine.paged_stats()
-        if (now["shared_blocks"], now["used_blocks"]) >= (stats["shared_blocks"], stats["used_blocks"]):
+        if (now["shared_blocks"], now["used_blocks"]) >= (
+            stats["shared_blocks"],
+            stats["used_blocks"],
+        ):
             stats = now
             states = engine.block_map()
     results = [handle.result() for handle in handles]
     seconds = time.perf_counter() - started
-    right = sum(expected in result.output_text for (_, expected), result in zip(QUESTIONS, results, strict=True))
+    right = sum(
+        expected in result.output_text
+        for (_, expected), result in zip(QUESTIONS, results, strict=True)
+    )
     tokens = sum(result.generated_tokens for result in results)
     private = sum(-(-result.prompt_tokens // stats["block_size"]) for result in results)
     figures = (
-        f": {seconds * 1000:.0f} ms, {tokens / seconds:.0f} tokens "
-        f"per second, {right} of {len(QUESTIONS)} answers right.\n{stats['shared_blocks']} blocks are shared: "
-        f"{stats['used_blocks']} blocks in use, {private} would be needed for the prompts without sharing.\n"
+        f": {seconds * 1000:.0f} ms, {tokens / seconds:.0f} tokens per second, {right} of "
+        f"{len(QUESTIONS)} answers right.\n{stats['shared_blocks']} blocks are shared: "
+        f"{stats['used_blocks']} blocks in use, {private} would be needed for the prompts without "
+        "sharing.\n"
     )
     console.print(Text.assemble((f"{len(QUESTIONS)} questions in one batch", "bold"), figures))
     return stats, states

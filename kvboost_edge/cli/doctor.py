@@ -32,14 +32,26 @@ from kvboost_edge.runners.choice import RUNNERS, plan_of
 __all__ = ["doctor_report", "run_doctor"]
 
 _PACKAGES = (
-    "kvboost-edge", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "torch",
-    "transformers", "onnxruntime", "llguidance", "kvboost-edge-cuda",
-)  # fmt: skip
+    "kvboost-edge",
+    "numpy",
+    "numba",
+    "llvmlite",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "huggingface_hub",
+    "torch",
+    "transformers",
+    "onnxruntime",
+    "llguidance",
+    "kvboost-edge-cuda",
+)
 
 
 def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Print the sections. A model that cannot be read, that no runner takes or that does not fit is reported in its
-    section, and the command ends with 1."""
+    """Print the sections. A model that cannot be read, that no runner takes or that does not fit is
+    reported in its section, and the command ends with 1.
+    """
     config = EngineConfig.from_options(**options)
     report = doctor_report(model, options, config)
     if as_json:
@@ -52,7 +64,9 @@ def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def doctor_report(model: str, options: dict[str, Any], config: EngineConfig) -> dict[str, dict[str, Any]]:
+def doctor_report(
+    model: str, options: dict[str, Any], config: EngineConfig
+) -> dict[str, dict[str, Any]]:
     """All sections: processor, memory, accelerator, versions, and the path of `model`."""
     return {
         "Processor": _processor(),
@@ -72,7 +86,9 @@ def _processor() -> dict[str, Any]:
         "kernel_path": _kernel_path(),
         "attention_path": _attention_path(),
         "amx": _amx(),
-        "cores": f"{cpu.physical} physical, {cpu.logical} logical, {cpu.affinity} usable by this process",
+        "cores": (
+            f"{cpu.physical} physical, {cpu.logical} logical, {cpu.affinity} usable by this process"
+        ),
         "cgroup_quota": "none" if cpu.quota is None else f"{cpu.quota:g} CPUs",
         "default_threads": default_num_threads(),
         "threading_layer": _threading_layer(),
@@ -94,7 +110,9 @@ def _attention_path() -> str:
 
 
 def _threading_layer() -> str:
-    """The paged kernels run on threads of their own, so Numba's layer, and the library it may need, do not matter."""
+    """The paged kernels run on threads of their own, so Numba's layer, and the library it may need,
+    do not matter.
+    """
     from kvboost_edge.backends.cpu import THREADING_LAYER
 
     return f"{THREADING_LAYER}: own threads, needs neither OpenMP (libgomp) nor TBB"
@@ -113,9 +131,13 @@ def _memory() -> dict[str, Any]:
     return {
         "total_bytes": total_bytes(),
         "available_bytes": available_bytes(),
-        "read_bandwidth": f"{measure_read_bandwidth(threads) / 1e9:.1f} GB/s with {threads} threads, measured now",
+        "read_bandwidth": (
+            f"{measure_read_bandwidth(threads) / 1e9:.1f} GB/s with {threads} threads, measured now"
+        ),
         "this_process_bytes": process_rss(),
-        "cgroup": "no limit" if group is None else f"{group.limit / 1e6:,.0f} MB, {group.used / 1e6:,.0f} MB used",
+        "cgroup": "no limit"
+        if group is None
+        else f"{group.limit / 1e6:,.0f} MB, {group.used / 1e6:,.0f} MB used",
     }
 
 
@@ -164,10 +186,15 @@ def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[st
         return f"no: {refusal}"
     if config.reuse_gate == "off":
         return "yes, untested: reuse_gate='off'"
-    return "yes, if the model passes a test at the first request for it; `warmup --mode chunk_kv_reuse` runs it"
+    return (
+        "yes, if the model passes a test at the first request for it; `warmup --mode "
+        "chunk_kv_reuse` runs it"
+    )
 
 
-def _memory_of(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str, Any]) -> dict[str, Any]:
+def _memory_of(
+    checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str, Any]
+) -> dict[str, Any]:
     """Whether the model fits, by the engine's own arithmetic; nothing of it is packed or loaded."""
     if found["runner"] not in RUNNERS:
         return {"fits": False, "fit_reason": found["runner_reason"]}
@@ -187,14 +214,19 @@ def _memory_of(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str,
         "needed_bytes": fit.needed,
         "available_bytes": fit.available,
     }
-    # What a CUDA device has to hold is known once it does. Of other runners' pools nothing is refused before, but said.
-    fits = not fit.refusal and (selected.backend.device.startswith("cuda") or fit.needed <= fit.available)
+    # What a CUDA device has to hold is known once it does. Of other runners' pools nothing is
+    # refused before, but said.
+    fits = not fit.refusal and (
+        selected.backend.device.startswith("cuda") or fit.needed <= fit.available
+    )
     report = {"fits": fits, "fit_reason": fit.refusal or _arithmetic(fit), **sizes}
     if not weights:
         return report
     packed = format_bytes(checkpoint)
     report |= {f"packed_bytes_{name}": count for name, count in packed.items()}
-    report |= _packing(checkpoint, weights, fit.info.weight_bytes, summary.files, config.num_threads)
+    report |= _packing(
+        checkpoint, weights, fit.info.weight_bytes, summary.files, config.num_threads
+    )
     return {**report, "knobs": _knobs(fit, packed, config)}
 
 
@@ -203,7 +235,10 @@ def _arithmetic(fit: Fit) -> str:
     rest = f"{_gb(spare)} stay for the rest" if spare >= 0 else f"{_gb(-spare)} are missing"
     copies = " and the runner's copies" * fit.info.copies_kv
     shortage = f"; {fit.shortage}" if fit.shortage else ""
-    return f"{_gb(fit.needed)} of weights, pool, states{copies}, {_gb(fit.available)} available: {rest}{shortage}"
+    return (
+        f"{_gb(fit.needed)} of weights, pool, states{copies}, {_gb(fit.available)} available: "
+        f"{rest}{shortage}"
+    )
 
 
 def _packing(
@@ -217,25 +252,34 @@ def _packing(
         where = "none (pack_cache=False): the weights are packed into memory at every start"
     elif place.free < size:
         where = (
-            f"no room: it takes {_gb(size)} beside the {_gb(checkpoint.file_bytes)} of the model, and {place.path} has "
-            f"{_gb(place.free)}; the weights would be packed into memory at every start. Make room, or point "
-            "KVBOOST_EDGE_CACHE to another disk"
+            f"no room: it takes {_gb(size)} beside the {_gb(checkpoint.file_bytes)} of the model, "
+            f"and {place.path} has {_gb(place.free)}; the weights would be packed into memory at "
+            "every start. Make room, or point KVBOOST_EDGE_CACHE to another disk"
         )
     else:
-        where = f"will be written to {place.path}: {_gb(size)} beside the {_gb(checkpoint.file_bytes)} of the model"
+        where = (
+            f"will be written to {place.path}: {_gb(size)} beside the {_gb(checkpoint.file_bytes)} "
+            "of the model"
+        )
     return {"packed_file": where, "disk_free_bytes": place.free, "packing_peak_bytes": place.peak}
 
 
 def _knobs(fit: Fit, packed: Mapping[str, int], config: EngineConfig) -> str:
     """What makes the model smaller, with what it comes to."""
     smaller = {name: count for name, count in packed.items() if count < fit.info.weight_bytes}
-    found = [f"weights={name!r}: {_gb(count)}" for name, count in sorted(smaller.items(), key=lambda item: item[1])]
+    found = [
+        f"weights={name!r}: {_gb(count)}"
+        for name, count in sorted(smaller.items(), key=lambda item: item[1])
+    ]
     if fit.info.stores_kv:
         found.append(f"max_cache_bytes or num_blocks: the pool, at most {_gb(fit.beside)}")
         fewer = [str(bits) for bits in (8, 4) if bits < max(config.kv_bits)]
         found += [f"kv_cache_bits={' or '.join(fewer)}: the bytes of a token"] if fewer else []
     if fit.info.kv_spec.states:
-        found.append(f"max_state_bytes or max_num_seqs: the states, {_gb(fit.info.kv_spec.bytes_per_state)} each")
+        found.append(
+            f"max_state_bytes or max_num_seqs: the states, {_gb(fit.info.kv_spec.bytes_per_state)} "
+            "each"
+        )
         if asks_for_drafts(config):  # others are as many as there is room for
             found.append(f"max_draft_tokens: drafts, {_gb(fit.info.kv_spec.bytes_per_draft)} each")
     return "; ".join(found)

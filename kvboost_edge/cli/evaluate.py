@@ -26,10 +26,17 @@ __all__ = ["parse_against", "run_eval"]
 
 
 def run_eval(
-    file: str, model: str, options: dict[str, Any], against: Sequence[str], *, window: int | None, as_json: bool
+    file: str,
+    model: str,
+    options: dict[str, Any],
+    against: Sequence[str],
+    *,
+    window: int | None,
+    as_json: bool,
 ) -> None:
-    """Print the perplexity, and with `against` the distance of each other set of options; each is loaded in turn
-    beside the first."""
+    """Print the perplexity, and with `against` the distance of each other set of options; each is
+    loaded in turn beside the first.
+    """
     others = [(text, {**options, **parse_against(text)}) for text in against]
     for _, changed in others:
         EngineConfig.from_options(**changed)  # before the first of them is loaded
@@ -43,19 +50,36 @@ def run_eval(
             with _bar(notes, "scoring") as progress:
                 scores.append(("", score_text(engine, ids, window=size, progress=progress)))
         for name, changed in others:
-            with loaded_engine(model, changed, notes) as other, _bar(notes, f"against {name}") as progress:
-                scores.append((name, score_text(engine, ids, window=size, against=other, progress=progress)))
+            with (
+                loaded_engine(model, changed, notes) as other,
+                _bar(notes, f"against {name}") as progress,
+            ):
+                scores.append(
+                    (name, score_text(engine, ids, window=size, against=other, progress=progress))
+                )
         form = f"{engine.runner_info.dtype} weights"
     if as_json:
-        print(json.dumps({"model": model, "file": file, "scores": [_plain(name, score) for name, score in scores]}))
+        print(
+            json.dumps(
+                {
+                    "model": model,
+                    "file": file,
+                    "scores": [_plain(name, score) for name, score in scores],
+                }
+            )
+        )
     else:
         _show(scores, form)
 
 
 def parse_against(text: str) -> dict[str, Any]:
-    """Engine options from one `--against`: NAME=VALUE pairs between commas; a value such as 8,4 may hold one itself."""
+    """Engine options from one `--against`: NAME=VALUE pairs between commas; a value such as 8,4 may
+    hold one itself.
+    """
     if not text.strip():
-        raise ConfigError("--against is empty; give engine options such as weights=int4 or kv_cache_bits=8,4")
+        raise ConfigError(
+            "--against is empty; give engine options such as weights=int4 or kv_cache_bits=8,4"
+        )
     return engine_options(re.split(r",(?=[A-Za-z_]+=)", text))
 
 
@@ -76,7 +100,13 @@ def _bar(notes: Console, what: str) -> Iterator[Callable[[int, int], None]]:
         BarColumn(),
         text_column("{task.completed:.0f} of {task.total:.0f} tokens"),
     )
-    with Progress(*columns, TimeRemainingColumn(), console=notes, transient=True, disable=not notes.is_terminal) as bar:
+    with Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=notes,
+        transient=True,
+        disable=not notes.is_terminal,
+    ) as bar:
         task = bar.add_task(what, total=1)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -87,7 +117,9 @@ def _plain(name: str, score: TextScore) -> dict[str, Any]:
 
 def _show(scores: Sequence[tuple[str, TextScore]], form: str) -> None:
     first = scores[0][1]
-    table = Table(title=f"{first.scored_tokens:,} tokens, windows of {first.window}", title_justify="left")
+    table = Table(
+        title=f"{first.scored_tokens:,} tokens, windows of {first.window}", title_justify="left"
+    )
     table.add_column("")
     for column in ("perplexity", "mean KL", "max KL", "same top token"):
         table.add_column(column, justify="right")

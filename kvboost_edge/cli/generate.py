@@ -16,9 +16,17 @@ __all__ = ["run_generate"]
 
 
 def run_generate(
-    prompt: str, model: str, options: dict[str, Any], settings: dict[str, Any], *, chat: bool, as_json: bool
+    prompt: str,
+    model: str,
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    *,
+    chat: bool,
+    as_json: bool,
 ) -> None:
-    """Stream the text to standard output and a summary to standard error, or print the whole result as JSON."""
+    """Stream the text to standard output and a summary to standard error, or print the whole result
+    as JSON.
+    """
     check_request(settings)  # before the prompt is waited for
     text = sys.stdin.read() if prompt == "-" else prompt
     check_text("the prompt", text)

@@ -1,4 +1,6 @@
-"""`kvboost-edge inspect`: what a model directory holds, checked file by file, without loading the model."""
+"""`kvboost-edge inspect`: what a model directory holds, checked file by file, without loading the
+model.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
     notes = open_console(stderr=True, quiet=as_json)
     with found_model(model, options, notes) as path, spinner(notes, f"checking {model} …"):
         config = EngineConfig.from_options(**options)
-        report = {"model": model, **model_report(Checkpoint.open(path, rope_range=config.rope_range), config)}
+        report = {
+            "model": model,
+            **model_report(Checkpoint.open(path, rope_range=config.rope_range), config),
+        }
     if as_json:
         print(json.dumps(report, ensure_ascii=False, default=str))
     else:
@@ -60,7 +65,9 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
         "weight_bytes": weights.nbytes,
         "weight_dtypes": ", ".join(sorted(weights.dtypes)),
         "weight_files": ", ".join(file.name for file in weights.files),
-        "kv_dtype": f"{kv.bits[0]} bit keys, {kv.bits[1]} bit values" if kv.is_quantized else kv.dtype,
+        "kv_dtype": f"{kv.bits[0]} bit keys, {kv.bits[1]} bit values"
+        if kv.is_quantized
+        else kv.dtype,
         "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
         "kv_bytes_per_block": kv.bytes_per_block,
         "fingerprint": checkpoint.fingerprint(),
@@ -80,7 +87,9 @@ def _known_of(architecture: str) -> dict[str, str]:
 
 
 def route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
-    """Which runner, weights and backend a model would use on this machine, and why; a refusal is part of the answer."""
+    """Which runner, weights and backend a model would use on this machine, and why; a refusal is
+    part of the answer.
+    """
     compatibility = check_model_compatibility(checkpoint.config, strict=False)
     report: dict[str, Any] = {
         "architecture": compatibility.model_type,

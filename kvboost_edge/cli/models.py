@@ -21,7 +21,9 @@ _REFUSED = "refused"
 
 
 def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Print a row for each model whose name holds `word`; a model that cannot be read is a row with its reason."""
+    """Print a row for each model whose name holds `word`; a model that cannot be read is a row with
+    its reason.
+    """
     console = open_console()
     config = EngineConfig.from_options(**options)
     with spinner(open_console(stderr=True, quiet=as_json), "looking at what is here …"):
@@ -40,7 +42,9 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
     for row in rows:
         runs = row["runs"] if row["runs"] != _REFUSED else f"{_REFUSED}: {row['reason']}"
         size = f"{row['bytes'] / 1e6:,.0f} MB" if row["bytes"] else ""
-        cells = [_printable(text) for text in (row["name"], row["store"], row["format"], size, runs)]
+        cells = [
+            _printable(text) for text in (row["name"], row["store"], row["format"], size, runs)
+        ]
         table.add_row(*cells, style="dim" if row["runs"] == _REFUSED else "")
     console.print(table)
 
@@ -51,7 +55,9 @@ def _printable(text: str) -> str:
 
 
 def model_rows(word: str, config: EngineConfig) -> list[dict[str, Any]]:
-    """name, store, path, format, bytes, runs ('native', 'torch' or 'refused') and reason of every model."""
+    """name, store, path, format, bytes, runs ('native', 'torch' or 'refused') and reason of every
+    model.
+    """
     return [_row(model, config) for model in stored_models() if word.lower() in model.name.lower()]
 
 
@@ -75,7 +81,9 @@ def _row(model: StoredModel, config: EngineConfig) -> dict[str, Any]:
             check_vocabulary_kind(checkpoint.gguf_settings(), name=model.path.name)
     except (KVBoostError, OSError) as error:
         return {**row, "reason": str(error)}
-    except Exception as error:  # whatever else a damaged file brings about: the others are listed all the same
+    except (
+        Exception
+    ) as error:  # whatever else a damaged file brings about: the others are listed all the same
         return {**row, "reason": f"cannot be read: {type(error).__name__}: {error}"}
     runs = taken["runner"] if taken["runner"] != "none" else _REFUSED
     return {**row, "runs": runs, "reason": taken["runner_reason"]}

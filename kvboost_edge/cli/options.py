@@ -1,4 +1,6 @@
-"""`NAME=VALUE` options of the command line turned into keyword arguments. Unknown names are the engine's to refuse."""
+"""`NAME=VALUE` options of the command line turned into keyword arguments. Unknown names are the
+engine's to refuse.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,15 @@ from kvboost_edge.config import GenerationMode, RecomputeStrategy, kv_bits_from_
 from kvboost_edge.errors import ConfigError, RequestError
 
 __all__ = [
-    "CACHE_USE", "cache_use", "engine_options", "one_model", "parse_value", "remote_options", "sampling_options",
+    "CACHE_USE",
+    "cache_use",
+    "engine_options",
+    "one_model",
+    "parse_value",
+    "remote_options",
+    "sampling_options",
     "token_limit",
-]  # fmt: skip
+]
 
 CACHE_USE = ("mode", "recompute_strategy", "recompute_overlap", "recompute_ratio")
 """Settings of a request that a server takes in its `kvboost` object."""
@@ -39,7 +47,9 @@ def parse_value(text: str) -> Any:
 
 
 def token_limit(text: str | int) -> int | None:
-    """An integer; None, which fills the context, for 'max' and 'none'. BadParameter for anything else."""
+    """An integer; None, which fills the context, for 'max' and 'none'. BadParameter for anything
+    else.
+    """
     if str(text).lower() in _NO_LIMIT:
         return None
     try:
@@ -51,9 +61,11 @@ def token_limit(text: str | int) -> int | None:
 def engine_options(
     pairs: Iterable[str] | None, kv_cache_bits: str | None = None, *, pack_cache: bool = True
 ) -> dict[str, Any]:
-    """Keyword arguments of the engine's config from `NAME=VALUE` texts; raises ConfigError for a malformed pair.
+    """Keyword arguments of the engine's config from `NAME=VALUE` texts; raises ConfigError for a
+    malformed pair.
 
-    kv_cache_bits, pack_cache: the options of those names, such as "8" or "8,4"; given both ways is an error too.
+    kv_cache_bits, pack_cache: the options of those names, such as "8" or "8,4"; given both ways is
+    an error too.
     """
     options: dict[str, Any] = {}
     if kv_cache_bits is not None:
@@ -63,7 +75,9 @@ def engine_options(
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
         if not equals or not name:
-            raise ConfigError(f"option {pair!r} must have the form NAME=VALUE, for example num_threads=2")
+            raise ConfigError(
+                f"option {pair!r} must have the form NAME=VALUE, for example num_threads=2"
+            )
         if name in options:
             raise ConfigError(f"option {name!r} is given twice; give it once")
         if name == "kv_cache_bits" and text.lower() not in _WORDS:
@@ -74,16 +88,20 @@ def engine_options(
 
 
 def sampling_options(pairs: Iterable[str] | None, schema_file: str | None = None) -> dict[str, Any]:
-    """Sampling keywords from `NAME=VALUE` texts; `stop` may be given several times. Raises RequestError.
+    """Sampling keywords from `NAME=VALUE` texts; `stop` may be given several times. Raises
+    RequestError.
 
-    schema_file: a file whose JSON schema becomes `json_schema`; ConfigError where it holds none, or is given both ways.
+    schema_file: a file whose JSON schema becomes `json_schema`; ConfigError where it holds none, or
+    is given both ways.
     """
     options: dict[str, Any] = {}
     stops: list[str] = []
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
         if not equals or not name:
-            raise RequestError(f"sampling parameter {pair!r} must have the form NAME=VALUE, for example top_p=0.9")
+            raise RequestError(
+                f"sampling parameter {pair!r} must have the form NAME=VALUE, for example top_p=0.9"
+            )
         if name == "stop":
             stops.append(text)
         elif name == "max_new_tokens" and text.lower() in _NO_LIMIT:
@@ -94,7 +112,9 @@ def sampling_options(pairs: Iterable[str] | None, schema_file: str | None = None
         options["stop"] = stops
     if schema_file is not None:
         if "json_schema" in options:
-            raise ConfigError("'json_schema' is given twice, by --json-schema and --sampling; give it once")
+            raise ConfigError(
+                "'json_schema' is given twice, by --json-schema and --sampling; give it once"
+            )
         options["json_schema"] = _schema(schema_file)
     return options
 
@@ -102,38 +122,57 @@ def sampling_options(pairs: Iterable[str] | None, schema_file: str | None = None
 def _schema(file: str) -> dict[str, Any]:
     try:
         schema = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-        json.dumps(schema, allow_nan=False, ensure_ascii=False).encode()  # Python reads more than JSON can say
+        json.dumps(
+            schema, allow_nan=False, ensure_ascii=False
+        ).encode()  # Python reads more than JSON can say
     except OSError as error:
         raise ConfigError(f"--json-schema {file!r} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--json-schema {file!r} is no JSON in UTF-8: {error}") from None
     if not isinstance(schema, dict):
-        raise ConfigError(f"--json-schema {file!r} must hold an object, not {type(schema).__name__}")
+        raise ConfigError(
+            f"--json-schema {file!r} must hold an object, not {type(schema).__name__}"
+        )
     return schema
 
 
 def one_model(argument: str | None, option: str | None, default: str | None = None) -> str:
-    """A model that may be given as an argument or as --model. BadParameter for both, and for none without default."""
+    """A model that may be given as an argument or as --model. BadParameter for both, and for none
+    without default.
+    """
     if argument is not None and option is not None:
-        raise typer.BadParameter(f"the model is given twice, as {argument!r} and by --model; give it once")
+        raise typer.BadParameter(
+            f"the model is given twice, as {argument!r} and by --model; give it once"
+        )
     found = argument or option or default
     if found is None:
-        raise typer.BadParameter("give a model: a directory, a GGUF file, a hub id, ollama:NAME:TAG")
+        raise typer.BadParameter(
+            "give a model: a directory, a GGUF file, a hub id, ollama:NAME:TAG"
+        )
     return found
 
 
 def cache_use(
-    mode: GenerationMode | None, strategy: RecomputeStrategy | None, overlap: int | None, ratio: float | None
+    mode: GenerationMode | None,
+    strategy: RecomputeStrategy | None,
+    overlap: int | None,
+    ratio: float | None,
 ) -> dict[str, Any]:
-    """Keywords of `submit` that say how a request may use the cache: those of CACHE_USE that were given."""
+    """Keywords of `submit` that say how a request may use the cache: those of CACHE_USE that were
+    given.
+    """
     given = zip(CACHE_USE, (mode, strategy, overlap, ratio), strict=True)
     return {name: value for name, value in given if value is not None}
 
 
 def remote_options(url: str | None, options: Mapping[str, Any], api_key: str) -> None:
-    """Refuse (ConfigError) what belongs to a server beside an engine here, and the other way round."""
+    """Refuse (ConfigError) what belongs to a server beside an engine here, and the other way
+    round.
+    """
     if url is not None and options:
         name = next(iter(options))
-        raise ConfigError(f"{name} is an option of an engine here, and --url talks to a server; set it there")
+        raise ConfigError(
+            f"{name} is an option of an engine here, and --url talks to a server; set it there"
+        )
     if url is None and api_key:
         raise ConfigError("--api-key is for --url; a model on this machine needs none")

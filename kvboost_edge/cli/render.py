@@ -1,5 +1,6 @@
-"""What a terminal shows of the cache, the block map, the figures beside it, what an answer found in it; and how far a
-prompt is."""
+"""What a terminal shows of the cache, the block map, the figures beside it, what an answer found in
+it; and how far a prompt is.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from kvboost_edge.engine.progress import Progress
 
 __all__ = ["PromptBar", "block_map", "pool_panel", "reuse_words", "tokens_words"]
 
-# State of a block -> (glyph, style, meaning); the glyphs differ, so that the picture works without colour too.
+# State of a block -> (glyph, style, meaning); the glyphs differ, so that the picture works without
+# colour too.
 STATES = (
     ("·", "bright_black", "free"),
     ("░", "blue", "idle, cached"),
@@ -34,8 +36,9 @@ _PATIENCE_SECONDS = 0.5
 
 
 class PromptBar:
-    """A bar while a prompt is read: on a terminal, once that took a while, and gone when it is left or closed. Writing
-    to the terminal meanwhile would spoil it."""
+    """A bar while a prompt is read: on a terminal, once that took a while, and gone when it is left
+    or closed. Writing to the terminal meanwhile would spoil it.
+    """
 
     def __init__(self, console: Console) -> None:
         self.is_wanted = console.is_terminal and not console.quiet
@@ -46,7 +49,12 @@ class PromptBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def show(self, progress: Progress) -> None:
@@ -54,14 +62,22 @@ class PromptBar:
         if not self.is_wanted or time.monotonic() - self._begun < _PATIENCE_SECONDS:
             return
         if self._bar is None:
-            columns = (text_column("{task.description}", "dim"), BarColumn(), text_column("{task.fields[told]}", "dim"))
+            columns = (
+                text_column("{task.description}", "dim"),
+                BarColumn(),
+                text_column("{task.fields[told]}", "dim"),
+            )
             self._bar = Bar(*columns, console=self._console, transient=True)
             self._bar.add_task("", told="")
             self._bar.start()
-        doing = "reading the prompt" if progress.computed or progress.elapsed else "waiting for a place"
+        doing = (
+            "reading the prompt" if progress.computed or progress.elapsed else "waiting for a place"
+        )
         task = self._bar.task_ids[0]
         told = progress_words(progress)
-        self._bar.update(task, description=doing, completed=progress.computed, total=progress.total, told=told)
+        self._bar.update(
+            task, description=doing, completed=progress.computed, total=progress.total, told=told
+        )
 
     def close(self) -> None:
         """Take it away."""
@@ -84,8 +100,9 @@ def progress_words(progress: Progress) -> str:
 
 
 def block_map(states: Sequence[int], *, width: int) -> Group:
-    """One glyph per block, `width` to a line, and a legend that counts them. A pool of more than MAX_CELLS blocks is
-    drawn with several blocks to a glyph, which then shows the busiest of them."""
+    """One glyph per block, `width` to a line, and a legend that counts them. A pool of more than
+    MAX_CELLS blocks is drawn with several blocks to a glyph, which then shows the busiest of them.
+    """
     per_cell = -(-len(states) // MAX_CELLS) or 1
     cells = [max(states[start : start + per_cell]) for start in range(0, len(states), per_cell)]
     picture = Text(no_wrap=True)
@@ -103,7 +120,9 @@ def block_map(states: Sequence[int], *, width: int) -> Group:
     return Group(picture, legend)
 
 
-def pool_panel(states: Sequence[int], stats: dict[str, Any], *, width: int, title: str = "Block pool") -> Panel:
+def pool_panel(
+    states: Sequence[int], stats: dict[str, Any], *, width: int, title: str = "Block pool"
+) -> Panel:
     """The block map above all figures of `paged_stats()`."""
     picture = block_map(list(states), width=max(16, min(width, 120) - 6))
     columns = 3 if width >= 110 else 2
@@ -111,16 +130,27 @@ def pool_panel(states: Sequence[int], stats: dict[str, Any], *, width: int, titl
 
 
 def reuse_words(
-    prompt_tokens: int, cached_tokens: int, hit_tokens: Mapping[str, int], reused_span_tokens: int, recomputed: int
+    prompt_tokens: int,
+    cached_tokens: int,
+    hit_tokens: Mapping[str, int],
+    reused_span_tokens: int,
+    recomputed: int,
 ) -> str:
-    """ "90 prompt tokens, 64 from the cache (48 from disk)"; in brackets what came from tiers outside the pool. Behind
-    it, where there is any, what was reused at other positions, and what was found there and recomputed."""
-    outside = [f"{tokens} from {tier}" for tier, tokens in hit_tokens.items() if tier != "pool" and tokens]
+    """ "90 prompt tokens, 64 from the cache (48 from disk)"; in brackets what came from tiers
+    outside the pool. Behind it, where there is any, what was reused at other positions, and what
+    was found there and recomputed.
+    """
+    outside = [
+        f"{tokens} from {tier}" for tier, tokens in hit_tokens.items() if tier != "pool" and tokens
+    ]
     more = f" ({', '.join(outside)})" if outside else ""
     words = f"{tokens_words(prompt_tokens, 'prompt token')}, {cached_tokens} from the cache{more}"
     if not reused_span_tokens:
         return words
-    return f"{words} · approximate: {reused_span_tokens} tokens reused at other positions, {recomputed} recomputed"
+    return (
+        f"{words} · approximate: {reused_span_tokens} tokens reused at other positions, "
+        f"{recomputed} recomputed"
+    )
 
 
 def tokens_words(number: int, kind: str = "token") -> str:

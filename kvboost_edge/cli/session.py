@@ -26,8 +26,12 @@ _LOOK_SECONDS = 0.1  # between two looks at how far a prompt is
 
 @contextmanager
 def found_model(model: str, options: dict[str, Any], notes: Console) -> Iterator[Path]:
-    """The model's local directory or file, downloaded first if it is a hub id: the hub's client shows its bars."""
-    wanted = {name: options[name] for name in ("revision", "token", "local_files_only") if name in options}
+    """The model's local directory or file, downloaded first if it is a hub id: the hub's client
+    shows its bars.
+    """
+    wanted = {
+        name: options[name] for name in ("revision", "token", "local_files_only") if name in options
+    }
     yield locate_model(model, **wanted)
 
 
@@ -35,8 +39,10 @@ def found_model(model: str, options: dict[str, Any], notes: Console) -> Iterator
 def loaded_engine(
     model: str, options: dict[str, Any], notes: Console, settings: Mapping[str, Any] | None = None
 ) -> Iterator[CPUPagedEngine]:
-    """An engine over `model`, closed at the end whatever happens. Notes and the spinner go to `notes`. settings: of the
-    requests it is for; what can be known to be wrong with them is refused before the model is fetched, or packed."""
+    """An engine over `model`, closed at the end whatever happens. Notes and the spinner go to
+    `notes`. settings: of the requests it is for; what can be known to be wrong with them is refused
+    before the model is fetched, or packed.
+    """
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.precheck import check_limit, check_request
 
@@ -51,27 +57,34 @@ def loaded_engine(
         from kvboost_edge.kernels.jit import on_first_compilation
 
         engine = CPUPagedEngine.from_pretrained(str(path), progress=progress, **options)
-    on_first_compilation(lambda: notes.print("compiling more kernels for this machine, once …", style="dim"))
+    on_first_compilation(
+        lambda: notes.print("compiling more kernels for this machine, once …", style="dim")
+    )
     with engine:
         stats = engine.paged_stats()
         notes.print(
-            f"{model}: runner {stats['runner']} ({engine.runner_info.dtype} weights), backend {stats['backend']}, "
-            f"{stats['num_threads']} threads, "
-            f"pool of {stats['num_blocks']} blocks ({stats['pool_bytes'] / 1e6:.0f} MB), "
-            f"loaded in {time.perf_counter() - started:.1f} s",
+            f"{model}: runner {stats['runner']} ({engine.runner_info.dtype} weights), backend "
+            f"{stats['backend']}, {stats['num_threads']} threads, pool of {stats['num_blocks']} "
+            f"blocks ({stats['pool_bytes'] / 1e6:.0f} MB), loaded in "
+            f"{time.perf_counter() - started:.1f} s",
             style="dim",
         )
         places = tier_places(engine.config)
         for name, tier in stats["tiers"].items():
-            held = "shared" if tier["blocks"] is None else f"{tier['blocks']} blocks, {tier['bytes'] / 1e6:.0f} MB"
+            held = (
+                "shared"
+                if tier["blocks"] is None
+                else f"{tier['blocks']} blocks, {tier['bytes'] / 1e6:.0f} MB"
+            )
             notes.print(f"tier {name}: {tier['state'] or held}, {places[name]}", style="dim")
         yield engine
 
 
 @contextmanager
 def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that only moves to and fro while the model is loaded, and fills while kernels are compiled or its weights
-    are packed, with how many of them are."""
+    """A bar that only moves to and fro while the model is loaded, and fills while kernels are
+    compiled or its weights are packed, with how many of them are.
+    """
     from kvboost_edge.kernels.ahead import on_compiling
 
     columns = (text_column("{task.description}"), BarColumn(), text_column("{task.fields[told]}"))
@@ -80,11 +93,23 @@ def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], No
         counting = bar.add_task("", total=1, told="", visible=False)
 
         def show(description: str, done: int, total: int, told: str) -> None:
-            bar.update(counting, description=description, completed=done, total=total, told=told, visible=done < total)
+            bar.update(
+                counting,
+                description=description,
+                completed=done,
+                total=total,
+                told=told,
+                visible=done < total,
+            )
             bar.update(loading, visible=done >= total)
 
         def packed(done: int, total: int) -> None:
-            show(f"packing the weights of {model}", done, total, f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+            show(
+                f"packing the weights of {model}",
+                done,
+                total,
+                f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB",
+            )
 
         def compiled(done: int, total: int) -> None:
             show("compiling kernels for this machine, once", done, total, f"{done} of {total}")
@@ -97,10 +122,15 @@ def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], No
 
 
 def answer(
-    engine: CPUPagedEngine, prompt: Any, settings: dict[str, Any], write: Callable[[str], None], notes: Console
+    engine: CPUPagedEngine,
+    prompt: Any,
+    settings: dict[str, Any],
+    write: Callable[[str], None],
+    notes: Console,
 ) -> GenerationResult:
-    """Generate, passing each piece of text to `write` as it comes; `notes` shows a bar while a long prompt is read.
-    Ctrl-C cancels the request and raises on."""
+    """Generate, passing each piece of text to `write` as it comes; `notes` shows a bar while a long
+    prompt is read. Ctrl-C cancels the request and raises on.
+    """
     handle = engine.submit(prompt, **settings)
     try:
         with PromptBar(notes) as bar:

@@ -1,4 +1,6 @@
-"""`kvboost-edge warmup`: compile every kernel for this machine once, so that later starts only load them."""
+"""`kvboost-edge warmup`: compile every kernel for this machine once, so that later starts only load
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,34 @@ _OF_ONE_MODEL = (*_SIZES, "revision", "token", "local_files_only", "strict")
 
 
 def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None = None) -> None:
-    """Compile the kernels of every form of cache and weights, or of those that options ask for, with short prompts
-    through the bundled model; then run `model` as it would be used, so that its weights are packed in that one format.
-    Says where compiled code lies and how long it took. With mode chunk_kv_reuse `model` is tested for it, so that its
-    first such request need not wait for that; a model that is refused it is said so, with the figures."""
+    """Compile the kernels of every form of cache and weights, or of those that options ask for,
+    with short prompts through the bundled model; then run `model` as it would be used, so that its
+    weights are packed in that one format. Says where compiled code lies and how long it took. With
+    mode chunk_kv_reuse `model` is tested for it, so that its first such request need not wait for
+    that; a model that is refused it is said so, with the figures.
+    """
     console = open_console()
     started = time.perf_counter()
     with found_model(model, options, console):
         pass  # a wrong name is told before anything is compiled
     forms = _forms(options)
-    columns = (text_column("compiling"), BarColumn(), MofNCompleteColumn(), text_column("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (
+        text_column("compiling"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        text_column("{task.description}"),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("", total=len(forms))
         for form in forms:
-            bar.update(task, description=", ".join(f"{name} {value}" for name, value in form.items()))
-            _compile({name: value for name, value in options.items() if name not in _OF_ONE_MODEL} | form)
+            bar.update(
+                task, description=", ".join(f"{name} {value}" for name, value in form.items())
+            )
+            _compile(
+                {name: value for name, value in options.items() if name not in _OF_ONE_MODEL} | form
+            )
             bar.advance(task)
     if forms:
         _compile_rest()
@@ -54,12 +69,17 @@ def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None 
 
     seconds = time.perf_counter() - started
     compiled = counted(len(forms), "form", "forms")
-    console.print(f"{compiled} compiled, {model} ready after {seconds:.1f} s; compiled kernels lie in {cache_path()}")
+    console.print(
+        f"{compiled} compiled, {model} ready after {seconds:.1f} s; compiled kernels lie in "
+        f"{cache_path()}"
+    )
 
 
 def _forms(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Options of the runs: what the user fixed stays fixed. The formats of weights share their kernels with each width
-    of the cache, so each is run once, not with every other. None of the torch runner, which compiles nothing."""
+    """Options of the runs: what the user fixed stays fixed. The formats of weights share their
+    kernels with each width of the cache, so each is run once, not with every other. None of the
+    torch runner, which compiles nothing.
+    """
     if options.get("runner") == "torch":
         return []
     if "weights" in options or "runner" in options or "dtype" in options:
@@ -74,13 +94,16 @@ def _forms(options: dict[str, Any]) -> list[dict[str, Any]]:
 def _compile(options: dict[str, Any]) -> None:
     from kvboost_edge.engine.engine import CPUPagedEngine
 
-    with CPUPagedEngine.from_pretrained(BUNDLED_MODEL, num_blocks=64, **{"max_num_seqs": 4, **options}) as engine:
+    with CPUPagedEngine.from_pretrained(
+        BUNDLED_MODEL, num_blocks=64, **{"max_num_seqs": 4, **options}
+    ) as engine:
         _answer(engine)
 
 
 def _compile_rest() -> None:
-    """What no run through the bundled model needs: the packing of GGUF files' block formats, layers with experts or
-    states."""
+    """What no run through the bundled model needs: the packing of GGUF files' block formats, layers
+    with experts or states.
+    """
     import numpy as np
 
     from kvboost_edge.host.cpu import default_num_threads
@@ -103,4 +126,7 @@ def _test_reuse(engine: CPUPagedEngine, console: Console) -> None:
         console.print("reuse at other positions is not tested: reuse_gate='off'")
         return
     verdict = engine.check_reuse()
-    console.print(f"reuse at other positions {'passed its test' if verdict.passed else 'is refused'}: {verdict}")
+    console.print(
+        f"reuse at other positions {'passed its test' if verdict.passed else 'is refused'}: "
+        f"{verdict}"
+    )

@@ -1,7 +1,8 @@
-"""Batches over a plain transformers model, outside the engine: shared prefixes, left padding, batched decoding.
+"""Batches over a plain transformers model, outside the engine: shared prefixes, left padding,
+batched decoding.
 
-The names and signatures are those users know; masks and positions are right for every row. torch and transformers
-are loaded on first use.
+The names and signatures are those users know; masks and positions are right for every row. torch
+and transformers are loaded on first use.
 """
 
 from __future__ import annotations
@@ -20,11 +21,19 @@ if TYPE_CHECKING:
 
     LegacyKV = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
-__all__ = ["batched_decode", "broadcast_kv", "find_common_chunk_prefix", "group_by_prefix", "pad_and_mask"]
+__all__ = [
+    "batched_decode",
+    "broadcast_kv",
+    "find_common_chunk_prefix",
+    "group_by_prefix",
+    "pad_and_mask",
+]
 
 
 def find_common_chunk_prefix(all_token_ids: Sequence[Sequence[int]], chunk_size: int) -> int:
-    """Length in tokens of the longest prefix all prompts share, cut down to whole chunks. One prompt: its length."""
+    """Length in tokens of the longest prefix all prompts share, cut down to whole chunks. One
+    prompt: its length.
+    """
     _check_chunk_size(chunk_size)
     if len(all_token_ids) < 2:
         return len(all_token_ids[0]) if all_token_ids else 0
@@ -44,13 +53,18 @@ def group_by_prefix(
     chunk_size: int,
     n_prefix_chunks: int = 3,
 ) -> dict[str, list[int]]:
-    """Group prompts that share their first `n_prefix_chunks` whole chunks: {key: indices in order of appearance}.
+    """Group prompts that share their first `n_prefix_chunks` whole chunks: {key: indices in order
+    of appearance}.
 
-    A prompt with fewer whole chunks is grouped by those it has; with none, with others that have none and are equal.
+    A prompt with fewer whole chunks is grouped by those it has; with none, with others that have
+    none and are equal.
     """
     _check_chunk_size(chunk_size)
     if len(prompts) != len(token_ids_list):
-        raise RequestError(f"{len(prompts)} prompts and {len(token_ids_list)} lists of token ids; give one for each")
+        raise RequestError(
+            f"{len(prompts)} prompts and {len(token_ids_list)} lists of token ids; give one for "
+            "each"
+        )
     groups: dict[str, list[int]] = {}
     for index, token_ids in enumerate(token_ids_list):
         num_chunks = min(n_prefix_chunks, len(token_ids) // chunk_size)
@@ -61,16 +75,24 @@ def group_by_prefix(
 
 
 def broadcast_kv(kv: LegacyKV, batch_size: int) -> LegacyKV:
-    """Keys and values [1, heads, tokens, dim] of each layer as [batch_size, heads, tokens, dim]: views, no copy."""
-    return tuple((k.expand(batch_size, -1, -1, -1), v.expand(batch_size, -1, -1, -1)) for k, v in kv)
+    """Keys and values [1, heads, tokens, dim] of each layer as [batch_size, heads, tokens, dim]:
+    views, no copy.
+    """
+    return tuple(
+        (k.expand(batch_size, -1, -1, -1), v.expand(batch_size, -1, -1, -1)) for k, v in kv
+    )
 
 
-def pad_and_mask(suffix_ids_list: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left-pad: (ids, masks), both int64 [batch, longest suffix]; masks are 1 on tokens and 0 on padding.
+def pad_and_mask(
+    suffix_ids_list: Sequence[Sequence[int]], pad_token_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-pad: (ids, masks), both int64 [batch, longest suffix]; masks are 1 on tokens and 0 on
+    padding.
 
-    Left, so that the last column holds each row's last token. Behind a shared prefix of P tokens the attention mask
-    is P ones followed by the row's mask, and the positions are P + cumsum(mask) - 1. transformers measures a sliding
-    window in slots, padding included: for models that have one, pad whole prompts, not what follows a prefix.
+    Left, so that the last column holds each row's last token. Behind a shared prefix of P tokens
+    the attention mask is P ones followed by the row's mask, and the positions are P + cumsum(mask)
+    - 1. transformers measures a sliding window in slots, padding included: for models that have
+    one, pad whole prompts, not what follows a prefix.
     """
     import torch
 
@@ -95,15 +117,20 @@ def batched_decode(
     *,
     attention_mask: torch.Tensor | None = None,
 ) -> tuple[list[list[int]], LegacyKV]:
-    """Decode a batch whose prompts are already in `past_kv`; returns (token ids of each row, grown KV).
+    """Decode a batch whose prompts are already in `past_kv`; returns (token ids of each row, grown
+    KV).
 
-    past_kv          per layer (keys, values) [batch, kv_heads, slots, dim]; a sliding window's cache may be cut to it
-    first_tokens     [batch] the first new token of each row, counted in max_new_tokens and part of the output
+    past_kv          per layer (keys, values) [batch, kv_heads, slots, dim]; a sliding window's
+                     cache may be cut to it
+    first_tokens     [batch] the first new token of each row, counted in max_new_tokens and part of
+                     the output
     start_pos        the position of the first new token; per row if their lengths differ
-    attention_mask   int64 [batch, slots]: 0 hides a slot (padding). None: each row's last start_pos slots hold tokens,
-                     as left padding leaves them. Rows that share a prefix need it, since padding may stand behind that
-    A row ends with its EOS token, which is part of its output. Sampling draws from torch's global generator. Raises
-    RequestError where the arguments leave open which slots hold tokens.
+    attention_mask   int64 [batch, slots]: 0 hides a slot (padding). None: each row's last start_pos
+                     slots hold tokens,
+                     as left padding leaves them. Rows that share a prefix need it, since padding
+                     may stand behind that
+    A row ends with its EOS token, which is part of its output. Sampling draws from torch's global
+    generator. Raises RequestError where the arguments leave open which slots hold tokens.
     """
     import torch
     from transformers import DynamicCache
@@ -113,7 +140,9 @@ def batched_decode(
     tokens = torch.as_tensor(first_tokens, dtype=torch.int64, device=device).reshape(-1, 1)
     batch = len(tokens)
     slots = past_kv[0][0].shape[2]
-    positions = torch.as_tensor(start_pos, dtype=torch.int64, device=device).expand(batch).reshape(-1, 1)
+    positions = (
+        torch.as_tensor(start_pos, dtype=torch.int64, device=device).expand(batch).reshape(-1, 1)
+    )
     window = getattr(model.config, "sliding_window", None)
     is_cut = window is not None and slots == window - 1 and int(positions.max()) > slots
     visible = positions.clamp(max=slots) if is_cut else positions
@@ -125,8 +154,9 @@ def batched_decode(
         mask = mask[:, -slots:]
     if mask.shape != (batch, slots) or not torch.equal(mask.sum(1, keepdim=True), visible):
         raise RequestError(
-            f"start_pos={start_pos} and an attention mask {tuple(attention_mask.shape)} over {slots} slots of {batch} "
-            "rows do not agree: each row must see exactly start_pos slots, or all of a sliding window's"
+            f"start_pos={start_pos} and an attention mask {tuple(attention_mask.shape)} over "
+            f"{slots} slots of {batch} rows do not agree: each row must see exactly start_pos "
+            "slots, or all of a sliding window's"
         )
     cache = DynamicCache(_left_padded(past_kv, mask))
     mask = mask.sort(dim=1).values
@@ -138,7 +168,11 @@ def batched_decode(
         mask = torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
         with torch.inference_mode():
             logits = model(
-                tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+                tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
             ).logits
         tokens = _next_tokens(logits[:, -1].float(), temperature, do_sample)
         positions = positions + 1
@@ -150,13 +184,15 @@ def batched_decode(
 
 
 def _check_no_shared_prefix(kv: LegacyKV) -> None:
-    """Rows whose first slots are equal share a prefix. Whether their suffixes were padded, between it and themselves,
-    nothing but the mask tells."""
+    """Rows whose first slots are equal share a prefix. Whether their suffixes were padded, between
+    it and themselves, nothing but the mask tells.
+    """
     first = kv[0][0][:, :, 0]
     if len(first) > 1 and bool((first == first[:1]).all()):
         raise RequestError(
-            "the rows begin with the same keys, as after broadcast_kv: give attention_mask=, ones for the shared "
-            "prefix followed by the masks of pad_and_mask, and start_pos= its sum per row"
+            "the rows begin with the same keys, as after broadcast_kv: give attention_mask=, ones "
+            "for the shared prefix followed by the masks of pad_and_mask, and start_pos= its sum "
+            "per row"
         )
 
 
@@ -167,8 +203,9 @@ def _check_temperature(temperature: object) -> None:
 
 
 def _left_padded(kv: LegacyKV, mask: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The KV with each row's hidden slots moved to its front: distances in slots are then distances in positions,
-    which sliding windows count on. A copy only where something moves."""
+    """The KV with each row's hidden slots moved to its front: distances in slots are then distances
+    in positions, which sliding windows count on. A copy only where something moves.
+    """
     order = mask.argsort(dim=1, stable=True)
     if bool((order[:, 1:] > order[:, :-1]).all()):
         return list(kv)

@@ -1,7 +1,9 @@
-"""A page cache for payloads of any kind, with prefix sharing and copy-on-write, over the integer block pool.
+"""A page cache for payloads of any kind, with prefix sharing and copy-on-write, over the integer
+block pool.
 
-Sequences are attached and detached as a whole; `get` gives back what was attached. Pages whose prefix tokens and
-payloads are equal are held once. The bookkeeping is `KVCacheManager`'s; the payloads stand beside it, by page.
+Sequences are attached and detached as a whole; `get` gives back what was attached. Pages whose
+prefix tokens and payloads are equal are held once. The bookkeeping is `KVCacheManager`'s; the
+payloads stand beside it, by page.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from kvboost_edge.kvcache.manager import BLOCK_FREE, KVCacheManager
 
 __all__ = ["Draft", "KVCache"]
 
-# Stands in the key of a page for positions the prefix does not reach. A prefix that ends with this very id finds the
-# same page; that is harmless, since the payloads of a page are compared before it is shared.
+# Stands in the key of a page for positions the prefix does not reach. A prefix that ends with this
+# very id finds the same page; that is harmless, since the payloads of a page are compared before it
+# is shared.
 _FILLER = 2**32 - 1
 _ROOT = b"llmds"
 
@@ -30,22 +33,27 @@ _ROOT = b"llmds"
 class KVCache:
     """Payloads of sequences in `max_pages` pages of `page_size` each. Not thread-safe.
 
-    Example, page_size 4: attach("a", [k0 .. k5], prefix_tokens=[7, 8, 9, 10]) takes two pages, the first one keyed by
-    the four tokens; attach("b", [k0 .. k3, x], prefix_tokens=[7, 8, 9, 10]) shares that page and takes one of its own.
+    Example, page_size 4: attach("a", [k0 .. k5], prefix_tokens=[7, 8, 9, 10]) takes two pages, the
+    first one keyed by the four tokens; attach("b", [k0 .. k3, x], prefix_tokens=[7, 8, 9, 10])
+    shares that page and takes one of its own.
 
-    Payloads are deep-copied on the way in and out, so no caller can change what another sequence sees; what Python
-    cannot copy (a lock, a generator) is kept by reference. Two payloads are equal when `==` says so and their
-    types and signs are, inside them too; for arrays and tensors shape, dtype and every element. In doubt they differ
-    and nothing is shared.
+    Payloads are deep-copied on the way in and out, so no caller can change what another sequence
+    sees; what Python cannot copy (a lock, a generator) is kept by reference. Two payloads are equal
+    when `==` says so and their types and signs are, inside them too; for arrays and tensors shape,
+    dtype and every element. In doubt they differ and nothing is shared.
 
     The prefix pages of a detached sequence are free, yet stay matchable until they are taken again.
     """
 
-    def __init__(self, page_size: int = 512, max_pages: int = 10000, enable_prefix_sharing: bool = True) -> None:
+    def __init__(
+        self, page_size: int = 512, max_pages: int = 10000, enable_prefix_sharing: bool = True
+    ) -> None:
         page_size = _size("page_size", page_size)
         max_pages = _size("max_pages", max_pages)
         if not isinstance(enable_prefix_sharing, bool):
-            raise ConfigError(f"enable_prefix_sharing={enable_prefix_sharing!r} must be True or False")
+            raise ConfigError(
+                f"enable_prefix_sharing={enable_prefix_sharing!r} must be True or False"
+            )
         self._page_size = page_size
         self._enable_prefix_sharing = enable_prefix_sharing
         self._manager = KVCacheManager(max_pages, page_size)
@@ -55,15 +63,17 @@ class KVCache:
         self._drafts: dict[Hashable, list[Draft]] = {}
         self._prefix_shares = 0
 
-    def attach(self, seq_id: Hashable, kv_tokens: Sequence[Any], prefix_tokens: Sequence[int] | None = None) -> None:
+    def attach(
+        self, seq_id: Hashable, kv_tokens: Sequence[Any], prefix_tokens: Sequence[int] | None = None
+    ) -> None:
         """Store a sequence's payloads; a live `seq_id` is replaced, its open drafts are rejected.
 
-        `prefix_tokens` are the token ids of the first payloads (ids beyond the last payload are ignored). The pages
-        they reach into are shared with sequences of the same prefix and the same payloads; from the first page whose
-        payloads differ on, the sequence has its own.
+        `prefix_tokens` are the token ids of the first payloads (ids beyond the last payload are
+        ignored). The pages they reach into are shared with sequences of the same prefix and the
+        same payloads; from the first page whose payloads differ on, the sequence has its own.
 
-        Raises CapacityError when the pages do not suffice even after the replaced sequence is gone, RequestError for
-        prefix tokens that are no token ids; the cache is then as it was before.
+        Raises CapacityError when the pages do not suffice even after the replaced sequence is gone,
+        RequestError for prefix tokens that are no token ids; the cache is then as it was before.
         """
         _check_hashable(seq_id)
         payloads = _copies("kv_tokens", kv_tokens)
@@ -75,13 +85,18 @@ class KVCache:
         if num_pages - num_shared > available:
             self._free(table)
             raise CapacityError(
-                f"{len(payloads)} payloads need {num_pages} pages of {self._page_size}, {num_shared} of them shared; "
-                f"{available} of {self._manager.num_blocks} are available; enlarge max_pages or detach sequences"
+                f"{len(payloads)} payloads need {num_pages} pages of {self._page_size}, "
+                f"{num_shared} of them shared; {available} of {self._manager.num_blocks} are "
+                "available; enlarge max_pages or detach sequences"
             )
         self.detach(seq_id)
         for index in range(num_shared, len(table)):
-            self._manager.make_writable(table, index)  # divergent payloads: wholly overwritten, nothing to copy
-        self._manager.commit(table, key, max(num_shared * self._page_size, table.num_computed_tokens))
+            self._manager.make_writable(
+                table, index
+            )  # divergent payloads: wholly overwritten, nothing to copy
+        self._manager.commit(
+            table, key, max(num_shared * self._page_size, table.num_computed_tokens)
+        )
         self._manager.extend(table, num_pages * self._page_size)
         self._write(table, num_shared * self._page_size, payloads[num_shared * self._page_size :])
         self._manager.commit(table, key, len(key))
@@ -90,7 +105,9 @@ class KVCache:
         self._prefix_shares += num_shared > 0
 
     def detach(self, seq_id: Hashable) -> None:
-        """Give back a sequence's pages and reject its open drafts; nothing happens for an unknown id."""
+        """Give back a sequence's pages and reject its open drafts; nothing happens for an unknown
+        id.
+        """
         table = self._sequences.pop(seq_id, None)
         if table is not None:
             self._close_drafts(seq_id)
@@ -125,10 +142,12 @@ class KVCache:
         }
 
     def hook_speculative_decode(self, seq_id: Hashable, draft_tokens: Sequence[Any]) -> Draft:
-        """Append draft payloads behind a sequence, copy-on-write, and return the handle that decides on them.
+        """Append draft payloads behind a sequence, copy-on-write, and return the handle that
+        decides on them.
 
-        The sequence itself is unchanged until the draft is accepted; several drafts may be open at once. Raises
-        RequestError for an unknown id, CapacityError (nothing changed) when the pages do not suffice.
+        The sequence itself is unchanged until the draft is accepted; several drafts may be open at
+        once. Raises RequestError for an unknown id, CapacityError (nothing changed) when the pages
+        do not suffice.
         """
         table = self._sequences.get(seq_id)
         if table is None:
@@ -149,10 +168,11 @@ class KVCache:
         drafts = [draft._table for drafts in self._drafts.values() for draft in drafts]
         self._manager.check_invariants([*self._sequences.values(), *drafts])
 
-    # ---- drafts --------------------------------------------------------------------------------------------------
+    # ---- drafts
 
     def _accept(self, draft: Draft, payloads: list[Any]) -> None:
-        # The drafts go first: the pages they held cover what is appended here, so this cannot fail half way.
+        # The drafts go first: the pages they held cover what is appended here, so this cannot fail
+        # half way.
         self._close_drafts(draft._seq_id)
         self._append(self._sequences[draft._seq_id], payloads)
 
@@ -169,17 +189,21 @@ class KVCache:
         draft._open = False
         self._free(draft._table)
 
-    # ---- pages ---------------------------------------------------------------------------------------------------
+    # ---- pages
 
     def _num_pages(self, num_payloads: int) -> int:
         return -(-num_payloads // self._page_size)
 
     def _key(self, prefix_tokens: Sequence[int] | None, num_payloads: int) -> list[int]:
-        """Token ids of the pages the prefix reaches into, filled up to whole pages; empty where nothing is shared."""
+        """Token ids of the pages the prefix reaches into, filled up to whole pages; empty where
+        nothing is shared.
+        """
         if not self._enable_prefix_sharing or prefix_tokens is None:
             return []
         if isinstance(prefix_tokens, (str, bytes)) or not hasattr(prefix_tokens, "__getitem__"):
-            raise RequestError(f"prefix_tokens={prefix_tokens!r} must be a list of token ids, or None")
+            raise RequestError(
+                f"prefix_tokens={prefix_tokens!r} must be a list of token ids, or None"
+            )
         key: list[int] = []
         for token_id in prefix_tokens[:num_payloads]:
             number = _integer(token_id)
@@ -189,21 +213,30 @@ class KVCache:
         return key + [_FILLER] * (-len(key) % self._page_size)
 
     def _num_equal_pages(self, table: BlockTable, payloads: list[Any]) -> int:
-        """How many of the matched pages hold exactly these payloads, up to the first that does not."""
+        """How many of the matched pages hold exactly these payloads, up to the first that does
+        not.
+        """
         for index, page_id in enumerate(table.block_ids):
-            if not _equal(self._payloads[page_id], payloads[index * self._page_size : (index + 1) * self._page_size]):
+            if not _equal(
+                self._payloads[page_id],
+                payloads[index * self._page_size : (index + 1) * self._page_size],
+            ):
                 return index
         return len(table)
 
     def _available_for(self, seq_id: Hashable, table: BlockTable, num_shared: int) -> int:
-        """Pages free once what is attached under `seq_id` is gone, while `table` keeps its first `num_shared`."""
+        """Pages free once what is attached under `seq_id` is gone, while `table` keeps its first
+        `num_shared`.
+        """
         leaving = [draft._table for draft in self._drafts.get(seq_id, [])]
         if seq_id in self._sequences:
             leaving.append(self._sequences[seq_id])
         holds = Counter(page_id for held in (table, *leaving) for page_id in held.block_ids)
         kept = set(table.block_ids[:num_shared])
         released = sum(
-            self._manager.ref_count(page_id) == count for page_id, count in holds.items() if page_id not in kept
+            self._manager.ref_count(page_id) == count
+            for page_id, count in holds.items()
+            if page_id not in kept
         )
         return self._manager.free_block_count + released
 
@@ -218,7 +251,9 @@ class KVCache:
         self._seal(table)
 
     def _seal(self, table: BlockTable) -> None:
-        """Count all pages as written: they hold payloads that no token ids stand for, so they are never published."""
+        """Count all pages as written: they hold payloads that no token ids stand for, so they are
+        never published.
+        """
         num_slots = len(table) * self._page_size
         self._manager.commit(table, range(num_slots), num_slots, publish=False)
 
@@ -236,7 +271,9 @@ class KVCache:
         return sum(len(self._payloads[page_id]) for page_id in table.block_ids)
 
     def _read(self, table: BlockTable) -> list[Any]:
-        return [_copied(payload) for page_id in table.block_ids for payload in self._payloads[page_id]]
+        return [
+            _copied(payload) for page_id in table.block_ids for payload in self._payloads[page_id]
+        ]
 
     def _free(self, table: BlockTable) -> None:
         page_ids = table.block_ids
@@ -249,13 +286,15 @@ class KVCache:
 class Draft:
     """Draft payloads behind a sequence: `accept(n)` keeps the first n of them, `reject()` none.
 
-    A draft closes when it is decided, when another draft of its sequence is accepted, and when the sequence is
-    detached or replaced.
+    A draft closes when it is decided, when another draft of its sequence is accepted, and when the
+    sequence is detached or replaced.
     """
 
     __slots__ = ("_cache", "_open", "_payloads", "_seq_id", "_table")
 
-    def __init__(self, cache: KVCache, seq_id: Hashable, table: BlockTable, payloads: list[Any]) -> None:
+    def __init__(
+        self, cache: KVCache, seq_id: Hashable, table: BlockTable, payloads: list[Any]
+    ) -> None:
         self._cache = cache
         self._seq_id = seq_id
         self._table = table
@@ -268,7 +307,9 @@ class Draft:
         return self._open
 
     def get(self) -> list[Any]:
-        """A copy of the sequence's payloads with the drafts behind them; RequestError on a closed draft."""
+        """A copy of the sequence's payloads with the drafts behind them; RequestError on a closed
+        draft.
+        """
         self._check_open()
         return self._cache._read(self._table)
 
@@ -280,7 +321,9 @@ class Draft:
         self._check_open()
         count = _integer(n)
         if count is None or not 0 <= count <= len(self._payloads):
-            raise RequestError(f"n={n!r} must be an integer from 0 to the {len(self._payloads)} drafts")
+            raise RequestError(
+                f"n={n!r} must be an integer from 0 to the {len(self._payloads)} drafts"
+            )
         self._cache._accept(self, self._payloads[:count])
 
     def reject(self) -> None:
@@ -290,14 +333,19 @@ class Draft:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise RequestError(f"the draft of seq_id={self._seq_id!r} is closed: decided, or its sequence has changed")
+            raise RequestError(
+                f"the draft of seq_id={self._seq_id!r} is closed: decided, or its sequence has "
+                "changed"
+            )
 
 
 def _check_hashable(seq_id: Hashable) -> None:
     try:
         hash(seq_id)
     except TypeError as error:
-        raise RequestError(f"seq_id={seq_id!r} must be hashable, such as an integer or a string") from error
+        raise RequestError(
+            f"seq_id={seq_id!r} must be hashable, such as an integer or a string"
+        ) from error
 
 
 def _integer(value: object) -> int | None:
@@ -326,7 +374,9 @@ def _copies(name: str, payloads: object) -> list[Any]:
 def _copied(payload: Any) -> Any:
     try:
         return copy.deepcopy(payload)
-    except Exception:  # whatever a foreign object's copy raises, the object itself is still a payload
+    except (
+        Exception
+    ):  # whatever a foreign object's copy raises, the object itself is still a payload
         return payload
 
 
@@ -345,7 +395,9 @@ def _compared(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(_compared, left, right))
-    if isinstance(left, dict):  # pair by pair: 1 and True are one key, and the order is part of what is given back
+    if isinstance(
+        left, dict
+    ):  # pair by pair: 1 and True are one key, and the order is part of what is given back
         return len(left) == len(right) and all(map(_compared, left.items(), right.items()))
     if isinstance(left, (set, frozenset)):
         return left == right and all(type(item) is str for item in left | right)

@@ -1,8 +1,9 @@
 """Drafts that were right, on their way into the states of models that keep some.
 
-What a pass was given as a guess no slot has seen: it leaves the state behind the last certain token of each sequence,
-and apart from that what its drafts bring to a state. Once it is known which of them are right the states take those in.
-So a slot never holds a wrong guess, and between two steps it holds the state of exactly the tokens that are computed.
+What a pass was given as a guess no slot has seen: it leaves the state behind the last certain token
+of each sequence, and apart from that what its drafts bring to a state. Once it is known which of
+them are right the states take those in. So a slot never holds a wrong guess, and between two steps
+it holds the state of exactly the tokens that are computed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class End:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Turn:
-    """What the runner has to do: the arguments of `Runner.accept_drafts`, and whose drafts they are."""
+    """What the runner has to do: the arguments of `Runner.accept_drafts`, and whose drafts they
+    are.
+    """
 
     layout: BatchLayout
     accepted: npt.NDArray[np.int32]
@@ -41,11 +44,11 @@ class _Turn:
 
 
 class AcceptedDrafts:
-    """Of one pass after another: `commit` for each sequence of it, then `plan`, where that says so `take_in`, and
-    `ends`. Where the model keeps no states nothing is left to do.
+    """Of one pass after another: `commit` for each sequence of it, then `plan`, where that says so
+    `take_in`, and `ends`. Where the model keeps no states nothing is left to do.
 
-    `take_in` reads and writes memory as a pass does, and nothing of the bookkeeping: as long as it takes anybody may
-    read that, and reset the cache.
+    `take_in` reads and writes memory as a pass does, and nothing of the bookkeeping: as long as it
+    takes anybody may read that, and reset the cache.
     """
 
     def __init__(self, runner: Runner, manager: KVCacheManager) -> None:
@@ -56,8 +59,9 @@ class AcceptedDrafts:
         self._error: Exception | None = None
 
     def commit(self, work: ScheduledTokens[Sequence], reason: str | None) -> str | None:
-        """Commit what is computed; with states and right drafts only what is certain, and then the sequence must not
-        end yet: None instead of the reason that it ends for."""
+        """Commit what is computed; with states and right drafts only what is certain, and then the
+        sequence must not end yet: None instead of the reason that it ends for.
+        """
         sequence = work.sequence
         if self._manager.states is None or sequence.num_computed_tokens <= work.certain_stop:
             self._commit(sequence, sequence.num_computed_tokens)
@@ -98,8 +102,9 @@ class AcceptedDrafts:
             self._error = error
 
     def ends(self) -> list[End]:
-        """Commit what was taken in; who ends with it. An error of the runner ends all whose drafts they are, and is
-        none to those that were done with them."""
+        """Commit what was taken in; who ends with it. An error of the runner ends all whose drafts
+        they are, and is none to those that were done with them.
+        """
         if self._turn is None:
             return []
         sequences = self._turn.sequences
@@ -110,7 +115,9 @@ class AcceptedDrafts:
         self._error = None
         if error is not None:
             reasons = [(sequence, waiting[sequence.index]) for sequence in sequences]
-            return [End(one, reason) if reason else End(one, error=error) for one, reason in reasons]
+            return [
+                End(one, reason) if reason else End(one, error=error) for one, reason in reasons
+            ]
         for sequence in sequences:
             self._commit(sequence, sequence.num_computed_tokens)
         return [End(one, reason) for one in sequences if (reason := waiting[one.index])]

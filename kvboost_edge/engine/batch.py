@@ -20,9 +20,10 @@ __all__ = ["build_batch", "split_rows"]
 def build_batch(
     work: Several[ScheduledTokens[Sequence]], manager: KVCacheManager, hidden_size: int = 0
 ) -> ForwardBatch:
-    """The tokens of `work`, at least one, one sequence after another; every sequence has its blocks. Stretches of one
-    sequence are rows of their own: what one of them stores the later ones attend to in the same pass. hidden_size: of
-    the states that some of them want."""
+    """The tokens of `work`, at least one, one sequence after another; every sequence has its
+    blocks. Stretches of one sequence are rows of their own: what one of them stores the later ones
+    attend to in the same pass. hidden_size: of the states that some of them want.
+    """
     tables = [one.sequence.blocks for one in work]
     block_tables = np.full((len(work), max(map(len, tables))), -1, np.int32)
     # Lists until all is in them: of a step's few tokens an array for each piece would take longer.
@@ -59,9 +60,12 @@ def build_batch(
     )
 
 
-def split_rows(work: Several[ScheduledTokens[Sequence]], logits: Floats, states: Floats) -> list[Floats]:
-    """What a pass of the batch of `work` found, for each in turn: logits [num_rows, vocab_size] or states
-    [num_rows, hidden_size]."""
+def split_rows(
+    work: Several[ScheduledTokens[Sequence]], logits: Floats, states: Floats
+) -> list[Floats]:
+    """What a pass of the batch of `work` found, for each in turn: logits [num_rows, vocab_size] or
+    states [num_rows, hidden_size].
+    """
     found: list[Floats] = []
     ends: dict[bool, int] = {False: 0, True: 0}
     for one in work:
@@ -78,7 +82,10 @@ def _states_of(
     """The slots of the tables' states; None where the model keeps none."""
     if manager.states is None:
         return None
-    plans = [manager.states.plan(table, one.start, one.certain_stop) for one, table in zip(work, tables, strict=True)]
+    plans = [
+        manager.states.plan(table, one.start, one.certain_stop)
+        for one, table in zip(work, tables, strict=True)
+    ]
     saves = [(i, rows, slot) for i, plan in enumerate(plans) for rows, slot in plan.saves]
     return PassStates(
         state_in=np.array([plan.read for plan in plans], np.int32),
@@ -89,7 +96,9 @@ def _states_of(
 
 
 def _parts_of(work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable]) -> Parts:
-    """The parts of all tables up to the one that the row's tokens are in; None where all are plain."""
+    """The parts of all tables up to the one that the row's tokens are in; None where all are
+    plain.
+    """
     if all(len(table.parts) == 1 for table in tables):
         return None
     rows: list[Part] = []

@@ -11,7 +11,9 @@ from kvboost_edge.engine.sequence import Sequence
 
 __all__ = ["Budget"]
 
-_OLDEST_PART = 4  # one in so many tokens of a step goes to the prompt that came first, whatever its length
+_OLDEST_PART = (
+    4  # one in so many tokens of a step goes to the prompt that came first, whatever its length
+)
 
 _BY_PRIORITY = attrgetter("priority")
 _BY_ARRIVAL = attrgetter("index")
@@ -19,7 +21,9 @@ _BY_TURN = attrgetter("priority", "last_turn", "index")
 
 
 class Budget:
-    """The tokens of each step, shared out among the running sequences; by which rules stands in scheduler.py."""
+    """The tokens of each step, shared out among the running sequences; by which rules stands in
+    scheduler.py.
+    """
 
     def __init__(self, fairness: Fairness) -> None:
         self._fairness = fairness
@@ -35,12 +39,15 @@ class Budget:
         return shares
 
     def share_whole(self, running: list[Sequence], most: int) -> dict[int, int]:
-        """The same of sequences that are computed whole: by priority, the tenants' shares and arrival all tokens of
-        each that still fits, and of the first one whatever their number."""
+        """The same of sequences that are computed whole: by priority, the tenants' shares and
+        arrival all tokens of each that still fits, and of the first one whatever their number.
+        """
         turn = list(running)
         if self._fairness.is_shared:
             groups = itertools.groupby(running, key=_BY_PRIORITY)
-            turn = [sequence for _, group in groups for sequence in self._fairness.in_turn(group, ())]
+            turn = [
+                sequence for _, group in groups for sequence in self._fairness.in_turn(group, ())
+            ]
         shares: dict[int, int] = {}
         for sequence in turn:
             if not shares or sequence.num_pending <= most:
@@ -49,10 +56,12 @@ class Budget:
         return shares
 
     def _of_tenants(self, running: list[Sequence], most: int) -> list[tuple[list[Sequence], int]]:
-        """Each tenant's running sequences and its part of the budget: by priority first, then by the tenants' shares.
+        """Each tenant's running sequences and its part of the budget: by priority first, then by
+        the tenants' shares.
 
-        A token of an urgent prompt does not keep a less urgent sequence from its next one: where the budget has room
-        for all of those they count as no less urgent, as they do among the sequences of one tenant.
+        A token of an urgent prompt does not keep a less urgent sequence from its next one: where
+        the budget has room for all of those they count as no less urgent, as they do among the
+        sequences of one tenant.
         """
         ready = [sequence for sequence in running if sequence.probe is None]
         if not self._fairness.is_shared:
@@ -81,9 +90,11 @@ class Budget:
         for sequence in members:
             if pending := sequence.num_pending:
                 (decoding if pending == 1 else filling).append(sequence)
-        # Neither kind starves the other: a token is kept for prefill; a budget of one token alternates.
+        # Neither kind starves the other: a token is kept for prefill; a budget of one token
+        # alternates.
         kept = 0 if not (decoding and filling) else (1 if budget > 1 else self._step % 2)
-        # The least recently served go first, which matters only when the budget is smaller than their number.
+        # The least recently served go first, which matters only when the budget is smaller than
+        # their number.
         chosen = sorted(decoding, key=_BY_TURN)[: budget - kept]
         budget -= len(chosen)
         for sequence in chosen:
@@ -94,12 +105,16 @@ class Budget:
 
 
 def _fill(prompts: list[Sequence], budget: int, shares: dict[int, int]) -> int:
-    """Give out tokens of prompts, none of them over the budget; how many. A part goes to the oldest, the rest to those
-    with fewest pending tokens, in this order."""
+    """Give out tokens of prompts, none of them over the budget; how many. A part goes to the
+    oldest, the rest to those with fewest pending tokens, in this order.
+    """
     left = budget
     kept = -(-budget // _OLDEST_PART)
     shortest_first = sorted(prompts, key=lambda one: (one.num_pending, one.index))
-    for sequence, most in ((min(prompts, key=_BY_ARRIVAL), kept), *((one, budget) for one in shortest_first)):
+    for sequence, most in (
+        (min(prompts, key=_BY_ARRIVAL), kept),
+        *((one, budget) for one in shortest_first),
+    ):
         given = shares.get(sequence.index, 0)
         shares[sequence.index] = given + min(sequence.most_at_once - given, most, left)
         left -= shares[sequence.index] - given

@@ -1,4 +1,6 @@
-"""From a model to the parts of an engine: files checked, memory planned, runner, backend and block pool made."""
+"""From a model to the parts of an engine: files checked, memory planned, runner, backend and block
+pool made.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,10 @@ _DEFAULTS = EngineConfig()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine runs on. `root` starts every prefix hash; `identity` tells model, numerics and KV format from
-    others, whoever uses them; `backend_reason` says why this backend was taken; `max_num_seqs` sequences run together.
-    `pooling` says how an embedding model makes vectors of texts, `dense` are the matrices behind that. `suppressed`:
-    tokens that are never an answer's.
+    """What an engine runs on. `root` starts every prefix hash; `identity` tells model, numerics and
+    KV format from others, whoever uses them; `backend_reason` says why this backend was taken;
+    `max_num_seqs` sequences run together. `pooling` says how an embedding model makes vectors of
+    texts, `dense` are the matrices behind that. `suppressed`: tokens that are never an answer's.
     """
 
     runner: Runner
@@ -71,19 +73,28 @@ class EngineParts:
     suppressed: tuple[int, ...] = ()
 
 
-def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Progress | None = None) -> EngineParts:
-    """Load a model directory, a GGUF file, a hub id or the bundled model; everything is checked before it is loaded.
+def build_from_path(
+    path_or_id: str | Path, config: EngineConfig, progress: Progress | None = None
+) -> EngineParts:
+    """Load a model directory, a GGUF file, a hub id or the bundled model; everything is checked
+    before it is loaded.
 
-    progress: called with (bytes done, bytes in all) while weights are packed, which happens once per model and format.
+    progress: called with (bytes done, bytes in all) while weights are packed, which happens once
+    per model and format.
     """
     check_tiers(config)
     chunk_options(config)
     model_path = locate_model(
-        path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
+        path_or_id,
+        revision=config.revision,
+        token=config.token,
+        local_files_only=config.local_files_only,
     )
     cache_dir = None if config.pack_cache else NO_CACHE
     checkpoint = Checkpoint.open(model_path, cache_dir=cache_dir, rope_range=config.rope_range)
-    if checkpoint.onnx_refusal is None:  # an ONNX file is its own description; the runners say what they do not know
+    if (
+        checkpoint.onnx_refusal is None
+    ):  # an ONNX file is its own description; the runners say what they do not know
         check_model_compatibility(checkpoint.config, strict=config.strict)
     pooling = checkpoint.pooling
     summary = checkpoint.summary()
@@ -104,28 +115,33 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     eos = frozenset(defaults.eos_token_ids)
     name = model_name(checkpoint.path)
     parts = _assemble(config, selected.backend, runner, tokenizer, eos, fingerprint, beside, name)
-    return dataclasses.replace(parts, pooling=pooling, dense=dense, suppressed=defaults.suppressed_token_ids)
+    return dataclasses.replace(
+        parts, pooling=pooling, dense=dense, suppressed=defaults.suppressed_token_ids
+    )
 
 
 def _check_both_ways(checkpoint: Checkpoint, config: EngineConfig) -> None:
-    """ModelFormatError where nothing says how a model that attends both ways pools, ConfigError for options about
-    stored keys and values, of which it has none."""
+    """ModelFormatError where nothing says how a model that attends both ways pools, ConfigError for
+    options about stored keys and values, of which it has none.
+    """
     if not checkpoint.pooling.source:
         raise ModelFormatError(
-            f"{checkpoint.path}: the model attends both ways, so it makes vectors, and nothing says how it pools: "
-            "modules.json and 1_Pooling/config.json, or the key pooling_type of a GGUF file, are missing"
+            f"{checkpoint.path}: the model attends both ways, so it makes vectors, and nothing "
+            "says how it pools: modules.json and 1_Pooling/config.json, or the key pooling_type "
+            "of a GGUF file, are missing"
         )
     for name in ("max_cache_bytes", "disk_cache_dir", "redis_url"):
         if getattr(config, name) is not None:
             raise ConfigError(
-                f"{name} has no effect: the model attends both ways, so each text is one pass whose keys and values "
-                "are not stored; leave it out"
+                f"{name} has no effect: the model attends both ways, so each text is one pass "
+                "whose keys and values are not stored; leave it out"
             )
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a model: from the tokenizer's files, else from the metadata of a GGUF file, built once and kept
-    in the checkpoint's cache directory."""
+    """The tokenizer of a model: from the tokenizer's files, else from the metadata of a GGUF file,
+    built once and kept in the checkpoint's cache directory.
+    """
     if not checkpoint.is_gguf:
         return Tokenizer.from_dir(checkpoint.path)
     name = checkpoint.path.name
@@ -133,7 +149,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     def build() -> Tokenizer:
         return gguf_tokenizer(checkpoint.gguf_metadata() or {}, name=name)
 
-    return kept_tokenizer(checkpoint.fingerprint(), build, name=name, cache_dir=checkpoint.cache_dir)
+    return kept_tokenizer(
+        checkpoint.fingerprint(), build, name=name, cache_dir=checkpoint.cache_dir
+    )
 
 
 def _load_runner(
@@ -141,7 +159,12 @@ def _load_runner(
 ) -> Runner:
     choice = selected.runner
     # What nobody asked for and is slower is said where everybody sees it.
-    _LOG.log(logging.INFO if choice.wanted else logging.WARNING, "runner %s: %s", choice.name, choice.reason)
+    _LOG.log(
+        logging.INFO if choice.wanted else logging.WARNING,
+        "runner %s: %s",
+        choice.name,
+        choice.reason,
+    )
     _require_packages(choice.name, choice.reason, checkpoint.config)
     options = LoadOptions(
         weights=choice.weights,
@@ -156,30 +179,44 @@ def _load_runner(
 
 
 def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> EngineParts:
-    """Wrap a loaded transformers model and its tokenizer; the model's own device and dtype are used. ConfigError for
-    options about loading; a given `num_threads` becomes torch's, which is left as it is without."""
+    """Wrap a loaded transformers model and its tokenizer; the model's own device and dtype are
+    used. ConfigError for options about loading; a given `num_threads` becomes torch's, which is
+    left as it is without.
+    """
     chunk_options(config)
     for name in _LOADING_OPTIONS:
         if getattr(config, name) != getattr(_DEFAULTS, name):
             raise ConfigError(
-                f"option {name!r} does not apply to a model that is already loaded; leave it out or use from_pretrained"
+                f"option {name!r} does not apply to a model that is already loaded; leave it out "
+                "or use from_pretrained"
             )
     _require_packages("torch", "a loaded transformers model was given", {})
     import torch
 
     from kvboost_edge.runners.torch.runner import TorchRunner
 
-    if config.runner in ("native", "onnx") or config.weights != "auto" or config.kv_bits not in ((16, 16), (8, 8)):
+    if (
+        config.runner in ("native", "onnx")
+        or config.weights != "auto"
+        or config.kv_bits not in ((16, 16), (8, 8))
+    ):
         raise ConfigError(
-            "a loaded transformers model runs on the torch runner, which has no weights= and keeps KV at "
-            f"kv_cache_bits=16 or 8, not {config.kv_cache_bits!r}; give a path for another runner"
+            "a loaded transformers model runs on the torch runner, which has no weights= and "
+            f"keeps KV at kv_cache_bits=16 or 8, not {config.kv_cache_bits!r}; give a path for "
+            "another runner"
         )
     check_model_compatibility(model.config.to_dict(), strict=config.strict)
     own = str(model.device)
     choice = choose_backend(config.backend, config.device or own)
     text = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
-    generation = model.generation_config.to_dict() if getattr(model, "generation_config", None) is not None else {}
-    defaults = generation_defaults(model.config.to_dict(), generation, tokenizer_eos=text.eos_token_id)
+    generation = (
+        model.generation_config.to_dict()
+        if getattr(model, "generation_config", None) is not None
+        else {}
+    )
+    defaults = generation_defaults(
+        model.config.to_dict(), generation, tokenizer_eos=text.eos_token_id
+    )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     runner = TorchRunner(model, block_size=config.block_size, kv_bits=config.kv_bits)
@@ -198,10 +235,16 @@ def _assemble(
     beside: int | None = None,
     name: str = "",
 ) -> EngineParts:
-    """beside: memory for the pool, as it was planned before the weights were loaded. name: of the model, for people."""
+    """beside: memory for the pool, as it was planned before the weights were loaded. name: of the
+    model, for people.
+    """
     info = runner.info
     with _closed_on_error(runner):
-        available = available_on(choice.device) if beside is None else min(beside, available_on(choice.device))
+        available = (
+            available_on(choice.device)
+            if beside is None
+            else min(beside, available_on(choice.device))
+        )
         num_blocks = plan_num_blocks(config, info, available)
         num_open = num_open_blocks(config, num_blocks, config.block_size)
         check_options(config, info)
@@ -220,15 +263,26 @@ def _assemble(
     # What nobody asked for and is slower is said where everybody sees it.
     _LOG.log(
         logging.INFO if choice.wanted else logging.WARNING,
-        "runner %s (%s), backend %s on %s (%s), pool of %d blocks, %.1f MB, up to %d sequences at a time",
-        *(info.name, info.dtype, backend.name, choice.device, choice.reason, num_blocks, backend.pool_bytes / 1e6),
+        "runner %s (%s), backend %s on %s (%s), pool of %d blocks, %.1f MB, up to %d sequences "
+        "at a time",
+        *(
+            info.name,
+            info.dtype,
+            backend.name,
+            choice.device,
+            choice.reason,
+            num_blocks,
+            backend.pool_bytes / 1e6,
+        ),
         max_num_seqs,
     )
     if shortage := drafts_shortage(config, info, state_sizes):
         _LOG.warning("%s", shortage)
     kv = info.kv_spec
-    kv_format = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}/{info.name}-{info.dtype}/{backend.name}"
-    # What outlives the process must not be taken for exact by another version, or by other forms of the kernels.
+    stored = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}"
+    kv_format = f"{stored}/{info.name}-{info.dtype}/{backend.name}"
+    # What outlives the process must not be taken for exact by another version, or by other forms of
+    # the kernels.
     kv_format += f"/{info.numerics}/{info.kernel_path}/{backend.describe().attention_path}"
     if kv.states:
         kv_format += f"/states {kv.bytes_per_state}"
@@ -249,7 +303,8 @@ def _assemble(
         ),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        # The rope settings are part of the model's config and so of its fingerprint; the range is in the format.
+        # The rope settings are part of the model's config and so of its fingerprint; the range is
+        # in the format.
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
         identity=root_hash(model_fingerprint=fingerprint, kv_format=kv_format),
         ledger=MemoryLedger(

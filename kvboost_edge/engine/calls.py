@@ -1,4 +1,6 @@
-"""Requests of this process itself: queued together, waited for, and cancelled if that is interrupted."""
+"""Requests of this process itself: queued together, waited for, and cancelled if that is
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,21 @@ class Calls:
             return wait_for_all([(submit or self._core.submit)(request) for request in requests])
 
     def logits(self, request: Request) -> tuple[GenerationResult, Floats]:
-        """The result of a request for logits, and those, float32 [num_tokens - logits_start, vocab_size]."""
+        """The result of a request for logits, and those, float32 [num_tokens - logits_start,
+        vocab_size].
+        """
         with self.cancelling([request]):
             handle, rows = self._core.submit_logits(request)
             result = handle.result()
         return result, np.concatenate(rows)
 
-    def rows(self, requests: Sequence[Request], handles: list[RequestHandle], window: int) -> Iterator[Floats]:
-        """What each of many requests for logits or states gives, in order; `window` of them are queued at a time, so
-        that others get their turn and few rows are held. `handles` gets theirs. KVBoostError once one was ended."""
+    def rows(
+        self, requests: Sequence[Request], handles: list[RequestHandle], window: int
+    ) -> Iterator[Floats]:
+        """What each of many requests for logits or states gives, in order; `window` of them are
+        queued at a time, so that others get their turn and few rows are held. `handles` gets
+        theirs. KVBoostError once one was ended.
+        """
         with self.cancelling(requests):
             queued: collections.deque[tuple[RequestHandle, list[Floats]]] = collections.deque()
             left = iter(requests)
@@ -52,13 +60,17 @@ class Calls:
                 handle, rows = queued.popleft()
                 reason = handle.result().finish_reason
                 if reason != "length":
-                    raise KVBoostError(f"an input was ended (finish_reason={reason!r}) before it was computed")
+                    raise KVBoostError(
+                        f"an input was ended (finish_reason={reason!r}) before it was computed"
+                    )
                 yield np.concatenate(rows)
 
     @contextlib.contextmanager
     def cancelling(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Whatever is raised inside cancels these requests. Ctrl-C may come at any moment, between queueing a request
-        and holding its handle too, so they are named by their numbers; one that is not there does not mind."""
+        """Whatever is raised inside cancels these requests. Ctrl-C may come at any moment, between
+        queueing a request and holding its handle too, so they are named by their numbers; one that
+        is not there does not mind.
+        """
         try:
             yield
         except BaseException:

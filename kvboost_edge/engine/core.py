@@ -1,7 +1,9 @@
-"""The engine thread: takes requests from an inbox and runs steps. It alone touches scheduler, blocks and runner.
+"""The engine thread: takes requests from an inbox and runs steps. It alone touches scheduler,
+blocks and runner.
 
-Callers put messages into the inbox and wait on handles. The lock guards the bookkeeping for readers in other threads
-(statistics, reset); it is free while the model computes, so nobody waits for a forward pass but who wants its tokens.
+Callers put messages into the inbox and wait on handles. The lock guards the bookkeeping for readers
+in other threads (statistics, reset); it is free while the model computes, so nobody waits for a
+forward pass but who wants its tokens.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ if TYPE_CHECKING:
 __all__ = ["EngineCore"]
 
 _FORKED = (
-    "this process was forked from the one that runs the engine, and the engine's thread did not come along; make an "
-    "engine in this process, or start processes by 'spawn' instead of 'fork'"
+    "this process was forked from the one that runs the engine, and the engine's thread did not "
+    "come along; make an engine in this process, or start processes by 'spawn' instead of 'fork'"
 )
 _WHILE_LOADING = 1.0  # seconds between two looks at whether anything arrives
 _WHILE_SAVING = 0.02  # seconds between two looks at what can be copied to the tiers
@@ -52,11 +54,13 @@ _LONG_SLEEP = 3600.0  # seconds; some systems' clocks allow no timeout of many d
 
 
 class EngineCore:
-    """Runs requests. `start` begins the thread; without it `step` may be driven by hand, as the tests do.
+    """Runs requests. `start` begins the thread; without it `step` may be driven by hand, as the
+    tests do.
 
-    A request that fails (NaN logits, an error while sampling or reading its text) ends alone and its last tokens are
-    not published. A forward pass that fails ends the requests that were in it. A contradiction in the bookkeeping
-    ends the engine: every request gets the error and so does every later call.
+    A request that fails (NaN logits, an error while sampling or reading its text) ends alone and
+    its last tokens are not published. A forward pass that fails ends the requests that were in it.
+    A contradiction in the bookkeeping ends the engine: every request gets the error and so does
+    every later call.
     """
 
     def __init__(
@@ -110,11 +114,15 @@ class EngineCore:
         note_started(self)
 
     def check_open(self) -> None:
-        """Raise KVBoostError if the engine was closed or stopped by an error, or is a forked process's copy."""
+        """Raise KVBoostError if the engine was closed or stopped by an error, or is a forked
+        process's copy.
+        """
         if self._is_copy:
             raise KVBoostError(_FORKED)
         if self._failure is not None:
-            raise KVBoostError(f"the engine stopped after an error: {self._failure!r}") from self._failure
+            raise KVBoostError(
+                f"the engine stopped after an error: {self._failure!r}"
+            ) from self._failure
         if self._stopped:
             raise KVBoostError("the engine is closed; make a new one")
 
@@ -136,7 +144,9 @@ class EngineCore:
 
     def num_waiting(self) -> int:
         """Requests that hold no block: on their way, queued, or preempted."""
-        return sum(sequence.status is SequenceStatus.WAITING for sequence in list(self._live.values()))
+        return sum(
+            sequence.status is SequenceStatus.WAITING for sequence in list(self._live.values())
+        )
 
     def waiting_tokens(self) -> int:
         """Tokens those have to compute."""
@@ -154,7 +164,9 @@ class EngineCore:
 
     def _submit(self, request: Request) -> Sequence:
         self.scheduler.check_fits(request)
-        handle = RequestHandle(request.index, self.cancel, self._pace.progress, request.num_prompt_tokens)
+        handle = RequestHandle(
+            request.index, self.cancel, self._pace.progress, request.num_prompt_tokens
+        )
         sequence = self._sequences.make(request, handle)
         with self._gate:
             self.check_open()
@@ -172,7 +184,9 @@ class EngineCore:
         self._inbox.put(Close())
 
     def close(self) -> None:
-        """End the thread and release runner and backend; running requests fail. Waits for the step in progress."""
+        """End the thread and release runner and backend; running requests fail. Waits for the step
+        in progress.
+        """
         if self._stopped and not self._thread.is_alive():
             return
         self.request_close()
@@ -184,7 +198,9 @@ class EngineCore:
             self._thread.join()
 
     def after_fork(self) -> None:
-        """In a forked child: there is no thread, and nobody holds the locks that were held. Every call says so."""
+        """In a forked child: there is no thread, and nobody holds the locks that were held. Every
+        call says so.
+        """
         self.lock = threading.RLock()
         self._gate = threading.Lock()
         self._inbox = queue.SimpleQueue()
@@ -223,7 +239,9 @@ class EngineCore:
         self._backend.close()
 
     def _idle(self) -> None:
-        """Sleep until a message comes, a deadline, or the end of a pin; copy blocks to the tiers before."""
+        """Sleep until a message comes, a deadline, or the end of a pin; copy blocks to the tiers
+        before.
+        """
         if self._closing:
             return
         with self.lock:
@@ -233,7 +251,13 @@ class EngineCore:
             pin_end = self.scheduler.manager.pins.next_end
         self._slack.give_back()
         ends = [end for end in (pin_end, self._deadlines.first) if end is not None]
-        longest = _WHILE_SAVING if is_saving else _WHILE_LOADING if self.scheduler.only_waits else _LONG_SLEEP
+        longest = (
+            _WHILE_SAVING
+            if is_saving
+            else _WHILE_LOADING
+            if self.scheduler.only_waits
+            else _LONG_SLEEP
+        )
         seconds = min([longest, *(max(0.0, end - time.monotonic()) for end in ends)])
         with contextlib.suppress(queue.Empty):
             message = self._inbox.get(timeout=seconds)
@@ -247,14 +271,20 @@ class EngineCore:
             if plan is None or (not plan.work and not plan.copies and self.scheduler.only_waits):
                 return False
             hidden_size = self._runner.info.hidden_size
-            batch = build_batch(plan.work, self.scheduler.manager, hidden_size) if plan.work else None
+            batch = (
+                build_batch(plan.work, self.scheduler.manager, hidden_size) if plan.work else None
+            )
         began = time.perf_counter()
         if plan.probed:
             self._probe(plan.probed)
         try:
             if plan.copies:
                 self._backend.copy_blocks(plan.copies)
-            found = [] if batch is None else split_rows(plan.work, self._runner.forward(batch), batch.states)
+            found = (
+                []
+                if batch is None
+                else split_rows(plan.work, self._runner.forward(batch), batch.states)
+            )
         except Exception as error:
             with self.lock:
                 for sequence in plan.members:
@@ -282,8 +312,9 @@ class EngineCore:
             self._prober.end(sequences)
 
     def _plan(self) -> StepPlan | None:
-        """What the next step does, its blocks reserved and the backend told of those that changed hands; None: nothing
-        is to be done."""
+        """What the next step does, its blocks reserved and the backend told of those that changed
+        hands; None: nothing is to be done.
+        """
         self._drain_inbox()
         self._expire()
         self.scheduler.loads.give_up_silent()
@@ -296,14 +327,17 @@ class EngineCore:
                 self._end(sequence, error=error)
             plan.work = [one for one in plan.work if one.sequence.status is SequenceStatus.RUNNING]
         self.tiering.save_evicted()
-        # Content of a block that is about to be copied is still wanted, whoever owns the block by now.
+        # Content of a block that is about to be copied is still wanted, whoever owns the block by
+        # now.
         sources = frozenset([copy.src for copy in plan.copies])
         self._release_blocks(sources)
         self._watch.before(self.scheduler.manager.drain_new_blocks(), sources)
         return plan
 
     def _release_blocks(self, wanted: frozenset[int]) -> None:
-        """Tell a quantized backend which blocks were freed, but for the wanted ones: those wait for the next step."""
+        """Tell a quantized backend which blocks were freed, but for the wanted ones: those wait for
+        the next step.
+        """
         if self._backend.spec.is_quantized:
             self._kept += self.scheduler.manager.drain_released()
             self._backend.release_blocks([block for block in self._kept if block not in wanted])
@@ -328,7 +362,9 @@ class EngineCore:
             self._closing = True
 
     def _expire(self) -> None:
-        """End the requests whose deadline has passed, in whatever state they are, and the pins whose time is over."""
+        """End the requests whose deadline has passed, in whatever state they are, and the pins
+        whose time is over.
+        """
         now = time.monotonic()
         self.scheduler.manager.pins.expire(now)
         for index in self._deadlines.passed(now):
@@ -336,7 +372,9 @@ class EngineCore:
                 self._end(self._live[index], reason="timeout")
 
     def _take(self, work: list[ScheduledTokens[Sequence]], found: list[Floats]) -> None:
-        """Give each sequence the logits of its tokens, publish its new full blocks, end those that are done."""
+        """Give each sequence the logits of its tokens, publish its new full blocks, end those that
+        are done.
+        """
         for one, rows in zip(work, found, strict=True):
             if one.sequence.status is not SequenceStatus.RUNNING:
                 continue  # an earlier stretch of it failed
@@ -351,15 +389,18 @@ class EngineCore:
                 self._end(one.sequence, reason=reason)
 
     def _advance(self, work: ScheduledTokens[Sequence], rows: Floats) -> str | None:
-        """Take one sequence's outcome; the finish reason, or None. Nothing is published unless all of it worked."""
-        # Where the largest of each certain row is, or the first NaN. NaN anywhere in the tokens' KV shows here: the
-        # runner makes these rows NaN where attention did not.
+        """Take one sequence's outcome; the finish reason, or None. Nothing is published unless all
+        of it worked.
+        """
+        # Where the largest of each certain row is, or the first NaN. NaN anywhere in the tokens' KV
+        # shows here: the runner makes these rows NaN where attention did not.
         largest = rows[: len(rows) - work.num_drafted].argmax(axis=1).tolist()
         if not all(map(math.isfinite, map(rows.item, range(len(largest)), largest))):
             raise KVBoostError(
-                f"the model returned NaN or infinite logits near token {work.certain_stop - 1}; the request ends and "
-                "its blocks are not published; try runner='torch' or weights='f32', and if the model has worked "
-                f"before, remove its packed weights from {cache_directory() / 'packed'}: they may be damaged"
+                f"the model returned NaN or infinite logits near token {work.certain_stop - 1}; "
+                "the request ends and its blocks are not published; try runner='torch' or "
+                "weights='f32', and if the model has worked before, remove its packed weights "
+                f"from {cache_directory() / 'packed'}: they may be damaged"
             )
         sequence = work.sequence
         known = sequence.num_tokens
@@ -369,7 +410,9 @@ class EngineCore:
             self.scheduler.settle(work, sequence.num_computed_tokens - work.certain_stop)
         return self._accepted.commit(work, reason)
 
-    def _end(self, sequence: Sequence, *, reason: str = "", error: BaseException | None = None) -> None:
+    def _end(
+        self, sequence: Sequence, *, reason: str = "", error: BaseException | None = None
+    ) -> None:
         """Give the blocks back, then tell the caller."""
         if self._live.pop(sequence.index, None) is None:
             return

@@ -11,8 +11,9 @@ _SPARE = 64  # entries of ended requests that are not worth a look
 
 
 class Deadlines:
-    """A heap of (seconds of `time.monotonic`, request index); entries of requests that ended are left in it for a
-    while."""
+    """A heap of (seconds of `time.monotonic`, request index); entries of requests that ended are
+    left in it for a while.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int]] = []
@@ -21,7 +22,9 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, deadline: float, index: int, live: Collection[int]) -> None:
-        """Remember a request's deadline; those of requests that are not in `live` may be forgotten."""
+        """Remember a request's deadline; those of requests that are not in `live` may be
+        forgotten.
+        """
         if len(self._heap) > 2 * len(live) + _SPARE:
             self._heap = sorted(entry for entry in self._heap if entry[1] in live)
         heapq.heappush(self._heap, (deadline, index))

@@ -1,8 +1,10 @@
-"""Documents computed alone, each so that prompts share it at other positions: behind a header and a primer whose keys
-and values are dropped, because what a text was computed behind decides how well it serves elsewhere.
+"""Documents computed alone, each so that prompts share it at other positions: behind a header and a
+primer whose keys and values are dropped, because what a text was computed behind decides how well
+it serves elsewhere.
 
-The primer is the end of the other documents, and built-in text where they are too short: texts of the same kind serve
-better (SmolLM2, KL 0.067 against 0.128 nats behind prose of another kind; see docs/chunk_reuse.md).
+The primer is the end of the other documents, and built-in text where they are too short: texts of
+the same kind serve better (SmolLM2, KL 0.067 against 0.128 nats behind prose of another kind; see
+docs/chunk_reuse.md).
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class Alone(NamedTuple):
 class Documents:
     """Of one engine. Safe to use from any thread but the engine's."""
 
-    def __init__(self, parts: EngineParts, config: EngineConfig, intake: Intake, core: EngineCore) -> None:
+    def __init__(
+        self, parts: EngineParts, config: EngineConfig, intake: Intake, core: EngineCore
+    ) -> None:
         self._parts = parts
         self._config = config
         self._intake = intake
@@ -68,7 +72,8 @@ class Documents:
         whose: Terms,
         given: Mapping[str, Any],
     ) -> Alone | None:
-        """What `warm` is to compute alone, all of it checked; None where it is a text that prompts begin with.
+        """What `warm` is to compute alone, all of it checked; None where it is a text that prompts
+        begin with.
 
         given   options in place of the engine's
         """
@@ -81,8 +86,8 @@ class Documents:
             return None
         if whose.pin:
             raise RequestError(
-                "pin=True keeps prompts that are found from their beginning; it does not go with documents or "
-                "position_offset"
+                "pin=True keeps prompts that are found from their beginning; it does not go with "
+                "documents or position_offset"
             )
         if documents is not None:
             return self._read_documents(documents, given)
@@ -92,18 +97,31 @@ class Documents:
     def _read_documents(self, documents: Sequence[Document], given: Mapping[str, Any]) -> Alone:
         unknown = sorted(set(given) - set(_OPTIONS))
         if unknown:
-            raise RequestError(f"unknown option {unknown[0]!r} of warm; known with documents: {', '.join(_OPTIONS)}")
+            raise RequestError(
+                f"unknown option {unknown[0]!r} of warm; known with documents: "
+                f"{', '.join(_OPTIONS)}"
+            )
         options, primer_tokens = self._resolve(given)
         if isinstance(documents, (str, bytes)) or not isinstance(documents, Sequence):
-            raise RequestError(f"documents must be a list of texts or of token ids, not {type(documents).__name__}")
+            raise RequestError(
+                f"documents must be a list of texts or of token ids, not {type(documents).__name__}"
+            )
         if not documents:
             raise RequestError("documents is an empty list; give at least one document")
         tokenizer = self._parts.tokenizer
         vocab_size = self._parts.runner.info.vocab_size
-        ids = [encode_document(f"document {i}", one, tokenizer, vocab_size) for i, one in enumerate(documents)]
+        ids = [
+            encode_document(f"document {i}", one, tokenizer, vocab_size)
+            for i, one in enumerate(documents)
+        ]
         chunks = cut(ids, options, lambda token: tokenizer.codec.piece((token,)))
         texts = [self._text_of(chunk, ids, primer_tokens) for chunk in chunks]
-        return Alone(texts, max(map(len, ids)) if options.strategy == ChunkStrategy.DOCUMENT else options.chunk_size)
+        return Alone(
+            texts,
+            max(map(len, ids))
+            if options.strategy == ChunkStrategy.DOCUMENT
+            else options.chunk_size,
+        )
 
     def _read_text(self, text: Prompt, position: int) -> Alone:
         """A text as it stands behind `position` other tokens."""
@@ -115,23 +133,30 @@ class Documents:
             _, ids = encode_prompt(text, self._parts.tokenizer, info.vocab_size)
         if not 0 <= position <= longest - len(ids):
             raise RequestError(
-                f"position_offset={position} must be at least 0, and with the text's {len(ids)} tokens at most the "
-                f"model's context of {longest} tokens"
+                f"position_offset={position} must be at least 0, and with the text's {len(ids)} "
+                f"tokens at most the model's context of {longest} tokens"
             )
         return Alone([LoneText(self.lead(position), tuple(ids))], len(ids))
 
-    def warm(self, alone: Alone, whose: Terms, handles: list[RequestHandle] | None = None) -> WarmResult:
-        """Compute what is not there yet; what of it can be found then. `handles` gets those of what is computed."""
+    def warm(
+        self, alone: Alone, whose: Terms, handles: list[RequestHandle] | None = None
+    ) -> WarmResult:
+        """Compute what is not there yet; what of it can be found then. `handles` gets those of what
+        is computed.
+        """
         texts = alone.texts
         root = self._intake.root(whose)
         self.compute(texts, whose, handles)
         held = [text for text in texts if self._context_of(text, root) is not None]
         total, stored = (sum(len(text.tokens) for text in some) for some in (texts, held))
-        return WarmResult.of_chunks(len(held), stored, total, alone.chunk_size, self._config.min_chunk_tokens)
+        return WarmResult.of_chunks(
+            len(held), stored, total, alone.chunk_size, self._config.min_chunk_tokens
+        )
 
     def lead(self, length: int, others: Sequence[int] = ()) -> tuple[int, ...]:
-        """So many tokens to compute a text behind: what the tokenizer puts before texts, then the end of the primer,
-        then the end of `others`."""
+        """So many tokens to compute a text behind: what the tokenizer puts before texts, then the
+        end of the primer, then the end of `others`.
+        """
         header = self.header[:length]
         if room := length - len(header):
             others = others[-room:]
@@ -154,7 +179,9 @@ class Documents:
 
     def _resolve(self, given: Mapping[str, Any]) -> tuple[ChunkOptions, int]:
         """Of a call: how documents are cut, and the tokens of the primer."""
-        primer_tokens = as_int("primer_tokens", given.get("primer_tokens", self._config.primer_tokens))
+        primer_tokens = as_int(
+            "primer_tokens", given.get("primer_tokens", self._config.primer_tokens)
+        )
         if primer_tokens < 0:
             raise RequestError(f"primer_tokens={primer_tokens} must be at least 0")
         cutting = {name: value for name, value in given.items() if name in CHUNK_OPTIONS}
@@ -165,9 +192,12 @@ class Documents:
         except ConfigError as error:
             raise RequestError(str(error)) from None
 
-    def _text_of(self, chunk: Chunk, documents: Sequence[list[int]], primer_tokens: int) -> LoneText:
-        """A chunk behind header, primer and what of its document is computed before it. With a primer it begins with
-        a block."""
+    def _text_of(
+        self, chunk: Chunk, documents: Sequence[list[int]], primer_tokens: int
+    ) -> LoneText:
+        """A chunk behind header, primer and what of its document is computed before it. With a
+        primer it begins with a block.
+        """
         document = documents[chunk.document]
         tokens = chunk.tokens(document)
         before = chunk.num_context_tokens
@@ -177,30 +207,40 @@ class Documents:
         longest = self._parts.runner.info.max_context
         if count + len(tokens) > longest:
             raise RequestError(
-                f"document {chunk.document}: {len(tokens)} tokens behind {count} of header and primer are more than "
-                f"the model's context of {longest}; lower primer_tokens={primer_tokens}, or cut it: "
-                "chunk_strategy='fixed' and chunk_size"
+                f"document {chunk.document}: {len(tokens)} tokens behind {count} of header and "
+                f"primer are more than the model's context of {longest}; lower "
+                f"primer_tokens={primer_tokens}, or cut it: chunk_strategy='fixed' and chunk_size"
             )
         others = _end_of_others(documents, chunk.document, primer_tokens)
         return LoneText((*self.lead(count, others), *tokens[:before]), tuple(tokens[before:]))
 
-    def compute(self, texts: Sequence[LoneText], whose: Terms, handles: list[RequestHandle] | None = None) -> None:
-        """Compute texts so that prompts of this tenant and salt share them, those that are there already left out, and
-        those too short to be looked for. What they were computed behind is forgotten."""
+    def compute(
+        self, texts: Sequence[LoneText], whose: Terms, handles: list[RequestHandle] | None = None
+    ) -> None:
+        """Compute texts so that prompts of this tenant and salt share them, those that are there
+        already left out, and those too short to be looked for. What they were computed behind is
+        forgotten.
+        """
         root = self._intake.root(whose)
         least = max(self._config.min_chunk_tokens, self._config.block_size)
         missing = []
         for text in dict.fromkeys(texts):
             known = self._context_of(text, root)
-            if len(text.tokens) >= least and (known is None or known < min(_ALONE, len(text.context))):
+            if len(text.tokens) >= least and (
+                known is None or known < min(_ALONE, len(text.context))
+            ):
                 missing.append(text)
         requests = [self._request(text, whose) for text in missing]
         for request in requests:
             self._core.scheduler.check_fits(request)
         try:
-            self._calls.run(requests, functools.partial(self._submit, [] if handles is None else handles))
+            self._calls.run(
+                requests, functools.partial(self._submit, [] if handles is None else handles)
+            )
         finally:
-            with contextlib.suppress(KVBoostError):  # the engine was closed: nothing is left to be forgotten
+            with contextlib.suppress(
+                KVBoostError
+            ):  # the engine was closed: nothing is left to be forgotten
                 self.forget(*dict.fromkeys(request.root for request in requests))
 
     def _submit(self, handles: list[RequestHandle], request: Request) -> RequestHandle:
@@ -211,7 +251,9 @@ class Documents:
         """Forget the idle blocks that prompts of these roots may share, or nobody (`LoneRoot`)."""
         with self._core.reading():
             manager = self._parts.manager
-            manager.reset(itertools.chain.from_iterable(manager.content.under(root) for root in roots))
+            manager.reset(
+                itertools.chain.from_iterable(manager.content.under(root) for root in roots)
+            )
 
     def _context_of(self, text: LoneText, root: bytes) -> int | None:
         """Steps of the engine go on between two texts."""
@@ -219,19 +261,29 @@ class Documents:
             return self._core.scheduler.sharing.harvest.context_of(text.tokens, root)
 
     def _request(self, text: LoneText, whose: Terms) -> Request:
-        """The last block is filled up: only full ones are shared, and what stands behind a text does not change it."""
+        """The last block is filled up: only full ones are shared, and what stands behind a text
+        does not change it.
+        """
         size = self._config.block_size
         longest = self._parts.runner.info.max_context
         count = len(text.context) + len(text.tokens)
         fill = -count % size if count + -count % size <= longest else 0
-        ids = (*text.context, *text.tokens, *(self._primer * (fill // len(self._primer) + 1))[:fill])
+        ids = (
+            *text.context,
+            *text.tokens,
+            *(self._primer * (fill // len(self._primer) + 1))[:fill],
+        )
         entry = Entry(time.perf_counter(), prompt_text="")
         request = self._intake.make(ids, whose, SamplingParams(), entry=entry, prefill_only=True)
-        return dataclasses.replace(request, root=LoneRoot.of(request.root, len(text.context) // size))
+        return dataclasses.replace(
+            request, root=LoneRoot.of(request.root, len(text.context) // size)
+        )
 
 
 def _end_of_others(documents: Sequence[list[int]], number: int, length: int) -> list[int]:
-    """At most `length` tokens: the end of the documents before this one, and before those of the ones behind it."""
+    """At most `length` tokens: the end of the documents before this one, and before those of the
+    ones behind it.
+    """
     found: list[int] = []
     for other in (*reversed(documents[:number]), *reversed(documents[number + 1 :])):
         if len(found) >= length:

@@ -1,8 +1,10 @@
-"""What may follow a text: its last tokens stood somewhere before, and something followed them there.
+"""What may follow a text: its last tokens stood somewhere before, and something followed them
+there.
 
-They are looked for in the request itself (a suffix automaton), and in what its tenant asked and was answered lately (a
-ring). After Oliaro et al., "SuffixDecoding" (2024), and Saxena, "Prompt Lookup Decoding" (2023). How many tokens are
-tried is a matter of cost: a pass of few rows is bound by reading the weights once, see `_COSTS`.
+They are looked for in the request itself (a suffix automaton), and in what its tenant asked and was
+answered lately (a ring). After Oliaro et al., "SuffixDecoding" (2024), and Saxena, "Prompt Lookup
+Decoding" (2023). How many tokens are tried is a matter of cost: a pass of few rows is bound by
+reading the weights once, see `_COSTS`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from kvboost_edge.kernels.drafts.automaton import (
     extend_entry,
     new_automaton,
 )
-from kvboost_edge.kernels.drafts.ring import GRAM, Ring, append_entry, append_tokens, find_end, find_entry, new_ring
+from kvboost_edge.kernels.drafts.ring import (
+    GRAM,
+    Ring,
+    append_entry,
+    append_tokens,
+    find_end,
+    find_entry,
+    new_ring,
+)
 
 __all__ = ["Draft", "Drafter", "Memory", "most_drafted", "prepare_drafts"]
 
@@ -39,9 +49,9 @@ _RING_TOKENS = 1 << 17  # 1.6 MB a tenant
 _MOST_TENANTS = 32
 _MOST_AUTOMATA_BYTES = 64 << 20  # of all sequences of an engine: texts of 350,000 to 700,000 tokens
 
-# The time of a pass by its rows, in terms of one row: bench_speculation.py, a 0.5B model of 4 bits on two AVX512-VNNI
-# cores. Of 135M 8 rows are 2.7, where passes of one kind follow one another (benchmarks/LOG.md). There are kernels for
-# 2, 4 and 8 rows; from 12 on the arithmetic decides.
+# The time of a pass by its rows, in terms of one row: bench_speculation.py, a 0.5B model of 4 bits
+# on two AVX512-VNNI cores. Of 135M 8 rows are 2.7, where passes of one kind follow one another
+# (benchmarks/LOG.md). There are kernels for 2, 4 and 8 rows; from 12 on the arithmetic decides.
 _COSTS = (
     *((1, 1.0), (2, 1.08), (3, 1.35), (4, 1.17), (6, 1.64), (8, 1.56)),
     *((12, 2.54), (16, 3.28), (24, 4.31), (32, 5.57), (48, 7.85), (64, 10.23)),
@@ -50,27 +60,32 @@ _LEVELS = (0, 1, 3, 7, 15, 31, 63)  # most drafts of a sequence that are weighed
 _LEAST_GAIN = 1.02
 
 _MEMORY = 0.8  # of earlier steps' outcomes in the next estimate
-_FADING = 0.97  # of outcomes, by each step without a draft: what failed once is tried again some 30 tokens later
+# Of outcomes, by each step without a draft: what failed once is tried again some 30 tokens later.
+_FADING = 0.97
 _PRIOR = 2.0  # drafts that the length of a match counts for
 
 
 @functools.cache
 def prepare_drafts() -> None:
-    """Compile what drafts need in a process beside this one, unless its machine code is on disk. BackendUnavailable
-    with what the compiler said."""
+    """Compile what drafts need in a process beside this one, unless its machine code is on disk.
+    BackendUnavailable with what the compiler said.
+    """
     compile_ahead([extend_entry, append_entry, find_entry], 1)
 
 
 class Draft(NamedTuple):
-    """token_ids: proposed after a sequence's last token. chance: that one of them is right when those before are."""
+    """token_ids: proposed after a sequence's last token. chance: that one of them is right when
+    those before are.
+    """
 
     token_ids: list[int]
     chance: float
 
 
 class Memory:
-    """What each tenant asked and was answered lately, for its own requests alone (a tenant's salts are tenants of their
-    own): bounded in tokens, and in tenants. And who counts the bytes of the automata: bounded together.
+    """What each tenant asked and was answered lately, for its own requests alone (a tenant's salts
+    are tenants of their own): bounded in tokens, and in tenants. And who counts the bytes of the
+    automata: bounded together.
     """
 
     def __init__(self, most_automata_bytes: int = _MOST_AUTOMATA_BYTES) -> None:
@@ -99,7 +114,9 @@ class Memory:
         append_tokens(np.array(token_ids[-_RING_TOKENS:], np.int32), *ring)
 
     def find(self, tenant: bytes, tail: Sequence[int], most: int) -> tuple[int, list[int]]:
-        """How many of the last tokens of `tail` stood there one behind another, and up to `most` that followed."""
+        """How many of the last tokens of `tail` stood there one behind another, and up to `most`
+        that followed.
+        """
         ring = self._rings.get(tenant)
         if ring is None or len(tail) < GRAM:
             return 0, []
@@ -107,7 +124,9 @@ class Memory:
         find_end(np.array(tail, np.int32), found, *ring)
         length, end = found.tolist()
         stop = min(end + most, int(ring.total[0]))
-        return length, ring.tokens[np.arange(end, stop) % len(ring.tokens)].tolist() if length else []
+        return length, ring.tokens[
+            np.arange(end, stop) % len(ring.tokens)
+        ].tolist() if length else []
 
     def forget(self) -> None:
         """Drop everything."""
@@ -124,13 +143,15 @@ class Drafter:
         self._most_room = 1 << (max_tokens - 1).bit_length()
         self._automaton: Automaton | None = None
         self._right = self._wrong = 0.0
-        # Where in the text its own draft came from, and how long the text was then: behind a word that was exchanged
-        # the old text goes on.
+        # Where in the text its own draft came from, and how long the text was then: behind a word
+        # that was exchanged the old text goes on.
         self._source: tuple[int, int] | None = None
         self._num_astray = 0
 
     def propose(self, token_ids: Sequence[int], most: int) -> Draft | None:
-        """Up to `most` tokens, at least 1, to follow those of the sequence, which only grow from call to call."""
+        """Up to `most` tokens, at least 1, to follow those of the sequence, which only grow from
+        call to call.
+        """
         length, end = self._match(token_ids)
         remembered, others = self._memory.find(self._tenant, token_ids[-_LONGEST_TAIL:], most)
         if remembered > length and others:
@@ -143,7 +164,8 @@ class Drafter:
             start, known = self._source
             length = _LEAST_MATCH
             end = start + len(token_ids) - known
-        # Where what followed goes on into the draft itself, as in a run of one line repeated, so does the draft.
+        # Where what followed goes on into the draft itself, as in a run of one line repeated, so
+        # does the draft.
         following = list(token_ids[end : end + most])
         return self._draft(list(itertools.islice(itertools.cycle(following), most)), length)
 
@@ -168,7 +190,9 @@ class Drafter:
             self._automaton = None
 
     def _match(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """How many of the last tokens stood in the text before, and the position behind them; 0, 0 without memory."""
+        """How many of the last tokens stood in the text before, and the position behind them; 0, 0
+        without memory.
+        """
         automaton = self._automaton
         if automaton is None or automaton.room < len(token_ids):
             automaton = self._grown(len(token_ids))
@@ -180,24 +204,31 @@ class Drafter:
         return int(automaton.counts[MATCH_LENGTH]), int(automaton.counts[MATCH_END])
 
     def _grown(self, count: int) -> Automaton | None:
-        """A new automaton with room for twice the tokens, as far as the sequence gets there: amortised it costs each
-        token twice. None where others have the memory."""
+        """A new automaton with room for twice the tokens, as far as the sequence gets there:
+        amortised it costs each token twice. None where others have the memory.
+        """
         self.release()
-        room = min(max(_LEAST_ROOM, 1 << (2 * count - 1).bit_length()), max(_LEAST_ROOM, self._most_room))
+        room = min(
+            max(_LEAST_ROOM, 1 << (2 * count - 1).bit_length()), max(_LEAST_ROOM, self._most_room)
+        )
         if self._memory.reserve(automaton_bytes(room)):
             self._automaton = new_automaton(room)
         return self._automaton
 
 
 def most_drafted(drafts: Sequence[Draft], num_rows: int) -> int:
-    """Most tokens of each draft to compute in a pass that has `num_rows` rows without them, one of each of these
-    sequences among them: whatever makes most tokens in the time, 0 where nothing makes more than none."""
+    """Most tokens of each draft to compute in a pass that has `num_rows` rows without them, one of
+    each of these sequences among them: whatever makes most tokens in the time, 0 where nothing
+    makes more than none.
+    """
     others = num_rows - len(drafts)
     best = 0
     best_rate = _LEAST_GAIN * num_rows / _cost(num_rows)
     for level in _LEVELS[1:]:
         counts = [min(level, len(draft.token_ids)) for draft in drafts]
-        made = sum(_expected(draft.chance, count) for draft, count in zip(drafts, counts, strict=True))
+        made = sum(
+            _expected(draft.chance, count) for draft, count in zip(drafts, counts, strict=True)
+        )
         rate = (others + made) / _cost(num_rows + sum(counts))
         if rate > best_rate:
             best = level
@@ -211,7 +242,9 @@ def _expected(chance: float, count: int) -> float:
 
 
 def _cost(num_rows: int) -> float:
-    """What a pass of so many rows costs, in terms of one row; a straight line between the measured ones and beyond."""
+    """What a pass of so many rows costs, in terms of one row; a straight line between the measured
+    ones and beyond.
+    """
     at = min(max(1, bisect.bisect_left(_COSTS, (num_rows, 0.0))), len(_COSTS) - 1)
     (low, less) = _COSTS[at - 1]
     (high, more) = _COSTS[at]

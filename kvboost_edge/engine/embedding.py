@@ -1,4 +1,6 @@
-"""Vectors of texts and scores of documents: prefill-only requests beside all others, whose last states are pooled."""
+"""Vectors of texts and scores of documents: prefill-only requests beside all others, whose last
+states are pooled.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ _LOG = logging.getLogger(__name__)
 # The prompt that Qwen3-Reranker was trained on. What documents share of it is computed once.
 _RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _RERANK_BEFORE = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
+    'and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
 )
 _RERANK_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
@@ -45,16 +48,24 @@ class Embedding:
         self._intake = intake
         self._calls = calls
         self._has_warned = False
-        self._window = 2 * parts.max_num_seqs  # twice what runs at a time: somebody always waits for a free place
+        self._window = (
+            2 * parts.max_num_seqs
+        )  # twice what runs at a time: somebody always waits for a free place
 
-    def embed(self, texts: Sequence[Document], dimensions: int | None, options: dict[str, Any]) -> Floats:
+    def embed(
+        self, texts: Sequence[Document], dimensions: int | None, options: dict[str, Any]
+    ) -> Floats:
         """See `Embeds.embed`."""
         if not self.size:
             name = self._parts.runner.info.name
-            raise RequestError(f"embeddings are refused: runner {name!r} hands out no hidden states; use 'native'")
+            raise RequestError(
+                f"embeddings are refused: runner {name!r} hands out no hidden states; use 'native'"
+            )
         width = self.size if dimensions is None else as_int("dimensions", dimensions)
         if not 1 <= width <= self.size:
-            raise RequestError(f"dimensions={dimensions!r} must be in 1..{self.size}, the numbers of a vector")
+            raise RequestError(
+                f"dimensions={dimensions!r} must be in 1..{self.size}, the numbers of a vector"
+            )
         normalize = options.pop("normalize", True)
         if not isinstance(normalize, bool):
             raise RequestError(f"normalize={normalize!r} must be True or False")
@@ -91,21 +102,28 @@ class Embedding:
         """The tokens "yes" and "no". RequestError for a model that is no reranker for sure."""
         if self.pooling.source:
             raise RequestError(
-                f"the model makes embeddings ({self.pooling.source} says so) and judges no documents; serve a reranker "
-                "such as Qwen3-Reranker, or compare embeddings"
+                f"the model makes embeddings ({self.pooling.source} says so) and judges no "
+                "documents; serve a reranker such as Qwen3-Reranker, or compare embeddings"
             )
         tokenizer = self._parts.tokenizer
-        found = {text: tokenizer.encode(text, False) for text in ("yes", "no", "<|im_start|>", "<|im_end|>")}
+        found = {
+            text: tokenizer.encode(text, False)
+            for text in ("yes", "no", "<|im_start|>", "<|im_end|>")
+        }
         for text, ids in found.items():
             if len(ids) != 1:
                 raise RequestError(
-                    f"reranking is refused: {text!r} is no single token of this model, which Qwen3-Reranker's prompt "
-                    "needs; other rerankers are not supported"
+                    f"reranking is refused: {text!r} is no single token of this model, which "
+                    "Qwen3-Reranker's prompt needs; other rerankers are not supported"
                 )
         return found["yes"][0], found["no"][0]
 
-    def _request(self, text: Document, name: str, terms: Terms, start: int, *, wants_states: bool = True) -> Request:
-        """A request for the rows of the tokens from `start` on, -1: of the last one. Errors begin with the name."""
+    def _request(
+        self, text: Document, name: str, terms: Terms, start: int, *, wants_states: bool = True
+    ) -> Request:
+        """A request for the rows of the tokens from `start` on, -1: of the last one. Errors begin
+        with the name.
+        """
         entry = Entry(time.perf_counter(), prompt_text="")
         try:
             ids = self._intake.token_ids(text, terms)
@@ -125,8 +143,9 @@ class Embedding:
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "no file of the model says how it pools: embeddings are the state of the last token (pooling 'last'), "
-                "and vectors of a model that was not trained for that are poor"
+                "no file of the model says how it pools: embeddings are the state of the last "
+                "token (pooling 'last'), and vectors of a model that was not trained for that are "
+                "poor"
             )
 
 
@@ -145,20 +164,25 @@ class Embeds:
         """Numbers of a vector; 0 where the runner hands out no states."""
         return self._embedding.size
 
-    def embed(self, texts: Sequence[Document], dimensions: int | None = None, **options: Any) -> Floats:
+    def embed(
+        self, texts: Sequence[Document], dimensions: int | None = None, **options: Any
+    ) -> Floats:
         """Unit vectors of texts or lists of token ids, float32 [len(texts), dimensions].
 
-        Of each text the tokenizer's special tokens are part, so an embedding model's end of text; token ids are taken
-        as they are. dimensions: the first so many numbers alone, for models trained so (Matryoshka); None: all,
-        `embedding_size`. Options: normalize=False leaves the vectors as long as they are; `handles`, a list, gets the
-        requests' handles, to cancel them; the fields of `Terms`. RequestError names the input at fault. A model that is
-        none for embeddings gives the state of its last token, with a warning.
+        Of each text the tokenizer's special tokens are part, so an embedding model's end of text;
+        token ids are taken as they are. dimensions: the first so many numbers alone, for models
+        trained so (Matryoshka); None: all, `embedding_size`. Options: normalize=False leaves the
+        vectors as long as they are; `handles`, a list, gets the requests' handles, to cancel them;
+        the fields of `Terms`. RequestError names the input at fault. A model that is none for
+        embeddings gives the state of its last token, with a warning.
         """
         return self._embedding.embed(texts, dimensions, options)
 
     def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
-        """How well each document answers the query, in [0, 1], by Qwen3-Reranker's prompt: the probability of "yes"
-        against "no". Options: `instruction` says what is asked for; `handles` and the fields of `Terms` as above."""
+        """How well each document answers the query, in [0, 1], by Qwen3-Reranker's prompt: the
+        probability of "yes" against "no". Options: `instruction` says what is asked for; `handles`
+        and the fields of `Terms` as above.
+        """
         return self._embedding.rerank(query, documents, options)
 
 
@@ -169,7 +193,10 @@ def _terms_of(options: dict[str, Any]) -> tuple[list[RequestHandle], Terms]:
     for name in sorted(options):
         raise RequestError(f"option {name!r} is not known here")
     if terms.mode is GenerationMode.CHUNK_KV_REUSE:
-        raise RequestError("mode='chunk_kv_reuse' is approximate; embeddings and scores are exact, use 'prefix_cache'")
+        raise RequestError(
+            "mode='chunk_kv_reuse' is approximate; embeddings and scores are exact, use "
+            "'prefix_cache'"
+        )
     return [] if handles is None else handles, terms
 
 
@@ -185,15 +212,21 @@ def _check_text(name: str, text: object) -> None:
 
 
 def _pooled(states: Floats, dense: Sequence[Floats], width: int, normalize: bool) -> Floats:
-    """The mean of states [num_tokens, hidden_size] (of one row: itself) through the matrices `dense`, cut to `width`
-    numbers, of length 1 if asked. The mean in float64, row after row, so that it is the same however the rows came;
-    each text's vector by itself, because a product of several would depend on their number."""
+    """The mean of states [num_tokens, hidden_size] (of one row: itself) through the matrices
+    `dense`, cut to `width` numbers, of length 1 if asked. The mean in float64, row after row, so
+    that it is the same however the rows came; each text's vector by itself, because a product of
+    several would depend on their number.
+    """
     mean = states.mean(axis=0, dtype=np.float64)
     if dense:
-        mean = functools.reduce(lambda vector, matrix: matrix @ vector, dense, mean.astype(np.float32))
+        mean = functools.reduce(
+            lambda vector, matrix: matrix @ vector, dense, mean.astype(np.float32)
+        )
     vector: npt.NDArray[np.float64] = np.asarray(mean, np.float64)[:width]
     if normalize:
-        vector = vector / max(float(np.sqrt(np.square(vector).sum())), float(np.finfo(np.float64).tiny))
+        vector = vector / max(
+            float(np.sqrt(np.square(vector).sum())), float(np.finfo(np.float64).tiny)
+        )
     return np.asarray(vector, np.float32)
 
 

@@ -1,4 +1,6 @@
-"""`CPUPagedEngine`: the public face. Every call is a `submit`; one engine thread computes them all together."""
+"""`CPUPagedEngine`: the public face. Every call is a `submit`; one engine thread computes them all
+together.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,11 @@ __all__ = ["CPUPagedEngine"]
 class CPUPagedEngine(Embeds, TellsResidency):
     """A language model on a paged, prefix-shared pool of keys and values.
 
-    Make one with `from_pretrained`, or from a loaded transformers model and its tokenizer; options are the fields of
-    `EngineConfig`. All methods may be called from several threads at once; their requests are computed in one batch.
-    Close it (`close()` or `with`) to give the memory back; a later call raises KVBoostError, and so does any call in a
-    process that was forked from this one, where the engine's thread is not.
+    Make one with `from_pretrained`, or from a loaded transformers model and its tokenizer; options
+    are the fields of `EngineConfig`. All methods may be called from several threads at once; their
+    requests are computed in one batch. Close it (`close()` or `with`) to give the memory back; a
+    later call raises KVBoostError, and so does any call in a process that was forked from this one,
+    where the engine's thread is not.
     """
 
     def __init__(self, model: Any, tokenizer: Any, **options: Any) -> None:
@@ -57,13 +60,19 @@ class CPUPagedEngine(Embeds, TellsResidency):
 
     @classmethod
     def from_pretrained(
-        cls, path_or_id: str | Path, *, progress: Callable[[int, int], None] | None = None, **options: Any
+        cls,
+        path_or_id: str | Path,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Any,
     ) -> Self:
-        """Load a model directory, a GGUF file, a hub id, or "kvboost-edge/demo" (bundled, no network).
+        """Load a model directory, a GGUF file, a hub id, or "kvboost-edge/demo" (bundled, no
+        network).
 
-        progress: called with (bytes done, bytes in all) while the native runner packs the weights, once per model.
-        ConfigError for options, ModelFormatError for wrong files, CapacityError for weights and pool that do not fit,
-        BackendUnavailable for a backend that is not on this machine.
+        progress: called with (bytes done, bytes in all) while the native runner packs the weights,
+        once per model. ConfigError for options, ModelFormatError for wrong files, CapacityError for
+        weights and pool that do not fit, BackendUnavailable for a backend that is not on this
+        machine.
         """
         config = EngineConfig.from_options(**options)
         return cls._from_parts(build_from_path(path_or_id, config, progress), config)
@@ -88,15 +97,20 @@ class CPUPagedEngine(Embeds, TellsResidency):
         )
         info = parts.runner.info
         speculation = self._scheduler.speculation
-        self._sequences = Sequences(parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids)
-        self._core = EngineCore(parts.runner, parts.backend, self._scheduler, self._sequences, config.debug_checks)
+        self._sequences = Sequences(
+            parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids
+        )
+        self._core = EngineCore(
+            parts.runner, parts.backend, self._scheduler, self._sequences, config.debug_checks
+        )
         self._core.use_tiers(tiering)
         self._intake = Intake(parts, config, self._core.check_open, self._core.answers)
         self._calls = Calls(self._core)
         self._embedding = Embedding(parts, self._intake, self._calls)
         self._documents = Documents(parts, config, self._intake, self._core)
         self._gate = Gate(parts, config, self._intake, self._core, self._documents)
-        # The thread knows the core only, so a forgotten engine is collected and its thread told to end.
+        # The thread knows the core only, so a forgotten engine is collected and its thread told to
+        # end.
         self._finalizer = weakref.finalize(self, self._core.request_close)
         self._core.start()
 
@@ -129,18 +143,21 @@ class CPUPagedEngine(Embeds, TellsResidency):
         entry: Entry | None = None,
         **options: Any,
     ) -> RequestHandle:
-        """Queue a request and return at once. Options are the fields of `SamplingParams`, or give `sampling=`; and
-        those of `Terms`: tenant, cache_salt, priority, deadline, cache_key, retention, pin, ... `entry` says when the
-        call began if that was before.
+        """Queue a request and return at once. Options are the fields of `SamplingParams`, or give
+        `sampling=`; and those of `Terms`: tenant, cache_salt, priority, deadline, cache_key,
+        retention, pin, ... `entry` says when the call began if that was before.
 
-        Raises RequestError for anything wrong with prompt or options and CapacityError for a request larger than the
-        pool; nothing is held then.
+        Raises RequestError for anything wrong with prompt or options and CapacityError for a
+        request larger than the pool; nothing is held then.
         """
-        return self._submit(self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options}, entry))
+        return self._submit(
+            self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options}, entry)
+        )
 
     def check(self, prompt: Prompt, **options: Any) -> int:
-        """Raise what `submit` would raise for these arguments, and hold nothing; the number of prompt tokens. No model
-        is tested here for reuse at other positions."""
+        """Raise what `submit` would raise for these arguments, and hold nothing; the number of
+        prompt tokens. No model is tested here for reuse at other positions.
+        """
         request = self._intake.read(prompt, options)
         self._scheduler.check_fits(request)
         self._gate.recall(request)
@@ -155,11 +172,14 @@ class CPUPagedEngine(Embeds, TellsResidency):
         sampling: SamplingParams | None = None,
         **options: Any,
     ) -> GenerationResult:
-        """Generate and wait for the whole result. With `sampling=` its own max_new_tokens counts. An exception while
-        waiting, Ctrl-C too, cancels the request within one step."""
+        """Generate and wait for the whole result. With `sampling=` its own max_new_tokens counts.
+        An exception while waiting, Ctrl-C too, cancels the request within one step.
+        """
         if sampling is None:
             options["max_new_tokens"] = max_new_tokens
-        return self._run([self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options})])[0]
+        return self._run(
+            [self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options})]
+        )[0]
 
     def generate_batch(
         self,
@@ -169,9 +189,11 @@ class CPUPagedEngine(Embeds, TellsResidency):
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[GenerationResult]:
-        """Generate for all prompts together, results in their order; `sampling` may be a list, one for each prompt.
+        """Generate for all prompts together, results in their order; `sampling` may be a list, one
+        for each prompt.
 
-        All prompts are checked before the first is queued. If a request fails its error is raised when all are done.
+        All prompts are checked before the first is queued. If a request fails its error is raised
+        when all are done.
         """
         return self._run(self._read_all(prompts, sampling, {"mode": mode, **options}))
 
@@ -183,17 +205,22 @@ class CPUPagedEngine(Embeds, TellsResidency):
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[GenerationResult]:
-        """`generate_batch` for many prompts: those that share a prefix run together, while it is in the pool."""
+        """`generate_batch` for many prompts: those that share a prefix run together, while it is in
+        the pool.
+        """
         requests = self._read_all(prompts, sampling, {"mode": mode, **options})
-        groups = group_by_prefix(requests, [r.prompt_ids for r in requests], self._config.block_size)
+        groups = group_by_prefix(
+            requests, [r.prompt_ids for r in requests], self._config.block_size
+        )
         order = [index for indices in groups.values() for index in indices]
         ordered = [self._intake.renumbered(requests[index]) for index in order]
         by_index = dict(zip(order, self._run(ordered), strict=True))
         return [by_index[index] for index in range(len(requests))]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
-        """Pieces of the output text as they become certain; takes what `submit` takes. The request is checked at once
-        and queued by the first `next`; closing the iterator cancels it."""
+        """Pieces of the output text as they become certain; takes what `submit` takes. The request
+        is checked at once and queued by the first `next`; closing the iterator cancels it.
+        """
         request = self._intake.read(prompt, options)
         self._scheduler.check_fits(request)
         return self._stream(request)
@@ -216,7 +243,9 @@ class CPUPagedEngine(Embeds, TellsResidency):
             handle.cancel()
 
     def read_ahead(self) -> None:
-        """Read in the background what the first answer that has to fit a schema or a grammar would wait for."""
+        """Read in the background what the first answer that has to fit a schema or a grammar would
+        wait for.
+        """
         self._sequences.read_ahead()
 
     # Cache.
@@ -230,11 +259,13 @@ class CPUPagedEngine(Embeds, TellsResidency):
         handles: list[RequestHandle] | None = None,
         **options: Any,
     ) -> WarmResult:
-        """Compute a text (or token ids, or messages) once, so that prompts that begin with it find it in the cache.
-        Options are those of `Terms`: tenant, cache_salt, priority, ...; pin, ttl: as `pin` below.
-        For mode="chunk_kv_reuse", which finds them anywhere: `documents`, each a text or token ids, cut by the options
-        of `EngineConfig` or those given here; or a text that will stand behind `position_offset` others, without the
-        special tokens. RequestError where that mode is refused. `handles` gets those of what is computed, to cancel."""
+        """Compute a text (or token ids, or messages) once, so that prompts that begin with it find
+        it in the cache. Options are those of `Terms`: tenant, cache_salt, priority, ...; pin, ttl:
+        as `pin` below. For mode="chunk_kv_reuse", which finds them anywhere: `documents`, each a
+        text or token ids, cut by the options of `EngineConfig` or those given here; or a text that
+        will stand behind `position_offset` others, without the special tokens. RequestError where
+        that mode is refused. `handles` gets those of what is computed, to cancel.
+        """
         terms = Terms.taken_from(options)
         alone = self._documents.read(text, position_offset, documents, terms, options)
         if alone is not None:
@@ -242,24 +273,39 @@ class CPUPagedEngine(Embeds, TellsResidency):
             return self._documents.warm(alone, terms, handles)
         request = self._intake.make(cast(Prompt, text), terms, SamplingParams(), prefill_only=True)
         self._run([request])
-        return self.warm_result(request.prompt_ids, tenant=terms.tenant, cache_salt=terms.cache_salt)
+        return self.warm_result(
+            request.prompt_ids, tenant=terms.tenant, cache_salt=terms.cache_salt
+        )
 
     def check_reuse(self, **options: Any) -> Verdict:
-        """The test that stands before mode="chunk_kv_reuse": its kept outcome, or one of now. Options: recompute_*."""
+        """The test that stands before mode="chunk_kv_reuse": its kept outcome, or one of now.
+        Options: recompute_*.
+        """
         return self._gate.verdict(self._intake.own_repair(options))
 
     def pin(
-        self, prompt: Prompt, ttl: float | None = None, *, tenant: str | None = None, cache_salt: str | None = None
+        self,
+        prompt: Prompt,
+        ttl: float | None = None,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
     ) -> WarmResult:
-        """Compute a prompt unless it is cached, and keep its full blocks there, for `ttl` seconds or until `unpin`.
+        """Compute a prompt unless it is cached, and keep its full blocks there, for `ttl` seconds
+        or until `unpin`.
 
-        CapacityError names the bound (`max_pinned_blocks`) if it leaves no room. Pinning it again gives it a new end.
+        CapacityError names the bound (`max_pinned_blocks`) if it leaves no room. Pinning it again
+        gives it a new end.
         """
         return self.warm(prompt, tenant=tenant, cache_salt=cache_salt, pin=True, ttl=ttl)
 
-    def unpin(self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None) -> int:
-        """End the pin of a prompt; its blocks stay cached as any others. Returns how many are pinned no more: 0 if this
-        tenant and salt pinned no such prompt, fewer than it has where other pins share them."""
+    def unpin(
+        self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> int:
+        """End the pin of a prompt; its blocks stay cached as any others. Returns how many are
+        pinned no more: 0 if this tenant and salt pinned no such prompt, fewer than it has where
+        other pins share them.
+        """
         terms = Terms(tenant=tenant, cache_salt=cache_salt)
         token_ids = self._intake.token_ids(prompt, terms)
         with self._core.reading():
@@ -277,15 +323,23 @@ class CPUPagedEngine(Embeds, TellsResidency):
 
     warm_chunks = warm
 
-    def kept_answers(self, *, tenant: str | None = None, cache_salt: str | None = None) -> KeptAnswers:
-        """The token ids of this tenant's answers; chat messages given as a prompt use them by themselves."""
-        owner, root = (self._intake.root(Terms(tenant=tenant, cache_salt=salt)) for salt in (None, cache_salt))
+    def kept_answers(
+        self, *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> KeptAnswers:
+        """The token ids of this tenant's answers; chat messages given as a prompt use them by
+        themselves.
+        """
+        owner, root = (
+            self._intake.root(Terms(tenant=tenant, cache_salt=salt)) for salt in (None, cache_salt)
+        )
         return KeptAnswers(self._core.answers, owner, root)
 
     def logits(self, token_ids: Prompt, start: int = 0) -> npt.NDArray[np.float32]:
-        """Logits float32 [num_tokens - start, vocab_size] of token_ids[start:], through the normal paged path.
+        """Logits float32 [num_tokens - start, vocab_size] of token_ids[start:], through the normal
+        paged path.
 
-        Row i belongs to token start + i and predicts the one after it. Tokens before `start` may come from the cache.
+        Row i belongs to token start + i and predicts the one after it. Tokens before `start` may
+        come from the cache.
         """
         return self._logits(token_ids, start, GenerationMode.PREFIX_CACHE)
 
@@ -297,9 +351,11 @@ class CPUPagedEngine(Embeds, TellsResidency):
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         **options: Any,
     ) -> CorrectnessReport:
-        """Run each prompt without and with the cache and compare tokens, logits and distributions; see
-        `CorrectnessReport`. Default prompts are made from the tokenizer. Sampling options may be given; with
-        mode="chunk_kv_reuse", which is approximate, recompute_* alone: it asks how far greedy answers change."""
+        """Run each prompt without and with the cache and compare tokens, logits and distributions;
+        see `CorrectnessReport`. Default prompts are made from the tokenizer. Sampling options may
+        be given; with mode="chunk_kv_reuse", which is approximate, recompute_* alone: it asks how
+        far greedy answers change.
+        """
         return verify(self, self._gate, self._intake, mode, prompts, max_new_tokens, options)
 
     def paged_stats(self) -> dict[str, Any]:
@@ -308,7 +364,9 @@ class CPUPagedEngine(Embeds, TellsResidency):
             return stats.paged_stats(self._parts, self._scheduler, self._config, self._core.tiering)
 
     def block_map(self) -> list[int]:
-        """One number per block: 0 free, 1 cached and idle, 2 in use, 3 shared, 4 in use at another position."""
+        """One number per block: 0 free, 1 cached and idle, 2 in use, 3 shared, 4 in use at another
+        position.
+        """
         with self._core.reading():
             return stats.block_map(self._parts, self._scheduler)
 
@@ -326,7 +384,9 @@ class CPUPagedEngine(Embeds, TellsResidency):
         return self._core.num_waiting()
 
     def waiting_tokens(self) -> int:
-        """Tokens of the waiting requests, prompts and what they had generated when they were preempted."""
+        """Tokens of the waiting requests, prompts and what they had generated when they were
+        preempted.
+        """
         return self._core.waiting_tokens()
 
     def is_alive(self) -> bool:
@@ -338,13 +398,17 @@ class CPUPagedEngine(Embeds, TellsResidency):
         return self._core.failure
 
     def reset_cache(self) -> int:
-        """Forget every cached block of the pool that is not in use; returns how many. Tiers keep theirs."""
+        """Forget every cached block of the pool that is not in use; returns how many. Tiers keep
+        theirs.
+        """
         with self._core.reading():
             self._scheduler.speculation.memory.forget()
             return self._parts.manager.reset()
 
     def close(self) -> None:
-        """End the engine thread and release pool and model; running requests fail. May be called again."""
+        """End the engine thread and release pool and model; running requests fail. May be called
+        again.
+        """
         self._finalizer.detach()
         self._core.close()
 
@@ -382,19 +446,33 @@ class CPUPagedEngine(Embeds, TellsResidency):
         return self._calls.run(requests, self._submit)
 
     async def _asubmit(self, prompt: Prompt, options: dict[str, Any]) -> RequestHandle:
-        """Tokenizing may take long, so it runs beside the event loop; a cancel meanwhile cancels the request."""
+        """Tokenizing may take long, so it runs beside the event loop; a cancel meanwhile cancels
+        the request.
+        """
         entry = Entry(time.perf_counter())
-        task = asyncio.ensure_future(asyncio.to_thread(lambda: self._submit(self._intake.read(prompt, options, entry))))
+        task = asyncio.ensure_future(
+            asyncio.to_thread(lambda: self._submit(self._intake.read(prompt, options, entry)))
+        )
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(lambda done: None if done.exception() else done.result().cancel())
+            task.add_done_callback(
+                lambda done: None if done.exception() else done.result().cancel()
+            )
             raise
 
-    def _logits(self, token_ids: Prompt, start: int, mode: GenerationMode) -> npt.NDArray[np.float32]:
+    def _logits(
+        self, token_ids: Prompt, start: int, mode: GenerationMode
+    ) -> npt.NDArray[np.float32]:
         if isinstance(token_ids, str):
-            raise RequestError("logits takes token ids, not text; encode it with engine.tokenizer.encode")
-        request = self._intake.make(token_ids, Terms(mode=mode), SamplingParams(), logits_start=as_int("start", start))
+            raise RequestError(
+                "logits takes token ids, not text; encode it with engine.tokenizer.encode"
+            )
+        request = self._intake.make(
+            token_ids, Terms(mode=mode), SamplingParams(), logits_start=as_int("start", start)
+        )
         if not 0 <= start < request.num_prompt_tokens:
-            raise RequestError(f"start={start} must be in 0..{request.num_prompt_tokens - 1}, the tokens given")
+            raise RequestError(
+                f"start={start} must be in 0..{request.num_prompt_tokens - 1}, the tokens given"
+            )
         return self._calls.logits(request)[1]

@@ -1,4 +1,6 @@
-"""What is remembered for several tenants in bounded memory, so that none of them can push out what another one has."""
+"""What is remembered for several tenants in bounded memory, so that none of them can push out what
+another one has.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,13 @@ class _Owner:
 
 
 class FairStore(Generic[V]):
-    """Values by root and key; a root is a tenant's together with a salt, its owner the tenant. What one root keeps no
-    other can find. Safe to use from any thread.
+    """Values by root and key; a root is a tenant's together with a salt, its owner the tenant. What
+    one root keeps no other can find. Safe to use from any thread.
 
-    Of a root's values those go first that were not used for longest. Where all together are too many, the owner of the
-    most bytes gives, from the root that it did not use for longest: whoever keeps no more than an equal part loses
-    nothing to others, however many salts they use. Of more than 4096 owners the one that came longest ago is forgotten.
+    Of a root's values those go first that were not used for longest. Where all together are too
+    many, the owner of the most bytes gives, from the root that it did not use for longest: whoever
+    keeps no more than an equal part loses nothing to others, however many salts they use. Of more
+    than 4096 owners the one that came longest ago is forgotten.
 
     max_root_bytes, max_bytes    of one root's values, and of all
     """
@@ -59,8 +62,9 @@ class FairStore(Generic[V]):
         return self._num_bytes
 
     def keep(self, owner: bytes, root: bytes, key: Hashable, value: V, size: int) -> None:
-        """Remember a value of `size` bytes; the latest of a key counts. One that is too large for a root is not kept.
-        A root has the same owner each time."""
+        """Remember a value of `size` bytes; the latest of a key counts. One that is too large for a
+        root is not kept. A root has the same owner each time.
+        """
         if size + _ROOT_BYTES > min(self._max_root_bytes, self._max_bytes):
             return
         with self._lock:

@@ -1,4 +1,6 @@
-"""Whether a model fits, before anything of it is packed or loaded: what `doctor` shows and the engine refuses by."""
+"""Whether a model fits, before anything of it is packed or loaded: what `doctor` shows and the
+engine refuses by.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.ledger import check_weights_fit, memory_beside, plan_num_blocks, planned_pool_bytes
+from kvboost_edge.engine.ledger import (
+    check_weights_fit,
+    memory_beside,
+    plan_num_blocks,
+    planned_pool_bytes,
+)
 from kvboost_edge.engine.selection import Selection, available_on, planned_info, select_path
-from kvboost_edge.engine.state_budget import check_options, drafts_shortage, plan_states, planned_states, state_bytes
+from kvboost_edge.engine.state_budget import (
+    check_options,
+    drafts_shortage,
+    plan_states,
+    planned_states,
+    state_bytes,
+)
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
@@ -20,12 +33,26 @@ from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.fingerprint import are_remembered
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import free_bytes, packed_path
-from kvboost_edge.models.packed.plan import STORED, WEIGHT_FORMATS, check_tensors, pack_plan, row_tables
+from kvboost_edge.models.packed.plan import (
+    STORED,
+    WEIGHT_FORMATS,
+    check_tensors,
+    pack_plan,
+    row_tables,
+)
 from kvboost_edge.models.packed.stream import packing_bytes
 from kvboost_edge.models.weights.source import WeightSummary
 from kvboost_edge.runners.base import RunnerInfo
 
-__all__ = ["Fit", "PackedPlace", "PlannedMemory", "format_bytes", "packed_place", "plan_fit", "planned_memory"]
+__all__ = [
+    "Fit",
+    "PackedPlace",
+    "PlannedMemory",
+    "format_bytes",
+    "packed_place",
+    "plan_fit",
+    "planned_memory",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,8 +61,10 @@ class Fit:
 
     info        what the runner will say of itself
     available   memory that can be had before the weights are loaded;  beside: what they leave of it
-    pool        of keys and values, as it will be made;  states: of the slots beside it, and of rows for drafts
-    shortage    what is to be said where those leave room for fewer drafts than there would be; "" elsewhere
+    pool        of keys and values, as it will be made;  states: of the slots beside it, and of rows
+                for drafts
+    shortage    what is to be said where those leave room for fewer drafts than there would be; ""
+                elsewhere
     refusal     why the engine refuses to start, with the arithmetic; "" where it fits
     """
 
@@ -65,13 +94,19 @@ class Fit:
 
 
 def plan_fit(
-    checkpoint: Checkpoint, config: EngineConfig, selected: Selection, summary: WeightSummary, available: int
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    selected: Selection,
+    summary: WeightSummary,
+    available: int,
 ) -> Fit:
-    """Weights and pool against so much memory. The pool is judged ahead where weights are packed first, which takes
-    long, and where the runner's copies take as much again; where torch loads the weights it is when it did, and knows
-    exactly what it stores. What weights take on a CUDA device is not known ahead, and nothing is refused.
+    """Weights and pool against so much memory. The pool is judged ahead where weights are packed
+    first, which takes long, and where the runner's copies take as much again; where torch loads the
+    weights it is when it did, and knows exactly what it stores. What weights take on a CUDA device
+    is not known ahead, and nothing is refused.
 
-    ConfigError for options that do not go with the model's states, or with its having none."""
+    ConfigError for options that do not go with the model's states, or with its having none.
+    """
     info = planned_info(checkpoint, config, selected, summary)
     check_options(config, info)
     is_known = not selected.backend.device.startswith("cuda")
@@ -93,20 +128,24 @@ def plan_fit(
         with contextlib.suppress(CapacityError):  # of max_state_bytes, which is the refusal then
             states = planned_states(config, info, beside)
     state_room = 0 if states is None else state_bytes(info, states)
-    return Fit(info, available, beside, pool, state_room, drafts_shortage(config, info, states), refusal)
+    return Fit(
+        info, available, beside, pool, state_room, drafts_shortage(config, info, states), refusal
+    )
 
 
 def _check_files(checkpoint: Checkpoint, weights: str) -> None:
-    """ModelFormatError where the files are not what the config says: a size that is wrong there reads as memory that
-    lacks."""
+    """ModelFormatError where the files are not what the config says: a size that is wrong there
+    reads as memory that lacks.
+    """
     spec = describe_model(checkpoint.config)
     with checkpoint.open_source() as source:
         check_tensors(pack_plan(spec, weights, source), source, row_tables(spec))
 
 
 class PlannedMemory(NamedTuple):
-    """Bytes that weights, pool, states and a runner's copies of a model will take, the device where, and whether it
-    keeps states."""
+    """Bytes that weights, pool, states and a runner's copies of a model will take, the device
+    where, and whether it keeps states.
+    """
 
     nbytes: int
     device: str
@@ -114,10 +153,14 @@ class PlannedMemory(NamedTuple):
 
 
 def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemory:
-    """What a model would take if it were loaded now; its files are looked at, and nothing is loaded. A hub's model is
-    fetched. Raises what loading it would, but for memory that lacks."""
+    """What a model would take if it were loaded now; its files are looked at, and nothing is
+    loaded. A hub's model is fetched. Raises what loading it would, but for memory that lacks.
+    """
     path = locate_model(
-        path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
+        path_or_id,
+        revision=config.revision,
+        token=config.token,
+        local_files_only=config.local_files_only,
     )
     cache_dir = None if config.pack_cache else NO_CACHE
     checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
@@ -157,12 +200,15 @@ class PackedPlace:
 def packed_place(
     checkpoint: Checkpoint, weights: str, files: Sequence[Path], num_threads: int | None = None
 ) -> PackedPlace:
-    """Of a model in a format; files: of its weights. They are not read: of files that nobody has read through yet
-    nothing is packed."""
+    """Of a model in a format; files: of its weights. They are not read: of files that nobody has
+    read through yet nothing is packed.
+    """
     peak = packing_bytes(num_threads or default_num_threads())
     if checkpoint.cache_dir == NO_CACHE:
         return PackedPlace(None, False, 0, peak)
     known = are_remembered(files, cache_dir=checkpoint.cache_dir)
     fingerprint = checkpoint.fingerprint() if known else ""
     path = packed_path(fingerprint, weights, checkpoint.cache_dir)
-    return PackedPlace(path if known else path.parent, known and path.is_file(), free_bytes(path.parent), peak)
+    return PackedPlace(
+        path if known else path.parent, known and path.is_file(), free_bytes(path.parent), peak
+    )

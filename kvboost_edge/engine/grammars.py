@@ -1,7 +1,7 @@
 """What an answer has to fit, read and bounded before anybody compiles it.
 
-The bounds are of what the compiler's own limits leave open: how deep it calls itself, states that a number asks for,
-and texts that are written out.
+The bounds are of what the compiler's own limits leave open: how deep it calls itself, states that a
+number asks for, and texts that are written out.
 """
 
 from __future__ import annotations
@@ -24,29 +24,36 @@ _MOST_MADE = 1 << 22
 _MOST_DEPTH = 120  # the compiler's own bound is 128
 _MOST_CHOICES = 10_000
 _MOST_OBJECTS = 8_000  # a chain of $ref through all of them takes the compiler 64 MB of stack
-_MOST_TEXT = 1 << 17  # characters of names and values: forced text is cut into tokens in one go, 3 ms a 10,000
+_MOST_TEXT = (
+    1 << 17
+)  # characters of names and values: forced text is cut into tokens in one go, 3 ms a 10,000
 _MOST_MULTIPLE = 10_000  # one state of the compiler for each: a million takes seven seconds
-_MOST_LINES = 1_000  # a chain of rules through all of them takes 3 MB of the stack of whoever runs it
+_MOST_LINES = (
+    1_000  # a chain of rules through all of them takes 3 MB of the stack of whoever runs it
+)
 _SCHEMA_MARK = re.compile(r"%json\s*")
 _REMARKS = frozenset({"description", "title", "$comment", "default", "examples"})
 
 
 class MadeGrammar(str):
-    """A grammar whose rules were written here, around schemas of callers: few of them lie in one another, however many
-    there are, so that only the schemas are bounded."""
+    """A grammar whose rules were written here, around schemas of callers: few of them lie in one
+    another, however many there are, so that only the schemas are bounded.
+    """
 
 
 class Grammar(NamedTuple):
-    """What an answer has to fit. kind: "json_schema", "regex", "grammar" (Lark or GBNF) or "choice"; text: of the
-    last, as of a schema, JSON."""
+    """What an answer has to fit. kind: "json_schema", "regex", "grammar" (Lark or GBNF) or
+    "choice"; text: of the last, as of a schema, JSON.
+    """
 
     kind: str
     text: str
 
 
 def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
-    """The one of json_schema (a dict or its JSON), regex, grammar and choice that is given; RequestError for two of
-    them, and for what is none. Nothing is compiled yet."""
+    """The one of json_schema (a dict or its JSON), regex, grammar and choice that is given;
+    RequestError for two of them, and for what is none. Nothing is compiled yet.
+    """
     named = {kind: value for kind, value in given.items() if value is not None}
     if not named:
         return None
@@ -61,12 +68,16 @@ def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
     elif isinstance(value, str) and value:
         text = value
     else:
-        raise RequestError(f"{kind} must be a string with at least one character, not {type(value).__name__}")
+        raise RequestError(
+            f"{kind} must be a string with at least one character, not {type(value).__name__}"
+        )
     most = _MOST_MADE if isinstance(value, MadeGrammar) else MOST_BYTES[kind]
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
-        raise RequestError(f"{kind} holds half a character, {text[error.start]!a} at position {error.start}") from None
+        raise RequestError(
+            f"{kind} holds half a character, {text[error.start]!a} at position {error.start}"
+        ) from None
     if num_bytes > most:
         raise RequestError(f"{kind} has {num_bytes} bytes; at most {most} are allowed")
     if kind == "grammar":
@@ -75,8 +86,9 @@ def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
 
 
 def _check_grammar(text: str) -> None:
-    """RequestError for too many rules, of which each has a line of its own, and for schemas in them (%json) as for
-    others. What is no JSON behind %json the compiler refuses."""
+    """RequestError for too many rules, of which each has a line of its own, and for schemas in them
+    (%json) as for others. What is no JSON behind %json the compiler refuses.
+    """
     num_lines = len(text.splitlines())
     if num_lines > _MOST_LINES and not isinstance(text, MadeGrammar):
         raise RequestError(f"grammar has {num_lines} lines; at most {_MOST_LINES} are allowed")
@@ -94,13 +106,18 @@ def schema_of(value: object) -> dict[str, Any] | bool:
     schema = value
     if isinstance(value, str):
         if len(value) > MOST_BYTES["json_schema"]:
-            raise RequestError(f"json_schema has {len(value)} bytes; at most {MOST_BYTES['json_schema']} are allowed")
+            raise RequestError(
+                f"json_schema has {len(value)} bytes; at most {MOST_BYTES['json_schema']} are "
+                "allowed"
+            )
         try:
             schema = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"json_schema is no JSON: {error}") from None
     if not isinstance(schema, (dict, bool)):
-        raise RequestError(f"json_schema must be an object, or its JSON, not {type(schema).__name__}")
+        raise RequestError(
+            f"json_schema must be an object, or its JSON, not {type(schema).__name__}"
+        )
     _check_size(schema)
     return schema
 
@@ -131,17 +148,24 @@ def _check_size(schema: object) -> None:
             _check_multiple(each.get("multipleOf"))
         layer = [inner for value in layer for inner in _inside(value)]
     if num_objects > _MOST_OBJECTS:
-        raise RequestError(f"json_schema has {num_objects} objects; at most {_MOST_OBJECTS} are allowed")
+        raise RequestError(
+            f"json_schema has {num_objects} objects; at most {_MOST_OBJECTS} are allowed"
+        )
     if num_chars > _MOST_TEXT:
         raise RequestError(
-            f"json_schema has {num_chars} characters of names and values; at most {_MOST_TEXT} are allowed"
+            f"json_schema has {num_chars} characters of names and values; at most {_MOST_TEXT} are "
+            "allowed"
         )
 
 
 def _inside(value: object) -> list[object]:
     """What lies in an object or a list; texts for people are left out."""
     if isinstance(value, dict):
-        return [inner for name, inner in value.items() if not (name in _REMARKS and isinstance(inner, str))]
+        return [
+            inner
+            for name, inner in value.items()
+            if not (name in _REMARKS and isinstance(inner, str))
+        ]
     return value if isinstance(value, list) else []
 
 
@@ -152,7 +176,9 @@ def _check_multiple(value: object) -> None:
     _, digits, exponent = decimal.Decimal(str(value)).normalize().as_tuple()
     assert isinstance(exponent, int)
     if decimal.Decimal((0, digits, max(0, exponent))) > _MOST_MULTIPLE:
-        raise RequestError(f"json_schema has multipleOf {value}; its digits may be {_MOST_MULTIPLE} at most")
+        raise RequestError(
+            f"json_schema has multipleOf {value}; its digits may be {_MOST_MULTIPLE} at most"
+        )
 
 
 def _choice_text(value: object) -> str:
@@ -162,5 +188,7 @@ def _choice_text(value: object) -> str:
         raise RequestError(f"choice has {len(value)} entries; 1 to {_MOST_CHOICES} are allowed")
     for one in value:
         if not isinstance(one, str) or not one:
-            raise RequestError(f"choice holds {one!r}; each entry must be a string with at least one character")
+            raise RequestError(
+                f"choice holds {one!r}; each entry must be a string with at least one character"
+            )
     return json.dumps(list(value))

@@ -16,13 +16,16 @@ from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 
 __all__ = ["Handles", "RequestHandle", "TokenEvent", "wait_for_all"]
 
-# A signal that comes right before a wait, and where waits cannot be interrupted any, is noticed behind it.
+# A signal that comes right before a wait, and where waits cannot be interrupted any, is noticed
+# behind it.
 _LONGEST_WAIT_S = 1.0
 
 
 class TokenEvent(NamedTuple):
-    """One output token. `text` is what became certain with it: empty while a character or a possible stop string is
-    still open, and for the EOS token. Joined over all events the texts are the result's `output_text`."""
+    """One output token. `text` is what became certain with it: empty while a character or a
+    possible stop string is still open, and for the EOS token. Joined over all events the texts are
+    the result's `output_text`.
+    """
 
     token_id: int
     text: str
@@ -31,8 +34,9 @@ class TokenEvent(NamedTuple):
 
 
 class _Alarm:
-    """Wakes coroutines of one event loop from other threads. Wakes that come before the loop runs are one: with many
-    streams each step would otherwise pay a system call for each of them."""
+    """Wakes coroutines of one event loop from other threads. Wakes that come before the loop runs
+    are one: with many streams each step would otherwise pay a system call for each of them.
+    """
 
     def __init__(self) -> None:
         self._due: deque[asyncio.Event] = deque()
@@ -68,11 +72,12 @@ class _Listener(NamedTuple):
 class RequestHandle:
     """Returned by `submit`. Safe to use from any thread; each event is handed out once.
 
-    Iterate (`for` or `async for`) over pieces of text, or over `events()` / `aevents()`; `result()` waits for the end;
-    `cancel()` ends the request within one step. An error that ended the request is raised by the iteration and by
-    `result()`. `prompt_logprobs`, if asked for, and `cached_tokens` are there before the first event; `pinned_tokens`,
-    of what the request wanted pinned where there is room, with the result. Until then `progress()` says how far the
-    prompt is, and `started()` waits for the first event.
+    Iterate (`for` or `async for`) over pieces of text, or over `events()` / `aevents()`; `result()`
+    waits for the end; `cancel()` ends the request within one step. An error that ended the request
+    is raised by the iteration and by `result()`. `prompt_logprobs`, if asked for, and
+    `cached_tokens` are there before the first event; `pinned_tokens`, of what the request wanted
+    pinned where there is room, with the result. Until then `progress()` says how far the prompt is,
+    and `started()` waits for the first event.
     """
 
     def __init__(
@@ -99,12 +104,15 @@ class RequestHandle:
 
     def _make_lock(self) -> None:
         self._lock = threading.RLock()
-        # Who waits for the result alone is not woken by each token, only to take a processor and fall asleep again.
+        # Who waits for the result alone is not woken by each token, only to take a processor and
+        # fall asleep again.
         self._changed = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)
 
     def keep_alive(self, owner: object) -> None:
-        """Hold the engine for as long as somebody may wait here: one that nobody holds is closed."""
+        """Hold the engine for as long as somebody may wait here: one that nobody holds is
+        closed.
+        """
         self._owner = owner
 
     @property
@@ -113,8 +121,9 @@ class RequestHandle:
         return self._result is not None or self._error is not None
 
     def progress(self) -> Progress:
-        """How far the prompt is computed, and about how long it takes until the first token. Waits for nothing, and
-        costs the engine nothing."""
+        """How far the prompt is computed, and about how long it takes until the first token. Waits
+        for nothing, and costs the engine nothing.
+        """
         found = None if self.done else self._look(self.index)
         with self._lock:
             known = self._progress
@@ -123,7 +132,9 @@ class RequestHandle:
                 last = known if found is None else found
                 computed = max(known.computed, last.computed, cached)
                 left = last.seconds_left
-                if self._has_started or (self._result is not None and self._result.finish_reason in ("stop", "length")):
+                if self._has_started or (
+                    self._result is not None and self._result.finish_reason in ("stop", "length")
+                ):
                     computed = last.total
                     left = 0.0
                 if self._result is not None:
@@ -132,7 +143,9 @@ class RequestHandle:
             return self._progress
 
     def started(self, timeout: float | None = None) -> bool:
-        """Wait until the first token is there, or the end, at most `timeout` seconds; whether it is."""
+        """Wait until the first token is there, or the end, at most `timeout` seconds; whether it
+        is.
+        """
         with self._lock:
             return self._changed.wait_for(lambda: self._has_started or self.done, timeout)
 
@@ -156,13 +169,17 @@ class RequestHandle:
             self._request_cancel(self.index)
 
     def result(self, timeout: float | None = None) -> GenerationResult:
-        """Wait for the end. Raises the request's error, or TimeoutError after `timeout` seconds (it runs on)."""
+        """Wait for the end. Raises the request's error, or TimeoutError after `timeout` seconds (it
+        runs on).
+        """
         end = math.inf if timeout is None else time.monotonic() + timeout
         with self._lock:
             while not self.done:
                 left = end - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"request {self.index} is not done after timeout={timeout} seconds")
+                    raise TimeoutError(
+                        f"request {self.index} is not done after timeout={timeout} seconds"
+                    )
                 self._ended.wait(min(left, _LONGEST_WAIT_S))
         return self._outcome()
 
@@ -213,8 +230,9 @@ class RequestHandle:
         self._outcome()
 
     async def abatches(self) -> AsyncIterator[list[TokenEvent | GenerationResult]]:
-        """`aevents()` in lists of all that is there, for readers that may be slower than the engine; the last list
-        ends with the result."""
+        """`aevents()` in lists of all that is there, for readers that may be slower than the
+        engine; the last list ends with the result.
+        """
         changed = self._listen()
         try:
             while True:
@@ -289,9 +307,12 @@ class RequestHandle:
         self._finish(None, error)
 
     def _wake(self, listeners: tuple[_Listener, ...]) -> None:
-        """Without the lock: a system call in here gives the interpreter to the reader, who would wait for the lock."""
+        """Without the lock: a system call in here gives the interpreter to the reader, who would
+        wait for the lock.
+        """
         for listener in listeners:
-            # Waking a loop for every token of a result that is wanted whole would cost the engine thread its time.
+            # Waking a loop for every token of a result that is wanted whole would cost the engine
+            # thread its time.
             if not (listener.each_event or self.done or listener.loop.is_closed()):
                 continue
             try:
@@ -301,14 +322,17 @@ class RequestHandle:
 
 
 class Handles(list[RequestHandle]):
-    """Those of what is queued in a worker thread. Once they are stopped, one that comes later ends at once: nobody has
-    to be left who would stop it."""
+    """Those of what is queued in a worker thread. Once they are stopped, one that comes later ends
+    at once: nobody has to be left who would stop it.
+    """
 
     _stopped = False
 
     def append(self, handle: RequestHandle) -> None:
         super().append(handle)
-        if self._stopped:  # read behind the line above: `stop` may have looked at the list before it
+        if (
+            self._stopped
+        ):  # read behind the line above: `stop` may have looked at the list before it
             handle.cancel()
 
     def stop(self) -> None:

@@ -1,4 +1,6 @@
-"""From a caller's arguments to checked, frozen requests. Nothing is held when any of this raises."""
+"""From a caller's arguments to checked, frozen requests. Nothing is held when any of this
+raises.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvboost_edge.config import MAX_WEIGHT, MOST_DRAFT_TOKENS, EngineConfig, GenerationMode, RecomputeStrategy
+from kvboost_edge.config import (
+    MAX_WEIGHT,
+    MOST_DRAFT_TOKENS,
+    EngineConfig,
+    GenerationMode,
+    RecomputeStrategy,
+)
 from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.drafting import prepare_drafts
 from kvboost_edge.engine.grammars import KINDS, Grammar, read_grammar
 from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
-from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float, as_int, check_mode, resolve_sampling
+from kvboost_edge.engine.request import (
+    Entry,
+    Request,
+    SamplingParams,
+    as_float,
+    as_int,
+    check_mode,
+    resolve_sampling,
+)
 from kvboost_edge.engine.seeds import Seeds
 from kvboost_edge.engine.state_budget import most_draft_tokens, speculation_refusal, states_refusal
 from kvboost_edge.errors import RequestError
@@ -39,26 +55,42 @@ class Terms:
     """How a request runs, apart from prompt and sampling. Checked on construction (RequestError).
 
     mode         how it may use the cache
-    tenant       whose prefixes it shares; None or "": the engine's own. What one tenant cached no other can find out
+    tenant       whose prefixes it shares; None or "": the engine's own. What one tenant cached no
+                 other can find out
     cache_salt   narrows further: only requests of the same tenant and salt share prefixes
-    priority     lower runs earlier, then the tenants' shares and the order of arrival decide; -(2^31 - 1) .. 2^31 - 1
-    weight       the tenant's share beside other tenants', in [0.001, 1000]; the same for all its requests
+    priority     lower runs earlier, then the tenants' shares and the order of arrival decide;
+                 -(2^31 - 1) .. 2^31 - 1
+    weight       the tenant's share beside other tenants', in [0.001, 1000]; the same for all its
+                 requests
     deadline     seconds of `time.monotonic`; past it the request ends with finish_reason "timeout"
-    expect_reuse   it will come again: its blocks are kept like those that came again, not like those seen once
-    cache_key    a name for prompts of this tenant and salt that begin alike: what two calls under it have in common
-                 outlives the tenant's other blocks for an hour. A digest of it is kept, never the name
-    retention    seconds for which the full blocks of its prompt outlive the tenant's other blocks once it is done: they
-                 are given up last, and all the same when room is needed. Nobody waits for it; `pin` is a promise
-    pin          once it is done, the full blocks of its prompt stay in the pool; only the same tenant can unpin them
-    ttl          seconds after which that ends by itself, counted from the end of the request; None: never
-    pins         (tokens, seconds): of the prompt's first tokens the full blocks stay in the pool for so long once it is
-                 done, where other pins leave room; where not, nothing fails, and the handle says what was pinned
-    pin_share    the part of `max_pinned_blocks` that the tenant's pins may take, in (0, 1]; the same for all its
+    expect_reuse   it will come again: its blocks are kept like those that came again, not like
+                   those seen once
+    cache_key    a name for prompts of this tenant and salt that begin alike: what two calls under
+                 it have in common
+                 outlives the tenant's other blocks for an hour. A digest of it is kept, never the
+                 name
+    retention    seconds for which the full blocks of its prompt outlive the tenant's other blocks
+                 once it is done: they
+                 are given up last, and all the same when room is needed. Nobody waits for it; `pin`
+                 is a promise
+    pin          once it is done, the full blocks of its prompt stay in the pool; only the same
+                 tenant can unpin them
+    ttl          seconds after which that ends by itself, counted from the end of the request; None:
+                 never
+    pins         (tokens, seconds): of the prompt's first tokens the full blocks stay in the pool
+                 for so long once it is
+                 done, where other pins leave room; where not, nothing fails, and the handle says
+                 what was pinned
+    pin_share    the part of `max_pinned_blocks` that the tenant's pins may take, in (0, 1]; the
+                 same for all its
                  requests. Below 1 there are other tenants, and no error tells of what they pinned
-    snapshot_hints   positions of the prompt, in tokens, where others that begin alike may go on differently, such as
-                 starts of messages: a model that keeps states beside keys and values keeps one before each. None given:
+    snapshot_hints   positions of the prompt, in tokens, where others that begin alike may go on
+                     differently, such as
+                 starts of messages: a model that keeps states beside keys and values keeps one
+                 before each. None given:
                  where the chat template begins messages of the user
-    recompute_strategy, recompute_overlap, recompute_ratio   with mode="chunk_kv_reuse", in place of the engine's
+    recompute_strategy, recompute_overlap, recompute_ratio   with mode="chunk_kv_reuse", in place of
+                                                             the engine's
     speculation, max_draft_tokens   in place of the engine's
     """
 
@@ -85,7 +117,11 @@ class Terms:
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Terms:
         """Take the fields out of keyword options; what is left are sampling options."""
-        given = {field.name: options.pop(field.name) for field in dataclasses.fields(cls) if field.name in options}
+        given = {
+            field.name: options.pop(field.name)
+            for field in dataclasses.fields(cls)
+            if field.name in options
+        }
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -95,23 +131,36 @@ class Terms:
             if value is not None and not isinstance(value, str):
                 raise RequestError(f"{name}={value!r} must be a string or None")
             if value is not None and len(value) > _MAX_NAME:
-                raise RequestError(f"{name} has {len(value)} characters; at most {_MAX_NAME} are allowed")
+                raise RequestError(
+                    f"{name} has {len(value)} characters; at most {_MAX_NAME} are allowed"
+                )
         if self.cache_salt == "":
-            raise RequestError("cache_salt='' must have at least one character; leave it out to share with your own")
+            raise RequestError(
+                "cache_salt='' must have at least one character; leave it out to share with your "
+                "own"
+            )
         self._check_key()
         self._check_drafts()
         for num_tokens, seconds in self.pins:
             if as_int("pins", num_tokens) < 0 or not 0 < as_float("pins", seconds) <= _MAX_TTL:
-                raise RequestError(f"pins={self.pins!r} must be pairs of tokens and of (0, {_MAX_TTL:g}] seconds")
+                raise RequestError(
+                    f"pins={self.pins!r} must be pairs of tokens and of (0, {_MAX_TTL:g}] seconds"
+                )
         if any(as_int("snapshot_hints", position) < 0 for position in self.snapshot_hints):
-            raise RequestError(f"snapshot_hints={self.snapshot_hints!r} must be positions in the prompt, from 0 on")
+            raise RequestError(
+                f"snapshot_hints={self.snapshot_hints!r} must be positions in the prompt, from 0 on"
+            )
         priority = as_int("priority", self.priority)
         if abs(priority) > _MAX_PRIORITY:
-            raise RequestError(f"priority={self.priority!r} must be in {-_MAX_PRIORITY}..{_MAX_PRIORITY}")
+            raise RequestError(
+                f"priority={self.priority!r} must be in {-_MAX_PRIORITY}..{_MAX_PRIORITY}"
+            )
         object.__setattr__(self, "priority", priority)
         weight = as_float("weight", self.weight)
         if not 1 / MAX_WEIGHT <= weight <= MAX_WEIGHT:
-            raise RequestError(f"weight={self.weight!r} must be in [{1 / MAX_WEIGHT:g}, {MAX_WEIGHT:g}]")
+            raise RequestError(
+                f"weight={self.weight!r} must be in [{1 / MAX_WEIGHT:g}, {MAX_WEIGHT:g}]"
+            )
         object.__setattr__(self, "weight", weight)
         pin_share = as_float("pin_share", self.pin_share)
         if not 0 < pin_share <= 1:
@@ -120,7 +169,9 @@ class Terms:
         if self.deadline is not None:
             deadline = as_float("deadline", self.deadline)
             if not math.isfinite(deadline):
-                raise RequestError(f"deadline={self.deadline!r} must be finite seconds of time.monotonic()")
+                raise RequestError(
+                    f"deadline={self.deadline!r} must be finite seconds of time.monotonic()"
+                )
             object.__setattr__(self, "deadline", deadline)
         for name in ("expect_reuse", "pin"):
             if not isinstance(getattr(self, name), bool):
@@ -137,11 +188,15 @@ class Terms:
 
     def _check_drafts(self) -> None:
         if self.speculation not in (None, "auto", "on", "off"):
-            raise RequestError(f"speculation={self.speculation!r} is not one of 'auto', 'on', 'off'")
+            raise RequestError(
+                f"speculation={self.speculation!r} is not one of 'auto', 'on', 'off'"
+            )
         if self.max_draft_tokens is not None:
             most = as_int("max_draft_tokens", self.max_draft_tokens)
             if not 1 <= most <= MOST_DRAFT_TOKENS:
-                raise RequestError(f"max_draft_tokens={self.max_draft_tokens!r} must be in 1..{MOST_DRAFT_TOKENS}")
+                raise RequestError(
+                    f"max_draft_tokens={self.max_draft_tokens!r} must be in 1..{MOST_DRAFT_TOKENS}"
+                )
             object.__setattr__(self, "max_draft_tokens", most)
 
     def _check_key(self) -> None:
@@ -157,7 +212,11 @@ class Intake:
     """Builds the requests of one engine and numbers them. Safe to use from any thread."""
 
     def __init__(
-        self, parts: EngineParts, config: EngineConfig, check_open: Callable[[], None], answers: AnswerStore
+        self,
+        parts: EngineParts,
+        config: EngineConfig,
+        check_open: Callable[[], None],
+        answers: AnswerStore,
     ) -> None:
         self._answers = answers
         self._parts = parts
@@ -167,7 +226,8 @@ class Intake:
         self._next_index = itertools.count()
 
     def read(self, prompt: Prompt, options: dict[str, Any], entry: Entry | None = None) -> Request:
-        """A request from a prompt and keyword options: fields of `Terms`, and `sampling` or those of `SamplingParams`.
+        """A request from a prompt and keyword options: fields of `Terms`, and `sampling` or those
+        of `SamplingParams`.
 
         entry   when the caller's call began, None: now
         """
@@ -176,7 +236,10 @@ class Intake:
         return self.make(prompt, terms, resolve_sampling(sampling, options), entry=entry)
 
     def read_all(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None, options: Any
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        options: Any,
     ) -> list[Request]:
         """One request for each prompt; `sampling` may be a list as long as the prompts."""
         entry = Entry(time.perf_counter())
@@ -186,7 +249,8 @@ class Intake:
         if isinstance(sampling, Sequence):
             if len(sampling) != len(prompts):
                 raise RequestError(
-                    f"sampling has {len(sampling)} entries for {len(prompts)} prompts; give one for each"
+                    f"sampling has {len(sampling)} entries for {len(prompts)} prompts; give one "
+                    "for each"
                 )
             params = [resolve_sampling(item, options) for item in sampling]
         else:
@@ -216,11 +280,15 @@ class Intake:
         self._check_kind(terms, generates=not needs_logits, wants_states=wants_states)
         repair = self._repair(terms, params, needs_exact=needs_logits)
         root = self.root(terms)
-        text, ids = encode_prompt(prompt, tokenizer, info.vocab_size, lambda answer: self._answers.find(root, answer))
+        text, ids = encode_prompt(
+            prompt, tokenizer, info.vocab_size, lambda answer: self._answers.find(root, answer)
+        )
         if needs_logits:
             max_tokens = len(ids)
             if max_tokens > info.max_context:
-                raise RequestError(f"{max_tokens} tokens are more than the model's context of {info.max_context}")
+                raise RequestError(
+                    f"{max_tokens} tokens are more than the model's context of {info.max_context}"
+                )
         else:
             max_tokens = resolve_max_tokens(len(ids), params, info.max_context)
         shown = text if entry.prompt_text is None else entry.prompt_text
@@ -251,7 +319,9 @@ class Intake:
             priority=terms.priority,
             deadline=terms.deadline,
             expect_reuse=terms.expect_reuse or terms.retention is not None,
-            cache_key=narrowed_root(root, "cache_key", terms.cache_key) if terms.cache_key else None,
+            cache_key=narrowed_root(root, "cache_key", terms.cache_key)
+            if terms.cache_key
+            else None,
             retention=terms.retention,
             pin=terms.pin,
             ttl=terms.ttl,
@@ -271,29 +341,34 @@ class Intake:
         stores_kv = self._parts.runner.info.stores_kv
         if generates and self._parts.pooling.source:
             raise RequestError(
-                f"the model makes embeddings ({self._parts.pooling.source} says so) and generates no text; use "
-                "engine.embed or /v1/embeddings, or serve a model that chats"
+                f"the model makes embeddings ({self._parts.pooling.source} says so) and generates "
+                "no text; use engine.embed or /v1/embeddings, or serve a model that chats"
             )
         if not stores_kv and not wants_states:
             raise RequestError(
-                "the model attends both ways: it makes vectors of texts (engine.embed, /v1/embeddings), predicts no "
-                "token, and stores no keys and values that a prompt could find"
+                "the model attends both ways: it makes vectors of texts (engine.embed, "
+                "/v1/embeddings), predicts no token, and stores no keys and values that a prompt "
+                "could find"
             )
         if terms.pin and not stores_kv:
-            raise RequestError("pin=True: the model attends both ways, and nothing of a text is kept")
+            raise RequestError(
+                "pin=True: the model attends both ways, and nothing of a text is kept"
+            )
 
     def _known_hashes(self, known: bytes, num_tokens: int) -> bytes:
         """Hashes of blocks that the prompt has; whether they are right nobody needs to know."""
         full = num_tokens // self._config.block_size
         if len(known) % HASH_BYTES or len(known) > full * HASH_BYTES:
             raise RequestError(
-                f"prefix_hashes has {len(known)} bytes; the prompt has {full} full blocks of {self._config.block_size} "
-                f"tokens, each with a hash of {HASH_BYTES} bytes"
+                f"prefix_hashes has {len(known)} bytes; the prompt has {full} full blocks of "
+                f"{self._config.block_size} tokens, each with a hash of {HASH_BYTES} bytes"
             )
         return known
 
     def _hints(self, terms: Terms, ids: Sequence[int]) -> tuple[int, ...]:
-        """Where states are kept besides where they are in any case: where the user's messages begin."""
+        """Where states are kept besides where they are in any case: where the user's messages
+        begin.
+        """
         if not self._parts.runner.info.kv_spec.states:
             return ()
         return terms.snapshot_hints or user_starts(self._parts.tokenizer, ids)
@@ -306,8 +381,9 @@ class Intake:
         return grammar
 
     def _most_drafted(self, terms: Terms) -> int:
-        """Most tokens guessed ahead in a step; 0: none. Torch's results depend on the batch: there only who asks for it
-        has drafts."""
+        """Most tokens guessed ahead in a step; 0: none. Torch's results depend on the batch: there
+        only who asks for it has drafts.
+        """
         chosen = terms.speculation or self._config.speculation
         states = self._parts.manager.states
         refusal = speculation_refusal(self._config, states)
@@ -323,12 +399,14 @@ class Intake:
         return asked if states is None else min(asked, most)
 
     def own_repair(self, options: Mapping[str, Any] | None = None) -> Repair:
-        """How the engine repairs reuse, unless recompute_* options say otherwise; RequestError for any other option,
-        and where nothing is reused at other positions."""
+        """How the engine repairs reuse, unless recompute_* options say otherwise; RequestError for
+        any other option, and where nothing is reused at other positions.
+        """
         given = dict(options or {})
         for name in sorted(given.keys() - set(_REPAIRS)):
             raise RequestError(
-                f"option {name!r} does not go with mode='chunk_kv_reuse' here; known: {', '.join(_REPAIRS)}"
+                f"option {name!r} does not go with mode='chunk_kv_reuse' here; known: "
+                f"{', '.join(_REPAIRS)}"
             )
         terms = Terms(mode=GenerationMode.CHUNK_KV_REUSE, **given)
         repair = self._repair(terms, SamplingParams(), needs_exact=False)
@@ -336,17 +414,28 @@ class Intake:
         return repair
 
     def _repair(self, terms: Terms, params: SamplingParams, *, needs_exact: bool) -> Repair | None:
-        """How a request that shares at other positions is repaired; RequestError where it cannot share there."""
+        """How a request that shares at other positions is repaired; RequestError where it cannot
+        share there.
+        """
         given = {name: value for name in _REPAIRS if (value := getattr(terms, name)) is not None}
         if terms.mode is not GenerationMode.CHUNK_KV_REUSE:
             if given:
-                raise RequestError(f"{next(iter(given))} is for mode='chunk_kv_reuse', and mode={str(terms.mode)!r}")
+                raise RequestError(
+                    f"{next(iter(given))} is for mode='chunk_kv_reuse', and "
+                    f"mode={str(terms.mode)!r}"
+                )
             return None
-        exact = "pin" if terms.pin or terms.pins else "prompt_logprobs" if params.prompt_logprobs is not None else None
+        exact = (
+            "pin"
+            if terms.pin or terms.pins
+            else "prompt_logprobs"
+            if params.prompt_logprobs is not None
+            else None
+        )
         if needs_exact or exact:
             raise RequestError(
-                f"mode='chunk_kv_reuse' is approximate, and {exact or 'what is asked for'} needs exact keys and "
-                "values; use mode='prefix_cache'"
+                f"mode='chunk_kv_reuse' is approximate, and {exact or 'what is asked for'} needs "
+                "exact keys and values; use mode='prefix_cache'"
             )
         refusal = states_refusal(self._parts.runner.info) or self._parts.runner.moved_keys_refusal
         if refusal is not None:

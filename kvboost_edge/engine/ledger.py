@@ -1,4 +1,6 @@
-"""Where the memory goes: weights, pool, the rest; and whether it fits before anything is allocated."""
+"""Where the memory goes: weights, pool, the rest; and whether it fits before anything is
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,27 @@ __all__ = [
 ]
 
 _POOL_SHARE = 4  # without a given size the pool takes at most a quarter of the available memory
-_CONTEXTS = 16  # and at most so many whole contexts, where the number of sequences is not given either
+_CONTEXTS = (
+    16  # and at most so many whole contexts, where the number of sequences is not given either
+)
 _TOKENS_PER_SEQUENCE = 512
 _MOST_SEQUENCES = 64
-_COUNTED_TIMES = 100  # a count of pages stands for so many times as long as it took: 9 ms for a gigabyte
+_COUNTED_TIMES = (
+    100  # a count of pages stands for so many times as long as it took: 9 ms for a gigabyte
+)
 
 
 class MemoryLedger:
-    """Bytes by owner. weight_bytes, pool_bytes and state_bytes are reserved, copied_bytes are of keys and values that
-    the runner holds beside the pool; `other_bytes` is what is resident beside all these: the interpreter and its
-    packages (numba and its compiler foremost), compiled kernels, the tokenizer, activations, what drafts are guessed
-    from (`Memory` bounds it), the vocabulary of a grammar's parsers (75 MB for 151,000 tokens).
+    """Bytes by owner. weight_bytes, pool_bytes and state_bytes are reserved, copied_bytes are of
+    keys and values that the runner holds beside the pool; `other_bytes` is what is resident beside
+    all these: the interpreter and its packages (numba and its compiler foremost), compiled kernels,
+    the tokenizer, activations, what drafts are guessed from (`Memory` bounds it), the vocabulary of
+    a grammar's parsers (75 MB for 151,000 tokens).
 
-    Weights that were mapped and not yet read, and pages of the pool never written, are not resident: they are counted
-    page by page where the system tells (Linux), in at most 1% of the time. Elsewhere, and for weights and pools of
-    torch, both are taken as resident, so that `other_bytes` is too small until they are.
+    Weights that were mapped and not yet read, and pages of the pool never written, are not
+    resident: they are counted page by page where the system tells (Linux), in at most 1% of the
+    time. Elsewhere, and for weights and pools of torch, both are taken as resident, so that
+    `other_bytes` is too small until they are.
     """
 
     def __init__(
@@ -49,8 +57,9 @@ class MemoryLedger:
         copied: Callable[[], int] = int,
         state_bytes: int = 0,
     ) -> None:
-        """regions: where weights, pool and states lie in this process's memory as of now; empty: not known.
-        copied: bytes of the runner's copies as of now."""
+        """regions: where weights, pool and states lie in this process's memory as of now; empty:
+        not known. copied: bytes of the runner's copies as of now.
+        """
         self.weight_bytes = weight_bytes
         self.pool_bytes = pool_bytes
         self.state_bytes = state_bytes
@@ -60,8 +69,9 @@ class MemoryLedger:
         self._counted_until = -math.inf
 
     def snapshot(self) -> dict[str, int]:
-        """weight_bytes, pool_bytes, state_bytes, copied_bytes, other_bytes, process_rss_bytes, process_peak_bytes as of
-        now."""
+        """weight_bytes, pool_bytes, state_bytes, copied_bytes, other_bytes, process_rss_bytes,
+        process_peak_bytes as of now.
+        """
         rss = process_rss()
         copied = self._copied()
         return {
@@ -79,7 +89,9 @@ class MemoryLedger:
         if start >= self._counted_until:
             regions = self._regions()
             found = resident_bytes(regions) if regions else None
-            self._counted = self.weight_bytes + self.pool_bytes + self.state_bytes if found is None else found
+            self._counted = (
+                self.weight_bytes + self.pool_bytes + self.state_bytes if found is None else found
+            )
             end = time.perf_counter()
             self._counted_until = end + _COUNTED_TIMES * (end - start)
         return self._counted
@@ -89,25 +101,27 @@ def check_weights_fit(weight_bytes: int, available: int) -> None:
     """CapacityError if weights about to be loaded exceed the available memory."""
     if weight_bytes > available:
         raise CapacityError(
-            f"the weights take {_gb(weight_bytes)}, {_gb(available)} of memory are available; "
-            "use a smaller model, weights='int4' (native runner) or dtype='bfloat16'; `kvboost-edge doctor MODEL` "
-            "shows what each format takes"
+            f"the weights take {_gb(weight_bytes)}, {_gb(available)} of memory are available; use "
+            "a smaller model, weights='int4' (native runner) or dtype='bfloat16'; `kvboost-edge "
+            "doctor MODEL` shows what each format takes"
         )
 
 
 def memory_beside(available: int, weight_bytes: int) -> int:
-    """What is left for a pool of the memory that was available before the weights were loaded. Weights of a mapped file
-    go on counting as available once they are: a pool made of that would drive them out again and again."""
+    """What is left for a pool of the memory that was available before the weights were loaded.
+    Weights of a mapped file go on counting as available once they are: a pool made of that would
+    drive them out again and again.
+    """
     return max(0, available - weight_bytes)
 
 
 def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> int:
     """Blocks of the pool. `available` is memory beside the weights, see `memory_beside`.
 
-    Given by the config, else min(25% of the available memory, context x max_num_seqs, 16 where that is None), at least
-    one block. The buffers of open blocks that a quantized pool needs come out of the same bytes.
-    Raises CapacityError when the budget holds no block or the pool does not fit, with the copies of a runner that has
-    such.
+    Given by the config, else min(25% of the available memory, context x max_num_seqs, 16 where that
+    is None), at least one block. The buffers of open blocks that a quantized pool needs come out of
+    the same bytes. Raises CapacityError when the budget holds no block or the pool does not fit,
+    with the copies of a runner that has such.
     """
     spec = info.kv_spec
     num_blocks = _wanted_blocks(config, spec, info.max_context, available)
@@ -115,19 +129,23 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
     block_bytes = spec.bytes_per_block
     open_bytes = num_open * spec.bytes_per_open_block
     if num_blocks < 1:
-        beside = f" beside {open_bytes} bytes for blocks that are not full yet" if open_bytes else ""
+        beside = (
+            f" beside {open_bytes} bytes for blocks that are not full yet" if open_bytes else ""
+        )
         raise CapacityError(
-            f"max_cache_bytes={config.max_cache_bytes} holds no block: one of {spec.block_size} tokens takes "
-            f"{block_bytes} bytes in this model{beside}; give at least that"
+            f"max_cache_bytes={config.max_cache_bytes} holds no block: one of {spec.block_size} "
+            f"tokens takes {block_bytes} bytes in this model{beside}; give at least that"
         )
     pool_bytes = num_blocks * block_bytes + open_bytes
     needed = 2 * pool_bytes if info.copies_kv else pool_bytes
     if needed > available:
-        copies = f" + as much for the {info.name} runner's copies of what runs" if info.copies_kv else ""
+        copies = (
+            f" + as much for the {info.name} runner's copies of what runs" if info.copies_kv else ""
+        )
         raise CapacityError(
-            f"weights {_gb(info.weight_bytes)} + pool {_gb(pool_bytes)} ({num_blocks} blocks of {block_bytes} bytes)"
-            f"{copies} exceed memory: {_gb(available)} are available beside the weights; lower max_cache_bytes or "
-            "num_blocks"
+            f"weights {_gb(info.weight_bytes)} + pool {_gb(pool_bytes)} ({num_blocks} blocks of "
+            f"{block_bytes} bytes){copies} exceed memory: {_gb(available)} are available beside "
+            "the weights; lower max_cache_bytes or num_blocks"
         )
     return num_blocks
 
@@ -162,10 +180,17 @@ def _wanted_blocks(config: EngineConfig, spec: KVSpec, max_context: int, availab
     whole = -(-max_context // spec.block_size) * (config.max_num_seqs or _CONTEXTS)
     if not spec.bytes_per_block:  # blocks are bookkeeping alone
         return whole
-    budget = shared_out(available) // _POOL_SHARE if config.max_cache_bytes is None else config.max_cache_bytes
-    # Of a budget all of which were blocks: at least as many sequences as will run beside the buffers of open ones.
+    budget = (
+        shared_out(available) // _POOL_SHARE
+        if config.max_cache_bytes is None
+        else config.max_cache_bytes
+    )
+    # Of a budget all of which were blocks: at least as many sequences as will run beside the
+    # buffers of open ones.
     gross = budget // spec.bytes_per_block
-    num_open = num_open_blocks(config, gross if config.max_cache_bytes else min(gross, whole), spec.block_size)
+    num_open = num_open_blocks(
+        config, gross if config.max_cache_bytes else min(gross, whole), spec.block_size
+    )
     net = (budget - num_open * spec.bytes_per_open_block) // spec.bytes_per_block
     return net if config.max_cache_bytes is not None else max(1, min(net, whole))
 

@@ -24,8 +24,10 @@ class Loaded:
         self.seconds += seconds
 
     def split(self, num_cached: int) -> dict[str, int]:
-        """Cached tokens by the tier that had them. Of a block that was cached to its end the last token may have to be
-        computed, and what arrived may have been dropped again before it was taken."""
+        """Cached tokens by the tier that had them. Of a block that was cached to its end the last
+        token may have to be computed, and what arrived may have been dropped again before it was
+        taken.
+        """
         rest = num_cached
         found = {}
         for tier, count in self._tokens.items():

@@ -1,8 +1,9 @@
-"""Prefixes on their way from a tier into the pool: whose they are, and which tables hold their blocks. Integers only.
+"""Prefixes on their way from a tier into the pool: whose they are, and which tables hold their
+blocks. Integers only.
 
-A load holds an ordinary block table over the tokens that a tier may have, so that its blocks are claimed: others who
-share the prefix wait for it as they wait for a sequence that computes it. It is opportunistic: whoever needs its blocks
-ends it, and what it lacks is computed.
+A load holds an ordinary block table over the tokens that a tier may have, so that its blocks are
+claimed: others who share the prefix wait for it as they wait for a sequence that computes it. It is
+opportunistic: whoever needs its blocks ends it, and what it lacks is computed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ __all__ = ["PATIENCE", "Load", "Loads", "NoShelf", "Shelf"]
 _LOG = logging.getLogger(__name__)
 
 PATIENCE = 30.0
-"""Seconds that a load may be silent: a disk or a network that takes longer for 8 MiB is slower than computing them."""
+"""Seconds that a load may be silent: a disk or a network that takes longer for 8 MiB is slower than
+computing them.
+"""
 
 
 class Shelf(Protocol):
@@ -46,10 +49,17 @@ class Shelf(Protocol):
         """Names of the places that had the block and dropped it."""
         ...
 
-    def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey], num_there: int) -> None:
-        """Bring consecutive blocks of a chain. Of a model with states: up to the deepest of these that is there, by the
-        number of blocks each is behind, and that one. `num_there` of those blocks are in the pool, before the ones to
-        bring."""
+    def fetch(
+        self,
+        ticket: int,
+        keys: Sequence[ContentKey],
+        states: Mapping[int, ContentKey],
+        num_there: int,
+    ) -> None:
+        """Bring consecutive blocks of a chain. Of a model with states: up to the deepest of these
+        that is there, by the number of blocks each is behind, and that one. `num_there` of those
+        blocks are in the pool, before the ones to bring.
+        """
         ...
 
     def cancel(self, ticket: int) -> None:
@@ -73,7 +83,13 @@ class NoShelf:
     def dropped_from(self, prefix_hash: bytes) -> list[str]:
         return []
 
-    def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey], num_there: int) -> None:
+    def fetch(
+        self,
+        ticket: int,
+        keys: Sequence[ContentKey],
+        states: Mapping[int, ContentKey],
+        num_there: int,
+    ) -> None:
         raise AssertionError("nothing is there to be fetched")
 
     def cancel(self, ticket: int) -> None:
@@ -90,9 +106,11 @@ class Load:
     token_ids   the tokens of all blocks it may come to hold
     is_prefix   whether they are the sequence's own first ones
     num_found   blocks that were in the pool when it began
-    num_there   the last ones of them, behind which there was no state: one of them may be where the state belongs
+    num_there   the last ones of them, behind which there was no state: one of them may be where the
+                state belongs
     arrived     tokens by tier
-    states      hashes of the states of which one may come behind the blocks, where the model keeps states
+    states      hashes of the states of which one may come behind the blocks, where the model keeps
+                states
     waiting     sequences that wait for one of these too
     is_done     nothing more comes
     """
@@ -143,7 +161,9 @@ class Load:
         """Nothing more comes, or is wanted."""
         if not self.is_done:
             self.is_done = True
-            self.sequence.note_loaded(self.arrived if self.is_prefix else {}, time.perf_counter() - self._began_at)
+            self.sequence.note_loaded(
+                self.arrived if self.is_prefix else {}, time.perf_counter() - self._began_at
+            )
 
 
 class Loads:
@@ -172,11 +192,14 @@ class Loads:
         return load
 
     def give_up_silent(self) -> None:
-        """End loads of which nothing was heard for long: a device or a network hangs, and what they lack is computed.
-        Nothing more is asked for until something arrives."""
+        """End loads of which nothing was heard for long: a device or a network hangs, and what they
+        lack is computed. Nothing more is asked for until something arrives.
+        """
         for load in list(self._by_ticket.values()):
             if not load.is_done and load.silent_seconds > PATIENCE:
-                _LOG.warning("a tier gave nothing for %.0f s; the prompt is computed", load.silent_seconds)
+                _LOG.warning(
+                    "a tier gave nothing for %.0f s; the prompt is computed", load.silent_seconds
+                )
                 self._is_stuck = True
                 self.finish(load)
 
@@ -195,22 +218,37 @@ class Loads:
         return sum(not load.is_done for load in self._by_ticket.values())
 
     def begin(self, sequence: Request, spare_blocks: int) -> Load | None:
-        """Begin to bring what tiers may have behind the sequence's longest prefix in the pool; None where that is
-        nothing, or where the whole sequence would find no room. Another sequence's load where that brings it."""
+        """Begin to bring what tiers may have behind the sequence's longest prefix in the pool; None
+        where that is nothing, or where the whole sequence would find no room. Another sequence's
+        load where that brings it.
+        """
         others = (load for load in self if not load.is_done and sequence.index in load.waiting)
         if (other := next(others, None)) is not None:
             return other
         request = sequence.request
         known = request.prefix_hashes
-        return self._begin(sequence, sequence.cacheable_ids, request.root, spare_blocks, known, is_prefix=True)
+        return self._begin(
+            sequence, sequence.cacheable_ids, request.root, spare_blocks, known, is_prefix=True
+        )
 
-    def begin_run(self, sequence: Request, token_ids: Sequence[int], root: bytes, spare_blocks: int) -> Load | None:
-        """The same for a text of the chain of `root` that holds a run of the sequence's tokens, whole blocks."""
+    def begin_run(
+        self, sequence: Request, token_ids: Sequence[int], root: bytes, spare_blocks: int
+    ) -> Load | None:
+        """The same for a text of the chain of `root` that holds a run of the sequence's tokens,
+        whole blocks.
+        """
         # One more token, because of a quantized pool the block of the last one is never served.
         return self._begin(sequence, [*token_ids, 0], root, spare_blocks, b"", is_prefix=False)
 
     def _begin(
-        self, sequence: Request, ids: Sequence[int], root: bytes, spare_blocks: int, known: bytes, *, is_prefix: bool
+        self,
+        sequence: Request,
+        ids: Sequence[int],
+        root: bytes,
+        spare_blocks: int,
+        known: bytes,
+        *,
+        is_prefix: bool,
     ) -> Load | None:
         if self._is_stuck or not self.has_shelf:
             return None
@@ -222,10 +260,13 @@ class Loads:
         states: dict[int, ContentKey] = {}
         if manager.states is not None:
             kept = ((number, key.state) for number, key in enumerate(keys, 1))
-            states = {number: state for number, state in kept if self._shelf.may_hold(state.prefix_hash)}
+            states = {
+                number: state for number, state in kept if self._shelf.may_hold(state.prefix_hash)
+            }
             keys = keys[: max(states, default=0)]  # blocks behind the deepest state are of no use
         wanted = frozenset(state.prefix_hash for state in states.values())
-        # Blocks are published as they come and nobody waits for them any more; their state is still on its way.
+        # Blocks are published as they come and nobody waits for them any more; their state is still
+        # on its way.
         others = (load for load in self if not load.is_done and not load.states.isdisjoint(wanted))
         if (other := next(others, None)) is not None:
             other.waiting.add(sequence.index)
@@ -236,19 +277,30 @@ class Loads:
         table = manager.open_load(token_ids, root, owner=sequence.tenant, known=known)
         behind = manager.blocks_for(sequence.num_tokens) - (first + len(keys) if is_prefix else 0)
         needed = manager.blocks_needed(table, len(token_ids)) + behind
-        needed += sum(manager.ref_count(block_id) == 1 for block_id in table.block_ids[first:])  # they were free
+        needed += sum(
+            manager.ref_count(block_id) == 1 for block_id in table.block_ids[first:]
+        )  # they were free
         lacks_slot = manager.states is not None and not manager.states.has_room(table)
         if lacks_slot or needed > spare_blocks:
             manager.free(table)
             return None
         if (before := self._by_sequence.get(sequence.index)) is not None:
             self.finish(before)
-        # The deepest one alone comes. Where only the tier knows which that is, it may be any of them.
+        # The deepest one alone comes. Where only the tier knows which that is, it may be any of
+        # them.
         deepest = frozenset([states[len(keys)].prefix_hash] if states else [])
         coming = deepest if all(map(self._shelf.holds, deepest)) else wanted
         ticket = next(self._tickets)
         num_there = len(table) - first
-        load = Load(ticket, sequence, table, token_ids, is_prefix=is_prefix, states=coming, num_there=num_there)
+        load = Load(
+            ticket,
+            sequence,
+            table,
+            token_ids,
+            is_prefix=is_prefix,
+            states=coming,
+            num_there=num_there,
+        )
         self._by_ticket[ticket] = self._by_sequence[sequence.index] = load
         self._shelf.fetch(ticket, keys[num_there:], states, num_there)
         return load
@@ -257,7 +309,9 @@ class Loads:
         """A sequence was let in on these blocks: copies of the cached ones count as used too."""
         if table.num_cached_tokens and self.has_shelf:
             hashes = self._manager.content.chain(table)
-            self._shelf.touch(hashes if self._manager.states is None else [*hashes, state_hash(hashes[-1])])
+            self._shelf.touch(
+                hashes if self._manager.states is None else [*hashes, state_hash(hashes[-1])]
+            )
 
     def missed(self, table: BlockTable) -> Missed:
         """Why the token after what the cache serves a table is not there, and where it once was."""
@@ -268,8 +322,9 @@ class Loads:
         return Missed("evicted" if dropped else table.miss_reason, dropped)
 
     def finish(self, load: Load) -> None:
-        """Give its blocks back: those that arrived stay in the pool as cached ones. Ends it where it is under way; a
-        second call does nothing."""
+        """Give its blocks back: those that arrived stay in the pool as cached ones. Ends it where
+        it is under way; a second call does nothing.
+        """
         if self._by_ticket.pop(load.ticket, None) is None:
             return
         if not load.is_done:

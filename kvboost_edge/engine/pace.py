@@ -1,7 +1,8 @@
-"""How far prompts are computed, and about how long they will take: from the time steps took lately, at each depth.
+"""How far prompts are computed, and about how long they will take: from the time steps took lately,
+at each depth.
 
-The engine's thread tells of each step; who asks reads what there is and waits for nothing. What attention costs grows
-with the tokens before, so seconds per token are kept by depth.
+The engine's thread tells of each step; who asks reads what there is and waits for nothing. What
+attention costs grows with the tokens before, so seconds per token are kept by depth.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _LATEST = 0.1  # part of the latest step, or output, in their means
 class _Board(NamedTuple):
     """All requests at one moment, in seconds of computing.
 
-    ranks, ahead   of those that wait, in their order: rank, and what is before the first, the second, ..., and in all
+    ranks, ahead   of those that wait, in their order: rank, and what is before the first, the
+                   second, ..., and in all
     prompts        of those that run and have prompt left: (index, tenant, seconds)
     ends           in how many seconds those that run are done, the first one first
     """
@@ -43,30 +45,42 @@ class _Board(NamedTuple):
 
 
 class Pace:
-    """`observe` and `ended` are the engine's thread's, `progress` is anybody's. live: requests from submit to the end,
-    by index."""
+    """`observe` and `ended` are the engine's thread's, `progress` is anybody's. live: requests from
+    submit to the end, by index.
+    """
 
     def __init__(self, live: Mapping[int, Sequence], scheduler: Scheduler) -> None:
         self._live = live
         self._most_running = scheduler.max_num_seqs
         self._min_tokens = min(_MIN_TOKENS, scheduler.max_batch_tokens)
-        self._recent: dict[int, deque[tuple[float, float]]] = {}  # by depth, of its last steps: as in `_known`
-        self._known: list[tuple[float, float]] = []  # (position, seconds per token there), by position
+        self._recent: dict[
+            int, deque[tuple[float, float]]
+        ] = {}  # by depth, of its last steps: as in `_known`
+        self._known: list[
+            tuple[float, float]
+        ] = []  # (position, seconds per token there), by position
         self._step_seconds = self._mean_outputs = 0.0
         self._board = _Board(-1.0, [], [0.0], [], [])
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long."""
         self._step_seconds = _mean(self._step_seconds, seconds)
-        prompts = [one for one in plan.work if len(one.token_ids) - one.num_drafted >= self._min_tokens]
+        prompts = [
+            one for one in plan.work if len(one.token_ids) - one.num_drafted >= self._min_tokens
+        ]
         if plan.probed or not prompts:
             return
         rows = sum(len(one.token_ids) for one in plan.work)
         for one in prompts:
             middle = (one.start + one.stop) / 2
-            self._recent.setdefault(_depth(int(middle)), deque(maxlen=_KEPT)).append((middle, seconds / rows))
+            self._recent.setdefault(_depth(int(middle)), deque(maxlen=_KEPT)).append(
+                (middle, seconds / rows)
+            )
         self._known = [
-            (statistics.fmean(middle for middle, _ in kept), statistics.median(per_token for _, per_token in kept))
+            (
+                statistics.fmean(middle for middle, _ in kept),
+                statistics.median(per_token for _, per_token in kept),
+            )
             for _, kept in sorted(self._recent.items())
         ]
 
@@ -84,10 +98,14 @@ class Pace:
         began = sequence.admitted_at
         computed = min(sequence.num_computed_tokens, total)
         elapsed = 0.0 if began is None else time.perf_counter() - began
-        return Progress(total, sequence.num_cached_tokens, computed, elapsed, self._seconds_left(sequence))
+        return Progress(
+            total, sequence.num_cached_tokens, computed, elapsed, self._seconds_left(sequence)
+        )
 
     def seconds(self, start: int, stop: int) -> float | None:
-        """Seconds to compute the tokens of one prompt at these positions; None while no step was measured."""
+        """Seconds to compute the tokens of one prompt at these positions; None while no step was
+        measured.
+        """
         if not self._known:
             return None
         found = 0.0
@@ -98,17 +116,23 @@ class Pace:
         return found
 
     def _per_token(self, depth: float) -> float:
-        """Seconds: between depths that were measured, and behind the last one, on straight lines."""
+        """Seconds: between depths that were measured, and behind the last one, on straight
+        lines.
+        """
         known = self._known
         at = bisect.bisect(known, (depth, 0.0))
         if len(known) < 2 or at == 0:
             return known[0][1]
-        (low, first), (high, second) = (known[at - 1], known[at]) if at < len(known) else (known[0], known[-1])
+        (low, first), (high, second) = (
+            (known[at - 1], known[at]) if at < len(known) else (known[0], known[-1])
+        )
         slope = (second - first) / (high - low)
         return second + (max(0.0, slope) if depth > high else slope) * (depth - high)
 
     def _prompt_seconds(self, sequence: Sequence) -> float:
-        """Of what is pending of a prompt; 0 for a sequence that has only its next token to compute."""
+        """Of what is pending of a prompt; 0 for a sequence that has only its next token to
+        compute.
+        """
         pending = sequence.num_pending
         start = sequence.num_computed_tokens
         stop = sequence.num_tokens
@@ -117,8 +141,9 @@ class Pace:
         return (self.seconds(start, stop) or 0.0) * min(1.0, pending / (stop - start))
 
     def _seconds_left(self, sequence: Sequence) -> float | None:
-        """Until the first token; what may come in later does not count. Of one that waits the whole prompt counts: what
-        the cache has of it is looked up when it is let in."""
+        """Until the first token; what may come in later does not count. Of one that waits the whole
+        prompt counts: what the cache has of it is looked up when it is let in.
+        """
         if not self._known:
             return None
         own = max(self._prompt_seconds(sequence), self._per_token(sequence.num_tokens))
@@ -132,8 +157,9 @@ class Pace:
         return max(board.ahead[at], self._until_ended(board, lacking)) + own
 
     def _share(self, sequence: Sequence, own: float, other: tuple[int, bytes, float]) -> float:
-        """Seconds that another prompt takes from this one: of two of one tenant the shorter one goes first, but for the
-        part of the first come; tenants share alike."""
+        """Seconds that another prompt takes from this one: of two of one tenant the shorter one
+        goes first, but for the part of the first come; tenants share alike.
+        """
         index, tenant, seconds = other
         if index == sequence.index:
             return 0.0
@@ -159,7 +185,10 @@ class Pace:
         running = [one for one in live if one.status is SequenceStatus.RUNNING]
         waiting = sorted((one.rank, one) for one in live if one.status is SequenceStatus.WAITING)
         left = [(one, self._prompt_seconds(one)) for one in running]
-        ends = [seconds + _steps_left(one, self._mean_outputs) * self._step_seconds for one, seconds in left]
+        ends = [
+            seconds + _steps_left(one, self._mean_outputs) * self._step_seconds
+            for one, seconds in left
+        ]
         first = sum(seconds for _, seconds in left)
         self._board = _Board(
             now,
@@ -181,7 +210,9 @@ def _mean(mean: float, latest: float) -> float:
 
 
 def _steps_left(sequence: Sequence, mean: float) -> float:
-    """Behind its prompt, about: outputs have `mean` tokens, 0 where none is known, the first of which takes none."""
+    """Behind its prompt, about: outputs have `mean` tokens, 0 where none is known, the first of
+    which takes none.
+    """
     request = sequence.request
     if request.prefill_only or request.logits_start is not None:
         return 0.0

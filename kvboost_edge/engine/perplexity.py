@@ -1,4 +1,6 @@
-"""How well a model predicts a text, and how far another form of it (weights, cache) is from that."""
+"""How well a model predicts a text, and how far another form of it (weights, cache) is from
+that.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ _ROWS = 64  # logits held at a time; of a large vocabulary they are tens of mega
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """Another engine against the first one, over all scored tokens: KL(first || other) in nats, and how often both
-    find the same token the most likely."""
+    """Another engine against the first one, over all scored tokens: KL(first || other) in nats, and
+    how often both find the same token the most likely.
+    """
 
     perplexity: float
     mean_kl: float
@@ -35,8 +38,9 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextScore:
-    """`perplexity` = exp(mean negative log-likelihood) of the `scored_tokens`, each predicted from at least half a
-    window of tokens before it where the text has them."""
+    """`perplexity` = exp(mean negative log-likelihood) of the `scored_tokens`, each predicted from
+    at least half a window of tokens before it where the text has them.
+    """
 
     tokens: int
     scored_tokens: int
@@ -53,10 +57,11 @@ def score_text(
     against: CPUPagedEngine | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TextScore:
-    """Score a text by windows of `window` tokens that move on by half a window; each token is scored once.
+    """Score a text by windows of `window` tokens that move on by half a window; each token is
+    scored once.
 
-    progress: called with (tokens scored, tokens to score). RequestError for fewer than two tokens or a window that
-    the model or the two of them cannot take.
+    progress: called with (tokens scored, tokens to score). RequestError for fewer than two tokens
+    or a window that the model or the two of them cannot take.
     """
     _check(engine, token_ids, window, against)
     total = len(token_ids) - 1
@@ -90,7 +95,8 @@ def score_text(
 
 
 def _pieces(token_ids: Sequence[int], window: int) -> Iterator[tuple[list[int], int]]:
-    """(tokens of a window up to the last one to score, first row wanted): rows start .. predict tokens start + 1 ..
+    """(tokens of a window up to the last one to score, first row wanted): rows start .. predict
+    tokens start + 1 ..
 
     Within a window the pieces share their beginning, which the cache holds.
     """
@@ -105,14 +111,19 @@ def _pieces(token_ids: Sequence[int], window: int) -> Iterator[tuple[list[int], 
         first = stop - window // 2
 
 
-def _check(engine: CPUPagedEngine, token_ids: Sequence[int], window: int, against: CPUPagedEngine | None) -> None:
+def _check(
+    engine: CPUPagedEngine, token_ids: Sequence[int], window: int, against: CPUPagedEngine | None
+) -> None:
     if len(token_ids) < 2:
-        raise RequestError(f"the text has {len(token_ids)} tokens; give at least 2, of which the second is predicted")
+        raise RequestError(
+            f"the text has {len(token_ids)} tokens; give at least 2, of which the second is "
+            "predicted"
+        )
     longest = min(e.runner_info.max_context for e in (engine, against) if e is not None)
     if not 4 <= window <= longest:
         raise RequestError(f"window={window} must be in 4..{longest}, the model's context")
     if against is not None and against.runner_info.vocab_size != engine.runner_info.vocab_size:
         raise RequestError(
-            f"vocabularies of {engine.runner_info.vocab_size} and {against.runner_info.vocab_size} tokens cannot be "
-            "compared; give the same model"
+            f"vocabularies of {engine.runner_info.vocab_size} and {against.runner_info.vocab_size} "
+            "tokens cannot be compared; give the same model"
         )

@@ -18,8 +18,9 @@ def phase_times(
     load_seconds: float,
     probe_seconds: float,
 ) -> dict[str, float]:
-    """Milliseconds between the marks of a request's life, seconds of `time.perf_counter`; a mark that was never reached
-    takes the next one's time."""
+    """Milliseconds between the marks of a request's life, seconds of `time.perf_counter`; a mark
+    that was never reached takes the next one's time.
+    """
     first = now if first_token is None else first_token
     let_in = first if admitted is None else admitted
     looked = let_in if admitted is None or looked_up is None else looked_up

@@ -1,4 +1,6 @@
-"""What is wrong with a request whatever the model says: refused before anything is loaded, packed or compiled."""
+"""What is wrong with a request whatever the model says: refused before anything is loaded, packed
+or compiled.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ _FEW = 512  # not worth another look at the file: 40 ms for a vocabulary of 49,0
 
 
 def check_request(options: Mapping[str, Any]) -> None:
-    """Options of `CPUPagedEngine.submit`; raises what it would: RequestError for an unknown one or a value out of
-    range, and for what no answer can fit; BackendUnavailable where the package for that is missing."""
+    """Options of `CPUPagedEngine.submit`; raises what it would: RequestError for an unknown one or
+    a value out of range, and for what no answer can fit; BackendUnavailable where the package for
+    that is missing.
+    """
     given = dict(options)
     Terms.taken_from(given)
     params = resolve_sampling(None, given)
@@ -34,14 +38,17 @@ def check_request(options: Mapping[str, Any]) -> None:
 
 
 def check_limit(path: Path, config: EngineConfig, max_new_tokens: int | None) -> None:
-    """RequestError for more tokens than the context of the model at a path has beside a prompt, by its config. Few are
-    left to the engine."""
+    """RequestError for more tokens than the context of the model at a path has beside a prompt, by
+    its config. Few are left to the engine.
+    """
     if max_new_tokens is None or max_new_tokens <= _FEW:
         return
     cache_dir = None if config.pack_cache else NO_CACHE
-    context = usable_context(Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range).config)
+    context = usable_context(
+        Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range).config
+    )
     if max_new_tokens >= context:
         raise RequestError(
-            f"max_new_tokens={max_new_tokens} leaves no room for a prompt: the model's context is {context} tokens; "
-            f"{LIMIT_ADVICE}"
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt: the model's context is "
+            f"{context} tokens; {LIMIT_ADVICE}"
         )

@@ -14,7 +14,15 @@ from kvboost_edge.engine.grammars import Grammar
 from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.repair import Repair
 
-__all__ = ["Entry", "Request", "SamplingParams", "as_float", "as_int", "check_mode", "resolve_sampling"]
+__all__ = [
+    "Entry",
+    "Request",
+    "SamplingParams",
+    "as_float",
+    "as_int",
+    "check_mode",
+    "resolve_sampling",
+]
 
 _SAMPLING_KEYWORDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 _MAX_LOGPROBS = 100
@@ -27,24 +35,31 @@ _MAX_LOGIT_BIAS = 1e4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Every range is checked on construction (RequestError).
+    """How tokens are chosen and when to stop. Every range is checked on construction
+    (RequestError).
 
-    `temperature`, `top_p`, `top_k`, `min_p` and `seed` are "not given" when None and then mean 1.0, 1.0, 0 (off),
-    0.0 (off) and a seed drawn by the engine. `do_sample=None` samples if any of the five is given and the
-    temperature is above 0; temperature 0 is greedy. `max_new_tokens=None` fills the context, 0 only computes the
-    prompt.
+    `temperature`, `top_p`, `top_k`, `min_p` and `seed` are "not given" when None and then mean 1.0,
+    1.0, 0 (off), 0.0 (off) and a seed drawn by the engine. `do_sample=None` samples if any of the
+    five is given and the temperature is above 0; temperature 0 is greedy. `max_new_tokens=None`
+    fills the context, 0 only computes the prompt.
 
     temperature          [0, 1000]
-    repetition_penalty   [0.001, 1000]; over prompt and output; logits above 0 are divided by it, others multiplied
-    presence_penalty, frequency_penalty   [-2, 2]; over the output only, subtracted once / per occurrence
+    repetition_penalty   [0.001, 1000]; over prompt and output; logits above 0 are divided by it,
+                         others multiplied
+    presence_penalty, frequency_penalty   [-2, 2]; over the output only, subtracted once / per
+                                          occurrence
     logit_bias           token id -> value in [-10000, 10000] added to its logit
-    logprobs             None, or how many of the most likely tokens to report beside the chosen one (0-100), from the
+    logprobs             None, or how many of the most likely tokens to report beside the chosen one
+                         (0-100), from the
                          model's own logits before penalties and temperature
-    prompt_logprobs      the same for the prompt's tokens; the prompt is then computed, not taken from the cache
+    prompt_logprobs      the same for the prompt's tokens; the prompt is then computed, not taken
+                         from the cache
     stop                 strings that end the output; they are not part of it
     stop_token_ids       tokens that end the output like EOS; they end even when `ignore_eos` is set
-    json_schema, regex, grammar, choice   one of them, which the whole output fits: a JSON schema (a dict, or its JSON),
-                         a regular expression, a grammar in Lark or GBNF, a list of strings; extra [structured]
+    json_schema, regex, grammar, choice   one of them, which the whole output fits: a JSON schema (a
+                                          dict, or its JSON),
+                         a regular expression, a grammar in Lark or GBNF, a list of strings; extra
+                         [structured]
     """
 
     temperature: float | None = None
@@ -70,18 +85,27 @@ class SamplingParams:
 
     @classmethod
     def from_options(cls, **options: Any) -> SamplingParams:
-        """Build from keyword options; an unknown name raises RequestError that lists the known ones."""
+        """Build from keyword options; an unknown name raises RequestError that lists the known
+        ones.
+        """
         known = [f.name for f in dataclasses.fields(cls)]
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise RequestError(f"unknown sampling option {unknown[0]!r}; known options: {', '.join(known)}")
+            raise RequestError(
+                f"unknown sampling option {unknown[0]!r}; known options: {', '.join(known)}"
+            )
         return cls(**options)
 
     def __post_init__(self) -> None:
         _real(self, "temperature", low=0.0, high=_MAX_TEMPERATURE)
         _real(self, "top_p", low=0.0, high=1.0, open_low=True)
         _real(self, "min_p", low=0.0, high=1.0)
-        _real(self, "repetition_penalty", low=1 / _MAX_REPETITION_PENALTY, high=_MAX_REPETITION_PENALTY)
+        _real(
+            self,
+            "repetition_penalty",
+            low=1 / _MAX_REPETITION_PENALTY,
+            high=_MAX_REPETITION_PENALTY,
+        )
         _real(self, "presence_penalty", low=-2.0, high=2.0)
         _real(self, "frequency_penalty", low=-2.0, high=2.0)
         _integer(self, "top_k", low=0)
@@ -94,7 +118,9 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos={self.ignore_eos!r} must be True or False")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(
+            self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)
+        )
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
 
     @property
@@ -109,14 +135,21 @@ class SamplingParams:
     @property
     def fits(self) -> bool:
         """True if the answer has to fit something, which takes a while to compile."""
-        return any(each is not None for each in (self.json_schema, self.regex, self.grammar, self.choice))
+        return any(
+            each is not None for each in (self.json_schema, self.regex, self.grammar, self.choice)
+        )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids outside the model's vocabulary (RequestError)."""
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias or ()))):
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", tuple(self.logit_bias or ())),
+        ):
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
-                    raise RequestError(f"{name} holds token id {token_id}; the vocabulary is 0..{vocab_size - 1}")
+                    raise RequestError(
+                        f"{name} holds token id {token_id}; the vocabulary is 0..{vocab_size - 1}"
+                    )
 
 
 class Entry(NamedTuple):
@@ -124,7 +157,8 @@ class Entry(NamedTuple):
 
     at            when the caller's call began, seconds of `time.perf_counter`
     prompt_text   what the result's `prompt` says; None: the text, or the token ids decoded
-    prefix_hashes   of the prompt's full blocks, or of the first of them, 32 bytes each in one piece, where the caller
+    prefix_hashes   of the prompt's full blocks, or of the first of them, 32 bytes each in one
+                    piece, where the caller
                   has hashed them; see `hashing.known_hash` for what becomes of wrong ones
     """
 
@@ -141,8 +175,10 @@ class Request:
     prompt_ids       the prompt's token ids
     max_tokens       longest the sequence may become, prompt included
     seed             the seed in use: the caller's, or one drawn for it, see `Seeds`
-    stop_ids         tokens that end the output: the model's EOS ids unless ignored, plus `stop_token_ids`
-    logits_start     None for generation; else the request returns the logits of tokens [logits_start, n)
+    stop_ids         tokens that end the output: the model's EOS ids unless ignored, plus
+                     `stop_token_ids`
+    logits_start     None for generation; else the request returns the logits of tokens
+                     [logits_start, n)
     wants_states     of those tokens the hidden states behind the last norm instead
     stores_nothing   all of it is one pass whose keys and values nobody finds
     prefill_only     the prompt is computed and nothing is generated
@@ -153,17 +189,25 @@ class Request:
     priority         lower runs earlier
     deadline         seconds of `time.monotonic` past which it ends with finish_reason "timeout"
     expect_reuse     its blocks are kept as if they had been used again
-    cache_key        digest of the caller's key for prompts that begin alike, see engine/retention.py; None without one
-    retention        seconds that its prompt outlives the tenant's other blocks, as long as there is room
-    snapshot_hints   positions of the prompt behind which others may go on differently: states are kept there
-    repair           how what it shares at other positions is repaired; None: its mode shares nothing there
+    cache_key        digest of the caller's key for prompts that begin alike, see
+                     engine/retention.py; None without one
+    retention        seconds that its prompt outlives the tenant's other blocks, as long as there is
+                     room
+    snapshot_hints   positions of the prompt behind which others may go on differently: states are
+                     kept there
+    repair           how what it shares at other positions is repaired; None: its mode shares
+                     nothing there
     gate             whether that was tested on this model before, see `GenerationResult`
-    max_draft_tokens   most tokens guessed ahead in a step, 0: none; always_drafts: whatever that costs
+    max_draft_tokens   most tokens guessed ahead in a step, 0: none; always_drafts: whatever that
+                       costs
     grammar          what its answer fits
-    pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
-    pins             beginnings of the prompt, (tokens, seconds), that stay so where other pins leave room
+    pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it
+                     is unpinned
+    pins             beginnings of the prompt, (tokens, seconds), that stay so where other pins
+                     leave room
     suppressed       tokens that the model's files say are never an answer's
-    pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there are other tenants
+    pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there
+                     are other tenants
     """
 
     index: int
@@ -223,13 +267,16 @@ class Request:
 
     @property
     def publishes(self) -> bool:
-        """Whether what it computes can be found by others. Who only looks at logits behind shared spans leaves the
-        prompt as it was: the next look would find more of it computed."""
+        """Whether what it computes can be found by others. Who only looks at logits behind shared
+        spans leaves the prompt as it was: the next look would find more of it computed.
+        """
         return not self.stores_nothing and (self.repair is None or self.logits_start is None)
 
     @property
     def max_slots(self) -> int:
-        """Most slots the request can ever need: the KV of the last sampled token is never computed."""
+        """Most slots the request can ever need: the KV of the last sampled token is never
+        computed.
+        """
         return max(self.max_tokens - 1, len(self.prompt_ids))
 
 
@@ -240,7 +287,9 @@ def resolve_sampling(sampling: SamplingParams | None, options: Mapping[str, Any]
     if not isinstance(sampling, SamplingParams):
         raise RequestError(f"sampling={sampling!r} must be a SamplingParams")
     if options:
-        raise RequestError(f"sampling= and {sorted(options)[0]}= are both given; put all options into one of them")
+        raise RequestError(
+            f"sampling= and {sorted(options)[0]}= are both given; put all options into one of them"
+        )
     return sampling
 
 
@@ -253,20 +302,25 @@ def check_mode(mode: GenerationMode | str) -> GenerationMode:
         raise RequestError(f"mode={mode!r} is not one of {names}") from None
 
 
-def _real(params: SamplingParams, name: str, *, low: float, high: float, open_low: bool = False) -> None:
+def _real(
+    params: SamplingParams, name: str, *, low: float, high: float, open_low: bool = False
+) -> None:
     value = getattr(params, name)
     if value is None and name in _SAMPLING_KEYWORDS:
         return
     number = as_float(name, value)
     inside = (number > low if open_low else number >= low) and number <= high  # NaN is never inside
     if not inside:
-        raise RequestError(f"{name}={value!r} must be in {'(' if open_low else '['}{low:g}, {high:g}]")
+        raise RequestError(
+            f"{name}={value!r} must be in {'(' if open_low else '['}{low:g}, {high:g}]"
+        )
     object.__setattr__(params, name, number)
 
 
 def as_float(name: str, value: object) -> float:
-    """`value` as float; NumPy's scalars pass, booleans, strings and arrays raise RequestError. An integer too large
-    for a float counts as infinite, which is outside of every range."""
+    """`value` as float; NumPy's scalars pass, booleans, strings and arrays raise RequestError. An
+    integer too large for a float counts as infinite, which is outside of every range.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise RequestError(f"{name}={value!r} must be a number")
     try:
@@ -306,7 +360,10 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     stops = tuple(stop)
     for item in stops:
         if not isinstance(item, str) or not item:
-            raise RequestError(f"stop holds {item!r}; each stop string must be a string with at least one character")
+            raise RequestError(
+                f"stop holds {item!r}; each stop string must be a string with at least one "
+                "character"
+            )
     if len(stops) > _MAX_STOPS:
         raise RequestError(f"stop holds {len(stops)} strings; at most {_MAX_STOPS} are allowed")
     return stops
@@ -330,7 +387,8 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
         number = as_float(f"logit_bias[{token_id!r}]", value)
         if not abs(number) <= _MAX_LOGIT_BIAS:
             raise RequestError(
-                f"logit_bias[{token_id!r}]={value!r} must be in [{-_MAX_LOGIT_BIAS:g}, {_MAX_LOGIT_BIAS:g}]"
+                f"logit_bias[{token_id!r}]={value!r} must be in [{-_MAX_LOGIT_BIAS:g}, "
+                f"{_MAX_LOGIT_BIAS:g}]"
             )
         checked[as_int("a key of logit_bias", token_id)] = number
     return checked

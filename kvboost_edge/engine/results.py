@@ -1,4 +1,6 @@
-"""What a caller gets back. Times are milliseconds on one clock that starts where the call was entered."""
+"""What a caller gets back. Times are milliseconds on one clock that starts where the call was
+entered.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _MIN_CHUNK_TOKENS = 32  # a shorter tail of a warmed text is not worth a warning
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probability of one output token and of the most likely ones, (token id, logprob) best first."""
+    """Natural-log probability of one output token and of the most likely ones, (token id, logprob)
+    best first.
+    """
 
     token_id: int
     logprob: float
@@ -40,37 +44,52 @@ class Missed(NamedTuple):
 class GenerationResult:
     """The outcome of one request.
 
-    mode                 what ran: CHUNK_KV_REUSE only where something was shared at another position
-    approximate          whether something was: the output may differ from that of a full computation
+    mode                 what ran: CHUNK_KV_REUSE only where something was shared at another
+                         position
+    approximate          whether something was: the output may differ from that of a full
+                         computation
     reused_span_tokens   prompt tokens whose keys and values were shared at another position
     recomputed_tokens    prompt tokens that were found at another position and computed all the same
-    gate                 "passed": this model was tested before it was allowed to share at other positions; "off": it
+    gate                 "passed": this model was tested before it was allowed to share at other
+                         positions; "off": it
                          was not (reuse_gate="off"); "": nothing was shared so
     output_text          without the EOS or stop token and without the stop string that ended it
     output_token_ids     with the EOS or stop token that ended it
     generated_tokens     number of output tokens
     finish_reason        "stop", "length", "cancelled" or "timeout" (past its deadline)
-    cached_tokens        prompt tokens whose KV came from the cache; `hit_tokens` splits them by tier
-    matched_tokens       prompt tokens whose KV was in the cache: more than `cached_tokens` where a state was missing
+    cached_tokens        prompt tokens whose KV came from the cache; `hit_tokens` splits them by
+                         tier
+    matched_tokens       prompt tokens whose KV was in the cache: more than `cached_tokens` where a
+                         state was missing
     kv_reuse_ratio       (cached_tokens + reused_span_tokens) / prompt_tokens
-    miss_reason          why the next prompt token was computed: "" nothing was missed; "first_seen" no block of it was
-                         ever cached for this tenant and salt; "evicted" one was, and was dropped; "tail" it lies in a
-                         last block that is not full, and only full ones are kept; "state" its KV is cached and the
-                         state before it, of a model that has such, is not: the deepest is behind `cached_tokens`, KV
-                         up to `matched_tokens`; "bypassed" the mode or prompt_logprobs ask for computing; "not_started"
+    miss_reason          why the next prompt token was computed: "" nothing was missed; "first_seen"
+                         no block of it was
+                         ever cached for this tenant and salt; "evicted" one was, and was dropped;
+                         "tail" it lies in a
+                         last block that is not full, and only full ones are kept; "state" its KV is
+                         cached and the
+                         state before it, of a model that has such, is not: the deepest is behind
+                         `cached_tokens`, KV
+                         up to `matched_tokens`; "bypassed" the mode or prompt_logprobs ask for
+                         computing; "not_started"
                          the request ended while it waited
-    evicted_from         the pool and tiers that had its block and dropped it, the nearest first; () unless "evicted"
+    evicted_from         the pool and tiers that had its block and dropped it, the nearest first; ()
+                         unless "evicted"
     ttft_ms              entry of the call to the first token (the whole time if none came)
     total_ms             entry of the call to the end
     tokens_per_sec       generated tokens over the whole time
     token_times_ms       arrival of each output token, since entry
-    phases               tokenize, queue, lookup, load, probe, repair, prefill, decode in milliseconds; sum ==
-                         total_ms; each is an attribute too, such as `queue_ms`. probe: one layer over what is shared at
+    phases               tokenize, queue, lookup, load, probe, repair, prefill, decode in
+                         milliseconds; sum ==
+                         total_ms; each is an attribute too, such as `queue_ms`. probe: one layer
+                         over what is shared at
                          other positions, repair: computing up to the end of the last span
     seed                 the seed that reproduces a sampled output
     preemptions          how often the request lost its blocks and was recomputed
-    drafted_tokens       output tokens guessed ahead, see `EngineConfig.speculation`; accepted_tokens of them were right
-    prompt_logprobs      one entry per prompt token, the first None (nothing predicts it); None if not asked for
+    drafted_tokens       output tokens guessed ahead, see `EngineConfig.speculation`;
+                         accepted_tokens of them were right
+    prompt_logprobs      one entry per prompt token, the first None (nothing predicts it); None if
+                         not asked for
     """
 
     mode: GenerationMode
@@ -152,11 +171,14 @@ class GenerationResult:
 class WarmResult:
     """What `warm` stored. Truthy, and equal to an int, by `chunks_stored`.
 
-    Of a text that prompts begin with a chunk is a block. Of documents, and of a text for another position, it is what
-    they were cut into: chunk_size tokens, or the longest document where they were not cut.
+    Of a text that prompts begin with a chunk is a block. Of documents, and of a text for another
+    position, it is what they were cut into: chunk_size tokens, or the longest document where they
+    were not cut.
 
-    chunks_stored            full chunks of the text, or chunks of documents, that are in the cache now
-    partial_tail_tokens      tokens after the last full chunk, or in chunks that cannot be found: they are not cached
+    chunks_stored            full chunks of the text, or chunks of documents, that are in the cache
+                             now
+    partial_tail_tokens      tokens after the last full chunk, or in chunks that cannot be found:
+                             they are not cached
     chunk_boundary_aligned   those are fewer than 32
     alignment_warning        says what is lost when it is not aligned, else None
     """
@@ -185,14 +207,20 @@ class WarmResult:
 
     @classmethod
     def of_chunks(
-        cls, num_stored: int, stored_tokens: int, num_tokens: int, chunk_size: int, least_tokens: int
+        cls,
+        num_stored: int,
+        stored_tokens: int,
+        num_tokens: int,
+        chunk_size: int,
+        least_tokens: int,
     ) -> WarmResult:
-        """Of documents of `num_tokens`, of which `num_stored` chunks with `stored_tokens` can be found; shorter ones
-        than `least_tokens` never are."""
+        """Of documents of `num_tokens`, of which `num_stored` chunks with `stored_tokens` can be
+        found; shorter ones than `least_tokens` never are.
+        """
         lost = num_tokens - stored_tokens
         warning = (
-            f"{lost} tokens are in chunks that cannot be found: shorter than min_chunk_tokens={least_tokens}, or the "
-            "pool is too small to keep them"
+            f"{lost} tokens are in chunks that cannot be found: shorter than "
+            f"min_chunk_tokens={least_tokens}, or the pool is too small to keep them"
         )
         return cls(
             chunks_stored=num_stored,
@@ -217,13 +245,16 @@ class WarmResult:
 class PromptCheck:
     """One prompt, run without and with the cache.
 
-    reused_tokens            prompt tokens the second run took from the cache, with mode chunk_kv_reuse those that it
+    reused_tokens            prompt tokens the second run took from the cache, with mode
+                             chunk_kv_reuse those that it
                              shared at other positions; 0 fails the check
     max_logit_difference     largest absolute difference over the checked positions
     relative_logit_l2        L2 norm of the difference over the norm of the cold logits
-    kl_divergence            largest KL(cold || warm) over the checked positions, of the distributions sampled from
+    kl_divergence            largest KL(cold || warm) over the checked positions, of the
+                             distributions sampled from
     mean_kl                  the mean of it, of the model's own distributions
-    agreement                share of the checked positions at which both find the same token the most likely
+    agreement                share of the checked positions at which both find the same token the
+                             most likely
     text_equal               both runs gave the same tokens
     problem                  why it failed, else None
     """
@@ -248,12 +279,15 @@ class PromptCheck:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectnessReport:
-    """All checks of `verify_correctness`; truthy only if there is at least one and every one passed.
+    """All checks of `verify_correctness`; truthy only if there is at least one and every one
+    passed.
 
     mode              what was compared with a full computation
-    logit_tolerance   relative L2 distance of the logits that rounding alone explains; 0: equal to the bit. With mode
+    logit_tolerance   relative L2 distance of the logits that rounding alone explains; 0: equal to
+                      the bit. With mode
                       chunk_kv_reuse nothing is asked of single checks but that something was reused
-    kl_limit          with that mode: what the mean over all checks of `mean_kl` may be at most, as much as another
+    kl_limit          with that mode: what the mean over all checks of `mean_kl` may be at most, as
+                      much as another
                       order of documents changes; else None
     """
 
@@ -280,10 +314,10 @@ class CorrectnessReport:
         for check in self.checks:
             verdict = "ok" if check.passed else f"FAILED: {check.problem}"
             lines.append(
-                f"{check.reused_tokens}/{check.prompt_tokens} tokens reused, "
-                f"logits differ by {check.max_logit_difference:.3g} (relative {check.relative_logit_l2:.3g}), "
-                f"KL {check.kl_divergence:.3g} (mean {check.mean_kl:.3g}), {check.agreement:.0%} agree, "
-                f"text {'equal' if check.text_equal else 'different'}: {verdict}"
+                f"{check.reused_tokens}/{check.prompt_tokens} tokens reused, logits differ by "
+                f"{check.max_logit_difference:.3g} (relative {check.relative_logit_l2:.3g}), KL "
+                f"{check.kl_divergence:.3g} (mean {check.mean_kl:.3g}), {check.agreement:.0%} "
+                f"agree, text {'equal' if check.text_equal else 'different'}: {verdict}"
             )
         if self.kl_limit is not None:
             within = "ok" if self.mean_kl <= self.kl_limit else "FAILED"

@@ -1,11 +1,11 @@
-"""What outlives the rest of the cache: pinned prompts; and, without a promise, prompts to be retained and what calls
-under one `prompt_cache_key` had in common.
+"""What outlives the rest of the cache: pinned prompts; and, without a promise, prompts to be
+retained and what calls under one `prompt_cache_key` had in common.
 
-A key says that prompts come again; it is believed as far as they did. What a call has in common with the call before it
-under the same key, counted in whole blocks from the beginning, is retained for an hour: from the second call on, so
-that the third finds it. A first call, a key that is never sent again, and what one call alone had, a text that was read
-once, are kept as anything else is. So who sends a new key, or one and the same key, with texts that never come again
-gains nothing by it.
+A key says that prompts come again; it is believed as far as they did. What a call has in common
+with the call before it under the same key, counted in whole blocks from the beginning, is retained
+for an hour: from the second call on, so that the third finds it. A first call, a key that is never
+sent again, and what one call alone had, a text that was read once, are kept as anything else is. So
+who sends a new key, or one and the same key, with texts that never come again gains nothing by it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ MOST_KEYS = 4096
 """Keys that are remembered, of all tenants: a few MiB at most."""
 
 _MARKS = 32
-_MARK_BYTES = 8  # of a prefix hash; a collision retains a block that nobody wants, and serves nothing
+_MARK_BYTES = (
+    8  # of a prefix hash; a collision retains a block that nobody wants, and serves nothing
+)
 
 
 class _Chain(NamedTuple):
-    """The prefix hashes of a chain of `num_blocks` blocks, cut short: of every `stride`-th block, and of the last."""
+    """The prefix hashes of a chain of `num_blocks` blocks, cut short: of every `stride`-th block,
+    and of the last.
+    """
 
     num_blocks: int
     stride: int
@@ -52,8 +56,9 @@ class _Chain(NamedTuple):
         return cls(len(hashes), stride, marks, hashes[-1][:_MARK_BYTES] if hashes else b"")
 
     def common(self, hashes: Sequence[bytes]) -> int:
-        """Blocks that it has in common with another chain, from the beginning; up to `stride` - 1 fewer where the two
-        part between two marks."""
+        """Blocks that it has in common with another chain, from the beginning; up to `stride` - 1
+        fewer where the two part between two marks.
+        """
         if 0 < self.num_blocks <= len(hashes) and hashes[self.num_blocks - 1].startswith(self.last):
             return self.num_blocks
         for number in range(min(self.num_blocks, len(hashes)) // self.stride, 0, -1):
@@ -67,7 +72,9 @@ _NOTHING = _Chain.of(())
 
 
 class _Calls(NamedTuple):
-    """The last call under a key, by when it began, what it left in the cache, and what the call before it left."""
+    """The last call under a key, by when it began, what it left in the cache, and what the call
+    before it left.
+    """
 
     began: float
     last: _Chain
@@ -75,11 +82,13 @@ class _Calls(NamedTuple):
 
 
 class CacheKeys:
-    """The last two calls of each key, by the key's digest: neither its text nor a prompt's token is kept.
+    """The last two calls of each key, by the key's digest: neither its text nor a prompt's token is
+    kept.
 
-    Several sequences of one call (choices, prompts of a list) are one call. Beyond `capacity` keys the least recently
-    used one is forgotten, where more than half were sent once only one of those. Tenants share the room as they share
-    blocks (`CachedOrder`): no tenant's new keys flush another's below its floor.
+    Several sequences of one call (choices, prompts of a list) are one call. Beyond `capacity` keys
+    the least recently used one is forgotten, where more than half were sent once only one of those.
+    Tenants share the room as they share blocks (`CachedOrder`): no tenant's new keys flush
+    another's below its floor.
     """
 
     def __init__(self, capacity: int = MOST_KEYS) -> None:
@@ -92,8 +101,9 @@ class CacheKeys:
         return len(self._calls)
 
     def note(self, key: bytes, tenant: bytes, began: float, hashes: Sequence[bytes]) -> int:
-        """A sequence of a call ended and left a chain of these hashes in the cache; how many of its blocks, from the
-        first on, the call before had too."""
+        """A sequence of a call ended and left a chain of these hashes in the cache; how many of its
+        blocks, from the first on, the call before had too.
+        """
         known = self._calls.get(key)
         if known is None:
             if len(self._calls) == self._capacity:
@@ -119,16 +129,19 @@ class Retention:
         self._manager = manager
 
     def ended(self, sequence: RunningSequence, now: float) -> list[int]:
-        """A sequence is done, by the clock of the pins, and still holds its blocks; those that are retained now.
+        """A sequence is done, by the clock of the pins, and still holds its blocks; those that are
+        retained now.
 
-        Of its prompt all full blocks for as long as it asked for; of prompt and answer what its key's last call had,
-        for an hour.
+        Of its prompt all full blocks for as long as it asked for; of prompt and answer what its
+        key's last call had, for an hour.
         """
         request = sequence.request
         manager = self._manager
         if request.cache_key is None and request.retention is None:
             return []
-        block_ids = manager.pins.published(sequence.token_ids[: sequence.num_computed_tokens], request.root)
+        block_ids = manager.pins.published(
+            sequence.token_ids[: sequence.num_computed_tokens], request.root
+        )
         kept = common = 0
         if request.cache_key is not None:
             hashes = manager.content.hashes(block_ids)
@@ -141,19 +154,33 @@ class Retention:
 
 
 def pin_prompt(pins: Pins, sequence: RunningSequence, now: float) -> CapacityError | None:
-    """Let what a sequence that still holds its blocks wants pinned of its prompt stay; the error if other pins leave no
-    room for all of it. What it wants where there is room is tried, and never an error."""
+    """Let what a sequence that still holds its blocks wants pinned of its prompt stay; the error if
+    other pins leave no room for all of it. What it wants where there is room is tried, and never an
+    error.
+    """
     request = sequence.request
     for num_tokens, seconds in request.pins:
         with contextlib.suppress(CapacityError, RequestError):
             ids = request.prompt_ids[:num_tokens]
-            pins.add(ids, request.root, owner=request.tenant, until=now + seconds, share=request.pin_share)
+            pins.add(
+                ids,
+                request.root,
+                owner=request.tenant,
+                until=now + seconds,
+                share=request.pin_share,
+            )
             sequence.handle.pinned_tokens = max(sequence.handle.pinned_tokens, num_tokens)
     if not request.pin:
         return None
     until = None if request.ttl is None else now + request.ttl
     try:
-        pins.add(request.prompt_ids, request.root, owner=request.tenant, until=until, share=request.pin_share)
+        pins.add(
+            request.prompt_ids,
+            request.root,
+            owner=request.tenant,
+            until=until,
+            share=request.pin_share,
+        )
     except CapacityError as error:
         return error
     return None

@@ -1,8 +1,8 @@
 """From logits to the next token: a closure with only the enabled steps. NumPy only.
 
-The steps run in this order: penalties, logit bias, tokens that are never drawn, temperature, top_k, top_p, min_p, draw.
-Ties are broken by token id. The random number of a token is Philox keyed by (seed, position), so that it depends
-neither on the batch nor on preemption.
+The steps run in this order: penalties, logit bias, tokens that are never drawn, temperature, top_k,
+top_p, min_p, draw. Ties are broken by token id. The random number of a token is Philox keyed by
+(seed, position), so that it depends neither on the batch nor on preemption.
 """
 
 from __future__ import annotations
@@ -24,36 +24,58 @@ Floats = npt.NDArray[np.float32]
 class Sampler(Protocol):
     """Chooses the next token from logits float32 [vocab_size], which it only reads."""
 
-    def __call__(self, logits: Floats, token_ids: Sequence[int], num_prompt: int, largest: int | None = None, /) -> int:
-        """token_ids: all so far, num_prompt of them the prompt's; largest: where the largest logit is, if known."""
+    def __call__(
+        self,
+        logits: Floats,
+        token_ids: Sequence[int],
+        num_prompt: int,
+        largest: int | None = None,
+        /,
+    ) -> int:
+        """token_ids: all so far, num_prompt of them the prompt's; largest: where the largest logit
+        is, if known.
+        """
         ...
 
 
-# Sorting 150,000 logits costs about 10 ms; the nucleus nearly always lies within this many of the largest.
+# Sorting 150,000 logits costs about 10 ms; the nucleus nearly always lies within this many of the
+# largest.
 _TOP_P_CANDIDATES = 1024
 
 
 def uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) that belongs to the token at `position` under `seed`."""
-    return float(np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64))).random())
+    return float(
+        np.random.Generator(
+            np.random.Philox(key=np.array([seed, position], dtype=np.uint64))
+        ).random()
+    )
 
 
 def make_sampler(params: SamplingParams, seed: int, suppressed: Sequence[int] = ()) -> Sampler:
-    """A sampler for one request. It keeps no state between calls: everything follows from its arguments.
+    """A sampler for one request. It keeps no state between calls: everything follows from its
+    arguments.
 
-    suppressed: tokens that are not drawn, whatever bias they have; what log probabilities tell is the model's own."""
+    suppressed: tokens that are not drawn, whatever bias they have; what log probabilities tell is
+    the model's own.
+    """
     adjust = _make_adjust(params, suppressed)
 
-    def most_likely(logits: Floats, token_ids: Sequence[int], num_prompt: int, largest: int | None = None) -> int:
+    def most_likely(
+        logits: Floats, token_ids: Sequence[int], num_prompt: int, largest: int | None = None
+    ) -> int:
         adjusted = adjust(logits, token_ids, num_prompt)
         return int(adjusted.argmax()) if largest is None or adjusted is not logits else largest
 
-    def sample(logits: Floats, token_ids: Sequence[int], num_prompt: int, largest: int | None = None) -> int:
+    def sample(
+        logits: Floats, token_ids: Sequence[int], num_prompt: int, largest: int | None = None
+    ) -> int:
         ids, probs = _filtered(adjust(logits, token_ids, num_prompt), params)
         cumulative = np.cumsum(probs)
         draw = uniform(seed, len(token_ids)) * cumulative[-1]
         index = int(np.searchsorted(cumulative, draw, side="right"))
-        # Rounding can put the draw on the very end; the last token that has any probability takes it.
+        # Rounding can put the draw on the very end; the last token that has any probability takes
+        # it.
         index = min(index, int(np.flatnonzero(probs)[-1]))
         return index if ids is None else int(ids[index])
 
@@ -63,7 +85,9 @@ def make_sampler(params: SamplingParams, seed: int, suppressed: Sequence[int] = 
 def sampling_distribution(
     logits: Floats, token_ids: Sequence[int], num_prompt: int, params: SamplingParams
 ) -> npt.NDArray[np.float64]:
-    """The distribution float64 [vocab_size] that the next token is drawn from (greedy: the model's own softmax)."""
+    """The distribution float64 [vocab_size] that the next token is drawn from (greedy: the model's
+    own softmax).
+    """
     adjusted = _make_adjust(params)(logits, token_ids, num_prompt)
     if not params.samples:
         return _softmax(adjusted.astype(np.float64))
@@ -75,26 +99,35 @@ def sampling_distribution(
 
 
 def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log probabilities under the model's own logits: of `token_id` and of the `num_top` most likely tokens."""
+    """Log probabilities under the model's own logits: of `token_id` and of the `num_top` most
+    likely tokens.
+    """
     wide = logits.astype(np.float64)
     peak = wide.max()
     log_norm = peak + np.log(np.exp(wide - peak).sum())
-    top = tuple((int(i), float(wide[i] - log_norm)) for i in _largest(logits, num_top)) if num_top else ()
+    top = (
+        tuple((int(i), float(wide[i] - log_norm)) for i in _largest(logits, num_top))
+        if num_top
+        else ()
+    )
     return TokenLogprobs(token_id, float(wide[token_id] - log_norm), top)
 
 
 def _make_adjust(
     params: SamplingParams, suppressed: Sequence[int] = ()
 ) -> Callable[[Floats, Sequence[int], int], Floats]:
-    """Penalties, bias, and what is never drawn. The result is the given array itself when nothing is enabled, else a
-    copy."""
+    """Penalties, bias, and what is never drawn. The result is the given array itself when nothing
+    is enabled, else a copy.
+    """
     steps: list[Callable[[Floats, Sequence[int], int], None]] = []
     if params.repetition_penalty != 1.0:
         penalty = np.float32(params.repetition_penalty)
 
         def repetition(logits: Floats, token_ids: Sequence[int], num_prompt: int) -> None:
             seen = np.unique(np.asarray(token_ids, np.int64))
-            logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+            logits[seen] = np.where(
+                logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty
+            )
 
         steps.append(repetition)
     if params.presence_penalty or params.frequency_penalty:
@@ -102,7 +135,9 @@ def _make_adjust(
         frequency = np.float32(params.frequency_penalty)
 
         def occurrence(logits: Floats, token_ids: Sequence[int], num_prompt: int) -> None:
-            seen, counts = np.unique(np.asarray(token_ids[num_prompt:], np.int64), return_counts=True)
+            seen, counts = np.unique(
+                np.asarray(token_ids[num_prompt:], np.int64), return_counts=True
+            )
             logits[seen] -= presence + frequency * counts.astype(np.float32)
 
         steps.append(occurrence)
@@ -133,8 +168,12 @@ def _make_adjust(
     return adjust
 
 
-def _filtered(logits: Floats, params: SamplingParams) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float64]]:
-    """Token ids (None: all, in order) and their probabilities (they need not sum to one), after all filters."""
+def _filtered(
+    logits: Floats, params: SamplingParams
+) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float64]]:
+    """Token ids (None: all, in order) and their probabilities (they need not sum to one), after all
+    filters.
+    """
     temperature = 1.0 if params.temperature is None else params.temperature
     scaled = logits.astype(np.float64)
     # Below the peak a tiny temperature may overflow to -inf, whose probability is the right one: 0.
@@ -154,7 +193,9 @@ def _filtered(logits: Floats, params: SamplingParams) -> tuple[npt.NDArray[np.in
 def _nucleus(
     logits: Floats, ids: npt.NDArray[np.int64] | None, probs: npt.NDArray[np.float64], top_p: float
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The smallest set of most likely tokens whose share reaches `top_p`; `ids`, if given, is sorted best first."""
+    """The smallest set of most likely tokens whose share reaches `top_p`; `ids`, if given, is
+    sorted best first.
+    """
     total = probs.sum()
     if ids is None:
         ids = _largest(logits, _TOP_P_CANDIDATES)

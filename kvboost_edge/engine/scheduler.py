@@ -1,12 +1,13 @@
 """Who computes what in the next step. Integers only: no tensor, no text, no clock.
 
-There is no prefill and no decode phase: each sequence has one counter that catches up with its tokens. A step has a
-token budget. Sequences that lack one token come first. Of the rest those that lack fewest get most, so that short
-prompts are done one after another and not all at the end; a quarter goes to the first come, so that a long one gets on
-whatever comes. First come, first served decides who is let in; the latest arrival loses its blocks when memory runs
-out. In each of these a request with a lower priority number goes before all with a higher one, and among equals the
-tenants share: budget, places and, where those are short, the loss of them; see `Fairness`. The rest above then holds in
-each tenant.
+There is no prefill and no decode phase: each sequence has one counter that catches up with its
+tokens. A step has a token budget. Sequences that lack one token come first. Of the rest those that
+lack fewest get most, so that short prompts are done one after another and not all at the end; a
+quarter goes to the first come, so that a long one gets on whatever comes. First come, first served
+decides who is let in; the latest arrival loses its blocks when memory runs out. In each of these a
+request with a lower priority number goes before all with a higher one, and among equals the tenants
+share: budget, places and, where those are short, the loss of them; see `Fairness`. The rest above
+then holds in each tenant.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ _BY_PRIORITY = attrgetter("priority")
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
-    """One step: what to compute, which blocks to copy before, whose blocks those copies made (they depend on the pass
-    even when none of their tokens are in it), whose spans to probe before that, and who failed while it was planned."""
+    """One step: what to compute, which blocks to copy before, whose blocks those copies made (they
+    depend on the pass even when none of their tokens are in it), whose spans to probe before that,
+    and who failed while it was planned.
+    """
 
     work: list[ScheduledTokens[Sequence]] = dataclasses.field(default_factory=list)
     copies: list[CopyOp] = dataclasses.field(default_factory=list)
@@ -54,7 +57,9 @@ class StepPlan:
 
 
 class Scheduler:
-    """Waiting and running sequences over one `KVCacheManager`. Not thread-safe: the engine thread drives it."""
+    """Waiting and running sequences over one `KVCacheManager`. Not thread-safe: the engine thread
+    drives it.
+    """
 
     def __init__(
         self,
@@ -72,7 +77,9 @@ class Scheduler:
         self.speculation = Speculation(closes_blocks=closes_blocks)
         self.loads = Loads(manager, NoShelf()) if loads is None else loads
         self.sharing = SpanSharing(manager, min_chunk_tokens, remembers=self.loads.has_shelf)
-        self.waiting: list[Sequence] = []  # by rank: priority, then arrival; preempted ones keep their place
+        self.waiting: list[
+            Sequence
+        ] = []  # by rank: priority, then arrival; preempted ones keep their place
         self.running: list[Sequence] = []  # by rank
         self.num_preemptions = 0
         self.num_generated_tokens = 0
@@ -92,8 +99,9 @@ class Scheduler:
         return not self.running and self.loads.num_arriving > 0
 
     def check_fits(self, request: Request) -> None:
-        """Refuse a request that could not run even alone, or whose prompt cannot be pinned (CapacityError with the
-        arithmetic)."""
+        """Refuse a request that could not run even alone, or whose prompt cannot be pinned
+        (CapacityError with the arithmetic).
+        """
         manager = self.manager
         usable = self.manager.usable_block_count
         if request.pin:
@@ -101,8 +109,11 @@ class Scheduler:
         needed = manager.blocks_for(request.max_slots)
         if needed <= usable:
             return
-        # Pinned blocks serve the prompts that begin with them; one more, as the last of them may have to be copied.
-        shared = manager.pins.num_of(request.prompt_ids, request.root) if request.shares_prompt else 0
+        # Pinned blocks serve the prompts that begin with them; one more, as the last of them may
+        # have to be copied.
+        shared = (
+            manager.pins.num_of(request.prompt_ids, request.root) if request.shares_prompt else 0
+        )
         if not shared or needed - shared + 1 > usable:
             raise self._too_large(request)
 
@@ -117,9 +128,10 @@ class Scheduler:
         elif held and needed <= num_blocks:  # how many others pinned is not this tenant's to know
             room = "which is more than pinned prompts leave (max_pinned_blocks)"
         return CapacityError(
-            f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up to "
-            f"{request.max_tokens - request.num_prompt_tokens} new ones, {block_size} to a block), {room}; lower "
-            f"max_new_tokens{', unpin' if held else ''} or enlarge max_cache_bytes or num_blocks"
+            f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up "
+            f"to {request.max_tokens - request.num_prompt_tokens} new ones, {block_size} to a "
+            f"block), {room}; lower max_new_tokens{', unpin' if held else ''} or enlarge "
+            "max_cache_bytes or num_blocks"
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -138,7 +150,9 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; an empty plan means there is nothing to do. Blocks are reserved when it returns."""
+        """Plan the next step; an empty plan means there is nothing to do. Blocks are reserved when
+        it returns.
+        """
         plan = StepPlan()
         self._fairness.update(itertools.chain(self.waiting, self.running))
         if self.waiting:
@@ -158,14 +172,18 @@ class Scheduler:
     # Letting sequences in.
 
     def _admit(self, plan: StepPlan) -> None:
-        """Let waiting sequences in by turn until one does not fit: nobody who comes later may take its blocks."""
+        """Let waiting sequences in by turn until one does not fit: nobody who comes later may take
+        its blocks.
+        """
         manager = self.manager
         for sequence in self._by_turn():
             if not self._has_place(sequence):
                 return
             try:
                 if (self.running or self.loads) and self._awaits(sequence):
-                    continue  # the same prefix is being computed or loaded right now; those behind may go ahead
+                    # The same prefix is being computed or loaded right now; those behind may go
+                    # ahead.
+                    continue
                 if self._is_loading(sequence):
                     continue
                 admitted = self._try_admit(sequence, plan)
@@ -189,8 +207,9 @@ class Scheduler:
             yield from self._fairness.in_turn(group, self.running)
 
     def _has_place(self, sequence: Sequence) -> bool:
-        """Whether it is worth trying to let a sequence in. Where another tenant has more than its share, one of its
-        sequences makes room."""
+        """Whether it is worth trying to let a sequence in. Where another tenant has more than its
+        share, one of its sequences makes room.
+        """
         others = len(self.loads) - (
             self.loads.of(sequence) is not None
         )  # whose prefixes are coming: they have a place too
@@ -210,16 +229,21 @@ class Scheduler:
         return True
 
     def _awaits(self, sequence: Sequence) -> bool:
-        """Whether another sequence is computing blocks that this one can share. Its tokens are looked up again only
-        when what it waited for has come, or will not come any more."""
+        """Whether another sequence is computing blocks that this one can share. Its tokens are
+        looked up again only when what it waited for has come, or will not come any more.
+        """
         if sequence.uses_cache and not self.manager.is_in_flight(sequence.awaited_hash):
             request = sequence.request
-            awaited = self.manager.awaited_hash(sequence.cacheable_ids, request.root, request.prefix_hashes)
+            awaited = self.manager.awaited_hash(
+                sequence.cacheable_ids, request.root, request.prefix_hashes
+            )
             sequence.awaited_hash = awaited
         return sequence.awaited_hash is not None
 
     def _is_loading(self, sequence: Sequence) -> bool:
-        """Whether a part of its prefix is on its way from a tier; asked for now if it was not before."""
+        """Whether a part of its prefix is on its way from a tier; asked for now if it was not
+        before.
+        """
         load = self.loads.of(sequence)
         if load is None and sequence.uses_cache and not sequence.has_loaded:
             load = self.loads.begin(sequence, self._spare_blocks_of(sequence))
@@ -234,20 +258,25 @@ class Scheduler:
             self.loads.finish(load)
 
     def _spare_blocks_of(self, sequence: Sequence) -> int:
-        """Free blocks beyond one for each running sequence, which it takes sooner or later: without that rest, letting
-        a sequence in would soon preempt it again. Nor, unless it is alone, may it flush other tenants' last blocks."""
+        """Free blocks beyond one for each running sequence, which it takes sooner or later: without
+        that rest, letting a sequence in would soon preempt it again. Nor, unless it is alone, may
+        it flush other tenants' last blocks.
+        """
         if not self.running:
             return self.manager.free_block_count
         kept = self.manager.protected_block_count(sequence.tenant)
         return self.manager.free_block_count - len(self.running) - kept
 
     def _try_admit(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Open a table and reserve blocks for all tokens there are; False and no change if they are not free. What was
-        loaded for it is in the cache by now, and nobody comes between."""
+        """Open a table and reserve blocks for all tokens there are; False and no change if they are
+        not free. What was loaded for it is in the cache by now, and nobody comes between.
+        """
         sequence.look_up()
         self._end_load(sequence)
         for use_cache, use_spans in self._ways(sequence):
-            first = sequence.admitted_at is None  # its own blocks, found again after preemption, are no hits
+            first = (
+                sequence.admitted_at is None
+            )  # its own blocks, found again after preemption, are no hits
             table = self.manager.open_table(
                 sequence.cacheable_ids,
                 sequence.request.root,
@@ -272,12 +301,14 @@ class Scheduler:
             self.manager.free(table)
             if self.running or self.loads:
                 return False
-            # Alone and still too large: spans begin and end inside blocks, and copying a shared block takes one more
-            # than computing it anew.
+            # Alone and still too large: spans begin and end inside blocks, and copying a shared
+            # block takes one more than computing it anew.
         self.check_fits(sequence.request)
         if len(self.manager.pins):  # they grew since it was queued
             raise self._too_large(sequence.request)
-        raise CacheCorruption(f"request {sequence.index} fits the empty pool by its size and yet finds no blocks")
+        raise CacheCorruption(
+            f"request {sequence.index} fits the empty pool by its size and yet finds no blocks"
+        )
 
     def _ways(self, sequence: Sequence) -> Iterator[tuple[bool, bool]]:
         """How a sequence may use the cache, (prefix, spans), the best way first."""
@@ -288,7 +319,9 @@ class Scheduler:
         yield False, False
 
     def _has_room(self, sequence: Sequence, table: BlockTable, *, use_spans: bool) -> bool:
-        """Whether blocks for all its tokens are free, and a slot for its state; with spans they are taken then."""
+        """Whether blocks for all its tokens are free, and a slot for its state; with spans they are
+        taken then.
+        """
         if self.manager.states is not None and not self.manager.states.has_room(table):
             return False
         spare = self._spare_blocks_of(sequence)
@@ -299,7 +332,9 @@ class Scheduler:
     # Memory.
 
     def _reserve(self, wanted: dict[int, int], plan: StepPlan) -> None:
-        """Make slots for everything wanted, first in rank first; the last in rank is preempted when they lack."""
+        """Make slots for everything wanted, first in rank first; the last in rank is preempted when
+        they lack.
+        """
         for sequence in list(self.running):
             if wanted.get(sequence.index, 0) and sequence.status is SequenceStatus.RUNNING:
                 try:
@@ -325,12 +360,19 @@ class Scheduler:
             if self.loads.make_room():
                 continue
             shared = self._fairness.is_shared and not alone
-            self._preempt(self._fairness.who_is_preempted(self.running) if shared else self.running[-1])
+            self._preempt(
+                self._fairness.who_is_preempted(self.running) if shared else self.running[-1]
+            )
 
     def _draft(self, wanted: dict[int, int], plan: StepPlan) -> None:
-        """Let sequences with one token to compute try what may follow it, as far as budget and free blocks go: nobody
-        is preempted for a guess."""
-        drafting = [s for s in self.running if s.drafter is not None and wanted.get(s.index) == s.num_pending == 1]
+        """Let sequences with one token to compute try what may follow it, as far as budget and free
+        blocks go: nobody is preempted for a guess.
+        """
+        drafting = [
+            s
+            for s in self.running
+            if s.drafter is not None and wanted.get(s.index) == s.num_pending == 1
+        ]
         if not drafting:
             return
         num_rows = sum(wanted.values())
@@ -350,20 +392,26 @@ class Scheduler:
                 self._extend(sequence, table, stop, plan)
 
     def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
-        """What a sequence's draft came to; blocks that were taken for the rest of it are given back."""
+        """What a sequence's draft came to; blocks that were taken for the rest of it are given
+        back.
+        """
         sequence = work.sequence
         self.speculation.settle(sequence, work.num_drafted, num_accepted)
         if work.num_drafted > num_accepted:
             self.manager.shrink(sequence.blocks, sequence.num_tokens)
 
-    def _extend(self, sequence: Sequence, table: BlockTable, num_tokens: int, plan: StepPlan) -> None:
+    def _extend(
+        self, sequence: Sequence, table: BlockTable, num_tokens: int, plan: StepPlan
+    ) -> None:
         copies = self.manager.extend(table, num_tokens)
         if copies:
             plan.copies.extend(copies)
             plan.copied_for.append(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give the blocks back and queue again; the tokens sampled so far stay and are computed anew."""
+        """Give the blocks back and queue again; the tokens sampled so far stay and are computed
+        anew.
+        """
         self.running.remove(sequence)
         self._release(sequence)
         sequence.status = SequenceStatus.WAITING

@@ -1,5 +1,6 @@
-"""Which runner, weight format and backend a model gets on this machine, why, and what memory it will take: one place
-for the engine, `inspect`, `doctor` and the server."""
+"""Which runner, weight format and backend a model gets on this machine, why, and what memory it
+will take: one place for the engine, `inspect`, `doctor` and the server.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,14 @@ from kvboost_edge.runners.onnx.plan import onnx_kv_spec
 from kvboost_edge.runners.torch.plan import compute_dtype
 
 __all__ = [
-    "Selection", "available_on", "loaded_bytes", "planned_info", "planned_kv_spec", "select_path", "usable_context",
-]  # fmt: skip
+    "Selection",
+    "available_on",
+    "loaded_bytes",
+    "planned_info",
+    "planned_kv_spec",
+    "select_path",
+    "usable_context",
+]
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -39,9 +46,11 @@ class Selection(NamedTuple):
 
 
 def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
-    """Decide; nothing is loaded, and torch is asked for its devices only where the torch runner is taken.
+    """Decide; nothing is loaded, and torch is asked for its devices only where the torch runner is
+    taken.
 
-    Raises ConfigError, ModelFormatError or BackendUnavailable where what was asked for cannot be had.
+    Raises ConfigError, ModelFormatError or BackendUnavailable where what was asked for cannot be
+    had.
     """
     model = ModelTraits(
         checkpoint.config,
@@ -64,7 +73,9 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
 
     weights, why = plan.choose_weights(config, model, plan_pool, available)
     if weights:
-        runner = dataclasses.replace(runner, weights=weights, reason=f"{runner.reason}; weights: {why}")
+        runner = dataclasses.replace(
+            runner, weights=weights, reason=f"{runner.reason}; weights: {why}"
+        )
     return Selection(backend, runner)
 
 
@@ -91,8 +102,12 @@ def planned_info(
     )
 
 
-def planned_kv_spec(checkpoint: Checkpoint, config: EngineConfig, runner: str, weights: str, device: str) -> KVSpec:
-    """How keys and values would be stored by the runner of that name, beside weights of that format."""
+def planned_kv_spec(
+    checkpoint: Checkpoint, config: EngineConfig, runner: str, weights: str, device: str
+) -> KVSpec:
+    """How keys and values would be stored by the runner of that name, beside weights of that
+    format.
+    """
     fields = checkpoint.config
     if runner == "onnx":
         return onnx_kv_spec(checkpoint.past_layout(), config.block_size)
@@ -126,8 +141,9 @@ def loaded_bytes(
 
 
 def available_on(device: str) -> int:
-    """Memory that can be had now where weights and pool will live; Apple GPUs share the machine's, up to a limit of
-    their own."""
+    """Memory that can be had now where weights and pool will live; Apple GPUs share the machine's,
+    up to a limit of their own.
+    """
     if device.startswith("cuda"):
         import torch
 

@@ -38,7 +38,9 @@ _MAX_LOGPROB_ROWS = 64  # of a large vocabulary they are tens of megabytes
 
 
 class SequenceStatus(enum.Enum):
-    """WAITING holds no block (new or preempted), RUNNING holds a block table, FINISHED holds none."""
+    """WAITING holds no block (new or preempted), RUNNING holds a block table, FINISHED holds
+    none.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -46,20 +48,24 @@ class SequenceStatus(enum.Enum):
 
 
 class Sequence:
-    """One counter drives everything: `num_computed_tokens` (KV in the pool) catches up with `num_tokens`.
+    """One counter drives everything: `num_computed_tokens` (KV in the pool) catches up with
+    `num_tokens`.
 
-    Example: a prompt of 40 tokens with 32 cached starts at num_computed_tokens 32; the step that computes tokens
-    32..39 samples token 40, num_tokens becomes 41, and the next step computes that one. Preemption sets the counter
-    back to what the cache still holds when the sequence is let in again; sampled tokens stay.
+    Example: a prompt of 40 tokens with 32 cached starts at num_computed_tokens 32; the step that
+    computes tokens 32..39 samples token 40, num_tokens becomes 41, and the next step computes that
+    one. Preemption sets the counter back to what the cache still holds when the sequence is let in
+    again; sampled tokens stay.
 
     index, tenant, priority, rank    the request's
     table           the blocks, None unless RUNNING
     num_charged_tokens    up to where its tokens count as served to its tenant (fairness)
-    last_turn       when it was last chosen to compute its one pending token, counted over all sequences (fairness)
+    last_turn       when it was last chosen to compute its one pending token, counted over all
+                    sequences (fairness)
     blocked_at      the cache's `progress` at the last failed try to let it in; None: not tried
     awaited_hash    the block it waits for, which another sequence computes
     has_loaded      tiers were asked since it last lost its blocks
-    lost_runs       what they are still to be asked for of its runs, last first; None: not looked for yet
+    lost_runs       what they are still to be asked for of its runs, last first; None: not looked
+                    for yet
     found           [start, stop) of the runs found at other positions, when it was let in
     num_span_tokens, num_found_tokens   prompt tokens shared there, and in all those runs
     drafter         proposes drafts; None: it has none
@@ -67,7 +73,8 @@ class Sequence:
     drafted         what the next step computes behind its last token
     probe           looks at its spans first: until it is done nothing else is computed
 
-    Where its table shares spans at other positions the counter passes over each of them when it gets there.
+    Where its table shares spans at other positions the counter passes over each of them when it
+    gets there.
     """
 
     def __init__(
@@ -91,7 +98,9 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.token_ids = list(request.prompt_ids)
         self.table: BlockTable | None = None
-        self.num_computed_tokens = self.num_cached_tokens = self.num_charged_tokens = self.num_matched_tokens = 0
+        self.num_computed_tokens = self.num_cached_tokens = self.num_charged_tokens = (
+            self.num_matched_tokens
+        ) = 0
         self.preemptions = 0
         self.last_turn = -1
         self.blocked_at: int | None = None
@@ -133,13 +142,19 @@ class Sequence:
 
     @property
     def most_at_once(self) -> int:
-        """Most tokens one step may compute: all pending ones, fewer where each needs logits of its own."""
-        wants_logprobs = self.request.params.prompt_logprobs is not None and self.logits_from is not None
+        """Most tokens one step may compute: all pending ones, fewer where each needs logits of its
+        own.
+        """
+        wants_logprobs = (
+            self.request.params.prompt_logprobs is not None and self.logits_from is not None
+        )
         return min(self.num_pending, _MAX_LOGPROB_ROWS) if wants_logprobs else self.num_pending
 
     @property
     def logits_from(self) -> int | None:
-        """The first token whose logits are still wanted; None: only those that the next token is sampled from."""
+        """The first token whose logits are still wanted; None: only those that the next token is
+        sampled from.
+        """
         if self.request.logits_start is not None:
             return self.request.logits_start
         if self.request.params.prompt_logprobs is not None:
@@ -160,7 +175,9 @@ class Sequence:
         return self.table
 
     def next_work(self, limit: int) -> list[ScheduledTokens[Sequence]]:
-        """The next tokens to compute, `limit` at most (at least 1); an item for each stretch between spans."""
+        """The next tokens to compute, `limit` at most (at least 1); an item for each stretch
+        between spans.
+        """
         start = self.num_computed_tokens
         left = min(limit, self.most_at_once)
         found = []
@@ -184,12 +201,16 @@ class Sequence:
             return self.num_computed_tokens + count
         return self.next_work(count)[-1].stop
 
-    def take(self, work: ScheduledTokens[Sequence], rows: Floats, largest: Several[int] = ()) -> str | None:
-        """Take the logits [num_rows, vocab_size] of computed tokens: the finish reason, or None to go on.
+    def take(
+        self, work: ScheduledTokens[Sequence], rows: Floats, largest: Several[int] = ()
+    ) -> str | None:
+        """Take the logits [num_rows, vocab_size] of computed tokens: the finish reason, or None to
+        go on.
 
-        A row whose next token is known is kept where it was asked for. Of the others each samples one token, as long as
-        the work had that same token next: what was computed behind another one is ignored, and not counted as computed.
-        largest: where the largest logit is in the first of the rows, as far as that is known.
+        A row whose next token is known is kept where it was asked for. Of the others each samples
+        one token, as long as the work had that same token next: what was computed behind another
+        one is ignored, and not counted as computed. largest: where the largest logit is in the
+        first of the rows, as far as that is known.
         """
         computed = work.stop
         reason = None
@@ -202,9 +223,11 @@ class Sequence:
             certain = computed - work.num_drafted
             for position in range(max(first, len(self.token_ids) - 1), computed):
                 i = position - first
-                # A draft whose logits are not finite is computed once more as a certain token, and refused then.
+                # A draft whose logits are not finite is computed once more as a certain token, and
+                # refused then.
                 if position >= certain and not (
-                    self.token_ids[position] == work.token_ids[position - work.start] and np.isfinite(rows[i].max())
+                    self.token_ids[position] == work.token_ids[position - work.start]
+                    and np.isfinite(rows[i].max())
                 ):
                     break
                 computed = position + 1
@@ -228,7 +251,8 @@ class Sequence:
         self._spans = [(span.start, span.stop) for span in reversed(table.spans)]
         self._num_shared = sum(stop - start for start, stop in self._spans)
         shared = self._num_in_prompt(self._spans)
-        # One token that leans on a span makes the answer approximate: what was shared before a preemption counts.
+        # One token that leans on a span makes the answer approximate: what was shared before a
+        # preemption counts.
         if self.probe is None and shared > self.num_span_tokens:
             self.num_span_tokens, self.num_found_tokens = shared, self._num_in_prompt(self.found)
         self._move_to(table.num_cached_tokens)
@@ -253,12 +277,16 @@ class Sequence:
                 self.logits.append(wanted.copy())
 
     def look_up(self) -> None:
-        """The cache is asked for the tokens now; the last time before the sequence is let in counts."""
+        """The cache is asked for the tokens now; the last time before the sequence is let in
+        counts.
+        """
         if self.admitted_at is None:
             self.looked_up_at = time.perf_counter()
 
     def admit(self, table: BlockTable, missed: Missed) -> None:
-        """Start or resume on a fresh table; what the cache served counts as computed, `missed` is why no more was."""
+        """Start or resume on a fresh table; what the cache served counts as computed, `missed` is
+        why no more was.
+        """
         self.table = table
         self.status = SequenceStatus.RUNNING
         self._take_spans(table)
@@ -271,8 +299,9 @@ class Sequence:
             self.missed = Missed("bypassed") if bypassed else missed
 
     def forget_computed(self) -> None:
-        """The blocks are gone: KV is computed anew, and with it the logits that were asked for. The list itself stays,
-        the caller holds it."""
+        """The blocks are gone: KV is computed anew, and with it the logits that were asked for. The
+        list itself stays, the caller holds it.
+        """
         self.num_computed_tokens = self._num_shared = 0
         self._spans.clear()
         self.probe = None
@@ -285,7 +314,9 @@ class Sequence:
             self._loaded.note(tokens, seconds)
 
     def read_prompt(self, first: int, logits: Floats) -> None:
-        """Take the logits [num_tokens, vocab_size] of tokens first, first + 1, ...: each predicts the one after it."""
+        """Take the logits [num_tokens, vocab_size] of tokens first, first + 1, ...: each predicts
+        the one after it.
+        """
         count = self.request.params.prompt_logprobs
         if count is None:
             return
@@ -298,7 +329,9 @@ class Sequence:
             self.handle.prompt_logprobs = tuple(known)
 
     def accept(self, logits: Floats, largest: int | None) -> str | None:
-        """Take the logits [vocab_size] of the last token: sample, append, hand out. The finish reason, or None."""
+        """Take the logits [vocab_size] of the last token: sample, append, hand out. The finish
+        reason, or None.
+        """
         request = self.request
         possible = logits
         if self.structure is not None:
@@ -319,8 +352,9 @@ class Sequence:
         return reason
 
     def _read(self, token_id: int, is_whole: bool) -> tuple[str, str | None]:
-        """The text that is certain now, and why the output ends with this token (None: it goes on). is_whole: nothing
-        can follow."""
+        """The text that is certain now, and why the output ends with this token (None: it goes on).
+        is_whole: nothing can follow.
+        """
         if token_id in self.request.stop_ids:
             text, stopped = self._stops.push(self._detokenizer.flush())
             return (text if stopped else text + self._stops.flush()), "stop"
@@ -340,7 +374,9 @@ class Sequence:
         return "".join(self._text), ids[:-1] if ids and ids[-1] in self.request.stop_ids else ids
 
     def result(self, finish_reason: str) -> GenerationResult:
-        """The outcome as of now. The text is what was handed out: a cancelled request keeps back what was uncertain."""
+        """The outcome as of now. The text is what was handed out: a cancelled request keeps back
+        what was uncertain.
+        """
         request = self.request
         output_ids = tuple(self.token_ids[request.num_prompt_tokens :])
         phases = phase_times(
@@ -364,7 +400,8 @@ class Sequence:
             finish_reason=finish_reason,
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
-            kv_reuse_ratio=(self.num_cached_tokens + self.num_span_tokens) / request.num_prompt_tokens,
+            kv_reuse_ratio=(self.num_cached_tokens + self.num_span_tokens)
+            / request.num_prompt_tokens,
             hit_tokens=self._loaded.split(self.num_cached_tokens),
             matched_tokens=self.num_matched_tokens,
             **self.missed._asdict(),
@@ -376,7 +413,9 @@ class Sequence:
             logprobs=None if request.params.logprobs is None else tuple(self._logprobs),
             seed=request.seed,
             preemptions=self.preemptions,
-            prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(self._prompt_logprobs),
+            prompt_logprobs=None
+            if request.params.prompt_logprobs is None
+            else tuple(self._prompt_logprobs),
             reused_span_tokens=self.num_span_tokens,
             recomputed_tokens=self.num_found_tokens - self.num_span_tokens,
             gate=request.gate if self.num_span_tokens else "",

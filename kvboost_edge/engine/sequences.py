@@ -16,7 +16,11 @@ class Sequences:
     """Makes the sequences of an engine. Safe to use from any thread."""
 
     def __init__(
-        self, tokenizer: Tokenizer, speculation: Speculation, vocab_size: int, eos_token_ids: frozenset[int]
+        self,
+        tokenizer: Tokenizer,
+        speculation: Speculation,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
     ) -> None:
         self._tokenizer = tokenizer
         self._speculation = speculation
@@ -25,7 +29,9 @@ class Sequences:
     def make(self, request: Request, handle: RequestHandle) -> Sequence:
         """RequestError, or BackendUnavailable, where what its answer has to fit cannot be had."""
         structure = None if request.grammar is None else self._structures.make(request.grammar)
-        return Sequence(request, handle, self._tokenizer, self._speculation.drafter(request), structure)
+        return Sequence(
+            request, handle, self._tokenizer, self._speculation.drafter(request), structure
+        )
 
     def read_ahead(self) -> None:
         """Begin what the first answer that has to fit something would wait for."""

@@ -1,4 +1,6 @@
-"""Spans of sequences: found and placed when one is let in, and probed before its tokens are computed."""
+"""Spans of sequences: found and placed when one is let in, and probed before its tokens are
+computed.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,26 @@ __all__ = ["Prober", "SpanSharing"]
 
 
 class SpanSharing:
-    """Lets sequences share what their tokens have at other positions; runs of `min_chunk_tokens` at least."""
+    """Lets sequences share what their tokens have at other positions; runs of `min_chunk_tokens` at
+    least.
+    """
 
-    def __init__(self, manager: KVCacheManager, min_chunk_tokens: int, *, remembers: bool = False) -> None:
+    def __init__(
+        self, manager: KVCacheManager, min_chunk_tokens: int, *, remembers: bool = False
+    ) -> None:
         self._manager = manager
         self.harvest = Harvest(manager, min_chunk_tokens, remembers=remembers)
 
     def bring(self, sequence: Sequence, loads: Loads, spare: int) -> Load | None:
-        """The load of the next run that the sequence could share if it were in the pool; each is tried once. What was
-        loaded for it before is in the cache."""
+        """The load of the next run that the sequence could share if it were in the pool; each is
+        tried once. What was loaded for it before is in the cache.
+        """
         if sequence.request.repair is None or not loads.has_shelf:
             return None
         if sequence.lost_runs is None:
-            sequence.lost_runs = self.harvest.lost(sequence.cacheable_ids, sequence.request.root)[::-1]
+            sequence.lost_runs = self.harvest.lost(sequence.cacheable_ids, sequence.request.root)[
+                ::-1
+            ]
         while sequence.lost_runs:
             chain = sequence.lost_runs.pop()
             load = loads.begin_run(sequence, decode_tokens(chain.tokens), chain.root, spare)
@@ -44,13 +53,16 @@ class SpanSharing:
         return None
 
     def place(self, sequence: Sequence, table: BlockTable, spare: int) -> bool | None:
-        """Whether a sequence shares spans now: all its blocks are taken then. False, and no change, where `spare` free
-        blocks do not suffice; None where there is nothing to share."""
+        """Whether a sequence shares spans now: all its blocks are taken then. False, and no change,
+        where `spare` free blocks do not suffice; None where there is nothing to share.
+        """
         request = sequence.request
         size = self._manager.block_size
         if request.repair is None:
             return None
-        found = self.harvest.find(sequence.cacheable_ids, len(table) * size, request.root, request.repair)
+        found = self.harvest.find(
+            sequence.cacheable_ids, len(table) * size, request.root, request.repair
+        )
         if not found.spans:
             return None
         num_probed = num_probed_blocks(found.spans, request.repair.block_ratio, size)
@@ -61,12 +73,16 @@ class SpanSharing:
         sequence.probe = None
         if num_probed:
             asks = request.repair.strategy is RecomputeStrategy.QUERY
-            sequence.probe = QueryProbe(table, size, len(sequence.cacheable_ids)) if asks else Probe(table, size)
+            sequence.probe = (
+                QueryProbe(table, size, len(sequence.cacheable_ids)) if asks else Probe(table, size)
+            )
         return True
 
 
 class Prober:
-    """Looks at about `limit` tokens of a sequence at a time: whole blocks, in some layers of the model."""
+    """Looks at about `limit` tokens of a sequence at a time: whole blocks, in some layers of the
+    model.
+    """
 
     def __init__(self, runner: Runner, manager: KVCacheManager, limit: int) -> None:
         self._runner = runner
@@ -101,7 +117,9 @@ class Prober:
             probe.take(rows, self._runner.masses(batch, probe.asking(rows), probe.stored))
         else:
             starts = batch.layout.cu_seqlens_q
-            compared = [np.arange(starts[i], starts[i + 1]) for i, row in enumerate(rows) if row.stored]
+            compared = [
+                np.arange(starts[i], starts[i + 1]) for i, row in enumerate(rows) if row.stored
+            ]
             stored = np.array([slot for row in rows for slot in row.stored], np.int64)
             where = np.concatenate([np.empty(0, np.int64), *compared])
             probe.take(rows, self._runner.deviations(batch, where, stored))
@@ -119,13 +137,19 @@ def _batch_of(token_ids: Several[int], rows: Several[ProbeRow], block_size: int)
         seq_lens=np.array([row.stop for row in rows], np.int32),
         block_tables=block_tables,
         slot_mapping=np.concatenate([_slots(row, row.parts[-1], block_size) for row in rows]),
-        parts=np.array([Part(i, *part) for i, row in enumerate(rows) for part in row.parts], np.int32),
+        parts=np.array(
+            [Part(i, *part) for i, row in enumerate(rows) for part in row.parts], np.int32
+        ),
     )
     tokens = [np.array(token_ids[row.start : row.stop], np.int64) for row in rows]
-    return ForwardBatch(np.concatenate(tokens), np.concatenate(positions), layout, np.empty(0, np.int64))
+    return ForwardBatch(
+        np.concatenate(tokens), np.concatenate(positions), layout, np.empty(0, np.int64)
+    )
 
 
-def _slots(row: ProbeRow, own: TablePart, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _slots(
+    row: ProbeRow, own: TablePart, block_size: int
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     places = np.arange(row.start, row.stop, dtype=np.int64) - own.first_position
     blocks = np.array(row.block_ids, np.int64)[own.first_index + places // block_size]
     return blocks * block_size + places % block_size

@@ -1,8 +1,10 @@
-"""Tokens guessed ahead and computed with the one that is certain: whoever repeats what was said before waits less.
+"""Tokens guessed ahead and computed with the one that is certain: whoever repeats what was said
+before waits less.
 
-The tokens of a draft are rows of the next pass behind the certain one. Each row samples its own token, as it would
-alone; the drafts are accepted as far as they are those tokens. A row's logits do not depend on what else is in the
-batch, so text, tokens and log probabilities are those without drafts, to the bit.
+The tokens of a draft are rows of the next pass behind the certain one. Each row samples its own
+token, as it would alone; the drafts are accepted as far as they are those tokens. A row's logits do
+not depend on what else is in the batch, so text, tokens and log probabilities are those without
+drafts, to the bit.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ class Speculation:
     """Drafts of all sequences of an engine: who gets how many, and what became of them."""
 
     def __init__(self, *, closes_blocks: bool) -> None:
-        """closes_blocks: a block is quantized once its last slot is written, which only a certain token may do then."""
+        """closes_blocks: a block is quantized once its last slot is written, which only a certain
+        token may do then.
+        """
         self.memory = Memory()
         self.num_drafted = self.num_accepted = 0
         self._closes_blocks = closes_blocks
@@ -40,12 +44,19 @@ class Speculation:
 
     def drafter(self, request: Request) -> Drafter | None:
         """Who proposes for a request; None where it wants no drafts."""
-        return Drafter(request.root, self.memory, request.max_tokens) if request.max_draft_tokens else None
+        return (
+            Drafter(request.root, self.memory, request.max_tokens)
+            if request.max_draft_tokens
+            else None
+        )
 
-    def draft(self, drafting: Several[Sequence], num_rows: int, budget: int, block_size: int) -> None:
-        """Give `drafted` to those of the sequences, with a drafter and one token to compute each, that something is
-        proposed for. The step has `num_rows` rows without drafts, and room for `budget` more, of which none gets more
-        than an equal part while others wait."""
+    def draft(
+        self, drafting: Several[Sequence], num_rows: int, budget: int, block_size: int
+    ) -> None:
+        """Give `drafted` to those of the sequences, with a drafter and one token to compute each,
+        that something is proposed for. The step has `num_rows` rows without drafts, and room for
+        `budget` more, of which none gets more than an equal part while others wait.
+        """
         proposed: list[tuple[Sequence, Draft]] = []
         for sequence in drafting:
             most = self.room(sequence, block_size)
@@ -55,14 +66,19 @@ class Speculation:
         weighed = [draft for sequence, draft in proposed if not sequence.request.always_drafts]
         level = most_drafted(weighed, num_rows) if weighed else 0
         for waiting, (sequence, draft) in zip(range(len(proposed), 0, -1), proposed, strict=True):
-            count = min(len(draft.token_ids) if sequence.request.always_drafts else level, -(-budget // waiting))
+            count = min(
+                len(draft.token_ids) if sequence.request.always_drafts else level,
+                -(-budget // waiting),
+            )
             sequence.drafted = draft.token_ids[:count]
             budget -= len(sequence.drafted)
 
     def remember(self, sequence: Sequence) -> None:
         """A request is done: what was new in its prompt, and its answer, may come again."""
         if sequence.drafter is not None and sequence.uses_cache:
-            self.memory.keep(sequence.request.root, sequence.token_ids[sequence.num_cached_tokens :])
+            self.memory.keep(
+                sequence.request.root, sequence.token_ids[sequence.num_cached_tokens :]
+            )
 
     def release(self, sequence: Sequence) -> None:
         """A request is done, however: what its drafts needed is given back."""

@@ -1,4 +1,6 @@
-"""The engines whose threads were started in this process: closed when it ends, told when it was forked."""
+"""The engines whose threads were started in this process: closed when it ends, told when it was
+forked.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def note_started(one: Started) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """End engines that nobody closed: a thread still inside torch while the interpreter is taken down aborts it."""
+    """End engines that nobody closed: a thread still inside torch while the interpreter is taken
+    down aborts it.
+    """
     for one in list(_started):
         one.close()
 

@@ -1,7 +1,8 @@
-"""States of a model that keeps some beside keys and values, on their way between their slots and the tiers.
+"""States of a model that keeps some beside keys and values, on their way between their slots and
+the tiers.
 
-Outside the pool the state behind a block is one more record behind it. Only those that somebody is likely to go on from
-are written, not a backbone's: a state may be as large as hundreds of blocks.
+Outside the pool the state behind a block is one more record behind it. Only those that somebody is
+likely to go on from are written, not a backbone's: a state may be as large as hundreds of blocks.
 """
 
 from __future__ import annotations
@@ -26,25 +27,35 @@ class SavedStates:
         self._manager = manager
         self._backend = backend
         self._mover = mover
-        self._unsaved: dict[int, None] = {}  # blocks whose snapshots were not copied out, the oldest first
+        self._unsaved: dict[
+            int, None
+        ] = {}  # blocks whose snapshots were not copied out, the oldest first
         self._credit = 0  # bytes that steps left over: a state may take more than one step may copy
 
     def put(self, table: BlockTable, num_blocks: int, data: Bytes) -> None:
-        """A state arrived, uint8 [1, bytes_per_state], behind so many blocks of a table that waits for one."""
+        """A state arrived, uint8 [1, bytes_per_state], behind so many blocks of a table that waits
+        for one.
+        """
         assert self._manager.states is not None
         assert self._backend.states is not None
         write_slots = self._backend.states.write_slots
         self._manager.states.arrive(table, num_blocks, lambda slot: write_slots([slot], data))
 
     def save_next(self, most_bytes: int | None) -> bool:
-        """Copy out the oldest one that no tier has, if so many bytes more make up for it (None: at once); whether some
-        are left."""
+        """Copy out the oldest one that no tier has, if so many bytes more make up for it (None: at
+        once); whether some are left.
+        """
         if self._manager.states is None or self._backend.states is None:
             return False
         self._unsaved.update(dict.fromkeys(self._manager.states.drain_kept()))
         size = self._backend.spec.bytes_per_state
         self._credit = size if most_bytes is None else min(size, self._credit + most_bytes)
-        while self._unsaved and self._credit >= size and self._mover.stores and self._mover.has_state_room:
+        while (
+            self._unsaved
+            and self._credit >= size
+            and self._mover.stores
+            and self._mover.has_state_room
+        ):
             block_id = next(iter(self._unsaved))
             del self._unsaved[block_id]
             slot = self._manager.states.slots.of_block(block_id)
@@ -56,7 +67,9 @@ class SavedStates:
             try:
                 data = self._backend.states.read_slots([slot])
             except MemoryError:
-                _LOG.warning("no memory to copy a state of %d bytes for the tiers; it is not kept", size)
+                _LOG.warning(
+                    "no memory to copy a state of %d bytes for the tiers; it is not kept", size
+                )
                 self._mover.note_lost(1)
                 continue
             self._mover.store([BlockAddress(*key.state)], data)

@@ -1,4 +1,6 @@
-"""The figures of a running engine, read while the bookkeeping stands still. Counters count since the start."""
+"""The figures of a running engine, read while the bookkeeping stands still. Counters count since
+the start.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,26 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_SPAN", "BlockDetail", "block_details", "block_map", "cache_stats", "paged_stats"]
 
 BLOCK_SPAN = 4
-"""The state of a block that a request uses at another position than it was computed at; the manager has 0 to 3."""
+"""The state of a block that a request uses at another position than it was computed at; the manager
+has 0 to 3.
+"""
 
 
 def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
-    """The cache as its users know it. A chunk is a block; hits and misses are whole chunks of prompts looked up.
+    """The cache as its users know it. A chunk is a block; hits and misses are whole chunks of
+    prompts looked up.
 
     hot_chunks          published chunks in the pool, idle or in use; hot_memory_mb their size
     budget_mb           size of the pool; budget_utilization the published share of it
-    cache_hits, approximate_hits, cache_misses, evictions    chunks; approximate are those shared at other positions
+    cache_hits, approximate_hits, cache_misses, evictions    chunks; approximate are those shared at
+                                                             other positions
     hit_rate            (exact and approximate) hits / lookups; exact_hit_rate the exact ones alone
-    disk_*              the disk tier: chunks and memory_mb it holds, budget_mb its cap; chunks since the start: hits it
-                        gave back, misses it was asked for in vain, writes, evictions, refused ones (damaged or not what
-                        was asked for) and lost ones (not stored); errors of the device. All 0 where it is off; the
+    disk_*              the disk tier: chunks and memory_mb it holds, budget_mb its cap; chunks
+                        since the start: hits it
+                        gave back, misses it was asked for in vain, writes, evictions, refused ones
+                        (damaged or not what
+                        was asked for) and lost ones (not stored); errors of the device. All 0 where
+                        it is off; the
                         same under the name of any other tier there is
     """
     manager = parts.manager
@@ -55,7 +64,11 @@ def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
         "hit_rate": (hits + moved) / looked_up if looked_up else 0.0,
         "exact_hit_rate": hits / looked_up if looked_up else 0.0,
         **_tier_stats("disk", TierStats()),
-        **{key: value for name, stat in tiering.stats().items() for key, value in _tier_stats(name, stat).items()},
+        **{
+            key: value
+            for name, stat in tiering.stats().items()
+            for key, value in _tier_stats(name, stat).items()
+        },
     }
 
 
@@ -79,23 +92,27 @@ def _tier_stats(name: str, stat: TierStats) -> dict[str, float]:
     }
 
 
-def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, tiering: Untiered) -> dict[str, Any]:
-    """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable, free_blocks all that are
-    not used; pinned_blocks are used ones, at most max_pinned_blocks, and pinned_bytes a part of pool_bytes;
-    retained_blocks, used or cached, are given up after all others of their tenant; tokens_held
-    counts the tokens whose KV is in the pool, shared ones once; hit_tokens, span_tokens and miss_tokens are the prompt
-    tokens looked up: found as a prefix, shared at other positions, computed; drafted_tokens were guessed ahead, and
-    accepted_tokens of them are among generated_tokens; max_draft_tokens is the most in a step, where drafts are
-    tried, for who asks for no number, of a model with states for all together; draft_bytes, a part of
-    other_bytes, are what they are guessed from, 118 MB at most; max_num_seqs sequences run together. isa
-    is what the processor has, kernel_path and attention_path which forms of the project's own kernels run ("none":
-    torch's do).
-    state_slots are those of a model that keeps states beside keys and values (0: of any other), state_slots_used of
-    them hold one, state_snapshots says how many are snapshots that prompts go on from, by the reason they were kept
-    for; replayed_tokens were computed again for their state alone, and state_bytes is the size of all slots,
-    with the room for what drafts bring to them.
-    tiers: of each tier outside the pool the fields of `TierStats`; staging_bytes are of blocks on their way between it
-    and the pool, lost_blocks were evicted before any tier could take them."""
+def paged_stats(
+    parts: EngineParts, scheduler: Scheduler, config: EngineConfig, tiering: Untiered
+) -> dict[str, Any]:
+    """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable,
+    free_blocks all that are not used; pinned_blocks are used ones, at most max_pinned_blocks, and
+    pinned_bytes a part of pool_bytes; retained_blocks, used or cached, are given up after all
+    others of their tenant; tokens_held counts the tokens whose KV is in the pool, shared ones once;
+    hit_tokens, span_tokens and miss_tokens are the prompt tokens looked up: found as a prefix,
+    shared at other positions, computed; drafted_tokens were guessed ahead, and accepted_tokens of
+    them are among generated_tokens; max_draft_tokens is the most in a step, where drafts are tried,
+    for who asks for no number, of a model with states for all together; draft_bytes, a part of
+    other_bytes, are what they are guessed from, 118 MB at most; max_num_seqs sequences run
+    together. isa is what the processor has, kernel_path and attention_path which forms of the
+    project's own kernels run ("none": torch's do). state_slots are those of a model that keeps
+    states beside keys and values (0: of any other), state_slots_used of them hold one,
+    state_snapshots says how many are snapshots that prompts go on from, by the reason they were
+    kept for; replayed_tokens were computed again for their state alone, and state_bytes is the size
+    of all slots, with the room for what drafts bring to them. tiers: of each tier outside the pool
+    the fields of `TierStats`; staging_bytes are of blocks on their way between it and the pool,
+    lost_blocks were evicted before any tier could take them.
+    """
     manager = parts.manager
     backend = parts.backend.describe()
     used = manager.used_block_count
@@ -176,7 +193,9 @@ def block_map(parts: EngineParts, scheduler: Scheduler) -> list[int]:
 
 
 def block_details(parts: EngineParts, scheduler: Scheduler, limit: int) -> list[BlockDetail]:
-    """The first `limit` blocks, by id. A block in use that is not full yet counts the tokens computed so far."""
+    """The first `limit` blocks, by id. A block in use that is not full yet counts the tokens
+    computed so far.
+    """
     manager = parts.manager
     size = manager.block_size
     filled: dict[int, int] = {}
@@ -185,7 +204,11 @@ def block_details(parts: EngineParts, scheduler: Scheduler, limit: int) -> list[
         for entry in sequence.blocks.entries(size):
             filled[entry.block_id] = max(0, min(entry.valid_to, computed) - entry.first_position)
     return [
-        BlockDetail(state, filled.get(block_id, size if state == BLOCK_CACHED else 0), manager.ref_count(block_id))
+        BlockDetail(
+            state,
+            filled.get(block_id, size if state == BLOCK_CACHED else 0),
+            manager.ref_count(block_id),
+        )
         for block_id, state in enumerate(block_map(parts, scheduler)[: max(0, limit)])
     ]
 

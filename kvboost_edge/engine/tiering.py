@@ -1,7 +1,9 @@
-"""Between the pool and the tiers, on the engine's thread: fills blocks that arrived, copies out those worth keeping.
+"""Between the pool and the tiers, on the engine's thread: fills blocks that arrived, copies out
+those worth keeping.
 
-Blocks are copied out of the pool behind the computation, a little at each step, all of them when the engine is idle or
-closes, and at the last moment when they are evicted. Nothing here waits for a tier.
+Blocks are copied out of the pool behind the computation, a little at each step, all of them when
+the engine is idle or closes, and at the last moment when they are evicted. Nothing here waits for a
+tier.
 """
 
 from __future__ import annotations
@@ -26,28 +28,42 @@ from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
 from kvboost_edge.tiers.holdings import Held
 from kvboost_edge.tiers.mover import Mover, Piece
 
-__all__ = ["MoverShelf", "Tiering", "Untiered", "check_tiers", "make_tiering", "open_tiers", "tier_places"]
+__all__ = [
+    "MoverShelf",
+    "Tiering",
+    "Untiered",
+    "check_tiers",
+    "make_tiering",
+    "open_tiers",
+    "tier_places",
+]
 
 _LOG = logging.getLogger(__name__)
-# Copying out may take this part of the time of the step before it: at 4 GB/s, 40 kB for each millisecond.
+# Copying out may take this part of the time of the step before it: at 4 GB/s, 40 kB for each
+# millisecond.
 _BYTES_A_SECOND = 40e6
 _LEAST_BYTES = 256 << 10
 _MOST_BYTES = 16 << 20
-_IDLE_BYTES = 4 << 20  # at a time while nothing runs: a request that comes meanwhile waits for a copy of some 2 ms
+_IDLE_BYTES = (
+    4 << 20
+)  # at a time while nothing runs: a request that comes meanwhile waits for a copy of some 2 ms
 _CLOSING_SECONDS = 10.0  # for what is left when an engine is closed
 
 
 def open_tiers(
     config: EngineConfig, fingerprint: str, kv_format: str, architecture: str, name: str = ""
 ) -> tuple[Tier, ...]:
-    """The tiers that a config asks for, the nearest first. One that cannot be used says so in the log and in its
-    statistics, and the engine does without. Raises ConfigError and BackendUnavailable as `check_tiers`.
+    """The tiers that a config asks for, the nearest first. One that cannot be used says so in the
+    log and in its statistics, and the engine does without. Raises ConfigError and
+    BackendUnavailable as `check_tiers`.
 
     name   of the model, for people; "" where it has none
     """
     # One space for all tenants: their chains have roots of their own.
     space = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
-    shared = () if config.redis_url is None else (_redis_tier(config, space),)  # first: it may raise
+    shared = (
+        () if config.redis_url is None else (_redis_tier(config, space),)
+    )  # first: it may raise
     if config.disk_cache_dir is None:
         return shared
     from kvboost_edge.tiers.disk.tier import DiskTier
@@ -65,8 +81,9 @@ def open_tiers(
 
 
 def check_tiers(config: EngineConfig) -> None:
-    """ConfigError for a redis_url that cannot be read or has no secret, BackendUnavailable where the package for it is
-    missing: before a model is loaded. Connects to nothing."""
+    """ConfigError for a redis_url that cannot be read or has no secret, BackendUnavailable where
+    the package for it is missing: before a model is loaded. Connects to nothing.
+    """
     if config.redis_url is not None:
         _redis_tier(config, bytes(32)).close()
 
@@ -100,13 +117,26 @@ class MoverShelf:
         self.holds = mover.holds
         self.dropped_from = mover.dropped_from
 
-    def fetch(self, ticket: int, keys: Sequence[ContentKey], states: Mapping[int, ContentKey], num_there: int) -> None:
+    def fetch(
+        self,
+        ticket: int,
+        keys: Sequence[ContentKey],
+        states: Mapping[int, ContentKey],
+        num_there: int,
+    ) -> None:
         """Bring consecutive blocks of a chain, and of these states the deepest that is there."""
         addresses = [BlockAddress(*key) for key in keys]
-        self._mover.load(ticket, addresses, {end: BlockAddress(*state) for end, state in states.items()}, num_there)
+        self._mover.load(
+            ticket,
+            addresses,
+            {end: BlockAddress(*state) for end, state in states.items()},
+            num_there,
+        )
 
 
-def make_tiering(manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]) -> tuple[Loads, Untiered]:
+def make_tiering(
+    manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]
+) -> tuple[Loads, Untiered]:
     """The scheduler's loads and the engine's side of them, over tiers, the nearest first."""
     if not tiers:
         return Loads(manager, NoShelf()), Untiered()
@@ -142,7 +172,9 @@ class Untiered:
         return {}
 
     def take_held(self, whole: bool = False) -> Mapping[str, Held]:
-        """What came to each tier and left it since the last call, by name; from any thread, for one asker."""
+        """What came to each tier and left it since the last call, by name; from any thread, for one
+        asker.
+        """
         return {}
 
     @property
@@ -162,12 +194,15 @@ class Untiered:
 class Tiering(Untiered):
     """Over a mover. `loads` are the scheduler's."""
 
-    def __init__(self, manager: KVCacheManager, backend: Backend, loads: Loads, mover: Mover) -> None:
+    def __init__(
+        self, manager: KVCacheManager, backend: Backend, loads: Loads, mover: Mover
+    ) -> None:
         self._manager = manager
         self._backend = backend
         self._loads = loads
         self._mover = mover
-        # Published blocks that were not copied out, the oldest first; before them, and True, those to be saved first.
+        # Published blocks that were not copied out, the oldest first; before them, and True, those
+        # to be saved first.
         self._unsaved: OrderedDict[int, bool] = OrderedDict()
         self._states = SavedStates(manager, backend, mover)
         manager.content.track()
@@ -184,7 +219,9 @@ class Tiering(Untiered):
         except CacheCorruption:
             raise
         except Exception:
-            _LOG.exception("blocks from tier %s could not be put into the pool; they are computed", piece.tier)
+            _LOG.exception(
+                "blocks from tier %s could not be put into the pool; they are computed", piece.tier
+            )
             if load is not None:
                 self._loads.finish(load)
         finally:
@@ -198,7 +235,10 @@ class Tiering(Untiered):
         stop = load.table.num_computed_tokens + count
         states = self._manager.states
         lacks_slot = states is not None and not states.has_room(load.table)
-        if lacks_slot or self._manager.blocks_needed(load.table, stop) > self._manager.free_block_count:
+        if (
+            lacks_slot
+            or self._manager.blocks_needed(load.table, stop) > self._manager.free_block_count
+        ):
             self._loads.finish(load)
             return
         if count:
@@ -231,7 +271,9 @@ class Tiering(Untiered):
         self._manager.mark_filled(new)
         self.save_evicted()
         if self._backend.spec.is_quantized:
-            self._backend.release_blocks(new)  # one of them may have been given back open, a moment ago
+            self._backend.release_blocks(
+                new
+            )  # one of them may have been given back open, a moment ago
         self._backend.write_blocks(new, piece.data)
         self._manager.commit(table, token_ids, stop)
 
@@ -248,7 +290,9 @@ class Tiering(Untiered):
         evicted = self._manager.content.drain_evicted()
         if not evicted:
             return
-        wanted = sorted(evicted.keys() & self._unsaved.keys(), key=self._unsaved.__getitem__, reverse=True)
+        wanted = sorted(
+            evicted.keys() & self._unsaved.keys(), key=self._unsaved.__getitem__, reverse=True
+        )
         unsaved = {block_id: evicted[block_id] for block_id in wanted}
         for block_id in unsaved:
             del self._unsaved[block_id]
@@ -268,8 +312,9 @@ class Tiering(Untiered):
         return (bool(self._unsaved) or are_left) and self._mover.stores
 
     def _save_next(self, most_bytes: int) -> None:
-        """Copy out the oldest ones, at least one of them where there is room. While no tier stores they wait in the
-        pool: a full disk may have room again."""
+        """Copy out the oldest ones, at least one of them where there is room. While no tier stores
+        they wait in the pool: a full disk may have room again.
+        """
         self._note_published()
         if not self._unsaved or not self._mover.stores:
             return
@@ -278,7 +323,9 @@ class Tiering(Untiered):
         keys = {block_id: self._manager.content.key(block_id) for block_id in oldest}
         for block_id in oldest:
             del self._unsaved[block_id]
-        self._save(self._lacking({block_id: key for block_id, key in keys.items() if key is not None}))
+        self._save(
+            self._lacking({block_id: key for block_id, key in keys.items() if key is not None})
+        )
 
     def _lacking(self, blocks: Mapping[int, ContentKey]) -> dict[int, ContentKey]:
         """Those that a tier has not got."""
@@ -294,7 +341,9 @@ class Tiering(Untiered):
         try:
             data = self._backend.read_blocks(list(blocks))
         except MemoryError:
-            _LOG.warning("no memory to copy %d blocks for the tiers; they are not kept", len(blocks))
+            _LOG.warning(
+                "no memory to copy %d blocks for the tiers; they are not kept", len(blocks)
+            )
             self._mover.note_lost(len(blocks))
             return
         self._mover.store([BlockAddress(*key) for key in blocks.values()], data)

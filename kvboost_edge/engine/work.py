@@ -11,13 +11,14 @@ S = TypeVar("S")
 
 
 class ScheduledTokens(NamedTuple, Generic[S]):
-    """Tokens of one sequence that one step computes: made by `Sequence.next_work`, given back to `Sequence.take`.
-    Generic, because that class imports this one.
+    """Tokens of one sequence that one step computes: made by `Sequence.next_work`, given back to
+    `Sequence.take`. Generic, because that class imports this one.
 
     sequence        whose they are
     start           position of the first
     token_ids       the tokens, at positions start, start + 1, ...
-    num_rows        how many of the last ones have logits or states wanted; at least one: it samples or shows NaN
+    num_rows        how many of the last ones have logits or states wanted; at least one: it samples
+                    or shows NaN
     num_drafted     how many of the last ones are guesses
     """
 

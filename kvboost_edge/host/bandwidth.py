@@ -1,4 +1,6 @@
-"""How fast this machine reads memory: what bounds decoding, which reads all weights for each token."""
+"""How fast this machine reads memory: what bounds decoding, which reads all weights for each
+token.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,16 @@ _LEAST_BYTES = 8 << 20
 
 
 def measure_read_bandwidth(num_threads: int, seconds: float = 0.3) -> float:
-    """Bytes per second that so many threads read together, the best of the rounds that fit into `seconds`.
+    """Bytes per second that so many threads read together, the best of the rounds that fit into
+    `seconds`.
 
-    A plain read through NumPy, a little under what streaming kernels reach. Takes up to 192 MB for the time being,
-    less where less than four times that is available.
+    A plain read through NumPy, a little under what streaming kernels reach. Takes up to 192 MB for
+    the time being, less where less than four times that is available.
     """
     size = max(_LEAST_BYTES, min(_BYTES, available_bytes() // 4)) // 8 // num_threads * num_threads
-    words = np.full(size, 1, np.uint64)  # written once: pages that were never touched are not there to be read
+    words = np.full(
+        size, 1, np.uint64
+    )  # written once: pages that were never touched are not there to be read
     parts = np.split(words, num_threads)
     best = float("inf")
     end = time.perf_counter() + seconds

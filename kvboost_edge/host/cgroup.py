@@ -1,7 +1,7 @@
 """Linux control groups, version 1 and 2: the memory and CPU limits this process lives under.
 
-Every function takes the file system's root so that tests can lay out a machine of their own. Where there is no
-cgroup (macOS, Windows, an unreadable /proc) the answer is None: no limit known.
+Every function takes the file system's root so that tests can lay out a machine of their own. Where
+there is no cgroup (macOS, Windows, an unreadable /proc) the answer is None: no limit known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _NO_LIMIT = 1 << 60
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The tightest memory limit on the way up to the root, in bytes; `used` leaves out reclaimable file cache."""
+    """The tightest memory limit on the way up to the root, in bytes; `used` leaves out reclaimable
+    file cache.
+    """
 
     limit: int
     used: int
@@ -38,29 +40,47 @@ class _Mount:
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     """The limit that leaves the least free memory, or None when no group limits memory."""
-    found = [limit for directory, version in _groups("memory", root) if (limit := _memory(directory, version))]
+    found = [
+        limit
+        for directory, version in _groups("memory", root)
+        if (limit := _memory(directory, version))
+    ]
     return min(found, key=lambda limit: limit.free, default=None)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPU time this process may use per second of wall time (1.5 = one and a half CPUs), or None without a quota."""
-    found = [quota for directory, version in _groups("cpu", root) if (quota := _quota(directory, version))]
+    """CPU time this process may use per second of wall time (1.5 = one and a half CPUs), or None
+    without a quota.
+    """
+    found = [
+        quota
+        for directory, version in _groups("cpu", root)
+        if (quota := _quota(directory, version))
+    ]
     return min(found, default=None)
 
 
 def _memory(directory: Path, version: int) -> MemoryLimit | None:
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    names = (
+        ("memory.max", "memory.current")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
     limit, used = (_read_int(directory / name) for name in names)
     if limit is None or limit >= _NO_LIMIT:
         return None
-    reclaimable = _read_field(directory / "memory.stat", "inactive_file" if version == 2 else "total_inactive_file")
+    reclaimable = _read_field(
+        directory / "memory.stat", "inactive_file" if version == 2 else "total_inactive_file"
+    )
     return MemoryLimit(limit, max(0, (used or 0) - reclaimable))
 
 
 def _quota(directory: Path, version: int) -> float | None:
     if version == 2:
         fields = _read_text(directory / "cpu.max").split()
-        quota, period = (_to_int(fields[0]), _to_int(fields[1])) if len(fields) == 2 else (None, None)
+        quota, period = (
+            (_to_int(fields[0]), _to_int(fields[1])) if len(fields) == 2 else (None, None)
+        )
     else:
         quota = _read_int(directory / "cpu.cfs_quota_us")
         period = _read_int(directory / "cpu.cfs_period_us")
@@ -70,16 +90,27 @@ def _quota(directory: Path, version: int) -> float | None:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Directories of this process's groups for one controller, innermost first, up to the mount point."""
+    """Directories of this process's groups for one controller, innermost first, up to the mount
+    point.
+    """
     memberships = list(_memberships(root))
     for mount in _mounts(root):
         for controllers, path in memberships:
-            mine = not controllers if mount.version == 2 else controller in controllers & mount.controllers
+            mine = (
+                not controllers
+                if mount.version == 2
+                else controller in controllers & mount.controllers
+            )
             if not mine:
                 continue
             group = PurePosixPath(path)
-            # In a container the mount shows only a part of the hierarchy; a path outside it belongs to the top.
-            relative = group.relative_to(mount.root) if group.is_relative_to(mount.root) else PurePosixPath()
+            # In a container the mount shows only a part of the hierarchy; a path outside it belongs
+            # to the top.
+            relative = (
+                group.relative_to(mount.root)
+                if group.is_relative_to(mount.root)
+                else PurePosixPath()
+            )
             if ".." in relative.parts:
                 relative = PurePosixPath()
             for parent in (relative, *relative.parents):

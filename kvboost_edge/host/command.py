@@ -1,4 +1,6 @@
-"""What a person types to run this program: its name where the shell finds it, else the path of this environment's."""
+"""What a person types to run this program: its name where the shell finds it, else the path of this
+environment's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ _NAME = "kvboost-edge"
 
 
 def command_name() -> str:
-    """For hints such as "to chat with it: ..."; a path is relative where the environment is below this directory."""
+    """For hints such as "to chat with it: ..."; a path is relative where the environment is below
+    this directory.
+    """
     own = Path(sysconfig.get_path("scripts")) / _NAME
     found = shutil.which(_NAME)
     if not own.is_file() or (found is not None and own.samefile(found)):

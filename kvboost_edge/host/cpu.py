@@ -27,8 +27,9 @@ _DARWIN_ARM = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """`flags` as Linux spells them, sorted; `isa` is the short label of the widest instructions that count here.
-    `quota` is CPU seconds per second allowed by the cgroup, None without one."""
+    """`flags` as Linux spells them, sorted; `isa` is the short label of the widest instructions
+    that count here. `quota` is CPU seconds per second allowed by the cgroup, None without one.
+    """
 
     model: str
     arch: str
@@ -41,7 +42,9 @@ class CpuInfo:
 
 
 def describe_cpu() -> CpuInfo:
-    """Look the machine over; never raises: what cannot be found out is named 'unknown' or left empty."""
+    """Look the machine over; never raises: what cannot be found out is named 'unknown' or left
+    empty.
+    """
     machine = platform.machine().lower()
     arch = _ALIASES.get(machine, machine) or "unknown"
     model, flags = _identify(arch)
@@ -60,9 +63,11 @@ def describe_cpu() -> CpuInfo:
 
 
 def default_num_threads() -> int:
-    """Threads to use when nobody says otherwise: the CPUs this process may run on, cut by the cgroup's quota.
+    """Threads to use when nobody says otherwise: the CPUs this process may run on, cut by the
+    cgroup's quota.
 
-    A quota of 2.5 gives 2 threads: a third would be put to sleep half of the time, and the others wait for it.
+    A quota of 2.5 gives 2 threads: a third would be put to sleep half of the time, and the others
+    wait for it.
     """
     affinity = _affinity()
     quota = cpu_quota()
@@ -121,7 +126,11 @@ def _identify(arch: str) -> tuple[str, frozenset[str]]:
 
 def _device_tree_model() -> str:
     try:
-        return Path("/proc/device-tree/model").read_text(encoding="utf-8", errors="replace").strip("\0 \n")
+        return (
+            Path("/proc/device-tree/model")
+            .read_text(encoding="utf-8", errors="replace")
+            .strip("\0 \n")
+        )
     except OSError:
         return ""
 
@@ -130,14 +139,18 @@ def _identify_darwin(arch: str) -> tuple[str, frozenset[str]]:
     model = _sysctl("machdep.cpu.brand_string")
     if arch == "aarch64":
         return model, frozenset(flag for key, flag in _DARWIN_ARM.items() if _sysctl(key) == "1")
-    words = f"{_sysctl('machdep.cpu.features')} {_sysctl('machdep.cpu.leaf7_features')}".lower().split()
+    words = (
+        f"{_sysctl('machdep.cpu.features')} {_sysctl('machdep.cpu.leaf7_features')}".lower().split()
+    )
     names = {"avx1.0": "avx", "sse4.2": "sse4_2", "avx512vnni": "avx512_vnni"}
     return model, frozenset(names.get(word, word) for word in words)
 
 
 def _sysctl(key: str) -> str:
     try:
-        done = subprocess.run(["/usr/sbin/sysctl", "-n", key], capture_output=True, text=True, timeout=5, check=False)
+        done = subprocess.run(
+            ["/usr/sbin/sysctl", "-n", key], capture_output=True, text=True, timeout=5, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
@@ -147,9 +160,18 @@ def _llvm_flags() -> frozenset[str]:
     """Flags by way of LLVM, for systems without a list of their own (Windows)."""
     from llvmlite import binding
 
-    names = {"avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni", "amx-int8": "amx_int8", "dotprod": "asimddp"}
+    names = {
+        "avx512vnni": "avx512_vnni",
+        "avxvnni": "avx_vnni",
+        "amx-int8": "amx_int8",
+        "dotprod": "asimddp",
+    }
     names |= {"sse4.2": "sse4_2", "neon": "asimd"}
-    return frozenset(names.get(name, name) for name, present in binding.get_host_cpu_features().items() if present)
+    return frozenset(
+        names.get(name, name)
+        for name, present in binding.get_host_cpu_features().items()
+        if present
+    )
 
 
 def _affinity() -> int:

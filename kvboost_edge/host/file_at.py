@@ -20,8 +20,8 @@ class _File(Protocol):
 class FileAt:
     """An open binary file without a position of its own. Both methods raise OSError.
 
-    Systems without `preadv` and `pwrite` have one position for all threads, which then take turns; the file must
-    not be used otherwise meanwhile.
+    Systems without `preadv` and `pwrite` have one position for all threads, which then take turns;
+    the file must not be used otherwise meanwhile.
     """
 
     def __init__(self, file: _File) -> None:
@@ -29,7 +29,9 @@ class FileAt:
         self._turn = threading.Lock()
 
     def read_into(self, view: memoryview, start: int) -> int:
-        """Fill a view of bytes with those from `start` on: how many it got, fewer only where the file ends."""
+        """Fill a view of bytes with those from `start` on: how many it got, fewer only where the
+        file ends.
+        """
         done = 0
         while done < len(view):
             count = self._read(view[done:], start + done)

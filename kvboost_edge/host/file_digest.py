@@ -27,11 +27,12 @@ def digest_in_parts(
     num_threads: int,
     algorithm: Callable[[], _Digest] = hashlib.sha256,
 ) -> str:
-    """The digest, in hexadecimal digits, over the digests of every `part_bytes` of the first `stop` bytes of an open
-    file.
+    """The digest, in hexadecimal digits, over the digests of every `part_bytes` of the first `stop`
+    bytes of an open file.
 
-    algorithm: SHA-256 names content, whoever wrote it; `xxhash.xxh3_128`, some 30 times as fast, finds damage.
-    Where the file's position is afterwards is undefined. OSError where the file ends early or cannot be read.
+    algorithm: SHA-256 names content, whoever wrote it; `xxhash.xxh3_128`, some 30 times as fast,
+    finds damage. Where the file's position is afterwards is undefined. OSError where the file ends
+    early or cannot be read.
     """
     source = FileAt(file)
 

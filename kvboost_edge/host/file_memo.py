@@ -1,8 +1,8 @@
 """Facts about large files, remembered between runs, so that each file is read through only once.
 
-One small JSON file per weight file, in the cache directory, holds what was found out together with the file's path,
-size, times and inode; a file whose stamp differs is read again. Where the cache directory cannot be used nothing is
-remembered and nothing fails.
+One small JSON file per weight file, in the cache directory, holds what was found out together with
+the file's path, size, times and inode; a file whose stamp differs is read again. Where the cache
+directory cannot be used nothing is remembered and nothing fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ NO_CACHE = Path(os.devnull)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What changes when a file's content does. `changed_ns` (ctime) cannot be set back by copying with times kept."""
+    """What changes when a file's content does. `changed_ns` (ctime) cannot be set back by copying
+    with times kept.
+    """
 
     path: str
     size: int
@@ -55,7 +57,9 @@ def cache_directory() -> Path:
         return Path(named).expanduser()
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA")
-        return (Path(base) if base else Path.home() / "AppData" / "Local") / "kvboost-edge" / "cache"
+        return (
+            (Path(base) if base else Path.home() / "AppData" / "Local") / "kvboost-edge" / "cache"
+        )
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "kvboost-edge"
     base = os.environ.get("XDG_CACHE_HOME")
@@ -83,7 +87,9 @@ def remember(stamp: FileStamp, facts: dict[str, Any], cache_dir: Path | None = N
         return
     directory = _directory(cache_dir)
     entry = {"stamp": dataclasses.asdict(stamp), "facts": {**recall(stamp, cache_dir), **facts}}
-    with contextlib.suppress(OSError):  # a read-only or full disk costs time at the next start, nothing else
+    with contextlib.suppress(
+        OSError
+    ):  # a read-only or full disk costs time at the next start, nothing else
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
         if _trusted(directory):
@@ -95,11 +101,16 @@ def _directory(cache_dir: Path | None) -> Path:
 
 
 def _entry_path(directory: Path, stamp: FileStamp) -> Path:
-    return directory / f"{hashlib.sha256(stamp.path.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
+    return (
+        directory
+        / f"{hashlib.sha256(stamp.path.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
+    )
 
 
 def _trusted(directory: Path) -> bool:
-    """Whether nobody else can have written there: a forged fact would make two models share keys and values."""
+    """Whether nobody else can have written there: a forged fact would make two models share keys
+    and values.
+    """
     try:
         stat = directory.stat()
     except OSError:

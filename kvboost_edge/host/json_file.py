@@ -12,8 +12,9 @@ __all__ = ["read_json_object"]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model; ModelFormatError names the file when it is damaged or holds something
-    else."""
+    """The object in a JSON file of a model; ModelFormatError names the file when it is damaged or
+    holds something else.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,6 @@
-"""Memory of the machine and of this process, in bytes; a container's limit counts as the machine's."""
+"""Memory of the machine and of this process, in bytes; a container's limit counts as the
+machine's.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,18 @@ class Region(NamedTuple):
 
 
 def available_bytes() -> int:
-    """Memory that can be taken now without swapping: the machine's or the cgroup's, whichever is less."""
+    """Memory that can be taken now without swapping: the machine's or the cgroup's, whichever is
+    less.
+    """
     available = int(psutil.virtual_memory().available)
     group = memory_limit()
     return available if group is None else min(available, group.free)
 
 
 def total_bytes() -> int:
-    """Memory this process could ever have: the machine's or the cgroup's limit, whichever is less."""
+    """Memory this process could ever have: the machine's or the cgroup's limit, whichever is
+    less.
+    """
     total = int(psutil.virtual_memory().total)
     group = memory_limit()
     return total if group is None else min(total, group.limit)
@@ -63,7 +69,9 @@ _own_share = 1.0
 
 
 def set_own_share(share: float) -> None:
-    """Of memory that several processes like this one take at the same time, this one's part, above 0 and at most 1."""
+    """Of memory that several processes like this one take at the same time, this one's part, above
+    0 and at most 1.
+    """
     global _own_share
     if not 0 < share <= 1:
         raise ValueError(f"share={share!r} must be above 0 and at most 1")
@@ -86,7 +94,8 @@ def process_peak() -> int:
         # Not getrusage: its ru_maxrss is inherited from the process that started this one.
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
-                # The kernel batches its counts, so the mark can lag a little behind what is resident now.
+                # The kernel batches its counts, so the mark can lag a little behind what is
+                # resident now.
                 return max(int(line.split()[1]) * 1024, process_rss())
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
@@ -97,8 +106,9 @@ def process_peak() -> int:
 
 
 def resident_bytes(regions: Iterable[Region]) -> int | None:
-    """How much of the regions is resident in this process, in whole pages: mapped files are read bit by bit, and pages
-    of an array that nobody has written take no memory. None where the system does not tell (all but Linux).
+    """How much of the regions is resident in this process, in whole pages: mapped files are read
+    bit by bit, and pages of an array that nobody has written take no memory. None where the system
+    does not tell (all but Linux).
 
     About 9 ms for each gigabyte that is resident.
     """
@@ -125,7 +135,9 @@ def _resident(pages: int, region: Region) -> int:
 
 
 class Slack:
-    """What a process has left over when it comes to rest: given back if it grew since the last time."""
+    """What a process has left over when it comes to rest: given back if it grew since the last
+    time.
+    """
 
     def __init__(self) -> None:
         self._last = 0
@@ -139,8 +151,9 @@ class Slack:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Python's search for garbage rests inside, where many objects are made that stay: it would look at all there are
-    again and again, which was 40% of making 50,000."""
+    """Python's search for garbage rests inside, where many objects are made that stay: it would
+    look at all there are again and again, which was 40% of making 50,000.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -151,9 +164,10 @@ def uncollected() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Return to the system what loading and compiling have left: free pages of the heap, which glibc keeps, and the
-    code of the compiler, some 70 MB of pages of a file that come back by themselves where they are wanted again. Does
-    nothing but on Linux."""
+    """Return to the system what loading and compiling have left: free pages of the heap, which
+    glibc keeps, and the code of the compiler, some 70 MB of pages of a file that come back by
+    themselves where they are wanted again. Does nothing but on Linux.
+    """
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)
@@ -161,7 +175,9 @@ def give_back() -> None:
         library.malloc_trim(ctypes.c_size_t(0))
     if hasattr(library, "madvise"):
         for region in _unwritten_code(_COMPILER):
-            library.madvise(ctypes.c_void_p(region.address), ctypes.c_size_t(region.nbytes), _MADV_DONTNEED)
+            library.madvise(
+                ctypes.c_void_p(region.address), ctypes.c_size_t(region.nbytes), _MADV_DONTNEED
+            )
 
 
 def _unwritten_code(name: str) -> list[Region]:

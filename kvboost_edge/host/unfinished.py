@@ -1,7 +1,7 @@
 """Files on their way: written under a name of their own, locked meanwhile, renamed when complete.
 
-A lock goes with its process, however that ends: an unfinished file without one is left of a writer that was killed, and
-is removed by the next writer in the same directory.
+A lock goes with its process, however that ends: an unfinished file without one is left of a writer
+that was killed, and is removed by the next writer in the same directory.
 """
 
 from __future__ import annotations
@@ -27,20 +27,25 @@ _LEFTOVER_S = 24 * 3600  # where files cannot be locked
 
 
 def open_unfinished(directory: Path) -> IO[bytes]:
-    """A new file for `finish_file`, open for writing; leftovers in the directory are removed. Raises OSError."""
+    """A new file for `finish_file`, open for writing; leftovers in the directory are removed.
+    Raises OSError.
+    """
     with alone_in(directory):
         for path in directory.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):
                 if _is_leftover(path):
                     path.unlink()
-        file: IO[bytes] = tempfile.NamedTemporaryFile(dir=directory, prefix=_PREFIX, delete=False)  # noqa: SIM115
+        file: IO[bytes] = tempfile.NamedTemporaryFile(  # noqa: SIM115
+            dir=directory, prefix=_PREFIX, delete=False
+        )
         _lock(file.fileno(), wait=True)
     return file
 
 
 def is_abandoned(directory: Path) -> bool:
-    """Whether files were begun in the directory and the writer of none is alive. False where files cannot be locked.
-    Raises OSError."""
+    """Whether files were begun in the directory and the writer of none is alive. False where files
+    cannot be locked. Raises OSError.
+    """
     with alone_in(directory):
         paths = list(directory.glob(f"{_PREFIX}*"))
         return bool(paths) and all(_try_lock(path) is True for path in paths)
@@ -59,8 +64,10 @@ def finish_file(file: IO[bytes], path: Path) -> None:
 
 @contextlib.contextmanager
 def synced_meanwhile(file: IO[bytes]) -> Iterator[None]:
-    """What is written inside is given to the disk as it comes, so that little is left for the end (150 ms of waiting
-    for 342 MB otherwise). Raises OSError at the end where the disk refused any of it: the system tells it only once."""
+    """What is written inside is given to the disk as it comes, so that little is left for the end
+    (150 ms of waiting for 342 MB otherwise). Raises OSError at the end where the disk refused any
+    of it: the system tells it only once.
+    """
     done = threading.Event()
     refused = list[OSError]()
 
@@ -84,8 +91,10 @@ def synced_meanwhile(file: IO[bytes]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """No other process, and no other thread, is inside for the same directory; where files cannot be locked, nothing
-    is held off. Unfinished files begin, end and are removed in here. Raises OSError."""
+    """No other process, and no other thread, is inside for the same directory; where files cannot
+    be locked, nothing is held off. Unfinished files begin, end and are removed in here. Raises
+    OSError.
+    """
     if sys.platform == "win32":
         yield
         return
@@ -108,7 +117,9 @@ def _try_lock(path: Path) -> bool | None:
 
 
 def _lock(handle: int, *, wait: bool) -> bool | None:
-    """Lock an open file until it is closed: whether it worked, None where files cannot be locked."""
+    """Lock an open file until it is closed: whether it worked, None where files cannot be
+    locked.
+    """
     if sys.platform == "win32":
         return None
     try:

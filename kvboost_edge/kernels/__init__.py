@@ -1,1 +1,3 @@
-"""Numba kernels and their plain NumPy oracle. Importing this package imports neither; import the module you need."""
+"""Numba kernels and their plain NumPy oracle. Importing this package imports neither; import the
+module you need.
+"""

@@ -1,8 +1,9 @@
 """Compiling entries before they are needed, in processes of their own.
 
-The compiler takes some 200 MB, which its process never gives back: children take them instead, each entry is compiled
-by one of them, and this process only loads what they leave on disk. `python -m kvboost_edge.kernels.ahead` is a child:
-it reads names of entries, one a line, and repeats each when its code is on disk.
+The compiler takes some 200 MB, which its process never gives back: children take them instead, each
+entry is compiled by one of them, and this process only loads what they leave on disk. `python -m
+kvboost_edge.kernels.ahead` is a child: it reads names of entries, one a line, and repeats each when
+its code is on disk.
 """
 
 from __future__ import annotations
@@ -29,21 +30,25 @@ __all__ = ["compile_ahead", "on_compiling"]
 
 _LOG = logging.getLogger(__name__)
 _MODULE = "kvboost_edge.kernels.ahead"
-_MOST_CHILDREN = 4  # each spends half a second before it compiles, and the longest entry takes a third of all time
+# Each spends half a second before it compiles, and the longest entry takes a third of all time.
+_MOST_CHILDREN = 4
 _LAST_LINES = 12
 
 _listeners: list[Callable[[int, int], None]] = []
 
 
 def on_compiling(tell: Callable[[int, int], None] | None) -> None:
-    """Call `tell(kernels done, kernels in all)` at the beginning and after each, from the thread that opens a model,
-    whenever kernels are compiled ahead. It replaces what was given before; None: nothing is called."""
+    """Call `tell(kernels done, kernels in all)` at the beginning and after each, from the thread
+    that opens a model, whenever kernels are compiled ahead. It replaces what was given before;
+    None: nothing is called.
+    """
     _listeners[:] = [] if tell is None else [tell]
 
 
 def compile_ahead(entries: Sequence[Entry], num_processes: int) -> None:
-    """Leave the machine code of all entries on disk: those it is not there of are compiled in that many processes at
-    most, the first of them first. Where no process can be started they are compiled in this one, which the log says.
+    """Leave the machine code of all entries on disk: those it is not there of are compiled in that
+    many processes at most, the first of them first. Where no process can be started they are
+    compiled in this one, which the log says.
 
     BackendUnavailable with what the compiler said, and the kernel's name, where a process failed.
     """
@@ -52,10 +57,16 @@ def compile_ahead(entries: Sequence[Entry], num_processes: int) -> None:
         return
     tell = _listeners[0] if _listeners else lambda done, total: None
     with _children(min(num_processes, len(missing), _MOST_CHILDREN)) as children:
-        where = f"{len(children)} process(es)" if children else "this process, whose memory grows by some 200 MB"
+        where = (
+            f"{len(children)} process(es)"
+            if children
+            else "this process, whose memory grows by some 200 MB"
+        )
         _LOG.info("compiling %d kernels for this machine in %s, once", len(missing), where)
         tell(0, len(missing))
-        for index, _ in enumerate(_compiled_by(children, missing) if children else _compiled_here(missing)):
+        for index, _ in enumerate(
+            _compiled_by(children, missing) if children else _compiled_here(missing)
+        ):
             tell(index + 1, len(missing))
 
 
@@ -96,8 +107,9 @@ class _Child:
         if out.readline().strip() != entry.name:
             code = self._process.wait()
             raise BackendUnavailable(
-                f"the process that compiled the kernel {entry.name} ended with {code}: {self._last_words()}; the "
-                f"machine code would lie in {cache_path()} (NUMBA_CACHE_DIR)"
+                f"the process that compiled the kernel {entry.name} ended with {code}: "
+                f"{self._last_words()}; the machine code would lie in {cache_path()} "
+                "(NUMBA_CACHE_DIR)"
             )
 
     def _last_words(self) -> str:
@@ -114,7 +126,9 @@ class _Child:
 
 @contextlib.contextmanager
 def _children(count: int) -> Iterator[list[_Child]]:
-    """So many, which no way out leaves behind; none where this system starts no Python, or keeps no machine code."""
+    """So many, which no way out leaves behind; none where this system starts no Python, or keeps no
+    machine code.
+    """
     reason = ""
     if not sys.executable or getattr(sys, "frozen", False):
         reason = "it knows no Python interpreter (sys.executable)"
@@ -136,7 +150,9 @@ def _children(count: int) -> Iterator[list[_Child]]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, and what was set in it alone: where this package lies, what Numba compiles for."""
+    """This process's, and what was set in it alone: where this package lies, what Numba compiles
+    for.
+    """
     package = str(Path(__file__).parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     chosen = {
@@ -149,7 +165,9 @@ def _environment() -> dict[str, str]:
 
 
 def _compiled_by(children: Sequence[_Child], entries: Sequence[Entry]) -> Iterator[Entry]:
-    """The entries as they are done, each by the first child that is free. Raises what the first failure raised."""
+    """The entries as they are done, each by the first child that is free. Raises what the first
+    failure raised.
+    """
     left: queue.SimpleQueue[Entry] = queue.SimpleQueue()
     done: queue.SimpleQueue[Entry | BaseException] = queue.SimpleQueue()
     for entry in entries:

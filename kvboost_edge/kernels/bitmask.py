@@ -22,9 +22,11 @@ _NEVER = np.float32(-np.inf)
 
 @kernel
 def mask_logits(words: Ints, logits: Floats, out: Floats) -> None:
-    """Into out [vocab_size]: logits [vocab_size] where bit i % 32 of words [ceil(vocab_size / 32)] is set, else -inf.
+    """Into out [vocab_size]: logits [vocab_size] where bit i % 32 of words [ceil(vocab_size / 32)]
+    is set, else -inf.
 
-    Inside a string nearly all words are all ones, outside nearly all are zeros: neither has its bits looked at.
+    Inside a string nearly all words are all ones, outside nearly all are zeros: neither has its
+    bits looked at.
     """
     whole = len(logits) // WORD_BITS
     for word in range(whole):

@@ -1,6 +1,8 @@
-"""Rows of blocks as GGUF files hold them, to float32: for tables of which a few rows are read, and never the whole.
+"""Rows of blocks as GGUF files hold them, to float32: for tables of which a few rows are read, and
+never the whole.
 
-The order of the float operations is that of `models.gguf.blocks.dequantize`, so the values are equal to the bit.
+The order of the float operations is that of `models.gguf.blocks.dequantize`, so the values are
+equal to the bit.
 """
 
 from __future__ import annotations
@@ -19,25 +21,42 @@ __all__ = ["FORMATS", "decode_rows", "decode_rows_entry"]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _F16, _Q3_K, _IQ4_NL, _IQ4_XS, _MXFP4 = range(13)
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _F16, _Q3_K, _IQ4_NL, _IQ4_XS, _MXFP4 = (
+    range(13)
+)
 FORMATS: dict[str, int] = {
-    "Q4_0": _Q4_0, "Q4_1": _Q4_1, "Q5_0": _Q5_0, "Q5_1": _Q5_1, "Q8_0": _Q8_0, "Q4_K": _Q4_K, "Q5_K": _Q5_K,
-    "Q6_K": _Q6_K, "F16": _F16, "Q3_K": _Q3_K, "IQ4_NL": _IQ4_NL, "IQ4_XS": _IQ4_XS, "MXFP4": _MXFP4,
-}  # fmt: skip
+    "Q4_0": _Q4_0,
+    "Q4_1": _Q4_1,
+    "Q5_0": _Q5_0,
+    "Q5_1": _Q5_1,
+    "Q8_0": _Q8_0,
+    "Q4_K": _Q4_K,
+    "Q5_K": _Q5_K,
+    "Q6_K": _Q6_K,
+    "F16": _F16,
+    "Q3_K": _Q3_K,
+    "IQ4_NL": _IQ4_NL,
+    "IQ4_XS": _IQ4_XS,
+    "MXFP4": _MXFP4,
+}
 """The formats it reads, and what the kernel calls them. NumPy is as fast for F32 and BF16."""
 
-# All float16 numbers: a table in the second-level cache, since scalars of that type are none of the compiler's. Among
-# them are signalling NaNs, of which ARM processors say that they were converted.
+# All float16 numbers: a table in the second-level cache, since scalars of that type are none of the
+# compiler's. Among them are signalling NaNs, of which ARM processors say that they were converted.
 with np.errstate(invalid="ignore"):
     _HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 # What codes of four bits stand for, and 2 ** (e - 128), the scales of MXFP4.
-_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
+_NL = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32
+)
 _FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
 _POWERS = np.ldexp(np.float32(1), np.arange(-128, 128)).astype(np.float32)
 
 
 def decode_rows(name: str, data: Bytes, out: Floats) -> None:
-    """Into out float32 [rows, weights]: data uint8 [rows, bytes], both contiguous, in one of FORMATS."""
+    """Into out float32 [rows, weights]: data uint8 [rows, bytes], both contiguous, in one of
+    FORMATS.
+    """
     _decode(FORMATS[name], data.reshape(-1), _HALVES, out.reshape(-1))
 
 
@@ -58,24 +77,36 @@ def _decode(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
                 out[32 * block + i] = scale * np.float32(np.int8(data[34 * block + 2 + i]))
     elif kind == _Q6_K:
         for block in range(len(out) // 256):
-            _six(data[210 * block : 210 * block + 210], halves, out[256 * block : 256 * block + 256])
+            _six(
+                data[210 * block : 210 * block + 210], halves, out[256 * block : 256 * block + 256]
+            )
     elif kind in (_Q4_K, _Q5_K):
         size = 144 if kind == _Q4_K else 176
         for block in range(len(out) // 256):
-            _scaled_twice(data[size * block : size * block + size], halves, out[256 * block : 256 * block + 256])
+            _scaled_twice(
+                data[size * block : size * block + size],
+                halves,
+                out[256 * block : 256 * block + 256],
+            )
     elif kind == _Q3_K:
         for block in range(len(out) // 256):
-            _three(data[110 * block : 110 * block + 110], halves, out[256 * block : 256 * block + 256])
+            _three(
+                data[110 * block : 110 * block + 110], halves, out[256 * block : 256 * block + 256]
+            )
     elif kind == _IQ4_XS:
         for block in range(len(out) // 256):
-            _four_of_table(data[136 * block : 136 * block + 136], halves, out[256 * block : 256 * block + 256])
+            _four_of_table(
+                data[136 * block : 136 * block + 136], halves, out[256 * block : 256 * block + 256]
+            )
     elif kind in (_IQ4_NL, _MXFP4):
         size = 18 if kind == _IQ4_NL else 17
         for block in range(len(out) // 32):
             at = size * block
             scale = _half(data, at, halves) if kind == _IQ4_NL else _POWERS[data[at]]
             table = _NL if kind == _IQ4_NL else _FP4
-            _looked_up(data[at + size - 16 : at + size], scale, table, out[32 * block : 32 * block + 32])
+            _looked_up(
+                data[at + size - 16 : at + size], scale, table, out[32 * block : 32 * block + 32]
+            )
     else:
         _groups(kind, data, halves, out)
 
@@ -90,11 +121,15 @@ def _looked_up(codes: Bytes, scale: float, table: Floats, out: Floats) -> None:
 
 @kernel
 def _four_of_table(block: Bytes, halves: Floats, out: Floats) -> None:
-    """IQ4_XS: 8 groups with 6-bit factors of a scale, two bits of each in a number before the four others."""
+    """IQ4_XS: 8 groups with 6-bit factors of a scale, two bits of each in a number before the four
+    others.
+    """
     scale = _half(block, 0, halves)
     above = np.int64(block[2]) | np.int64(block[3]) << 8
     for group in range(8):
-        factor = block[4 + group // 2] >> np.uint8(4 * (group % 2)) & 15 | (above >> 2 * group & 3) << 4
+        factor = (
+            block[4 + group // 2] >> np.uint8(4 * (group % 2)) & 15 | (above >> 2 * group & 3) << 4
+        )
         own = scale * (np.float32(factor) - np.float32(32.0))
         at = 8 + 16 * group
         _looked_up(block[at : at + 16], own, _NL, out[32 * group : 32 * group + 32])
@@ -102,7 +137,9 @@ def _four_of_table(block: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _three(block: Bytes, halves: Floats, out: Floats) -> None:
-    """Q3_K: 32 bytes of third bits, 64 of two low ones, 12 of 16 factors of the scale, 6 bits each."""
+    """Q3_K: 32 bytes of third bits, 64 of two low ones, 12 of 16 factors of the scale, 6 bits
+    each.
+    """
     scale = _half(block, 108, halves)
     for part in range(16):
         low = block[96 + part % 8] >> np.uint8(4 * (part // 8)) & 15
@@ -118,7 +155,9 @@ def _three(block: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _groups(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
-    """Blocks of 32: scale, perhaps a minimum, perhaps 4 bytes of fifth bits, 16 of nibbles, the low ones first."""
+    """Blocks of 32: scale, perhaps a minimum, perhaps 4 bytes of fifth bits, 16 of nibbles, the low
+    ones first.
+    """
     has_minimum = kind in (_Q4_1, _Q5_1)
     has_fifths = kind in (_Q5_0, _Q5_1)
     nibbles = 2 + 2 * has_minimum + 4 * has_fifths
@@ -135,7 +174,9 @@ def _groups(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
         for i in range(16):
             code = data[at + nibbles + i]
             low = np.uint32(code & 15) | (fifths >> np.uint32(i) & np.uint32(1)) << np.uint32(4)
-            high = np.uint32(code >> 4) | (fifths >> np.uint32(16 + i) & np.uint32(1)) << np.uint32(4)
+            high = np.uint32(code >> 4) | (fifths >> np.uint32(16 + i) & np.uint32(1)) << np.uint32(
+                4
+            )
             out[32 * block + i] = scale * (np.float32(low) - zero)
             out[32 * block + 16 + i] = scale * (np.float32(high) - zero)
         if has_minimum:
@@ -146,7 +187,9 @@ def _groups(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _scaled_twice(block: Bytes, halves: Floats, out: Floats) -> None:
-    """Q4_K and, with 32 bytes of fifth bits, Q5_K: 8 groups with 6-bit factors of a scale and of a minimum."""
+    """Q4_K and, with 32 bytes of fifth bits, Q5_K: 8 groups with 6-bit factors of a scale and of a
+    minimum.
+    """
     scale = _half(block, 0, halves)
     minimum = _half(block, 2, halves)
     has_fifths = len(block) == 176
@@ -180,7 +223,9 @@ def _six(block: Bytes, halves: Floats, out: Floats) -> None:
         for half in range(2):
             own = scale * np.float32(np.int8(block[192 + 2 * group + half]))
             for i in range(16 * half, 16 * half + 16):
-                code = (low[i] >> shift & np.uint8(15)) | (high[i] >> turn & np.uint8(3)) << np.uint8(4)
+                code = (low[i] >> shift & np.uint8(15)) | (
+                    high[i] >> turn & np.uint8(3)
+                ) << np.uint8(4)
                 out[32 * group + i] = own * (np.float32(code) - np.float32(32.0))
 
 

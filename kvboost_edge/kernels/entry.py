@@ -1,8 +1,8 @@
 """Kernels that are compiled each on its own, and that other kernels call by their addresses.
 
-What a kernel names is compiled into it. What it calls by address is not: a model needs the code of its own weights and
-of its own cache alone, and the entries it needs can be compiled by several processes at once. A call by address costs
-some nanoseconds, of kernels that run for microseconds.
+What a kernel names is compiled into it. What it calls by address is not: a model needs the code of
+its own weights and of its own cache alone, and the entries it needs can be compiled by several
+processes at once. A call by address costs some nanoseconds, of kernels that run for microseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Builder = Any
 class Entry:
     """A kernel with the one signature it is called with: Numba's types of its arguments.
 
-    The kernel is a name of its module, or is in a table of entries there, and has the name it has there.
+    The kernel is a name of its module, or is in a table of entries there, and has the name it has
+    there.
     """
 
     def __init__(self, kernel: Callable[..., Any], *arguments: Any) -> None:
@@ -48,7 +49,9 @@ class Entry:
 
     @property
     def address(self) -> int:
-        """Address of the machine code for `caller`, compiled or loaded first; it stays as long as the process."""
+        """Address of the machine code for `caller`, compiled or loaded first; it stays as long as
+        the process.
+        """
         self.compile()
         result = self._kernel.overloads[self.arguments]
         return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
@@ -68,7 +71,9 @@ def entry_named(name: str) -> Entry:
 
 
 def caller(*arguments: Any) -> Any:
-    """The function `call(address, (…))`, for kernels, that calls an entry of such arguments that returns nothing."""
+    """The function `call(address, (…))`, for kernels, that calls an entry of such arguments that
+    returns nothing.
+    """
 
     @intrinsic
     def call(typing: Any, address: Any, values: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Integers in vectors: the dot products this process compiles for, and what kernels that compute in integers share."""
+"""Integers in vectors: the dot products this process compiles for, and what kernels that compute in
+integers share.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ Builder = Any
 
 
 def _feature_text() -> str:
-    """Feature flags Numba compiles for, "+one,-other": its own setting, or the host's; empty if LLVM cannot tell."""
+    """Feature flags Numba compiles for, "+one,-other": its own setting, or the host's; empty if
+    LLVM cannot tell.
+    """
     text = numba.config.CPU_FEATURES
     return str(get_host_cpu_features() if text is None else text)
 
@@ -57,7 +61,9 @@ def _features() -> frozenset[str]:
 
 @functools.cache
 def dot_form() -> str:
-    """ "vnni512", "vnni256", "avx2", "neon" or "plain": the form that kernels of this process use."""
+    """ "vnni512", "vnni256", "avx2", "neon" or "plain": the form that kernels of this process
+    use.
+    """
     features = _features()
     if {"avx512vnni", "avx512bw", "avx512f"} <= features:
         return "vnni512"
@@ -72,7 +78,9 @@ def dot_form() -> str:
 
 @functools.cache
 def has_wide_registers() -> bool:
-    """Whether kernels of this process are compiled with registers of 512 bits, of which there are 32."""
+    """Whether kernels of this process are compiled with registers of 512 bits, of which there are
+    32.
+    """
     return "avx512f" in _features()
 
 
@@ -84,7 +92,9 @@ def has_tile_registers() -> bool:
 
 @functools.cache
 def has_byte_shuffle() -> bool:
-    """Whether kernels of this process may look up 16 bytes at once on an x86 processor of the form "plain"."""
+    """Whether kernels of this process may look up 16 bytes at once on an x86 processor of the form
+    "plain".
+    """
     return "ssse3" in _features()
 
 
@@ -96,11 +106,12 @@ def has_byte_permute() -> bool:
 
 @functools.cache
 def follows_pages() -> bool:
-    """Whether the processor's own prefetchers keep up with integer weights that are read once, a tile after the other,
-    as far as a page of memory goes, so that a line of the next page now and then is all that is to be asked for.
+    """Whether the processor's own prefetchers keep up with integer weights that are read once, a
+    tile after the other, as far as a page of memory goes, so that a line of the next page now and
+    then is all that is to be asked for.
 
-    So it is on AMD's Zen 4: steps of decoding take 2 to 9% less time without asking for every line, as others want it,
-    and another 6 to 14% less with one line of each group, a page ahead.
+    So it is on AMD's Zen 4: steps of decoding take 2 to 9% less time without asking for every line,
+    as others want it, and another 6 to 14% less with one line of each group, a page ahead.
     """
     return _processor() == "znver4"
 
@@ -123,8 +134,10 @@ define <4 x i32> @probe(<4 x i32> %sums, <16 x i8> %x, <16 x i8> %y) {
 
 
 def _has_sdot() -> bool:
-    """Whether the code generator may use ARM's dot product. The processor's name alone can allow it, so it is asked to
-    compile sums that become `sdot` where that exists and something longer elsewhere."""
+    """Whether the code generator may use ARM's dot product. The processor's name alone can allow
+    it, so it is asked to compile sums that become `sdot` where that exists and something longer
+    elsewhere.
+    """
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_triple(binding.get_process_triple())
@@ -139,7 +152,9 @@ def int_constant(value: int) -> ir.Constant:
 
 @contextmanager
 def emit_loop(b: Builder, count: Value) -> Iterator[Value]:
-    """The index, int64, of a loop over [0, count) that stays one: not unrolled, however short or long it is."""
+    """The index, int64, of a loop over [0, count) that stays one: not unrolled, however short or
+    long it is.
+    """
     with cgutils.for_range(b, count, intp=I64) as loop:
         yield loop.index
         latch = b.block
@@ -157,14 +172,19 @@ def emit_load_bytes(b: Builder, address: Value) -> Value:
 def emit_splat_int(b: Builder, scalar: Value) -> Value:
     """An i32 in every one of 16 lanes."""
     undefined = ir.Constant(V16I, ir.Undefined)
-    return b.shuffle_vector(b.insert_element(undefined, scalar, I32(0)), undefined, ir.Constant(V16I, [0] * LANES))
+    return b.shuffle_vector(
+        b.insert_element(undefined, scalar, I32(0)), undefined, ir.Constant(V16I, [0] * LANES)
+    )
 
 
 def _parts(b: Builder, x: Value, count: int) -> list[Value]:
     """A vector cut into so many of equal length."""
     size = x.type.count // count
     undefined = ir.Constant(x.type, ir.Undefined)
-    lanes = [ir.Constant(ir.VectorType(I32, size), list(range(at, at + size))) for at in range(0, x.type.count, size)]
+    lanes = [
+        ir.Constant(ir.VectorType(I32, size), list(range(at, at + size)))
+        for at in range(0, x.type.count, size)
+    ]
     return [b.shuffle_vector(x, undefined, order) for order in lanes]
 
 
@@ -172,14 +192,22 @@ def _joined(b: Builder, parts: Sequence[Value]) -> Value:
     """The vectors one behind the other."""
     parts = list(parts)
     while len(parts) > 1:
-        order = ir.Constant(ir.VectorType(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
+        order = ir.Constant(
+            ir.VectorType(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count))
+        )
         parts = [b.shuffle_vector(parts[i], parts[i + 1], order) for i in range(0, len(parts), 2)]
     return parts[0]
 
 
-def emit_each(b: Builder, count: int, name: str, result: ir.Type, arguments: Sequence[tuple[Value, ir.Type]]) -> Value:
-    """Call an intrinsic on `count` equal parts of the arguments, each part taken as the type given with it."""
-    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(result, [kind for _, kind in arguments]), name)
+def emit_each(
+    b: Builder, count: int, name: str, result: ir.Type, arguments: Sequence[tuple[Value, ir.Type]]
+) -> Value:
+    """Call an intrinsic on `count` equal parts of the arguments, each part taken as the type given
+    with it.
+    """
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(result, [kind for _, kind in arguments]), name
+    )
     cut = [[b.bitcast(part, kind) for part in _parts(b, value, count)] for value, kind in arguments]
     return _joined(b, [b.call(function, list(part)) for part in zip(*cut, strict=True)])
 

@@ -1,9 +1,10 @@
 """A team of threads for kernels that hand out their units through an atomic counter.
 
-The calling thread always works itself and takes whatever units are left, so a helper that the system does not schedule
-costs nothing but its share: on a machine whose cores are shared, nobody waits at a barrier for a thread that sleeps.
-A helper that has just worked looks out for more for a moment before it sleeps: the calls of a pass follow one another
-closely. Waking one that sleeps costs the caller about 1 us; it joins some 20 us later.
+The calling thread always works itself and takes whatever units are left, so a helper that the
+system does not schedule costs nothing but its share: on a machine whose cores are shared, nobody
+waits at a barrier for a thread that sleeps. A helper that has just worked looks out for more for a
+moment before it sleeps: the calls of a pass follow one another closely. Waking one that sleeps
+costs the caller about 1 us; it joins some 20 us later.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _LOOKS = 10_000  # about 150 us in which a helper looks out for the next work be
 
 @kernel
 def _wait_for(counters: npt.NDArray[np.int64], index: int, value: int, spins: int) -> bool:
-    """Look at counters[index] until it is at least `value`, at most `spins` times; returns whether it is."""
+    """Look at counters[index] until it is at least `value`, at most `spins` times; returns whether
+    it is.
+    """
     at = address_of(counters) + 8 * index
     while spins > 0:
         if fetch_add(at, 0) >= value:
@@ -66,14 +69,20 @@ class _Work(NamedTuple):
     serial: int
     function: Callable[[Any], None]
     job: Any
-    counters: npt.NDArray[np.int64]  # kept alive here: a helper that starts late still counts itself in
+    counters: npt.NDArray[
+        np.int64
+    ]  # kept alive here: a helper that starts late still counts itself in
 
 
 class _Mailbox:
-    """What the helpers see of a team: the newest work, if it is still wanted. Holds no reference to the team."""
+    """What the helpers see of a team: the newest work, if it is still wanted. Holds no reference to
+    the team.
+    """
 
     def __init__(self) -> None:
-        self.board = np.zeros(1, dtype=np.int64)  # changes with every work, for helpers that are awake
+        self.board = np.zeros(
+            1, dtype=np.int64
+        )  # changes with every work, for helpers that are awake
         self.work: _Work | None = None
         self.failure: BaseException | None = None
         self.closed = False
@@ -81,7 +90,9 @@ class _Mailbox:
         self._changed = threading.Condition()
 
     def begin(self, last: int) -> _Work | None:
-        """The newest work, which the helper now must `end`; None if there is none newer than the serial `last`."""
+        """The newest work, which the helper now must `end`; None if there is none newer than the
+        serial `last`.
+        """
         with self._changed:
             work = self.work
             if work is None or work.serial == last:
@@ -95,7 +106,9 @@ class _Mailbox:
             self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """Give the work to nobody else and wait for those who have it: they use memory of the caller's."""
+        """Give the work to nobody else and wait for those who have it: they use memory of the
+        caller's.
+        """
         with self._changed:
             self.work = None
             self._changed.wait_for(lambda: self._busy == 0)
@@ -104,7 +117,8 @@ class _Mailbox:
 class KernelTeam:
     """`num_threads` threads, the caller's included. One thread at a time may call `run`.
 
-    Helpers start with the first work that can be shared and end with `close`, or when the team is dropped.
+    Helpers start with the first work that can be shared and end with `close`, or when the team is
+    dropped.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -118,16 +132,24 @@ class KernelTeam:
         weakref.finalize(self, _dismiss, self._mailbox, self._signals, self._threads)
 
     def run(
-        self, function: Callable[[Any], None], job: Any, counters: npt.NDArray[np.int64], done: int, units: int
+        self,
+        function: Callable[[Any], None],
+        job: Any,
+        counters: npt.NDArray[np.int64],
+        done: int,
+        units: int,
     ) -> None:
-        """Call the nogil kernel `function(job)` on every thread; return when counters[done] has reached `units`.
+        """Call the nogil kernel `function(job)` on every thread; return when counters[done] has
+        reached `units`.
 
-        The function takes units until none is left and adds 1 to counters[done] after each. It may start late, when
-        all is done, and must then return at once.
+        The function takes units until none is left and adds 1 to counters[done] after each. It may
+        start late, when all is done, and must then return at once.
         """
         if self.num_threads > 1 and units > 1:
             self._serial += 1
-            self._wake(_Work(self._serial, function, job, counters), min(self.num_threads, units) - 1)
+            self._wake(
+                _Work(self._serial, function, job, counters), min(self.num_threads, units) - 1
+            )
         try:
             function(job)
             while not _wait_for(counters, done, units, _SPINS):
@@ -156,7 +178,10 @@ class KernelTeam:
             signal = threading.Lock()
             signal.acquire()
             thread = threading.Thread(
-                target=_help, args=(self._mailbox, signal), name=f"kvboost-kernel-{index}", daemon=True
+                target=_help,
+                args=(self._mailbox, signal),
+                name=f"kvboost-kernel-{index}",
+                daemon=True,
             )
             self._signals.append(signal)
             self._threads.append(thread)
@@ -164,7 +189,9 @@ class KernelTeam:
 
 
 def _raise_signal(signal: threading.Lock) -> None:
-    """A locked signal means asleep or at work; an open one has not been noticed yet and will find the newest work."""
+    """A locked signal means asleep or at work; an open one has not been noticed yet and will find
+    the newest work.
+    """
     if signal.locked():
         signal.release()
 
@@ -185,12 +212,15 @@ def _help(mailbox: _Mailbox, signal: threading.Lock) -> None:
                 mailbox.end()
             work = None  # a waiting helper keeps nothing of a finished call alive
         number = _look_out(mailbox.board, seen, _LOOKS)
-        # Awake, it takes the signal that came with the work, if it is there yet; otherwise it sleeps until one comes.
+        # Awake, it takes the signal that came with the work, if it is there yet; otherwise it
+        # sleeps until one comes.
         signal.acquire(blocking=number == seen)
         seen = number
 
 
-def _dismiss(mailbox: _Mailbox, signals: list[threading.Lock], threads: list[threading.Thread]) -> None:
+def _dismiss(
+    mailbox: _Mailbox, signals: list[threading.Lock], threads: list[threading.Thread]
+) -> None:
     mailbox.closed = True
     mailbox.work = None
     mailbox.board[0] += 1

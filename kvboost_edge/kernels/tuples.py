@@ -1,7 +1,9 @@
-"""NamedTuples as rows of numbers in memory: written on the host, read by kernels, field by field and in one order.
+"""NamedTuples as rows of numbers in memory: written on the host, read by kernels, field by field
+and in one order.
 
-A row is the tuple's fields one after another, those of a tuple inside it in its place. Numbers are int64; a float is
-the bits of a float64; an array is the address of its first element, 0 where it is empty.
+A row is the tuple's fields one after another, those of a tuple inside it in its place. Numbers are
+int64; a float is the bits of a float64; an array is the address of its first element, 0 where it is
+empty.
 """
 
 from __future__ import annotations
@@ -38,16 +40,23 @@ Builder = Any
 def _fields(kind: Any) -> dict[str, Any]:
     """Field -> int, float or a NamedTuple; whatever else is annotated is an int in memory."""
     hints = get_type_hints(kind)
-    return {name: hint if hasattr(hint, "_fields") or hint is float else int for name, hint in hints.items()}
+    return {
+        name: hint if hasattr(hint, "_fields") or hint is float else int
+        for name, hint in hints.items()
+    }
 
 
 def num_numbers(kind: Any) -> int:
     """Numbers in a row of a NamedTuple class."""
-    return sum(num_numbers(field) if hasattr(field, "_fields") else 1 for field in _fields(kind).values())
+    return sum(
+        num_numbers(field) if hasattr(field, "_fields") else 1 for field in _fields(kind).values()
+    )
 
 
 def number_at(kind: Any, path: str) -> int:
-    """Index in a row of `kind` of the field `path`, as "shape.head_dim"; of a tuple's first number."""
+    """Index in a row of `kind` of the field `path`, as "shape.head_dim"; of a tuple's first
+    number.
+    """
     name, _, rest = path.partition(".")
     fields = _fields(kind)
     before = 0
@@ -57,7 +66,9 @@ def number_at(kind: Any, path: str) -> int:
 
 
 def numbers_of(kind: Any, values: Any) -> npt.NDArray[np.int64]:
-    """The row, int64 [num_numbers(kind)], of a tuple whose fields have the names of those of `kind`."""
+    """The row, int64 [num_numbers(kind)], of a tuple whose fields have the names of those of
+    `kind`.
+    """
     return np.frombuffer(struct.pack(_format(kind), *_flat(kind, values)), dtype=np.int64)
 
 
@@ -65,7 +76,9 @@ def numbers_of(kind: Any, values: Any) -> npt.NDArray[np.int64]:
 def _format(kind: Any) -> str:
     """The struct format of a row."""
     formats = {int: "q", float: "d"}
-    return "".join(formats[field] if field in formats else _format(field) for field in _fields(kind).values())
+    return "".join(
+        formats[field] if field in formats else _format(field) for field in _fields(kind).values()
+    )
 
 
 def _flat(kind: Any, values: Any) -> list[int | float]:
@@ -118,15 +131,22 @@ def load_i32_row(typing: Any, kind: Any, address: Any) -> Any:
     """The tuple of class `kind`, ints alone, whose row at a byte address is of int32."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        places = [b.add(arguments[1], ir.Constant(I64, 4 * index)) for index in range(len(kind.instance_class._fields))]
-        return context.make_tuple(b, signature.return_type, [b.sext(emit_load(b, I32, place), I64) for place in places])
+        places = [
+            b.add(arguments[1], ir.Constant(I64, 4 * index))
+            for index in range(len(kind.instance_class._fields))
+        ]
+        return context.make_tuple(
+            b, signature.return_type, [b.sext(emit_load(b, I32, place), I64) for place in places]
+        )
 
     return numbers_type(kind.instance_class)(kind, types.int64), codegen
 
 
 @intrinsic
 def addresses_of(typing: Any, kind: Any, values: Any) -> Any:
-    """The tuple of class `kind` made of a tuple whose fields have the same names: arrays become addresses."""
+    """The tuple of class `kind` made of a tuple whose fields have the same names: arrays become
+    addresses.
+    """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return _convert(context, b, kind.instance_class, values, arguments[1])

@@ -1,10 +1,12 @@
-"""Sixteen-lane vectors for Numba kernels, emitted as LLVM IR: nothing here depends on auto-vectorization.
+"""Sixteen-lane vectors for Numba kernels, emitted as LLVM IR: nothing here depends on
+auto-vectorization.
 
-One `<16 x float>` is one AVX-512 register, two AVX2 registers or four NEON registers; results are the same to the bit
-on all of them because every multiply-add is an explicit `llvm.fma` and every reduction has a fixed order.
+One `<16 x float>` is one AVX-512 register, two AVX2 registers or four NEON registers; results are
+the same to the bit on all of them because every multiply-add is an explicit `llvm.fma` and every
+reduction has a fixed order.
 
-The `emit_*` functions write IR at a builder's position and are the vocabulary of tiles.py; the intrinsics at the end
-are what kernels call directly. Addresses are int64, in bytes.
+The `emit_*` functions write IR at a builder's position and are the vocabulary of tiles.py; the
+intrinsics at the end are what kernels call directly. Addresses are int64, in bytes.
 """
 
 from __future__ import annotations
@@ -85,9 +87,11 @@ def emit_store(b: Builder, value: Value, address: Value) -> None:
 
 
 def emit_scratch(b: Builder, size: int) -> Value:
-    """Address of `size` bytes on the stack of the kernel being compiled, aligned to 64, contents undefined.
+    """Address of `size` bytes on the stack of the kernel being compiled, aligned to 64, contents
+    undefined.
 
-    Not by `cgutils.alloca_once`: that fills them with zeros whenever the kernel is entered, 65 ns for 20 KB.
+    Not by `cgutils.alloca_once`: that fills them with zeros whenever the kernel is entered, 65 ns
+    for 20 KB.
     """
     with b.goto_entry_block():
         place = b.alloca(ir.ArrayType(ir.IntType(8), size))
@@ -102,7 +106,11 @@ def emit_splat(b: Builder, scalar: Value, kind: ir.VectorType = V16) -> Value:
 
 
 def _constant(kind: ir.Type, value: float) -> ir.Constant:
-    return ir.Constant(kind, [value] * LANES) if isinstance(kind, ir.VectorType) else ir.Constant(kind, value)
+    return (
+        ir.Constant(kind, [value] * LANES)
+        if isinstance(kind, ir.VectorType)
+        else ir.Constant(kind, value)
+    )
 
 
 def _integers_like(kind: ir.Type) -> ir.Type:
@@ -113,7 +121,9 @@ def emit_fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
     """x * y + z rounded once."""
     kind = x.type
     name = "llvm.fma.v16f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
-    return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(kind, [kind] * 3), name), [x, y, z])
+    return b.call(
+        cgutils.get_or_insert_function(b.module, ir.FunctionType(kind, [kind] * 3), name), [x, y, z]
+    )
 
 
 def emit_max(b: Builder, x: Value, y: Value) -> Value:
@@ -127,24 +137,39 @@ def emit_shuffle(b: Builder, x: Value, y: Value, lanes: Sequence[int]) -> Value:
 
 
 def emit_reduce_rows(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
-    """Fold the 16 lanes of each of four vectors; lanes 4 r to 4 r + 3 of the result hold row r's value.
+    """Fold the 16 lanes of each of four vectors; lanes 4 r to 4 r + 3 of the result hold row r's
+    value.
 
     The order is 8 + 8, 4 + 4, 2 + 2, 1 + 1 for each row, whatever its place among the four.
     """
     low = [*range(8), *range(16, 24)]
     high = [*range(8, 16), *range(24, 32)]
-    pairs = [combine(emit_shuffle(b, x, y, low), emit_shuffle(b, x, y, high)) for x, y in (rows[:2], rows[2:])]
+    pairs = [
+        combine(emit_shuffle(b, x, y, low), emit_shuffle(b, x, y, high))
+        for x, y in (rows[:2], rows[2:])
+    ]
     low = [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27]
     quads = combine(
-        emit_shuffle(b, pairs[0], pairs[1], low), emit_shuffle(b, pairs[0], pairs[1], [lane + 4 for lane in low])
+        emit_shuffle(b, pairs[0], pairs[1], low),
+        emit_shuffle(b, pairs[0], pairs[1], [lane + 4 for lane in low]),
     )
     for step in (2, 1):
-        quads = combine(quads, emit_shuffle(b, quads, quads, [lane ^ step for lane in range(LANES)]))
+        quads = combine(
+            quads, emit_shuffle(b, quads, quads, [lane ^ step for lane in range(LANES)])
+        )
     return quads
 
 
-# Cephes expf: 2^n * p(r) with |r| <= ln2 / 2; the relative error stays under 2e-7 and exp(0) is exactly 1.
-_EXP_COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+# Cephes expf: 2^n * p(r) with |r| <= ln2 / 2; the relative error stays under 2e-7 and exp(0) is
+# exactly 1.
+_EXP_COEFFICIENTS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    0.5,
+)
 _LOG2_E = 1.44269504088896341
 _LN2_HIGH = 0.693359375
 _LN2_LOW = -2.12194440e-4
@@ -153,7 +178,9 @@ _ROUNDER = 12582912.0  # 1.5 * 2^23: adding it leaves the rounded integer in the
 
 
 def emit_exp(b: Builder, x: Value) -> Value:
-    """exp(x) for x <= 88, scalar or vector; exactly 1 at 0, exactly 0 below -87 and for -inf, NaN for NaN."""
+    """exp(x) for x <= 88, scalar or vector; exactly 1 at 0, exactly 0 below -87 and for -inf, NaN
+    for NaN.
+    """
     kind = x.type
     integers = _integers_like(kind)
     too_low = b.fcmp_ordered("<", x, _constant(kind, _EXP_LOWEST))
@@ -171,7 +198,9 @@ def emit_exp(b: Builder, x: Value) -> Value:
 
 
 def emit_lanes_in(b: Builder, first: int, low: Value, high: Value) -> Value:
-    """Mask of the lanes whose index first + lane lies in [low, high); low and high are int64 scalars."""
+    """Mask of the lanes whose index first + lane lies in [low, high); low and high are int64
+    scalars.
+    """
     index = ir.Constant(_VI32, [first + lane for lane in range(LANES)])
     above = b.icmp_signed(">=", index, emit_splat(b, b.trunc(low, I32), _VI32))
     below = b.icmp_signed("<", index, emit_splat(b, b.trunc(high, I32), _VI32))
@@ -179,7 +208,9 @@ def emit_lanes_in(b: Builder, first: int, low: Value, high: Value) -> Value:
 
 
 def emit_load_as_f32(b: Builder, kind: int, address: Value) -> Value:
-    """Load 16 stored values (KIND_F32, KIND_F16 or KIND_BF16) and widen them to float32, exactly."""
+    """Load 16 stored values (KIND_F32, KIND_F16 or KIND_BF16) and widen them to float32,
+    exactly.
+    """
     if kind == KIND_F32:
         return emit_load(b, V16, address)
     if kind == KIND_F16:
@@ -189,7 +220,9 @@ def emit_load_as_f32(b: Builder, kind: int, address: Value) -> Value:
 
 
 def emit_prefetch(b: Builder, address: Value, *, write: bool = False, near: bool = True) -> None:
-    """Ask for the cache line at a byte address, for reading or for writing, into all levels or all but the first."""
+    """Ask for the cache line at a byte address, for reading or for writing, into all levels or all
+    but the first.
+    """
     how = (int(write), 3 if near else 2, 1)
     arguments = [b.inttoptr(address, _POINTER), *(ir.Constant(I32, number) for number in how)]
     kind = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
@@ -281,7 +314,9 @@ def address_of(typing: Any, array: Any) -> Any:
 
 @intrinsic
 def fetch_add(typing: Any, address: Any, amount: Any) -> Any:
-    """Atomically add to the int64 at a byte address; returns the value before. Orders memory both ways."""
+    """Atomically add to the int64 at a byte address; returns the value before. Orders memory both
+    ways.
+    """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         pointer = b.inttoptr(arguments[0], I64.as_pointer())
@@ -340,7 +375,9 @@ def load_scalar(typing: Any, address: Any, kind: Any) -> Any:
 
 @intrinsic
 def store_scalar(typing: Any, address: Any, value: Any, kind: Any) -> Any:
-    """Store one float32 in a storage kind known at run time, rounded to nearest, ties to even; NaN stays NaN."""
+    """Store one float32 in a storage kind known at run time, rounded to nearest, ties to even; NaN
+    stays NaN.
+    """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         address, value, kind = arguments

@@ -1,4 +1,6 @@
-"""Reference counts of the blocks; a free block is one that nobody references, and the eviction policy orders those."""
+"""Reference counts of the blocks; a free block is one that nobody references, and the eviction
+policy orders those.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class BlockPool:
 
     __slots__ = ("_free", "_held", "_ref_counts")
 
-    def __init__(self, num_blocks: int, policy: Callable[[Iterable[int]], EvictionPolicy] = LeastRecentlyUsed) -> None:
+    def __init__(
+        self, num_blocks: int, policy: Callable[[Iterable[int]], EvictionPolicy] = LeastRecentlyUsed
+    ) -> None:
         if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks!r} must be an integer of at least 1")
         self._ref_counts = [0] * num_blocks
@@ -53,7 +57,9 @@ class BlockPool:
         return self._held.keys()
 
     def hold(self, block_id: int) -> None:
-        """Pin a block: a reference that stays until `let_go`; CacheCorruption if it is pinned already."""
+        """Pin a block: a reference that stays until `let_go`; CacheCorruption if it is pinned
+        already.
+        """
         if block_id in self._held:
             raise CacheCorruption(f"block {block_id} is pinned already")
         self.touch(block_id)
@@ -75,7 +81,8 @@ class BlockPool:
         return self._free.protected(owner)
 
     def take(self, count: int, owner: bytes = b"") -> list[int]:
-        """Hand out `count` free blocks with one reference each, those to be evicted first; all or nothing.
+        """Hand out `count` free blocks with one reference each, those to be evicted first; all or
+        nothing.
 
         Raises CapacityError when fewer are free. The caller forgets what the blocks held.
         """
@@ -96,11 +103,14 @@ class BlockPool:
             self._free.remove(block_id)
         self._ref_counts[block_id] += 1
 
-    def release(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = 0) -> None:
-        """Drop a reference; the last one frees the block, whose content may still be found if `matchable`, by `owner`,
-        and was used `again`, see `CachedOrder`.
+    def release(
+        self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = 0
+    ) -> None:
+        """Drop a reference; the last one frees the block, whose content may still be found if
+        `matchable`, by `owner`, and was used `again`, see `CachedOrder`.
 
-        Raises CacheCorruption for a block that has no reference (double free) or is not in the pool (stale id).
+        Raises CacheCorruption for a block that has no reference (double free) or is not in the pool
+        (stale id).
         """
         self._check_id(block_id)
         count = self._ref_counts[block_id]
@@ -111,14 +121,19 @@ class BlockPool:
             self._free.put(block_id, matchable=matchable, owner=owner, again=again)
 
     def refresh(self, block_id: int) -> None:
-        """Make a free block the most recently used; a referenced one is in no list and stays as it is."""
+        """Make a free block the most recently used; a referenced one is in no list and stays as it
+        is.
+        """
         self._check_id(block_id)
         if block_id in self._free:
             self._free.refresh(block_id)
 
-    def regard(self, block_id: int, *, matchable: bool = True, owner: bytes = b"", again: int = 0) -> None:
-        """Count a free block as released just now, with these attributes; a referenced one is in no list and stays as
-        it is."""
+    def regard(
+        self, block_id: int, *, matchable: bool = True, owner: bytes = b"", again: int = 0
+    ) -> None:
+        """Count a free block as released just now, with these attributes; a referenced one is in no
+        list and stays as it is.
+        """
         self._check_id(block_id)
         if block_id in self._free:
             self._free.remove(block_id)
@@ -131,20 +146,29 @@ class BlockPool:
             self._free.demote(block_id)
 
     def check(self, references: Iterable[int]) -> None:
-        """Recount from `references` (one block id for each that a table holds) and the pins; CacheCorruption on any
-        difference."""
+        """Recount from `references` (one block id for each that a table holds) and the pins;
+        CacheCorruption on any difference.
+        """
         counted = [0] * self.num_blocks
         for block_id in (*references, *self._held):
             self._check_id(block_id)
             counted[block_id] += 1
         for block_id, (expected, actual) in enumerate(zip(counted, self._ref_counts, strict=True)):
             if expected != actual:
-                raise CacheCorruption(f"block {block_id} counts {actual} references, its holders hold {expected}")
+                raise CacheCorruption(
+                    f"block {block_id} counts {actual} references, its holders hold {expected}"
+                )
             if (actual == 0) != (block_id in self._free):
-                raise CacheCorruption(f"block {block_id} has {actual} references and the free list disagrees")
+                raise CacheCorruption(
+                    f"block {block_id} has {actual} references and the free list disagrees"
+                )
         if len(self._free) != counted.count(0):
-            raise CacheCorruption(f"the free list holds {len(self._free)} blocks, {counted.count(0)} are free")
+            raise CacheCorruption(
+                f"the free list holds {len(self._free)} blocks, {counted.count(0)} are free"
+            )
 
     def _check_id(self, block_id: int) -> None:
         if not 0 <= block_id < len(self._ref_counts):
-            raise CacheCorruption(f"stale block id {block_id}: the pool has blocks 0 .. {len(self._ref_counts) - 1}")
+            raise CacheCorruption(
+                f"stale block id {block_id}: the pool has blocks 0 .. {len(self._ref_counts) - 1}"
+            )

@@ -1,4 +1,6 @@
-"""The append-only list of blocks that holds one sequence's keys and values, and the copy operations on blocks."""
+"""The append-only list of blocks that holds one sequence's keys and values, and the copy operations
+on blocks.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,16 @@ class PrefixEntry(NamedTuple):
     """What makes a full block matchable.
 
     prefix_hash    chain hash of the block and all before it; equal hashes alone prove nothing
-    tokens         the block's own tokens, little-endian u32; for the first block of a chain the root precedes them
+    tokens         the block's own tokens, little-endian u32; for the first block of a chain the
+                   root precedes them
     parent_serial  identity of the block before it (ROOT_SERIAL for the first)
     serial         identity of this prefix: counted up, never reused
-    parent_hash    chain hash of the block before it, for those who keep blocks elsewhere: nothing here compares it
-    root, depth    whose prompts may share it at other positions (where its chain starts, see `LoneRoot`), and how many
-                   blocks of it come before: for those who find blocks by other means, nothing here compares them either
+    parent_hash    chain hash of the block before it, for those who keep blocks elsewhere: nothing
+                   here compares it
+    root, depth    whose prompts may share it at other positions (where its chain starts, see
+                   `LoneRoot`), and how many
+                   blocks of it come before: for those who find blocks by other means, nothing here
+                   compares them either
     """
 
     prefix_hash: bytes
@@ -44,7 +50,8 @@ class TableEntry(NamedTuple):
 
     block_id                 where its keys and values are
     first_position           the position of its slot 0
-    valid_from, valid_to     it serves positions [valid_from, valid_to), and nothing else of it may be read
+    valid_from, valid_to     it serves positions [valid_from, valid_to), and nothing else of it may
+                             be read
     delta                    how far its keys are from the positions they were computed at; 0: exact
     """
 
@@ -56,11 +63,13 @@ class TableEntry(NamedTuple):
 
 
 class TablePart(NamedTuple):
-    """Consecutive blocks of a table that hold consecutive positions: what its entries have in common.
+    """Consecutive blocks of a table that hold consecutive positions: what its entries have in
+    common.
 
     first_index      index in the table of its first block
     first_position   the position of that block's slot 0, at most `valid_from`
-    valid_from       the first position it serves; it serves all up to the next part's, the last part to the end
+    valid_from       the first position it serves; it serves all up to the next part's, the last
+                     part to the end
     delta            see TableEntry
     """
 
@@ -74,7 +83,8 @@ class Span(NamedTuple):
     """Blocks of another context that serve positions [start, stop) of a table, where they are.
 
     block_ids        consecutive blocks of one chain
-    first_position   the position of the first one's slot 0, at most `start`; below 0 where the prompt has fewer tokens
+    first_position   the position of the first one's slot 0, at most `start`; below 0 where the
+                     prompt has fewer tokens
                      before the span than the block has
     delta            start less the position at which that token was computed
     """
@@ -102,25 +112,32 @@ class BlockTable:
         [ block_ids[0], block_ids[1], ...                                      ]
         |-- chained: the blocks `_num_chained` counts --|
 
-    `free` gives back all of them, tail first; what is published stays matchable until it is taken. A shared block that
-    must be written (a forked tail; the last block of a prompt cached to its end) is replaced by a copy first.
+    `free` gives back all of them, tail first; what is published stays matchable until it is taken.
+    A shared block that must be written (a forked tail; the last block of a prompt cached to its
+    end) is replaced by a copy first.
 
-    Example, block_size 16: a prompt of 40 tokens whose first 32 were cached opens as block_ids [7, 2],
-    num_cached_tokens 32, num_computed_tokens 32. `extend(table, 40)` appends a block, [7, 2, 9]; slots 9*16 .. 9*16+7
-    take tokens 32..39; `commit` with 40 computed tokens publishes nothing new, with 48 it publishes block 9.
+    Example, block_size 16: a prompt of 40 tokens whose first 32 were cached opens as block_ids [7,
+    2], num_cached_tokens 32, num_computed_tokens 32. `extend(table, 40)` appends a block, [7, 2,
+    9]; slots 9*16 .. 9*16+7 take tokens 32..39; `commit` with 40 computed tokens publishes nothing
+    new, with 48 it publishes block 9.
 
-    block_ids            ids of the blocks; grows at the end, an entry changes by copy-on-write, and when the table goes
+    block_ids            ids of the blocks; grows at the end, an entry changes by copy-on-write, and
+                         when the table goes
                          over to an equal block, see `Twins`
     parts                which positions they hold; `[WHOLE]` unless a part begins inside a block
     num_cached_tokens    tokens served by the cache when the table was opened
-    num_matched_tokens   tokens whose keys and values were there then: more than those where a state was missing
+    num_matched_tokens   tokens whose keys and values were there then: more than those where a state
+                         was missing
     num_computed_tokens  tokens whose KV is in the pool
     root                 32-byte root hash the chain starts from
     spans                what it shares at other positions, in order
-    reserve              own blocks that are in no part yet: what is computed of the spans after all goes there
+    reserve              own blocks that are in no part yet: what is computed of the spans after all
+                         goes there
     owner                whose blocks they are, for the eviction policy
-    miss_reason          why the token after the cached ones was not served; see `Lookup.miss_reason`
-    missed_hash          prefix hash of the full block it lies in; None where it lies in none, or nobody looked
+    miss_reason          why the token after the cached ones was not served; see
+                         `Lookup.miss_reason`
+    missed_hash          prefix hash of the full block it lies in; None where it lies in none, or
+                         nobody looked
     """
 
     __slots__ = (
@@ -150,7 +167,13 @@ class BlockTable:
     )
 
     def __init__(
-        self, serial: int, root: bytes, owner: bytes = b"", *, again: bool = False, shares: bool = True
+        self,
+        serial: int,
+        root: bytes,
+        owner: bytes = b"",
+        *,
+        again: bool = False,
+        shares: bool = True,
     ) -> None:
         self.block_ids: list[int] = []
         self.parts: list[TablePart] = [WHOLE]
@@ -163,24 +186,29 @@ class BlockTable:
         self.miss_reason = "bypassed"
         self.missed_hash: bytes | None = None
         self._serial = serial
-        # The chain so far: how many full blocks it covers, the hash and the identity of the last of them.
+        # The chain so far: how many full blocks it covers, the hash and the identity of the last of
+        # them.
         self._num_chained = 0
         self._chain_hash = root
         self._chain_serial = 0
         self._publishes = True
         # whether it uses the cache: else it reads nothing but what it computed
         self._shares = shares
-        # whether its blocks count as used again: it found a published chain to its end, see `Uses`, or is told so
+        # whether its blocks count as used again: it found a published chain to its end, see `Uses`,
+        # or is told so
         self._goes_on = again
-        # tokens the lookup left to compute, until the first extend counts the lookup (at least one is always left)
+        # tokens the lookup left to compute, until the first extend counts the lookup (at least one
+        # is always left)
         self._uncounted_misses = 0
         # whether what it shares at other positions counts: its sequence was not preempted before
         self._counts_spans = False
         # block index -> prefix hash this table promised to compute (single flight)
         self._claims: dict[int, bytes] = {}
-        # block index -> the published equal of a block this table holds privately, and its entry, see `Twins`
+        # block index -> the published equal of a block this table holds privately, and its entry,
+        # see `Twins`
         self._twins: dict[int, tuple[int, PrefixEntry]] = {}
-        # block index -> entry taken out of the index while this table, its only holder, rewrites the block
+        # block index -> entry taken out of the index while this table, its only holder, rewrites
+        # the block
         self._withdrawn: dict[int, PrefixEntry] = {}
 
     def __len__(self) -> int:
@@ -194,7 +222,9 @@ class BlockTable:
         return parts[bisect.bisect_right(parts, position, key=_VALID_FROM) - 1]
 
     def index_of(self, position: int, block_size: int) -> int:
-        """Index of the block that holds a position; at least `len(table)` where there is none yet."""
+        """Index of the block that holds a position; at least `len(table)` where there is none
+        yet.
+        """
         part = self.part_of(position)
         return part.first_index + (position - part.first_position) // block_size
 
@@ -208,25 +238,34 @@ class BlockTable:
         size = block_size
         ids = self.block_ids
         if len(self.parts) == 1:
-            return [ids[position // size] * size + position % size for position in range(start, stop)]
+            return [
+                ids[position // size] * size + position % size for position in range(start, stop)
+            ]
         found: list[int] = []
         while start < stop:
             part = self.part_of(start)
             following = [other.valid_from for other in self.parts if other.valid_from > start]
             end = min([stop, *following])
             places = range(start - part.first_position, end - part.first_position)
-            found += [ids[part.first_index + place // size] * size + place % size for place in places]
+            found += [
+                ids[part.first_index + place // size] * size + place % size for place in places
+            ]
             start = end
         return found
 
     def num_full_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Blocks from the beginning on that `num_tokens` tokens fill: those their tokens alone determine."""
+        """Blocks from the beginning on that `num_tokens` tokens fill: those their tokens alone
+        determine.
+        """
         whole = num_tokens if len(self.parts) == 1 else min(num_tokens, self.parts[1].valid_from)
         return whole // block_size
 
     def num_unchained_tokens(self, block_size: int) -> int:
         """Computed tokens behind those full blocks."""
-        return self.num_computed_tokens - self.num_full_blocks(self.num_computed_tokens, block_size) * block_size
+        return (
+            self.num_computed_tokens
+            - self.num_full_blocks(self.num_computed_tokens, block_size) * block_size
+        )
 
     def entries(self, block_size: int) -> list[TableEntry]:
         """Every block with the positions it serves."""

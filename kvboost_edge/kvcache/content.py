@@ -1,4 +1,6 @@
-"""What blocks hold, by content: for whoever keeps copies of them elsewhere, and brings them back."""
+"""What blocks hold, by content: for whoever keeps copies of them elsewhere, and brings them
+back.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ BLOCK_FREE, BLOCK_CACHED, BLOCK_REFERENCED, BLOCK_SHARED = range(4)
 
 
 class ContentKey(NamedTuple):
-    """What a full block holds, to the bit, whatever pool it is in: its chain hash, that of the block before it (the
-    root for the first), and its own tokens, little-endian u32."""
+    """What a full block holds, to the bit, whatever pool it is in: its chain hash, that of the
+    block before it (the root for the first), and its own tokens, little-endian u32.
+    """
 
     prefix_hash: bytes
     parent_hash: bytes
@@ -50,7 +53,8 @@ class KeysAfter(NamedTuple):
 
     num_shared   blocks of the longest prefix that may be shared
     num_there    blocks behind it that are in the pool too, and lack a state
-    keys         of all full blocks behind it that could be served, those in the pool first; hashed when asked for
+    keys         of all full blocks behind it that could be served, those in the pool first; hashed
+                 when asked for
     """
 
     num_shared: int
@@ -59,8 +63,9 @@ class KeysAfter(NamedTuple):
 
 
 class Content:
-    """Questions on content, and two lists of what changed. Until `track` is called the lists stay empty; who called it
-    has to drain them."""
+    """Questions on content, and two lists of what changed. Until `track` is called the lists stay
+    empty; who called it has to drain them.
+    """
 
     __slots__ = ("_evicted", "_index", "_kept_inside", "_lookup", "_published", "_tracks")
 
@@ -77,8 +82,9 @@ class Content:
         self._tracks = True
 
     def keep_inside(self, *roots: bytes) -> None:
-        """Blocks of these roots' chains, and of what is computed alone for them, are not told of: no copy of them is
-        wanted elsewhere."""
+        """Blocks of these roots' chains, and of what is computed alone for them, are not told of:
+        no copy of them is wanted elsewhere.
+        """
         self._kept_inside.update(roots)
 
     def note_published(self, block_id: int) -> None:
@@ -93,26 +99,35 @@ class Content:
 
     def leaves_pool(self, block_id: int) -> bool:
         """Whether copies of a published block may be kept elsewhere."""
-        return self._index.entry(block_id) is not None and not self._is_kept_inside(self._index.entry(block_id))
+        return self._index.entry(block_id) is not None and not self._is_kept_inside(
+            self._index.entry(block_id)
+        )
 
     def _is_kept_inside(self, entry: PrefixEntry | None) -> bool:
         if entry is None or not self._kept_inside:
             return False
-        return (entry.root.user if isinstance(entry.root, LoneRoot) else entry.root) in self._kept_inside
+        return (
+            entry.root.user if isinstance(entry.root, LoneRoot) else entry.root
+        ) in self._kept_inside
 
     def under(self, root: bytes) -> list[int]:
-        """Published blocks that prompts of a root may share; of a `LoneRoot` those that nobody may. Looks at the whole
-        pool."""
+        """Published blocks that prompts of a root may share; of a `LoneRoot` those that nobody may.
+        Looks at the whole pool.
+        """
         return [block_id for block_id, entry in self._index.entries().items() if entry.root == root]
 
     def drain_published(self) -> list[int]:
-        """Ids of blocks published since the last call, in order; some may have been evicted or withdrawn again."""
+        """Ids of blocks published since the last call, in order; some may have been evicted or
+        withdrawn again.
+        """
         published = self._published
         self._published = {}
         return list(published)
 
     def drain_evicted(self) -> dict[int, ContentKey]:
-        """Blocks handed out again since the last call, and what they held: it is there until the next pass or copy."""
+        """Blocks handed out again since the last call, and what they held: it is there until the
+        next pass or copy.
+        """
         evicted = self._evicted
         self._evicted = {}
         return {block_id: ContentKey.of(entry) for block_id, entry in evicted.items()}
@@ -128,11 +143,15 @@ class Content:
 
     def hashes(self, block_ids: Sequence[int]) -> list[bytes]:
         """Prefix hashes of published blocks, in their order."""
-        return [entry.prefix_hash for entry in map(self._index.entry, block_ids) if entry is not None]
+        return [
+            entry.prefix_hash for entry in map(self._index.entry, block_ids) if entry is not None
+        ]
 
     def keys_after(self, token_ids: Sequence[int], root: bytes, known: bytes = b"") -> KeysAfter:
-        """What is to be brought into the pool, so that more than the longest shared prefix is served. Changes nothing.
-        `known` (see `Lookup`) finds the prefix and names nothing: a tier believes the hash it is asked by."""
+        """What is to be brought into the pool, so that more than the longest shared prefix is
+        served. Changes nothing. `known` (see `Lookup`) finds the prefix and names nothing: a tier
+        believes the hash it is asked by.
+        """
         data = encode_tokens(token_ids)
         match = self._lookup.named(data, self._lookup.match(data, root, known))
         return KeysAfter(len(match.block_ids), match.beyond, self._keys(data, match))
@@ -140,7 +159,9 @@ class Content:
     def _keys(self, data: bytes, match: PrefixMatch) -> Iterator[ContentKey]:
         size = self._lookup.block_bytes
         parent = match.prefix_hash
-        for index, prefix_hash in enumerate(self._lookup.awaitable(data, match), len(match.block_ids)):
+        for index, prefix_hash in enumerate(
+            self._lookup.awaitable(data, match), len(match.block_ids)
+        ):
             yield ContentKey(prefix_hash, parent, data[index * size : (index + 1) * size])
             parent = prefix_hash
 
@@ -187,7 +208,9 @@ class BlockCounts:
         return self._pool.num_blocks - len(self._pool.held())
 
     def protected_block_count(self, owner: bytes) -> int:
-        """Free blocks that the eviction policy would rather keep from this owner; they can be taken all the same."""
+        """Free blocks that the eviction policy would rather keep from this owner; they can be taken
+        all the same.
+        """
         return self._pool.num_protected(owner)
 
     @property
@@ -200,7 +223,9 @@ class BlockCounts:
         return self._pool.ref_count(block_id)
 
     def block_state(self, block_id: int) -> int:
-        """BLOCK_FREE, BLOCK_CACHED (idle, matchable), BLOCK_REFERENCED (by one table) or BLOCK_SHARED (by more)."""
+        """BLOCK_FREE, BLOCK_CACHED (idle, matchable), BLOCK_REFERENCED (by one table) or
+        BLOCK_SHARED (by more).
+        """
         count = self._pool.ref_count(block_id)
         if count:
             return BLOCK_REFERENCED if count == 1 else BLOCK_SHARED

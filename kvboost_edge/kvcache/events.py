@@ -1,4 +1,6 @@
-"""Which prefixes came to the pool and which left it since somebody last asked, and the states behind them."""
+"""Which prefixes came to the pool and which left it since somebody last asked, and the states
+behind them.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ __all__ = ["CacheEvents", "EventLog"]
 
 
 class CacheEvents(NamedTuple):
-    """Prefix hashes of blocks, and of the states behind some (`state_hash`) where the model keeps any; 32 bytes each.
-    One is in at most one of the two.
+    """Prefix hashes of blocks, and of the states behind some (`state_hash`) where the model keeps
+    any; 32 bytes each. One is in at most one of the two.
 
     is_whole    `published` is all that can be found now; what was told before is void
     published   can be found now, and changed since the events before these
@@ -28,26 +30,40 @@ class CacheEvents(NamedTuple):
 
 
 class EventLog:
-    """What changed in a `PrefixIndex`, and among the snapshots in `slots` (None: the model keeps no states), for one
-    asker. Watches nothing until it is asked for the first time.
+    """What changed in a `PrefixIndex`, and among the snapshots in `slots` (None: the model keeps no
+    states), for one asker. Watches nothing until it is asked for the first time.
 
-    At most as many changed hashes are remembered as there are blocks; with more, the next answer is whole.
+    At most as many changed hashes are remembered as there are blocks; with more, the next answer is
+    whole.
     """
 
-    __slots__ = ("_by_block", "_changed", "_index", "_is_whole", "_max_changes", "_slots", "_states")
+    __slots__ = (
+        "_by_block",
+        "_changed",
+        "_index",
+        "_is_whole",
+        "_max_changes",
+        "_slots",
+        "_states",
+    )
 
-    def __init__(self, index: PrefixIndex, num_blocks: int, slots: StateSlots | None = None) -> None:
+    def __init__(
+        self, index: PrefixIndex, num_blocks: int, slots: StateSlots | None = None
+    ) -> None:
         self._index = index
         self._max_changes = num_blocks
         self._slots = slots
         self._by_block: dict[int, bytes] | None = None  # None: nobody has asked
-        self._states: Counter[bytes] = Counter()  # of those there are; blocks of one hash may have one each
+        self._states: Counter[bytes] = (
+            Counter()
+        )  # of those there are; blocks of one hash may have one each
         self._changed: dict[bytes, None] = {}
         self._is_whole = True
 
     def take(self, whole: bool = False) -> CacheEvents:
-        """What changed since the last call; all there is at the first one, if more changed than is remembered, or if
-        `whole` is asked for."""
+        """What changed since the last call; all there is at the first one, if more changed than is
+        remembered, or if `whole` is asked for.
+        """
         if self._by_block is None:
             self._by_block = {}
             self._index.watch(self)

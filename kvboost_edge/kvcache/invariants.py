@@ -1,4 +1,6 @@
-"""The manager's bookkeeping recomputed from scratch: what tables, claims and chains must agree on."""
+"""The manager's bookkeeping recomputed from scratch: what tables, claims and chains must agree
+on.
+"""
 
 from __future__ import annotations
 
@@ -15,43 +17,70 @@ __all__ = ["check_chains", "check_tables"]
 
 
 def check_tables(
-    tables: Sequence[BlockTable], live: Mapping[int, BlockTable], in_flight: Mapping[bytes, int], block_size: int
+    tables: Sequence[BlockTable],
+    live: Mapping[int, BlockTable],
+    in_flight: Mapping[bytes, int],
+    block_size: int,
 ) -> None:
-    """Check that `tables` are exactly the live ones, each sound in itself, and that every claim has its holder."""
-    if {id(table) for table in tables} != {id(table) for table in live.values()} or len(tables) != len(live):
+    """Check that `tables` are exactly the live ones, each sound in itself, and that every claim has
+    its holder.
+    """
+    if {id(table) for table in tables} != {id(table) for table in live.values()} or len(
+        tables
+    ) != len(live):
         raise CacheCorruption(f"{len(live)} tables are live, their owners know {len(tables)}")
     claims: dict[bytes, int] = {}
     for table in tables:
         own = [*own_blocks(table, block_size).values(), *table.reserve]
         shared = {block_id for span in table.spans for block_id in span.block_ids}
-        if len(set(own)) != len(own) or not shared.isdisjoint(own[table.num_cached_tokens // block_size :]):
-            raise CacheCorruption(f"a table lists a block twice: {table.block_ids}, {table.reserve} reserved")
+        if len(set(own)) != len(own) or not shared.isdisjoint(
+            own[table.num_cached_tokens // block_size :]
+        ):
+            raise CacheCorruption(
+                f"a table lists a block twice: {table.block_ids}, {table.reserve} reserved"
+            )
         if table.num_computed_tokens > table.num_slots(block_size):
-            raise CacheCorruption(f"{table.num_computed_tokens} tokens computed in {len(table.block_ids)} blocks")
+            raise CacheCorruption(
+                f"{table.num_computed_tokens} tokens computed in {len(table.block_ids)} blocks"
+            )
         _check_parts(table, block_size)
         if table._num_chained > len(table.block_ids):
-            raise CacheCorruption(f"a chain of {table._num_chained} blocks in a table of {len(table.block_ids)}")
+            raise CacheCorruption(
+                f"a chain of {table._num_chained} blocks in a table of {len(table.block_ids)}"
+            )
         if any(index >= len(table.block_ids) for index in (*table._twins, *table._withdrawn)):
             raise CacheCorruption("a table remembers a block beyond its end")
         claims.update(dict.fromkeys(table._claims.values(), table._serial))
     if claims != in_flight:
-        raise CacheCorruption(f"{len(in_flight)} prefixes are in flight, live tables claim {len(claims)}")
+        raise CacheCorruption(
+            f"{len(in_flight)} prefixes are in flight, live tables claim {len(claims)}"
+        )
 
 
 def _check_parts(table: BlockTable, block_size: int) -> None:
-    """Check that the parts of a table follow one another without a gap and stay inside their blocks."""
+    """Check that the parts of a table follow one another without a gap and stay inside their
+    blocks.
+    """
     if not table.parts or table.parts[0] != WHOLE:
         raise CacheCorruption(f"a table begins with {table.parts[:1]}")
     for one, other in itertools.pairwise(table.parts):
         end = one.first_position + (other.first_index - one.first_index) * block_size
-        if not (one.valid_from < other.valid_from <= end and other.first_position <= other.valid_from):
+        if not (
+            one.valid_from < other.valid_from <= end and other.first_position <= other.valid_from
+        ):
             raise CacheCorruption(f"{other} does not follow {one}")
     if table.parts[-1].first_index > len(table.block_ids):
-        raise CacheCorruption(f"{table.parts[-1]} begins beyond the {len(table.block_ids)} blocks of its table")
+        raise CacheCorruption(
+            f"{table.parts[-1]} begins beyond the {len(table.block_ids)} blocks of its table"
+        )
 
 
-def check_chains(tables: Sequence[BlockTable], index: PrefixIndex, hash_fn: HashFn, block_size: int) -> None:
-    """Recompute the hash of every published block whose parent is known, and compare tables with their entries."""
+def check_chains(
+    tables: Sequence[BlockTable], index: PrefixIndex, hash_fn: HashFn, block_size: int
+) -> None:
+    """Recompute the hash of every published block whose parent is known, and compare tables with
+    their entries.
+    """
     num_bytes = block_size * TOKEN_BYTES
     entries = index.entries()
     by_serial = {entry.serial: entry for entry in entries.values()}
@@ -59,7 +88,9 @@ def check_chains(tables: Sequence[BlockTable], index: PrefixIndex, hash_fn: Hash
         root = entry.tokens[:-num_bytes]
         tokens = entry.tokens[-num_bytes:]
         if len(tokens) != num_bytes or (root and entry.parent_serial != ROOT_SERIAL):
-            raise CacheCorruption(f"block {block_id} is published with {len(entry.tokens)} bytes of tokens")
+            raise CacheCorruption(
+                f"block {block_id} is published with {len(entry.tokens)} bytes of tokens"
+            )
         parent = by_serial.get(entry.parent_serial)
         parent_hash = root if entry.parent_serial == ROOT_SERIAL else parent and parent.prefix_hash
         if parent_hash is not None and hash_fn(parent_hash, tokens) != entry.prefix_hash:
@@ -71,4 +102,6 @@ def check_chains(tables: Sequence[BlockTable], index: PrefixIndex, hash_fn: Hash
                 raise CacheCorruption("the end of a table's chain is not the prefix of its block")
         for block_index in table._withdrawn:
             if table.block_ids[block_index] in entries:
-                raise CacheCorruption(f"block {table.block_ids[block_index]} is rewritten while it can be matched")
+                raise CacheCorruption(
+                    f"block {table.block_ids[block_index]} is rewritten while it can be matched"
+                )

@@ -1,4 +1,6 @@
-"""What the cache can serve of a prompt, which blocks are worth waiting for, and why the rest was missed."""
+"""What the cache can serve of a prompt, which blocks are worth waiting for, and why the rest was
+missed.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,25 @@ _FORGOTTEN_PER_BLOCK = 2
 
 
 class Lookup:
-    """Questions to a `PrefixIndex`. `data` are the encoded tokens of a prompt, `root` the start of its chain, `known`
-    the hashes of its first blocks that need not be computed, see `PrefixIndex.match`.
+    """Questions to a `PrefixIndex`. `data` are the encoded tokens of a prompt, `root` the start of
+    its chain, `known` the hashes of its first blocks that need not be computed, see
+    `PrefixIndex.match`.
 
-    `whole_blocks`: for storage whose full blocks cannot be written into again (quantized ones): the block of the last
-    token is then never served, where other storage serves all of it but that token. `deepest`: of a model with states,
-    how many blocks of a published prefix lie before the deepest state that was kept; what is behind is not shared.
+    `whole_blocks`: for storage whose full blocks cannot be written into again (quantized ones): the
+      block of the last token is then never served, where other storage serves all of it but that
+      token. `deepest`: of a model with states, how many blocks of a published prefix lie before the
+      deepest state that was kept; what is behind is not shared.
     """
 
-    __slots__ = ("_block_size", "_deepest", "_forgotten", "_hash_fn", "_index", "_most_forgotten", "whole_blocks")
+    __slots__ = (
+        "_block_size",
+        "_deepest",
+        "_forgotten",
+        "_hash_fn",
+        "_index",
+        "_most_forgotten",
+        "whole_blocks",
+    )
 
     def __init__(
         self,
@@ -40,8 +52,8 @@ class Lookup:
         self._index = index
         self._block_size = block_size
         self._hash_fn = hash_fn
-        # Hashes that were dropped, the oldest first: a miss of one of them was an eviction. Whether the block had been
-        # used again; None where that was told already, or nobody evicted it.
+        # Hashes that were dropped, the oldest first: a miss of one of them was an eviction. Whether
+        # the block had been used again; None where that was told already, or nobody evicted it.
         self._forgotten: OrderedDict[bytes, int | None] = OrderedDict()
         self._most_forgotten = _FORGOTTEN_PER_BLOCK * num_blocks
 
@@ -70,9 +82,13 @@ class Lookup:
         following = self._index.entry(found.block_ids[depth])
         last = self._index.entry(found.block_ids[depth - 1]) if depth else None
         if following is None or (depth and last is None):
-            raise CacheCorruption(f"block {found.block_ids[depth]} was matched and is not published")
+            raise CacheCorruption(
+                f"block {found.block_ids[depth]} was matched and is not published"
+            )
         prefix_hash = root if last is None else last.prefix_hash
-        return PrefixMatch(found.block_ids[:depth], prefix_hash, following.parent_serial, following.prefix_hash)
+        return PrefixMatch(
+            found.block_ids[:depth], prefix_hash, following.parent_serial, following.prefix_hash
+        )
 
     def servable(self, match: PrefixMatch, num_tokens: int) -> int:
         """Tokens a match serves: at least the last one is left to compute."""
@@ -95,17 +111,23 @@ class Lookup:
         if match.next_hash is None:
             return match
         start = len(match.block_ids) * self.block_bytes
-        return match._replace(next_hash=self._hash_fn(match.prefix_hash, data[start : start + self.block_bytes]))
+        return match._replace(
+            next_hash=self._hash_fn(match.prefix_hash, data[start : start + self.block_bytes])
+        )
 
     def forget(self, prefix_hash: bytes, again: int | None = None) -> None:
-        """Remember that a published block was dropped; evicted after more than one use, or after one."""
+        """Remember that a published block was dropped; evicted after more than one use, or after
+        one.
+        """
         self._forgotten[prefix_hash] = again
         self._forgotten.move_to_end(prefix_hash)
         if len(self._forgotten) > self._most_forgotten:
             self._forgotten.popitem(last=False)
 
     def lost(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """How many of these blocks were evicted after one use, and after more; each eviction is told once."""
+        """How many of these blocks were evicted after one use, and after more; each eviction is
+        told once.
+        """
         counts = [0, 0]
         forgotten = self._forgotten
         for prefix_hash in hashes:
@@ -116,10 +138,11 @@ class Lookup:
         return counts[0], counts[1]
 
     def miss_reason(self, match: PrefixMatch, num_tokens: int) -> str:
-        """Why the token after what is served is not: "" if only the last one is left, else "state" where its keys and
-        values are there and no state before it, "first_seen", "evicted" (or reset), or "tail" for a block that is not
-        full or may not be written into. Hashes start at the tenant's root, so nothing here depends on what other
-        tenants did."""
+        """Why the token after what is served is not: "" if only the last one is left, else "state"
+        where its keys and values are there and no state before it, "first_seen", "evicted" (or
+        reset), or "tail" for a block that is not full or may not be written into. Hashes start at
+        the tenant's root, so nothing here depends on what other tenants did.
+        """
         if match.beyond:
             return "state"
         if match.next_hash is not None:

@@ -1,7 +1,9 @@
-"""The one face of the block pool: opens, grows, publishes, forks and frees the block tables of sequences.
+"""The one face of the block pool: opens, grows, publishes, forks and frees the block tables of
+sequences.
 
-It moves integers only. Where content has to move it returns `CopyOp`s; whoever owns the KV applies them, in order,
-before the next forward pass. One thread calls it; the counters and `block_states` may be read from others.
+It moves integers only. Where content has to move it returns `CopyOp`s; whoever owns the KV applies
+them, in order, before the next forward pass. One thread calls it; the counters and `block_states`
+may be read from others.
 """
 
 from __future__ import annotations
@@ -36,21 +38,25 @@ __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KV
 
 
 class KVCacheManager(BlockCounts):
-    """Block tables over a pool of `num_blocks` blocks of `block_size` tokens, with exact prefix sharing.
+    """Block tables over a pool of `num_blocks` blocks of `block_size` tokens, with exact prefix
+    sharing.
 
-    `hash_fn(parent, tokens) -> bytes` is replaceable, so that tests can make every hash collide. `whole_blocks`: full
-    blocks cannot be written into again (quantized storage), see `Lookup`. `policy` orders the free blocks.
+    `hash_fn(parent, tokens) -> bytes` is replaceable, so that tests can make every hash collide.
+    `whole_blocks`: full blocks cannot be written into again (quantized storage), see `Lookup`.
+    `policy` orders the free blocks.
 
     cow_copies     blocks copied because somebody else still reads them
     evictions      published blocks handed out again, their prefix forgotten
     hit_tokens     tokens the cache served to tables opened with `use_cache` and then extended
-    miss_tokens    tokens it left them to compute; a table that is freed before it was extended counts for nothing
+    miss_tokens    tokens it left them to compute; a table that is freed before it was extended
+                   counts for nothing
     spans          blocks at other positions than those they were computed at, see `Spans`
     content        what blocks hold, for whoever keeps copies of them elsewhere
     events         which prefixes came and left, for whoever sends requests where they are
     twins          blocks that tables hold beside published ones of equal content, see `Twins`
     pins           prompts that stay, see `Pins`; `max_pinned_blocks` bounds them
-    states         of a model with states, which `state_sizes` says, their slots, see `TableStates`; None otherwise
+    states         of a model with states, which `state_sizes` says, their slots, see `TableStates`;
+                   None otherwise
     """
 
     def __init__(
@@ -77,19 +83,31 @@ class KVCacheManager(BlockCounts):
             self._lookup = Lookup(self._index, num_blocks, block_size, hash_fn, whole_blocks)
         else:
             self.states = TableStates(state_sizes, block_size, self._index, self._pool.held())
-            # A state is behind a block's last token, so the block of a prompt's last token is never shared.
-            self._lookup = Lookup(self._index, num_blocks, block_size, hash_fn, True, self.states.deepest)
+            # A state is behind a block's last token, so the block of a prompt's last token is never
+            # shared.
+            self._lookup = Lookup(
+                self._index, num_blocks, block_size, hash_fn, True, self.states.deepest
+            )
         self._uses = Uses(num_blocks)
         self._opener = Opener(self._lookup, self._pool, self._uses, self._claims, block_size)
-        self.pins = Pins(self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks)
+        self.pins = Pins(
+            self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks
+        )
         self.content = Content(self._index, self._lookup)
-        self.events = EventLog(self._index, num_blocks, None if self.states is None else self.states.slots)
-        # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
+        self.events = EventLog(
+            self._index, num_blocks, None if self.states is None else self.states.slots
+        )
+        # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as
+        # ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}
         self.twins = Twins(self._index, self._pool, self.content, self._released)
-        self._publisher = Publisher(self._index, self._claims, self.content, self.twins, hash_fn, block_size)
-        self.spans = Spans(self._pool, self._index, self._claims, self._take, self._released, block_size)
+        self._publisher = Publisher(
+            self._index, self._claims, self.content, self.twins, hash_fn, block_size
+        )
+        self.spans = Spans(
+            self._pool, self._index, self._claims, self._take, self._released, block_size
+        )
         self.block_size = block_size
         self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self._progress = 0
 
@@ -107,26 +125,33 @@ class KVCacheManager(BlockCounts):
     ) -> BlockTable:
         """Open a table for a sequence and share the published blocks of its longest known prefix.
 
-        At least the last token is left to compute: with a prompt that is cached to its end, the table shares all its
-        blocks, num_cached_tokens is len(token_ids) - 1, and `extend` makes the last block writable; with
-        `whole_blocks` it leaves that last block out. `table.miss_reason` says why no more was found. The blocks of
-        the prompt that are left to compute are claimed, see `awaited_hash`. `use_cache=False` shares and claims
-        nothing, `count=False` leaves hit_tokens and miss_tokens alone: a preempted sequence counted before. `owner` is
-        whose blocks they are for the eviction policy; tables of one root have one owner; with `again` all of them
-        count as used again, see `Uses`; `known`: see `Lookup`. `hints`: where a prompt that begins alike may go on
-        otherwise; states are kept there. Takes no free block outside the match, so it cannot fail for lack of room.
-        Raises RequestError for ids outside [0, 2^32).
+        At least the last token is left to compute: with a prompt that is cached to its end, the
+        table shares all its blocks, num_cached_tokens is len(token_ids) - 1, and `extend` makes the
+        last block writable; with `whole_blocks` it leaves that last block out. `table.miss_reason`
+        says why no more was found. The blocks of the prompt that are left to compute are claimed,
+        see `awaited_hash`. `use_cache=False` shares and claims nothing, `count=False` leaves
+        hit_tokens and miss_tokens alone: a preempted sequence counted before. `owner` is whose
+        blocks they are for the eviction policy; tables of one root have one owner; with `again` all
+        of them count as used again, see `Uses`; `known`: see `Lookup`. `hints`: where a prompt that
+        begins alike may go on otherwise; states are kept there. Takes no free block outside the
+        match, so it cannot fail for lack of room. Raises RequestError for ids outside [0, 2^32).
         """
         data = encode_tokens(token_ids)
         table = BlockTable(self._next_table, root, owner, again=again, shares=use_cache)
-        match = self._opener.share(table, data, known, count=count, again=again) if use_cache else None
+        match = (
+            self._opener.share(table, data, known, count=count, again=again) if use_cache else None
+        )
         if self.states is not None:
             self.states.open(table, len(token_ids), match, hints)
         return self._enter(table)
 
-    def open_load(self, token_ids: Sequence[int], root: bytes, *, owner: bytes = b"", known: bytes = b"") -> BlockTable:
-        """Open a table over whole blocks that come from elsewhere, and their state where there are states: it shares
-        all that are published, gone on from or not, and claims the others. Counts nothing."""
+    def open_load(
+        self, token_ids: Sequence[int], root: bytes, *, owner: bytes = b"", known: bytes = b""
+    ) -> BlockTable:
+        """Open a table over whole blocks that come from elsewhere, and their state where there are
+        states: it shares all that are published, gone on from or not, and claims the others. Counts
+        nothing.
+        """
         table = BlockTable(self._next_table, root, owner)
         self._opener.share_all(table, encode_tokens(token_ids), known)
         if self.states is not None:
@@ -139,21 +164,31 @@ class KVCacheManager(BlockCounts):
         return table
 
     def peek(self, token_ids: Sequence[int], root: bytes) -> int:
-        """Number of tokens `open_table` would serve now. Changes nothing; valid until the next change of the pool."""
-        return self._lookup.servable(self._lookup.match(encode_tokens(token_ids), root), len(token_ids))
+        """Number of tokens `open_table` would serve now. Changes nothing; valid until the next
+        change of the pool.
+        """
+        return self._lookup.servable(
+            self._lookup.match(encode_tokens(token_ids), root), len(token_ids)
+        )
 
-    def awaited_hash(self, token_ids: Sequence[int], root: bytes, known: bytes = b"") -> bytes | None:
-        """Hash of the last of the blocks after the longest published prefix that live tables are computing, or None.
+    def awaited_hash(
+        self, token_ids: Sequence[int], root: bytes, known: bytes = b""
+    ) -> bytes | None:
+        """Hash of the last of the blocks after the longest published prefix that live tables are
+        computing, or None.
 
-        The caller then waits while `is_in_flight`: blocks appear as a table commits, its claims go when it is freed.
-        Who computes it is asked to keep the state behind it, where there are states; else nothing changes. Claims
-        compare hashes alone: a collision makes a request wait, never read another's KV. `known`: see `Lookup`.
+        The caller then waits while `is_in_flight`: blocks appear as a table commits, its claims go
+        when it is freed. Who computes it is asked to keep the state behind it, where there are
+        states; else nothing changes. Claims compare hashes alone: a collision makes a request wait,
+        never read another's KV. `known`: see `Lookup`.
         """
         data = encode_tokens(token_ids)
         rest = self._lookup.awaitable(data, self._lookup.match(data, root, known), known)
         if (found := self._claims.last_promised(rest)) is not None and self.states is not None:
             holder = self._live[self._claims.holders[found]]
-            self.states.ask(holder, next(index for index, claim in holder._claims.items() if claim == found))
+            self.states.ask(
+                holder, next(index for index, claim in holder._claims.items() if claim == found)
+            )
         return found
 
     def is_in_flight(self, prefix_hash: bytes | None) -> bool:
@@ -165,7 +200,9 @@ class KVCacheManager(BlockCounts):
         return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, table: BlockTable, num_tokens: int) -> int:
-        """Free blocks `extend(table, num_tokens)` would take: new ones plus copies of shared ones. Changes nothing."""
+        """Free blocks `extend(table, num_tokens)` would take: new ones plus copies of shared ones.
+        Changes nothing.
+        """
         self._check_live(table)
         return self._taken(table, *self._written(table, num_tokens))
 
@@ -173,31 +210,38 @@ class KVCacheManager(BlockCounts):
         """Free blocks it takes to own those of a table with indices [first, stop)."""
         ids = table.block_ids
         ref_count = self._pool.ref_count
-        return max(0, stop - len(ids)) + sum([ref_count(block_id) > 1 for block_id in ids[first:stop]])
+        return max(0, stop - len(ids)) + sum(
+            [ref_count(block_id) > 1 for block_id in ids[first:stop]]
+        )
 
     def _written(self, table: BlockTable, num_tokens: int) -> tuple[int, int]:
-        """Indices [first, stop) of the blocks that hold tokens num_computed_tokens .. num_tokens - 1."""
+        """Indices [first, stop) of the blocks that hold tokens num_computed_tokens .. num_tokens -
+        1.
+        """
         size = self.block_size
         if len(table.parts) == 1:  # nearly always, and every step of a sequence comes by
             return table.num_computed_tokens // size, -(-num_tokens // size)
         stop = table.index_of(num_tokens - 1, size) + 1 if num_tokens > 0 else 0
         first = table.index_of(table.num_computed_tokens, size)
-        # Behind a span there is room already, of blocks that are the table's own: none but its last part's may lack.
+        # Behind a span there is room already, of blocks that are the table's own: none but its last
+        # part's may lack.
         return (max(first, table.parts[-1].first_index), stop) if table.spans else (first, stop)
 
     def extend(self, table: BlockTable, num_tokens: int) -> list[CopyOp]:
         """Make the slots of tokens num_computed_tokens .. num_tokens - 1 exist and writable.
 
-        All or nothing: raises CapacityError, and changes nothing, when too few blocks, or states, are free. Apply the
-        returned copies in order before the next forward pass, before `drain_new_blocks` are poisoned.
+        All or nothing: raises CapacityError, and changes nothing, when too few blocks, or states,
+        are free. Apply the returned copies in order before the next forward pass, before
+        `drain_new_blocks` are poisoned.
         """
         self._check_live(table)
         first, stop = self._written(table, num_tokens)
         needed = self._taken(table, first, stop)
         if needed > self._pool.num_free:
             raise CapacityError(
-                f"{num_tokens} tokens need {needed} more blocks of {self.block_size} tokens, {self._pool.num_free} of "
-                f"{self._pool.num_blocks} are free; enlarge max_cache_bytes or num_blocks"
+                f"{num_tokens} tokens need {needed} more blocks of {self.block_size} tokens, "
+                f"{self._pool.num_free} of {self._pool.num_blocks} are free; enlarge "
+                "max_cache_bytes or num_blocks"
             )
         if self.states is not None:
             self.states.prepare(table)
@@ -206,20 +250,26 @@ class KVCacheManager(BlockCounts):
             self.miss_tokens += table._uncounted_misses
             table._uncounted_misses = 0
         there = range(first, min(stop, len(table.block_ids)))
-        copies = [copy for index in there if (copy := self._make_writable(table, index)) is not None]
+        copies = [
+            copy for index in there if (copy := self._make_writable(table, index)) is not None
+        ]
         if stop > len(table.block_ids):
             table.block_ids.extend(self._take(stop - len(table.block_ids), table.owner))
         return copies
 
     def make_writable(self, table: BlockTable, block_index: int) -> CopyOp | None:
-        """Let the table write into its block `block_index`, the copy-on-write of forked tails and of recompute.
+        """Let the table write into its block `block_index`, the copy-on-write of forked tails and
+        of recompute.
 
-        A block others hold is replaced by a new one, and the copy to make is returned (CapacityError if none is
-        free). A published block that only this table holds stays in place and is unmatchable until `commit`.
+        A block others hold is replaced by a new one, and the copy to make is returned
+        (CapacityError if none is free). A published block that only this table holds stays in place
+        and is unmatchable until `commit`.
         """
         self._check_live(table)
         if not 0 <= block_index < len(table.block_ids):
-            raise CacheCorruption(f"block index {block_index} is outside a table of {len(table.block_ids)} blocks")
+            raise CacheCorruption(
+                f"block index {block_index} is outside a table of {len(table.block_ids)} blocks"
+            )
         return self._make_writable(table, block_index)
 
     def _make_writable(self, table: BlockTable, block_index: int) -> CopyOp | None:
@@ -240,11 +290,15 @@ class KVCacheManager(BlockCounts):
         return CopyOp(block_id, new)
 
     def slots(self, table: BlockTable, start: int, stop: int) -> list[int]:
-        """Slots (block_id * block_size + offset) of tokens start .. stop - 1; CacheCorruption beyond the blocks."""
+        """Slots (block_id * block_size + offset) of tokens start .. stop - 1; CacheCorruption
+        beyond the blocks.
+        """
         self._check_live(table)
         num_slots = table.num_slots(self.block_size)
         if not 0 <= start <= stop <= num_slots:
-            raise CacheCorruption(f"tokens {start} .. {stop} are outside the {num_slots} slots of the table")
+            raise CacheCorruption(
+                f"tokens {start} .. {stop} are outside the {num_slots} slots of the table"
+            )
         return table.slots(start, stop, self.block_size)
 
     def _take(self, count: int, owner: bytes) -> list[int]:
@@ -261,23 +315,35 @@ class KVCacheManager(BlockCounts):
         return taken
 
     def mark_filled(self, block_ids: Iterable[int]) -> None:
-        """These new blocks hold content already: they are not among those `drain_new_blocks` gives."""
+        """These new blocks hold content already: they are not among those `drain_new_blocks`
+        gives.
+        """
         for block_id in block_ids:
             self._fresh.pop(block_id, None)
 
-    def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int, *, publish: bool = True) -> None:
-        """Record that the KV of token_ids[:num_computed] is in the pool, and publish each block this made full.
+    def commit(
+        self,
+        table: BlockTable,
+        token_ids: Sequence[int],
+        num_computed: int,
+        *,
+        publish: bool = True,
+    ) -> None:
+        """Record that the KV of token_ids[:num_computed] is in the pool, and publish each block
+        this made full.
 
-        `token_ids` is the running list, prompt and generated; only blocks not published before are read. Where an
-        equal block is published already the table goes over to that, see `Twins`. `publish=False`: content that its
-        tokens alone do not determine; the table publishes nothing from here on. Raises CacheCorruption for a count
-        below the last one, beyond the tokens or beyond the blocks, and for tokens that changed under a rewrite.
+        `token_ids` is the running list, prompt and generated; only blocks not published before are
+        read. Where an equal block is published already the table goes over to that, see `Twins`.
+        `publish=False`: content that its tokens alone do not determine; the table publishes nothing
+        from here on. Raises CacheCorruption for a count below the last one, beyond the tokens or
+        beyond the blocks, and for tokens that changed under a rewrite.
         """
         self._check_live(table)
         limit = min(len(token_ids), table.num_slots(self.block_size))
         if not table.num_computed_tokens <= num_computed <= limit:
             raise CacheCorruption(
-                f"commit of {num_computed} tokens: {table.num_computed_tokens} were committed before, {limit} fit"
+                f"commit of {num_computed} tokens: {table.num_computed_tokens} were committed "
+                f"before, {limit} fit"
             )
         table._publishes = table._publishes and publish
         if table._publishes:
@@ -291,20 +357,25 @@ class KVCacheManager(BlockCounts):
         table.num_computed_tokens = num_computed
 
     def shrink(self, table: BlockTable, num_tokens: int) -> None:
-        """Give back the blocks at a table's end that so many tokens, all the computed ones among them, do not need.
+        """Give back the blocks at a table's end that so many tokens, all the computed ones among
+        them, do not need.
 
-        They were made by `extend` and hold nothing that was committed. Raises CacheCorruption for fewer tokens than are
-        computed, and for blocks that are shared, published or not of its last part.
+        They were made by `extend` and hold nothing that was committed. Raises CacheCorruption for
+        fewer tokens than are computed, and for blocks that are shared, published or not of its last
+        part.
         """
         self._check_live(table)
         keep = table.index_of(num_tokens - 1, self.block_size) + 1 if num_tokens else 0
         if num_tokens < table.num_computed_tokens or keep < table.parts[-1].first_index:
             raise CacheCorruption(
-                f"a table of {table.num_computed_tokens} computed tokens cannot be cut to {num_tokens}"
+                f"a table of {table.num_computed_tokens} computed tokens cannot be cut to "
+                f"{num_tokens}"
             )
         for block_id in reversed(table.block_ids[keep:]):
             if self._pool.ref_count(block_id) != 1 or self._index.entry(block_id) is not None:
-                raise CacheCorruption(f"block {block_id} behind the tokens of a table is shared or published")
+                raise CacheCorruption(
+                    f"block {block_id} behind the tokens of a table is shared or published"
+                )
             self._pool.release(block_id, matchable=False, owner=table.owner)
             self._fresh.pop(block_id, None)
             self._released[block_id] = None
@@ -315,7 +386,8 @@ class KVCacheManager(BlockCounts):
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same blocks, the partial tail included. Takes no block.
 
-        Fork between `commit` and `extend`: a block made writable before the fork is shared after it.
+        Fork between `commit` and `extend`: a block made writable before the fork is shared after
+        it.
         """
         self._check_live(table)
         child = BlockTable(self._next_table, table.root, table.owner, shares=table._shares)
@@ -336,10 +408,11 @@ class KVCacheManager(BlockCounts):
         return self._enter(child)
 
     def free(self, table: BlockTable) -> None:
-        """Give back the table's blocks and claims. Published blocks stay matchable until they are taken again.
+        """Give back the table's blocks and claims. Published blocks stay matchable until they are
+        taken again.
 
-        Tail first, so that a chain is later evicted from its end. Raises CacheCorruption for a table that was freed
-        before or belongs to another manager. The table is empty afterwards.
+        Tail first, so that a chain is later evicted from its end. Raises CacheCorruption for a
+        table that was freed before or belongs to another manager. The table is empty afterwards.
         """
         self._check_live(table)
         if self.states is not None:
@@ -352,7 +425,9 @@ class KVCacheManager(BlockCounts):
             self.twins.keep(table, index)
             block_id = table.block_ids[index]
             matchable = self._index.entry(block_id) is not None
-            self._pool.release(block_id, matchable=matchable, owner=table.owner, again=rank(block_id))
+            self._pool.release(
+                block_id, matchable=matchable, owner=table.owner, again=rank(block_id)
+            )
             if not matchable and not self._pool.ref_count(block_id):
                 self._released[block_id] = None
         self.spans.give_back(table)
@@ -363,9 +438,15 @@ class KVCacheManager(BlockCounts):
         self._progress += 1
 
     def reset(self, among: Iterable[int] | None = None) -> int:
-        """Forget every cached (idle) block, or those `among` some, and return how many; referenced ones stay."""
+        """Forget every cached (idle) block, or those `among` some, and return how many; referenced
+        ones stay.
+        """
         ids = self._pool.free_ids() if among is None else among
-        idle = [one for one in ids if self._index.entry(one) is not None and not self._pool.ref_count(one)]
+        idle = [
+            one
+            for one in ids
+            if self._index.entry(one) is not None and not self._pool.ref_count(one)
+        ]
         for block_id in idle:
             self._lookup.forget(self._index.withdraw(block_id).prefix_hash)
             self._pool.regard(block_id, matchable=False)
@@ -374,27 +455,40 @@ class KVCacheManager(BlockCounts):
 
     @property
     def progress(self) -> int:
-        """Counts tables freed, blocks published, pins ended: while it stands, a table that found no room finds none."""
-        return self._progress + self.pins.num_ended + (0 if self.states is None else self.states.num_released)
+        """Counts tables freed, blocks published, pins ended: while it stands, a table that found no
+        room finds none.
+        """
+        return (
+            self._progress
+            + self.pins.num_ended
+            + (0 if self.states is None else self.states.num_released)
+        )
 
     def drain_new_blocks(self) -> list[int]:
-        """Ids `extend` appended to tables since the last call, targets of copies left out: they hold nothing yet."""
+        """Ids `extend` appended to tables since the last call, targets of copies left out: they
+        hold nothing yet.
+        """
         fresh = list(self._fresh)
         self._fresh.clear()
         return fresh
 
     def drain_released(self) -> list[int]:
-        """Ids freed since the last call with nothing to match: what is kept for a block that is not full may go."""
+        """Ids freed since the last call with nothing to match: what is kept for a block that is not
+        full may go.
+        """
         released = list(self._released)
         self._released.clear()
         return released
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
-        """Recompute all bookkeeping from `tables`, all the live ones, and from the pins; CacheCorruption on the first
-        contradiction."""
+        """Recompute all bookkeeping from `tables`, all the live ones, and from the pins;
+        CacheCorruption on the first contradiction.
+        """
         tables = list(tables)
         check_tables(tables, self._live, self._claims.holders, self.block_size)
-        self._pool.check(block_id for table in tables for block_id in (*table.block_ids, *table.reserve))
+        self._pool.check(
+            block_id for table in tables for block_id in (*table.block_ids, *table.reserve)
+        )
         self.pins.check()
         self._index.check()
         check_chains(tables, self._index, self._hash_fn, self.block_size)
@@ -403,4 +497,6 @@ class KVCacheManager(BlockCounts):
 
     def _check_live(self, table: BlockTable) -> None:
         if self._live.get(table._serial) is not table:
-            raise CacheCorruption("stale block table: it was freed before (double free) or is not of this pool")
+            raise CacheCorruption(
+                "stale block table: it was freed before (double free) or is not of this pool"
+            )

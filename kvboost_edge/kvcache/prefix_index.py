@@ -1,4 +1,6 @@
-"""Which full blocks can be matched, by prefix hash; a hash finds candidates, tokens and parent decide."""
+"""Which full blocks can be matched, by prefix hash; a hash finds candidates, tokens and parent
+decide.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ ROOT_SERIAL = 0  # parent of every first block; the root itself stands in that b
 
 
 class PrefixMatch(NamedTuple):
-    """The longest published prefix of some tokens: its blocks, its end of chain, the hash of the block after it.
+    """The longest published prefix of some tokens: its blocks, its end of chain, the hash of the
+    block after it.
 
-    beyond   blocks behind it that are published too, and cannot be shared because no state was kept behind them
+    beyond   blocks behind it that are published too, and cannot be shared because no state was kept
+             behind them
     """
 
     block_ids: list[int]
@@ -28,7 +32,9 @@ class PrefixMatch(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Who is told of every entry that comes and goes, at once, in the thread that changes the index."""
+    """Who is told of every entry that comes and goes, at once, in the thread that changes the
+    index.
+    """
 
     def entered(self, block_id: int, entry: PrefixEntry) -> None: ...
 
@@ -38,7 +44,9 @@ class Watcher(Protocol):
 def rest_hashes(
     data: bytes, match: PrefixMatch, block_bytes: int, hash_fn: HashFn, known: bytes = b""
 ) -> Iterator[bytes]:
-    """The hashes of the full blocks of `data` after its match, in order. `known`: see `PrefixIndex.match`."""
+    """The hashes of the full blocks of `data` after its match, in order. `known`: see
+    `PrefixIndex.match`.
+    """
     prefix_hash = match.next_hash
     if prefix_hash is None:
         return
@@ -51,10 +59,12 @@ def rest_hashes(
 
 
 class PrefixIndex:
-    """Entries of published blocks, and buckets from hash to blocks. A bucket may hold several blocks: hashes collide.
+    """Entries of published blocks, and buckets from hash to blocks. A bucket may hold several
+    blocks: hashes collide.
 
-    An entry is found only if its hash, its own tokens and the serial of its parent are all equal. By induction over
-    the chain the whole prefix, root included, is then equal: a collision can never serve wrong KV.
+    An entry is found only if its hash, its own tokens and the serial of its parent are all equal.
+    By induction over the chain the whole prefix, root included, is then equal: a collision can
+    never serve wrong KV.
     """
 
     __slots__ = ("_buckets", "_entries", "_next_serial", "_watchers")
@@ -89,21 +99,31 @@ class PrefixIndex:
 
     def entries(self) -> dict[int, PrefixEntry]:
         """All entries, by block id."""
-        return {block_id: entry for block_id, entry in enumerate(self._entries) if entry is not None}
+        return {
+            block_id: entry for block_id, entry in enumerate(self._entries) if entry is not None
+        }
 
     def find(self, prefix_hash: bytes, tokens: bytes, parent_serial: int) -> int | None:
         """The block that holds exactly this prefix, or None."""
         for block_id in self._buckets.get(prefix_hash, ()):
             entry = self._entries[block_id]
-            if entry is not None and entry.parent_serial == parent_serial and entry.tokens == tokens:
+            if (
+                entry is not None
+                and entry.parent_serial == parent_serial
+                and entry.tokens == tokens
+            ):
                 return block_id
         return None
 
-    def match(self, data: bytes, root: bytes, block_bytes: int, hash_fn: HashFn, known: bytes = b"") -> PrefixMatch:
-        """Follow the chain of full blocks of `data` (encoded tokens, `block_bytes` a block) as far as it is published.
+    def match(
+        self, data: bytes, root: bytes, block_bytes: int, hash_fn: HashFn, known: bytes = b""
+    ) -> PrefixMatch:
+        """Follow the chain of full blocks of `data` (encoded tokens, `block_bytes` a block) as far
+        as it is published.
 
-        `next_hash` is None where `data` has no full block beyond the match. `known`: hashes of its first blocks, taken
-        as they are in place of hashing (`hashing.known_hash`); a wrong one ends the match, as tokens and parent decide.
+        `next_hash` is None where `data` has no full block beyond the match. `known`: hashes of its
+        first blocks, taken as they are in place of hashing (`hashing.known_hash`); a wrong one ends
+        the match, as tokens and parent decide.
         """
         entries = self._entries
         find = self.find
@@ -124,16 +144,21 @@ class PrefixIndex:
             head = b""
         return PrefixMatch(block_ids, prefix_hash, serial, None)
 
-    def publish(self, block_id: int, prefix_hash: bytes, tokens: bytes, parent_serial: int, *place: Any) -> int:
-        """Make a full block matchable under a new serial, which is returned. `place`: what else a `PrefixEntry` says,
-        its fields from `parent_hash` on."""
+    def publish(
+        self, block_id: int, prefix_hash: bytes, tokens: bytes, parent_serial: int, *place: Any
+    ) -> int:
+        """Make a full block matchable under a new serial, which is returned. `place`: what else a
+        `PrefixEntry` says, its fields from `parent_hash` on.
+        """
         serial = self._next_serial
         self._next_serial += 1
         self.restore(block_id, PrefixEntry(prefix_hash, tokens, parent_serial, serial, *place))
         return serial
 
     def restore(self, block_id: int, entry: PrefixEntry) -> None:
-        """Make a block matchable under an entry it had before; CacheCorruption if it is published already."""
+        """Make a block matchable under an entry it had before; CacheCorruption if it is published
+        already.
+        """
         if self._entries[block_id] is not None:
             raise CacheCorruption(f"block {block_id} is published already")
         self._entries[block_id] = entry
@@ -142,7 +167,9 @@ class PrefixIndex:
             watcher.entered(block_id, entry)
 
     def withdraw(self, block_id: int) -> PrefixEntry:
-        """Make a published block unmatchable and return its entry; CacheCorruption if it is not published."""
+        """Make a published block unmatchable and return its entry; CacheCorruption if it is not
+        published.
+        """
         entry = self._entries[block_id]
         if entry is None:
             raise CacheCorruption(f"block {block_id} is not published")
@@ -157,7 +184,9 @@ class PrefixIndex:
         return entry
 
     def check(self) -> None:
-        """Compare entries and buckets both ways and the serials; CacheCorruption on any difference."""
+        """Compare entries and buckets both ways and the serials; CacheCorruption on any
+        difference.
+        """
         listed = sorted(block_id for bucket in self._buckets.values() for block_id in bucket)
         published = [block_id for block_id, entry in enumerate(self._entries) if entry is not None]
         if listed != published:
@@ -169,7 +198,9 @@ class PrefixIndex:
                     raise CacheCorruption(f"block {block_id} stands in a bucket of another hash")
         entries = [entry for entry in self._entries if entry is not None]
         serials = {entry.serial for entry in entries}
-        if len(serials) != len(entries) or not all(ROOT_SERIAL < serial < self._next_serial for serial in serials):
+        if len(serials) != len(entries) or not all(
+            ROOT_SERIAL < serial < self._next_serial for serial in serials
+        ):
             raise CacheCorruption("serials of published blocks repeat or were never given out")
         if any(not ROOT_SERIAL <= entry.parent_serial < entry.serial for entry in entries):
             raise CacheCorruption("a published block is older than its parent")

@@ -1,5 +1,7 @@
-"""What tables share, promise and publish. Full blocks enter the prefix index, each as a link of the table's chain;
-until then the table's promise to fill them keeps others from computing them beside it (single flight)."""
+"""What tables share, promise and publish. Full blocks enter the prefix index, each as a link of the
+table's chain; until then the table's promise to fill them keeps others from computing them beside
+it (single flight).
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ __all__ = ["Claims", "Opener", "Publisher"]
 
 
 class Claims:
-    """One holder for each promised prefix hash. Hashes alone are compared: a collision makes a request wait, and never
-    read another's KV.
+    """One holder for each promised prefix hash. Hashes alone are compared: a collision makes a
+    request wait, and never read another's KV.
 
     holders   prefix hash -> serial of the live table that computes it
     """
@@ -53,27 +55,35 @@ class Claims:
             self.drop(table, index)
 
     def last_promised(self, hashes: Iterable[bytes]) -> bytes | None:
-        """The last of the promised ones that `hashes` begin with; None where the first is not promised."""
+        """The last of the promised ones that `hashes` begin with; None where the first is not
+        promised.
+        """
         promised = list(itertools.takewhile(self.holders.__contains__, hashes))
         return promised[-1] if promised else None
 
 
 class Opener:
-    """What a new table shares of the published blocks, and which of the others it promises to fill. `data` are its
-    encoded tokens, `known` their hashes, see `Lookup`."""
+    """What a new table shares of the published blocks, and which of the others it promises to fill.
+    `data` are its encoded tokens, `known` their hashes, see `Lookup`.
+    """
 
     __slots__ = ("_block_size", "_claims", "_lookup", "_pool", "_uses")
 
-    def __init__(self, lookup: Lookup, pool: BlockPool, uses: Uses, claims: Claims, block_size: int) -> None:
+    def __init__(
+        self, lookup: Lookup, pool: BlockPool, uses: Uses, claims: Claims, block_size: int
+    ) -> None:
         self._lookup = lookup
         self._pool = pool
         self._uses = uses
         self._claims = claims
         self._block_size = block_size
 
-    def share(self, table: BlockTable, data: bytes, known: bytes, *, count: bool, again: bool) -> PrefixMatch:
-        """The longest prefix that can be gone on from; at least one token is left to compute. `count`: the lookup
-        counts; `again`: the table's blocks are used again in any case."""
+    def share(
+        self, table: BlockTable, data: bytes, known: bytes, *, count: bool, again: bool
+    ) -> PrefixMatch:
+        """The longest prefix that can be gone on from; at least one token is left to compute.
+        `count`: the lookup counts; `again`: the table's blocks are used again in any case.
+        """
         match = self._lookup.match(data, table.root, known)
         num_tokens = len(data) // TOKEN_BYTES
         rest = self._take(table, data, match, known, self._lookup.servable(match, num_tokens))
@@ -88,12 +98,18 @@ class Opener:
         return match
 
     def share_all(self, table: BlockTable, data: bytes, known: bytes) -> None:
-        """All that is published, for who computes nothing: the last token too, and blocks without a state."""
+        """All that is published, for who computes nothing: the last token too, and blocks without a
+        state.
+        """
         match = self._lookup.published(data, table.root, known)
         self._take(table, data, match, known, len(match.block_ids) * self._block_size)
 
-    def _take(self, table: BlockTable, data: bytes, match: PrefixMatch, known: bytes, num_tokens: int) -> list[bytes]:
-        """Hold a match, of which so many tokens are served, and claim the full blocks behind it: their hashes."""
+    def _take(
+        self, table: BlockTable, data: bytes, match: PrefixMatch, known: bytes, num_tokens: int
+    ) -> list[bytes]:
+        """Hold a match, of which so many tokens are served, and claim the full blocks behind it:
+        their hashes.
+        """
         for block_id in match.block_ids:
             self._pool.touch(block_id)
         table.block_ids = match.block_ids
@@ -109,12 +125,20 @@ class Opener:
 
 
 class Publisher:
-    """Publishes blocks of tables. Where an equal one is published already, the table goes over to that, see `Twins`."""
+    """Publishes blocks of tables. Where an equal one is published already, the table goes over to
+    that, see `Twins`.
+    """
 
     __slots__ = ("_block_size", "_claims", "_content", "_hash_fn", "_index", "_twins")
 
     def __init__(
-        self, index: PrefixIndex, claims: Claims, content: Content, twins: Twins, hash_fn: HashFn, block_size: int
+        self,
+        index: PrefixIndex,
+        claims: Claims,
+        content: Content,
+        twins: Twins,
+        hash_fn: HashFn,
+        block_size: int,
     ) -> None:
         self._index = index
         self._claims = claims
@@ -124,8 +148,8 @@ class Publisher:
         self._block_size = block_size
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_full: int) -> int:
-        """Publish what the first `num_full` blocks of the table make new; how many blocks that is, and how many it gave
-        up for equal ones.
+        """Publish what the first `num_full` blocks of the table make new; how many blocks that is,
+        and how many it gave up for equal ones.
 
         token_ids   the running list; only blocks that are not published are read
         """
@@ -147,8 +171,14 @@ class Publisher:
         known = self._index.find(prefix_hash, keyed, parent_serial)
         if known is None:
             root = table.root
-            place = (table._chain_hash, root.shared_with(index) if isinstance(root, LoneRoot) else root, index)
-            serial = self._index.publish(table.block_ids[index], prefix_hash, keyed, parent_serial, *place)
+            place = (
+                table._chain_hash,
+                root.shared_with(index) if isinstance(root, LoneRoot) else root,
+                index,
+            )
+            serial = self._index.publish(
+                table.block_ids[index], prefix_hash, keyed, parent_serial, *place
+            )
             self._content.note_published(table.block_ids[index])
         else:
             serial = self._note(table, index, known)
@@ -159,11 +189,14 @@ class Publisher:
         return known is None
 
     def _republish(self, table: BlockTable, index: int, tokens: bytes) -> bool:
-        """Put a rewritten block back under its old identity, so that the prefixes cached below it stay reachable; False
-        if its equal is published."""
+        """Put a rewritten block back under its old identity, so that the prefixes cached below it
+        stay reachable; False if its equal is published.
+        """
         entry = table._withdrawn[index]
         if entry.tokens != (tokens if index else table.root + tokens):
-            raise CacheCorruption(f"the tokens of block {table.block_ids[index]} changed while it was rewritten")
+            raise CacheCorruption(
+                f"the tokens of block {table.block_ids[index]} changed while it was rewritten"
+            )
         del table._withdrawn[index]
         known = self._index.find(entry.prefix_hash, entry.tokens, entry.parent_serial)
         if known is None:

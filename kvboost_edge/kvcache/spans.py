@@ -1,4 +1,6 @@
-"""Spans in a table: blocks of other contexts at their new positions, and the table's own blocks between them."""
+"""Spans in a table: blocks of other contexts at their new positions, and the table's own blocks
+between them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ __all__ = ["Spans", "own_blocks"]
 class Spans:
     """Places spans in tables of one manager.
 
-    take(count, owner)   takes free blocks for a table;  released: where ids of those freed with nothing in them go
+    take(count, owner)   takes free blocks for a table;  released: where ids of those freed with
+                         nothing in them go
     num_tokens           tokens shared so since the start, by all tables whose hits and misses count
     num_cut_tokens       tokens of them that `cut` took out again: they are misses
     """
@@ -40,18 +43,27 @@ class Spans:
         self.num_tokens = self.num_cut_tokens = 0
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell it which blocks can be shared: those that are published, whose content their tokens and all before them
-        alone determine."""
+        """Tell it which blocks can be shared: those that are published, whose content their tokens
+        and all before them alone determine.
+        """
         self._index.watch(watcher)
 
     def place(
-        self, table: BlockTable, spans: Sequence[Span], num_tokens: int, spare: int, *, num_reserved: int = 0
+        self,
+        table: BlockTable,
+        spans: Sequence[Span],
+        num_tokens: int,
+        spare: int,
+        *,
+        num_reserved: int = 0,
     ) -> bool:
-        """Let a table that was just opened share spans, and take blocks of its own for all else of its `num_tokens`
-        tokens, and `num_reserved` for `cut`. False, and no change, where that takes more than `spare` free blocks.
+        """Let a table that was just opened share spans, and take blocks of its own for all else of
+        its `num_tokens` tokens, and `num_reserved` for `cut`. False, and no change, where that
+        takes more than `spare` free blocks.
 
-        A span begins whole blocks behind the one before it, the first behind what the table found (CacheCorruption).
-        From the first one on nothing is published; what the table promised there it promises no more.
+        A span begins whole blocks behind the one before it, the first behind what the table found
+        (CacheCorruption). From the first one on nothing is published; what the table promised there
+        it promises no more.
         """
         shared = [block_id for span in spans for block_id in span.block_ids]
         own = self._num_own(table, spans, num_tokens)
@@ -73,23 +85,34 @@ class Spans:
         return True
 
     def cut(self, table: BlockTable, spans: Sequence[Span]) -> None:
-        """Let a table share these spans only: what is left of its own when whole blocks of tokens are taken out. Those
-        go to reserved blocks, and what is reserved beyond them is given back."""
+        """Let a table share these spans only: what is left of its own when whole blocks of tokens
+        are taken out. Those go to reserved blocks, and what is reserved beyond them is given back.
+        """
         if table._counts_spans:
             taken_out = _num_tokens(table.spans) - _num_tokens(spans)
             self.num_tokens -= taken_out
             self.num_cut_tokens += taken_out
-        before, after = (Counter(b for span in several for b in span.block_ids) for several in (table.spans, spans))
+        before, after = (
+            Counter(b for span in several for b in span.block_ids)
+            for several in (table.spans, spans)
+        )
         own = own_blocks(table, self._size)
         end = table.num_slots(self._size)
         table.block_ids = []
         table.parts = [WHOLE]
         table.spans = ()
-        self._lay_out(table, spans, end, lambda position: own[position] if position in own else table.reserve.pop())
+        self._lay_out(
+            table,
+            spans,
+            end,
+            lambda position: own[position] if position in own else table.reserve.pop(),
+        )
         for block_id in (after - before).elements():
             self._pool.touch(block_id)
         for block_id in (before - after).elements():
-            self._pool.release(block_id, matchable=self._index.entry(block_id) is not None, owner=table.owner)
+            self._pool.release(
+                block_id, matchable=self._index.entry(block_id) is not None, owner=table.owner
+            )
         self.give_back(table)
 
     def give_back(self, table: BlockTable) -> None:
@@ -100,22 +123,31 @@ class Spans:
         table.reserve = []
 
     def _num_own(self, table: BlockTable, spans: Sequence[Span], num_tokens: int) -> int:
-        """Blocks of its own that the table needs: for what is before each span, and for what follows the last one."""
+        """Blocks of its own that the table needs: for what is before each span, and for what
+        follows the last one.
+        """
         count = 0
         position = len(table) * self._size
         for span in spans:
             blocks, rest = divmod(span.start - position, self._size)
             room = span.first_position + len(span.block_ids) * self._size
-            inside = span.first_position <= span.start < span.stop <= room and span.stop < num_tokens
+            inside = (
+                span.first_position <= span.start < span.stop <= room and span.stop < num_tokens
+            )
             if blocks < 0 or rest or not inside or not span.start:
-                raise CacheCorruption(f"{span} does not fit behind position {position} of {num_tokens} tokens")
+                raise CacheCorruption(
+                    f"{span} does not fit behind position {position} of {num_tokens} tokens"
+                )
             count = count + blocks
             position = span.stop
         return count + -(-(num_tokens - position) // self._size)
 
-    def _lay_out(self, table: BlockTable, spans: Sequence[Span], end: int, block_at: Callable[[int], int]) -> None:
-        """Enter spans, and own blocks up to position `end`, behind the blocks of a table that has no spans;
-        block_at(position): the own block whose slot 0 holds the position."""
+    def _lay_out(
+        self, table: BlockTable, spans: Sequence[Span], end: int, block_at: Callable[[int], int]
+    ) -> None:
+        """Enter spans, and own blocks up to position `end`, behind the blocks of a table that has
+        no spans; block_at(position): the own block whose slot 0 holds the position.
+        """
         position = len(table) * self._size
         for span in spans:
             if span.start > position and table.spans:
@@ -138,8 +170,16 @@ def own_blocks(table: BlockTable, block_size: int) -> dict[int, int]:
     """The blocks that no span of a table brought, by the position of their slot 0."""
     starts = {span.start for span in table.spans}
     found: dict[int, int] = {}
-    for part, end in zip(table.parts, [*(other.first_index for other in table.parts[1:]), len(table)], strict=False):
+    for part, end in zip(
+        table.parts, [*(other.first_index for other in table.parts[1:]), len(table)], strict=False
+    ):
         if part.valid_from not in starts:
-            places = range(part.first_position, part.first_position + (end - part.first_index) * block_size, block_size)
-            found |= zip(places, table.block_ids[part.first_index : end], strict=False)  # checks ask of broken ones too
+            places = range(
+                part.first_position,
+                part.first_position + (end - part.first_index) * block_size,
+                block_size,
+            )
+            found |= zip(
+                places, table.block_ids[part.first_index : end], strict=False
+            )  # checks ask of broken ones too
     return found

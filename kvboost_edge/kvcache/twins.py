@@ -1,9 +1,10 @@
 """Twins: published blocks with the content of blocks that tables hold for themselves.
 
-A table's own block may have an equal that is published already: the one it was copied from, or one that was there while
-the table computed its own, because its state was missing or somebody else computed the same. What the table publishes
-behind it hangs on that equal. So a table that uses the cache goes over to it once its own block is full: all it holds
-can be found as long as it lives. One that does not use the cache reads nothing but what it computed, and keeps its own.
+A table's own block may have an equal that is published already: the one it was copied from, or one
+that was there while the table computed its own, because its state was missing or somebody else
+computed the same. What the table publishes behind it hangs on that equal. So a table that uses the
+cache goes over to it once its own block is full: all it holds can be found as long as it lives. One
+that does not use the cache reads nothing but what it computed, and keeps its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ __all__ = ["Twins", "standing_for"]
 
 
 def standing_for(table: BlockTable, index: int, published: PrefixIndex) -> int | None:
-    """The published block with the content of a table's block: itself, or its twin; None where there is none."""
+    """The published block with the content of a table's block: itself, or its twin; None where
+    there is none.
+    """
     if index >= table._num_chained:
         return None
     if published.entry(table.block_ids[index]) is not None:
@@ -27,11 +30,15 @@ def standing_for(table: BlockTable, index: int, published: PrefixIndex) -> int |
 
 
 class Twins:
-    """Those of one manager's tables. `released`: where ids of blocks go that are freed with nothing to match."""
+    """Those of one manager's tables. `released`: where ids of blocks go that are freed with nothing
+    to match.
+    """
 
     __slots__ = ("_are_apart", "_content", "_index", "_pool", "_released")
 
-    def __init__(self, index: PrefixIndex, pool: BlockPool, content: Content, released: dict[int, None]) -> None:
+    def __init__(
+        self, index: PrefixIndex, pool: BlockPool, content: Content, released: dict[int, None]
+    ) -> None:
         self._index = index
         self._pool = pool
         self._content = content
@@ -48,8 +55,10 @@ class Twins:
             table._twins[index] = (block_id, entry)
 
     def adopt(self, table: BlockTable, num_full: int) -> int:
-        """Let a table that uses the cache share the twins of its first `num_full` blocks, all computed, and give its
-        own back; where a twin was evicted meanwhile, its own block takes that one's place. How many blocks changed."""
+        """Let a table that uses the cache share the twins of its first `num_full` blocks, all
+        computed, and give its own back; where a twin was evicted meanwhile, its own block takes
+        that one's place. How many blocks changed.
+        """
         if not table._twins or not table._shares or table.spans or self._are_apart:
             return 0
         indices = sorted(index for index in table._twins if index < num_full)
@@ -78,8 +87,9 @@ class Twins:
             self._released[own] = None
 
     def keep(self, table: BlockTable, index: int) -> None:
-        """The table gives its own block back. The blocks after it were matched through its twin, which is to outlive
-        them."""
+        """The table gives its own block back. The blocks after it were matched through its twin,
+        which is to outlive them.
+        """
         twin, entry = table._twins.get(index, (-1, None))
         if entry is not None and self._index.entry(twin) == entry:
             self._pool.refresh(twin)

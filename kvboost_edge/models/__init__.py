@@ -1,1 +1,3 @@
-"""Model directories: where they are, what they contain, whether they are sound, and what identifies them."""
+"""Model directories: where they are, what they contain, whether they are sound, and what identifies
+them.
+"""

@@ -1,4 +1,6 @@
-"""A model on disk, opened once: the one place that asks whether it is safetensors, a GGUF file or an ONNX file."""
+"""A model on disk, opened once: the one place that asks whether it is safetensors, a GGUF file or
+an ONNX file.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ from kvboost_edge.models.onnx.file import read_onnx
 from kvboost_edge.models.onnx.folder import OnnxFolder, find_onnx
 from kvboost_edge.models.onnx.native import OnnxDecoder, native_decoder
 from kvboost_edge.models.onnx.past import PastLayout, past_layout
-from kvboost_edge.models.packed.plan import STORED, check_tensors, is_quantized, pack_plan, plan_bytes
+from kvboost_edge.models.packed.plan import (
+    STORED,
+    check_tensors,
+    is_quantized,
+    pack_plan,
+    plan_bytes,
+)
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
 from kvboost_edge.models.weights.columns.experts import ColumnExperts
 from kvboost_edge.models.weights.dense import Matrices, read_dense
@@ -54,7 +62,8 @@ __all__ = ["Checkpoint"]
 class Checkpoint(abc.ABC):
     """What is read of a model. Whatever is wrong raises ModelFormatError that names the file.
 
-    The config, the header of a GGUF file and the fingerprint are read once and kept; no file stays open or mapped.
+    The config, the header of a GGUF file and the fingerprint are read once and kept; no file stays
+    open or mapped.
     """
 
     is_gguf: bool
@@ -62,7 +71,8 @@ class Checkpoint(abc.ABC):
     native_refusal = ""
     """Why the native runner cannot read the files, whatever the config says; "" where it can."""
     onnx_refusal: str | None = None
-    """Why the ONNX runner cannot run the file; "" where it can, None where there is no ONNX file."""
+    """Why the ONNX runner cannot run the file; "" where it can, None where there is no ONNX file.
+    """
 
     def __init__(self, path: Path, cache_dir: Path | None = None) -> None:
         self.path = path
@@ -71,11 +81,15 @@ class Checkpoint(abc.ABC):
         self._fingerprint = ""
 
     @staticmethod
-    def open(model: Checkpoint | Path | str, *, cache_dir: Path | None = None, rope_range: str = "short") -> Checkpoint:
-        """The checkpoint at a path that `locate_model` returned; one that is open already is returned as it is.
+    def open(
+        model: Checkpoint | Path | str, *, cache_dir: Path | None = None, rope_range: str = "short"
+    ) -> Checkpoint:
+        """The checkpoint at a path that `locate_model` returned; one that is open already is
+        returned as it is.
 
-        cache_dir: where what is found out is remembered, and packed weights are kept; `NO_CACHE`: nowhere.
-        rope_range: see `EngineConfig`; `config` raises ConfigError for a model that has one range only.
+        cache_dir: where what is found out is remembered, and packed weights are kept; `NO_CACHE`:
+        nowhere. rope_range: see `EngineConfig`; `config` raises ConfigError for a model that has
+        one range only.
         """
         if isinstance(model, Checkpoint):
             return model
@@ -92,7 +106,11 @@ class Checkpoint(abc.ABC):
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
         """As transformers writes it, from config.json or from the metadata of a GGUF file."""
-        return with_long_rope(self._read_config()) if self.rope_range == "long" else self._read_config()
+        return (
+            with_long_rope(self._read_config())
+            if self.rope_range == "long"
+            else self._read_config()
+        )
 
     @abc.abstractmethod
     def _read_config(self) -> Mapping[str, Any]: ...
@@ -105,7 +123,9 @@ class Checkpoint(abc.ABC):
     @property
     @abc.abstractmethod
     def format(self) -> str:
-        """What a person calls the files, such as "GGUF Q4_K, Q6_K" or "safetensors bfloat16"; of headers alone."""
+        """What a person calls the files, such as "GGUF Q4_K, Q6_K" or "safetensors bfloat16"; of
+        headers alone.
+        """
 
     @property
     def file_bytes(self) -> int:
@@ -113,16 +133,22 @@ class Checkpoint(abc.ABC):
         return sum(stamp.size for stamp in self._current_stamps())
 
     def gguf_metadata(self) -> Mapping[str, Any] | None:
-        """What a GGUF file says of its tokenizer, arrays of strings as lists; None: there are files of a tokenizer."""
+        """What a GGUF file says of its tokenizer, arrays of strings as lists; None: there are files
+        of a tokenizer.
+        """
         return None
 
     def gguf_settings(self) -> Mapping[str, Any]:
-        """As `gguf_metadata` without the arrays of strings, which are large; empty where there are files."""
+        """As `gguf_metadata` without the arrays of strings, which are large; empty where there are
+        files.
+        """
         return {}
 
     @property
     def other_parts(self) -> Mapping[str, int]:
-        """Number of tensors of each part beside the language model, such as {"visual": 316}: they are not used."""
+        """Number of tensors of each part beside the language model, such as {"visual": 316}: they
+        are not used.
+        """
         return {}
 
     @property
@@ -156,7 +182,9 @@ class Checkpoint(abc.ABC):
         raise ModelFormatError(f"{self.path} is no ONNX model")
 
     def past_layout(self) -> PastLayout:
-        """How the ONNX file takes keys and values. ModelFormatError where it is not supported or there is none."""
+        """How the ONNX file takes keys and values. ModelFormatError where it is not supported or
+        there is none.
+        """
         raise ModelFormatError(f"{self.path} is no ONNX model")
 
     def packed_bytes(self, weights: str) -> int:
@@ -168,13 +196,16 @@ class Checkpoint(abc.ABC):
             return plan_bytes(pack_plan(spec, STORED, source))
 
     def fingerprint(self, *, cache_dir: Path | None = None) -> str:
-        """SHA-256 of all that the model is. cache_dir: where digests of large files are remembered; None: the
-        checkpoint's own."""
+        """SHA-256 of all that the model is. cache_dir: where digests of large files are remembered;
+        None: the checkpoint's own.
+        """
         if not self._fingerprint:
             self._stamps = self._stamps or self._current_stamps()
             found = self._read_fingerprint(self.cache_dir if cache_dir is None else cache_dir)
             for path in self.changed_files():
-                raise ModelFormatError(f"{path} changed while it was read; load it when it is complete")
+                raise ModelFormatError(
+                    f"{path} changed while it was read; load it when it is complete"
+                )
             self._fingerprint = found
         return self._fingerprint
 
@@ -202,7 +233,9 @@ class _Directory(Checkpoint):
     is_gguf = False
 
     def _read_config(self) -> Mapping[str, Any]:
-        return with_found_head(read_config(self.path), self.path, is_embedding=bool(self.pooling.source))
+        return with_found_head(
+            read_config(self.path), self.path, is_embedding=bool(self.pooling.source)
+        )
 
     @property
     def other_parts(self) -> Mapping[str, int]:
@@ -223,7 +256,11 @@ class _Directory(Checkpoint):
     @property
     def format(self) -> str:
         quantized = self.config.get("quantization_config")
-        kind = quantized.get("quant_method") if isinstance(quantized, Mapping) else stored_dtype(self.config)
+        kind = (
+            quantized.get("quant_method")
+            if isinstance(quantized, Mapping)
+            else stored_dtype(self.config)
+        )
         return f"safetensors {kind or 'float32'}"
 
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
@@ -236,7 +273,9 @@ class _Directory(Checkpoint):
         if (family := FAMILIES.get(str(self.config.get("model_type")))) and family.in_columns:
             return ColumnExperts(self.path)
         is_packed = bool(self.config.get("quantization_config"))
-        return PackedQuantSource(self.path, self.config) if is_packed else SafetensorsSource(self.path)
+        return (
+            PackedQuantSource(self.path, self.config) if is_packed else SafetensorsSource(self.path)
+        )
 
     def _files(self) -> list[Path]:
         return fingerprinted_files(self.path)
@@ -246,8 +285,9 @@ class _Directory(Checkpoint):
 
 
 class _GgufFile(Checkpoint):
-    """One file that holds everything, or its parts beside each other. The headers are parsed on opening, the vocabulary
-    is read when it is first needed."""
+    """One file that holds everything, or its parts beside each other. The headers are parsed on
+    opening, the vocabulary is read when it is first needed.
+    """
 
     is_gguf = True
 
@@ -288,15 +328,22 @@ class _GgufFile(Checkpoint):
         return f"GGUF {', '.join(sorted(counts, key=lambda kind: -counts[kind]))}"
 
     def gguf_metadata(self) -> Mapping[str, Any]:
-        keys = [key for key in self._header.values if key.startswith("tokenizer.") and self._header.has_strings(key)]
-        strings = {key: self._vocabulary if key == TOKENS else self._header.strings(key) for key in keys}
+        keys = [
+            key
+            for key in self._header.values
+            if key.startswith("tokenizer.") and self._header.has_strings(key)
+        ]
+        strings = {
+            key: self._vocabulary if key == TOKENS else self._header.strings(key) for key in keys
+        }
         return {**self.gguf_settings(), **strings}
 
     def gguf_settings(self) -> Mapping[str, Any]:
         return {
             key: value
             for key, value in self._header.values.items()
-            if (key.startswith("tokenizer.") and not self._header.has_strings(key)) or key == "general.architecture"
+            if (key.startswith("tokenizer.") and not self._header.has_strings(key))
+            or key == "general.architecture"
         }
 
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
@@ -316,8 +363,9 @@ class _GgufFile(Checkpoint):
 
 
 class _OnnxFile(Checkpoint):
-    """An ONNX file with its external data, beside config.json or genai_config.json and the files of a tokenizer. Its
-    graph is read on opening, and recognised when that is first asked for."""
+    """An ONNX file with its external data, beside config.json or genai_config.json and the files of
+    a tokenizer. Its graph is read on opening, and recognised when that is first asked for.
+    """
 
     is_gguf = False
 
@@ -390,4 +438,6 @@ class _OnnxFile(Checkpoint):
         return fingerprinted_files(self.path, [part.path for part in self._model.files])
 
     def _read_fingerprint(self, cache_dir: Path | None) -> str:
-        return fingerprint_of_onnx(self.path, [part.path for part in self._model.files], cache_dir=cache_dir)
+        return fingerprint_of_onnx(
+            self.path, [part.path for part in self._model.files], cache_dir=cache_dir
+        )

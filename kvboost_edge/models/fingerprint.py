@@ -1,6 +1,7 @@
 """What identifies a model: SHA-256 over config, tokenizer files and all weight bytes.
 
-Two models of one shape with different weights never have the same fingerprint, so they never share a block.
+Two models of one shape with different weights never have the same fingerprint, so they never share
+a block.
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ _PART_BYTES = 64 << 20
 def fingerprint_of_directory(model_dir: Path, *, cache_dir: Path | None = None) -> str:
     """Fingerprint of a model directory, 64 hexadecimal digits.
 
-    The digest of each weight file is remembered in `cache_dir` (KVBOOST_EDGE_CACHE or the platform's cache directory)
-    and computed again when the file's size, times or inode change. Raises ModelFormatError when files are missing.
+    The digest of each weight file is remembered in `cache_dir` (KVBOOST_EDGE_CACHE or the
+    platform's cache directory) and computed again when the file's size, times or inode change.
+    Raises ModelFormatError when files are missing.
     """
     return _of_all(b"kvboost-edge model 1", model_dir, weight_files(model_dir), cache_dir)
 
 
 def fingerprint_of_onnx(root: Path, files: Sequence[Path], *, cache_dir: Path | None = None) -> str:
-    """As `fingerprint_of_directory`, of an ONNX file and its external data; `root` holds configs and tokenizer."""
+    """As `fingerprint_of_directory`, of an ONNX file and its external data; `root` holds configs
+    and tokenizer.
+    """
     return _of_all(b"kvboost-edge onnx 1", root, files, cache_dir)
 
 
@@ -70,15 +74,17 @@ def _of_all(kind: bytes, root: Path, weights: Sequence[Path], cache_dir: Path | 
 
 
 def fingerprint_of_files(paths: Sequence[Path], *, cache_dir: Path | None = None) -> str:
-    """As `fingerprint_of_directory`, of files that hold everything together: config, tokenizer and weights (GGUF, one
-    file or its parts in order)."""
+    """As `fingerprint_of_directory`, of files that hold everything together: config, tokenizer and
+    weights (GGUF, one file or its parts in order).
+    """
     digests = "".join(_file_digest(path, cache_dir) for path in paths)
     return hashlib.sha256(b"kvboost-edge gguf 1" + digests.encode()).hexdigest()
 
 
 def fingerprinted_files(model_dir: Path, weights: Sequence[Path] | None = None) -> list[Path]:
-    """Every file of a directory that its fingerprint covers: as long as none changes, it stays the same. `weights`:
-    None for its safetensors."""
+    """Every file of a directory that its fingerprint covers: as long as none changes, it stays the
+    same. `weights`: None for its safetensors.
+    """
     return [*_small_files(model_dir), *(weight_files(model_dir) if weights is None else weights)]
 
 
@@ -95,20 +101,29 @@ def _small_files(directory: Path) -> list[Path]:
 
 
 def fingerprint_of_module(model: Any, tokenizer: Any) -> str:
-    """Fingerprint of a loaded transformers model and its tokenizer: config, every parameter and buffer, vocabulary.
+    """Fingerprint of a loaded transformers model and its tokenizer: config, every parameter and
+    buffer, vocabulary.
 
     Reads all weights once, in parallel. The model must not be changed afterwards.
     """
     digest = hashlib.sha256(b"kvboost-edge module 1")
     config = model.config.to_dict()
     # Where it was loaded from is not what it is.
-    config = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    config = {
+        key: value
+        for key, value in config.items()
+        if key not in ("_name_or_path", "transformers_version")
+    }
     _add(digest, json.dumps(config, sort_keys=True, default=str).encode())
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    _add(digest, (backend.to_str() if backend is not None else type(tokenizer).__qualname__).encode())
+    _add(
+        digest, (backend.to_str() if backend is not None else type(tokenizer).__qualname__).encode()
+    )
     state = sorted(model.state_dict().items())
     with ThreadPoolExecutor(default_num_threads()) as pool:
-        for (name, tensor), found in zip(state, pool.map(_tensor_digest, (t for _, t in state)), strict=True):
+        for (name, tensor), found in zip(
+            state, pool.map(_tensor_digest, (t for _, t in state)), strict=True
+        ):
             _add(digest, f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             _add(digest, found)
     return digest.hexdigest()
@@ -121,7 +136,9 @@ def _file_digest(path: Path, cache_dir: Path | None) -> str:
         if isinstance(known, str):
             return known
         with open(path, "rb", buffering=0) as file:
-            found = digest_in_parts(file, stamp.size, part_bytes=_PART_BYTES, num_threads=default_num_threads())
+            found = digest_in_parts(
+                file, stamp.size, part_bytes=_PART_BYTES, num_threads=default_num_threads()
+            )
         if FileStamp.of(path) != stamp:
             raise ModelFormatError(f"{path} changed while it was read; load it when it is complete")
     except OSError as error:

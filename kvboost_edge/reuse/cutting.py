@@ -13,7 +13,13 @@ from kvboost_edge.errors import ConfigError
 
 __all__ = ["CHUNK_OPTIONS", "Chunk", "ChunkOptions", "chunk_options", "cut"]
 
-CHUNK_OPTIONS = ("chunk_strategy", "chunk_size", "chunk_boundary_window", "overlap_k", "sink_tokens")
+CHUNK_OPTIONS = (
+    "chunk_strategy",
+    "chunk_size",
+    "chunk_boundary_window",
+    "overlap_k",
+    "sink_tokens",
+)
 """Options of an engine, and of a call, that say how documents are cut."""
 
 _DEFAULT_CHUNK_SIZE = 128
@@ -23,14 +29,18 @@ PieceOf = Callable[[int], str]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOptions:
-    """How documents are cut. ConfigError for a value outside its range or without meaning beside the others.
+    """How documents are cut. ConfigError for a value outside its range or without meaning beside
+    the others.
 
     strategy               a ChunkStrategy or its value
     chunk_size             tokens, at least `block_size`; DOCUMENT does not look at it
-    chunk_boundary_window  tokens that a SEMANTIC cut may lie before or behind chunk_size, at least 1 and less than
+    chunk_boundary_window  tokens that a SEMANTIC cut may lie before or behind chunk_size, at least
+                           1 and less than
                            chunk_size; 0 for the others
-    overlap_k              tokens before a chunk that are computed with it and not kept, less than chunk_size
-    sink_tokens            first tokens of the document that are computed before those and not kept, less than
+    overlap_k              tokens before a chunk that are computed with it and not kept, less than
+                           chunk_size
+    sink_tokens            first tokens of the document that are computed before those and not kept,
+                           less than
                            chunk_size
     block_size             tokens in a block of the pool
     """
@@ -48,26 +58,31 @@ class ChunkOptions:
             raise ConfigError(f"chunk strategy {self.strategy!r} must be one of {', '.join(names)}")
         object.__setattr__(self, "strategy", ChunkStrategy(self.strategy))
         _check_range("block_size", self.block_size, 1)
-        _check_range("chunk_size", self.chunk_size, self.block_size, f"block_size={self.block_size}")
+        _check_range(
+            "chunk_size", self.chunk_size, self.block_size, f"block_size={self.block_size}"
+        )
         for name in ("chunk_boundary_window", "overlap_k", "sink_tokens"):
             _check_range(name, getattr(self, name), 0)
             if getattr(self, name) >= self.chunk_size:
-                raise ConfigError(f"{name}={getattr(self, name)} must be less than chunk_size={self.chunk_size}")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be less than chunk_size={self.chunk_size}"
+                )
         if (self.strategy == ChunkStrategy.SEMANTIC) != (self.chunk_boundary_window > 0):
             raise ConfigError(
-                f"chunk_boundary_window={self.chunk_boundary_window} with chunk strategy {self.strategy}: semantic "
-                "needs a window of at least 1, the others have none"
+                f"chunk_boundary_window={self.chunk_boundary_window} with chunk strategy "
+                f"{self.strategy}: semantic needs a window of at least 1, the others have none"
             )
         if self.strategy == ChunkStrategy.DOCUMENT and (self.overlap_k or self.sink_tokens):
             raise ConfigError(
-                f"overlap_k={self.overlap_k}, sink_tokens={self.sink_tokens} with chunk strategy document: nothing of "
-                "a document stands before its only chunk"
+                f"overlap_k={self.overlap_k}, sink_tokens={self.sink_tokens} with chunk strategy "
+                "document: nothing of a document stands before its only chunk"
             )
 
 
 def chunk_options(config: EngineConfig, given: Mapping[str, Any] | None = None) -> ChunkOptions:
-    """How documents are cut: by the engine's options, and those `given` in a call. ConfigError where they contradict
-    one another."""
+    """How documents are cut: by the engine's options, and those `given` in a call. ConfigError
+    where they contradict one another.
+    """
     values = {name: getattr(config, name) for name in CHUNK_OPTIONS} | dict(given or {})
     strategy = values.pop("chunk_strategy")
     size = values.pop("chunk_size")
@@ -82,8 +97,8 @@ def chunk_options(config: EngineConfig, given: Mapping[str, Any] | None = None) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """A stretch of a document that is kept, and what of the document is computed before it. Positions in the document,
-    0 <= num_sink_tokens <= overlap_start <= start < stop.
+    """A stretch of a document that is kept, and what of the document is computed before it.
+    Positions in the document, 0 <= num_sink_tokens <= overlap_start <= start < stop.
 
     document         index of the document
     start, stop      tokens [start, stop) are kept
@@ -107,12 +122,17 @@ class Chunk:
         return [*document[: self.num_sink_tokens], *document[self.overlap_start : self.stop]]
 
 
-def cut(documents: Sequence[Sequence[int]], options: ChunkOptions, piece_of: PieceOf | None = None) -> list[Chunk]:
-    """Cut documents, lists of token ids, into chunks: each token is in exactly one of them, in order. No chunk goes
-    beyond its document, the last of a document may be short, an empty document has none.
+def cut(
+    documents: Sequence[Sequence[int]], options: ChunkOptions, piece_of: PieceOf | None = None
+) -> list[Chunk]:
+    """Cut documents, lists of token ids, into chunks: each token is in exactly one of them, in
+    order. No chunk goes beyond its document, the last of a document may be short, an empty document
+    has none.
 
-    piece_of   the text of a token, spaces and line ends as they are in the document; SEMANTIC alone asks for it. Of
-               what is no text by itself (a special token, part of a character) whatever is returned does no harm
+    piece_of   the text of a token, spaces and line ends as they are in the document; SEMANTIC alone
+               asks for it. Of
+               what is no text by itself (a special token, part of a character) whatever is returned
+               does no harm
 
     ConfigError where SEMANTIC is given no `piece_of`.
     """
@@ -123,23 +143,32 @@ def cut(documents: Sequence[Sequence[int]], options: ChunkOptions, piece_of: Pie
         if options.strategy == ChunkStrategy.DOCUMENT:
             stops = [len(document)] if document else []
         elif piece_of is None or options.strategy == ChunkStrategy.FIXED:
-            stops = [*range(options.chunk_size, len(document), options.chunk_size), len(document)] if document else []
+            stops = (
+                [*range(options.chunk_size, len(document), options.chunk_size), len(document)]
+                if document
+                else []
+            )
         else:
             stops = _semantic_stops(document, options, piece_of)
         for start, stop in itertools.pairwise([0, *stops]):
             overlap_start = max(0, start - options.overlap_k)
-            chunks.append(Chunk(number, start, stop, overlap_start, min(options.sink_tokens, overlap_start)))
+            chunks.append(
+                Chunk(number, start, stop, overlap_start, min(options.sink_tokens, overlap_start))
+            )
     return chunks
 
 
 _PARAGRAPH, _SENTENCE, _NO_END = range(3)  # the better, the lower
 _TOKENS_AROUND = 8  # whose text shows whether a sentence ends
-# A full stop and its like, and what may close behind it. After those of the group a sentence begins without a space.
+# A full stop and its like, and what may close behind it. After those of the group a sentence begins
+# without a space.
 _END = re.compile(r"""(?:[.!?…]|([。！？]))["'”’»)\]」』）*_]*$""")
 
 
 def _semantic_stops(document: Sequence[int], options: ChunkOptions, piece_of: PieceOf) -> list[int]:
-    """Ends of the chunks: the nearest end of a paragraph in the window, else of a sentence, else the middle."""
+    """Ends of the chunks: the nearest end of a paragraph in the window, else of a sentence, else
+    the middle.
+    """
     stops: list[int] = []
     target = options.chunk_size
     window = options.chunk_boundary_window
@@ -161,7 +190,9 @@ def _ends(document: Sequence[int], places: range, piece_of: PieceOf) -> dict[int
 
 
 def _end_at(text: str, offset: int) -> int:
-    """What ends at text[:offset]. The line ends behind a paragraph belong to it, spaces may lie on either side."""
+    """What ends at text[:offset]. The line ends behind a paragraph belong to it, spaces may lie on
+    either side.
+    """
     left = text[:offset]
     right = text[offset:]
     body = left.rstrip()

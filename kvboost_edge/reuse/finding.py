@@ -22,8 +22,10 @@ DEFAULT_MIN_CHUNK_TOKENS = 32
 
 @functools.cache
 def prepare_search() -> None:
-    """Compile the search in a process beside this one, unless its machine code is on disk: 1.6 s that the first search
-    would take in the thread that computes. BackendUnavailable with what the compiler said."""
+    """Compile the search in a process beside this one, unless its machine code is on disk: 1.6 s
+    that the first search would take in the thread that computes. BackendUnavailable with what the
+    compiler said.
+    """
     compile_ahead([scan_entry], 1)
 
 
@@ -41,22 +43,28 @@ def find_runs(
     root              whose blocks may be used
     min_chunk_tokens  shorter runs are left out
 
-    The last token of the prompt is never covered: it has to be computed. At the first place where the tokens of a whole
-    offered block stand, that block is extended token by token as far as the tokens agree: back into the blocks before
-    it, not below `start` nor into the run found before, and on through the blocks behind it, into part of the last.
-    Where several blocks have these tokens (the MOST_TRIED newest are tried) the longest run is taken; of runs as long
-    the one with more context, then the newest. The search goes on behind it. A run is found only around a whole block:
-    one of at least 2 * block_size - 1 tokens always has one. Two runs can follow on one another with the same delta
-    where a block between them is gone, or was not among those tried.
+    The last token of the prompt is never covered: it has to be computed. At the first place where
+    the tokens of a whole offered block stand, that block is extended token by token as far as the
+    tokens agree: back into the blocks before it, not below `start` nor into the run found before,
+    and on through the blocks behind it, into part of the last. Where several blocks have these
+    tokens (the MOST_TRIED newest are tried) the longest run is taken; of runs as long the one with
+    more context, then the newest. The search goes on behind it. A run is found only around a whole
+    block: one of at least 2 * block_size - 1 tokens always has one. Two runs can follow on one
+    another with the same delta where a block between them is gone, or was not among those tried.
 
-    Equal tokens are compared, whatever the hashes say. Changes nothing; the runs are valid until the next change of the
-    index. The time grows with the prompt, not with what is offered; the first call in a process loads the kernel, or
-    compiles it where `compile_ahead([scan_entry], ...)` has not.
+    Equal tokens are compared, whatever the hashes say. Changes nothing; the runs are valid until
+    the next change of the index. The time grows with the prompt, not with what is offered; the
+    first call in a process loads the kernel, or compiles it where `compile_ahead([scan_entry],
+    ...)` has not.
 
-    Raises RequestError for a `start` outside the prompt and for ids outside [0, 2^32), ConfigError for
-    min_chunk_tokens below 1.
+    Raises RequestError for a `start` outside the prompt and for ids outside [0, 2^32), ConfigError
+    for min_chunk_tokens below 1.
     """
-    if isinstance(min_chunk_tokens, bool) or not isinstance(min_chunk_tokens, int) or min_chunk_tokens < 1:
+    if (
+        isinstance(min_chunk_tokens, bool)
+        or not isinstance(min_chunk_tokens, int)
+        or min_chunk_tokens < 1
+    ):
         raise ConfigError(f"min_chunk_tokens={min_chunk_tokens!r} must be an integer of at least 1")
     if not 0 <= start <= len(prompt_tokens):
         raise RequestError(f"start={start} is outside a prompt of {len(prompt_tokens)} tokens")
@@ -69,7 +77,9 @@ def find_runs(
     most = (stop - start) // max(min_chunk_tokens, size)
     found = np.empty((most, NUM_FIELDS), dtype=np.int64)
     path = np.empty((stop - start) // size + 2 * most, dtype=np.int32)
-    search = SpanSearch(tokens, np.empty(len(tokens), dtype=np.int64), start, stop, number, min_chunk_tokens)
+    search = SpanSearch(
+        tokens, np.empty(len(tokens), dtype=np.int64), start, stop, number, min_chunk_tokens
+    )
     count = scan(index.tables, search, found, path)
     runs: list[Run] = []
     block_ids = path.tolist()

@@ -1,9 +1,9 @@
-"""Whether reuse at other positions is good enough for a model: its text, its measure, its bound, and where the outcome
-is kept. Of plain numbers; who runs the model is above.
+"""Whether reuse at other positions is good enough for a model: its text, its measure, its bound,
+and where the outcome is kept. Of plain numbers; who runs the model is above.
 
-No sign during a request tells a harmless reuse from a harmful one. What can be known is how a model takes reuse on text
-whose full computation is affordable; and the bound is the model's own: putting the same documents into another order,
-which nobody would call wrong, moves its answers too.
+No sign during a request tells a harmless reuse from a harmful one. What can be known is how a model
+takes reuse on text whose full computation is affordable; and the bound is the model's own: putting
+the same documents into another order, which nobody would call wrong, moves its answers too.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ def make_material(
     most_tokens: int,
     least_tokens: int,
 ) -> Material | None:
-    """The test for a tokenizer, from the built-in text: prompts of `most_tokens` with their answers at most, of
-    documents that have `least_tokens` at least, as many as there are passages where that is possible. None where there
-    cannot be three.
+    """The test for a tokenizer, from the built-in text: prompts of `most_tokens` with their answers
+    at most, of documents that have `least_tokens` at least, as many as there are passages where
+    that is possible. None where there cannot be three.
 
     encode           token ids of a text, without special tokens
-    before, behind   what a chat begins with, and what stands between a question and its answer; behind None: no chat,
+    before, behind   what a chat begins with, and what stands between a question and its answer;
+                     behind None: no chat,
                      a text to go on with
     """
     introduction = (*before, *encode(INTRODUCTION))
@@ -89,8 +90,9 @@ def make_material(
 
 
 class Comparison(NamedTuple):
-    """Distributions of the next token against those of the full computation: the sum of KL(full || other) in nats, how
-    often both find the same token the most likely, and over how many tokens."""
+    """Distributions of the next token against those of the full computation: the sum of KL(full ||
+    other) in nats, how often both find the same token the most likely, and over how many tokens.
+    """
 
     kl: float = 0.0
     num_agreed: int = 0
@@ -131,7 +133,8 @@ class Verdict:
 
     kl_reuse       KL(full || reuse) in nats
     kl_order       KL(full || the documents in another order, computed in full)
-    agreement      share of tokens where reuse and full computation find the same one the most likely
+    agreement      share of tokens where reuse and full computation find the same one the most
+                   likely
     num_tokens     over how many
     reused_share   of the prompts' tokens, that was shared at other positions
     """
@@ -154,12 +157,15 @@ class Verdict:
 
     def __str__(self) -> str:
         return (
-            f"KL(full || reuse) {self.kl_reuse:.3g} nats, of another order of the documents {self.kl_order:.3g}, "
-            f"{self.agreement:.0%} of {self.num_tokens} tokens agree, {self.reused_share:.0%} of the prompts reused"
+            f"KL(full || reuse) {self.kl_reuse:.3g} nats, of another order of the documents "
+            f"{self.kl_order:.3g}, {self.agreement:.0%} of {self.num_tokens} tokens agree, "
+            f"{self.reused_share:.0%} of the prompts reused"
         )
 
 
-def outcome_stamp(model: bytes, repair: Repair, lead: Sequence[int], material: Material) -> FileStamp:
+def outcome_stamp(
+    model: bytes, repair: Repair, lead: Sequence[int], material: Material
+) -> FileStamp:
     """What an outcome depends on, as the memo of files wants it.
 
     model   digest of model, numerics and KV format

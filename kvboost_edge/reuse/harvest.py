@@ -20,19 +20,24 @@ _REMEMBERED = 4  # pools full of blocks that are gone, some 0.5 KB for each
 
 
 class Found(NamedTuple):
-    """What was found of a sequence's tokens: spans to share, and [start, stop) of all runs, with what is computed
-    anyway."""
+    """What was found of a sequence's tokens: spans to share, and [start, stop) of all runs, with
+    what is computed anyway.
+    """
 
     spans: list[Span]
     runs: list[tuple[int, int]]
 
 
 class Harvest:
-    """The published blocks of a pool, offered by their own tokens from the first question on. Published are blocks of
-    exact sequences alone, so what is approximate is never harvested. `remembers`: what leaves the pool from the first
-    question on is kept in mind, as a tier may have it."""
+    """The published blocks of a pool, offered by their own tokens from the first question on.
+    Published are blocks of exact sequences alone, so what is approximate is never harvested.
+    `remembers`: what leaves the pool from the first question on is kept in mind, as a tier may have
+    it.
+    """
 
-    def __init__(self, manager: KVCacheManager, min_chunk_tokens: int, *, remembers: bool = False) -> None:
+    def __init__(
+        self, manager: KVCacheManager, min_chunk_tokens: int, *, remembers: bool = False
+    ) -> None:
         self._manager = manager
         self._least = min_chunk_tokens
         self._index: SpanIndex | None = None
@@ -41,16 +46,21 @@ class Harvest:
             self._remembered = Remembered(_REMEMBERED * manager.num_blocks, manager.block_size)
 
     def lost(self, token_ids: Sequence[int], root: bytes) -> list[Chain]:
-        """What of a prompt's runs could be brought back from tiers: texts that hold them, from their beginnings."""
+        """What of a prompt's runs could be brought back from tiers: texts that hold them, from
+        their beginnings.
+        """
         size = self._manager.block_size
         if self._remembered is None or len(token_ids) <= size:
             return []
         self._offered()
-        return self._remembered.lost_chains(find_runs(token_ids, size, self._remembered.index, root, self._least))
+        return self._remembered.lost_chains(
+            find_runs(token_ids, size, self._remembered.index, root, self._least)
+        )
 
     def find(self, token_ids: Sequence[int], start: int, root: bytes, repair: Repair) -> Found:
-        """What can be shared of the tokens behind the first `start`, but for the last one. Valid until the pool's next
-        change."""
+        """What can be shared of the tokens behind the first `start`, but for the last one. Valid
+        until the pool's next change.
+        """
         size = self._manager.block_size
         if len(token_ids) <= size:
             return Found([], [])
@@ -59,8 +69,9 @@ class Harvest:
         return Found(plan_spans(runs, start, size, repair.num_seam_tokens), where)
 
     def context_of(self, token_ids: Sequence[int], root: bytes) -> int | None:
-        """How many tokens stood before these where they were computed, of a run that holds all of them; None where
-        none does, or they are fewer than are looked for."""
+        """How many tokens stood before these where they were computed, of a run that holds all of
+        them; None where none does, or they are fewer than are looked for.
+        """
         # One more token, because the last one of a prompt is never covered.
         runs = find_runs((*token_ids, 0), 0, self._offered(), root, self._least)
         return runs[0].context if runs and runs[0].length == len(token_ids) else None
@@ -80,7 +91,9 @@ class Harvest:
             return
         size = self._manager.block_size
         tokens = entry.tokens[-size * TOKEN_BYTES :]
-        self._index.offer(entry.root, block_id, entry.serial, entry.parent_serial, tokens, entry.depth * size)
+        self._index.offer(
+            entry.root, block_id, entry.serial, entry.parent_serial, tokens, entry.depth * size
+        )
 
     def left(self, block_id: int) -> None:
         """A block is published no more."""

@@ -1,4 +1,6 @@
-"""From runs that were found to spans that a table shares: seams are computed, and what is computed is whole blocks."""
+"""From runs that were found to spans that a table shares: seams are computed, and what is computed
+is whole blocks.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,16 @@ from kvboost_edge.reuse.runs import Run
 __all__ = ["cut_spans", "plan_spans"]
 
 
-def plan_spans(runs: Iterable[Run], start: int, block_size: int, num_seam_tokens: int) -> list[Span]:
+def plan_spans(
+    runs: Iterable[Run], start: int, block_size: int, num_seam_tokens: int
+) -> list[Span]:
     """The spans of a prompt whose first `start` tokens, whole blocks, are shared exactly.
 
-    The first block of a prompt is never part of one: all later tokens lean on its keys, see Xiao et al., "Efficient
-    Streaming Language Models with Attention Sinks", 2023. Before a span there are whole blocks of computed tokens, so
-    that each stretch of them closes its last block: the next ones attend to it quantized. For that up to a block less
-    one is computed beyond the seam; of a run that leaves less than a block nothing is shared.
+    The first block of a prompt is never part of one: all later tokens lean on its keys, see Xiao et
+    al., "Efficient Streaming Language Models with Attention Sinks", 2023. Before a span there are
+    whole blocks of computed tokens, so that each stretch of them closes its last block: the next
+    ones attend to it quantized. For that up to a block less one is computed beyond the seam; of a
+    run that leaves less than a block nothing is shared.
     """
     spans: list[Span] = []
     position = max(start, block_size)
@@ -30,8 +35,9 @@ def plan_spans(runs: Iterable[Run], start: int, block_size: int, num_seam_tokens
 
 
 def cut_spans(spans: Iterable[Span], computed: Sequence[int], block_size: int) -> list[Span]:
-    """The same spans without the blocks of tokens that begin at these positions, each whole blocks behind the start of
-    its span and whole itself."""
+    """The same spans without the blocks of tokens that begin at these positions, each whole blocks
+    behind the start of its span and whole itself.
+    """
     found: list[Span] = []
     wanted = set(computed)
     for span in spans:
@@ -48,7 +54,13 @@ def cut_spans(spans: Iterable[Span], computed: Sequence[int], block_size: int) -
 
 def _span_of(run: Run, first: int, block_size: int) -> Span:
     blocks = tuple(piece.block_id for piece in run.pieces)
-    whole = Span(blocks, run.prompt_start - run.pieces[0].valid_from, run.prompt_start, run.prompt_stop, run.delta)
+    whole = Span(
+        blocks,
+        run.prompt_start - run.pieces[0].valid_from,
+        run.prompt_start,
+        run.prompt_stop,
+        run.delta,
+    )
     return _part_of(whole, first, run.prompt_stop, block_size)
 
 

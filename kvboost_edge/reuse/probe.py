@@ -1,12 +1,14 @@
-"""Which blocks of a prompt's spans are worth computing anew: found by computing some layers of some of its tokens.
+"""Which blocks of a prompt's spans are worth computing anew: found by computing some layers of some
+of its tokens.
 
-Those that deviate most, which one layer of all tokens shows. After Yao et al., "CacheBlend: Fast Large Language Model
-Serving for RAG with Cached Knowledge Fusion", EuroSys 2025: tokens whose values of the second layer differ most from
-the stored ones are those worth computing anew, and they are much the same in all layers. Here whole blocks are chosen,
-because whole blocks can be closed and quantized.
+Those that deviate most, which one layer of all tokens shows. After Yao et al., "CacheBlend: Fast
+Large Language Model Serving for RAG with Cached Knowledge Fusion", EuroSys 2025: tokens whose
+values of the second layer differ most from the stored ones are those worth computing anew, and they
+are much the same in all layers. Here whole blocks are chosen, because whole blocks can be closed
+and quantized.
 
-Or those that the end of the prompt, where the question is, attends to most: some layers of the tokens that are computed
-in any case show it.
+Or those that the end of the prompt, where the question is, attends to most: some layers of the
+tokens that are computed in any case show it.
 """
 
 from __future__ import annotations
@@ -47,14 +49,17 @@ class ProbeRow(NamedTuple):
 
 
 def num_probed_blocks(spans: Sequence[Span], ratio: float, block_size: int) -> int:
-    """Blocks to choose: this share of the whole ones in the spans, at least one of them where it is above 0."""
+    """Blocks to choose: this share of the whole ones in the spans, at least one of them where it is
+    above 0.
+    """
     whole = sum((span.stop - span.start) // block_size for span in spans)
     return min(whole, max(1, round(ratio * whole))) if ratio > 0 else 0
 
 
 class Probe:
-    """Of one table: what is still to be looked at, and what was seen. Its reserved blocks, as many as are to be chosen,
-    take what the probe writes of the spans."""
+    """Of one table: what is still to be looked at, and what was seen. Its reserved blocks, as many
+    as are to be chosen, take what the probe writes of the spans.
+    """
 
     def __init__(self, table: BlockTable, block_size: int) -> None:
         self._table = table
@@ -93,8 +98,9 @@ class Probe:
         return rows
 
     def take(self, rows: Sequence[ProbeRow], deviations: Floats) -> None:
-        """Note how far the tokens of the rows are from what is stored, float32 [tokens of all rows with something
-        stored], squared distances."""
+        """Note how far the tokens of the rows are from what is stored, float32 [tokens of all rows
+        with something stored], squared distances.
+        """
         first = 0
         for row in rows:
             if row.stored:
@@ -105,7 +111,9 @@ class Probe:
                 first += count
 
     def spans(self) -> list[Span]:
-        """What is left of the table's spans without the blocks that weigh most; the earlier one where two are equal."""
+        """What is left of the table's spans without the blocks that weigh most; the earlier one
+        where two are equal.
+        """
         ranked = sorted(self._weights, key=lambda start: (-self._weights[start], start))
         return cut_spans(self._table.spans, ranked[: self._num_chosen], self._size)
 
@@ -135,8 +143,8 @@ class Probe:
 
 
 class QueryProbe(Probe):
-    """Looks at what is computed in any case, up to position `stop`, whose last NUM_ASKING tokens attend to the spans.
-    Writes to no reserved block.
+    """Looks at what is computed in any case, up to position `stop`, whose last NUM_ASKING tokens
+    attend to the spans. Writes to no reserved block.
 
     stop   behind all spans, at most the prompt's end
     """
@@ -144,11 +152,17 @@ class QueryProbe(Probe):
     def __init__(self, table: BlockTable, block_size: int, stop: int) -> None:
         self._stop = stop
         super().__init__(table, block_size)
-        spans = [(np.arange(span.start, _whole(span, block_size)), span.delta) for span in table.spans]
+        spans = [
+            (np.arange(span.start, _whole(span, block_size)), span.delta) for span in table.spans
+        ]
         positions = np.concatenate([one for one, _ in spans])
-        slots = [table.slots(int(one[0]), int(one[-1]) + 1, block_size) for one, _ in spans if len(one)]
+        slots = [
+            table.slots(int(one[0]), int(one[-1]) + 1, block_size) for one, _ in spans if len(one)
+        ]
         deltas = np.concatenate([np.full(len(one), delta) for one, delta in spans])
-        self.stored = StoredKeys(np.array([slot for some in slots for slot in some], np.int64), positions, deltas)
+        self.stored = StoredKeys(
+            np.array([slot for some in slots for slot in some], np.int64), positions, deltas
+        )
         self._weights = dict.fromkeys(positions[::block_size].tolist(), 0.0)
 
     def asking(self, rows: Sequence[ProbeRow]) -> Longs:

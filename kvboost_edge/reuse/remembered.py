@@ -24,8 +24,8 @@ class Chain(NamedTuple):
 class Remembered:
     """The blocks that were published last, `limit` of them, whether they still are or not.
 
-    Identities are those they had in the pool. A block that comes back gets a new one; those behind it that are still
-    gone keep the old one before them, so that a run may be found as two.
+    Identities are those they had in the pool. A block that comes back gets a new one; those behind
+    it that are still gone keep the old one before them, so that a run may be found as two.
     """
 
     def __init__(self, limit: int, block_size: int) -> None:
@@ -50,7 +50,14 @@ class Remembered:
         self._entries[place] = entry
         if not isinstance(entry.root, LoneRoot):
             tokens = entry.tokens[-self._size * TOKEN_BYTES :]
-            self.index.offer(entry.root, place, entry.serial, entry.parent_serial, tokens, entry.depth * self._size)
+            self.index.offer(
+                entry.root,
+                place,
+                entry.serial,
+                entry.parent_serial,
+                tokens,
+                entry.depth * self._size,
+            )
 
     def left(self, block_id: int) -> None:
         """It is published no more."""
@@ -60,8 +67,9 @@ class Remembered:
             del self._num_inside[prefix_hash]
 
     def lost_chains(self, runs: Sequence[Run]) -> list[Chain]:
-        """What to bring back for runs of the index: of each that lost blocks the text up to its last one. Left out are
-        texts whose beginning is not remembered."""
+        """What to bring back for runs of the index: of each that lost blocks the text up to its
+        last one. Left out are texts whose beginning is not remembered.
+        """
         found: dict[Chain, None] = {}
         for run in runs:
             entries = [self._entries[piece.block_id] for piece in run.pieces]

@@ -19,9 +19,11 @@ _TESTED_RATIOS = (0.0, 0.05, 0.1, 0.25)
 class Repair:
     """How reuse is repaired. Checked on construction (RequestError).
 
-    strategy   NONE: not; SELECTIVE: the first tokens behind every seam; CACHEBLEND: those, and the blocks whose values
+    strategy   NONE: not; SELECTIVE: the first tokens behind every seam; CACHEBLEND: those, and the
+               blocks whose values
                deviate most; QUERY: those, and the blocks that the end of the prompt attends to most
-    overlap    tokens behind a seam, at most 4096; whole blocks are computed, so up to a block less one are added
+    overlap    tokens behind a seam, at most 4096; whole blocks are computed, so up to a block less
+               one are added
     ratio      share of the tokens in spans that CACHEBLEND and QUERY compute besides, in [0, 1]
     """
 
@@ -37,16 +39,23 @@ class Repair:
         except ValueError:
             names = ", ".join(repr(one.value) for one in RecomputeStrategy)
             raise RequestError(f"recompute_strategy={strategy!r} is not one of {names}") from None
-        if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap <= _MAX_OVERLAP:
-            raise RequestError(f"recompute_overlap={overlap!r} must be an integer in 0..{_MAX_OVERLAP}")
+        if (
+            isinstance(overlap, bool)
+            or not isinstance(overlap, int)
+            or not 0 <= overlap <= _MAX_OVERLAP
+        ):
+            raise RequestError(
+                f"recompute_overlap={overlap!r} must be an integer in 0..{_MAX_OVERLAP}"
+            )
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
             raise RequestError(f"recompute_ratio={ratio!r} must be a number in [0, 1]")
         return cls(strategy=known, overlap=overlap, ratio=float(ratio))
 
     @property
     def tested(self) -> Repair:
-        """The repair that a model is tested with before this one is used: no more than this one, and one of a few, so
-        that clients who choose numbers of their own cause few tests."""
+        """The repair that a model is tested with before this one is used: no more than this one,
+        and one of a few, so that clients who choose numbers of their own cause few tests.
+        """
         if self.strategy is RecomputeStrategy.NONE:
             return Repair(strategy=self.strategy, overlap=0, ratio=0.0)
         overlap = max(one for one in _TESTED_OVERLAPS if one <= self.overlap)

@@ -1,4 +1,6 @@
-"""What was found of a prompt at other positions, as plain numbers. Importing this imports no compiler."""
+"""What was found of a prompt at other positions, as plain numbers. Importing this imports no
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ __all__ = ["Piece", "Run"]
 
 
 class Piece(NamedTuple):
-    """What one block holds of a run: slots [valid_from, valid_to), 0 <= valid_from < valid_to <= block_size."""
+    """What one block holds of a run: slots [valid_from, valid_to), 0 <= valid_from < valid_to <=
+    block_size.
+    """
 
     block_id: int
     valid_from: int
@@ -18,14 +22,18 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of a prompt that stand in the pool one after another, all at one distance from where they were computed.
+    """Tokens of a prompt that stand in the pool one after another, all at one distance from where
+    they were computed.
 
     prompt_start   position in the prompt of its first token
     length         tokens
-    pieces         where they are, without a gap: the first may begin inside its block, the last may end inside, those
+    pieces         where they are, without a gap: the first may begin inside its block, the last may
+                   end inside, those
                    between are whole
-    delta          prompt_start - context; 0 is possible, and says that only what stands before differs
-    context        position of its first token where it was computed: so many tokens were its context there
+    delta          prompt_start - context; 0 is possible, and says that only what stands before
+                   differs
+    context        position of its first token where it was computed: so many tokens were its
+                   context there
     """
 
     prompt_start: int

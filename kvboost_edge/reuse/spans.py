@@ -22,20 +22,24 @@ Ints = npt.NDArray[np.int32]
 class SpanIndex:
     """Offered blocks by span hash: the hash of a block's own tokens, none of those before it.
 
-    Who publishes blocks calls `offer` and `withdraw`; nothing here knows a pool or whether a block's content is still
-    there. Between an `offer` and its `withdraw` the block must keep the keys and values of exactly these tokens, made
-    at these positions behind exactly the chain of its serial. So: offer what `PrefixIndex` holds, withdraw before a
-    block is handed out again or written into. Order does not matter: a block may be offered before its parent, and be
-    withdrawn and offered again while its children stay. Runs found before a change are not to be used after it.
+    Who publishes blocks calls `offer` and `withdraw`; nothing here knows a pool or whether a
+    block's content is still there. Between an `offer` and its `withdraw` the block must keep the
+    keys and values of exactly these tokens, made at these positions behind exactly the chain of its
+    serial. So: offer what `PrefixIndex` holds, withdraw before a block is handed out again or
+    written into. Order does not matter: a block may be offered before its parent, and be withdrawn
+    and offered again while its children stay. Runs found before a change are not to be used after
+    it.
 
-    Blocks of one root are never found from another. Of blocks with equal tokens the newest offered are tried first,
-    MOST_TRIED of them: finding one takes no longer however often a text repeats, neither `offer` nor `withdraw` has to
-    look for a place, and what was served last will be evicted last. All of them stay, so a withdrawn one makes room for
-    an older one. A block that is not tried is still reached through the blocks before and behind it.
+    Blocks of one root are never found from another. Of blocks with equal tokens the newest offered
+    are tried first, MOST_TRIED of them: finding one takes no longer however often a text repeats,
+    neither `offer` nor `withdraw` has to look for a place, and what was served last will be evicted
+    last. All of them stay, so a withdrawn one makes room for an older one. A block that is not
+    tried is still reached through the blocks before and behind it.
 
     One thread at a time. Some 130 bytes a block of 16 tokens.
 
-    hash_bits   how many bits of a span hash are used, 1 to 61; fewer make hashes collide, which costs time and changes
+    hash_bits   how many bits of a span hash are used, 1 to 61; fewer make hashes collide, which
+                costs time and changes
                 no result
     """
 
@@ -45,7 +49,9 @@ class SpanIndex:
         if not 1 <= hash_bits <= HASH_BITS:
             raise ConfigError(f"hash_bits={hash_bits!r} must be between 1 and {HASH_BITS}")
         base = 2**32 + secrets.randbelow(MODULUS - 2**32)
-        self._powers = tuple(pow(base, block_size - 1 - index, MODULUS) for index in range(block_size))
+        self._powers = tuple(
+            pow(base, block_size - 1 - index, MODULUS) for index in range(block_size)
+        )
         self.num_blocks = num_blocks
         self.block_size = block_size
         num_slots = 1 << (2 * num_blocks - 1).bit_length()
@@ -93,30 +99,48 @@ class SpanIndex:
 
     def __contains__(self, block_id: object) -> bool:
         """Whether a block is offered now."""
-        return isinstance(block_id, int) and 0 <= block_id < self.num_blocks and self._offered[block_id] is not None
+        return (
+            isinstance(block_id, int)
+            and 0 <= block_id < self.num_blocks
+            and self._offered[block_id] is not None
+        )
 
     def offer(
-        self, root: bytes, block_id: int, serial: int, parent_serial: int, tokens: bytes, first_position: int
+        self,
+        root: bytes,
+        block_id: int,
+        serial: int,
+        parent_serial: int,
+        tokens: bytes,
+        first_position: int,
     ) -> None:
         """Let a full block be found.
 
         root            whose blocks it is one of: nothing is found from another
         block_id        in [0, num_blocks)
-        serial          identity of the block with all before it, as `PrefixEntry.serial`: at least 1, never given to
+        serial          identity of the block with all before it, as `PrefixEntry.serial`: at least
+                        1, never given to
                         other content; a block withdrawn for a while comes back under the one it had
-        parent_serial   that of the block before it, lower, offered or not; ROOT_SERIAL for the first of a context.
-                        No two blocks may have one parent and the same tokens, first ones of two roots apart
-        tokens          the block's own, block_size little-endian u32 (`encode_tokens`, `ContentKey.tokens`)
-        first_position  of its first token where its keys were computed: as many tokens are its context
+        parent_serial   that of the block before it, lower, offered or not; ROOT_SERIAL for the
+                        first of a context.
+                        No two blocks may have one parent and the same tokens, first ones of two
+                        roots apart
+        tokens          the block's own, block_size little-endian u32 (`encode_tokens`,
+                        `ContentKey.tokens`)
+        first_position  of its first token where its keys were computed: as many tokens are its
+                        context
 
-        Raises CacheCorruption, and changes nothing, for a block or a serial that is offered already, an id outside the
-        pool, tokens of another length, serials out of order, and a parent or child of another root or not next to it.
+        Raises CacheCorruption, and changes nothing, for a block or a serial that is offered
+        already, an id outside the pool, tokens of another length, serials out of order, and a
+        parent or child of another root or not next to it.
         """
         self._check_offer(root, block_id, serial, parent_serial, tokens, first_position)
         tables = self._tables
         row = np.frombuffer(tokens, dtype="<u4")
         tables.tokens[block_id] = row
-        tables.hashes[block_id] = sum(map(operator.mul, row.tolist(), self._powers)) % MODULUS & tables.hash_mask
+        tables.hashes[block_id] = (
+            sum(map(operator.mul, row.tolist(), self._powers)) % MODULUS & tables.hash_mask
+        )
         tables.first_positions[block_id] = first_position
         counted = self._roots.setdefault(root, [self._next_root, 0])
         self._next_root += counted[1] == 0
@@ -143,27 +167,39 @@ class SpanIndex:
             del self._roots[root]
 
     def _check_offer(
-        self, root: bytes, block_id: int, serial: int, parent_serial: int, tokens: bytes, first_position: int
+        self,
+        root: bytes,
+        block_id: int,
+        serial: int,
+        parent_serial: int,
+        tokens: bytes,
+        first_position: int,
     ) -> None:
         if not 0 <= block_id < self.num_blocks:
-            raise CacheCorruption(f"stale block id {block_id}: the index has blocks 0 .. {self.num_blocks - 1}")
+            raise CacheCorruption(
+                f"stale block id {block_id}: the index has blocks 0 .. {self.num_blocks - 1}"
+            )
         if block_id in self or serial in self._by_serial:
             raise CacheCorruption(f"block {block_id}, or serial {serial}, is offered already")
         if len(tokens) != self.block_size * TOKEN_BYTES or first_position < 0:
             raise CacheCorruption(
-                f"block {block_id} of {self.block_size} tokens is offered with {len(tokens)} bytes of tokens, at "
-                f"position {first_position}"
+                f"block {block_id} of {self.block_size} tokens is offered with {len(tokens)} bytes "
+                f"of tokens, at position {first_position}"
             )
         if not ROOT_SERIAL <= parent_serial < serial:
-            raise CacheCorruption(f"serial {serial} cannot be behind serial {parent_serial}: serials are counted up")
+            raise CacheCorruption(
+                f"serial {serial} cannot be behind serial {parent_serial}: serials are counted up"
+            )
         kin = [(self._by_serial.get(parent_serial, NONE), -self.block_size)]
         kin.append((self._orphans.get(serial, NONE), self.block_size))
         for other, distance in kin:
             known = None if other == NONE else self._offered[other]
-            if known and (known[2] != root or self._tables.first_positions[other] != first_position + distance):
+            if known and (
+                known[2] != root or self._tables.first_positions[other] != first_position + distance
+            ):
                 raise CacheCorruption(
-                    f"block {block_id}, at position {first_position}, does not join its neighbour {other}, at "
-                    f"{self._tables.first_positions[other]}"
+                    f"block {block_id}, at position {first_position}, does not join its neighbour "
+                    f"{other}, at {self._tables.first_positions[other]}"
                 )
 
     def _slot(self, block_id: int) -> int:
@@ -171,8 +207,9 @@ class SpanIndex:
         return (int(tables.hashes[block_id]) + int(tables.roots[block_id])) & tables.slot_mask
 
     def _leader_before(self, block_id: int) -> tuple[int, int]:
-        """(leader of the group with this block's root and tokens, the leader linked before it); NONE where there is no
-        such group, or it is the first in its slot."""
+        """(leader of the group with this block's root and tokens, the leader linked before it);
+        NONE where there is no such group, or it is the first in its slot.
+        """
         tables = self._tables
         value = tables.hashes[block_id]
         root = tables.roots[block_id]
@@ -235,7 +272,11 @@ class SpanIndex:
         self._newer_siblings[block_id] = tables.older_siblings[block_id] = NONE
         if parent_serial == ROOT_SERIAL:
             return
-        sibling = self._orphans.get(parent_serial, NONE) if parent == NONE else int(tables.first_children[parent])
+        sibling = (
+            self._orphans.get(parent_serial, NONE)
+            if parent == NONE
+            else int(tables.first_children[parent])
+        )
         tables.older_siblings[block_id] = sibling
         if sibling != NONE:
             self._newer_siblings[sibling] = block_id
@@ -274,8 +315,12 @@ class SpanIndex:
             child = int(self._tables.older_siblings[child])
 
     def check(self) -> None:
-        """Recompute all links from the offered blocks; CacheCorruption on the first contradiction."""
-        offered = {block_id: entry for block_id, entry in enumerate(self._offered) if entry is not None}
+        """Recompute all links from the offered blocks; CacheCorruption on the first
+        contradiction.
+        """
+        offered = {
+            block_id: entry for block_id, entry in enumerate(self._offered) if entry is not None
+        }
         if self._by_serial != {entry[0]: block_id for block_id, entry in offered.items()}:
             raise CacheCorruption("serials of offered blocks are not those the index knows")
         counts: dict[bytes, int] = {}
@@ -287,17 +332,35 @@ class SpanIndex:
             if parent_serial != ROOT_SERIAL:
                 children.setdefault(parent_serial, set()).add(block_id)
             if tables.parents[block_id] != self._by_serial.get(parent_serial, NONE):
-                raise CacheCorruption(f"block {block_id} is linked behind block {tables.parents[block_id]}")
-            for links, back in ((tables.older, self._newer), (tables.older_siblings, self._newer_siblings)):
+                raise CacheCorruption(
+                    f"block {block_id} is linked behind block {tables.parents[block_id]}"
+                )
+            for links, back in (
+                (tables.older, self._newer),
+                (tables.older_siblings, self._newer_siblings),
+            ):
                 if links[block_id] != NONE and back[links[block_id]] != block_id:
-                    raise CacheCorruption(f"block {links[block_id]} does not know the newer block {block_id}")
+                    raise CacheCorruption(
+                        f"block {links[block_id]} does not know the newer block {block_id}"
+                    )
             groups.setdefault((root, tables.tokens[block_id].tobytes()), set()).add(block_id)
         if counts != {root: number for root, (_, number) in self._roots.items()}:
-            raise CacheCorruption(f"{len(counts)} roots have offered blocks, the index counts others")
-        firsts = {entry[0]: int(tables.first_children[block_id]) for block_id, entry in offered.items()}
-        firsts = {serial: child for serial, child in firsts.items() if child != NONE} | self._orphans
-        if {serial: self._listed(child, tables.older_siblings) for serial, child in firsts.items()} != children:
-            raise CacheCorruption("a block is missing among the children of its parent, or stands there without reason")
+            raise CacheCorruption(
+                f"{len(counts)} roots have offered blocks, the index counts others"
+            )
+        firsts = {
+            entry[0]: int(tables.first_children[block_id]) for block_id, entry in offered.items()
+        }
+        firsts = {
+            serial: child for serial, child in firsts.items() if child != NONE
+        } | self._orphans
+        if {
+            serial: self._listed(child, tables.older_siblings) for serial, child in firsts.items()
+        } != children:
+            raise CacheCorruption(
+                "a block is missing among the children of its parent, or stands there without "
+                "reason"
+            )
         linked = [int(head) for head in tables.heads if head != NONE]
         for leader in linked:  # grows while it is walked
             if tables.next_groups[leader] != NONE:

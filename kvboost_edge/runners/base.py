@@ -12,11 +12,19 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec, PassStates
 from kvboost_edge.host.memory import Region
 
-__all__ = ["KEEPS_STATES", "ForwardBatch", "LoadOptions", "ModelTraits", "Runner", "RunnerInfo", "StoredKeys"]
+__all__ = [
+    "KEEPS_STATES",
+    "ForwardBatch",
+    "LoadOptions",
+    "ModelTraits",
+    "Runner",
+    "RunnerInfo",
+    "StoredKeys",
+]
 
 KEEPS_STATES = (
-    "layers of this family keep a state instead of keys and values, or beside them, which the native runner alone "
-    "computes"
+    "layers of this family keep a state instead of keys and values, or beside them, which the "
+    "native runner alone computes"
 )
 """Why the other runners refuse a model."""
 
@@ -29,7 +37,8 @@ class ForwardBatch:
     positions      int64 [num_tokens]   their absolute positions
     layout         BatchLayout          where their KV goes and what they attend to
     logit_rows     int64 [num_logits]   rows of the flat batch whose logits are wanted, ascending
-    state_rows     int64 [num_states]   rows whose hidden state behind the last norm is wanted instead, without the head
+    state_rows     int64 [num_states]   rows whose hidden state behind the last norm is wanted
+                   instead, without the head
     states         float32 [num_states, hidden_size]   where the pass puts those
     """
 
@@ -37,8 +46,12 @@ class ForwardBatch:
     positions: npt.NDArray[np.int64]
     layout: BatchLayout
     logit_rows: npt.NDArray[np.int64]
-    state_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
-    states: npt.NDArray[np.float32] = dataclasses.field(default_factory=lambda: np.empty((0, 0), np.float32))
+    state_rows: npt.NDArray[np.int64] = dataclasses.field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )
+    states: npt.NDArray[np.float32] = dataclasses.field(
+        default_factory=lambda: np.empty((0, 0), np.float32)
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,12 +65,19 @@ class RunnerInfo:
     max_context: int  # longest sequence in tokens
     weight_bytes: int
     kv_spec: KVSpec
-    weight_region: Region = Region(0, 0)  # noqa: RUF009 - where they lie in this process's memory; empty: not known
-    kernel_path: str = "none"  # form of the project's own linear kernels that runs; "none" where others do
-    copies_kv: bool = False  # holds running sequences' keys and values beside the pool too, as many bytes at most
+    # Where they lie in this process's memory; empty: not known.
+    weight_region: Region = Region(0, 0)  # noqa: RUF009
+    kernel_path: str = (
+        "none"  # form of the project's own linear kernels that runs; "none" where others do
+    )
+    copies_kv: bool = (
+        False  # holds running sequences' keys and values beside the pool too, as many bytes at most
+    )
     hidden_size: int = 0  # floats of a hidden state; 0: the runner hands out none
     stores_kv: bool = True  # False: a text is one pass, all of it; what is wanted of it are states
-    numerics: str = ""  # what else the bits of keys and values depend on: versions of what computes them
+    numerics: str = (
+        ""  # what else the bits of keys and values depend on: versions of what computes them
+    )
 
 
 class StoredKeys(NamedTuple):
@@ -74,10 +94,12 @@ class StoredKeys(NamedTuple):
 
 
 class ModelTraits(NamedTuple):
-    """What is known of a model before it is loaded: its config, and whether its weights are stored in a quantized
-    format (which is then kept). `native_refusal`: why the files are none that the native runner reads, "" if they are;
-    `onnx_refusal`: likewise of the ONNX runner, None where there is no ONNX file; `onnx_layers`: how many layers the
-    graph has keys and values of."""
+    """What is known of a model before it is loaded: its config, and whether its weights are stored
+    in a quantized format (which is then kept). `native_refusal`: why the files are none that the
+    native runner reads, "" if they are;
+    `onnx_refusal`: likewise of the ONNX runner, None where there is no ONNX file; `onnx_layers`:
+      how many layers the graph has keys and values of.
+    """
 
     config: Mapping[str, Any]
     is_gguf: bool = False
@@ -88,7 +110,9 @@ class ModelTraits(NamedTuple):
 
 
 class LoadOptions(NamedTuple):
-    """How a runner loads a model; each takes what concerns it. `progress`: called with (bytes done, bytes in all)."""
+    """How a runner loads a model; each takes what concerns it. `progress`: called with (bytes done,
+    bytes in all).
+    """
 
     weights: str
     dtype: str
@@ -100,14 +124,17 @@ class LoadOptions(NamedTuple):
 
 
 class Runner(Protocol):
-    """A loaded model. `bind` gives it the backend that holds its KV; then `forward` may be called."""
+    """A loaded model. `bind` gives it the backend that holds its KV; then `forward` may be
+    called.
+    """
 
     info: RunnerInfo
 
     @property
     def moved_keys_refusal(self) -> str | None:
-        """Why keys are not attended at other positions than those they were computed at, as far as is known once a
-        backend is bound; None: they are."""
+        """Why keys are not attended at other positions than those they were computed at, as far as
+        is known once a backend is bound; None: they are.
+        """
         ...
 
     @property
@@ -118,30 +145,42 @@ class Runner(Protocol):
     def bind(self, backend: Backend) -> None: ...
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Run the tokens, store their KV; return float32 logits [num_logits, vocab_size] that stay valid until the next
-        call, and fill `batch.states`. Logits and states of a sequence are NaN if any key or value it stored is not
-        finite. State rows only where `info.hidden_size` says so."""
+        """Run the tokens, store their KV; return float32 logits [num_logits, vocab_size] that stay
+        valid until the next call, and fill `batch.states`. Logits and states of a sequence are NaN
+        if any key or value it stored is not finite. State rows only where `info.hidden_size` says
+        so.
+        """
         ...
 
-    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates) -> None:
-        """Let states take in drafts of the last pass, whose layout this is, to the bit as if they had been certain rows
-        of it. accepted, [num_seqs]: how many of each sequence's drafts, at least one of all. states: where it goes on,
-        which is what the pass left of it, and where to; of sequences without accepted drafts nothing is looked at.
-        Saves lie behind accepted drafts. Only where `info.kv_spec` has states."""
+    def accept_drafts(
+        self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates
+    ) -> None:
+        """Let states take in drafts of the last pass, whose layout this is, to the bit as if they
+        had been certain rows of it. accepted, [num_seqs]: how many of each sequence's drafts, at
+        least one of all. states: where it goes on, which is what the pass left of it, and where to;
+        of sequences without accepted drafts nothing is looked at. Saves lie behind accepted drafts.
+        Only where `info.kv_spec` has states.
+        """
         ...
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """Run the first layer and what makes the second one's values: squared distances, float32 [len(rows)], of the
-        values of these tokens of the flat batch from what is stored at these slots. Stores KV of both layers. Where
-        there is no second layer nothing depends on context: 0. Only where `moved_keys_refusal` is None."""
+        """Run the first layer and what makes the second one's values: squared distances, float32
+        [len(rows)], of the values of these tokens of the flat batch from what is stored at these
+        slots. Stores KV of both layers. Where there is no second layer nothing depends on context:
+        0. Only where `moved_keys_refusal` is None.
+        """
         ...
 
-    def masses(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys) -> npt.NDArray[np.float32]:
-        """Run the layers up to `asked_layer`, and of that one attention: how much of theirs these tokens of the flat
-        batch give to each of the stored ones, summed over tokens and heads, float32 [len(stored.slots)]. Stores KV of
-        those layers. Only where `moved_keys_refusal` is None."""
+    def masses(
+        self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys
+    ) -> npt.NDArray[np.float32]:
+        """Run the layers up to `asked_layer`, and of that one attention: how much of theirs these
+        tokens of the flat batch give to each of the stored ones, summed over tokens and heads,
+        float32 [len(stored.slots)]. Stores KV of those layers. Only where `moved_keys_refusal` is
+        None.
+        """
         ...
 
     def close(self) -> None: ...

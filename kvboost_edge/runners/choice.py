@@ -1,7 +1,7 @@
 """Which runner a model gets, and why. Decisions only: nothing is loaded, torch is not asked.
 
-A runner is a folder and a row of the table. Its `plan` (`RunnerPlan`) decides and is light to import; its `runner` has
-`load`, and is imported for the runner that was chosen.
+A runner is a folder and a row of the table. Its `plan` (`RunnerPlan`) decides and is light to
+import; its `runner` has `load`, and is imported for the runner that was chosen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class RunnerPlan(Protocol):
     """What the module `plan` of a runner offers.
 
     WORKS_WITH           the backends it takes, for people
-    AUTO_BACKEND         what backend="auto" means for it, and AUTO_BACKEND_REASON why; "" where the choice says it
+    AUTO_BACKEND         what backend="auto" means for it, and AUTO_BACKEND_REASON why; "" where the
+                         choice says it
     """
 
     WORKS_WITH: str
@@ -41,7 +42,9 @@ class RunnerPlan(Protocol):
     AUTO_BACKEND_REASON: str
 
     def wish(self, config: EngineConfig, model: ModelTraits) -> str:
-        """The option, or the form of the checkpoint, that only this runner serves; "" if none does."""
+        """The option, or the form of the checkpoint, that only this runner serves; "" if none
+        does.
+        """
         ...
 
     def unsupported_reason(self, model: ModelTraits) -> str | None:
@@ -57,10 +60,15 @@ class RunnerPlan(Protocol):
         ...
 
     def choose_weights(
-        self, config: EngineConfig, model: ModelTraits, plan_pool: Callable[[KVSpec, int], int], available: int
+        self,
+        config: EngineConfig,
+        model: ModelTraits,
+        plan_pool: Callable[[KVSpec, int], int],
+        available: int,
     ) -> tuple[str, str]:
-        """The weight format, and why; "" where it has none of its own. `plan_pool`: gives what a pool for (KV spec,
-        longest sequence) will take of the `available` memory."""
+        """The weight format, and why; "" where it has none of its own. `plan_pool`: gives what a
+        pool for (KV spec, longest sequence) will take of the `available` memory.
+        """
         ...
 
 
@@ -70,8 +78,9 @@ class _RunnerModule(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerChoice:
-    """`weights`: the format, empty where the runner has none of its own. `wanted`: somebody asked for this runner, or
-    none that is preferred to it was passed over."""
+    """`weights`: the format, empty where the runner has none of its own. `wanted`: somebody asked
+    for this runner, or none that is preferred to it was passed over.
+    """
 
     name: str
     weights: str
@@ -80,17 +89,18 @@ class RunnerChoice:
 
 
 def choose_runner(config: EngineConfig, model: ModelTraits) -> RunnerChoice:
-    """The runner, its `weights` still open: the one that an option asks for, else the first that can run the model.
+    """The runner, its `weights` still open: the one that an option asks for, else the first that
+    can run the model.
 
-    Raises ConfigError for options that contradict each other, ModelFormatError where only one runner could do what is
-    asked for and does not know the model.
+    Raises ConfigError for options that contradict each other, ModelFormatError where only one
+    runner could do what is asked for and does not know the model.
     """
     wishes = {name: wish for name in RUNNERS if (wish := _wish(name, config, model))}
     if len(wishes) > 1:
         (first, wish), (second, other) = list(wishes.items())[:2]
         raise ConfigError(
-            f"{wish} needs the {first} runner, which works with {plan_of(first).WORKS_WITH}, and {other} asks for the "
-            f"{second} runner; leave one of them out"
+            f"{wish} needs the {first} runner, which works with {plan_of(first).WORKS_WITH}, and "
+            f"{other} asks for the {second} runner; leave one of them out"
         )
     passed_over: list[str] = []
     for name in wishes or RUNNERS:
@@ -98,7 +108,9 @@ def choose_runner(config: EngineConfig, model: ModelTraits) -> RunnerChoice:
         if problem is None and name in wishes:
             return RunnerChoice(name, "", f"{wishes[name]} was asked for")
         if problem is None:
-            return RunnerChoice(name, "", "; ".join(passed_over) or "the family is known to it", not passed_over)
+            return RunnerChoice(
+                name, "", "; ".join(passed_over) or "the family is known to it", not passed_over
+            )
         if name in wishes:
             raise ModelFormatError(f"{problem}; {wishes[name]} needs the {name} runner")
         passed_over.append(f"not the {name} runner: {problem}")

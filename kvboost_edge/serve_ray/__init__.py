@@ -11,8 +11,9 @@ __all__ = ["app"]
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """The application for `serve run kvboost_edge.serve_ray:app` and for the `import_path` of a serve.yaml; `args` are
-    the flags of `kvboost-edge serve` by name, see `start.flags_of`."""
+    """The application for `serve run kvboost_edge.serve_ray:app` and for the `import_path` of a
+    serve.yaml; `args` are the flags of `kvboost-edge serve` by name, see `start.flags_of`.
+    """
     from kvboost_edge.serve_ray.ingress import application
 
     return application(args)

@@ -22,7 +22,8 @@ __all__ = ["NAME", "RayReplica", "replica_deployment"]
 
 NAME = "engine"
 _HEALTH_SECONDS = 2.0  # so soon a replica whose engine died is replaced
-_LAST_SECONDS = 5.0  # for what is cancelled at the end of the grace, and for the tiers to store what they still hold
+# For what is cancelled at the end of the grace, and for the tiers to store what they still hold.
+_LAST_SECONDS = 5.0
 _MOST_AT_ONCE = 1_000_000  # the ingress bounds what is in flight; the engine queues it
 
 
@@ -45,8 +46,10 @@ class RayReplica(EngineReplica):
         super().__init__(options._replace(engine=engine), name, ready)
 
     async def check_health(self) -> None:
-        """As any replica's; where the engine is stuck this process ends at once, as there is nothing that Ray could
-        wait for: its requests are computed elsewhere, or their clients are told."""
+        """As any replica's; where the engine is stuck this process ends at once, as there is
+        nothing that Ray could wait for: its requests are computed elsewhere, or their clients are
+        told.
+        """
         try:
             await super().check_health()
         except EngineStuck as error:
@@ -60,12 +63,15 @@ class RayReplica(EngineReplica):
 
 
 def _share(cpus: float, memory: int) -> float:
-    """The part of this machine's memory that a replica may count on: what was reserved for it, else as much as of the
-    machine's CPUs."""
+    """The part of this machine's memory that a replica may count on: what was reserved for it, else
+    as much as of the machine's CPUs.
+    """
     if memory:
         return min(1.0, memory / available_bytes())
     here = ray.get_runtime_context().get_node_id()
-    most = next((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["NodeID"] == here), 0.0)
+    most = next(
+        (node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["NodeID"] == here), 0.0
+    )
     return min(1.0, cpus / most) if cpus and most else 1.0
 
 

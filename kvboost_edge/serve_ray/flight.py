@@ -25,7 +25,9 @@ _ENDING_SECONDS = 5.0  # a cancelled request that has not ended by then is given
 
 
 class ReplicaLost(ApiError):
-    """503: the replica that computed an answer ended in the middle of it. Asked again, another one computes it."""
+    """503: the replica that computed an answer ended in the middle of it. Asked again, another one
+    computes it.
+    """
 
     def __init__(self) -> None:
         message = "the replica that computed this answer ended; send the request again"
@@ -33,7 +35,9 @@ class ReplicaLost(ApiError):
 
 
 class Cancelled(KVBoostError):
-    """The request was cancelled before a replica began it, or its replica did not say what became of it."""
+    """The request was cancelled before a replica began it, or its replica did not say what became
+    of it.
+    """
 
 
 class Stream(Protocol):
@@ -49,7 +53,12 @@ def is_loss(error: BaseException) -> bool:
     from ray import exceptions
     from ray.serve.exceptions import DeploymentUnavailableError
 
-    kinds = (exceptions.RayActorError, exceptions.ObjectLostError, exceptions.RpcError, exceptions.RaySystemError)
+    kinds = (
+        exceptions.RayActorError,
+        exceptions.ObjectLostError,
+        exceptions.RpcError,
+        exceptions.RaySystemError,
+    )
     return isinstance(error, (*kinds, DeploymentUnavailableError))
 
 
@@ -138,7 +147,9 @@ class Flight:
                 if await self._follow(sent):
                     return
                 tries += 1
-            except CapacityError as error:  # the pool of another replica may be larger: all are tried
+            except (
+                CapacityError
+            ) as error:  # the pool of another replica may be larger: all are tried
                 if self._has_events or self._ending is not None or choice is None:
                     raise
                 refusal = error
@@ -164,10 +175,14 @@ class Flight:
             self._queued = None
 
     def _placed(self, lost: set[str]) -> tuple[Choice | None, Sent]:
-        """The request with the replicas it shall go to. Those that were lost are tried last, by Ray alone."""
+        """The request with the replicas it shall go to. Those that were lost are tried last, by Ray
+        alone.
+        """
         now = time.monotonic()
         choices = [
-            choice for choice in self._choices(self._chain, _TARGETS + len(lost)) if choice.replica_id not in lost
+            choice
+            for choice in self._choices(self._chain, _TARGETS + len(lost))
+            if choice.replica_id not in lost
         ][:_TARGETS]
         passed = now - self._begun
         sent = self._sent._replace(

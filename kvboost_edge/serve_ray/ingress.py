@@ -1,4 +1,6 @@
-"""The server as a Ray Serve deployment, for `serve run` and clusters: one application over the replicas. Loads Ray."""
+"""The server as a Ray Serve deployment, for `serve run` and clusters: one application over the
+replicas. Loads Ray.
+"""
 
 from __future__ import annotations
 
@@ -35,23 +37,29 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
         ingress=NAME,
         drain_seconds=options.settings.drain_seconds,
     )
-    bound: serve.Application = Server.bind(flags, engines)  # type: ignore[attr-defined] # made by the decorator
+    # Made by the decorator.
+    bound: serve.Application = Server.bind(flags, engines)  # type: ignore[attr-defined]
     return bound
 
 
 def _parsed(flags: Sequence[str]) -> ServeOptions:
-    """ConfigError for flags that there are not, in place of the end of a process that Ray has made."""
+    """ConfigError for flags that there are not, in place of the end of a process that Ray has
+    made.
+    """
     try:
         return parse_flags(flags, _PROG)
     except SystemExit as error:
         # Values may be secrets, and Ray shows this.
         named = " ".join(flag.partition("=")[0] for flag in flags if flag.startswith("--"))
-        raise ConfigError(f"wrong flags or values: {named}; those of `kvboost-edge serve` are known") from error
+        raise ConfigError(
+            f"wrong flags or values: {named}; those of `kvboost-edge serve` are known"
+        ) from error
 
 
 def _is_settled() -> bool:
-    """Whether all replicas are of this version: while Ray brings a new one there are those of the version before, whose
-    model may be another."""
+    """Whether all replicas are of this version: while Ray brings a new one there are those of the
+    version before, whose model may be another.
+    """
     status = serve.status().applications.get(serve.get_replica_context().app_name)
     engines = None if status is None else status.deployments.get(NAME)
     return engines is not None and engines.status == "HEALTHY"
@@ -75,7 +83,13 @@ class Server:
         tokenizer, digest = open_tokenizer(options.model, config)
         self._settings = options.settings
         self._opened = pooled(
-            engines, NAME, tokenizer, digest, config, seconds=_OPENING_SECONDS, is_settled=_is_settled
+            engines,
+            NAME,
+            tokenizer,
+            digest,
+            config,
+            seconds=_OPENING_SECONDS,
+            is_settled=_is_settled,
         )
         self._pool = self._opened.__enter__()
 

@@ -1,4 +1,6 @@
-"""What ingress and replicas tell each other. Ray carries these records between processes of one cluster."""
+"""What ingress and replicas tell each other. Ray carries these records between processes of one
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +17,49 @@ from kvboost_edge.errors import KVBoostError
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.serve_ray.routing.records import EventBatch, ReplicaReport
 
-__all__ = ["Asked", "Came", "Computed", "Description", "Failure", "Figures", "Sent", "Told", "failure_of"]
+__all__ = [
+    "Asked",
+    "Came",
+    "Computed",
+    "Description",
+    "Failure",
+    "Figures",
+    "Sent",
+    "Told",
+    "failure_of",
+]
 
 _KINDS = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type)}
 
 
 class Failure(NamedTuple):
-    """An error of a replica: the name of its class, and its message where that is one of ours. has_died: the replica's
-    engine has, so another replica may do what this one could not."""
+    """An error of a replica: the name of its class, and its message where that is one of ours.
+    has_died: the replica's engine has, so another replica may do what this one could not.
+    """
 
     kind: str
     message: str
     has_died: bool = False
 
     def as_error(self) -> Exception:
-        """The same error here; whatever is not ours stays without its message, which may quote a client."""
+        """The same error here; whatever is not ours stays without its message, which may quote a
+        client.
+        """
         kind = _KINDS.get(self.kind)
         return RuntimeError(f"{self.kind} in a replica") if kind is None else kind(self.message)
 
 
 def failure_of(error: Exception, is_alive: bool = True) -> Failure:
     """What the ingress is told of an error."""
-    return Failure(type(error).__name__, str(error) if isinstance(error, KVBoostError) else "", not is_alive)
+    return Failure(
+        type(error).__name__, str(error) if isinstance(error, KVBoostError) else "", not is_alive
+    )
 
 
 class Description(NamedTuple):
-    """What a replica is. `model` and `root` must be those of every other: they are digests of the model's files, and of
-    these with all that shapes keys and values."""
+    """What a replica is. `model` and `root` must be those of every other: they are digests of the
+    model's files, and of these with all that shapes keys and values.
+    """
 
     replica: str
     pid: int
@@ -64,7 +82,8 @@ class Sent(NamedTuple):
     left            seconds until the deadline
     missing_tokens  of the prompt, that the router thinks must be computed
     restored_tokens   that it thinks a tier has
-    hashes          of the prompt's full blocks, 32 bytes each in one piece: the replica looks up what it has by them
+    hashes          of the prompt's full blocks, 32 bytes each in one piece: the replica looks up
+                    what it has by them
     """
 
     request: str
@@ -81,7 +100,9 @@ class Sent(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A question to one replica, which no other may answer: the name of one of its methods, and the arguments."""
+    """A question to one replica, which no other may answer: the name of one of its methods, and the
+    arguments.
+    """
 
     targets: tuple[str, ...]
     method: str
@@ -89,9 +110,11 @@ class Asked(NamedTuple):
 
 
 class Came(NamedTuple):
-    """Something of an answer: tokens; at the end the result, or the error. The first of them holds the replica's name
-    alone: the request has begun. Until there are tokens `progress` says now and then how far the prompt is. `kept`: the
-    ids that its text was written with, to be found by the next turn."""
+    """Something of an answer: tokens; at the end the result, or the error. The first of them holds
+    the replica's name alone: the request has begun. Until there are tokens `progress` says now and
+    then how far the prompt is. `kept`: the ids that its text was written with, to be found by the
+    next turn.
+    """
 
     replica: str
     events: tuple[TokenEvent, ...] = ()
@@ -105,7 +128,9 @@ class Came(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What became of a call that gives a value of its own: that or an error, and the results of its requests."""
+    """What became of a call that gives a value of its own: that or an error, and the results of its
+    requests.
+    """
 
     value: Any
     results: tuple[GenerationResult, ...]

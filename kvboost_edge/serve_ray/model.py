@@ -1,4 +1,6 @@
-"""The model's files as ingress and replicas both open them: the ingress needs the tokenizer, and no weights."""
+"""The model's files as ingress and replicas both open them: the ingress needs the tokenizer, and no
+weights.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ __all__ = ["model_digest", "open_tokenizer"]
 
 
 def open_tokenizer(path_or_id: str, config: EngineConfig) -> tuple[Tokenizer, str]:
-    """Tokenizer and chat template of a model, and the digest of all its files. Raises what loading the model does for
-    files that are missing or wrong."""
+    """Tokenizer and chat template of a model, and the digest of all its files. Raises what loading
+    the model does for files that are missing or wrong.
+    """
     checkpoint = _open(path_or_id, config)
     return load_tokenizer(checkpoint), checkpoint.fingerprint()
 
@@ -26,7 +29,10 @@ def model_digest(path_or_id: str, config: EngineConfig) -> str:
 
 def _open(path_or_id: str, config: EngineConfig) -> Checkpoint:
     path = locate_model(
-        path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
+        path_or_id,
+        revision=config.revision,
+        token=config.token,
+        local_files_only=config.local_files_only,
     )
     cache_dir = None if config.pack_cache else NO_CACHE
     return Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)

@@ -11,13 +11,16 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError
 __all__ = ["check_address", "cpus_of_each"]
 
 _ANSWERING_SECONDS = 10.0
-# What a client of HTTP/2 begins with, and the kind of the frame that a server begins with: Ray's head is one.
+# What a client of HTTP/2 begins with, and the kind of the frame that a server begins with: Ray's
+# head is one.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _SETTINGS = 4
 _FRAME_HEAD = 9  # bytes
 
 
-def cpus_of_each(workers: int, num_threads: int | None, machines: Sequence[int], free: int | None = None) -> int:
+def cpus_of_each(
+    workers: int, num_threads: int | None, machines: Sequence[int], free: int | None = None
+) -> int:
     """CPUs that each replica reserves: its threads, or the most with which all replicas fit.
 
     machines   CPUs of each machine; one replica is on one machine
@@ -28,21 +31,29 @@ def cpus_of_each(workers: int, num_threads: int | None, machines: Sequence[int],
     free = sum(machines) if free is None else free
     most = max(machines, default=0)
     if num_threads is None:
-        fitting = (each for each in range(min(free // workers, most), 1, -1) if _places(machines, each) >= workers)
+        fitting = (
+            each
+            for each in range(min(free // workers, most), 1, -1)
+            if _places(machines, each) >= workers
+        )
         each = next(fitting, 1)
     else:
         each = num_threads
     if workers * each > free:
         raise ConfigError(
-            f"workers={workers} with {each} threads each need {workers * each} CPUs, {free} may be used here; lower "
-            "--workers or --num-threads"
+            f"workers={workers} with {each} threads each need {workers * each} CPUs, {free} may be "
+            "used here; lower --workers or --num-threads"
         )
     if each > most:
-        raise ConfigError(f"no machine of the cluster has {each} CPUs, the largest has {most}; lower --num-threads")
+        raise ConfigError(
+            f"no machine of the cluster has {each} CPUs, the largest has {most}; lower "
+            "--num-threads"
+        )
     if (places := _places(machines, each)) < workers:
         raise ConfigError(
-            f"workers={workers} with {each} threads each do not fit on machines of {sorted(machines)} CPUs, which have "
-            f"places for {places}: a replica is on one machine; lower --workers or --num-threads"
+            f"workers={workers} with {each} threads each do not fit on machines of "
+            f"{sorted(machines)} CPUs, which have places for {places}: a replica is on one "
+            "machine; lower --workers or --num-threads"
         )
     return each
 
@@ -53,13 +64,17 @@ def _places(machines: Sequence[int], each: int) -> int:
 
 
 def check_address(address: str) -> None:
-    """ConfigError for what is no address of a cluster, BackendUnavailable where no cluster's head answers: Ray would
-    wait for minutes. Behind Ray's TLS, which Ray alone has the keys of, it is enough that somebody listens."""
+    """ConfigError for what is no address of a cluster, BackendUnavailable where no cluster's head
+    answers: Ray would wait for minutes. Behind Ray's TLS, which Ray alone has the keys of, it is
+    enough that somebody listens.
+    """
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
-        raise ConfigError(f"ray_address={address!r} must be HOST:PORT of a cluster's head, or 'auto'")
+        raise ConfigError(
+            f"ray_address={address!r} must be HOST:PORT of a cluster's head, or 'auto'"
+        )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _ANSWERING_SECONDS) as sock:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):  # as Ray reads it
@@ -74,6 +89,6 @@ def check_address(address: str) -> None:
 
 def _nobody(address: str, reason: str) -> BackendUnavailable:
     return BackendUnavailable(
-        f"ray_address={address!r}: no Ray cluster answers there ({reason}); start one with `ray start --head`, or "
-        "leave --ray-address out for one of this server's own"
+        f"ray_address={address!r}: no Ray cluster answers there ({reason}); start one with `ray "
+        "start --head`, or leave --ray-address out for one of this server's own"
     )

@@ -70,12 +70,12 @@ class ReplicaView:
 
 
 class ReplicaPool:
-    """Several engines as one, for `server.app.create_app`. Prompts are tokenized here and computed there; a request
-    goes to the replica that is expected to give its first token first.
+    """Several engines as one, for `server.app.create_app`. Prompts are tokenized here and computed
+    there; a request goes to the replica that is expected to give its first token first.
 
-    Its members mean what they mean of `CPUPagedEngine`. What has no single place goes to all replicas: a reset, an
-    unpin and documents for reuse at other positions; figures are sums, `replicas` has them one by one. Close it to end
-    its thread; replicas are Ray's to end.
+    Its members mean what they mean of `CPUPagedEngine`. What has no single place goes to all
+    replicas: a reset, an unpin and documents for reuse at other positions; figures are sums,
+    `replicas` has them one by one. Close it to end its thread; replicas are Ray's to end.
     """
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer, config: EngineConfig) -> None:
@@ -123,8 +123,10 @@ class ReplicaPool:
         entry: Entry | None = None,
         **options: Any,
     ) -> RequestHandle:
-        """Send a request to a replica and return at once. RequestError for what is wrong with it here; what only a
-        replica can tell, such as a request that its pool cannot hold, the handle raises."""
+        """Send a request to a replica and return at once. RequestError for what is wrong with it
+        here; what only a replica can tell, such as a request that its pool cannot hold, the handle
+        raises.
+        """
         entry = Entry(time.perf_counter()) if entry is None else entry
         self._check_open()
         terms = Terms.taken_from(options | {"mode": mode})
@@ -135,14 +137,18 @@ class ReplicaPool:
         info = about.info
         params.check_vocabulary(info.vocab_size)
         root = shared_root(about.root, terms.tenant, terms.cache_salt)
-        text, ids = encode_prompt(prompt, self._tokenizer, info.vocab_size, functools.partial(self._answers.find, root))
+        text, ids = encode_prompt(
+            prompt, self._tokenizer, info.vocab_size, functools.partial(self._answers.find, root)
+        )
         if params.max_new_tokens != 0:
             resolve_max_tokens(len(ids), params, info.max_context)
         hashes = prefix_hashes(ids, root, about.block_size)
         sent = self._sent(ids, terms, params, entry, text or None)._replace(hashes=b"".join(hashes))
         key = terms.cache_key
         has_states = bool(info.kv_spec.states)
-        chain = PromptChain.of_hashes(hashes, len(ids), about.block_size, root, key, has_states=has_states)
+        chain = PromptChain.of_hashes(
+            hashes, len(ids), about.block_size, root, key, has_states=has_states
+        )
         number = next(self._numbers)
         handle = RequestHandle(number, self._cancel, self._look, len(ids))
         flight = Flight(
@@ -184,8 +190,10 @@ class ReplicaPool:
         handles: list[RequestHandle] | None = None,
         **options: Any,
     ) -> WarmResult:
-        """A text that prompts begin with is computed by its home replica alone; documents, and a text that stands
-        behind others, by every replica, as nothing tells where a prompt with them goes."""
+        """A text that prompts begin with is computed by its home replica alone; documents, and a
+        text that stands behind others, by every replica, as nothing tells where a prompt with them
+        goes.
+        """
         if documents is None and not position_offset:
             terms = {name: options[name] for name in ("tenant", "cache_salt") if name in options}
             handle = self.submit(text or "", sampling=SamplingParams(max_new_tokens=0), **options)
@@ -202,15 +210,23 @@ class ReplicaPool:
         self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
     ) -> WarmResult:
         """Of the replica that holds the most."""
-        found: list[WarmResult] = self._ask("warm_result", encode_tokens(token_ids), tenant, cache_salt)
+        found: list[WarmResult] = self._ask(
+            "warm_result", encode_tokens(token_ids), tenant, cache_salt
+        )
         return max(found, key=int)
 
-    def unpin(self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None) -> int:
-        find = functools.partial(self._answers.find, shared_root(self._about.root, tenant, cache_salt))
+    def unpin(
+        self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> int:
+        find = functools.partial(
+            self._answers.find, shared_root(self._about.root, tenant, cache_salt)
+        )
         _, ids = encode_prompt(prompt, self._tokenizer, self._about.info.vocab_size, find)
         return sum(self._ask("unpin", encode_tokens(ids), tenant, cache_salt))
 
-    def kept_answers(self, *, tenant: str | None = None, cache_salt: str | None = None) -> KeptAnswers:
+    def kept_answers(
+        self, *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> KeptAnswers:
         owner, root = (shared_root(self._about.root, tenant, salt) for salt in (None, cache_salt))
         return KeptAnswers(self._answers, owner, root)
 
@@ -220,8 +236,9 @@ class ReplicaPool:
     # What there is to know.
 
     def replicas(self, *, patient: bool = False) -> dict[str, ReplicaView]:
-        """Each replica by its name, in the order of these; those that do not answer are left out, and are not waited
-        for once that is known, unless `patient`."""
+        """Each replica by its name, in the order of these; those that do not answer are left out,
+        and are not waited for once that is known, unless `patient`.
+        """
         asked = self._replicas.usable if patient else self._replicas.talking
         found: list[Figures] = self._replicas.ask("figures", seconds=_SAYING_SECONDS, among=asked)
         if not found:
@@ -246,7 +263,9 @@ class ReplicaPool:
         """`block_map` and `block_details` of one replica; empty where it is gone."""
         return next(iter(self._blocks(limit, (replica,))), ([], []))
 
-    def _blocks(self, limit: int, among: Iterable[str]) -> list[tuple[list[int], list[BlockDetail]]]:
+    def _blocks(
+        self, limit: int, among: Iterable[str]
+    ) -> list[tuple[list[int], list[BlockDetail]]]:
         found = self._replicas.ask("block_states", limit, seconds=_SAYING_SECONDS, among=among)
         return [(states, [BlockDetail(*one) for one in details]) for states, details in found]
 
@@ -280,7 +299,14 @@ class ReplicaPool:
         if not self._replicas.is_open:
             raise KVBoostError("the pool of replicas is closed")
 
-    def _sent(self, ids: Sequence[int], terms: Terms, params: SamplingParams, entry: Entry, text: str | None) -> Sent:
+    def _sent(
+        self,
+        ids: Sequence[int],
+        terms: Terms,
+        params: SamplingParams,
+        entry: Entry,
+        text: str | None,
+    ) -> Sent:
         left = None if terms.deadline is None else terms.deadline - time.monotonic()
         return Sent(
             request=f"{self._name}-{secrets.token_hex(8)}",
@@ -310,7 +336,9 @@ class ReplicaPool:
         return None if flight is None else flight.progress
 
     def _keep(self, sent: Sent, text: str, ids: list[int]) -> None:
-        self.kept_answers(tenant=sent.terms.tenant, cache_salt=sent.terms.cache_salt).keep(text, ids)
+        self.kept_answers(tenant=sent.terms.tenant, cache_salt=sent.terms.cache_salt).keep(
+            text, ids
+        )
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
         """What each replica answers; NoReplica if none does."""
@@ -320,18 +348,28 @@ class ReplicaPool:
         return found
 
     def _compute(
-        self, call: str, arguments: tuple[Any, ...], options: dict[str, Any], *, everywhere: bool = False
+        self,
+        call: str,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        *,
+        everywhere: bool = False,
     ) -> Any:
-        """The engine's call of this name in one replica or in all; `handles` gets one that cancels it, and in the end
-        those of its requests."""
+        """The engine's call of this name in one replica or in all; `handles` gets one that cancels
+        it, and in the end those of its requests.
+        """
         self._check_open()
         given = options.pop("handles", None)
         handles: list[RequestHandle] = [] if given is None else given
         deadline = options.pop("deadline", None)
         terms = Terms(deadline=deadline)
         size = sum(map(len, arguments[0] or ())) if call == "embed" else 1
-        sent = self._sent((), terms, SamplingParams(), Entry(time.perf_counter(), ""), "")._replace(missing_tokens=size)
-        future = self._replicas.start(self._replicas.compute(sent, call, arguments, options, everywhere))
+        sent = self._sent((), terms, SamplingParams(), Entry(time.perf_counter(), ""), "")._replace(
+            missing_tokens=size
+        )
+        future = self._replicas.start(
+            self._replicas.compute(sent, call, arguments, options, everywhere)
+        )
 
         def stop() -> None:
             future.cancel()

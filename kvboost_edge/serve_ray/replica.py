@@ -1,4 +1,6 @@
-"""One engine as a Ray Serve deployment: a replica. Ray makes it, asks for its health and ends it."""
+"""One engine as a Ray Serve deployment: a replica. Ray makes it, asks for its health and ends
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,17 @@ from kvboost_edge.engine.results import GenerationResult, WarmResult
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.memory import Region, available_bytes
 from kvboost_edge.kvcache.hashing import HASH_BYTES, decode_tokens
-from kvboost_edge.serve_ray.messages import Asked, Came, Computed, Description, Failure, Figures, Sent, Told, failure_of
+from kvboost_edge.serve_ray.messages import (
+    Asked,
+    Came,
+    Computed,
+    Description,
+    Failure,
+    Figures,
+    Sent,
+    Told,
+    failure_of,
+)
 from kvboost_edge.serve_ray.model import model_digest
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter
@@ -32,14 +44,26 @@ _PROGRESS_SECONDS = 0.5  # between two looks at how far a prompt is
 _COMPUTING_THREADS = 32  # each waits for one `embed`, `rerank` or `warm`
 _MEASURED_TOKENS = 64  # of the prompt whose time says how fast a replica is, before its requests do
 # Figures of an engine of which one moves with every step.
-_MOVING = ("num_running", "num_waiting", "tokens_held", "free_blocks", "hit_tokens", "miss_tokens", "generated_tokens")
+_MOVING = (
+    "num_running",
+    "num_waiting",
+    "tokens_held",
+    "free_blocks",
+    "hit_tokens",
+    "miss_tokens",
+    "generated_tokens",
+)
 _PLACES = {"disk": Place.DISK, "redis": Place.SHARED}
-_GUESSED_SPEEDS = {"disk": 500e6, "redis": 200e6}  # bytes a second that a tier gives, before one was read
+_GUESSED_SPEEDS = {
+    "disk": 500e6,
+    "redis": 200e6,
+}  # bytes a second that a tier gives, before one was read
 
 
 class ReplicaOptions(NamedTuple):
-    """What every replica is made of: the model, the engine's options, and what it computes before it takes requests,
-    for each tenant its own copy."""
+    """What every replica is made of: the model, the engine's options, and what it computes before
+    it takes requests, for each tenant its own copy.
+    """
 
     model: str
     engine: dict[str, Any]
@@ -53,14 +77,17 @@ class ReplicaOptions(NamedTuple):
 
 
 def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str, Any]:
-    """An engine's options in a replica that Ray has reserved so many CPUs and, unless 0, bytes of memory for: threads
-    are the CPUs, unless something else is given. CapacityError where more memory is reserved than there is."""
+    """An engine's options in a replica that Ray has reserved so many CPUs and, unless 0, bytes of
+    memory for: threads are the CPUs, unless something else is given. CapacityError where more
+    memory is reserved than there is.
+    """
     options = dict(engine)
     if cpus >= 1:
         options.setdefault("num_threads", int(cpus))
     if memory > available_bytes():
         raise CapacityError(
-            f"memory={memory} bytes are reserved for the replica and {available_bytes()} are available; reserve less"
+            f"memory={memory} bytes are reserved for the replica and {available_bytes()} are "
+            "available; reserve less"
         )
     return options
 
@@ -70,7 +97,8 @@ class EngineStuck(KVBoostError):
 
 
 class EngineReplica:
-    """Holds one engine. Its methods run on one event loop; what waits for the engine does so in threads.
+    """Holds one engine. Its methods run on one event loop; what waits for the engine does so in
+    threads.
 
     name   how the router knows it; "" outside of Ray
     """
@@ -78,7 +106,10 @@ class EngineReplica:
     still_seconds = 120.0  # an engine that does nothing for so long though it has work is given up
 
     def __init__(
-        self, options: ReplicaOptions, name: str = "", prepare: Callable[[CPUPagedEngine], None] | None = None
+        self,
+        options: ReplicaOptions,
+        name: str = "",
+        prepare: Callable[[CPUPagedEngine], None] | None = None,
     ) -> None:
         config = EngineConfig.from_options(**options.engine)
         self.name = name
@@ -87,8 +118,11 @@ class EngineReplica:
         self._handles: dict[str, RequestHandle] = {}
         self._stillness = Stillness()
         self._learning: asyncio.Task[None] | None = None
-        # Of its own: in the loop's threads long calls would keep health checks and new requests waiting.
-        self._computing = ThreadPoolExecutor(_COMPUTING_THREADS, thread_name_prefix="kvboost-compute")
+        # Of its own: in the loop's threads long calls would keep health checks and new requests
+        # waiting.
+        self._computing = ThreadPoolExecutor(
+            _COMPUTING_THREADS, thread_name_prefix="kvboost-compute"
+        )
         try:
             if prepare is not None:
                 prepare(self._engine)
@@ -99,7 +133,9 @@ class EngineReplica:
                 seconds_per_token=_measured_speed(self._engine),
                 step_tokens=config.max_batch_tokens,
                 max_running=int(stats["max_num_seqs"]),
-                tiers={_PLACES[name]: token_bytes / _GUESSED_SPEEDS[name] for name in stats["tiers"]},
+                tiers={
+                    _PLACES[name]: token_bytes / _GUESSED_SPEEDS[name] for name in stats["tiers"]
+                },
             )
         except BaseException:
             self._engine.close()
@@ -108,8 +144,10 @@ class EngineReplica:
     # What Ray asks.
 
     async def check_health(self) -> None:
-        """KVBoostError once the engine's thread has died: Ray then ends this process and starts another replica.
-        EngineStuck once it has done nothing for minutes although there are requests."""
+        """KVBoostError once the engine's thread has died: Ray then ends this process and starts
+        another replica. EngineStuck once it has done nothing for minutes although there are
+        requests.
+        """
         engine = self._engine
         if not engine.is_alive():
             raise KVBoostError(f"the engine of replica {self.name!r} stopped after an error")
@@ -118,7 +156,10 @@ class EngineReplica:
         figures = (*(stats[name] for name in _MOVING), major_faults())
         still = self._stillness.look(figures, has_work, time.process_time(), time.monotonic())
         if still > self.still_seconds:
-            raise EngineStuck(f"the engine of replica {self.name!r} has done nothing for {still:.0f} s, with requests")
+            raise EngineStuck(
+                f"the engine of replica {self.name!r} has done nothing for {still:.0f} s, with "
+                "requests"
+            )
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Told to every ingress as soon as this replica is there."""
@@ -126,7 +167,9 @@ class EngineReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """How busy it is, for other routers than ours and for Ray's own pages."""
-        return dataclasses.asdict(self._meter.report(time.monotonic(), free_blocks=await self._free_blocks()))
+        return dataclasses.asdict(
+            self._meter.report(time.monotonic(), free_blocks=await self._free_blocks())
+        )
 
     def close(self) -> None:
         """End the engine; what its tiers are still to store is stored."""
@@ -136,19 +179,25 @@ class EngineReplica:
     # Requests.
 
     async def generate(self, sent: Sent) -> AsyncIterator[Came]:
-        """The answer to a request, in pieces; see `Came`. Leaving it, as Ray does when it is cancelled, cancels the
-        request."""
+        """The answer to a request, in pieces; see `Came`. Leaving it, as Ray does when it is
+        cancelled, cancels the request.
+        """
         now = time.monotonic()
-        terms = {field.name: getattr(sent.terms, field.name) for field in dataclasses.fields(sent.terms)}
+        terms = {
+            field.name: getattr(sent.terms, field.name) for field in dataclasses.fields(sent.terms)
+        }
         terms["deadline"] = None if sent.left is None else now + sent.left
         try:
             ids = decode_tokens(sent.tokens)
-            # An ingress that has not heard yet of other blocks than before: without hashes nothing is found by them.
+            # An ingress that has not heard yet of other blocks than before: without hashes nothing
+            # is found by them.
             full = len(ids) // self._engine.config.block_size
             hashes = sent.hashes if len(sent.hashes) == full * HASH_BYTES else b""
             entry = Entry(time.perf_counter() - sent.since, sent.prompt_text, hashes)
             submitting = asyncio.ensure_future(
-                asyncio.to_thread(lambda: self._engine.submit(ids, sampling=sent.sampling, entry=entry, **terms))
+                asyncio.to_thread(
+                    lambda: self._engine.submit(ids, sampling=sent.sampling, entry=entry, **terms)
+                )
             )
             try:
                 handle = await asyncio.shield(submitting)
@@ -164,7 +213,9 @@ class EngineReplica:
         try:
             yield Came(self.name)
             while not await handle.astarted(_PROGRESS_SECONDS):
-                yield Came(self.name, cached_tokens=handle.cached_tokens, progress=handle.progress())
+                yield Came(
+                    self.name, cached_tokens=handle.cached_tokens, progress=handle.progress()
+                )
             async for batch in handle.abatches():
                 result = batch.pop() if isinstance(batch[-1], GenerationResult) else None
                 if batch:
@@ -177,7 +228,9 @@ class EngineReplica:
             yield Came(self.name, failure=self._failure(error))
         finally:
             handle.cancel()
-            if self._handles.get(sent.request) is handle:  # the same request may have been sent here again
+            if (
+                self._handles.get(sent.request) is handle
+            ):  # the same request may have been sent here again
                 del self._handles[sent.request]
             self._meter.end(sent.request, time.monotonic(), num_tokens)
 
@@ -186,11 +239,23 @@ class EngineReplica:
         if result is not None and result.finish_reason in ("stop", "length"):
             whose = {"tenant": sent.terms.tenant, "cache_salt": sent.terms.cache_salt}
             kept = self._engine.kept_answers(**whose).find(result.output_text)
-        return Came(self.name, events, handle.cached_tokens, handle.prompt_logprobs, result, handle.pinned_tokens, kept)
+        return Came(
+            self.name,
+            events,
+            handle.cached_tokens,
+            handle.prompt_logprobs,
+            result,
+            handle.pinned_tokens,
+            kept,
+        )
 
     def _note_restored(self, result: GenerationResult) -> None:
         """What came from one tier alone says how fast it is."""
-        read = [(name, tokens) for name, tokens in result.hit_tokens.items() if name in _PLACES and tokens]
+        read = [
+            (name, tokens)
+            for name, tokens in result.hit_tokens.items()
+            if name in _PLACES and tokens
+        ]
         if len(read) == 1:
             self._meter.restored(_PLACES[read[0][0]], read[0][1], result.load_ms / 1e3)
 
@@ -200,18 +265,26 @@ class EngineReplica:
     async def compute(
         self, sent: Sent, call: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
     ) -> AsyncIterator[Computed | None]:
-        """The engine's `embed`, `rerank` or `warm`: None at once, then what became of it. Leaving it ends the work."""
+        """The engine's `embed`, `rerank` or `warm`: None at once, then what became of it. Leaving
+        it ends the work.
+        """
         handles = Handles()
         deadline = None if sent.left is None else time.monotonic() + sent.left
         calls: dict[str, Callable[..., Any]]
-        calls = {"embed": self._engine.embed, "rerank": self._engine.rerank, "warm": self._engine.warm}
+        calls = {
+            "embed": self._engine.embed,
+            "rerank": self._engine.rerank,
+            "warm": self._engine.warm,
+        }
         work = calls[call]
         self._meter.begin(sent.request, sent.missing_tokens, time.monotonic())
 
         def run() -> Any:
             return work(*arguments, handles=handles, deadline=deadline, **options)
 
-        async def computed() -> Any:  # its errors are the call's, that of a replica that is closed among them
+        async def computed() -> (
+            Any
+        ):  # its errors are the call's, that of a replica that is closed among them
             return await asyncio.get_running_loop().run_in_executor(self._computing, run)
 
         task = asyncio.ensure_future(computed())
@@ -233,7 +306,9 @@ class EngineReplica:
     # What an ingress asks of this replica alone.
 
     async def ask(self, asked: Asked) -> Any:
-        """The answer of one of the methods below; an error of ours as a `Failure`; None where another one is meant."""
+        """The answer of one of the methods below; an error of ours as a `Failure`; None where
+        another one is meant.
+        """
         if self.name not in asked.targets:
             return None
         try:
@@ -266,7 +341,8 @@ class EngineReplica:
         """How busy this replica is, and what of its cache an ingress does not know yet."""
         alive = self._engine.is_alive()
         if alive:
-            # A task of its own: what the engine has told once it does not tell again, though nobody waits any more.
+            # A task of its own: what the engine has told once it does not tell again, though nobody
+            # waits any more.
             if self._learning is None or self._learning.done():
                 self._learning = asyncio.ensure_future(self._learn())
             await asyncio.shield(self._learning)
@@ -278,7 +354,9 @@ class EngineReplica:
         """Note what came to the engine's cache and left it."""
         engine = self._engine
         with contextlib.suppress(KVBoostError):  # it may stop meanwhile
-            pool, tiers = await asyncio.to_thread(lambda: (engine.take_cache_events(), engine.take_tier_events()))
+            pool, tiers = await asyncio.to_thread(
+                lambda: (engine.take_cache_events(), engine.take_tier_events())
+            )
             self._journal.add(pool)
             for name, events in tiers.items():
                 self._journal.add(events, _PLACES[name])
@@ -286,11 +364,20 @@ class EngineReplica:
     async def _figures(self) -> Figures:
         engine = self._engine
         paged, cache = await asyncio.to_thread(lambda: (engine.paged_stats(), engine.cache_stats()))
-        return Figures(self.name, paged, cache, engine.num_running(), engine.num_waiting(), engine.waiting_tokens())
+        return Figures(
+            self.name,
+            paged,
+            cache,
+            engine.num_running(),
+            engine.num_waiting(),
+            engine.waiting_tokens(),
+        )
 
     async def _block_states(self, limit: int) -> tuple[list[int], list[tuple[int, ...]]]:
         engine = self._engine
-        states, details = await asyncio.to_thread(lambda: (engine.block_map(), engine.block_details(limit)))
+        states, details = await asyncio.to_thread(
+            lambda: (engine.block_map(), engine.block_details(limit))
+        )
         return states, [tuple(detail) for detail in details]
 
     async def _reset_cache(self) -> int:
@@ -298,11 +385,17 @@ class EngineReplica:
 
     async def _unpin(self, tokens: bytes, tenant: str | None, cache_salt: str | None) -> int:
         ids = decode_tokens(tokens)
-        return await asyncio.to_thread(lambda: self._engine.unpin(ids, tenant=tenant, cache_salt=cache_salt))
+        return await asyncio.to_thread(
+            lambda: self._engine.unpin(ids, tenant=tenant, cache_salt=cache_salt)
+        )
 
-    async def _warm_result(self, tokens: bytes, tenant: str | None, cache_salt: str | None) -> WarmResult:
+    async def _warm_result(
+        self, tokens: bytes, tenant: str | None, cache_salt: str | None
+    ) -> WarmResult:
         ids = decode_tokens(tokens)
-        return await asyncio.to_thread(lambda: self._engine.warm_result(ids, tenant=tenant, cache_salt=cache_salt))
+        return await asyncio.to_thread(
+            lambda: self._engine.warm_result(ids, tenant=tenant, cache_salt=cache_salt)
+        )
 
     async def _free_blocks(self) -> int:
         try:
@@ -324,8 +417,9 @@ _QUESTIONS: dict[str, Callable[..., Awaitable[Any]]] = {
 
 
 def _measured_speed(engine: CPUPagedEngine) -> float:
-    """Seconds per prompt token of one prompt that nothing is kept of: of replicas on unlike machines it is known from
-    the first request on."""
+    """Seconds per prompt token of one prompt that nothing is kept of: of replicas on unlike
+    machines it is known from the first request on.
+    """
     capacity = int(engine.paged_stats()["num_blocks"]) * engine.config.block_size
     prompt = [0] * max(1, min(_MEASURED_TOKENS, engine.runner_info.max_context - 1, capacity - 1))
     began = time.perf_counter()

@@ -1,4 +1,5 @@
-"""The replicas of a deployment as an ingress reaches them: who is there, how busy they are, and calls to them.
+"""The replicas of a deployment as an ingress reaches them: who is there, how busy they are, and
+calls to them.
 
 One thread with an event loop does all of it, so the router needs no lock.
 """
@@ -41,9 +42,10 @@ _TRIES = 3
 
 
 class Replicas:
-    """handle: Ray's, of the deployment; model: the digest of the files that the ingress reads the tokenizer from;
-    about: what the replicas are, once `open` has returned, by one that may be used or was the last to be used; router:
-    which of them a request goes to."""
+    """handle: Ray's, of the deployment; model: the digest of the files that the ingress reads the
+    tokenizer from; about: what the replicas are, once `open` has returned, by one that may be used
+    or was the last to be used; router: which of them a request goes to.
+    """
 
     about: Description
 
@@ -71,13 +73,18 @@ class Replicas:
     def open(self, seconds: float, is_settled: Callable[[], bool] = lambda: True) -> None:
         """Wait for the first replica, and begin to look after all of them.
 
-        ConfigError where those there are have another model or other settings, BackendUnavailable after `seconds`.
-        is_settled: false while other replicas may still come, such as those of a newer version.
+        ConfigError where those there are have another model or other settings, BackendUnavailable
+        after `seconds`. is_settled: false while other replicas may still come, such as those of a
+        newer version.
         """
         end = time.monotonic() + seconds
         pause = 0.05
         while True:
-            found = [one for one in self.ask("describe", seconds=_TELLING_SECONDS) if isinstance(one, Description)]
+            found = [
+                one
+                for one in self.ask("describe", seconds=_TELLING_SECONDS)
+                if isinstance(one, Description)
+            ]
             if found:
                 self.about = found[0]
                 # First: what they hold already is known before the first request comes.
@@ -87,15 +94,23 @@ class Replicas:
             if self._refused and not self.usable and is_settled() and not self.usable:
                 raise ConfigError(next(iter(self._refused.values())))
             if time.monotonic() > end:
-                raise BackendUnavailable(f"no replica was ready within {seconds:g} seconds; see Ray's log of it")
+                raise BackendUnavailable(
+                    f"no replica was ready within {seconds:g} seconds; see Ray's log of it"
+                )
             time.sleep(pause)
             pause = min(1.2 * pause, 1.0)
 
     def members_changed(self, members: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
-        """Ray's replicas as of now, with what each says of its model; those that may be used. From any thread."""
+        """Ray's replicas as of now, with what each says of its model; those that may be used. From
+        any thread.
+        """
         with self._lock:
-            if self._root not in {str(one.get("root")) for one in members.values() if one.get("model") == self._model}:
-                self._root = None  # all of that kind are gone: those that come may be of a newer one
+            if self._root not in {
+                str(one.get("root")) for one in members.values() if one.get("model") == self._model
+            }:
+                self._root = (
+                    None  # all of that kind are gone: those that come may be of a newer one
+                )
             accepted = set()
             for name in sorted(members):
                 refusal = self._refusal(name, members[name])
@@ -105,7 +120,9 @@ class Replicas:
                     self._refused[name] = refusal
                     log_facts(logging.ERROR, "replica refused", replica=name, reason=refusal)
             self._refused = {
-                name: why for name, why in self._refused.items() if name in members and name not in accepted
+                name: why
+                for name, why in self._refused.items()
+                if name in members and name not in accepted
             }
             self.usable = frozenset(accepted)
         self.call_soon(self._set_members)
@@ -117,21 +134,23 @@ class Replicas:
         return self.usable - self._silent or self.usable
 
     def _refusal(self, name: str, about: Mapping[str, Any]) -> str | None:
-        """Why a replica cannot stand beside the others, or None. The first one that can says what is right."""
+        """Why a replica cannot stand beside the others, or None. The first one that can says what
+        is right.
+        """
         model = str(about.get("model"))
         root = str(about.get("root"))
         if model != self._model:
             return (
-                f"replica {name} serves another model: its files have the digest {model[:12]}, those that the ingress "
-                f"reads have {self._model[:12]}; give both the same files"
+                f"replica {name} serves another model: its files have the digest {model[:12]}, "
+                f"those that the ingress reads have {self._model[:12]}; give both the same files"
             )
         if self._root is None:
             self._root = root
         if root != self._root:
             return (
-                f"replica {name} has other settings or another processor: its keys and values are of the kind "
-                f"{root[:12]}, those of the other replicas of {self._root[:12]}; start all with the same options, on "
-                "machines with the same instruction set"
+                f"replica {name} has other settings or another processor: its keys and values are "
+                f"of the kind {root[:12]}, those of the other replicas of {self._root[:12]}; start "
+                "all with the same options, on machines with the same instruction set"
             )
         return None
 
@@ -141,8 +160,9 @@ class Replicas:
         self._changed.set()
 
     def choices(self, chain: PromptChain, count: int) -> list[Choice]:
-        """Where a request may go, the best first; not to who is silent, unless all are. What is known of those is kept:
-        they may be busy and nothing more."""
+        """Where a request may go, the best first; not to who is silent, unless all are. What is
+        known of those is kept: they may be busy and nothing more.
+        """
         return self.router.choose(chain, time.monotonic(), among=self.talking or None, count=count)
 
     # Calls.
@@ -158,9 +178,16 @@ class Replicas:
         await self._gather("cancel", (sent.request,), self.usable, _TELLING_SECONDS)
 
     async def compute(
-        self, sent: Sent, call: str, arguments: tuple[Any, ...], options: Mapping[str, Any], everywhere: bool
+        self,
+        sent: Sent,
+        call: str,
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any],
+        everywhere: bool,
     ) -> Computed:
-        """A call of the engine in one replica, or in all: then what the one that found the most says."""
+        """A call of the engine in one replica, or in all: then what the one that found the most
+        says.
+        """
         if everywhere:
             names = sorted(self.usable)
             each = [self._compute_at(sent, (name,), call, arguments, options) for name in names]
@@ -186,7 +213,9 @@ class Replicas:
     ) -> Computed | None:
         """None where the replica ended meanwhile."""
         self._busy_until = time.monotonic() + _WATCHED_SECONDS
-        stream = self._computing.remote(sent._replace(targets=targets), call, arguments, dict(options))
+        stream = self._computing.remote(
+            sent._replace(targets=targets), call, arguments, dict(options)
+        )
         try:
             async for computed in stream:
                 if computed is not None:
@@ -201,9 +230,13 @@ class Replicas:
                 stream.cancel()
         return None
 
-    def ask(self, method: str, *arguments: Any, seconds: float, among: Iterable[str] | None = None) -> list[Any]:
-        """What each usable replica answers, in the order of their names, those left out that do not within `seconds`.
-        Waits: not for the event loop. KVBoostError and its kinds are raised as a replica raised them."""
+    def ask(
+        self, method: str, *arguments: Any, seconds: float, among: Iterable[str] | None = None
+    ) -> list[Any]:
+        """What each usable replica answers, in the order of their names, those left out that do not
+        within `seconds`. Waits: not for the event loop. KVBoostError and its kinds are raised as a
+        replica raised them.
+        """
         if not self.is_open:
             raise KVBoostError("the pool of replicas is closed")
         names = self.usable if among is None else self.usable & frozenset(among)
@@ -213,8 +246,12 @@ class Replicas:
                 raise one.as_error()
         return [one for one in found if not isinstance(one, Failure)]
 
-    async def _gather(self, method: str, arguments: tuple[Any, ...], names: Iterable[str], seconds: float) -> list[Any]:
-        answers = await asyncio.gather(*(self._ask_one(Asked((name,), method, arguments), seconds) for name in names))
+    async def _gather(
+        self, method: str, arguments: tuple[Any, ...], names: Iterable[str], seconds: float
+    ) -> list[Any]:
+        answers = await asyncio.gather(
+            *(self._ask_one(Asked((name,), method, arguments), seconds) for name in names)
+        )
         return [answer for answer in answers if answer is not None]
 
     async def _ask_one(self, asked: Asked, seconds: float) -> Any:
@@ -239,7 +276,9 @@ class Replicas:
                 self._looks.begin(self._looked_at())
                 busy = time.monotonic() < self._busy_until or len(self._tasks) > 1
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), _BUSY_SECONDS if busy else _IDLE_SECONDS)
+                    await asyncio.wait_for(
+                        self._changed.wait(), _BUSY_SECONDS if busy else _IDLE_SECONDS
+                    )
                 self._changed.clear()
         finally:
             await self._looks.end()
@@ -267,33 +306,45 @@ class Replicas:
             await self._learn_from(name)
 
     def _is_about_gone(self) -> bool:
-        """Whether the one that said what replicas are is. Then others say it: they may be of a newer version, with
-        other settings."""
+        """Whether the one that said what replicas are is. Then others say it: they may be of a
+        newer version, with other settings.
+        """
         return self.about.replica not in self.usable
 
     async def _learn_from(self, name: str) -> None:
         found = await self._ask_quietly(name, "describe")
-        if isinstance(found, Description) and found.root.hex() == self._root and self._is_about_gone():
+        if (
+            isinstance(found, Description)
+            and found.root.hex() == self._root
+            and self._is_about_gone()
+        ):
             self.about = found
 
     async def _ask_quietly(self, name: str, method: str, *arguments: Any) -> Any:
-        """What a replica answers in time, else None: one replica's trouble is no reason to look after none."""
+        """What a replica answers in time, else None: one replica's trouble is no reason to look
+        after none.
+        """
         try:
             return await self._ask_one(Asked((name,), method, arguments), _TELLING_SECONDS)
         except Exception as error:
-            log_facts(logging.WARNING, "replica told nothing", replica=name, error=type(error).__name__)
+            log_facts(
+                logging.WARNING, "replica told nothing", replica=name, error=type(error).__name__
+            )
             return None
 
     # The loop.
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run it on the loop, outside of any request of Ray's: in one all calls would have the same id, by which Ray's
-        router knows them apart."""
+        """Run it on the loop, outside of any request of Ray's: in one all calls would have the same
+        id, by which Ray's router knows them apart.
+        """
         with self._lock:  # nothing may come behind the last that runs there
             if not self.is_open:
                 work.close()
                 raise KVBoostError("the pool of replicas is closed")
-            return contextvars.Context().run(asyncio.run_coroutine_threadsafe, self._tracked(work), self._loop)
+            return contextvars.Context().run(
+                asyncio.run_coroutine_threadsafe, self._tracked(work), self._loop
+            )
 
     def call_soon(self, work: Callable[[], object]) -> None:
         """Call it on the loop; nothing happens once that is closed."""

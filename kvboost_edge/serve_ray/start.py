@@ -1,4 +1,6 @@
-"""`kvboost-edge serve --workers N`: replicas on a Ray of this machine's own, or on a cluster, behind one server."""
+"""`kvboost-edge serve --workers N`: replicas on a Ray of this machine's own, or on a cluster,
+behind one server.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,23 @@ if TYPE_CHECKING:
     from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = [
-    "FLAGS_VARIABLE", "cluster", "deployed", "flags_of", "loading_error", "log_replicas", "own_cluster",
-    "pooled", "replica_options", "replicated",
-]  # fmt: skip
+    "FLAGS_VARIABLE",
+    "cluster",
+    "deployed",
+    "flags_of",
+    "loading_error",
+    "log_replicas",
+    "own_cluster",
+    "pooled",
+    "replica_options",
+    "replicated",
+]
 
 FLAGS_VARIABLE = "KVBOOST_EDGE_SERVE_FLAGS"
-_REFUSED = ("ray_address", "port")  # of a serve.yaml: the cluster is the one it runs on, and Ray's proxy listens
+_REFUSED = (
+    "ray_address",
+    "port",
+)  # of a serve.yaml: the cluster is the one it runs on, and Ray's proxy listens
 
 _OPENING_SECONDS = 60.0  # from "the deployment is ready" to the first replica's answer
 _ENDING_SECONDS = 10.0  # for processes that are killed
@@ -60,19 +73,25 @@ _LINE = re.compile(r"(?:[\w.]+\.)?(?P<kind>[A-Z]\w+): (?P<text>.*)")
 def replica_options(options: ServeOptions) -> ReplicaOptions:
     """What every replica is made of."""
     tenants: tuple[str | None, ...] = tuple(tenant_of_key(key) for key in options.settings.all_keys)
-    return ReplicaOptions(options.model, options.engine, options.warm, options.warm_documents, tenants or (None,))
+    return ReplicaOptions(
+        options.model, options.engine, options.warm, options.warm_documents, tenants or (None,)
+    )
 
 
 def flags_of(arguments: Mapping[str, Any]) -> list[str]:
-    """The flags of `kvboost-edge serve` that arguments by name stand for, as `serve.yaml` and `serve run` give them:
-    `num_threads: 4`, a list for what may be given again, true for what has no value. Without any, those of the
-    environment variable KVBOOST_EDGE_SERVE_FLAGS. ConfigError for what has no place here."""
+    """The flags of `kvboost-edge serve` that arguments by name stand for, as `serve.yaml` and
+    `serve run` give them: `num_threads: 4`, a list for what may be given again, true for what has
+    no value. Without any, those of the environment variable KVBOOST_EDGE_SERVE_FLAGS. ConfigError
+    for what has no place here.
+    """
     if not arguments:
         return shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
     flags: list[str] = []
     for name, value in arguments.items():
         if name.replace("-", "_") in _REFUSED:
-            raise ConfigError(f"{name}={value!r} has no place here: Ray's own configuration says it")
+            raise ConfigError(
+                f"{name}={value!r} has no place here: Ray's own configuration says it"
+            )
         flag = f"--{name.replace('_', '-')}"
         for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
             if one is True:
@@ -84,14 +103,19 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def replicated(options: ServeOptions) -> Iterator[ReplicaPool]:
-    """Replicas as the options want them, as one engine; all of it is ended when the block is left."""
+    """Replicas as the options want them, as one engine; all of it is ended when the block is
+    left.
+    """
     config = EngineConfig.from_options(**options.engine)
     # Before Ray is started: wrong options and files are told at once.
     tokenizer, digest = open_tokenizer(options.model, config)
     threads = options.engine.get("num_threads")
     with cluster(options.ray_address, options.workers, threads) as each:
         name = f"kvboost-edge-{secrets.token_hex(4)}"
-        with deployed(options, name, each) as handle, pooled(handle, name, tokenizer, digest, config) as pool:
+        with (
+            deployed(options, name, each) as handle,
+            pooled(handle, name, tokenizer, digest, config) as pool,
+        ):
             yield pool
 
 
@@ -106,8 +130,10 @@ def pooled(
     seconds: float = _OPENING_SECONDS,
     is_settled: Callable[[], bool] = lambda: True,
 ) -> Iterator[ReplicaPool]:
-    """The replicas of a handle as one engine, once the first of them is there. name: see `TargetRouter`; digest: of the
-    model's files, see `open_tokenizer`; the rest, and errors: see `Replicas.open`."""
+    """The replicas of a handle as one engine, once the first of them is there. name: see
+    `TargetRouter`; digest: of the model's files, see `open_tokenizer`; the rest, and errors: see
+    `Replicas.open`.
+    """
     from kvboost_edge.serve_ray.pool import ReplicaPool
     from kvboost_edge.serve_ray.replicas import Replicas
 
@@ -123,7 +149,9 @@ def pooled(
 
 @contextlib.contextmanager
 def cluster(address: str | None, workers: int, num_threads: int | None) -> Iterator[int]:
-    """Ray for so many replicas: the cluster at the address, or one of this process; gives the CPUs of each replica."""
+    """Ray for so many replicas: the cluster at the address, or one of this process; gives the CPUs
+    of each replica.
+    """
     if address is None:
         each = cpus_of_each(workers, num_threads, [default_num_threads()])
         with own_cluster(workers * each):
@@ -137,20 +165,24 @@ def cluster(address: str | None, workers: int, num_threads: int | None) -> Itera
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise BackendUnavailable(
-            f"ray_address={address!r}: no Ray cluster answers there ({_first_line(error)}); start one with "
-            "`ray start --head`, or leave --ray-address out for one of its own"
+            f"ray_address={address!r}: no Ray cluster answers there ({_first_line(error)}); start "
+            "one with `ray start --head`, or leave --ray-address out for one of its own"
         ) from error
     try:
         machines = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-        yield cpus_of_each(workers, num_threads, machines, int(ray.available_resources().get("CPU", 0)))
+        yield cpus_of_each(
+            workers, num_threads, machines, int(ray.available_resources().get("CPU", 0))
+        )
     finally:
         ray.shutdown()
 
 
 @contextlib.contextmanager
 def own_cluster(num_cpus: int) -> Iterator[None]:
-    """Ray on this machine alone: on loopback, behind a token of its own, without dashboard and usage reports, its files
-    in a directory that is removed in the end. BackendUnavailable where it does not start."""
+    """Ray on this machine alone: on loopback, behind a token of its own, without dashboard and
+    usage reports, its files in a directory that is removed in the end. BackendUnavailable where it
+    does not start.
+    """
     with ray_directory() as directory, _environment(_OWN):
         import ray
 
@@ -168,21 +200,29 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
                     _temp_dir=directory,
                     _node_ip_address=_LOOPBACK,
                 )
-        except BaseException as error:  # where a part of it is too slow, of no kind of its own; of a signal too
+        except (
+            BaseException
+        ) as error:  # where a part of it is too slow, of no kind of its own; of a signal too
             _end_processes(directory)  # before the directory goes
             if not isinstance(error, Exception):
                 raise
-            raise BackendUnavailable(f"Ray does not start on this machine: {_first_line(error)}") from error
+            raise BackendUnavailable(
+                f"Ray does not start on this machine: {_first_line(error)}"
+            ) from error
         try:
             if ray.util.get_node_ip_address() != _LOOPBACK:
-                raise BackendUnavailable("Ray started on another address than loopback, which was not asked for")
+                raise BackendUnavailable(
+                    "Ray started on another address than loopback, which was not asked for"
+                )
             yield
         finally:
             ray.shutdown()
 
 
 def _end_processes(directory: str) -> None:
-    """Of a Ray with its files there, that did not start whole: what did start would run as long as this process."""
+    """Of a Ray with its files there, that did not start whole: what did start would run as long as
+    this process.
+    """
     import psutil
 
     found = []
@@ -196,7 +236,9 @@ def _end_processes(directory: str) -> None:
 
 @contextlib.contextmanager
 def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
-    """The replicas, all loaded; gives Ray's handle of them. Raises what a replica raised that could not load."""
+    """The replicas, all loaded; gives Ray's handle of them. Raises what a replica raised that could
+    not load.
+    """
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
@@ -215,7 +257,8 @@ def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
         )
         log_facts(logging.INFO, "replicas start", workers=options.workers, cpus=cpus)
         [handle] = serve.run_many(
-            [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
+            [serve.RunTarget(application, name=name, route_prefix=None)],
+            wait_for_applications_running=False,
         )
         _wait_for(name)
         yield handle
@@ -225,8 +268,10 @@ def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
 
 
 def _wait_for(name: str) -> None:
-    """Until all replicas of an application are there. Ray waits as long as it takes, such as for CPUs that somebody
-    else has reserved meanwhile: the log tells what for. Raises what a replica raised that could not load."""
+    """Until all replicas of an application are there. Ray waits as long as it takes, such as for
+    CPUs that somebody else has reserved meanwhile: the log tells what for. Raises what a replica
+    raised that could not load.
+    """
     from ray import serve
 
     told = ""
@@ -255,16 +300,24 @@ def _messages(name: str) -> str:
 
 def loading_error(text: str) -> KVBoostError:
     """What a replica raised, found in what Ray says of it: that is a traceback as text."""
-    found = [match for line in text.splitlines() if (match := _LINE.search(line)) and match["kind"] in _ERRORS]
+    found = [
+        match
+        for line in text.splitlines()
+        if (match := _LINE.search(line)) and match["kind"] in _ERRORS
+    ]
     if found:
         kind: type[KVBoostError] = getattr(errors, found[-1]["kind"])
         return kind(f"a replica could not load: {found[-1]['text']}")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return BackendUnavailable(f"a replica ended while it loaded: {lines[-1] if lines else 'Ray gives no reason'}")
+    return BackendUnavailable(
+        f"a replica ended while it loaded: {lines[-1] if lines else 'Ray gives no reason'}"
+    )
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
 
 
 @contextlib.contextmanager
@@ -280,8 +333,9 @@ def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """While the block runs, Ray takes loopback for the address of this machine, and any free port for its node's agent:
-    by default that is the same for every Ray, and a second one would not start. `ray.init` has no arguments for it.
+    """While the block runs, Ray takes loopback for the address of this machine, and any free port
+    for its node's agent: by default that is the same for every Ray, and a second one would not
+    start. `ray.init` has no arguments for it.
     """
     from ray._private import parameter, ray_constants
 
@@ -318,8 +372,9 @@ def _set(values: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def _kept_signals() -> Iterator[None]:
-    """While the block runs, Ray does not take SIGTERM for itself, which it would for good: what ends this process, and
-    with which status, is not Ray's to say while it starts either."""
+    """While the block runs, Ray does not take SIGTERM for itself, which it would for good: what
+    ends this process, and with which status, is not Ray's to say while it starts either.
+    """
     from ray._private import utils
 
     take = utils.set_sigterm_handler
@@ -334,5 +389,8 @@ def log_replicas(pool: ReplicaPool) -> None:
     """Say which replicas there are."""
     for name, view in pool.replicas().items():
         stats = view.paged_stats()
-        shown = {field: stats[field] for field in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")}
+        shown = {
+            field: stats[field]
+            for field in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")
+        }
         log_facts(logging.INFO, "replica", replica=name, **shown)

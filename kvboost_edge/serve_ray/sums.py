@@ -19,7 +19,8 @@ def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in _SAME:
             summed[name] = sum(one[name] for one in stats)
     summed["state_snapshots"] = {
-        reason: sum(one["state_snapshots"].get(reason, 0) for one in stats) for reason in summed["state_snapshots"]
+        reason: sum(one["state_snapshots"].get(reason, 0) for one in stats)
+        for reason in summed["state_snapshots"]
     }
     summed["block_utilization"] = summed["used_blocks"] / summed["num_blocks"]
     summed["tiers"] = {
@@ -32,8 +33,13 @@ def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def summed_cache(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of several `cache_stats`."""
     summed = {name: sum(one.get(name, 0) for one in stats) for name in stats[0]}
-    summed["budget_utilization"] = summed["hot_memory_mb"] / summed["budget_mb"] if summed["budget_mb"] else 0.0
-    for name, kinds in (("hit_rate", ("cache_hits", "approximate_hits")), ("exact_hit_rate", ("cache_hits",))):
+    summed["budget_utilization"] = (
+        summed["hot_memory_mb"] / summed["budget_mb"] if summed["budget_mb"] else 0.0
+    )
+    for name, kinds in (
+        ("hit_rate", ("cache_hits", "approximate_hits")),
+        ("exact_hit_rate", ("cache_hits",)),
+    ):
         looked_up = summed["cache_hits"] + summed["approximate_hits"] + summed["cache_misses"]
         summed[name] = sum(summed[kind] for kind in kinds) / looked_up if looked_up else 0.0
     return summed

@@ -1,7 +1,9 @@
-"""Ray's router of an ingress: it sends a request where the ingress wants it to go. Ray calls it in the process of the
-ingress, in a thread of its own, and keeps it up to date with the replicas there are.
+"""Ray's router of an ingress: it sends a request where the ingress wants it to go. Ray calls it in
+the process of the ingress, in a thread of its own, and keeps it up to date with the replicas there
+are.
 
-Ray makes the class anew from a copy of this module's code, so nothing may be kept here; see members.py.
+Ray makes the class anew from a copy of this module's code, so nothing may be kept here; see
+members.py.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ __all__ = ["TargetRouter"]
 
 
 class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are not checked
-    """Tries a request's `targets` in their order, then any other replica that may be used, the least busy first. What
-    is asked of one replica (`Asked`) goes nowhere else.
+    """Tries a request's `targets` in their order, then any other replica that may be used, the
+    least busy first. What is asked of one replica (`Asked`) goes nowhere else.
 
     ingress   which of a process's ingresses this router belongs to, see `members.watch_members`
     """
@@ -32,10 +34,13 @@ class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are n
         super().update_replicas(replicas)
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The targets that are there, each a rank of its own, then all others as one rank. What has no targets of its
-        own may go anywhere."""
+        """The targets that are there, each a rank of its own, then all others as one rank. What has
+        no targets of its own may go anywhere.
+        """
         targets: tuple[str, ...] = ()
         is_strict = False
         if pending_request is not None:

@@ -1,4 +1,6 @@
-"""`python -m kvboost_edge.server`, the `kvboost-server` command, and what `kvboost-edge serve` runs."""
+"""`python -m kvboost_edge.server`, the `kvboost-server` command, and what `kvboost-edge serve`
+runs.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ _EXTRA = ("fastapi", "h11", "prometheus_client", "pydantic", "starlette", "uvico
 
 
 def serve(argv: Sequence[str], prog: str) -> None:
-    """Load the model and serve it until the process is told to end. Raises KVBoostError for what is wrong with the
-    flags, the model or the address."""
+    """Load the model and serve it until the process is told to end. Raises KVBoostError for what is
+    wrong with the flags, the model or the address.
+    """
     options = parse_flags(argv, prog)
     with _ended_by_signal() as ended:
         _serve(options, ended)
@@ -53,7 +56,8 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
             raise
         raise BackendUnavailable(
-            f"the server needs the package {error.name!r}; install the extra: pip install 'kvboost-edge[server]'"
+            f"the server needs the package {error.name!r}; install the extra: pip install "
+            "'kvboost-edge[server]'"
         ) from error
     if options.is_replicated:
         _serve_replicas(options, ended)
@@ -70,7 +74,10 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
         budget = _budget(options)
 
         def source(model: str, options: ServeOptions) -> ModelSource:
-            return ModelSource(lambda: _planned(model, options).nbytes, lambda stopped: _load(model, options, stopped))
+            return ModelSource(
+                lambda: _planned(model, options).nbytes,
+                lambda stopped: _load(model, options, stopped),
+            )
 
         with _load(options.model, options, threading.Event()) as engine:
             if ended.is_set():
@@ -86,11 +93,15 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
                 budget,
             )
             if leaves and not engine.paged_stats()["tiers"]:
-                log_facts(logging.WARNING, "what is cached of a model is lost when it is unloaded: --disk-cache-dir")
+                log_facts(
+                    logging.WARNING,
+                    "what is cached of a model is lost when it is unloaded: --disk-cache-dir",
+                )
             run_server(app, options.settings, listener)
             _close_from_now(ended)
     if app.state.kv.models.loader.left is not None:
-        # The interpreter would wait for the threads of a download, however long that takes. All else is closed.
+        # The interpreter would wait for the threads of a download, however long that takes. All
+        # else is closed.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -104,7 +115,8 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
     if importlib.util.find_spec("ray") is None:
         flag = f"--workers {options.workers}" if options.ray_address is None else "--ray-address"
         raise BackendUnavailable(
-            f"{flag} needs Ray, and the package 'ray' is missing; install the extra: pip install 'kvboost-edge[ray]'"
+            f"{flag} needs Ray, and the package 'ray' is missing; install the extra: pip install "
+            "'kvboost-edge[ray]'"
         )
     from kvboost_edge.serve_ray.start import log_replicas, replicated
 
@@ -121,7 +133,9 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
 
 
 def _budget(options: ServeOptions) -> int | None:
-    """Bytes for all models together; None where there is one, which was asked for whatever it takes."""
+    """Bytes for all models together; None where there is one, which was asked for whatever it
+    takes.
+    """
     if options.settings.max_model_bytes is not None or not options.others:
         return options.settings.max_model_bytes
     from kvboost_edge.engine.selection import available_on
@@ -137,18 +151,26 @@ def _planned(model: str, options: ServeOptions) -> PlannedMemory:
 
 
 def _engine_options(model: str, options: ServeOptions) -> dict[str, Any]:
-    """Of several models those that keep no states go without room for them, which one alone refuses."""
+    """Of several models those that keep no states go without room for them, which one alone
+    refuses.
+    """
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.fit import planned_memory
 
     if not options.others or options.engine.get("max_state_bytes") is None:
         return options.engine
     without = {name: value for name, value in options.engine.items() if name != "max_state_bytes"}
-    return options.engine if planned_memory(model, EngineConfig.from_options(**without)).has_states else without
+    return (
+        options.engine
+        if planned_memory(model, EngineConfig.from_options(**without)).has_states
+        else without
+    )
 
 
 def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPagedEngine:
-    """An engine that is ready for requests. Packing its weights ends with an error once `stopped` is set."""
+    """An engine that is ready for requests. Packing its weights ends with an error once `stopped`
+    is set.
+    """
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.tiering import tier_places
 
@@ -162,11 +184,16 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
         tenants = [tenant_of_key(key) for key in options.settings.all_keys]
         prepare(engine, options.warm, options.warm_documents, tenants)
         stats = engine.paged_stats()
-        shown = {name: stats[name] for name in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")}
+        shown = {
+            name: stats[name]
+            for name in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")
+        }
         log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1), **shown)
         places = tier_places(engine.config)
         for name, tier in stats["tiers"].items():
-            facts = {key: tier[key] for key in ("blocks", "bytes", "max_bytes", "writable", "state")}
+            facts = {
+                key: tier[key] for key in ("blocks", "bytes", "max_bytes", "writable", "state")
+            }
             log_facts(logging.INFO, "tier", tier=name, place=places[name], **facts)
     except BaseException:
         engine.close()
@@ -184,16 +211,22 @@ def _log_packing(stopped: threading.Event | None = None) -> Callable[[int, int],
             raise KVBoostError("the server ends; the weights are packed at the next start")
         if time.monotonic() >= due:
             due = time.monotonic() + _PROGRESS_S
-            log_facts(logging.INFO, "packing weights", percent=100 * done // total, megabytes=total // 1_000_000)
+            log_facts(
+                logging.INFO,
+                "packing weights",
+                percent=100 * done // total,
+                megabytes=total // 1_000_000,
+            )
 
     return log
 
 
 @contextlib.contextmanager
 def _ended_by_signal() -> Iterator[threading.Event]:
-    """While the model loads, SIGTERM ends the process with 0 by SystemExit, a second one at once. As process 1 of a
-    container nothing else would end it. The event is set too: code that swallows exceptions must not lose the signal.
-    Who has served calls `_close_from_now`: what is closed then is cut short at once too.
+    """While the model loads, SIGTERM ends the process with 0 by SystemExit, a second one at once.
+    As process 1 of a container nothing else would end it. The event is set too: code that swallows
+    exceptions must not lose the signal. Who has served calls `_close_from_now`: what is closed then
+    is cut short at once too.
     """
     ended = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -219,14 +252,18 @@ def _ended_by_signal() -> Iterator[threading.Event]:
 
 
 def _close_from_now(ended: threading.Event) -> None:
-    """Another signal ends the process at once, Ctrl-C too: KeyboardInterrupt would only leave one wait for the next."""
+    """Another signal ends the process at once, Ctrl-C too: KeyboardInterrupt would only leave one
+    wait for the next.
+    """
     ended.set()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code (0 ended on request, 1 error, 2 wrong usage, 130 interrupted)."""
+    """Run the command; returns the exit code (0 ended on request, 1 error, 2 wrong usage, 130
+    interrupted).
+    """
     try:
         serve(sys.argv[1:] if argv is None else argv, prog="kvboost-server")
     except KVBoostError as error:

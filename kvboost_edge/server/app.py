@@ -60,7 +60,9 @@ ROUTERS = (
     page.router,
 )
 # Fixed names, so that no parameter of a path can widen what is open.
-_PAGE_PATHS = frozenset({"/", *(f"/static/{name}" for name in page.STATIC_FILES if name != "index.html")})
+_PAGE_PATHS = frozenset(
+    {"/", *(f"/static/{name}" for name in page.STATIC_FILES if name != "index.html")}
+)
 
 
 def create_app(
@@ -70,11 +72,14 @@ def create_app(
     others: Sequence[tuple[tuple[str, ...], ModelSource]] = (),
     budget: int | None = None,
 ) -> FastAPI:
-    """The application. `engine` is the first model, which is loaded; `app.state.kv` is the `ServerState`.
+    """The application. `engine` is the first model, which is loaded; `app.state.kv` is the
+    `ServerState`.
 
-    source   loads the first model again after it was unloaded, and `engine` is closed; None: it stays
+    source   loads the first model again after it was unloaded, and `engine` is closed; None: it
+             stays
     others   names and sources of further models, loaded when somebody asks for them
-    budget   bytes that weights, pools and states of all loaded models may take; None: all that is available now
+    budget   bytes that weights, pools and states of all loaded models may take; None: all that is
+             available now
     """
     shared = Shared(settings, Remembered(len(settings.all_keys)), Normaliser(settings.normalise))
     sources = [(settings.model_names, source), *others]
@@ -82,13 +87,16 @@ def create_app(
         ServedModel(names, one, settings.keep_alive_of(number), History(settings.request_history))
         for number, (names, one) in enumerate(sources)
     ]
-    models = Models(served, shared, reserved_bytes(engine) + available_bytes() if budget is None else budget)
+    models = Models(
+        served, shared, reserved_bytes(engine) + available_bytes() if budget is None else budget
+    )
     loader = models.loader
     loader.adopt(models.first, loader.prepared(models.first, engine))
     if loader.taken > loader.budget:
         raise ConfigError(
-            f"max_model_bytes={loader.budget} is less than the {loader.taken} bytes that weights, pool and states of "
-            "the first model take; give more, or make its pool smaller (--max-cache-bytes, --num-blocks)"
+            f"max_model_bytes={loader.budget} is less than the {loader.taken} bytes that weights, "
+            "pool and states of the first model take; give more, or make its pool smaller "
+            "(--max-cache-bytes, --num-blocks)"
         )
     bodies = Bodies(settings)
     state = ServerState(shared, models, bodies, ServerMetrics(models, bodies))
@@ -106,13 +114,17 @@ def create_app(
     # The last one added is the outermost.
     keys = KeyRing(settings.api_keys, settings.admin_api_keys)
     routes = [route for router in (*ROUTERS, app.router) for route in router.routes]
-    app.add_middleware(Gate, state=state, keys=keys, open_paths=health.OPEN_PATHS | _PAGE_PATHS, routes=routes)
+    app.add_middleware(
+        Gate, state=state, keys=keys, open_paths=health.OPEN_PATHS | _PAGE_PATHS, routes=routes
+    )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["DELETE", "GET", "HEAD", "POST"],
-            allow_headers=["*"],  # OpenAI's client sends a dozen of its own, and new ones with each version
+            allow_headers=[
+                "*"
+            ],  # OpenAI's client sends a dozen of its own, and new ones with each version
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(Envelope, state=state, hosts=HostList(settings))

@@ -1,4 +1,6 @@
-"""What the server asks of an engine. `CPUPagedEngine` answers it in this process; whatever else does can be served."""
+"""What the server asks of an engine. `CPUPagedEngine` answers it in this process; whatever else
+does can be served.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,11 @@ class Figures(Protocol):
 
 
 class Engine(Figures, Protocol):
-    """Each member means what it means of `CPUPagedEngine`, and raises the same errors. Safe to use from any thread.
+    """Each member means what it means of `CPUPagedEngine`, and raises the same errors. Safe to use
+    from any thread.
 
-    `submit`, `kept_answers`, `is_alive` and the properties are used on the event loop, so they never wait; all others
-    are called in worker threads and may.
+    `submit`, `kept_answers`, `is_alive` and the properties are used on the event loop, so they
+    never wait; all others are called in worker threads and may.
     """
 
     @property
@@ -98,9 +101,13 @@ class Engine(Figures, Protocol):
         self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
     ) -> WarmResult: ...
 
-    def unpin(self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None) -> int: ...
+    def unpin(
+        self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> int: ...
 
-    def kept_answers(self, *, tenant: str | None = None, cache_salt: str | None = None) -> KeptAnswers: ...
+    def kept_answers(
+        self, *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> KeptAnswers: ...
 
     def reset_cache(self) -> int: ...
 
@@ -116,12 +123,14 @@ class Replicated(Protocol):
     """What stands for several engines can tell of each."""
 
     def replicas(self, *, patient: bool = False) -> Mapping[str, Figures]:
-        """The figures of each by its name. Waits for them: not for the event loop. patient: for those too that were
-        silent lately."""
+        """The figures of each by its name. Waits for them: not for the event loop. patient: for
+        those too that were silent lately.
+        """
         ...
 
 
 def replicas_of(engine: Engine, *, patient: bool = False) -> Mapping[str, Figures]:
-    """The figures of each of the engines that this one stands for, by name; of a single one under "". patient: see
-    `Replicated.replicas`."""
+    """The figures of each of the engines that this one stands for, by name; of a single one under
+    "". patient: see `Replicated.replicas`.
+    """
     return engine.replicas(patient=patient) if isinstance(engine, Replicated) else {"": engine}

@@ -1,5 +1,6 @@
-"""How each API writes an error: what its clients look for. Chosen by the route's path, as an error may come before a
-route is found."""
+"""How each API writes an error: what its clients look for. Chosen by the route's path, as an error
+may come before a route is found.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +23,35 @@ class Told(Protocol):
 Shape = Callable[[Told], dict[str, Any]]
 
 _ANTHROPIC_KINDS = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    405: "invalid_request_error", 413: "request_too_large", 422: "invalid_request_error", 429: "rate_limit_error",
-    500: "api_error", 503: "overloaded_error", 504: "timeout_error",
-}  # fmt: skip
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 def _openai(error: Told) -> dict[str, Any]:
-    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
 
 
 def _anthropic(error: Told) -> dict[str, Any]:
-    kind = _ANTHROPIC_KINDS.get(error.status_code, "api_error" if error.status_code >= 500 else "invalid_request_error")
+    kind = _ANTHROPIC_KINDS.get(
+        error.status_code, "api_error" if error.status_code >= 500 else "invalid_request_error"
+    )
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 

@@ -1,8 +1,9 @@
-"""Every error of the server in the shape of the API that was asked (error_shapes.py), with the request's id.
+"""Every error of the server in the shape of the API that was asked (error_shapes.py), with the
+request's id.
 
-`ApiError` is raised by routes and by admission; `install_error_handlers` turns it, the engine's errors, validation
-errors and unknown routes into answers. What is not the client's business (tracebacks, messages of libraries) stays
-in the log.
+`ApiError` is raised by routes and by admission; `install_error_handlers` turns it, the engine's
+errors, validation errors and unknown routes into answers. What is not the client's business
+(tracebacks, messages of libraries) stays in the log.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ _SHORT = 1e30  # a number that can be read
 
 
 class ApiError(HTTPException):
-    """An answer with an error status. `code` is for programs, `message` for people, `param` names the field, `kind`
-    is OpenAI's error type (by default the one of the status)."""
+    """An answer with an error status. `code` is for programs, `message` for people, `param` names
+    the field, `kind` is OpenAI's error type (by default the one of the status).
+    """
 
     def __init__(
         self,
@@ -62,7 +64,9 @@ class ApiError(HTTPException):
         self.message = message
         self.code = code
         self.param = param
-        self.kind = kind or _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.kind = kind or _KINDS.get(
+            status, "invalid_request_error" if status < 500 else "server_error"
+        )
 
 
 class QueueFull(ApiError):
@@ -84,7 +88,9 @@ class EngineStopped(ApiError):
     """503: the engine thread ended; only a restart helps."""
 
     def __init__(self) -> None:
-        super().__init__(503, "the engine stopped after an error; restart the server", code="engine_stopped")
+        super().__init__(
+            503, "the engine stopped after an error; restart the server", code="engine_stopped"
+        )
 
 
 class NoReplica(ApiError):
@@ -104,19 +110,25 @@ class DeadlineExceeded(ApiError):
     """504: the request took longer than --request-timeout; its work was stopped."""
 
     def __init__(self, seconds: float) -> None:
-        message = f"the request took longer than {seconds:g} seconds (--request-timeout) and was stopped"
+        message = (
+            f"the request took longer than {seconds:g} seconds (--request-timeout) and was stopped"
+        )
         super().__init__(504, message, code="deadline_exceeded")
 
 
 class ClientGone(ApiError):
-    """499, seen by nobody but the log: the client closed the connection and the work was stopped."""
+    """499, seen by nobody but the log: the client closed the connection and the work was
+    stopped.
+    """
 
     def __init__(self) -> None:
         super().__init__(499, "the client closed the connection", code="client_closed_request")
 
 
 def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError:
-    """The answer that an exception deserves; what is neither ours nor the client's becomes a plain 500."""
+    """The answer that an exception deserves; what is neither ours nor the client's becomes a plain
+    500.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
@@ -129,14 +141,22 @@ def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if not engine_alive:
-        return ApiError(500, "the engine stopped after an error while it ran this request", code="engine_stopped")
+        return ApiError(
+            500,
+            "the engine stopped after an error while it ran this request",
+            code="engine_stopped",
+        )
     if isinstance(error, KVBoostError):
         return ApiError(500, str(error)[:_MAX_MESSAGE], code="engine_error")
-    return ApiError(500, "an internal error ended this request; its id is in the log", code="internal_error")
+    return ApiError(
+        500, "an internal error ended this request; its id is in the log", code="internal_error"
+    )
 
 
 def error_body(error: ApiError, path: str = "") -> dict[str, Any]:
-    """The JSON of an error in the shape of the API that the path belongs to; streams send the same as an event."""
+    """The JSON of an error in the shape of the API that the path belongs to; streams send the same
+    as an event.
+    """
     return shape_of(path)(error)
 
 
@@ -144,7 +164,9 @@ def error_response(error: ApiError, path: str = "") -> Response:
     """The whole answer. The request id is a header that every answer gets (`x-request-id`)."""
     # ASCII only, so that no lone surrogate of the client's input can break the encoding.
     body = json.dumps(error_body(error, path)).encode("ascii")
-    return Response(body, status_code=error.status_code, headers=error.headers, media_type="application/json")
+    return Response(
+        body, status_code=error.status_code, headers=error.headers, media_type="application/json"
+    )
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -164,7 +186,13 @@ def install_error_handlers(app: FastAPI) -> None:
 def log_failure(scope: Mapping[str, Any], error: BaseException) -> None:
     """Log what went wrong and where, with the id that the client was told."""
     request_id = scope.get("kvboost", {}).get("id")
-    log_facts(logging.ERROR, "failure", request_id=request_id, error=type(error).__name__, place=failure_place(error))
+    log_facts(
+        logging.ERROR,
+        "failure",
+        request_id=request_id,
+        error=type(error).__name__,
+        place=failure_place(error),
+    )
 
 
 def _plain(error: HTTPException) -> str:
@@ -181,7 +209,9 @@ def _given(value: object) -> str:
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first complaint of pydantic, naming the field by its path in the body."""
     problems: Sequence[Any] = error.errors()
-    first: Mapping[str, Any] = problems[0] if problems else {"loc": (), "msg": "the request is invalid", "type": ""}
+    first: Mapping[str, Any] = (
+        problems[0] if problems else {"loc": (), "msg": "the request is invalid", "type": ""}
+    )
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     path = [str(part) for part in first["loc"][1:]]

@@ -1,7 +1,8 @@
-"""Log lines with facts in fields: JSON, key=value, or plain lines in a terminal. No prompt, no answer, no key reaches
-them.
+"""Log lines with facts in fields: JSON, key=value, or plain lines in a terminal. No prompt, no
+answer, no key reaches them.
 
-Exceptions appear by type and place only, because messages of libraries may quote what a client sent.
+Exceptions appear by type and place only, because messages of libraries may quote what a client
+sent.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class _KeyValues(logging.Formatter):
 
 
 def configure_logging(settings: ServerSettings, stream: TextIO | None = None) -> None:
-    """Send the server's and uvicorn's messages to `stream` (standard error) in the chosen format."""
+    """Send the server's and uvicorn's messages to `stream` (standard error) in the chosen
+    format.
+    """
     stream = sys.stderr if stream is None else stream
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_formatter(settings, stream))
@@ -75,7 +78,9 @@ def log_facts(level: int, event: str, **facts: Any) -> None:
     """Log an event with its facts; those that are None are left out."""
     logger = logging.getLogger(LOGGER_NAME)
     if logger.isEnabledFor(level):
-        logger.log(level, event, extra={"facts": {name: v for name, v in facts.items() if v is not None}})
+        logger.log(
+            level, event, extra={"facts": {name: v for name, v in facts.items() if v is not None}}
+        )
 
 
 def failure_place(error: BaseException) -> str:

@@ -1,7 +1,9 @@
-"""Prometheus metrics under the names of vLLM and llama.cpp, so that dashboards made for them work, and our own.
+"""Prometheus metrics under the names of vLLM and llama.cpp, so that dashboards made for them work,
+and our own.
 
-What happens to requests is counted as it happens; what the engine knows (pool, memory, queue) is read when Prometheus
-asks. Every model has a registry of its own; models/exposition.py makes one text of them.
+What happens to requests is counted as it happens; what the engine knows (pool, memory, queue) is
+read when Prometheus asks. Every model has a registry of its own; models/exposition.py makes one
+text of them.
 """
 
 from __future__ import annotations
@@ -28,10 +30,61 @@ if TYPE_CHECKING:
 __all__ = ["Metrics"]
 
 # vLLM's buckets, in seconds.
-_FIRST_TOKEN: tuple[float, ...] = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0)
+_FIRST_TOKEN: tuple[float, ...] = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+)
 _FIRST_TOKEN += (7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
-_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-_REQUEST: tuple[float, ...] = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+_PER_TOKEN = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+_REQUEST: tuple[float, ...] = (
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+)
 _REQUEST += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 # Fields of TierStats, their names here and what they say.
 _TIER_GAUGES = {
@@ -46,7 +99,10 @@ _TIER_COUNTERS = {
     "written_blocks": ("written_blocks", "Blocks stored in a tier."),
     "written_bytes": ("written_bytes", "Their bytes."),
     "missing": ("missing_blocks", "Blocks a tier was asked for and had not."),
-    "refused": ("refused_blocks", "Blocks that were damaged or not what was asked for, and were dropped."),
+    "refused": (
+        "refused_blocks",
+        "Blocks that were damaged or not what was asked for, and were dropped.",
+    ),
     "evicted": ("evicted_blocks", "Blocks a tier dropped for room."),
     "not_written": ("unstored_blocks", "Blocks a tier could not store."),
     "errors": ("errors", "Failed operations of a tier's device or connection."),
@@ -56,15 +112,19 @@ _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout"
 
 
 class Metrics:
-    """All metrics of one model, whose name they bear. `observe` is cheap; what the registry collects reads the engine,
-    if there is one at the moment."""
+    """All metrics of one model, whose name they bear. `observe` is cheap; what the registry
+    collects reads the engine, if there is one at the moment.
+    """
 
     def __init__(self, engine: Engine, model_name: str, admission: Admission) -> None:
         self.registry = CollectorRegistry()
         self._vllm = _RequestMetrics(self.registry, model_name, engine.runner_info.max_context)
         self._speeds = Speeds()
         self._hits = Counter(
-            "kvboost:hit_tokens", "Prompt tokens found in a tier.", ["model_name", "tier"], registry=self.registry
+            "kvboost:hit_tokens",
+            "Prompt tokens found in a tier.",
+            ["model_name", "tier"],
+            registry=self.registry,
         )
         self._misses = Counter(
             "kvboost:misses",
@@ -102,11 +162,15 @@ class Metrics:
         self._causes.labels(self._model_name, cause).inc()
 
     def observe_aborted(self, num_sequences: int) -> None:
-        """Count sequences that nobody waited for to the end: the client left, the deadline passed, the server ended."""
+        """Count sequences that nobody waited for to the end: the client left, the deadline passed,
+        the server ended.
+        """
         self._vllm.count("cancelled", num_sequences)
 
     def throughput(self) -> dict[str, float]:
-        """Totals since the start, and speeds over the last minute in tokens a second and request."""
+        """Totals since the start, and speeds over the last minute in tokens a second and
+        request.
+        """
         speeds = self._speeds
         prompt, generated = speeds.recent()
         return {
@@ -117,7 +181,9 @@ class Metrics:
         }
 
     def recent_prompts(self) -> tuple[Mapping[str, int], int, int]:
-        """Prompt tokens of the last minute: found in each tier, shared at other positions, computed."""
+        """Prompt tokens of the last minute: found in each tier, shared at other positions,
+        computed.
+        """
         return self._speeds.recent_prompts()
 
 
@@ -126,28 +192,53 @@ class _RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str, max_context: int) -> None:
         def counter(name: str, text: str) -> Counter:
-            return Counter(f"vllm:{name}", text, ["model_name"], registry=registry).labels(model_name)
+            return Counter(f"vllm:{name}", text, ["model_name"], registry=registry).labels(
+                model_name
+            )
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=registry)
+            made = Histogram(
+                f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=registry
+            )
             return made.labels(model_name)
 
         counts = tuple(_one_two_five(max_context))
         self._success = Counter(
-            "vllm:request_success", "Finished requests.", ["model_name", "finished_reason"], registry=registry
+            "vllm:request_success",
+            "Finished requests.",
+            ["model_name", "finished_reason"],
+            registry=registry,
         )
-        self._by_reason = {ours: self._success.labels(model_name, theirs) for ours, theirs in _FINISHED.items()}
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests, cached ones included.")
-        self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens whose KV came from the cache.")
+        self._by_reason = {
+            ours: self._success.labels(model_name, theirs) for ours, theirs in _FINISHED.items()
+        }
+        self._prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens of finished requests, cached ones included."
+        )
+        self._cached_tokens = counter(
+            "prompt_tokens_cached", "Prompt tokens whose KV came from the cache."
+        )
         self._generation_tokens = counter("generation_tokens", "Generated tokens.")
-        self._first_token = histogram("time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN)
-        self._between = histogram("inter_token_latency_seconds", "Time between two tokens.", _PER_TOKEN)
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN
+        )
+        self._between = histogram(
+            "inter_token_latency_seconds", "Time between two tokens.", _PER_TOKEN
+        )
         self._total = histogram("e2e_request_latency_seconds", "Time from entry to end.", _REQUEST)
         self._queue = histogram("request_queue_time_seconds", "Time spent waiting.", _REQUEST)
-        self._prefill = histogram("request_prefill_time_seconds", "Time spent on the prompt.", _REQUEST)
-        self._decode = histogram("request_decode_time_seconds", "Time spent on the output.", _REQUEST)
-        self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request.", counts)
-        self._output_size = histogram("request_generation_tokens", "Generated tokens of a request.", counts)
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "Time spent on the prompt.", _REQUEST
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds", "Time spent on the output.", _REQUEST
+        )
+        self._prompt_size = histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", counts
+        )
+        self._output_size = histogram(
+            "request_generation_tokens", "Generated tokens of a request.", counts
+        )
 
     def count(self, finish_reason: str, num_sequences: int = 1) -> None:
         self._by_reason[finish_reason].inc(num_sequences)
@@ -174,13 +265,23 @@ class _ReuseMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def counter(name: str, text: str) -> Counter:
-            return Counter(f"kvboost:{name}", text, ["model_name"], registry=registry).labels(model_name)
+            return Counter(f"kvboost:{name}", text, ["model_name"], registry=registry).labels(
+                model_name
+            )
 
-        requests = Counter("kvboost:requests", "Requests by what ran.", ["model_name", "mode"], registry=registry)
+        requests = Counter(
+            "kvboost:requests", "Requests by what ran.", ["model_name", "mode"], registry=registry
+        )
         self._requests = {mode: requests.labels(model_name, mode.value) for mode in GenerationMode}
-        self._span_tokens = counter("reused_span_tokens", "Prompt tokens shared at other positions: approximate.")
-        self._recomputed = counter("recomputed_tokens", "Prompt tokens found at other positions and computed anew.")
-        self._probe_seconds = counter("probe_seconds", "Time spent on choosing those, one layer of the model.")
+        self._span_tokens = counter(
+            "reused_span_tokens", "Prompt tokens shared at other positions: approximate."
+        )
+        self._recomputed = counter(
+            "recomputed_tokens", "Prompt tokens found at other positions and computed anew."
+        )
+        self._probe_seconds = counter(
+            "probe_seconds", "Time spent on choosing those, one layer of the model."
+        )
 
     def observe(self, result: GenerationResult) -> None:
         self._requests[result.mode].inc()
@@ -190,10 +291,13 @@ class _ReuseMetrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine when asked. A stopped engine leaves `kvboost:engine_alive 0` and the server's own figures, a
-    model that is not loaded leaves nothing here."""
+    """Reads the engine when asked. A stopped engine leaves `kvboost:engine_alive 0` and the
+    server's own figures, a model that is not loaded leaves nothing here.
+    """
 
-    def __init__(self, engine: Engine, model_name: str, admission: Admission, speeds: Speeds) -> None:
+    def __init__(
+        self, engine: Engine, model_name: str, admission: Admission, speeds: Speeds
+    ) -> None:
         self.read: tuple[Engine, Admission] | None = (engine, admission)
         self._model_name = model_name
         self._speeds = speeds
@@ -208,11 +312,15 @@ class _EngineCollector(Collector):
         yield from self._of_server(engine, admission)
         yield from self._by_llamacpp_of_server()
         try:
-            read_each = [(name, figures.paged_stats()) for name, figures in replicas_of(engine).items()]
+            read_each = [
+                (name, figures.paged_stats()) for name, figures in replicas_of(engine).items()
+            ]
         except (KVBoostError, ApiError):
             return
         cache_dtype = f"kv_bits_{engine.config.kv_cache_bits}"
-        yield from _by_replica((name, self._of_engine(stats, cache_dtype)) for name, stats in read_each)
+        yield from _by_replica(
+            (name, self._of_engine(stats, cache_dtype)) for name, stats in read_each
+        )
 
     def _of_engine(self, stats: dict[str, Any], cache_dtype: str) -> Iterator[Metric]:
         yield from self._by_vllm(stats, cache_dtype)
@@ -224,17 +332,24 @@ class _EngineCollector(Collector):
         alive = float(engine.is_alive())
         yield self._gauge("kvboost:engine_alive", "1 while the engine computes requests.", alive)
         yield self._gauge("kvboost:sequences_in_flight", "Admitted sequences.", admission.sequences)
-        yield self._gauge("kvboost:tokens_in_flight", "Their tokens, estimated at admission.", admission.tokens)
+        yield self._gauge(
+            "kvboost:tokens_in_flight", "Their tokens, estimated at admission.", admission.tokens
+        )
         refused = admission.refused
         held = admission.groups.held
-        yield self._counter("kvboost:requests_refused", "Requests refused because the queue was full.", refused)
+        yield self._counter(
+            "kvboost:requests_refused", "Requests refused because the queue was full.", refused
+        )
         yield self._counter("kvboost:batch_window_held", "Requests held by the batch window.", held)
 
     def _by_vllm(self, stats: dict[str, Any], cache_dtype: str) -> Iterator[Metric]:
         gauges = {
             "num_requests_running": ("Requests that are computed.", stats["num_running"]),
             "num_requests_waiting": ("Requests that wait.", stats["num_waiting"]),
-            "kv_cache_usage_perc": ("Share of the blocks in use; 1 is all of them.", stats["block_utilization"]),
+            "kv_cache_usage_perc": (
+                "Share of the blocks in use; 1 is all of them.",
+                stats["block_utilization"],
+            ),
         }
         queries = stats["hit_tokens"] + stats["span_tokens"] + stats["miss_tokens"]
         counters = {
@@ -242,7 +357,10 @@ class _EngineCollector(Collector):
             "prefix_cache_hits": ("Prompt tokens found.", stats["hit_tokens"]),
             "spec_decode_num_draft_tokens": ("Tokens guessed ahead.", stats["drafted_tokens"]),
             "spec_decode_num_accepted_tokens": ("Those that were right.", stats["accepted_tokens"]),
-            "num_preemptions": ("Requests that lost their blocks and were computed anew.", stats["preemptions"]),
+            "num_preemptions": (
+                "Requests that lost their blocks and were computed anew.",
+                stats["preemptions"],
+            ),
         }
         for name, (text, value) in gauges.items():
             yield self._gauge(f"vllm:{name}", text, value)
@@ -270,7 +388,10 @@ class _EngineCollector(Collector):
         }
         gauges = {
             "prompt_tokens_seconds": ("Prompt tokens a second, last minute.", prompt_speed),
-            "predicted_tokens_seconds": ("Generated tokens a second and request, last minute.", output_speed),
+            "predicted_tokens_seconds": (
+                "Generated tokens a second and request, last minute.",
+                output_speed,
+            ),
         }
         for name, (text, value) in counters.items():
             yield self._counter(f"llamacpp:{name}", text, value)
@@ -288,12 +409,18 @@ class _EngineCollector(Collector):
             yield self._gauge(f"llamacpp:{name}", text, value)
 
     def _of_pool(self, stats: dict[str, Any]) -> Iterator[Metric]:
-        memory = GaugeMetricFamily("kvboost:memory_bytes", "Memory by owner.", labels=["model_name", "owner"])
+        memory = GaugeMetricFamily(
+            "kvboost:memory_bytes", "Memory by owner.", labels=["model_name", "owner"]
+        )
         for owner in ("weight", "pool", "state", "copied", "other"):
             memory.add_metric([self._model_name, owner], stats[f"{owner}_bytes"])
         yield memory
-        yield self._gauge("kvboost:bytes_per_block", "Size of a block over all layers.", stats["bytes_per_block"])
-        blocks = GaugeMetricFamily("kvboost:blocks", "Blocks by state.", labels=["model_name", "state"])
+        yield self._gauge(
+            "kvboost:bytes_per_block", "Size of a block over all layers.", stats["bytes_per_block"]
+        )
+        blocks = GaugeMetricFamily(
+            "kvboost:blocks", "Blocks by state.", labels=["model_name", "state"]
+        )
         for state, count in (
             ("free", stats["free_blocks"] - stats["cached_blocks"]),
             ("cached", stats["cached_blocks"]),
@@ -302,9 +429,15 @@ class _EngineCollector(Collector):
         ):
             blocks.add_metric([self._model_name, state], count)
         yield blocks
-        yield self._gauge("kvboost:pinned_blocks", "Used blocks that are pinned.", stats["pinned_blocks"])
-        yield self._gauge("kvboost:retained_blocks", "Blocks that are given up last.", stats["retained_blocks"])
-        slots = GaugeMetricFamily("kvboost:state_slots", "Slots of states.", labels=["model_name", "state"])
+        yield self._gauge(
+            "kvboost:pinned_blocks", "Used blocks that are pinned.", stats["pinned_blocks"]
+        )
+        yield self._gauge(
+            "kvboost:retained_blocks", "Blocks that are given up last.", stats["retained_blocks"]
+        )
+        slots = GaugeMetricFamily(
+            "kvboost:state_slots", "Slots of states.", labels=["model_name", "state"]
+        )
         kept = sum(stats["state_snapshots"].values())
         for state, count in (
             ("free", stats["state_slots"] - stats["state_slots_used"]),
@@ -313,17 +446,32 @@ class _EngineCollector(Collector):
         ):
             slots.add_metric([self._model_name, state], count)
         yield slots
-        replayed = "Prompt tokens computed again for their state: their keys and values were cached."
+        replayed = (
+            "Prompt tokens computed again for their state: their keys and values were cached."
+        )
         yield self._counter("kvboost:replayed_tokens", replayed, stats["replayed_tokens"])
-        yield self._counter("kvboost:evictions", "Cached blocks given to other tokens.", stats["evictions"])
-        yield self._counter("kvboost:cow_copies", "Blocks copied before they were written.", stats["cow_copies"])
+        yield self._counter(
+            "kvboost:evictions", "Cached blocks given to other tokens.", stats["evictions"]
+        )
+        yield self._counter(
+            "kvboost:cow_copies", "Blocks copied before they were written.", stats["cow_copies"]
+        )
 
     def _of_tiers(self, stats: dict[str, Any]) -> Iterator[Metric]:
-        yield self._gauge("kvboost:staging_bytes", "Blocks on their way to and from tiers.", stats["staging_bytes"])
-        yield self._counter(
-            "kvboost:lost_blocks", "Blocks evicted before a tier could take them.", stats["lost_blocks"]
+        yield self._gauge(
+            "kvboost:staging_bytes",
+            "Blocks on their way to and from tiers.",
+            stats["staging_bytes"],
         )
-        for kind, fields in ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS)):
+        yield self._counter(
+            "kvboost:lost_blocks",
+            "Blocks evicted before a tier could take them.",
+            stats["lost_blocks"],
+        )
+        for kind, fields in (
+            (GaugeMetricFamily, _TIER_GAUGES),
+            (CounterMetricFamily, _TIER_COUNTERS),
+        ):
             for field, (name, text) in fields.items():
                 family = kind(f"kvboost:tier_{name}", text, labels=["model_name", "tier"])
                 for tier, stat in stats["tiers"].items():
@@ -343,13 +491,17 @@ class _EngineCollector(Collector):
 
 
 def _by_replica(engines: Iterable[tuple[str, Iterable[Metric]]]) -> Iterator[Metric]:
-    """The same metrics of several engines as one, each value with the name of its replica; of one without a name as
-    they are."""
+    """The same metrics of several engines as one, each value with the name of its replica; of one
+    without a name as they are.
+    """
     merged: dict[str, Metric] = {}
     for replica, metrics in engines:
         for metric in metrics:
             if replica:
-                metric.samples = [one._replace(labels={**one.labels, "replica": replica}) for one in metric.samples]
+                metric.samples = [
+                    one._replace(labels={**one.labels, "replica": replica})
+                    for one in metric.samples
+                ]
             known = merged.setdefault(metric.name, metric)
             if known is not metric:
                 known.samples += metric.samples

@@ -1,7 +1,8 @@
 """Running the server: uvicorn with our protocol, our signals and our logs.
 
-The first SIGTERM or SIGINT turns /ready to 503 and takes no new generating request, while those in progress go on for
-`drain_seconds` at most; then the listener closes and the process exits with 0. A second signal exits at once.
+The first SIGTERM or SIGINT turns /ready to 503 and takes no new generating request, while those in
+progress go on for `drain_seconds` at most; then the listener closes and the process exits with 0. A
+second signal exits at once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["DrainingServer", "bind", "freeze_heap", "run_server"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LAST_SECONDS = 2  # what is cancelled at the end of the grace may take so long to say so, and its client to read it
+# What is cancelled at the end of the grace may take so long to say so, and its client to read it.
+_LAST_SECONDS = 2
 _CUT_SECONDS = 1  # who works for a connection that was cut off then may take so long to notice
 _BACKLOG = 1024
 
@@ -62,7 +64,9 @@ class DrainingServer(uvicorn.Server):
         self._drain_until: float | None = None
 
     def drain(self) -> None:
-        """Begin to end: nothing new, and `drain_seconds` for what is in progress. Safe to call from any thread."""
+        """Begin to end: nothing new, and `drain_seconds` for what is in progress. Safe to call from
+        any thread.
+        """
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._state.settings.drain_seconds
             self._state.drain()
@@ -74,7 +78,9 @@ class DrainingServer(uvicorn.Server):
             os._exit(128 + sig)
         running = self._state.sequences
         hint = "another signal, or Ctrl-C, stops at once" if running else None
-        log_facts(logging.INFO, "draining", signal=signal.Signals(sig).name, in_flight=running, hint=hint)
+        log_facts(
+            logging.INFO, "draining", signal=signal.Signals(sig).name, in_flight=running, hint=hint
+        )
         self.drain()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -100,7 +106,9 @@ class DrainingServer(uvicorn.Server):
         await self._state.models.close()
 
     def _cut_off(self) -> None:
-        """Who has not sent its request by now, or not taken its answer, has gone as far as anybody here can tell."""
+        """Who has not sent its request by now, or not taken its answer, has gone as far as anybody
+        here can tell.
+        """
         connections = list(self.server_state.connections)
         if connections:
             log_facts(logging.WARNING, "connections cut off", count=len(connections))
@@ -109,7 +117,9 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's, it does not raise the signal again at the end: a clean end exits with 0."""
+        """Unlike uvicorn's, it does not raise the signal again at the end: a clean end exits with
+        0.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -122,11 +132,15 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """A socket at the address, not listening yet; port 0 takes a free one. Raises ConfigError naming address and
-    reason."""
+    """A socket at the address, not listening yet; port 0 takes a free one. Raises ConfigError
+    naming address and reason.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
-            settings.host.strip("[]"), settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            settings.host.strip("[]"),
+            settings.port,
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
         )[0]
         listener = socket.socket(family, kind, proto)
         try:
@@ -142,8 +156,9 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) -> None:
-    """Serve an app of `create_app` on a socket from `bind` until told to end. The first engine and the socket stay
-    open."""
+    """Serve an app of `create_app` on a socket from `bind` until told to end. The first engine and
+    the socket stay open.
+    """
     host, port = listener.getsockname()[:2]
     server = DrainingServer(app, settings)
     try:
@@ -162,7 +177,8 @@ def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) 
         api_keys=len(settings.all_keys),
     )
     freeze_heap()
-    # Not before: for a second nothing else runs then, and who comes in it waits no longer than for a later start.
+    # Not before: for a second nothing else runs then, and who comes in it waits no longer than for
+    # a later start.
     app.state.kv.first.engine.read_ahead()
     try:
         server.run(sockets=[listener])
@@ -173,15 +189,19 @@ def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) 
 
 def _opened(host: str, url: str) -> str:
     """As a browser on this machine reaches it: an address that stands for all is none to go to."""
-    return url.replace(host, "127.0.0.1", 1) if host == "0.0.0.0" else url.replace("[::]", "[::1]", 1)
+    return (
+        url.replace(host, "127.0.0.1", 1) if host == "0.0.0.0" else url.replace("[::]", "[::1]", 1)
+    )
 
 
 def freeze_heap() -> None:
-    """What is there now stays: a full collection would read all of it again and hold the event loop for 50 ms.
+    """What is there now stays: a full collection would read all of it again and hold the event loop
+    for 50 ms.
 
-    The collector waits with a full collection until what is new is a quarter of what the last one left. After the
-    second call, which has nothing to read, that is nothing: else the garbage of tens of thousands of requests, whose
-    tasks and errors refer to each other in circles, would be kept first.
+    The collector waits with a full collection until what is new is a quarter of what the last one
+    left. After the second call, which has nothing to read, that is nothing: else the garbage of
+    tens of thousands of requests, whose tasks and errors refer to each other in circles, would be
+    kept first.
     """
     gc.collect()
     gc.freeze()
@@ -190,5 +210,6 @@ def freeze_heap() -> None:
 
 def _not_listening(settings: ServerSettings, error: OSError) -> ConfigError:
     return ConfigError(
-        f"cannot listen on host={settings.host!r} port={settings.port}: {error.strerror}; choose another --port"
+        f"cannot listen on host={settings.host!r} port={settings.port}: {error.strerror}; choose "
+        "another --port"
     )

@@ -1,5 +1,6 @@
-"""Tokens a second, and where prompt tokens came from, over the last minute. Kept is one sum for each second: however
-many requests end, and whether or not anybody asks, that is no more memory."""
+"""Tokens a second, and where prompt tokens came from, over the last minute. Kept is one sum for
+each second: however many requests end, and whether or not anybody asks, that is no more memory.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ _WINDOW_SECONDS = 60
 
 @dataclasses.dataclass(slots=True)
 class _Sums:
-    """Of the requests that ended within one second of the clock. hit_tokens: by tier; span_tokens: shared at other
-    positions."""
+    """Of the requests that ended within one second of the clock. hit_tokens: by tier; span_tokens:
+    shared at other positions.
+    """
 
     second: int
     hit_tokens: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -33,8 +35,9 @@ class _Sums:
 
 
 class Speeds:
-    """llama.cpp's totals and its average speeds, here over the last minute. Totals count computed prompt tokens only,
-    as llama.cpp's do."""
+    """llama.cpp's totals and its average speeds, here over the last minute. Totals count computed
+    prompt tokens only, as llama.cpp's do.
+    """
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -59,7 +62,9 @@ class Speeds:
             self._recent[-1].span_tokens += result.reused_span_tokens
 
     def recent(self) -> tuple[float, float]:
-        """Prompt and output tokens a second of the requests that ended in the last minute; 0 when there was none."""
+        """Prompt and output tokens a second of the requests that ended in the last minute; 0 when
+        there was none.
+        """
         with self._lock:
             self._forget_old()
             prompt_tokens = sum(sums.prompt_tokens for sums in self._recent)
@@ -72,8 +77,9 @@ class Speeds:
         )
 
     def recent_prompts(self) -> tuple[Mapping[str, int], int, int]:
-        """Prompt tokens of the requests that ended in the last minute: those of the cache by tier, those shared at
-        other positions, those computed."""
+        """Prompt tokens of the requests that ended in the last minute: those of the cache by tier,
+        those shared at other positions, those computed.
+        """
         with self._lock:
             self._forget_old()
             hits = sum((sums.hit_tokens for sums in self._recent), Counter[str]())

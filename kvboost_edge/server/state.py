@@ -1,4 +1,6 @@
-"""What a request works with: one loaded model, found by `state_of(request)`, and what all models of a server share."""
+"""What a request works with: one loaded model, found by `state_of(request)`, and what all models of
+a server share.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["MODEL_FACT", "Looks", "ModelState", "Shared", "keep_state", "model_of", "state_of"]
 
 MODEL_FACT = "model_state"
-"""Where the facts of a request, which all of its scopes have in common, hold its model; it is taken out in the end."""
+"""Where the facts of a request, which all of its scopes have in common, hold its model; it is taken
+out in the end.
+"""
 
 
 @dataclasses.dataclass(slots=True)
 class Shared:
-    """What is one for all models of a server. `draining` is set once, when the server was told to end. `created` is
-    seconds since the epoch."""
+    """What is one for all models of a server. `draining` is set once, when the server was told to
+    end. `created` is seconds since the epoch.
+    """
 
     settings: ServerSettings
     remembered: Remembered
@@ -42,7 +47,9 @@ class Shared:
 
 
 class Looks:
-    """Who asks a model's engine for something beside requests. Only the event loop's thread touches it."""
+    """Who asks a model's engine for something beside requests. Only the event loop's thread touches
+    it.
+    """
 
     def __init__(self) -> None:
         self._count = 0
@@ -68,8 +75,10 @@ class Looks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelState:
-    """A model from when it is loaded until it is unloaded. `model_name` is the first of its names, the one that answers
-    tell. Requests hold it by a lease; who only looks holds its engine by `looks`."""
+    """A model from when it is loaded until it is unloaded. `model_name` is the first of its names,
+    the one that answers tell. Requests hold it by a lease; who only looks holds its engine by
+    `looks`.
+    """
 
     engine: Engine
     model_name: str
@@ -92,11 +101,12 @@ class ModelState:
         return self.shared.normaliser
 
     def admit(self, request: Request, num_tokens: int, num_sequences: int = 1) -> Ticket:
-        """A ticket to enter with `async with`. `num_tokens` is what the request may hold, prompt and output, estimated
-        before tokenization; `num_sequences` counts prompts x choices. The body must have been read.
+        """A ticket to enter with `async with`. `num_tokens` is what the request may hold, prompt
+        and output, estimated before tokenization; `num_sequences` counts prompts x choices. The
+        body must have been read.
 
-        Raises ShuttingDown, EngineStopped or NoReplica (503); entering raises for a full queue and for what
-        could never fit.
+        Raises ShuttingDown, EngineStopped or NoReplica (503); entering raises for a full queue and
+        for what could never fit.
         """
         if not self.engine.is_alive():
             raise stopped(self.engine)

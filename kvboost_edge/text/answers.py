@@ -1,4 +1,6 @@
-"""A rendered chat in token ids, the assistant's own messages with the ids they were generated with."""
+"""A rendered chat in token ids, the assistant's own messages with the ids they were generated
+with.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ class Encoder(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
-def encode_with_answers(text: str, answers: Sequence[str], tokenizer: Encoder, find: FindAnswer) -> list[int]:
-    """Token ids of a rendered chat, with the kept ids of those `answers` that stand in it exactly once.
+def encode_with_answers(
+    text: str, answers: Sequence[str], tokenizer: Encoder, find: FindAnswer
+) -> list[int]:
+    """Token ids of a rendered chat, with the kept ids of those `answers` that stand in it exactly
+    once.
 
-    answers   the texts of the assistant's messages, in the order of the chat
-    What comes out stands for the same text as the tokenizer's own ids; where it would not, those are returned.
+    answers   the texts of the assistant's messages, in the order of the chat What comes out stands
+              for the same text as the tokenizer's own ids; where it would not, those are returned.
     """
     own = tokenizer.encode(text, add_special_tokens=False)
     ids: list[int] = []
@@ -39,5 +44,7 @@ def encode_with_answers(text: str, answers: Sequence[str], tokenizer: Encoder, f
     if not done:
         return own
     ids += tokenizer.encode(text[done:], add_special_tokens=False) if done < len(text) else []
-    same = tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.decode(own, skip_special_tokens=False)
+    same = tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.decode(
+        own, skip_special_tokens=False
+    )
     return ids if same else own

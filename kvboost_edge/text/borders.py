@@ -1,4 +1,6 @@
-"""Where the user's messages begin in a prompt: what stands before may be the beginning of other prompts too."""
+"""Where the user's messages begin in a prompt: what stands before may be the beginning of other
+prompts too.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ _HEADERS: MutableMapping[Tokenizer, tuple[int, ...]] = weakref.WeakKeyDictionary
 
 
 def user_starts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Positions at which the chat template begins messages of the user, ascending: behind system message and tools, and
-    behind each answer. None for a model without a template, or one that begins them with no special token."""
+    """Positions at which the chat template begins messages of the user, ascending: behind system
+    message and tools, and behind each answer. None for a model without a template, or one that
+    begins them with no special token.
+    """
     header = _user_header(tokenizer)
     if not header or len(token_ids) < len(header):
         return ()
@@ -43,8 +47,9 @@ def _user_header(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _read_header(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens with which each message of the user begins, from a special one on; without white space at the end, as
-    that may be one token with what follows."""
+    """The tokens with which each message of the user begins, from a special one on; without white
+    space at the end, as that may be one token with what follows.
+    """
     messages = [
         {"role": "user", "content": _FIRST},
         {"role": "assistant", "content": _ANSWER},
@@ -62,5 +67,9 @@ def _read_header(tokenizer: Tokenizer) -> tuple[int, ...]:
     pairs = zip(reversed(before), reversed(between), strict=False)
     length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     common = between[len(between) - length :].rstrip()
-    specials = [place for special in tokenizer.codec.special_texts()[0] if (place := common.find(special)) >= 0]
+    specials = [
+        place
+        for special in tokenizer.codec.special_texts()[0]
+        if (place := common.find(special)) >= 0
+    ]
     return tuple(tokenizer.encode(common[min(specials) :], False)) if specials else ()

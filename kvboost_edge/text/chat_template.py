@@ -1,7 +1,8 @@
 """Chat messages to prompt text, by the model's Jinja template, in a sandbox.
 
-The template comes with the model and is not trusted: it runs in jinja2's ImmutableSandboxedEnvironment, sees plain
-copies of the data, and has no loader, no file and no Python object to hold on to.
+The template comes with the model and is not trusted: it runs in jinja2's
+ImmutableSandboxedEnvironment, sees plain copies of the data, and has no loader, no file and no
+Python object to hold on to.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ from kvboost_edge.errors import ModelFormatError, RequestError
 
 __all__ = ["ChatTemplate", "is_reserved", "plain_messages", "plain_tools"]
 
-# A prompt of this many characters is beyond every context; a template that writes more is broken or hostile.
+# A prompt of this many characters is beyond every context; a template that writes more is broken or
+# hostile.
 _MAX_CHARS = 1 << 28
 # What a template is given by us, and what the name means to Jinja itself.
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_JINJA_NAMES = frozenset({"self", "super", "caller", "varargs", "kwargs", "loop", "true", "false", "none", "None"})
+_JINJA_NAMES = frozenset(
+    {"self", "super", "caller", "varargs", "kwargs", "loop", "true", "false", "none", "None"}
+)
 
 
 class ChatTemplate:
-    """A compiled chat template. `variables` are the special tokens as text (bos_token, eos_token, ...)."""
+    """A compiled chat template. `variables` are the special tokens as text (bos_token, eos_token,
+    ...).
+    """
 
     def __init__(self, source: str, *, model_name: str, variables: Mapping[str, str]) -> None:
         """A template that is not valid Jinja raises ModelFormatError that names the model."""
@@ -42,7 +48,9 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
-            raise ModelFormatError(f"the chat template of {model_name} is not valid: {error}") from error
+            raise ModelFormatError(
+                f"the chat template of {model_name} is not valid: {error}"
+            ) from error
 
     def render(
         self,
@@ -52,12 +60,15 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. What the template refuses, or the sandbox refuses it, raises RequestError; so does a
-        variable whose name `is_reserved`."""
+        """The prompt text. What the template refuses, or the sandbox refuses it, raises
+        RequestError; so does a variable whose name `is_reserved`.
+        """
         given = _plain(dict(variables or {}), "a template variable")
         for name in given:
             if is_reserved(name):
-                raise RequestError(f"{name!r} is no name for a template variable: it has a meaning of its own")
+                raise RequestError(
+                    f"{name!r} is no name for a template variable: it has a meaning of its own"
+                )
         context = {
             **self._variables,
             **given,
@@ -75,16 +86,29 @@ class ChatTemplate:
                 if size > _MAX_CHARS:
                     raise jinja2.TemplateError(f"it writes more than {_MAX_CHARS} characters")
                 parts.append(part)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError) as error:
-            raise RequestError(f"the chat template of {self._model_name} refused the messages: {error}") from error
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+            MemoryError,
+        ) as error:
+            raise RequestError(
+                f"the chat template of {self._model_name} refused the messages: {error}"
+            ) from error
         except (AttributeError, RecursionError) as error:
-            raise RequestError(f"the chat template of {self._model_name} failed: {error}") from error
+            raise RequestError(
+                f"the chat template of {self._model_name} failed: {error}"
+            ) from error
         return "".join(parts)
 
 
 def is_reserved(name: str) -> bool:
-    """True for a name that a template variable of a caller may not have: what the template is given in any case
-    (messages, special tokens such as bos_token), Jinja's own names and functions, and what is no identifier."""
+    """True for a name that a template variable of a caller may not have: what the template is given
+    in any case (messages, special tokens such as bos_token), Jinja's own names and functions, and
+    what is no identifier.
+    """
     if not name.isidentifier() or name.startswith("_") or name.endswith("_token"):
         return True
     return name in _GIVEN or name in _JINJA_NAMES or name in _global_names()
@@ -101,22 +125,30 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise RequestError(f"chat messages must be a list of dicts, got {type(messages).__name__}")
     if not messages:
-        raise RequestError("chat messages are empty; give at least one {'role': ..., 'content': ...}")
+        raise RequestError(
+            "chat messages are empty; give at least one {'role': ..., 'content': ...}"
+        )
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise RequestError(f"chat message {i} must be a dict, got {type(message).__name__}")
         if not isinstance(message.get("role"), str) or not message["role"]:
-            raise RequestError(f"chat message {i} needs a 'role' string, got {message.get('role')!r}")
+            raise RequestError(
+                f"chat message {i} needs a 'role' string, got {message.get('role')!r}"
+            )
         if "content" not in message and "tool_calls" not in message:
             raise RequestError(f"chat message {i} (role {message['role']!r}) has no 'content'")
         if not isinstance(message.get("content"), (str, list, type(None))):
             kind = type(message["content"]).__name__
-            raise RequestError(f"content of chat message {i} must be a string or a list of parts, got {kind}")
+            raise RequestError(
+                f"content of chat message {i} must be a string or a list of parts, got {kind}"
+            )
     return [_plain(message, f"chat message {i}") for i, message in enumerate(messages)]
 
 
 def plain_tools(tools: object) -> list[dict[str, Any]]:
-    """A deep plain copy of the tools a template is given; RequestError names what is wrong with them."""
+    """A deep plain copy of the tools a template is given; RequestError names what is wrong with
+    them.
+    """
     if not isinstance(tools, (list, tuple)):
         raise RequestError(f"tools must be a list of dicts, got {type(tools).__name__}")
     for i, tool in enumerate(tools):
@@ -141,7 +173,9 @@ def _plain(value: Any, what: str, depth: int = 0) -> Any:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the model's own words for training; here it only shows them."""
+    """`{% generation %}...{% endgeneration %}` marks the model's own words for training; here it
+    only shows them.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration is an instance-typed set
 
@@ -155,7 +189,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Refuses an unsafe attribute at once, where jinja2 would print it as nothing and go on."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        raise jinja2.exceptions.SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is unsafe")
+        raise jinja2.exceptions.SecurityError(
+            f"access to {attribute!r} of a {type(obj).__name__} is unsafe"
+        )
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -195,13 +231,20 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes for HTML, which would change the prompt.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_make_dict, namespace=_make_namespace
+        raise_exception=_raise_exception,
+        strftime_now=_strftime_now,
+        dict=_make_dict,
+        namespace=_make_namespace,
     )
     return environment

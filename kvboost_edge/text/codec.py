@@ -2,8 +2,10 @@
 
 A codec's `decode` is the truth. `stream_kind` says how the same text can be had token by token:
 
-- BYTES   every token is a run of bytes and the text is all bytes read as UTF-8 (byte-level BPE): `token_bytes`
-- PIECES  every token but the first has a text of its own, whatever surrounds it, except runs of byte tokens such as
+- BYTES   every token is a run of bytes and the text is all bytes read as UTF-8 (byte-level BPE):
+          `token_bytes`
+- PIECES  every token but the first has a text of its own, whatever surrounds it, except runs of
+          byte tokens such as
           `<0xE4>`, which are text only as a whole (sentencepiece, wordpiece): `piece`, `joins_run`
 - WHOLE   nothing is certain before the end
 """
@@ -43,11 +45,15 @@ class TextCodec(Protocol):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     def encode_apart(self, texts: Sequence[str]) -> list[int]:
-        """Ids of texts one behind the other; no token reaches from one into the next. No special tokens are added."""
+        """Ids of texts one behind the other; no token reaches from one into the next. No special
+        tokens are added.
+        """
         ...
 
     def special_texts(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Texts that `encode` turns into special tokens: as they are, and (the second) in any case."""
+        """Texts that `encode` turns into special tokens: as they are, and (the second) in any
+        case.
+        """
         ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -61,7 +67,9 @@ class TextCodec(Protocol):
         ...
 
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """False for an id without a token, and for a special token that is skipped: `decode` leaves it out."""
+        """False for an id without a token, and for a special token that is skipped: `decode` leaves
+        it out.
+        """
         ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -83,12 +91,19 @@ class FastCodec:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
-        special = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        special = {
+            i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
         self._special = set(special)
         added = tokenizer.get_added_tokens_decoder().items()
-        # llguidance reads added tokens in angle brackets as special, whatever the tokenizer's file says of them.
-        self._markers = {token.content: i for i, token in added if token.special or _is_tag(token.content)}
-        self._separator = next((token.content for token in special.values() if _stands_alone(token)), None)
+        # llguidance reads added tokens in angle brackets as special, whatever the tokenizer's file
+        # says of them.
+        self._markers = {
+            token.content: i for i, token in added if token.special or _is_tag(token.content)
+        }
+        self._separator = next(
+            (token.content for token in special.values() if _stands_alone(token)), None
+        )
         self._pieces: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}  # of ids that have a token
         chain = _decoder_chain(tokenizer)
@@ -102,18 +117,23 @@ class FastCodec:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             if len(text) > _LONG_TEXT:
-                # The batch form alone lets other threads run meanwhile, and a server has an event loop to keep alive.
-                encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+                # The batch form alone lets other threads run meanwhile, and a server has an event
+                # loop to keep alive.
+                encoding = self._tokenizer.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )[0]
             else:
                 encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"text is not valid Unicode: {error}") from error
-        ids: list[int] = encoding.ids  # a list of its own; of millions, a copy would hold up other threads
+        ids: list[int] = (
+            encoding.ids
+        )  # a list of its own; of millions, a copy would hold up other threads
         return ids
 
     def encode_apart(self, texts: Sequence[str]) -> list[int]:
-        # As one text with a special token between them, whose ids are left out again: alone, a text would be read as a
-        # beginning, where some tokenizers put a space.
+        # As one text with a special token between them, whose ids are left out again: alone, a text
+        # would be read as a beginning, where some tokenizers put a space.
         between = self._separator
         if between is None:
             return [token_id for text in texts for token_id in self.encode(text, False)]
@@ -129,17 +149,25 @@ class FastCodec:
             end += len(part) + len(between)
         separator = self.token_id(between)
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
-        return [token_id for token_id, (start, _) in pairs if not (token_id == separator and start in borders)]
+        return [
+            token_id
+            for token_id, (start, _) in pairs
+            if not (token_id == separator and start in borders)
+        ]
 
     def special_texts(self) -> tuple[frozenset[str], frozenset[str]]:
-        found = [token for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        found = [
+            token for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
+        ]
         exact = frozenset(token.content for token in found)
         return exact, frozenset(token.content for token in found if token.normalized)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [int(i) for i in ids if 0 <= i < _MAX_ID]
         if len(known) > _LONG_TEXT:
-            return str(self._tokenizer.decode_batch([known], skip_special_tokens=skip_special_tokens)[0])
+            return str(
+                self._tokenizer.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
+            )
         return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
 
     def to_json(self) -> str:
@@ -191,7 +219,9 @@ class FastCodec:
         return self.decode([*self._anchor, *ids], False)[self._anchor_chars :]
 
     def _find_anchor(self) -> bool:
-        """A token of plain letters to decode others behind, since the first token of a text is decoded differently."""
+        """A token of plain letters to decode others behind, since the first token of a text is
+        decoded differently.
+        """
         for token_id in range(min(self.vocab_size, 100_000)):
             token = self._token(token_id)
             if token and token.isascii() and token.isalpha() and token_id not in self._special:
@@ -204,7 +234,8 @@ class FastCodec:
 
 
 class SimpleCodec:
-    """Any object with `encode(text)` and `decode(ids)` whose text is the texts of its tokens, one after another.
+    """Any object with `encode(text)` and `decode(ids)` whose text is the texts of its tokens, one
+    after another.
 
     Tokens are tried in pairs first; an object that decodes a pair differently raises ConfigError.
     """
@@ -213,7 +244,9 @@ class SimpleCodec:
 
     def __init__(self, tokenizer: Any) -> None:
         name = type(tokenizer).__name__
-        if not callable(getattr(tokenizer, "encode", None)) or not callable(getattr(tokenizer, "decode", None)):
+        if not callable(getattr(tokenizer, "encode", None)) or not callable(
+            getattr(tokenizer, "decode", None)
+        ):
             raise ConfigError(f"tokenizer of type {name} has no encode and decode methods")
         size = getattr(tokenizer, "vocab_size", None)
         self.vocab_size = int(size if isinstance(size, int) else len(tokenizer))
@@ -250,7 +283,9 @@ class SimpleCodec:
         return None  # grammars need a FastCodec
 
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
-        return 0 <= token_id < self.vocab_size and bool(self.decode([token_id], skip_special_tokens))
+        return 0 <= token_id < self.vocab_size and bool(
+            self.decode([token_id], skip_special_tokens)
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.piece([token_id]).encode()
@@ -269,8 +304,9 @@ class SimpleCodec:
             for j in sample:
                 if "\ufffd" in texts[i] or self.decode([i, j], False) != texts[i] + texts[j]:
                     raise ConfigError(
-                        f"tokenizer of type {name} cannot be streamed: tokens {i} and {j} do not decode one after "
-                        "another; use a fast tokenizer (AutoTokenizer with the tokenizers library)"
+                        f"tokenizer of type {name} cannot be streamed: tokens {i} and {j} do not "
+                        "decode one after another; use a fast tokenizer (AutoTokenizer with the "
+                        "tokenizers library)"
                     )
 
 
@@ -322,7 +358,9 @@ def _byte_level_bytes(token: str) -> bytes:
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's map of characters to bytes: printable Latin-1 stands for itself, the rest for 256, 257, ..."""
+    """GPT-2's map of characters to bytes: printable Latin-1 stands for itself, the rest for 256,
+    257, ...
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}

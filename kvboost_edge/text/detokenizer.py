@@ -11,10 +11,11 @@ __all__ = ["IncrementalDetokenizer"]
 
 
 class IncrementalDetokenizer:
-    """Text of a growing list of token ids. Everything returned, joined, equals `tokenizer.decode(all ids)`.
+    """Text of a growing list of token ids. Everything returned, joined, equals
+    `tokenizer.decode(all ids)`.
 
-    Half a character, and anything else a later token may still change, is held back. Work per token does not grow
-    with the length of the text.
+    Half a character, and anything else a later token may still change, is held back. Work per token
+    does not grow with the length of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -33,7 +34,9 @@ class IncrementalDetokenizer:
 
 
 class _ByteStream:
-    """Byte-level tokens: their bytes read as UTF-8, but for those of a character that is not whole yet."""
+    """Byte-level tokens: their bytes read as UTF-8, but for those of a character that is not whole
+    yet.
+    """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -52,8 +55,10 @@ class _ByteStream:
 
 
 class _PieceStream:
-    """Tokens with a text each. The beginning is decoded as a whole until there is text, because leading space is
-    taken off there; a run of byte tokens is decoded as a whole when it ends, because one bad byte changes all of it."""
+    """Tokens with a text each. The beginning is decoded as a whole until there is text, because
+    leading space is taken off there; a run of byte tokens is decoded as a whole when it ends,
+    because one bad byte changes all of it.
+    """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec

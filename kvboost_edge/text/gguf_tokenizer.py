@@ -1,9 +1,9 @@
-"""A tokenizer from the metadata of a GGUF file: byte-level BPE ("gpt2"), sentencepiece's BPE by scores ("llama"), and
-the same by merges ("gemma4").
+"""A tokenizer from the metadata of a GGUF file: byte-level BPE ("gpt2"), sentencepiece's BPE by
+scores ("llama"), and the same by merges ("gemma4").
 
-The result encodes as the tokenizer the file was made from. A file names its way of splitting text into words
-(tokenizer.ggml.pre) without describing it; names that are not known here are refused, since a wrong split changes
-the tokens silently.
+The result encodes as the tokenizer the file was made from. A file names its way of splitting text
+into words (tokenizer.ggml.pre) without describing it; names that are not known here are refused,
+since a wrong split changes the tokens silently.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ class _Fields:
         if value is None:
             return None
         found = value.tolist() if hasattr(value, "tolist") else value
-        if not isinstance(found, list) or len(found) != count or not all(isinstance(n, (int, float)) for n in found):
+        if (
+            not isinstance(found, list)
+            or len(found) != count
+            or not all(isinstance(n, (int, float)) for n in found)
+        ):
             raise self.error(key, f"must have one number for each of the {count} tokens")
         return found
 
@@ -78,7 +82,8 @@ class _Fields:
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
-    """The tokenizer of a GGUF file. `metadata`: its keys, arrays of strings as lists; `name` is used in messages.
+    """The tokenizer of a GGUF file. `metadata`: its keys, arrays of strings as lists; `name` is
+    used in messages.
 
     Raises ModelFormatError that names the key which is missing, damaged or not known.
     """
@@ -87,7 +92,9 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
     believed = {**metadata, "tokenizer.ggml.add_bos_token": True} if model == "gemma4" else metadata
     fields = _Fields(believed, name)
     tokens = fields.strings("tokens")
-    types = [int(kind) for kind in fields.numbers("token_type", len(tokens)) or [_NORMAL] * len(tokens)]
+    types = [
+        int(kind) for kind in fields.numbers("token_type", len(tokens)) or [_NORMAL] * len(tokens)
+    ]
     special = _special(fields, tokens, model)
     try:
         backend, adds_bos = _KINDS[model](fields, tokens, types)
@@ -97,28 +104,40 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
     except ModelFormatError:
         raise
     except Exception as error:  # the library raises plain Exception for every fault
-        raise ModelFormatError(f"{name}: the tokenizer in the file cannot be built: {error}") from error
+        raise ModelFormatError(
+            f"{name}: the tokenizer in the file cannot be built: {error}"
+        ) from error
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
-        raise ModelFormatError(f"{name}: tokenizer.chat_template must be a string, got {type(template).__name__}")
+        raise ModelFormatError(
+            f"{name}: tokenizer.chat_template must be a string, got {type(template).__name__}"
+        )
     return Tokenizer(FastCodec(backend), name=name, special_tokens=special, chat_template=template)
 
 
 def check_vocabulary_kind(metadata: Mapping[str, Any], *, name: str) -> str:
-    """The kind of a GGUF file's vocabulary, a key of `_KINDS`. ModelFormatError where `gguf_tokenizer` would refuse the
-    kind or its way of splitting text; arrays are not looked at."""
+    """The kind of a GGUF file's vocabulary, a key of `_KINDS`. ModelFormatError where
+    `gguf_tokenizer` would refuse the kind or its way of splitting text; arrays are not looked at.
+    """
     fields = _Fields(metadata, name)
     model = fields.get("model", str)
     if model is None:
         raise fields.error("model", "is missing; the file has no tokenizer")
     if model not in _KINDS:
-        known = "'gpt2' (byte-level BPE), 'llama' (sentencepiece BPE) and 'gemma4' (the same with merges)"
+        known = (
+            "'gpt2' (byte-level BPE), 'llama' (sentencepiece BPE) and 'gemma4' (the same with "
+            "merges)"
+        )
         raise fields.error("model", f"is {model!r}; known are {known}")
     pre = fields.get("pre", str)
     if model == "gpt2" and pre is None:
-        raise fields.error("pre", "is missing; the file is of a converter that is too old. Convert the model again")
+        raise fields.error(
+            "pre", "is missing; the file is of a converter that is too old. Convert the model again"
+        )
     if model == "gpt2" and pre not in PRE_TOKENIZERS:
-        raise fields.error("pre", f"is {pre!r}, which is not known; known are {', '.join(sorted(PRE_TOKENIZERS))}")
+        raise fields.error(
+            "pre", f"is {pre!r}, which is not known; known are {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
     return str(model)
 
 
@@ -136,7 +155,9 @@ def _special(fields: _Fields, tokens: Sequence[str], model: str) -> dict[str, st
 
 
 def _vocabulary(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
-    """Tokens to ids; unused ids are left out, as they are in the tokenizer the file was made from."""
+    """Tokens to ids; unused ids are left out, as they are in the tokenizer the file was made
+    from.
+    """
     found: dict[str, int] = {}
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind == _UNUSED:
@@ -147,11 +168,15 @@ def _vocabulary(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) ->
     return found
 
 
-def _byte_level(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level(
+    fields: _Fields, tokens: Sequence[str], types: Sequence[int]
+) -> tuple[tokenizers.Tokenizer, bool]:
     pre = PRE_TOKENIZERS[fields.get("pre", str)]
     merges = _merges(fields, tokens, types)
     vocabulary = _vocabulary(fields, tokens, types)
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.whole))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.whole)
+    )
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
@@ -163,13 +188,16 @@ def _byte_level(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) ->
 
 
 def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> list[tuple[str, str]]:
-    """The merges; a vocabulary of single characters needs none, and writers leave out what is empty."""
+    """The merges; a vocabulary of single characters needs none, and writers leave out what is
+    empty.
+    """
     if "tokenizer.ggml.merges" not in fields.metadata:
         normal = (token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL)
         longest = max(normal, key=len, default="")
         if len(longest) > 1:
             raise fields.error(
-                "merges", f"is missing, but there are tokens such as {longest!r} that only merging gives"
+                "merges",
+                f"is missing, but there are tokens such as {longest!r} that only merging gives",
             )
         return []
     found = []
@@ -177,14 +205,19 @@ def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> lis
         # A token never holds a space (BPE writes it as another letter), so the first one separates.
         left, separator, right = merge.partition(" ")
         if not (left and separator and right):
-            raise fields.error("merges", f"has the entry {merge!r} (number {index}), which is not two tokens")
+            raise fields.error(
+                "merges", f"has the entry {merge!r} (number {index}), which is not two tokens"
+            )
         found.append((left, right))
     return found
 
 
-def _merged(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tuple[tokenizers.Tokenizer, bool]:
-    """Gemma 4's: as `_scored` with merges in the file, of the text as a whole. Ends of lines that are one token become
-    it whether there are merges or not; llama.cpp reads them so, too."""
+def _merged(
+    fields: _Fields, tokens: Sequence[str], types: Sequence[int]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """Gemma 4's: as `_scored` with merges in the file, of the text as a whole. Ends of lines that
+    are one token become it whether there are merges or not; llama.cpp reads them so, too.
+    """
     merges = _merges(fields, tokens, types)
     ends = sorted({token for token in tokens if token and not token.strip("\n")}, key=len)
     pairs = [(one, other) for one in ends for other in ends if one + other in ends]
@@ -195,8 +228,12 @@ def _merged(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tup
     return _sentencepiece(fields, tokens, types, merges, prefix=False), True
 
 
-def _scored(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tuple[tokenizers.Tokenizer, bool]:
-    """Sentencepiece merges the neighbours whose union has the highest score; as a list of merges, in that order."""
+def _scored(
+    fields: _Fields, tokens: Sequence[str], types: Sequence[int]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """Sentencepiece merges the neighbours whose union has the highest score; as a list of merges,
+    in that order.
+    """
     if fields.get("remove_extra_whitespaces", bool, False):
         raise fields.error("remove_extra_whitespaces", "is true, which is not supported")
     scores = fields.numbers("scores", len(tokens))
@@ -204,9 +241,10 @@ def _scored(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tup
         raise fields.error("scores", "is missing; a tokenizer of kind 'llama' needs it")
     vocabulary = _vocabulary(fields, tokens, types)
     mergeable = {
-        token: float(scores[index]) for token, index in vocabulary.items()
+        token: float(scores[index])
+        for token, index in vocabulary.items()
         if types[index] in (_NORMAL, _USER_DEFINED)
-    }  # fmt: skip
+    }
     found: list[tuple[float, int, int, int, str, str]] = []
     for token, score in mergeable.items():
         for cut in range(1, len(token)):
@@ -221,10 +259,17 @@ def _scored(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tup
 
 
 def _sentencepiece(
-    fields: _Fields, tokens: Sequence[str], types: Sequence[int], merges: list[tuple[str, str]], *, prefix: bool
+    fields: _Fields,
+    tokens: Sequence[str],
+    types: Sequence[int],
+    merges: list[tuple[str, str]],
+    *,
+    prefix: bool,
 ) -> tokenizers.Tokenizer:
     """BPE of whole texts with spaces written as another letter, and bytes for what is no token."""
-    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    unknown = next(
+        (token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None
+    )
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab=_vocabulary(fields, tokens, types),
@@ -235,26 +280,42 @@ def _sentencepiece(
         )
     )
     replace = normalizers.Replace(" ", _SPACE)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix else replace
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix else replace
+    )
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return backend
 
 
-_KINDS: dict[str, Callable[[_Fields, Sequence[str], Sequence[int]], tuple[tokenizers.Tokenizer, bool]]] = {
-    "gpt2": _byte_level, "llama": _scored, "gemma4": _merged,
-}  # fmt: skip
-"""Kinds of vocabularies, by tokenizer.ggml.model: the tokenizer, and whether BOS is added where the file does not say.
+_KINDS: dict[
+    str, Callable[[_Fields, Sequence[str], Sequence[int]], tuple[tokenizers.Tokenizer, bool]]
+] = {
+    "gpt2": _byte_level,
+    "llama": _scored,
+    "gemma4": _merged,
+}
+"""Kinds of vocabularies, by tokenizer.ggml.model: the tokenizer, and whether BOS is added where the
+file does not say.
 """
 
 
 def _added_tokens(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
+    metadata: Mapping[str, Any],
+    tokens: Sequence[str],
+    types: Sequence[int],
+    special: Mapping[str, str],
 ) -> list[AddedToken]:
-    """Tokens that are found in the text as a whole: control tokens, which are special, and user-defined ones."""
-    # Phi-3's control tokens swallow the white space behind them; the file does not say it, llama.cpp knows it, too.
-    # "</s>" does so whatever its kind: the file's model has it as an ordinary added token.
-    strips = metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
+    """Tokens that are found in the text as a whole: control tokens, which are special, and
+    user-defined ones.
+    """
+    # Phi-3's control tokens swallow the white space behind them; the file does not say it,
+    # llama.cpp knows it, too. "</s>" does so whatever its kind: the file's model has it as an
+    # ordinary added token.
+    strips = (
+        metadata.get("general.architecture") == "phi3"
+        and metadata.get("tokenizer.ggml.model") == "llama"
+    )
     keeps = ("<unk>", "<s>", "<|endoftext|>")
     named = set(special.values())
     found = []
@@ -263,17 +324,27 @@ def _added_tokens(
             rstrip = strips and kind == _CONTROL and token not in keeps
             found.append(AddedToken(token, special=True, normalized=False, rstrip=rstrip))
         elif kind == _USER_DEFINED:
-            found.append(AddedToken(token, special=False, normalized=False, rstrip=strips and token == "</s>"))
+            found.append(
+                AddedToken(
+                    token, special=False, normalized=False, rstrip=strips and token == "</s>"
+                )
+            )
     return found
 
 
-def _check_ids(backend: tokenizers.Tokenizer, fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> None:
+def _check_ids(
+    backend: tokenizers.Tokenizer, fields: _Fields, tokens: Sequence[str], types: Sequence[int]
+) -> None:
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind != _UNUSED and backend.token_to_id(token) != index:
-            raise fields.error("tokens", f"has {token!r} as {index}, which became {backend.token_to_id(token)}")
+            raise fields.error(
+                "tokens", f"has {token!r} as {index}, which became {backend.token_to_id(token)}"
+            )
 
 
-def _add_ends(backend: tokenizers.Tokenizer, fields: _Fields, special: Mapping[str, str], adds_bos: bool) -> None:
+def _add_ends(
+    backend: tokenizers.Tokenizer, fields: _Fields, special: Mapping[str, str], adds_bos: bool
+) -> None:
     """BOS and EOS around a text, as the file says."""
     begin = fields.get("add_bos_token", bool, adds_bos)
     end = fields.get("add_eos_token", bool, False)
@@ -287,13 +358,19 @@ def _add_ends(backend: tokenizers.Tokenizer, fields: _Fields, special: Mapping[s
         parts.insert(0, special["bos_token"])
     if end:
         parts.append(special["eos_token"])
-    # As JSON: a token's text may hold the signs of the template language that the constructor takes.
+    # As JSON: a token's text may hold the signs of the template language that the constructor
+    # takes.
     single: list[dict[str, Any]] = [
-        {"Sequence": {"id": "A", "type_id": 0}} if part == "$A" else {"SpecialToken": {"id": part, "type_id": 0}}
+        {"Sequence": {"id": "A", "type_id": 0}}
+        if part == "$A"
+        else {"SpecialToken": {"id": part, "type_id": 0}}
         for part in parts
     ]
-    known = {token: {"id": token, "ids": [backend.token_to_id(token)], "tokens": [token]}
-             for token in parts if token != "$A"}  # fmt: skip
+    known = {
+        token: {"id": token, "ids": [backend.token_to_id(token)], "tokens": [token]}
+        for token in parts
+        if token != "$A"
+    }
     ends = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": known}
     backend.post_processor = tokenizers.Tokenizer.from_str(
         json.dumps({**_EMPTY, "post_processor": ends})
@@ -301,7 +378,13 @@ def _add_ends(backend: tokenizers.Tokenizer, fields: _Fields, special: Mapping[s
 
 
 _EMPTY: dict[str, Any] = {
-    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-    "pre_tokenizer": None, "decoder": None, "model": {"type": "BPE", "vocab": {}, "merges": []},
-}  # fmt: skip
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": None,
+    "decoder": None,
+    "model": {"type": "BPE", "vocab": {}, "merges": []},
+}
 """A tokenizer's JSON without anything, to carry one part into the library."""

@@ -1,11 +1,13 @@
-"""Tokenizers kept beside the packed weights: building one of a large vocabulary from a GGUF file takes seconds.
+"""Tokenizers kept beside the packed weights: building one of a large vocabulary from a GGUF file
+takes seconds.
 
-    8 bytes magic | u32 version | SHA-256 of the rest | u32 length | JSON | merges, i32 [n, 2]: ids of left and right
+    8 bytes magic | u32 version | SHA-256 of the rest | u32 length | JSON | merges, i32 [n, 2]: ids
+    of left and right
 
-The JSON holds key, special tokens, template, the vocabulary, and tokenizer.json without vocabulary and merges: the
-library takes four times a tokenizer's memory to read it whole, and keeps a part of that. A file is written under
-another name and renamed when complete, and checked whole each time it is read. One that is damaged, of another version,
-model or user is built again.
+The JSON holds key, special tokens, template, the vocabulary, and tokenizer.json without vocabulary
+and merges: the library takes four times a tokenizer's memory to read it whole, and keeps a part of
+that. A file is written under another name and renamed when complete, and checked whole each time it
+is read. One that is damaged, of another version, model or user is built again.
 """
 
 from __future__ import annotations
@@ -33,17 +35,23 @@ __all__ = ["kept_tokenizer"]
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBTOK\0\0"
-_VERSION = 3  # of the form and of how tokenizers are built: with either changed, older files are built again
+# Of the form and of how tokenizers are built: with either changed, older files are built again.
+_VERSION = 3
 _HEAD = len(_MAGIC) + 4 + 32
 
 
-def kept_tokenizer(key: str, build: Callable[[], Tokenizer], *, name: str, cache_dir: Path | None = None) -> Tokenizer:
-    """The tokenizer of the model with the fingerprint `key`: as it was kept, else what `build` gives, which is kept
-    where the cache directory can be written (`NO_CACHE`: not at all). `build` must give a FastCodec over BPE; `name` is
-    used in messages."""
+def kept_tokenizer(
+    key: str, build: Callable[[], Tokenizer], *, name: str, cache_dir: Path | None = None
+) -> Tokenizer:
+    """The tokenizer of the model with the fingerprint `key`: as it was kept, else what `build`
+    gives, which is kept where the cache directory can be written (`NO_CACHE`: not at all). `build`
+    must give a FastCodec over BPE; `name` is used in messages.
+    """
     if cache_dir == NO_CACHE:
         return build()
-    path = (cache_dir if cache_dir is not None else cache_directory()) / "packed" / f"{key[:40]}.kvtok"
+    path = (
+        (cache_dir if cache_dir is not None else cache_directory()) / "packed" / f"{key[:40]}.kvtok"
+    )
     found = _read(path, key, name)
     if found is None:
         found = build()
@@ -57,7 +65,9 @@ def _read(path: Path, key: str, name: str) -> Tokenizer | None:
             stat = os.fstat(file.fileno())
             # A forged one would encode a prompt as another.
             if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
-                _LOG.warning("%s could have been written by another user; the tokenizer is built again", path)
+                _LOG.warning(
+                    "%s could have been written by another user; the tokenizer is built again", path
+                )
                 return None
             data = file.read()
     except OSError:
@@ -72,7 +82,12 @@ def _read(path: Path, key: str, name: str) -> Tokenizer | None:
         return None
     merges = np.frombuffer(data, dtype="<i4", offset=start).reshape(-1, 2)
     backend = _joined(fields["tokenizer"], fields["vocabulary"], merges)
-    return Tokenizer(FastCodec(backend), name=name, special_tokens=fields["special"], chat_template=fields["template"])
+    return Tokenizer(
+        FastCodec(backend),
+        name=name,
+        special_tokens=fields["special"],
+        chat_template=fields["template"],
+    )
 
 
 def _parted(text: str) -> tuple[dict[str, Any], dict[str, int], npt.NDArray[np.int32]]:
@@ -84,19 +99,32 @@ def _parted(text: str) -> tuple[dict[str, Any], dict[str, int], npt.NDArray[np.i
     return state, vocabulary, np.array(ids, dtype="<i4").reshape(-1, 2)
 
 
-def _joined(state: dict[str, Any], vocabulary: dict[str, int], merges: npt.NDArray[np.int32]) -> tokenizers.Tokenizer:
+def _joined(
+    state: dict[str, Any], vocabulary: dict[str, int], merges: npt.NDArray[np.int32]
+) -> tokenizers.Tokenizer:
     """What `_parted` took apart."""
     tokens = {number: token for token, number in vocabulary.items()}
     left = merges[:, 0].tolist()
     right = merges[:, 1].tolist()
     pairs = [(tokens[first], tokens[second]) for first, second in zip(left, right, strict=True)]
-    settings = {name: value for name, value in state["model"].items() if name != "type" and value is not None}
+    settings = {
+        name: value
+        for name, value in state["model"].items()
+        if name != "type" and value is not None
+    }
     model = tokenizers.models.BPE(vocab=vocabulary, merges=pairs, **settings)
     added = state["added_tokens"]
     empty = {"type": "BPE", "vocab": {}, "merges": []}
-    backend = tokenizers.Tokenizer.from_str(json.dumps({**state, "added_tokens": [], "model": empty}))
+    backend = tokenizers.Tokenizer.from_str(
+        json.dumps({**state, "added_tokens": [], "model": empty})
+    )
     backend.model = model
-    backend.add_tokens([AddedToken(**{name: value for name, value in one.items() if name != "id"}) for one in added])
+    backend.add_tokens(
+        [
+            AddedToken(**{name: value for name, value in one.items() if name != "id"})
+            for one in added
+        ]
+    )
     return backend
 
 
@@ -118,11 +146,17 @@ def _keep(path: Path, key: str, tokenizer: Tokenizer) -> None:
         file = open_unfinished(path.parent)
         try:
             with file:
-                file.write(_MAGIC + _VERSION.to_bytes(4, "little") + hashlib.sha256(rest).digest() + rest)
+                file.write(
+                    _MAGIC + _VERSION.to_bytes(4, "little") + hashlib.sha256(rest).digest() + rest
+                )
                 finish_file(file, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(file.name)
             raise
     except OSError as error:
-        _LOG.warning("the tokenizer cannot be kept in %s (%s); it is built at every start", path.parent, error)
+        _LOG.warning(
+            "the tokenizer cannot be kept in %s (%s); it is built at every start",
+            path.parent,
+            error,
+        )

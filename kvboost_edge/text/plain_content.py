@@ -1,9 +1,11 @@
-"""What callers wrote, followed through a chat template: the text of a special token in a message stays text.
+"""What callers wrote, followed through a chat template: the text of a special token in a message
+stays text.
 
-A template turns messages into one text, in which the tokenizer finds special tokens such as <|im_start|>. Those the
-template wrote are meant; those in a message would let whoever wrote it speak as the system. So each of them gets a mark
-behind its first character before the template runs. Marks are characters that no text has (Unicode's noncharacters);
-templates trim, cut and join texts and leave them in place. Afterwards the text is cut at the marks.
+A template turns messages into one text, in which the tokenizer finds special tokens such as
+<|im_start|>. Those the template wrote are meant; those in a message would let whoever wrote it
+speak as the system. So each of them gets a mark behind its first character before the template
+runs. Marks are characters that no text has (Unicode's noncharacters); templates trim, cut and join
+texts and leave them in place. Afterwards the text is cut at the marks.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 class SpecialTexts:
-    """Finds the texts of special tokens. `folded` ones are found in any case, as a normalizing tokenizer finds them."""
+    """Finds the texts of special tokens. `folded` ones are found in any case, as a normalizing
+    tokenizer finds them.
+    """
 
     def __init__(self, exact: Iterable[str] = (), folded: Iterable[str] = ()) -> None:
         # A special token of a single character cannot be cut; no tokenizer has one.
@@ -30,23 +34,33 @@ class SpecialTexts:
         self._start = _start_of([*self._exact, *self._folded, *map(str.upper, self._folded)])
 
     def marked(self, value: Any, mark: str) -> Any:
-        """A plain JSON value whose strings, names of members too, have `mark` behind the first character of each
-        special token's text."""
+        """A plain JSON value whose strings, names of members too, have `mark` behind the first
+        character of each special token's text.
+        """
         if isinstance(value, str):
             return self._marked_text(value, mark)
         if isinstance(value, list):
             return [self.marked(item, mark) for item in value]
         if isinstance(value, dict):
-            return {self._marked_text(name, mark): self.marked(item, mark) for name, item in value.items()}
+            return {
+                self._marked_text(name, mark): self.marked(item, mark)
+                for name, item in value.items()
+            }
         return value
 
     def _marked_text(self, text: str, mark: str) -> str:
         if self._start is None:
             return text
-        ends = [match.start() + 1 for match in self._start.finditer(text) if self._begins(text, match.start())]
+        ends = [
+            match.start() + 1
+            for match in self._start.finditer(text)
+            if self._begins(text, match.start())
+        ]
         if not ends:
             return text
-        return mark.join(text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True))
+        return mark.join(
+            text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)
+        )
 
     def _begins(self, text: str, at: int) -> bool:
         for length in self._lengths:
@@ -57,18 +71,23 @@ class SpecialTexts:
 
 
 def _start_of(texts: Sequence[str]) -> re.Pattern[str] | None:
-    """Finds the first character of each text where the second follows: few places, and fast, as it begins with one of
-    a few characters. What begins there is looked up."""
+    """Finds the first character of each text where the second follows: few places, and fast, as it
+    begins with one of a few characters. What begins there is looked up.
+    """
     seconds: dict[str, set[str]] = {}
     for text in texts:
         for first in {text[0], text[0].lower(), text[0].upper()}:
             seconds.setdefault(first, set()).update((text[1], text[1].lower(), text[1].upper()))
-    branches = [f"{re.escape(first)}(?=[{re.escape(''.join(found))}])" for first, found in seconds.items()]
+    branches = [
+        f"{re.escape(first)}(?=[{re.escape(''.join(found))}])" for first, found in seconds.items()
+    ]
     return re.compile("|".join(branches)) if branches else None
 
 
 def free_marks(values: Sequence[Any]) -> tuple[str, str, str]:
-    """Three marks that plain JSON values have in none of their strings. RequestError where all are taken."""
+    """Three marks that plain JSON values have in none of their strings. RequestError where all are
+    taken.
+    """
     taken: set[str] = set()
     waiting = list(values)
     while waiting:
@@ -81,15 +100,19 @@ def free_marks(values: Sequence[Any]) -> tuple[str, str, str]:
             waiting += [*value, *value.values()]
     free = [mark for mark in _MARKS if mark not in taken]
     if len(free) < 3:
-        raise RequestError("the messages hold all of Unicode's noncharacters U+FDD0..U+FDEF; they are no text")
+        raise RequestError(
+            "the messages hold all of Unicode's noncharacters U+FDD0..U+FDEF; they are no text"
+        )
     return free[0], free[1], free[2]
 
 
 def pieces_of(text: str, mark: str) -> list[str]:
-    """What a template wrote, cut at the marks. RequestError where it wrote one in another way, as an escape."""
+    """What a template wrote, cut at the marks. RequestError where it wrote one in another way, as
+    an escape.
+    """
     if f"\\u{ord(mark):04x}" in text or f"%{mark.encode().hex('%')}" in text.lower():
         raise RequestError(
-            "a message holds the text of a special token, and the model's chat template rewrites messages in a way "
-            "that hides where it is; leave that text out"
+            "a message holds the text of a special token, and the model's chat template rewrites "
+            "messages in a way that hides where it is; leave that text out"
         )
     return text.split(mark)

@@ -12,13 +12,16 @@ __all__ = ["StopChecker"]
 class StopChecker:
     """Cuts a stream of text at the first stop string.
 
-    The text that `push` and `flush` return, joined, is the stream up to the stop string whose occurrence ends first
-    (of those that end at the same character: the longest); the stop string itself is left out. Text that could be
-    the beginning of a stop string is held back until it is decided.
+    The text that `push` and `flush` return, joined, is the stream up to the stop string whose
+    occurrence ends first (of those that end at the same character: the longest); the stop string
+    itself is left out. Text that could be the beginning of a stop string is held back until it is
+    decided.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: the stop strings, possibly none. An empty string or another type raises RequestError."""
+        """`stops`: the stop strings, possibly none. An empty string or another type raises
+        RequestError.
+        """
         if isinstance(stops, str):
             raise RequestError(f"stop={stops!r} must be a list of strings")
         for stop in stops:
@@ -29,8 +32,9 @@ class StopChecker:
         self.stop: str | None = None  # the stop string that was found
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next text; returns (text to show now, whether a stop string was found). Once stopped, nothing
-        more is shown."""
+        """Take the next text; returns (text to show now, whether a stop string was found). Once
+        stopped, nothing more is shown.
+        """
         if self.stop is not None:
             return "", True
         if not self._matchers:
@@ -58,7 +62,9 @@ class StopChecker:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt: one character at a time, amortized constant work whatever the stop string."""
+    """Knuth-Morris-Pratt: one character at a time, amortized constant work whatever the stop
+    string.
+    """
 
     __slots__ = ("_fallback", "_pattern", "length", "matched")
 

@@ -1,4 +1,6 @@
-"""Text to token ids and back, special tokens and chat template, from a model directory or a transformers tokenizer."""
+"""Text to token ids and back, special tokens and chat template, from a model directory or a
+transformers tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ _SPECIAL_LENGTH = 256  # characters; no special token's text is as long
 
 
 class _Rendered(NamedTuple):
-    """A prompt: parts with kept ids between them, each part cut inside of every special token's text that comes from a
-    message."""
+    """A prompt: parts with kept ids between them, each part cut inside of every special token's
+    text that comes from a message.
+    """
 
     parts: list[list[str]]
     kept: list[list[int]]
@@ -46,7 +49,8 @@ class _Rendered(NamedTuple):
 class Tokenizer:
     """A model's tokenizer. Immutable and safe to use from several threads.
 
-    `codec` does the work; `special_tokens` maps names such as 'bos_token' to text; `name` is used in messages.
+    `codec` does the work; `special_tokens` maps names such as 'bos_token' to text; `name` is used
+    in messages.
     """
 
     def __init__(
@@ -68,7 +72,8 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, model_dir: Path | str) -> Tokenizer:
-        """Load `tokenizer.json`, `tokenizer_config.json` and the chat template of a model directory.
+        """Load `tokenizer.json`, `tokenizer_config.json` and the chat template of a model
+        directory.
 
         Raises ModelFormatError that names the file which is missing or damaged.
         """
@@ -76,7 +81,8 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ModelFormatError(
-                f"{path} is missing; save the tokenizer with transformers' AutoTokenizer.save_pretrained to get one"
+                f"{path} is missing; save the tokenizer with transformers' "
+                "AutoTokenizer.save_pretrained to get one"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
@@ -96,7 +102,8 @@ class Tokenizer:
     def from_transformers(cls, tokenizer: Any) -> Tokenizer:
         """Wrap a loaded transformers tokenizer (a `Tokenizer` is returned as it is).
 
-        A fast one is copied. Another object works if its tokens decode one by one, else ConfigError says so.
+        A fast one is copied. Another object works if its tokens decode one by one, else ConfigError
+        says so.
         """
         if isinstance(tokenizer, cls):
             return tokenizer
@@ -118,15 +125,21 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the tokenizer's own special tokens (BOS) unless told otherwise."""
+        """Token ids of a text, with the tokenizer's own special tokens (BOS) unless told
+        otherwise.
+        """
         if not isinstance(text, str):
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
         return self.codec.encode(text, add_special_tokens)
 
     def encode_framed(self, before: str, content: str, after: str) -> list[int]:
-        """Token ids of the three texts in a row, without BOS; the text of a special token in `content` stays text."""
+        """Token ids of the three texts in a row, without BOS; the text of a special token in
+        `content` stays text.
+        """
         mark = free_marks([before, content, after])[0]
-        return self.codec.encode_apart(pieces_of(before + self._specials.marked(content, mark) + after, mark))
+        return self.codec.encode_apart(
+            pieces_of(before + self._specials.marked(content, mark) + after, mark)
+        )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; an id without a token decodes to nothing."""
@@ -134,12 +147,20 @@ class Tokenizer:
 
     @functools.cached_property
     def turn_format(self) -> TurnFormat:
-        """How the chat template writes reasoning and tool calls. A model without a template raises RequestError."""
-        return turn_format(self._template.render, lambda text: self.codec.token_id(text) is not None)
+        """How the chat template writes reasoning and tool calls. A model without a template raises
+        RequestError.
+        """
+        return turn_format(
+            self._template.render, lambda text: self.codec.token_id(text) is not None
+        )
 
     def special_ids_in(self, text: str) -> frozenset[int]:
         """The ids of all special tokens whose texts stand in this one."""
-        found = [self.codec.token_id(special) for special in self.codec.special_texts()[0] if special in text]
+        found = [
+            self.codec.token_id(special)
+            for special in self.codec.special_texts()[0]
+            if special in text
+        ]
         return frozenset(token_id for token_id in found if token_id is not None)
 
     def apply_chat_template(
@@ -149,14 +170,16 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Tools | None = None,
     ) -> str:
-        """The prompt text of chat messages (dicts with 'role' and 'content'). `variables` are the template's own, such
-        as enable_thinking; names that mean something already are refused. `tools`: as OpenAI's API has them. A model
-        without a template raises RequestError."""
+        """The prompt text of chat messages (dicts with 'role' and 'content'). `variables` are the
+        template's own, such as enable_thinking; names that mean something already are refused.
+        `tools`: as OpenAI's API has them. A model without a template raises RequestError.
+        """
         return self._rendered(messages, add_generation_prompt, variables, tools).text
 
     def marker_id(self, text: str) -> int | None:
-        """The token of exactly this text that is one in grammars too, where text never matches it; None: there is
-        none, or the tokenizer cannot tell."""
+        """The token of exactly this text that is one in grammars too, where text never matches it;
+        None: there is none, or the tokenizer cannot tell.
+        """
         return self.codec.marker_id(text)
 
     def encode_chat(
@@ -169,31 +192,48 @@ class Tokenizer:
         continue_final: bool = False,
         find_answer: FindAnswer | None = None,
     ) -> list[int]:
-        """Token ids of chat messages; `tools` as for `apply_chat_template`. `find_answer`: the assistant's messages
-        with the ids they were generated with, see `encode_with_answers` and, of those with calls, turns/replay.py. The
-        template writes the BOS token where the model wants one; none is added. Only the template writes special tokens:
-        their text in a message or a tool is text. `continue_final` ends behind the content of the last message, so that
-        the model goes on with it."""
+        """Token ids of chat messages; `tools` as for `apply_chat_template`. `find_answer`: the
+        assistant's messages with the ids they were generated with, see `encode_with_answers` and,
+        of those with calls, turns/replay.py. The template writes the BOS token where the model
+        wants one; none is added. Only the template writes special tokens: their text in a message
+        or a tool is text. `continue_final` ends behind the content of the last message, so that the
+        model goes on with it.
+        """
         rendered = self._rendered(
-            messages, add_generation_prompt, variables, tools, find_answer, continue_final=continue_final
+            messages,
+            add_generation_prompt,
+            variables,
+            tools,
+            find_answer,
+            continue_final=continue_final,
         )
         return self._encode_rendered(rendered, messages, find_answer)
 
-    def chat_prompt(self, messages: Messages, find_answer: FindAnswer | None = None) -> tuple[str, list[int]]:
-        """The text of chat messages, as `apply_chat_template` has it, and their ids, as `encode_chat` has them."""
+    def chat_prompt(
+        self, messages: Messages, find_answer: FindAnswer | None = None
+    ) -> tuple[str, list[int]]:
+        """The text of chat messages, as `apply_chat_template` has it, and their ids, as
+        `encode_chat` has them.
+        """
         rendered = self._rendered(messages, True, None, None, find_answer)
         ids = self._encode_rendered(rendered, messages, find_answer)
         return (self.decode(ids, False) if rendered.kept else rendered.text), ids
 
-    def _encode_rendered(self, rendered: _Rendered, messages: Messages, find_answer: FindAnswer | None) -> list[int]:
+    def _encode_rendered(
+        self, rendered: _Rendered, messages: Messages, find_answer: FindAnswer | None
+    ) -> list[int]:
         answers, find_answer = (
             self._kept_among(messages, find_answer)
             if find_answer is not None and any(len(pieces) == 1 for pieces in rendered.parts)
             else ([], None)
         )
         ids: list[int] = []
-        for pieces, kept in itertools.zip_longest(rendered.parts, rendered.kept, fillvalue=list[Any]()):
-            if len(pieces) > 1:  # some message holds a special token's text: nothing of it is parsed
+        for pieces, kept in itertools.zip_longest(
+            rendered.parts, rendered.kept, fillvalue=list[Any]()
+        ):
+            if (
+                len(pieces) > 1
+            ):  # some message holds a special token's text: nothing of it is parsed
                 ids += self.codec.encode_apart(pieces)
             elif find_answer is None or not answers:
                 ids += self.encode(pieces[0], False)
@@ -202,17 +242,28 @@ class Tokenizer:
             ids += kept
         return ids
 
-    def _kept_among(self, messages: Messages, find_answer: FindAnswer) -> tuple[list[str], FindAnswer]:
-        """The texts of the assistant's messages whose ids are kept: few of many, each then searched for; and
-        what finds these ids. A message with thinking counts whole, and as what stands behind it."""
+    def _kept_among(
+        self, messages: Messages, find_answer: FindAnswer
+    ) -> tuple[list[str], FindAnswer]:
+        """The texts of the assistant's messages whose ids are kept: few of many, each then searched
+        for; and what finds these ids. A message with thinking counts whole, and as what stands
+        behind it.
+        """
         texts: list[str] = []
         whole: dict[str, list[int]] = {}
         for message in messages:
             content = message.get("content")
-            if message.get("reasoning_content") and (ids := find_thought(message, find_answer)) is not None:
+            if (
+                message.get("reasoning_content")
+                and (ids := find_thought(message, find_answer)) is not None
+            ):
                 whole[self.decode(ids, False)] = ids
                 texts.append(self.decode(ids, False))
-            if message.get("role") == "assistant" and isinstance(content, str) and find_answer(content):
+            if (
+                message.get("role") == "assistant"
+                and isinstance(content, str)
+                and find_answer(content)
+            ):
                 texts.append(content)
         return texts, lambda text: whole.get(text) or find_answer(text)
 
@@ -226,21 +277,32 @@ class Tokenizer:
         *,
         continue_final: bool = False,
     ) -> _Rendered:
-        """The prompt text. Messages whose ids are known stand for themselves where the template lets them."""
+        """The prompt text. Messages whose ids are known stand for themselves where the template
+        lets them.
+        """
         template = self._template
         plain = plain_messages(messages)
         if has_calls := any(message.get("tool_calls") for message in plain):
             plain = with_arguments(plain, self.turn_format.calls)
             plain = plain if self.turn_format.channels is None else one_call_each(plain)
-        given = {"variables": dict(variables or {}), "tools": None if tools is None else plain_tools(tools)}
+        given = {
+            "variables": dict(variables or {}),
+            "tools": None if tools is None else plain_tools(tools),
+        }
         mark, cut, place = free_marks([plain, given])
         if continue_final:
             _end_with(plain[-1], cut)
 
         def render(shown: list[dict[str, Any]]) -> str:
             shown = self._specials.marked(shown, mark)
-            if has_calls and self.turn_format.calls is not None and not self.turn_format.shows_calls:
-                shown = with_calls_written(shown, self.turn_format.calls)  # behind the marks: its own markers are meant
+            if (
+                has_calls
+                and self.turn_format.calls is not None
+                and not self.turn_format.shows_calls
+            ):
+                shown = with_calls_written(
+                    shown, self.turn_format.calls
+                )  # behind the marks: its own markers are meant
             return template.render(
                 shown,
                 add_generation_prompt=add_generation_prompt and not continue_final,
@@ -250,7 +312,9 @@ class Tokenizer:
         kept: list[list[int]] = []
         text = None
         if find_answer is not None and has_calls:
-            placed, kept = with_marks(plain, find_answer, place, in_calls=self.turn_format.results_need_calls)
+            placed, kept = with_marks(
+                plain, find_answer, place, in_calls=self.turn_format.results_need_calls
+            )
             text = self._replayed(render, placed, place, len(kept))
         if text is None:
             text = render(plain)
@@ -258,15 +322,23 @@ class Tokenizer:
         if continue_final:
             text, found, _ = text.rpartition(cut)
             if not found:
-                raise RequestError("the model's chat template does not show the last message, so nothing can go on")
+                raise RequestError(
+                    "the model's chat template does not show the last message, so nothing can go on"
+                )
         parts = text.split(place) if kept else [text]
         return _Rendered([pieces_of(part, mark) for part in parts], kept)
 
     def _replayed(
-        self, render: Callable[[list[dict[str, Any]]], str], placed: list[dict[str, Any]], place: str, count: int
+        self,
+        render: Callable[[list[dict[str, Any]]], str],
+        placed: list[dict[str, Any]],
+        place: str,
+        count: int,
     ) -> str | None:
-        """The text with `count` places for answers' own ids; None where the template does not show each of them where
-        the model wrote, or text behind one would be cut into other tokens than within the whole."""
+        """The text with `count` places for answers' own ids; None where the template does not show
+        each of them where the model wrote, or text behind one would be cut into other tokens than
+        within the whole.
+        """
         if not count or not self.turn_format.replays:
             return None
         format = self.turn_format
@@ -282,12 +354,19 @@ class Tokenizer:
         if self.codec.stream_kind is StreamKind.BYTES:
             return text
         firsts = [self.encode(part[:_SPECIAL_LENGTH], False)[:1] for part in behind]
-        return text if all(first and not self.codec.has_text(first[0], True) for first in firsts) else None
+        return (
+            text
+            if all(first and not self.codec.has_text(first[0], True) for first in firsts)
+            else None
+        )
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
         if self.chat_template is None:
-            raise RequestError(f"model {self.name} has no chat template; give the prompt as a string or as token ids")
+            raise RequestError(
+                f"model {self.name} has no chat template; give the prompt as a string or as token "
+                "ids"
+            )
         return ChatTemplate(self.chat_template, model_name=self.name, variables=self.special_tokens)
 
     @functools.cached_property
@@ -334,24 +413,42 @@ def _special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str], path: Path
 ) -> None:
-    """Tokens that only tokenizer_config.json knows, at the ids it gives them; then named special tokens."""
+    """Tokens that only tokenizer_config.json knows, at the ids it gives them; then named special
+    tokens.
+    """
     listed = config.get("added_tokens_decoder", {})
     try:
         wanted = sorted((int(token_id), dict(token)) for token_id, token in listed.items())
         for token_id, token in wanted:
             if backend.token_to_id(token["content"]) is None:
-                flags = {k: bool(v) for k, v in token.items() if k in ("lstrip", "rstrip", "single_word", "normalized")}
-                backend.add_tokens([AddedToken(token["content"], special=bool(token.get("special")), **flags)])
+                flags = {
+                    k: bool(v)
+                    for k, v in token.items()
+                    if k in ("lstrip", "rstrip", "single_word", "normalized")
+                }
+                backend.add_tokens(
+                    [AddedToken(token["content"], special=bool(token.get("special")), **flags)]
+                )
             if backend.token_to_id(token["content"]) != token_id:
                 raise ModelFormatError(
-                    f"token {token['content']!r} has id {backend.token_to_id(token['content'])} in {path} but "
-                    f"{token_id} in tokenizer_config.json"
+                    f"token {token['content']!r} has id {backend.token_to_id(token['content'])} in "
+                    f"{path} but {token_id} in tokenizer_config.json"
                 )
     except (AttributeError, KeyError, TypeError) as error:
-        raise ModelFormatError(f"added_tokens_decoder in tokenizer_config.json beside {path} is damaged") from error
-    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    named = [text for text in special.values() if text not in known and backend.token_to_id(text) is not None]
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(named)])
+        raise ModelFormatError(
+            f"added_tokens_decoder in tokenizer_config.json beside {path} is damaged"
+        ) from error
+    known = {
+        token.content for token in backend.get_added_tokens_decoder().values() if token.special
+    }
+    named = [
+        text
+        for text in special.values()
+        if text not in known and backend.token_to_id(text) is not None
+    ]
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(named)]
+    )
 
 
 def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
@@ -361,14 +458,20 @@ def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> str | Non
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ModelFormatError(f"{path} is not readable text: {error}") from error
-    template = config.get("chat_template", _read_json(directory / "chat_template.json").get("chat_template"))
+    template = config.get(
+        "chat_template", _read_json(directory / "chat_template.json").get("chat_template")
+    )
     return _pick_template(template)
 
 
 def _pick_template(template: Any) -> str | None:
-    """One template, from a string, a {name: template} map, or a list of {'name', 'template'}: the default one."""
+    """One template, from a string, a {name: template} map, or a list of {'name', 'template'}: the
+    default one.
+    """
     if isinstance(template, (list, tuple)):
-        template = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
+        template = {
+            item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)
+        }
     if isinstance(template, Mapping):
         template = template.get("default")
     return template if isinstance(template, str) else None

@@ -1,7 +1,9 @@
-"""What a tier is: a store of whole blocks outside the pool, named by their prefix hashes. May lose, never lies.
+"""What a tier is: a store of whole blocks outside the pool, named by their prefix hashes. May lose,
+never lies.
 
-A tier knows bytes and addresses, nothing of requests, tensors or positions. One thread, the mover, reads and writes;
-`holds`, `known`, `dropped`, `touch` and `stat` may be called from any thread at any moment and do no I/O.
+A tier knows bytes and addresses, nothing of requests, tensors or positions. One thread, the mover,
+reads and writes; `holds`, `known`, `dropped`, `touch` and `stat` may be called from any thread at
+any moment and do no I/O.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ class BlockAddress(NamedTuple):
     """What a block is, to the bit: equal addresses hold equal keys and values.
 
     prefix_hash   32 bytes: SHA-256 chain over the block and all before it, see kvcache/hashing.py
-    parent_hash   32 bytes: that of the block before it; of the first block, the root its chain starts from
+    parent_hash   32 bytes: that of the block before it; of the first block, the root its chain
+                  starts from
     tokens        the block's own tokens, little-endian u32
     """
 
@@ -28,7 +31,8 @@ class BlockAddress(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierStats:
-    """Counters since the tier was opened, and what it holds now. Bytes are those of records, headers included.
+    """Counters since the tier was opened, and what it holds now. Bytes are those of records,
+    headers included.
 
     blocks, bytes     what it holds; None where only another machine knows
     max_bytes         its cap; None: somebody else's
@@ -37,7 +41,8 @@ class TierStats:
     missing           asked for and not there
     refused           there, and not what was asked for, or damaged: dropped, never served
     evicted           dropped for room
-    not_written       wanted to store, and could not: no room, a failed device, a full queue, another owner
+    not_written       wanted to store, and could not: no room, a failed device, a full queue,
+                      another owner
     errors            failed operations of the device or of the connection
     writable          whether it stores at the moment
     state             one line on why it does not, or on what is wrong; "" when all is well
@@ -60,21 +65,29 @@ class TierStats:
 
 
 class Tier(Protocol):
-    """A store of blocks of one space: one model, KV format, numerics version. `name` ("disk", "redis") is the key in
-    `hit_tokens`. No method raises for what a device, a file or a server does: that is a miss, counted in `stat`."""
+    """A store of blocks of one space: one model, KV format, numerics version. `name` ("disk",
+    "redis") is the key in `hit_tokens`. No method raises for what a device, a file or a server
+    does: that is a miss, counted in `stat`.
+    """
 
     name: str
 
     def begin(self) -> None:
-        """Find out whether it works, so that `stat` can say so. The mover calls it before anything else."""
+        """Find out whether it works, so that `stat` can say so. The mover calls it before anything
+        else.
+        """
         ...
 
     def holds(self, prefix_hash: bytes) -> bool | None:
-        """Whether the block is there, as far as is known without I/O; None: only `read` can tell."""
+        """Whether the block is there, as far as is known without I/O; None: only `read` can
+        tell.
+        """
         ...
 
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Of each of these blocks whether it is there, unverified: as `holds`, which cannot always tell. I/O."""
+        """Of each of these blocks whether it is there, unverified: as `holds`, which cannot always
+        tell. I/O.
+        """
         ...
 
     def known(self) -> list[bytes]:
@@ -90,13 +103,17 @@ class Tier(Protocol):
         ...
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
-        """Fill `into` with the payloads of consecutive blocks of a chain; how many of them, from the first on, are
-        verified. What lies in the others is undefined. A block of another address or length, or a damaged one, ends
-        the count, and is dropped. `into[i]` is writable, contiguous bytes of the payload's exact length."""
+        """Fill `into` with the payloads of consecutive blocks of a chain; how many of them, from
+        the first on, are verified. What lies in the others is undefined. A block of another address
+        or length, or a damaged one, ends the count, and is dropped. `into[i]` is writable,
+        contiguous bytes of the payload's exact length.
+        """
         ...
 
     def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
-        """Store blocks that are not there yet; how many of them are there afterwards. Any order, any lengths."""
+        """Store blocks that are not there yet; how many of them are there afterwards. Any order,
+        any lengths.
+        """
         ...
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
@@ -104,7 +121,9 @@ class Tier(Protocol):
         ...
 
     def tend(self) -> None:
-        """See to what nobody asked for. The mover calls it now and then while it has nothing else to do."""
+        """See to what nobody asked for. The mover calls it now and then while it has nothing else
+        to do.
+        """
         ...
 
     def stat(self) -> TierStats:

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 __all__ = ["Dropped"]
 
-_MOST = 1 << 14  # hashes: some 2 MB. A chain goes from its end on, so the block that a prompt misses first went last.
+# Hashes: about 2 MB. A chain goes from its end on, so the block that a prompt misses first went
+# last.
+_MOST = 1 << 14
 
 
 class Dropped:

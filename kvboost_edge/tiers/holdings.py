@@ -1,4 +1,6 @@
-"""Which blocks came to a tier and left it since somebody last asked, for who sends requests where their blocks are."""
+"""Which blocks came to a tier and left it since somebody last asked, for who sends requests where
+their blocks are.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,19 @@ class Held(NamedTuple):
 
 
 class Holdings:
-    """What somebody was told that a tier holds. Watches nothing until it is asked for the first time.
+    """What somebody was told that a tier holds. Watches nothing until it is asked for the first
+    time.
 
-    Blocks leave a tier without a word: at each call some of those told before are looked for again, in turn, so that
-    what left is told late. That costs whoever believes it time and nothing else.
+    Blocks leave a tier without a word: at each call some of those told before are looked for again,
+    in turn, so that what left is told late. That costs whoever believes it time and nothing else.
     """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._lock = threading.Lock()
-        self._told: dict[bytes, None] | None = None  # None: nobody has asked; in the order they are looked for again
+        self._told: dict[bytes, None] | None = (
+            None  # None: nobody has asked; in the order they are looked for again
+        )
         self._noted: dict[bytes, None] = {}
 
     def note(self, prefix_hashes: Iterable[bytes]) -> None:
@@ -47,7 +52,9 @@ class Holdings:
                 self._noted.update(dict.fromkeys(prefix_hashes))
 
     def take(self, whole: bool = False) -> Held:
-        """What changed since the last call; all there is at the first one, or if `whole` is asked for."""
+        """What changed since the last call; all there is at the first one, or if `whole` is asked
+        for.
+        """
         holds = self._tier.holds
         with self._lock:
             noted = self._noted
@@ -57,7 +64,9 @@ class Holdings:
                 self._told = dict.fromkeys(self._tier.known())
                 return Held(True, tuple(self._told), ())
             came = tuple(one for one in noted if one not in told and holds(one) is True)
-            asked = dict.fromkeys((*itertools.islice(told, _ASKED_AGAIN), *(one for one in noted if one in told)))
+            asked = dict.fromkeys(
+                (*itertools.islice(told, _ASKED_AGAIN), *(one for one in noted if one in told))
+            )
             left = tuple(one for one in asked if holds(one) is not True)
             for one in asked:
                 del told[one]

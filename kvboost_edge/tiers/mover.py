@@ -1,8 +1,9 @@
-"""The one thread that moves blocks between tiers and memory, so that the engine's never waits for a disk or a network.
+"""The one thread that moves blocks between tiers and memory, so that the engine's never waits for a
+disk or a network.
 
-It knows bytes and addresses. What it reads and verifies lies in staging buffers until the engine has copied it into the
-pool; what is to be written was copied out of the pool before. Both are bounded in bytes: reading waits for room, and
-what finds no room to be written is not taken.
+It knows bytes and addresses. What it reads and verifies lies in staging buffers until the engine
+has copied it into the pool; what is to be written was copied out of the pool before. Both are
+bounded in bytes: reading waits for room, and what finds no room to be written is not taken.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ class Piece(NamedTuple):
     """Blocks of a load that arrived.
 
     ticket   whose they are
-    data     uint8 [count, bytes_per_block], verified, in the order they were asked for; to be given back by `release`
+    data     uint8 [count, bytes_per_block], verified, in the order they were asked for; to be given
+             back by `release`
     tier     where they were
     is_last  nothing more comes
-    behind   it is the state behind so many of the load's blocks, uint8 [1, its bytes], those in the pool among them;
-             none at all where that is 0. Blocks behind it may have come before it. None: these are blocks
+    behind   it is the state behind so many of the load's blocks, uint8 [1, its bytes], those in the
+             pool among them;
+             none at all where that is 0. Blocks behind it may have come before it. None: these are
+             blocks
     """
 
     ticket: int
@@ -66,7 +70,9 @@ class _Store(NamedTuple):
 
 
 class Mover:
-    """Reads and writes blocks of `block_bytes` bytes over tiers, the nearest first; and states of `state_bytes`."""
+    """Reads and writes blocks of `block_bytes` bytes over tiers, the nearest first; and states of
+    `state_bytes`.
+    """
 
     def __init__(self, tiers: Sequence[Tier], block_bytes: int, state_bytes: int = 0) -> None:
         self._tiers = list(tiers)
@@ -112,7 +118,10 @@ class Mover:
     def lacking(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Of each block, whether a tier that stores at the moment does not have it."""
         tiers = self._storing()
-        return [any(tier.holds(prefix_hash) is not True for tier in tiers) for prefix_hash in prefix_hashes]
+        return [
+            any(tier.holds(prefix_hash) is not True for tier in tiers)
+            for prefix_hash in prefix_hashes
+        ]
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
         """These blocks of one chain, in order, were used."""
@@ -126,16 +135,20 @@ class Mover:
         states: Mapping[int, BlockAddress] | None = None,
         num_there: int = 0,
     ) -> None:
-        """Read consecutive blocks of a chain, as far as a tier has them; pieces come until one is the last. `states`:
-        those that may be kept, by how many blocks they are behind, of which the first `num_there` are in the pool and
-        not among the addresses. Then blocks are read up to the deepest one that a tier has, and that one behind them;
-        where it is lost, or a block before it, the next one before: three are tried."""
+        """Read consecutive blocks of a chain, as far as a tier has them; pieces come until one is
+        the last. `states`: those that may be kept, by how many blocks they are behind, of which the
+        first `num_there` are in the pool and not among the addresses. Then blocks are read up to
+        the deepest one that a tier has, and that one behind them; where it is lost, or a block
+        before it, the next one before: three are tried.
+        """
         with self._changed:
             self._loads.append(_Load(ticket, addresses, states or {}, num_there))
             self._changed.notify_all()
 
     def cancel(self, ticket: int) -> None:
-        """Nobody wants the rest of a load; pieces that are on their way still come, and its last one."""
+        """Nobody wants the rest of a load; pieces that are on their way still come, and its last
+        one.
+        """
         with self._changed:
             self._cancelled.add(ticket)
             self._changed.notify_all()
@@ -155,12 +168,15 @@ class Mover:
 
     @property
     def has_state_room(self) -> bool:
-        """Whether `store` would take a state now; one that is larger than all that may wait is taken alone."""
+        """Whether `store` would take a state now; one that is larger than all that may wait is
+        taken alone.
+        """
         return not self._queued or self._queued + self._state_bytes <= _QUEUE_BYTES
 
     def store(self, addresses: Sequence[BlockAddress], data: Bytes) -> None:
-        """Write blocks, uint8 [len(addresses), bytes_per_block], or states, to every tier that lacks them. The caller
-        asked for room, and does not change the array any more."""
+        """Write blocks, uint8 [len(addresses), bytes_per_block], or states, to every tier that
+        lacks them. The caller asked for room, and does not change the array any more.
+        """
         with self._changed:
             self._stores.append(_Store(addresses, data))
             self._queued += data.nbytes
@@ -175,8 +191,9 @@ class Mover:
         return {tier.name: tier.stat() for tier in self._tiers}
 
     def take_held(self, whole: bool = False) -> dict[str, Held]:
-        """What is known of each working tier that was not told before, by name; see `Holdings`. Of one that failed it
-        is told once that it holds nothing. For one asker."""
+        """What is known of each working tier that was not told before, by name; see `Holdings`. Of
+        one that failed it is told once that it holds nothing. For one asker.
+        """
         working = self._working()
         held = {tier.name: self._holdings[tier.name].take(whole) for tier in working}
         failed = {tier.name for tier in self._tiers} - held.keys() - self._told_broken
@@ -194,7 +211,9 @@ class Mover:
         return self._staged + self._queued
 
     def close(self, seconds: float = 10.0) -> None:
-        """Write what is queued, for so long at most; end the thread, then close the tiers. Loads end unread."""
+        """Write what is queued, for so long at most; end the thread, then close the tiers. Loads
+        end unread.
+        """
         with self._changed:
             self._closing = True
             self._deadline = time.monotonic() + seconds
@@ -264,11 +283,15 @@ class Mover:
                 break  # nobody waits for it any more, or there is no memory for the next one either
             if self._read_state(load, end, room):
                 return
-        self._deliver(Piece(load.ticket, self._allocated(0, self._state_bytes), "", is_last=True, behind=0))
+        self._deliver(
+            Piece(load.ticket, self._allocated(0, self._state_bytes), "", is_last=True, behind=0)
+        )
 
     def _ends(self, load: _Load) -> Iterator[int]:
-        """Behind how many blocks of a load there are states, as far as tiers say without reading them; the deepest
-        first, and one of them perhaps twice. They are asked no further than somebody looks."""
+        """Behind how many blocks of a load there are states, as far as tiers say without reading
+        them; the deepest first, and one of them perhaps twice. They are asked no further than
+        somebody looks.
+        """
         ends = sorted(load.states, reverse=True)
         heads = [one.prefix_hash for one in load.addresses[:1]]
         if self.holds(load.states[ends[0]].prefix_hash):
@@ -278,21 +301,29 @@ class Mover:
             ends = ends[_ASKED_AT_ONCE:]
             found = self._ask([*heads, *(load.states[end].prefix_hash for end in asked)])
             reach = max(asked) if all(found[: len(heads)]) else load.num_there
-            yield from (end for end in itertools.compress(asked, found[len(heads) :]) if end <= reach)
-            ends = [end for end in ends if end <= reach]  # states are of no use without their blocks
+            yield from (
+                end for end in itertools.compress(asked, found[len(heads) :]) if end <= reach
+            )
+            ends = [
+                end for end in ends if end <= reach
+            ]  # states are of no use without their blocks
 
     def _ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Of each of these blocks and states, whether a tier says that it has it."""
         found = [False] * len(prefix_hashes)
         for tier in self._working():
             try:
-                found = [one or other for one, other in zip(found, tier.ask(prefix_hashes), strict=True)]
+                found = [
+                    one or other for one, other in zip(found, tier.ask(prefix_hashes), strict=True)
+                ]
             except Exception as error:
                 self._failed(tier, error)
         return found
 
     def _read_blocks(self, ticket: int, addresses: Sequence[BlockAddress], *, is_all: bool) -> int:
-        """Pieces until nobody has the next block; how many came. `is_all`: nothing else comes behind them."""
+        """Pieces until nobody has the next block; how many came. `is_all`: nothing else comes
+        behind them.
+        """
         at = 0
         per_piece = max(1, _PIECE_BYTES // self._block_bytes)
         while at < len(addresses):
@@ -309,7 +340,9 @@ class Mover:
         return at
 
     def _read_state(self, load: _Load, end: int, data: Bytes) -> bool:
-        """The state behind so many blocks into `data`, if a tier has it indeed: the last piece then."""
+        """The state behind so many blocks into `data`, if a tier has it indeed: the last piece
+        then.
+        """
         tier, count = self._read_some([load.states[end]], data)
         with self._changed:
             self._staged -= data[count:].nbytes
@@ -322,11 +355,16 @@ class Mover:
         return self._closing or ticket in self._cancelled
 
     def _stage(self, ticket: int, count: int, row_bytes: int) -> Bytes:
-        """Room for so many blocks or states, waited for; none where nobody wants them any more, or where memory is
-        refused."""
+        """Room for so many blocks or states, waited for; none where nobody wants them any more, or
+        where memory is refused.
+        """
         nbytes = count * row_bytes
         with self._changed:
-            while self._staged and self._staged + nbytes > _STAGING_BYTES and not self._is_unwanted(ticket):
+            while (
+                self._staged
+                and self._staged + nbytes > _STAGING_BYTES
+                and not self._is_unwanted(ticket)
+            ):
                 self._changed.wait()
             data = self._allocated(0 if self._is_unwanted(ticket) else count, row_bytes)
             self._staged += data.nbytes
@@ -352,7 +390,9 @@ class Mover:
             except Exception as error:
                 self._failed(tier, error)
                 continue
-            self._holdings[tier.name].note(address.prefix_hash for address in addresses[: count + 1])
+            self._holdings[tier.name].note(
+                address.prefix_hash for address in addresses[: count + 1]
+            )
             if count:
                 return tier.name, count
         return "", 0
@@ -361,10 +401,15 @@ class Mover:
         for tier in self._working():
             try:
                 lacking = [
-                    i for i, address in enumerate(store.addresses) if tier.holds(address.prefix_hash) is not True
+                    i
+                    for i, address in enumerate(store.addresses)
+                    if tier.holds(address.prefix_hash) is not True
                 ]
                 if lacking:
-                    tier.write([store.addresses[i] for i in lacking], [memoryview(store.data[i]) for i in lacking])
+                    tier.write(
+                        [store.addresses[i] for i in lacking],
+                        [memoryview(store.data[i]) for i in lacking],
+                    )
                     self._holdings[tier.name].note(store.addresses[i].prefix_hash for i in lacking)
             except Exception as error:
                 self._failed(tier, error)
@@ -373,10 +418,15 @@ class Mover:
             self._changed.notify_all()
 
     def _failed(self, tier: Tier, error: Exception) -> None:
-        """A tier says what is wrong in its state; one that raises has a fault, and must not take requests along. Memory
-        that the system refuses is nobody's fault: what was to be moved is computed again, and the tier stays."""
+        """A tier says what is wrong in its state; one that raises has a fault, and must not take
+        requests along. Memory that the system refuses is nobody's fault: what was to be moved is
+        computed again, and the tier stays.
+        """
         if isinstance(error, MemoryError):
-            _LOG.warning("tier %s was refused memory; the blocks it was about to move are computed instead", tier.name)
+            _LOG.warning(
+                "tier %s was refused memory; the blocks it was about to move are computed instead",
+                tier.name,
+            )
             return
         self._broken.add(tier.name)
         _LOG.error("tier %s failed and is not used any more", tier.name, exc_info=error)

@@ -1,4 +1,5 @@
-"""A block as bytes outside the pool: a header that says all that the block is, then the pool's own bytes.
+"""A block as bytes outside the pool: a header that says all that the block is, then the pool's own
+bytes.
 
     offset  bytes
     0       8      magic and version
@@ -13,8 +14,9 @@
             ...    zeros
     -16     16     xxh3-128 of all of the header before it
 
-256 bytes at 16 tokens a block. xxh3-128 finds damage (75 GB/s); who a block is, the SHA-256 chain says. Where others
-may write, a keyed MAC goes around the record: xxh3 withstands nobody who means harm.
+256 bytes at 16 tokens a block. xxh3-128 finds damage (75 GB/s); who a block is, the SHA-256 chain
+says. Where others may write, a keyed MAC goes around the record: xxh3 withstands nobody who means
+harm.
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ import xxhash
 
 from kvboost_edge.tiers.base import BlockAddress
 
-__all__ = ["ALIGNMENT", "FIXED_BYTES", "MAGIC", "Header", "decode_header", "encode_header", "header_bytes", "is_intact"]
+__all__ = [
+    "ALIGNMENT",
+    "FIXED_BYTES",
+    "MAGIC",
+    "Header",
+    "decode_header",
+    "encode_header",
+    "header_bytes",
+    "is_intact",
+]
 
 MAGIC = b"KVBREC\x00\x01"
 _FIXED = struct.Struct("<8sIIQ16s32s32s32s")
@@ -64,10 +75,14 @@ def encode_header(space: bytes, address: BlockAddress, payload: memoryview) -> b
 
 
 def decode_header(data: bytes | memoryview) -> Header | None:
-    """The header that `data` begins with; None unless it is whole and its checksum holds. More may follow it."""
+    """The header that `data` begins with; None unless it is whole and its checksum holds. More may
+    follow it.
+    """
     if len(data) < FIXED_BYTES:
         return None
-    magic, length, num_tokens, payload_bytes, payload_sum, space, prefix_hash, parent_hash = _FIXED.unpack_from(data)
+    magic, length, num_tokens, payload_bytes, payload_sum, space, prefix_hash, parent_hash = (
+        _FIXED.unpack_from(data)
+    )
     if magic != MAGIC or length > len(data) or length != header_bytes(num_tokens):
         return None
     body = bytes(data[: length - _SUM_BYTES])
@@ -80,4 +95,7 @@ def decode_header(data: bytes | memoryview) -> Header | None:
 
 def is_intact(header: Header, payload: memoryview) -> bool:
     """Whether these are the bytes that the header was written for."""
-    return payload.nbytes == header.payload_bytes and xxhash.xxh3_128_digest(payload) == header.payload_sum
+    return (
+        payload.nbytes == header.payload_bytes
+        and xxhash.xxh3_128_digest(payload) == header.payload_sum
+    )

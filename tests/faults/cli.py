@@ -102,8 +102,12 @@ FAULTS = (
     fault(
         "a client is sent to /v1 twice",
         "cli/launch/run.py",
-        'Served(url.rstrip("/").removesuffix("/v1"), key,',
-        'Served(url.rstrip("/"), key,',
+        (
+            "    return Served(\n"
+            '        url.rstrip("/").removesuffix("/v1"), key, name, context if isinstance(context, int) else 0\n'
+            "    )\n"
+        ),
+        '    return Served(url.rstrip("/"), key, name, context if isinstance(context, int) else 0)\n',
         "tests/cli/launch/test_run.py::test_claude_gets_the_address_and_one_model_for_all_sizes",
     ),
     fault(

@@ -91,8 +91,8 @@ FAULTS = (
     fault(
         "of equal scores the higher number is chosen",
         "kernels/program/route.py",
-        "number > best)",
-        "number >= best)",
+        "found < 0 or number > best",
+        "found < 0 or number >= best",
         *_ROUTED,
     ),
     fault(

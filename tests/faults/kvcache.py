@@ -31,16 +31,17 @@ FAULTS = (
     Fault(
         "hash cut to 8 bits and trusted",
         "kvboost_edge/kvcache/prefix_index.py",
-        (
-            (
-                "for block_id in self._buckets.get(prefix_hash, ()):",
-                "for block_id in [b for h, ids in self._buckets.items() if h[:1] == prefix_hash[:1] for b in ids]:",
-            ),
-            (
-                "entry.parent_serial == parent_serial and entry.tokens == tokens",
-                "True",
-            ),
-        ),
+        (("        for block_id in self._buckets.get(prefix_hash, ()):\n", (
+            "        for block_id in [\n"
+            "            b for h, ids in self._buckets.items() if h[:1] == prefix_hash[:1] for b in ids\n"
+            "        ]:\n"
+        )), ((
+            "            if (\n"
+            "                entry is not None\n"
+            "                and entry.parent_serial == parent_serial\n"
+            "                and entry.tokens == tokens\n"
+            "            ):\n"
+        ), "            if entry is not None and True:\n"), ),
         (*_ROOM,),
     ),
     fault(
@@ -74,8 +75,12 @@ FAULTS = (
     fault(
         "a pin's time is never over",
         "kvcache/eviction/pins.py",
-        "pin.until <= now]",
-        "pin.until < 0]",
+        (
+            "            serial\n"
+            "            for serial, pin in self._pins.items()\n"
+            "            if pin.until is not None and pin.until <= now\n"
+        ),
+        "            serial for serial, pin in self._pins.items() if pin.until is not None and pin.until < 0\n",
         *_ROOM,
     ),
     fault(

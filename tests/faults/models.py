@@ -27,8 +27,8 @@ FAULTS = (
     fault(
         "scores are divided by the root of the head's size",
         "models/config/families.py",
-        "scale=1.0, capped",
-        "capped",
+        "scale=1.0,",
+        "",
         *GEMMA4,
     ),
     fault(
@@ -171,8 +171,8 @@ FAULTS = (
     fault(
         "shares of Qwen3.5's experts are as they are",
         "models/config/experts.py",
-        '"norm_topk_prob": True, "decoder_sparse_step": 1',
-        '"norm_topk_prob": False, "decoder_sparse_step": 1',
+        '"norm_topk_prob": True,',
+        '"norm_topk_prob": False,',
         f"{_PACKED}[qwen3_5_moe_text]",
     ),
     fault(
@@ -206,8 +206,14 @@ FAULTS = (
     fault(
         "gate and up of LFM2's files change places",
         "models/gguf/names.py",
-        '"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3"',
-        '"ffn_gate": "feed_forward.w3", "ffn_up": "feed_forward.w1"',
+        (
+            '    "ffn_gate": "feed_forward.w1",\n'
+            '    "ffn_up": "feed_forward.w3",\n'
+        ),
+        (
+            '    "ffn_gate": "feed_forward.w3",\n'
+            '    "ffn_up": "feed_forward.w1",\n'
+        ),
         f"{_SAME}[lfm2]",
     ),
     fault(

@@ -17,10 +17,14 @@ _OF_MIXERS, _OF_PIECES = "tests/kernels/program/states/test_mixers.py", "tests/m
 
 FAULTS = faults(
     ("state: one block ahead of its snapshot", _TABLES,
-     "standing_for(table, position // self._size - 1, self._index) if",
-     "standing_for(table, position // self._size - 2, self._index) if", _OF_TABLES),
-    ("state: kept one token later", _TABLES, "tuple((position - start, slot)",
-     "tuple((min(position + 1, stop) - start, slot)", _OF_SCHEDULES),
+     "standing_for(table, position // self._size - 1, self._index)",
+     "standing_for(table, position // self._size - 2, self._index)", _OF_TABLES),
+    ("state: kept one token later", _TABLES, "            (position - start, slot) for position, slot, _ in state.saves if position < stop\n",
+     (
+         "            (min(position + 1, stop) - start, slot)\n"
+         "            for position, slot, _ in state.saves\n"
+         "            if position < stop\n"
+     ), _OF_SCHEDULES),
     ("state: published before its pass ended", _TABLES, "            state.saves.append((position, slot, reason))\n",
      "            state.saves.append((position, slot, reason))\n            self.slots._by_block[-position] = slot\n",
      _OF_TABLES),
@@ -40,8 +44,12 @@ FAULTS = faults(
      "self.slots.take()", _OF_OWNERS),
     ("state: what is kept is nobody's", _TABLES, "reason, table.owner, moved=moved)", "reason, moved=moved)",
      _OF_OWNERS),
-    ("state: saves in the order of positions", _TABLES, "(point[1] != BACKBONE, point[0]), reverse=True)",
-     "point[0])", _OF_TABLES),
+    ("state: saves in the order of positions", _TABLES, (
+         "            for position, reason in sorted(\n"
+         "                points, key=lambda point: (point[1] != BACKBONE, point[0]), reverse=True\n"
+         "            ):\n"
+     ),
+     "            for position, reason in sorted(points, key=lambda point: point[0]):\n", _OF_TABLES),
     ("state: a backbone before ends", _TABLES, "(point[1] != BACKBONE, point[0])", "point[0]", _OF_TABLES),
     ("state: a backbone makes others old", _SLOTS, "counts and reason != BACKBONE", "counts", _OF_SLOTS),
     ("state: an answer that moves makes others old", _SLOTS, "counts=not moved", "counts=True", _OF_SLOTS),
@@ -64,18 +72,37 @@ FAULTS = faults(
      _OF_ROUTER),
     ("state: not looked for on the server", _ROUTER, "if not chain.states:", "if True:", _OF_ROUTER),
     ("state: a junction is not kept", _TABLES, "wanted[matched] = JUNCTION", "pass", _OF_TABLES),
-    ("state: who waits does not ask", "kvcache/manager.py", "self.states.ask(holder,", "(lambda *_: None)(holder,",
+    ("state: who waits does not ask", "kvcache/manager.py", "self.states.ask(",
+     "(lambda *_: None)(",
      _OF_TABLES),
     ("state: the backbone drives out ends", _SLOTS, "return REASONS[reason] * self.num_slots", "return 0", _OF_SLOTS),
     ("state: an answer keeps every block", _TABLES, "            self._pass_tail(state)\n        if slot < 0",
      "            pass\n        if slot < 0", _OF_TABLES),
     ("state: an answer's goes before the next one is there", _TABLES,
-     "            if position == state.planned:",
-     "            self._pass_tail(state)\n            if position == state.planned:", _OF_TABLES),
+     "        if reason == ANSWER:\n            if (\n",
+     (
+         "        if reason == ANSWER:\n"
+         "            self._pass_tail(state)\n"
+         "            if (\n"
+     ), _OF_TABLES),
     ("state: an answer's goes for the next one where slots are free", _TABLES,
-     "            if not self.slots.num_free and state.tail", "            if state.tail", _OF_TABLES),
+     (
+         "            if (\n"
+         "                not self.slots.num_free\n"
+         "                and state.tail is not None\n"
+         "                and self.slots.of_block(state.tail[0]) != state.slot\n"
+         "            ):\n"
+     ),
+     "            if state.tail is not None and self.slots.of_block(state.tail[0]) != state.slot:\n", _OF_TABLES),
     ("state: an answer's goes where that gives no slot", _TABLES,
-     " and self.slots.of_block(state.tail[0]) != state.slot:", ":", _OF_TABLES),
+     (
+         "            if (\n"
+         "                not self.slots.num_free\n"
+         "                and state.tail is not None\n"
+         "                and self.slots.of_block(state.tail[0]) != state.slot\n"
+         "            ):\n"
+     ),
+     "            if not self.slots.num_free and state.tail is not None:\n", _OF_TABLES),
     ("state: what a pass wrote is kept and written on", _TABLES, "            self.slots.hold(slot)\n",
      "            self.slots.hold(slot)\n            state.slot, state.following = state.following, state.slot\n",
      _OF_TABLES),
@@ -96,7 +123,15 @@ FAULTS = faults(
     ("state: asked for behind a lost block", _MOVER,
      "reach = max(asked) if all(found[: len(heads)]) else load.num_there", "reach = max(asked)", _OF_TIERS),
     ("state: copied out whatever steps have to spare", "engine/state_saving.py",
-     "self._unsaved and self._credit >= size and", "self._unsaved and", "tests/engine/test_state_saving.py"),
+     (
+         "        while (\n"
+         "            self._unsaved\n"
+         "            and self._credit >= size\n"
+         "            and self._mover.stores\n"
+         "            and self._mover.has_state_room\n"
+         "        ):\n"
+     ),
+     "        while self._unsaved and self._mover.stores and self._mover.has_state_room:\n", "tests/engine/test_state_saving.py"),
     ("state: a runner that writes into a snapshot is not found out", "engine/debug.py",
      "if self._snapshots.get((block, slot), checksum) != checksum:", "if False:",
      "tests/engine/test_state_schedules.py"),

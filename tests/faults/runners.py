@@ -51,15 +51,19 @@ FAULTS = (
     fault(
         "experts read what the MLP beside them reads",
         "runners/native/mixture.py",
-        'out.norm(f"{layer}experts_in", f"{layer}router")',
-        'out.norm(f"{layer}mlp_in", f"{layer}router")',
+        'f"{layer}experts_in", f"{layer}router"',
+        'f"{layer}mlp_in", f"{layer}router"',
         *GEMMA4_EXPERTS,
     ),
     fault(
         "sinks are dropped",
         "runners/native/whole_pass.py",
-        "np.array([0 if sinks is None else sinks.ctypes.data for sinks in self._sinks])",
-        "np.array([0 for sinks in self._sinks])",
+        (
+            "        fixed[la.R_SINKS] = np.array(\n"
+            "            [0 if sinks is None else sinks.ctypes.data for sinks in self._sinks]\n"
+            "        )\n"
+        ),
+        "        fixed[la.R_SINKS] = np.array([0 for sinks in self._sinks])\n",
         "tests/runners/native/test_gpt_oss.py::test_all_logits_of_prompts_around_window_and_block",
     ),
     fault(

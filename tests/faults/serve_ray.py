@@ -27,8 +27,17 @@ FAULTS = (
     fault(
         "a belief that was renewed ends with the old one",
         "serve_ray/routing/residency.py",
-        "for key in (until if keys is None else keys) if until.get(key, _TOLD) <= now]",
-        "for key in (until if keys is None else keys) if key in until]",
+        (
+            "                self._drop(\n"
+            "                    slot,\n"
+            "                    [\n"
+            "                        key\n"
+            "                        for key in (until if keys is None else keys)\n"
+            "                        if until.get(key, _TOLD) <= now\n"
+            "                    ],\n"
+            "                )\n"
+        ),
+        "                self._drop(slot, [key for key in (until if keys is None else keys) if key in until])\n",
         f"{_RESIDENCY}::test_what_is_sent_is_believed_renewed_and_forgotten",
     ),
     fault(
@@ -118,8 +127,15 @@ FAULTS = (
     fault(
         "a slow engine is taken for one that stands still",
         "serve_ray/watch/stillness.py",
-        " or used > _CPU_SHARE * (now - self._since):",
-        ":",
+        (
+            "        if (\n"
+            "            was_frozen\n"
+            "            or not has_work\n"
+            "            or figures != self._figures\n"
+            "            or used > _CPU_SHARE * (now - self._since)\n"
+            "        ):\n"
+        ),
+        "        if was_frozen or not has_work or figures != self._figures:\n",
         f"{_STILLNESS}::test_only_work_without_progress_and_without_processor_time_is_stillness",
     ),
     fault(

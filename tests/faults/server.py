@@ -72,8 +72,12 @@ _ENTERING = (
     fault(
         "the deadline of a request is set to a time of the clock",
         "server/work/admission.py",
-        "loop.call_later(self.deadline - self._entered,",
-        "loop.call_later(self.deadline,",
+        (
+            "        self._timer = loop.call_later(\n"
+            "            self.deadline - self._entered, self.cancel, DeadlineExceeded(self.timeout)\n"
+            "        )\n"
+        ),
+        "        self._timer = loop.call_later(self.deadline, self.cancel, DeadlineExceeded(self.timeout))\n",
         f"{_ADMISSION}::test_the_deadline_ends_a_request_with_504_and_its_work",
     ),
     fault(
@@ -374,8 +378,8 @@ _MODELS = (
     fault(
         "the time until a model is unloaded counts from its loading",
         "server/models/served.py",
-        "return self.idle_since + self.keep_alive if",
-        "return self.loaded_at + self.keep_alive if",
+        "self.idle_since + self.keep_alive",
+        "self.loaded_at + self.keep_alive",
         f"{_ROOM}::test_the_time_until_a_model_leaves_counts_from_its_last_request",
     ),
     fault(

@@ -65,8 +65,14 @@ _STREAMING = (
     fault(
         "the log probability of a token comes before its text",
         "server/api/completions.py",
-        " if self._texts is None else sum(start < self._shown for start in self._starts)",
-        "",
+        (
+            "        count = (\n"
+            "            len(self._ids)\n"
+            "            if self._texts is None\n"
+            "            else sum(start < self._shown for start in self._starts)\n"
+            "        )\n"
+        ),
+        "        count = len(self._ids)\n",
         "tests/server/api/test_logprobs.py::test_a_token_in_text_that_is_held_back_waits_for_it",
     ),
     fault(
@@ -89,8 +95,8 @@ _OPENAI = (
     fault(
         "cached tokens are those of the choice that found most",
         "server/api/usage.py",
-        "return [min(group, key=lambda result: result.cached_tokens)",
-        "return [max(group, key=lambda result: result.cached_tokens)",
+        "min(group, key=lambda result: result.cached_tokens)",
+        "max(group, key=lambda result: result.cached_tokens)",
         f"{_COMPLETIONS}::test_choices_share_the_prompt_in_flight",
     ),
     fault(
@@ -103,8 +109,12 @@ _OPENAI = (
     fault(
         "best_of takes the least likely",
         "server/api/completions.py",
-        "key=_mean_logprob, reverse=True)[:keep]",
-        "key=_mean_logprob)[:keep]",
+        (
+            "        chosen += sorted(results[first : first + per_prompt], key=_mean_logprob, reverse=True)[\n"
+            "            :keep\n"
+            "        ]\n"
+        ),
+        "        chosen += sorted(results[first : first + per_prompt], key=_mean_logprob)[:keep]\n",
         f"{_COMPLETIONS}::test_best_of_takes_the_highest_mean_logprob",
     ),
     fault(
@@ -285,8 +295,11 @@ _OTHERS = (
     fault(
         "a call is told before its arguments are there",
         "server/api/dialects/ollama/writer.py",
-        "begun = max((part.index for part in parts if isinstance(part, CallStart))",
-        "begun = max((part.index + 1 for part in parts if isinstance(part, CallStart))",
+        "            (part.index for part in parts if isinstance(part, CallStart)), default=self._calls_told\n",
+        (
+            "            (part.index + 1 for part in parts if isinstance(part, CallStart)),\n"
+            "            default=self._calls_told,\n"
+        ),
         f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
     ),
     # llama.cpp.
@@ -307,8 +320,8 @@ _OTHERS = (
     fault(
         "infill has the suffix in front",
         "server/api/dialects/llama_cpp/translate.py",
-        "*filter(None, (prefix,)), [between], *filter(None, (body.input_suffix,)), [behind]]",
-        "*filter(None, (body.input_suffix,)), [between], *filter(None, (prefix,)), [behind]]",
+        "        *filter(None, (prefix,)),\n        [between],\n        *filter(None, (body.input_suffix,)),\n",
+        "        *filter(None, (body.input_suffix,)),\n        [between],\n        *filter(None, (prefix,)),\n",
         f"{_LLAMA_CPP}::test_infill_is_prefix_suffix_and_middle",
     ),
     # Errors.

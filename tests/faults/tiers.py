@@ -92,8 +92,12 @@ _DISK = (
     fault(
         "blocks that were dropped are there after a restart",
         "tiers/disk/index.py",
-        "last = frontier[1] if number == frontier[0] else",
-        "last = -1 if number == frontier[0] else",
+        (
+            "            last = (\n"
+            "                frontier[1] if number == frontier[0] else -1 if number > frontier[0] else math.inf\n"
+            "            )\n"
+        ),
+        "            last = -1 if number == frontier[0] else -1 if number > frontier[0] else math.inf\n",
         f"{_TIER}::test_dropped_blocks_stay_away_over_a_restart",
     ),
     fault(
@@ -116,8 +120,12 @@ _SERVER = (
     fault(
         "a sealed value is believed without its MAC",
         "tiers/redis/values.py",
-        " or not hmac.compare_digest(self._mac(view[:end]), view[end:])",
-        "",
+        (
+            "        if len(value) != end + self.mac_bytes or not hmac.compare_digest(\n"
+            "            self._mac(view[:end]), view[end:]\n"
+            "        ):\n"
+        ),
+        "        if len(value) != end + self.mac_bytes:\n",
         _VALUES,
     ),
     fault(

@@ -1,7 +1,8 @@
 """Apple GPUs (MPS): whether there is one, how much it holds, and whether its attention is right.
 
-torch's MPS kernels have had silent faults that came and went with versions. No table of versions is kept: the attention
-is tried on a few shapes at start, beside the CPU's, and a device that fails is refused.
+torch's MPS kernels have had silent faults that came and went with versions. No table of versions is
+kept: the attention is tried on a few shapes at start, beside the CPU's, and a device that fails is
+refused.
 """
 
 from __future__ import annotations
@@ -36,27 +37,31 @@ def missing() -> str | None:
     if not torch.backends.mps.is_built():
         return f"torch sees no Apple GPU (MPS): torch {torch.__version__} is built without it"
     return (
-        f"torch sees no Apple GPU (MPS): torch {torch.__version__} is built with it, but this Mac has no Metal device "
-        "or its macOS is too old for this torch; use device='cpu'"
+        f"torch sees no Apple GPU (MPS): torch {torch.__version__} is built with it, but this Mac "
+        "has no Metal device or its macOS is too old for this torch; use device='cpu'"
     )
 
 
 def available_bytes() -> int:
-    """What the GPU may still take of the memory it shares with the machine, as torch and the machine see it."""
+    """What the GPU may still take of the memory it shares with the machine, as torch and the
+    machine see it.
+    """
     left = int(torch.mps.recommended_max_memory()) - int(torch.mps.current_allocated_memory())
     return max(0, min(left, memory.available_bytes()))
 
 
 def check_buffers(spec: KVSpec, num_blocks: int) -> None:
-    """CapacityError where a tensor of the pool, one of a layer's keys or values or of its codes, would not fit into a
-    buffer."""
+    """CapacityError where a tensor of the pool, one of a layer's keys or values or of its codes,
+    would not fit into a buffer.
+    """
     per_block = max(_tensor_bytes(spec, layer) for layer in spec.layers)
     if num_blocks * per_block >= _BUFFER_BYTES:
         most = (_BUFFER_BYTES - 1) // per_block
         raise CapacityError(
-            f"a layer's tensor of the pool would take num_blocks={num_blocks} x {per_block} bytes = "
-            f"{num_blocks * per_block}, and a buffer of an Apple GPU holds less than {_BUFFER_BYTES}: at most "
-            f"num_blocks={most}, or max_cache_bytes={most * spec.bytes_per_block}"
+            f"a layer's tensor of the pool would take num_blocks={num_blocks} x {per_block} bytes "
+            f"= {num_blocks * per_block}, and a buffer of an Apple GPU holds less than "
+            f"{_BUFFER_BYTES}: at most num_blocks={most}, or "
+            f"max_cache_bytes={most * spec.bytes_per_block}"
         )
 
 
@@ -68,7 +73,9 @@ def _tensor_bytes(spec: KVSpec, layer: LayerKVSpec) -> int:
 
 def most_slots(spec: KVSpec) -> int:
     """Slots whose keys, in float32, fit into a buffer."""
-    return (_BUFFER_BYTES - 1) // max(4 * layer.num_kv_heads * layer.head_dim for layer in spec.layers)
+    return (_BUFFER_BYTES - 1) // max(
+        4 * layer.num_kv_heads * layer.head_dim for layer in spec.layers
+    )
 
 
 class _Trial(NamedTuple):
@@ -83,21 +90,30 @@ class _Trial(NamedTuple):
     params: AttentionParams
 
 
-# Decoding and prefill, one and many queries to a kv head, heads from 64 channels on, lengths around fours and blocks.
+# Decoding and prefill, one and many queries to a kv head, heads from 64 channels on, lengths around
+# fours and blocks.
 _TRIALS = (
     _Trial("float32", (16, 16), 2, 1, 64, ((7, 7), (7, 40)), AttentionParams(0.125)),
     _Trial("float16", (16, 16), 2, 4, 64, ((1, 33), (1, 130), (1, 16)), AttentionParams(0.125)),
     _Trial("float16", (16, 16), 1, 8, 128, ((37, 37), (5, 70)), AttentionParams(0.09)),
     _Trial("float16", (16, 16), 2, 3, 80, ((18, 50), (1, 64)), AttentionParams(0.11, window=20)),
-    _Trial("float32", (16, 16), 3, 2, 96, ((9, 25),), AttentionParams(0.1, 0, 5.0, np.ones(6, np.float32))),
+    _Trial(
+        "float32",
+        (16, 16),
+        3,
+        2,
+        96,
+        ((9, 25),),
+        AttentionParams(0.1, 0, 5.0, np.ones(6, np.float32)),
+    ),
     _Trial("float16", (8, 8), 2, 3, 64, ((40, 40), (1, 50)), AttentionParams(0.125)),
 )
 
 
 @functools.cache
 def find_fault(make: Callable[..., Any], device: str) -> str | None:
-    """Why attention on this device is not to be trusted: compared with the CPU's on a few shapes, within 50 ms or so.
-    None where they agree. Tried once.
+    """Why attention on this device is not to be trusted: compared with the CPU's on a few shapes,
+    within 50 ms or so. None where they agree. Tried once.
 
     make   of (spec, num_blocks, device=): a backend with tensors in and out
     """
@@ -107,8 +123,10 @@ def find_fault(make: Callable[..., Any], device: str) -> str | None:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """torch computes on the caller's thread alone: for small shapes its threads wait for one another, where something
-    else runs beside them forty times as long as the trials take (800 ms for 20)."""
+    """torch computes on the caller's thread alone: for small shapes its threads wait for one
+    another, where something else runs beside them forty times as long as the trials take (800 ms
+    for 20).
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -127,14 +145,19 @@ def _find_fault(make: Callable[..., Any], device: str) -> str | None:
         distance = float(np.linalg.norm(out - wanted_out) / np.linalg.norm(wanted_out))
         error_of_lse = float(np.abs(lse - wanted_lse).max())
         if not (distance <= _OUT_ERROR and error_of_lse <= _LSE_ERROR):
-            return _refused(number, trial, f"is {distance:.2g} (relative) away from the CPU's, limit {_OUT_ERROR:g}")
+            return _refused(
+                number,
+                trial,
+                f"is {distance:.2g} (relative) away from the CPU's, limit {_OUT_ERROR:g}",
+            )
     return None
 
 
 def _refused(number: int, trial: _Trial, what: str) -> str:
     return (
-        f"attention of torch {torch.__version__} on it {what} (trial {number + 1} of {len(_TRIALS)}: {trial.dtype}, KV "
-        f"at {trial.bits} bits, head_dim {trial.head_dim}); use another version of torch, or device='cpu'"
+        f"attention of torch {torch.__version__} on it {what} (trial {number + 1} of "
+        f"{len(_TRIALS)}: {trial.dtype}, KV at {trial.bits} bits, head_dim {trial.head_dim}); use "
+        "another version of torch, or device='cpu'"
     )
 
 
@@ -142,11 +165,15 @@ def _run(make: Callable[..., Any], device: str, trial: _Trial) -> tuple[np.ndarr
     """Two passes, what was there and what is new; out and lse of the second."""
     rng = np.random.default_rng(trial.head_dim)
     blocks = [-(-total // _BLOCK) for _, total in trial.lengths]
-    spec = KVSpec((LayerKVSpec(trial.num_kv_heads, trial.head_dim),), _BLOCK, trial.dtype, trial.bits)
+    spec = KVSpec(
+        (LayerKVSpec(trial.num_kv_heads, trial.head_dim),), _BLOCK, trial.dtype, trial.bits
+    )
     backend = make(spec, sum(blocks) + 1, device=device)
     ids = rng.permutation(sum(blocks) + 1)
     tables = np.full((len(blocks), max(blocks)), -1, dtype=np.int32)
-    for row, (first, count) in zip(tables, zip(np.cumsum([0, *blocks[:-1]]), blocks, strict=True), strict=True):
+    for row, (first, count) in zip(
+        tables, zip(np.cumsum([0, *blocks[:-1]]), blocks, strict=True), strict=True
+    ):
         row[:count] = ids[first : first + count]
 
     def rows(count: int, heads: int) -> torch.Tensor:
@@ -161,7 +188,9 @@ def _run(make: Callable[..., Any], device: str, trial: _Trial) -> tuple[np.ndarr
             layout = _layout(starts, stops, tables)
             batch = backend.prepare(layout)
             count = len(layout.slot_mapping)
-            backend.write_kv(0, rows(count, trial.num_kv_heads), rows(count, trial.num_kv_heads), batch)
+            backend.write_kv(
+                0, rows(count, trial.num_kv_heads), rows(count, trial.num_kv_heads), batch
+            )
         queries = rows(count, trial.num_kv_heads * trial.per_kv)
         out, lse = backend.attention(0, queries, batch, trial.params)
         found = out.float().cpu().numpy(), lse.cpu().numpy()
@@ -172,7 +201,8 @@ def _run(make: Callable[..., Any], device: str, trial: _Trial) -> tuple[np.ndarr
 def _layout(starts: list[int], stops: list[int], tables: np.ndarray) -> BatchLayout:
     positions = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
     slots = [
-        table[at // _BLOCK].astype(np.int64) * _BLOCK + at % _BLOCK for table, at in zip(tables, positions, strict=True)
+        table[at // _BLOCK].astype(np.int64) * _BLOCK + at % _BLOCK
+        for table, at in zip(tables, positions, strict=True)
     ]
     return BatchLayout(
         cu_seqlens_q=np.cumsum([0, *map(len, positions)]).astype(np.int32),

@@ -1,9 +1,10 @@
-"""Masked attention of a group of sequences, in operations that the CPU, CUDA and Apple GPUs all have.
+"""Masked attention of a group of sequences, in operations that the CPU, CUDA and Apple GPUs all
+have.
 
-torch's own scaled_dot_product_attention is not used: on MPS it was wrong for strided inputs (torch #181133), leaked the
-future with is_causal (#195910) and ran out of bounds with grouped heads (#174861). The mask is always explicit, and it
-replaces scores, for a sum of minus infinity and what an unwritten slot holds may be NaN. What a matrix product reads is
-contiguous.
+torch's own scaled_dot_product_attention is not used: on MPS it was wrong for strided inputs (torch
+#181133), leaked the future with is_causal (#195910) and ran out of bounds with grouped heads
+(#174861). The mask is always explicit, and it replaces scores, for a sum of minus infinity and what
+an unwritten slot holds may be NaN. What a matrix product reads is contiguous.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from kvboost_edge.backends.torch.batch import SameLength
 
 __all__ = ["attend", "query_slices", "visible_slots"]
 
-# float32 scores held at once; more query rows are computed in turns. On the CPU they should stay in the cache.
+# float32 scores held at once; more query rows are computed in turns. On the CPU they should stay in
+# the cache.
 _MAX_SCORES = {"cpu": 1 << 20}
 _MAX_SCORES_ELSEWHERE = 1 << 26
 
@@ -31,8 +33,9 @@ def query_slices(group: SameLength, num_q_heads: int) -> Iterator[slice]:
 
 
 def visible_slots(group: SameLength, chosen: slice, window: int) -> torch.Tensor:
-    """bool [num_seqs, q, num_slots]: which slots each chosen query sees: of a quantized pool its own block in the
-    buffer, and blocks before it as codes."""
+    """bool [num_seqs, q, num_slots]: which slots each chosen query sees: of a quantized pool its
+    own block in the buffer, and blocks before it as codes.
+    """
     queries = group.q_positions[:, chosen, None]
     keys = group.k_positions[:, None, :]
     visible = group.k_valid[:, None, :] & (keys <= queries)
@@ -51,13 +54,16 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Masked attention of padded sequences in float32.
 
-    queries [s, q, num_q_heads, d]; keys, values float32 [s, num_kv_heads, k, d]; visible bool [s, q, k]; sinks [heads].
-    Returns out float32 like queries and lse float32 [s, q, num_q_heads]. Every query sees at least itself.
+    queries [s, q, num_q_heads, d]; keys, values float32 [s, num_kv_heads, k, d]; visible bool [s,
+    q, k]; sinks [heads]. Returns out float32 like queries and lse float32 [s, q, num_q_heads].
+    Every query sees at least itself.
     """
     num_seqs, q_len, num_q_heads, _ = queries.shape
     num_kv_heads = keys.shape[1]
     per_kv = num_q_heads // keys.shape[1]
-    grouped = (queries.float() * params.softmax_scale).view(num_seqs, q_len, num_kv_heads, per_kv, -1)
+    grouped = (queries.float() * params.softmax_scale).view(
+        num_seqs, q_len, num_kv_heads, per_kv, -1
+    )
     scores = _product(grouped.permute(0, 2, 3, 1, 4).flatten(2, 3), keys.transpose(2, 3))
     if params.softcap:
         scores.div_(params.softcap).tanh_().mul_(params.softcap)
@@ -71,14 +77,19 @@ def attend(
     total = weights.sum(dim=-1, keepdim=True)
     if sinks is not None:
         total += torch.exp(sinks - top)
-    out = _product(weights.flatten(2, 3), values).view(num_seqs, num_kv_heads, per_kv, q_len, -1) / total
+    out = (
+        _product(weights.flatten(2, 3), values).view(num_seqs, num_kv_heads, per_kv, q_len, -1)
+        / total
+    )
     lse = (top + total.log()).squeeze(-1)
     shape = (num_seqs, q_len, num_q_heads)
     return out.permute(0, 3, 1, 2, 4).reshape(*shape, -1), lse.permute(0, 3, 1, 2).reshape(shape)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right; on Apple GPUs of contiguous copies, elsewhere as they are: the product itself packs them."""
+    """left @ right; on Apple GPUs of contiguous copies, elsewhere as they are: the product itself
+    packs them.
+    """
     if left.device.type == "mps":
         left = left.contiguous()
         right = right.contiguous()

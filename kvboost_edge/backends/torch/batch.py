@@ -1,6 +1,8 @@
-"""A pass as the torch backend computes it: sequences with equally many new tokens, padded to one another.
+"""A pass as the torch backend computes it: sequences with equally many new tokens, padded to one
+another.
 
-Positions are int32 and ids of blocks, rows and slots int64, which on a device are used as indices alone.
+Positions are int32 and ids of blocks, rows and slots int64, which on a device are used as indices
+alone.
 """
 
 from __future__ import annotations
@@ -24,18 +26,21 @@ Longs = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SameLength:
-    """Sequences with the same number of new tokens, padded to the longest KV among them. Slots are those of the blocks
-    gathered, then, of a quantized pool, those of the buffers gathered: float16 copies of blocks that the pass writes.
+    """Sequences with the same number of new tokens, padded to the longest KV among them. Slots are
+    those of the blocks gathered, then, of a quantized pool, those of the buffers gathered: float16
+    copies of blocks that the pass writes.
 
     rows        int64 [num_seqs * q_len]              rows of the flat batch
     blocks      int64 [num_seqs, max_blocks]          block ids to gather; 0 where masked
-    buffers     int64 [num_seqs, max_buffers]         buffers to gather, as in PassPlan; None: the pool is not quantized
-    q_positions int32 [num_seqs, q_len]
-    q_starts    int32 [num_seqs, q_len]               where the block that holds a query begins; None without buffers
+    buffers     int64 [num_seqs, max_buffers]         buffers to gather, as in PassPlan; None: the
+                pool is not quantized q_positions int32 [num_seqs, q_len]
+    q_starts    int32 [num_seqs, q_len]               where the block that holds a query begins;
+                None without buffers
     k_positions int32 [num_seqs, num_slots]           absolute positions of the gathered slots
     k_valid     bool, like k_positions                slots that some query of the sequence sees
     k_own       bool [num_slots]                      slots of buffers; None without
-    k_turns     int64, like k_positions               which of the batch's deltas; None where it has none
+    k_turns     int64, like k_positions               which of the batch's deltas; None where it has
+                none
     lead        the gathered slot of the first query, in the sequence where it is largest
     """
 
@@ -53,7 +58,9 @@ class SameLength:
 
 
 class TorchBatch:
-    """A prepared pass: device tensors of the layout, and the groups per window, built on first use."""
+    """A prepared pass: device tensors of the layout, and the groups per window, built on first
+    use.
+    """
 
     def __init__(
         self,
@@ -74,7 +81,8 @@ class TorchBatch:
         self._most_slots = most_slots
         self._groups: dict[int, list[SameLength]] = {}
         self._entries = entry_positions(layout.block_tables.shape, layout.parts, block_size)
-        # By how much keys are turned: int64 [num_deltas], and which of those each entry has; none where there are none.
+        # By how much keys are turned: int64 [num_deltas], and which of those each entry has; none
+        # where there are none.
         self.deltas = np.zeros(0, np.int64)
         self._turns = None
         if layout.parts is not None and has_delta(layout.parts):
@@ -83,8 +91,9 @@ class TorchBatch:
             self._turns = turns.reshape(deltas.shape)
 
     def groups(self, window: int) -> list[SameLength]:
-        """The groups for a window (0: none); the window bounds the blocks that are gathered. CapacityError where one
-        sequence has more slots than are gathered at once."""
+        """The groups for a window (0: none); the window bounds the blocks that are gathered.
+        CapacityError where one sequence has more slots than are gathered at once.
+        """
         if window not in self._groups:
             q_lens = np.diff(self.layout.cu_seqlens_q)
             self._groups[window] = [
@@ -101,8 +110,9 @@ class TorchBatch:
             return [seqs]
         if width > self._most_slots:
             raise CapacityError(
-                f"a sequence of up to {width} tokens does not fit into one buffer of {self.device}, which holds keys "
-                f"of {self._most_slots}: give max_new_tokens or a prompt that is shorter"
+                f"a sequence of up to {width} tokens does not fit into one buffer of "
+                f"{self.device}, which holds keys of {self._most_slots}: give max_new_tokens or a "
+                "prompt that is shorter"
             )
         step = self._most_slots // width
         return [seqs[start : start + step] for start in range(0, len(seqs), step)]
@@ -115,19 +125,28 @@ class TorchBatch:
         q_positions = q_first[:, None] + np.arange(q_len)
         k_first = np.maximum(q_first - window + 1, 0) if window else np.zeros_like(q_first)
         # A quantized block is read as codes by the queries behind it.
-        first_own = np.zeros_like(seq_lens) if self.plan is None else self.plan.first[seqs].astype(np.int64)
-        k_end = seq_lens if self.plan is None else first_own + (seq_lens - 1 - first_own) // size * size
+        first_own = (
+            np.zeros_like(seq_lens) if self.plan is None else self.plan.first[seqs].astype(np.int64)
+        )
+        k_end = (
+            seq_lens if self.plan is None else first_own + (seq_lens - 1 - first_own) // size * size
+        )
         first, served, until = (rows[seqs] for rows in self._entries)
         seen = (until > k_first[:, None]) & (served < np.minimum(until, k_end[:, None]))
         num_blocks = seen.sum(axis=1)
         columns = np.argsort(~seen, axis=1, kind="stable")[:, : num_blocks.max()]
         present = np.arange(columns.shape[1]) < num_blocks[:, None]
         blocks, first, served, until = (
-            np.take_along_axis(rows, columns, axis=1) for rows in (layout.block_tables[seqs], first, served, until)
+            np.take_along_axis(rows, columns, axis=1)
+            for rows in (layout.block_tables[seqs], first, served, until)
         )
         blocks = np.where(present, blocks, 0)
         k_positions = first[:, :, None] + np.arange(size)
-        k_valid = present[:, :, None] & (k_positions >= served[:, :, None]) & (k_positions < until[:, :, None])
+        k_valid = (
+            present[:, :, None]
+            & (k_positions >= served[:, :, None])
+            & (k_positions < until[:, :, None])
+        )
         k_positions = k_positions.reshape(len(seqs), -1)
         k_valid = k_valid.reshape(len(seqs), -1)
         k_valid &= (k_positions >= k_first[:, None]) & (k_positions < k_end[:, None])
@@ -166,8 +185,10 @@ class TorchBatch:
 
 
 class PlannedWrites:
-    """What a pass writes of a quantized pool, int64 each: `buffers` and `offsets` of the new tokens; buffers that are
-    copied before, `continued_from` `continued_to`; buffers quantized after, `closed`, into blocks `targets`."""
+    """What a pass writes of a quantized pool, int64 each: `buffers` and `offsets` of the new
+    tokens; buffers that are copied before, `continued_from` `continued_to`; buffers quantized
+    after, `closed`, into blocks `targets`.
+    """
 
     def __init__(self, plan: PassPlan, block_size: int, device: torch.device) -> None:
         def upload(values: Any) -> torch.Tensor:
@@ -176,5 +197,7 @@ class PlannedWrites:
         self.buffers, self.offsets = (upload(some) for some in np.divmod(plan.slots, block_size))
         self.num_continued = len(plan.continued)
         self.num_closed = len(plan.closed)
-        self.continued_from, self.continued_to = (upload([pair[at] for pair in plan.continued]) for at in (0, 1))
+        self.continued_from, self.continued_to = (
+            upload([pair[at] for pair in plan.continued]) for at in (0, 1)
+        )
         self.closed, self.targets = (upload([pair[at] for pair in plan.closed]) for at in (0, 1))

@@ -1,9 +1,10 @@
-"""Keys and values of full blocks at 8 bits, in torch tensors: the bytes of kernels/coded/layout.py, packed and unpacked
-where the tensors are, so that an Apple GPU holds half of what 16 bits take.
+"""Keys and values of full blocks at 8 bits, in torch tensors: the bytes of kernels/coded/layout.py,
+packed and unpacked where the tensors are, so that an Apple GPU holds half of what 16 bits take.
 
-As in the other quantized pools a query reads its own block from a float16 buffer and all blocks before it from their
-codes, so that results do not depend on where a pass begins or ends. What codes stand for is computed in float32 as the
-specification does; sums of attention are in float32 too, where the kernels round weights to bytes.
+As in the other quantized pools a query reads its own block from a float16 buffer and all blocks
+before it from their codes, so that results do not depend on where a pass begins or ends. What codes
+stand for is computed in float32 as the specification does; sums of attention are in float32 too,
+where the kernels round weights to bytes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ _SCALE_SLACK = 1.0 + 2.0**-10
 _STEPS = np.ldexp(1 + np.arange(256) % 8 / 8, np.arange(256) // 8 - STEP_BIAS).astype(np.float32)
 
 
-def encode(keys: torch.Tensor, values: torch.Tensor, layout: CodeLayout, steps: torch.Tensor) -> torch.Tensor:
-    """Codes uint8 [n, num_kv_heads, bytes] of float16 blocks, keys and values [n, block, num_kv_heads, head_dim].
+def encode(
+    keys: torch.Tensor, values: torch.Tensor, layout: CodeLayout, steps: torch.Tensor
+) -> torch.Tensor:
+    """Codes uint8 [n, num_kv_heads, bytes] of float16 blocks, keys and values [n, block,
+    num_kv_heads, head_dim].
 
     steps   float32 [256], what each byte of a key step stands for
     """
@@ -42,13 +46,17 @@ def encode(keys: torch.Tensor, values: torch.Tensor, layout: CodeLayout, steps: 
     low = keys.amin(dim=-1)
     high = keys.amax(dim=-1)
     zeros = (low + (keys * 0.0).sum(dim=-1)).half()  # NaN where a key is not finite
-    found = torch.searchsorted(steps, ((high - low) / _TOP).contiguous(), out_int32=True).clamp(max=255)
+    found = torch.searchsorted(steps, ((high - low) / _TOP).contiguous(), out_int32=True).clamp(
+        max=255
+    )
     scaled = ((keys - low[..., None]) * (1.0 / steps[found.long()])[..., None]).round()
     codes = out.new_zeros((num, heads, dim, size))
     codes[:, :, :head_dim] = scaled.nan_to_num(0.0, 0.0, 0.0).clamp(0.0, _TOP).to(torch.uint8)
     quads = codes.reshape(num, heads, dim // 4, 4, size).transpose(3, 4)
     out[..., : dim * size] = quads.flatten(2)
-    out[..., layout.key_zeros : layout.key_zeros + 2 * head_dim] = zeros.contiguous().view(torch.uint8)
+    out[..., layout.key_zeros : layout.key_zeros + 2 * head_dim] = zeros.contiguous().view(
+        torch.uint8
+    )
     out[..., layout.key_steps : layout.key_steps + head_dim] = found.to(torch.uint8)
 
     values = values.transpose(1, 2).float().contiguous()
@@ -59,11 +67,15 @@ def encode(keys: torch.Tensor, values: torch.Tensor, layout: CodeLayout, steps: 
     quads = signed.view(torch.uint8).reshape(num, heads, size // 4, 4, dim).transpose(3, 4)
     out[..., layout.values : layout.values + dim * size] = quads.flatten(2)
     scales = (scales.float() + (values * 0.0).sum(dim=-1)).half()
-    out[..., layout.value_scales : layout.value_scales + 2 * size] = scales.contiguous().view(torch.uint8)
+    out[..., layout.value_scales : layout.value_scales + 2 * size] = scales.contiguous().view(
+        torch.uint8
+    )
     return out
 
 
-def decode(codes: torch.Tensor, layout: CodeLayout, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(
+    codes: torch.Tensor, layout: CodeLayout, steps: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What codes uint8 [..., bytes] stand for: keys and values, float32 [..., block, head_dim]."""
     lead = codes.shape[:-1]
     size = layout.block_size
@@ -72,7 +84,13 @@ def decode(codes: torch.Tensor, layout: CodeLayout, steps: torch.Tensor) -> tupl
     def section(start: int, count: int) -> torch.Tensor:
         return codes[..., start : start + count].contiguous()
 
-    keys = section(0, dim * size).view(*lead, dim // 4, size, 4).transpose(-3, -2).reshape(*lead, size, dim).float()
+    keys = (
+        section(0, dim * size)
+        .view(*lead, dim // 4, size, 4)
+        .transpose(-3, -2)
+        .reshape(*lead, size, dim)
+        .float()
+    )
     zeros = section(layout.key_zeros, 2 * dim).view(torch.float16).float()
     found = steps[section(layout.key_steps, dim).long()]
     keys = zeros[..., None, :] + keys * found[..., None, :]
@@ -90,12 +108,16 @@ class _Half(NamedTuple):
 
 
 class _Arena:
-    """Buffers of all layers of one shape: `num_open` for each layer, then the temporary ones, shared.
+    """Buffers of all layers of one shape: `num_open` for each layer, then the temporary ones,
+    shared.
 
-    index   int64 [num_layers, num_open + num_temporary], where a plan's buffers are for each layer of this shape
+    index   int64 [num_layers, num_open + num_temporary], where a plan's buffers are for each layer
+            of this shape
     """
 
-    def __init__(self, spec: KVSpec, shape: LayerKVSpec, num_open: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: KVSpec, shape: LayerKVSpec, num_open: int, device: torch.device
+    ) -> None:
         self._shape = (spec.block_size, shape.num_kv_heads, shape.head_dim)
         self._num_open = num_open
         self._device = device
@@ -104,12 +126,17 @@ class _Arena:
         self.index = self._places(0)
 
     def _make(self, count: int) -> _Half:
-        keys, values = (torch.zeros((count, *self._shape), dtype=torch.float16, device=self._device) for _ in range(2))
+        keys, values = (
+            torch.zeros((count, *self._shape), dtype=torch.float16, device=self._device)
+            for _ in range(2)
+        )
         return _Half(keys, values)
 
     def _places(self, num_temporary: int) -> torch.Tensor:
         kept = np.arange(self.num_kept).reshape(-1, self._num_open)
-        temporary = np.broadcast_to(self.num_kept + np.arange(num_temporary), (len(kept), num_temporary))
+        temporary = np.broadcast_to(
+            self.num_kept + np.arange(num_temporary), (len(kept), num_temporary)
+        )
         return torch.from_numpy(np.hstack([kept, temporary])).to(self._device)
 
     def grow(self, num_temporary: int) -> None:
@@ -124,32 +151,50 @@ class _Arena:
 
 
 class CodedBlocks:
-    """Codes of all layers, uint8 [num_blocks, num_kv_heads, bytes] each, and the buffers of open blocks. ConfigError
-    for a spec whose blocks cannot be coded."""
+    """Codes of all layers, uint8 [num_blocks, num_kv_heads, bytes] each, and the buffers of open
+    blocks. ConfigError for a spec whose blocks cannot be coded.
+    """
 
     def __init__(self, spec: KVSpec, num_blocks: int, num_open: int, device: torch.device) -> None:
         if num_open < 1:
             raise ConfigError(f"num_open={num_open} must be at least 1")
         if spec.dtype != "float16":
-            raise ConfigError(f"KV dtype {spec.dtype!r}: the open blocks of a quantized pool are 'float16'")
+            raise ConfigError(
+                f"KV dtype {spec.dtype!r}: the open blocks of a quantized pool are 'float16'"
+            )
         if spec.block_size < 16 or spec.block_size % 16:
-            raise ConfigError(f"block_size={spec.block_size} must be a multiple of 16 where KV is quantized")
+            raise ConfigError(
+                f"block_size={spec.block_size} must be a multiple of 16 where KV is quantized"
+            )
         self._open = OpenBlocks(num_open, spec.block_size)
         self._steps = torch.from_numpy(_STEPS).to(device)
-        self._layouts = [code_layout(spec.block_size, layer.head_dim, spec.bits) for layer in spec.layers]
+        self._layouts = [
+            code_layout(spec.block_size, layer.head_dim, spec.bits) for layer in spec.layers
+        ]
         self._pools = [
-            torch.zeros((num_blocks, layer.num_kv_heads, layout.nbytes), dtype=torch.uint8, device=device)
+            torch.zeros(
+                (num_blocks, layer.num_kv_heads, layout.nbytes), dtype=torch.uint8, device=device
+            )
             for layer, layout in zip(spec.layers, self._layouts, strict=True)
         ]
-        self._ordinals = [spec.layers[:index].count(layer) for index, layer in enumerate(spec.layers)]
-        arenas = {shape: _Arena(spec, shape, num_open, device) for shape in dict.fromkeys(spec.layers)}
+        self._ordinals = [
+            spec.layers[:index].count(layer) for index, layer in enumerate(spec.layers)
+        ]
+        arenas = {
+            shape: _Arena(spec, shape, num_open, device) for shape in dict.fromkeys(spec.layers)
+        }
         self._arenas = [arenas[layer] for layer in spec.layers]
 
     @property
     def arrays(self) -> list[torch.Tensor]:
-        """What `pool_bytes` counts: codes and open buffers; the temporary ones of a pass are workspace."""
+        """What `pool_bytes` counts: codes and open buffers; the temporary ones of a pass are
+        workspace.
+        """
         arenas = list(dict.fromkeys(self._arenas))
-        return [*self._pools, *(half[: arena.num_kept] for arena in arenas for half in arena.buffers)]
+        return [
+            *self._pools,
+            *(half[: arena.num_kept] for arena in arenas for half in arena.buffers),
+        ]
 
     @property
     def whole_blocks(self) -> list[torch.Tensor]:
@@ -181,7 +226,9 @@ class CodedBlocks:
         for source, target in zip(self._halves(pair[0]), self._halves(pair[1]), strict=True):
             target.copy_(source)
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch) -> None:
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch
+    ) -> None:
         """Store new tokens and quantize what is full now."""
         writes = batch.writes
         assert writes is not None
@@ -199,15 +246,18 @@ class CodedBlocks:
             self._pools[layer][writes.targets] = codes
 
     def gather(self, layer: int, group: SameLength) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]: what codes stand for,
-        then buffers."""
+        """Keys and values of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]:
+        what codes stand for, then buffers.
+        """
         assert group.buffers is not None
         arena = self._arenas[layer]
         own = self._arenas[layer].index[self._ordinals[layer]][group.buffers]
         found = [[half[own].flatten(1, 2).transpose(1, 2).float()] for half in arena.buffers]
         if group.blocks.shape[1]:
             codes = self._pools[layer][group.blocks].transpose(1, 2)
-            for some, decoded in zip(found, decode(codes, self._layouts[layer], self._steps), strict=True):
+            for some, decoded in zip(
+                found, decode(codes, self._layouts[layer], self._steps), strict=True
+            ):
                 some.insert(0, decoded.flatten(2, 3))
         keys, values = (torch.cat(some, dim=2) for some in found)
         return keys, values
@@ -215,8 +265,9 @@ class CodedBlocks:
     def stored(
         self, layer: int, blocks: torch.Tensor, which: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim]; `which` of the blocks
-        each slot is in."""
+        """Keys and values at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim];
+        `which` of the blocks each slot is in.
+        """
         decoded = decode(self._pools[layer][blocks], self._layouts[layer], self._steps)
         keys, values = (half.transpose(1, 2)[which, offsets] for half in decoded)
         return keys, values

@@ -15,7 +15,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class PlainBlocks:
-    """Storage per layer, keys and values each: [num_blocks, block_size, num_kv_heads, head_dim] in the spec's dtype."""
+    """Storage per layer, keys and values each: [num_blocks, block_size, num_kv_heads, head_dim] in
+    the spec's dtype.
+    """
 
     def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device) -> None:
         self._pools = [
@@ -59,8 +61,12 @@ class PlainBlocks:
         for half in self.whole_blocks:
             half[dst].copy_(half[src])
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch) -> None:
-        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch
+    ) -> None:
+        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the
+        batch.
+        """
         for half, tokens in zip(self._pools[layer], (keys, values), strict=True):
             half.flatten(0, 1).index_copy_(0, batch.slots, tokens.to(half.dtype))
 
@@ -68,7 +74,11 @@ class PlainBlocks:
         """Keys and values of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]."""
         num_seqs = len(group.blocks)
         keys, values = (
-            half[group.blocks].flatten(1, 2).transpose(1, 2).float().reshape(num_seqs, half.shape[2], -1, half.shape[3])
+            half[group.blocks]
+            .flatten(1, 2)
+            .transpose(1, 2)
+            .float()
+            .reshape(num_seqs, half.shape[2], -1, half.shape[3])
             for half in self._pools[layer]
         )
         return keys, values
@@ -76,8 +86,9 @@ class PlainBlocks:
     def stored(
         self, layer: int, blocks: torch.Tensor, which: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim]; `which` of the blocks
-        each slot is in."""
+        """Keys and values at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim];
+        `which` of the blocks each slot is in.
+        """
         keys, values = (half[blocks][which, offsets].float() for half in self._pools[layer])
         return keys, values
 

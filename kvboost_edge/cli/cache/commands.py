@@ -25,23 +25,45 @@ class CacheAction(enum.StrEnum):
 def cache(
     action: Annotated[
         CacheAction,
-        typer.Argument(help="status: sums; list: each; verify: read all blocks; prune: what is too much; clear: all."),
+        typer.Argument(
+            help=(
+                "status: sums; list: each; verify: read all blocks; prune: what is too much; "
+                "clear: all."
+            )
+        ),
     ],
-    word: Annotated[str, typer.Argument(help="Only what has this in its model's name or fingerprint.")] = "",
+    word: Annotated[
+        str, typer.Argument(help="Only what has this in its model's name or fingerprint.")
+    ] = "",
     disk_cache_dir: Annotated[
-        str | None, typer.Option("--disk-cache-dir", metavar="DIR", help="Where the disk tier lies, if not as usual.")
+        str | None,
+        typer.Option(
+            "--disk-cache-dir", metavar="DIR", help="Where the disk tier lies, if not as usual."
+        ),
     ] = None,
     max_disk_bytes: Annotated[
-        int | None, typer.Option("--max-disk-bytes", help="prune: blocks beyond this go, those used longest ago first.")
+        int | None,
+        typer.Option(
+            "--max-disk-bytes", help="prune: blocks beyond this go, those used longest ago first."
+        ),
     ] = None,
     older_than: Annotated[
-        float | None, typer.Option("--older-than", metavar="DAYS", help="prune: so does what was not used for so long.")
+        float | None,
+        typer.Option(
+            "--older-than", metavar="DAYS", help="prune: so does what was not used for so long."
+        ),
     ] = None,
-    sure: Annotated[bool, typer.Option("--yes", "-y", help="clear: do not ask before everything is removed.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="prune, clear: only say what would go.")] = False,
+    sure: Annotated[
+        bool, typer.Option("--yes", "-y", help="clear: do not ask before everything is removed.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="prune, clear: only say what would go.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Keys and values on disk and packed weights: sizes, ages, soundness, removal. What a process has open stays."""
+    """Keys and values on disk and packed weights: sizes, ages, soundness, removal. What a process
+    has open stays.
+    """
     from kvboost_edge.cli.cache.run import run_cache
 
     run_cache(
@@ -59,6 +81,9 @@ def cache(
 def add_cache(app: typer.Typer) -> None:
     """Make it a command of `app`."""
     app.command(
-        epilog="[b]Examples[/b]\n\nkvboost-edge cache status\n\nkvboost-edge cache verify\n\n"
-        "kvboost-edge cache prune --max-disk-bytes 4000000000 --dry-run\n\nkvboost-edge cache clear qwen"
+        epilog=(
+            "[b]Examples[/b]\n\nkvboost-edge cache status\n\nkvboost-edge cache verify\n\n"
+            "kvboost-edge cache prune --max-disk-bytes 4000000000 --dry-run\n\nkvboost-edge cache "
+            "clear qwen"
+        )
     )(cache)

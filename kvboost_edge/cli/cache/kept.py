@@ -1,5 +1,6 @@
-"""What there is on this machine's disk: spaces of keys and values, packed weights, tokenizers; of which model each is,
-and whether a process has it open."""
+"""What there is on this machine's disk: spaces of keys and values, packed weights, tokenizers; of
+which model each is, and whether a process has it open.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from kvboost_edge.models.packed.file import MODEL_FACT
 from kvboost_edge.tiers.disk.files import READ, Files
 from kvboost_edge.tiers.disk.survey import FoundSpace, delete_space, find_spaces
 
-__all__ = ["BLOCKS", "TOKENIZER", "WEIGHTS", "Kept", "delete", "find_kept", "packed_directory", "printable"]
+__all__ = [
+    "BLOCKS",
+    "TOKENIZER",
+    "WEIGHTS",
+    "Kept",
+    "delete",
+    "find_kept",
+    "packed_directory",
+    "printable",
+]
 
 BLOCKS = "blocks"
 WEIGHTS = "weights"
@@ -28,8 +38,9 @@ _SHORT = 16  # of a fingerprint in a space's description
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """One row: the blocks of a space, a file of packed weights, or a tokenizer. model: its name, "" where nothing says
-    it; name: the fingerprint and the format. `changed` in seconds since 1970."""
+    """One row: the blocks of a space, a file of packed weights, or a tokenizer. model: its name, ""
+    where nothing says it; name: the fingerprint and the format. `changed` in seconds since 1970.
+    """
 
     kind: str
     model: str
@@ -63,7 +74,9 @@ def packed_directory() -> Path:
 
 
 def printable(text: str) -> str:
-    """What a terminal shows as it is: no escape of a damaged or forged file, nor what no encoding has."""
+    """What a terminal shows as it is: no escape of a damaged or forged file, nor what no encoding
+    has.
+    """
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -78,7 +91,10 @@ def find_kept(root: Path, files: Files) -> list[Kept]:
         if all(isinstance(value, str) and value for value in described.values()):
             names[_fingerprint(str(described["model"]))] = printable(str(described["name"]))
     rows = [_blocks(space) for space in spaces] + packed
-    return [dataclasses.replace(one, model=one.model or names.get(_fingerprint(one.name), "")) for one in rows]
+    return [
+        dataclasses.replace(one, model=one.model or names.get(_fingerprint(one.name), ""))
+        for one in rows
+    ]
 
 
 def delete(one: Kept, files: Files) -> bool:
@@ -101,7 +117,9 @@ def _fingerprint(name: str) -> str:
 
 
 def _blocks(space: FoundSpace) -> Kept:
-    name = printable(" ".join(str(space.description[key]) for key in _DESCRIBED if key in space.description))
+    name = printable(
+        " ".join(str(space.description[key]) for key in _DESCRIBED if key in space.description)
+    )
     name = name or space.path.name[:12]
     model = space.description.get("name")
     shown = printable(model) if isinstance(model, str) else ""
@@ -134,7 +152,9 @@ def _is_open(path: Path, files: Files) -> bool:
 
 
 def _is_held(handle: int, files: Files) -> bool:
-    """Whether a process has mapped an open file; where files cannot be locked nobody knows, and it is taken as free."""
+    """Whether a process has mapped an open file; where files cannot be locked nobody knows, and it
+    is taken as free.
+    """
     try:
         return not files.lock(handle)
     except OSError:

@@ -1,4 +1,6 @@
-"""`kvboost-edge cache`: blocks and packed weights on this machine's disk: sizes, soundness, removal."""
+"""`kvboost-edge cache`: blocks and packed weights on this machine's disk: sizes, soundness,
+removal.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,11 @@ def run_cache(
     sure: bool,
     as_json: bool,
 ) -> None:
-    """Do one of status, list, verify, prune, clear with what `word` names; see `kvboost-edge cache --help`. Whoever
-    clears everything at a terminal is asked, unless `sure`.
+    """Do one of status, list, verify, prune, clear with what `word` names; see `kvboost-edge cache
+    --help`. Whoever clears everything at a terminal is asked, unless `sure`.
 
-    Raises ConfigError for options the action does not have, KVBoostError where blocks turn out to be damaged.
+    Raises ConfigError for options the action does not have, KVBoostError where blocks turn out to
+    be damaged.
     """
     _check(action, max_disk_bytes, older_than, dry_run)
     root = Path(disk_cache_dir).expanduser().absolute() if disk_cache_dir else default_directory()
@@ -65,8 +68,16 @@ def run_cache(
         if action == "verify":
             answer = _verify(kept, files, open_console(stderr=True, quiet=as_json))
         elif action in ("prune", "clear"):
-            going = _pruned(kept, root, files, max_disk_bytes, older_than) if action == "prune" else kept
-            if action == "clear" and going and not (word or dry_run or sure or as_json or _agreed(going)):
+            going = (
+                _pruned(kept, root, files, max_disk_bytes, older_than)
+                if action == "prune"
+                else kept
+            )
+            if (
+                action == "clear"
+                and going
+                and not (word or dry_run or sure or as_json or _agreed(going))
+            ):
                 console.print("Nothing was removed.")
                 return
             answer = _remove(going, files, dry_run)
@@ -83,14 +94,20 @@ def run_cache(
     else:
         _print_rows(answer["rows"], action, console, dry_run=dry_run)
     if any(row.get("damaged") for row in answer["rows"]):
-        raise KVBoostError("damaged blocks were found; they are never served, `kvboost-edge cache clear` removes them")
+        raise KVBoostError(
+            "damaged blocks were found; they are never served, `kvboost-edge cache clear` removes "
+            "them"
+        )
     if any("error" in row for row in answer["rows"]):
         raise KVBoostError(
-            "not all could be removed: " + next(row["error"] for row in answer["rows"] if "error" in row)
+            "not all could be removed: "
+            + next(row["error"] for row in answer["rows"] if "error" in row)
         )
 
 
-def _check(action: str, max_disk_bytes: int | None, older_than: float | None, dry_run: bool) -> None:
+def _check(
+    action: str, max_disk_bytes: int | None, older_than: float | None, dry_run: bool
+) -> None:
     given = {"--max-disk-bytes": max_disk_bytes, "--older-than": older_than}
     for name, value in given.items():
         if value is not None and action != "prune":
@@ -98,14 +115,21 @@ def _check(action: str, max_disk_bytes: int | None, older_than: float | None, dr
         if value is not None and value < 0:
             raise ConfigError(f"{name}={value} must be at least 0")
     if dry_run and action not in ("prune", "clear"):
-        raise ConfigError(f"--dry-run belongs to cache prune and cache clear, not to cache {action}")
+        raise ConfigError(
+            f"--dry-run belongs to cache prune and cache clear, not to cache {action}"
+        )
 
 
 def _pruned(
-    kept: Sequence[Kept], root: Path, files: Files, max_disk_bytes: int | None, older_than: float | None
+    kept: Sequence[Kept],
+    root: Path,
+    files: Files,
+    max_disk_bytes: int | None,
+    older_than: float | None,
 ) -> list[Kept]:
-    """What was not used for so many days; and of the blocks, in the order of use, what is beyond the cap. What a
-    process has open is among it, so that it is said to stay."""
+    """What was not used for so many days; and of the blocks, in the order of use, what is beyond
+    the cap. What a process has open is among it, so that it is said to stay.
+    """
     cap = default_cap(root, files) if max_disk_bytes is None else max_disk_bytes
     excess = sum(one.nbytes for one in kept if one.space is not None) - cap
     going = []
@@ -118,7 +142,9 @@ def _pruned(
 
 
 def _remove(going: Sequence[Kept], files: Files, dry_run: bool) -> dict[str, Any]:
-    """Delete, but for what a process has open, whose rows stay with `in_use`, and what the system keeps (`error`)."""
+    """Delete, but for what a process has open, whose rows stay with `in_use`, and what the system
+    keeps (`error`).
+    """
     rows = []
     for one in going:
         row = one.row()
@@ -135,7 +161,9 @@ def _verify(kept: Sequence[Kept], files: Files, console: Console) -> dict[str, A
     spaces = [one for one in kept if one.space is not None]
     columns = (text_column("checking"), BarColumn(), DownloadColumn())
     rows = []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("", total=sum(one.nbytes for one in spaces))
         advance: Callable[[int], None] = lambda nbytes: bar.advance(task, nbytes)  # noqa: E731
         for one in spaces:
@@ -161,10 +189,14 @@ def _print_status(kept: Sequence[Kept], root: Path, console: Console) -> None:
         total = sum(one.nbytes for one in of_kind)
         place = root if kind == BLOCKS else packed_directory()
         number = counted(len(of_kind), one_of, many)
-        console.print(f"{total / 1e6:,.1f} MB in {number}{open_now}: {printable(str(place))}", soft_wrap=True)
+        console.print(
+            f"{total / 1e6:,.1f} MB in {number}{open_now}: {printable(str(place))}", soft_wrap=True
+        )
 
 
-def _print_rows(rows: Sequence[dict[str, Any]], action: str, console: Console, *, dry_run: bool) -> None:
+def _print_rows(
+    rows: Sequence[dict[str, Any]], action: str, console: Console, *, dry_run: bool
+) -> None:
     if not rows:
         console.print("Nothing to remove." if action in ("prune", "clear") else "Nothing is kept.")
         return
@@ -177,7 +209,14 @@ def _print_rows(rows: Sequence[dict[str, Any]], action: str, console: Console, *
     for row in rows:
         size = f"{row['bytes'] / 1e6:,.1f} MB"
         days = f"{row['days']:.1f}"
-        table.add_row(row["kind"], row["model"] or "unknown", row["name"], size, days, _said(row, action, dry_run))
+        table.add_row(
+            row["kind"],
+            row["model"] or "unknown",
+            row["name"],
+            size,
+            days,
+            _said(row, action, dry_run),
+        )
     console.print(table)
 
 

@@ -1,4 +1,6 @@
-"""What each client has to be told, so that it talks to a server here: environment and arguments, no file is written."""
+"""What each client has to be told, so that it talks to a server here: environment and arguments, no
+file is written.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _CODEX_KEY = "KVBOOST_API_KEY"
 
 
 class Served(NamedTuple):
-    """A server. url: without a trailing /v1; key: "" where it asks for none; context: tokens, 0 if it does not say."""
+    """A server. url: without a trailing /v1; key: "" where it asks for none; context: tokens, 0 if
+    it does not say.
+    """
 
     url: str
     key: str
@@ -30,8 +34,13 @@ class Launch(NamedTuple):
 
 
 def _claude(server: Served) -> Launch:
-    """Claude Code. Its header that changes with each request is turned off: it stands in front of the system prompt."""
-    models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
+    """Claude Code. Its header that changes with each request is turned off: it stands in front of
+    the system prompt.
+    """
+    models = (
+        "ANTHROPIC_MODEL",
+        *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")),
+    )
     environment = {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key or _ANY_KEY,
@@ -59,7 +68,9 @@ def _codex(server: Served) -> Launch:
         settings["model_providers.kvboost.env_key"] = _CODEX_KEY
     if server.context:
         settings["model_context_window"] = server.context
-    arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
+    arguments = [
+        part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")
+    ]
     return Launch(("codex", *arguments), {_CODEX_KEY: server.key} if server.key else {})
 
 
@@ -70,7 +81,11 @@ def _opencode(server: Served) -> Launch:
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "kvboost-edge",
-        "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key or _ANY_KEY, "timeout": _TIMEOUT_MS},
+        "options": {
+            "baseURL": f"{server.url}/v1",
+            "apiKey": server.key or _ANY_KEY,
+            "timeout": _TIMEOUT_MS,
+        },
         "models": {server.model: model},
     }
     config = {"model": f"kvboost/{server.model}", "provider": {"kvboost": provider}}

@@ -14,11 +14,14 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError
 __all__ = ["run_launch"]
 
 
-def run_launch(client: str, url: str, api_key: str, model: str, arguments: Sequence[str], *, execute: bool) -> None:
-    """Print the environment as lines for a shell, and the command as a remark; with `execute` become the client.
+def run_launch(
+    client: str, url: str, api_key: str, model: str, arguments: Sequence[str], *, execute: bool
+) -> None:
+    """Print the environment as lines for a shell, and the command as a remark; with `execute`
+    become the client.
 
-    Raises ConfigError for a model that is not served, BackendUnavailable where no server answers, or the client is not
-    installed.
+    Raises ConfigError for a model that is not served, BackendUnavailable where no server answers,
+    or the client is not installed.
     """
     launch = CLIENTS[client](_served(url, api_key, model))
     command = [*launch.command, *arguments]
@@ -28,7 +31,8 @@ def run_launch(client: str, url: str, api_key: str, model: str, arguments: Seque
     program = shutil.which(command[0])
     if program is None:
         raise BackendUnavailable(
-            f"{command[0]!r} is not installed here, or not on PATH; leave --exec out to see what it would get"
+            f"{command[0]!r} is not installed here, or not on PATH; leave --exec out to see what "
+            "it would get"
         )
     os.execve(program, command, {**os.environ, **launch.environment})
 
@@ -41,9 +45,14 @@ def _served(url: str, api_key: str, model: str) -> Served:
     name = model or next(iter(served))
     if name not in served:
         known = ", ".join(map(repr, served))
-        raise ConfigError(f"--model {model!r} is not served at {url}; it has {known} (serve --model-name gives others)")
+        raise ConfigError(
+            f"--model {model!r} is not served at {url}; it has {known} (serve --model-name gives "
+            "others)"
+        )
     context = served[name].get("max_model_len")
-    return Served(url.rstrip("/").removesuffix("/v1"), key, name, context if isinstance(context, int) else 0)
+    return Served(
+        url.rstrip("/").removesuffix("/v1"), key, name, context if isinstance(context, int) else 0
+    )
 
 
 def _lines(launch: Launch, command: Sequence[str]) -> str:

@@ -10,17 +10,23 @@ __all__ = ["add_commands"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 UrlOption = Annotated[str, typer.Option("--url", help="The running server.")]
-KeyOption = Annotated[str, typer.Option("--api-key", help="The key for it; else $KVBOOST_API_KEY is used.")]
+KeyOption = Annotated[
+    str, typer.Option("--api-key", help="The key for it; else $KVBOOST_API_KEY is used.")
+]
 
 
 def why(
     request_id: Annotated[str, typer.Argument(help="The x-request-id of an answer.")] = "last",
     url: UrlOption = "http://127.0.0.1:8000",
     api_key: KeyOption = "",
-    lists: Annotated[bool, typer.Option("--list", help="List the last requests of this key.")] = False,
+    lists: Annotated[
+        bool, typer.Option("--list", help="List the last requests of this key.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Why a server read a prompt again: where it left what was asked before, both texts, the cost, what to do."""
+    """Why a server read a prompt again: where it left what was asked before, both texts, the cost,
+    what to do.
+    """
     from kvboost_edge.cli.servers.why import run_why
 
     run_why(request_id, url, api_key, lists=lists, as_json=as_json)
@@ -28,15 +34,24 @@ def why(
 
 def warm(
     from_request: Annotated[
-        str, typer.Option("--from-request", metavar="FILE", help="The JSON body of a /v1/chat/completions request.")
+        str,
+        typer.Option(
+            "--from-request",
+            metavar="FILE",
+            help="The JSON body of a /v1/chat/completions request.",
+        ),
     ],
     url: UrlOption = "http://127.0.0.1:8000",
     api_key: KeyOption = "",
     pin: Annotated[bool, typer.Option("--pin", help="Never drop it.")] = False,
-    ttl: Annotated[float | None, typer.Option("--ttl", metavar="SECONDS", help="How long the pin lasts.")] = None,
+    ttl: Annotated[
+        float | None, typer.Option("--ttl", metavar="SECONDS", help="How long the pin lasts.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a server compute a recorded request's prompt, so that the next such request finds it in the cache."""
+    """Let a server compute a recorded request's prompt, so that the next such request finds it in
+    the cache.
+    """
     from kvboost_edge.cli.servers.warm import run_warm
 
     run_warm(from_request, url, api_key, pin=pin, ttl=ttl, as_json=as_json)
@@ -45,10 +60,16 @@ def warm(
 def add_commands(app: typer.Typer) -> None:
     """Make them commands of `app`."""
     app.command(
-        epilog="[b]Examples[/b]\n\nkvboost-edge why\n\nkvboost-edge why --list\n\n"
-        "kvboost-edge why req-0123456789abcdef01234567 --url http://127.0.0.1:8000 --api-key sk-mine --json"
+        epilog=(
+            "[b]Examples[/b]\n\nkvboost-edge why\n\nkvboost-edge why --list\n\n"
+            "kvboost-edge why req-0123456789abcdef01234567 --url http://127.0.0.1:8000 --api-key "
+            "sk-mine --json"
+        )
     )(why)
     app.command(
-        epilog="[b]Examples[/b]\n\nkvboost-edge warm --from-request agent.json\n\n"
-        "kvboost-edge warm --from-request agent.json --url http://127.0.0.1:8000 --api-key sk-mine --pin --ttl 3600"
+        epilog=(
+            "[b]Examples[/b]\n\nkvboost-edge warm --from-request agent.json\n\n"
+            "kvboost-edge warm --from-request agent.json --url http://127.0.0.1:8000 --api-key "
+            "sk-mine --pin --ttl 3600"
+        )
     )(warm)

@@ -1,4 +1,6 @@
-"""`kvboost-edge chat --url`: a conversation with a running server, over its OpenAI-compatible endpoint."""
+"""`kvboost-edge chat --url`: a conversation with a running server, over its OpenAI-compatible
+endpoint.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ __all__ = ["RemoteAnswer", "RemoteChat", "Thought", "ToolCall"]
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 300.0
-_TELLING = ("kvboost-edge", "llamacpp")  # servers that take return_progress, by what owns their models
+_TELLING = (
+    "kvboost-edge",
+    "llamacpp",
+)  # servers that take return_progress, by what owns their models
 _KEY_VARIABLE = "KVBOOST_API_KEY"
 
 
@@ -40,8 +45,9 @@ class ToolCall(NamedTuple):
 
 
 class RemoteAnswer(NamedTuple):
-    """One finished answer and its figures; tokens are None where the server does not tell them, `hit_tokens` (by tier)
-    empty, those reused at other positions, or found there and recomputed, 0."""
+    """One finished answer and its figures; tokens are None where the server does not tell them,
+    `hit_tokens` (by tier) empty, those reused at other positions, or found there and recomputed, 0.
+    """
 
     text: str
     finish_reason: str
@@ -61,7 +67,12 @@ class RemoteAnswer(NamedTuple):
         """What was reused and how long it took, in one line."""
         parts = []
         if self.prompt_tokens is not None:
-            found = (self.cached_tokens or 0, self.hit_tokens, self.reused_span_tokens, self.recomputed_tokens)
+            found = (
+                self.cached_tokens or 0,
+                self.hit_tokens,
+                self.reused_span_tokens,
+                self.recomputed_tokens,
+            )
             parts.append(reuse_words(self.prompt_tokens, *found))
         parts.append(f"first token {self.ttft_ms:.0f} ms")
         if self.generated_tokens is not None:
@@ -71,10 +82,11 @@ class RemoteAnswer(NamedTuple):
 
 
 class RemoteChat:
-    """A client of one server. A context manager. Every failure is a KVBoostError that says what to do.
+    """A client of one server. A context manager. Every failure is a KVBoostError that says what to
+    do.
 
-    `url` is the server's address, with or without a trailing /v1; `api_key` falls back to $KVBOOST_API_KEY;
-    `model` to the first one that the server names.
+    `url` is the server's address, with or without a trailing /v1; `api_key` falls back to
+    $KVBOOST_API_KEY; `model` to the first one that the server names.
     """
 
     def __init__(self, url: str, *, api_key: str = "", model: str = "") -> None:
@@ -84,13 +96,17 @@ class RemoteChat:
             raise BackendUnavailable("--url needs httpx; install the extra [server]") from error
         base = url.rstrip("/").removesuffix("/v1")
         if not base.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {url!r} must begin with http:// or https://, such as http://127.0.0.1:8000")
+            raise ConfigError(
+                f"--url {url!r} must begin with http:// or https://, such as http://127.0.0.1:8000"
+            )
         key = api_key or os.environ.get(_KEY_VARIABLE, "")
         self._url = base
         timeout = self._httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
         try:
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            self._client: httpx.Client = self._httpx.Client(base_url=base, headers=headers, timeout=timeout)
+            self._client: httpx.Client = self._httpx.Client(
+                base_url=base, headers=headers, timeout=timeout
+            )
         except (self._httpx.InvalidURL, UnicodeEncodeError, ValueError) as error:
             raise ConfigError(f"--url {url!r} or the API key is not valid: {error}") from error
         self._telling: bool | None = None
@@ -105,15 +121,23 @@ class RemoteChat:
     def stream(
         self, messages: list[dict[str, str]], settings: Mapping[str, Any], *, progress: bool = False
     ) -> Iterator[str | Thought | Progress | RemoteAnswer]:
-        """Pieces of thought and answer as they come, then the RemoteAnswer; before them with `progress` how far the
-        prompt is, from servers that tell it. Closing the iterator hangs up, which stops the server's work. RequestError
-        for what the server refuses."""
-        body = {"model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        """Pieces of thought and answer as they come, then the RemoteAnswer; before them with
+        `progress` how far the prompt is, from servers that tell it. Closing the iterator hangs up,
+        which stops the server's work. RequestError for what the server refuses.
+        """
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         if progress and self._tells_progress():
             body["return_progress"] = True
         heard = _Heard()
         try:
-            with self._client.stream("POST", "/v1/chat/completions", json={**body, **settings}) as response:
+            with self._client.stream(
+                "POST", "/v1/chat/completions", json={**body, **settings}
+            ) as response:
                 if response.status_code != 200:
                     response.read()
                     raise self._refused(response)
@@ -161,7 +185,9 @@ class RemoteChat:
             return str(self.models()[0]["id"])
         except (LookupError, TypeError) as error:
             self._client.close()
-            raise RequestError(f"{self._url} answers, but not as an OpenAI-compatible server") from error
+            raise RequestError(
+                f"{self._url} answers, but not as an OpenAI-compatible server"
+            ) from error
         except BaseException:
             self._client.close()
             raise
@@ -179,7 +205,9 @@ class RemoteChat:
         try:
             return response.json()
         except ValueError as error:
-            raise RequestError(f"{self._url} answers, but not as an OpenAI-compatible server") from error
+            raise RequestError(
+                f"{self._url} answers, but not as an OpenAI-compatible server"
+            ) from error
 
     def _refused(self, response: httpx.Response) -> KVBoostError:
         try:
@@ -188,17 +216,23 @@ class RemoteChat:
             message = response.text[:200] or response.reason_phrase
         if response.status_code == 401:
             return ConfigError(
-                f"{self._url} does not accept the API key ({message}); give --api-key or ${_KEY_VARIABLE}"
+                f"{self._url} does not accept the API key ({message}); give --api-key or "
+                f"${_KEY_VARIABLE}"
             )
         if response.status_code == 404 and "model" in message:
-            return ConfigError(f"{self._url} does not know the model {self.model!r}: {message}; give another --model")
+            return ConfigError(
+                f"{self._url} does not know the model {self.model!r}: {message}; give another "
+                "--model"
+            )
         return RequestError(f"{self._url} answered {response.status_code}: {message}")
 
     def _unreachable(self, error: Exception) -> KVBoostError:
         if isinstance(error, self._httpx.ConnectError | self._httpx.ConnectTimeout):
             hint = "is the server running? start one with: kvboost-edge serve --model …"
             return BackendUnavailable(f"nothing answers at {self._url} ({error}); {hint}")
-        return BackendUnavailable(f"the connection to {self._url} broke: {error or type(error).__name__}")
+        return BackendUnavailable(
+            f"the connection to {self._url} broke: {error or type(error).__name__}"
+        )
 
 
 class _Heard:
@@ -221,7 +255,9 @@ class _Heard:
         for choice in chunk.get("choices", ()):
             self._reason = choice.get("finish_reason") or self._reason
             delta = choice.get("delta") or {}
-            thought, text, calls = (delta.get(name) for name in ("reasoning_content", "content", "tool_calls"))
+            thought, text, calls = (
+                delta.get(name) for name in ("reasoning_content", "content", "tool_calls")
+            )
             if thought or text or calls:
                 self._first = self._first or time.perf_counter()
             if thought:
@@ -278,9 +314,15 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 def _progress(told: Any) -> Progress | None:
     """What a chunk says of the prompt, if it does."""
     figures = told if isinstance(told, dict) else {}
-    known = {name: one for name, one in figures.items() if isinstance(one, (int, float)) and math.isfinite(one)}
+    known = {
+        name: one
+        for name, one in figures.items()
+        if isinstance(one, (int, float)) and math.isfinite(one)
+    }
     try:
-        total, cached, computed, elapsed = (known[name] for name in ("total", "cache", "processed", "time_ms"))
+        total, cached, computed, elapsed = (
+            known[name] for name in ("total", "cache", "processed", "time_ms")
+        )
     except KeyError:
         return None
     left = known["estimated_ms"] / 1e3 if "estimated_ms" in known else None
@@ -289,4 +331,6 @@ def _progress(told: Any) -> Progress | None:
 
 def _message(body: Any) -> str:
     error = body.get("error") if isinstance(body, dict) else None
-    return str(error.get("message") or error) if isinstance(error, dict) else str(error or body)[:200]
+    return (
+        str(error.get("message") or error) if isinstance(error, dict) else str(error or body)[:200]
+    )

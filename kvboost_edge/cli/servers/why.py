@@ -1,4 +1,6 @@
-"""`kvboost-edge why`: where a prompt left what was asked before, why, what that cost, and what to do about it."""
+"""`kvboost-edge why`: where a prompt left what was asked before, why, what that cost, and what to
+do about it.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,20 @@ WORDS = {
     "none": ("nothing was read again", ""),
     "bypassed": ("the request asked for computing", "leave out mode baseline and prompt_logprobs"),
     "not_started": ("the request ended while it waited", ""),
-    "not_compared": ("requests are not kept, so nothing is known of earlier ones", "serve with --request-history 3600"),
-    "first_seen": ("nothing lately began like this", "warm what many prompts begin with: kvboost-edge warm"),
+    "not_compared": (
+        "requests are not kept, so nothing is known of earlier ones",
+        "serve with --request-history 3600",
+    ),
+    "first_seen": (
+        "nothing lately began like this",
+        "warm what many prompts begin with: kvboost-edge warm",
+    ),
     "new_text": ("the prompt goes on where an earlier one ended; only what is new was read", ""),
     "tail": ("only the last block, which is not full, was read again", ""),
     "evicted": (
         "it was in the cache, and made room for others",
-        "give the pool more memory (--max-cache-bytes), keep blocks on disk (--disk-cache-dir), or pin what stays: "
-        "/v1/warm with pin",
+        "give the pool more memory (--max-cache-bytes), keep blocks on disk (--disk-cache-dir), "
+        "or pin what stays: /v1/warm with pin",
     ),
     "state": (
         "its keys and values were cached, the state behind them was not; it is from now on",
@@ -40,13 +48,23 @@ WORDS = {
         "the same tools in another order",
         "send tools in one order, or let the server do it: --normalise tools",
     ),
-    "tools": ("other tools", "send the same tools with every turn; restrict them with tool_choice instead"),
-    "template": ("the chat template was given other variables", "send the same chat_template_kwargs with every turn"),
+    "tools": (
+        "other tools",
+        "send the same tools with every turn; restrict them with tool_choice instead",
+    ),
+    "template": (
+        "the chat template was given other variables",
+        "send the same chat_template_kwargs with every turn",
+    ),
     "thinking": (
         "the thinking of an earlier turn is not there any more",
-        "send reasoning_content back; a template with preserve_thinking shows it (--normalise thinking)",
+        "send reasoning_content back; a template with preserve_thinking shows it (--normalise "
+        "thinking)",
     ),
-    "retokenized": ("the same text in other tokens", "send back the model's answers as they were, to the character"),
+    "retokenized": (
+        "the same text in other tokens",
+        "send back the model's answers as they were, to the character",
+    ),
     "other_message": ("another last message: all before it was taken over", ""),
     "changed_text": ("another text", "put what changes, such as the date, behind what stays"),
     "other_position": ("tokens were shared at other positions, the rest was read", ""),
@@ -55,11 +73,15 @@ WORDS = {
 
 
 def run_why(request_id: str, url: str, api_key: str, *, lists: bool, as_json: bool) -> None:
-    """Print why the prompt of a request was read again, "last" the last one; or the last requests."""
+    """Print why the prompt of a request was read again, "last" the last one; or the last
+    requests.
+    """
     with RemoteChat(url, api_key=api_key, model="any") as server:
         found = server.last_requests() if lists else server.request_cache(request_id)
     if lists and not found["kept_seconds"]:
-        raise RequestError("no request is kept: the server runs with --request-history 0; serve without that flag")
+        raise RequestError(
+            "no request is kept: the server runs with --request-history 0; serve without that flag"
+        )
     if as_json:
         print(json.dumps(found, ensure_ascii=False))
     else:
@@ -68,7 +90,10 @@ def run_why(request_id: str, url: str, api_key: str, *, lists: bool, as_json: bo
 
 def _explained(found: Mapping[str, Any]) -> RenderableType:
     meaning, advice = WORDS.get(found["cause"], (found["cause"], ""))
-    parts: list[RenderableType] = [Text(f"{found['cause']}: {meaning}", "bold"), Text(_figures(found))]
+    parts: list[RenderableType] = [
+        Text(f"{found['cause']}: {meaning}", "bold"),
+        Text(_figures(found)),
+    ]
     if found["text"] or found["text_before"]:
         where = f"from token {found['position']} on"
         parts.append(Text(f"{where}, in {found['field']}" if found["field"] else where))
@@ -85,8 +110,8 @@ def _explained(found: Mapping[str, Any]) -> RenderableType:
 def _figures(found: Mapping[str, Any]) -> str:
     tiers = _tiers(found) or "nothing"
     return (
-        f"{found['request_id']} of {found['model']}: {found['prompt_tokens']} prompt tokens, {tiers} from the cache, "
-        f"{found['computed_tokens']} computed in {found['seconds']:.3f} s"
+        f"{found['request_id']} of {found['model']}: {found['prompt_tokens']} prompt tokens, "
+        f"{tiers} from the cache, {found['computed_tokens']} computed in {found['seconds']:.3f} s"
     )
 
 
@@ -99,7 +124,12 @@ def _texts(found: Mapping[str, Any]) -> Table:
     """Both texts; what differs is marked, also where there is no colour."""
     now = found["text"]
     before = found["text_before"]
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(now, before, strict=False)))
+    same = sum(
+        1
+        for _ in itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(now, before, strict=False)
+        )
+    )
     table = Table(show_header=True, expand=False)
     table.add_column("this request", ratio=1, overflow="fold")
     cells = [_marked(now, same if before else len(now), "bold green")]
@@ -126,5 +156,7 @@ def _listed(requests: list[dict[str, Any]]) -> RenderableType:
     for found in requests:
         at = datetime.datetime.fromtimestamp(found["at"]).strftime("%H:%M:%S")
         figures = (_tiers(found) or "0", str(found["computed_tokens"]), f"{found['seconds']:.3f}")
-        table.add_row(at, found["request_id"], *[found["model"]] * several, found["cause"], *figures)
+        table.add_row(
+            at, found["request_id"], *[found["model"]] * several, found["cause"], *figures
+        )
     return table

@@ -1,7 +1,9 @@
-"""Keys and values as users give them, and as the bytes of a chunk: NumPy arrays or torch tensors of any real type.
+"""Keys and values as users give them, and as the bytes of a chunk: NumPy arrays or torch tensors of
+any real type.
 
-A chunk's bytes are one blob [num_layers, 2, …] of its tokens, k before v, in the format of the engine. A `Shape` says
-how to read them, and whether arrays or tensors were stored: they come back as such, on the CPU.
+A chunk's bytes are one blob [num_layers, 2, …] of its tokens, k before v, in the format of the
+engine. A `Shape` says how to read them, and whether arrays or tensors were stored: they come back
+as such, on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _TOKEN_AXIS = {"huggingface": 1, "vllm": 0}
 
 
 class Shape(NamedTuple):
-    """What a chunk's bytes are. library: "numpy" or "torch"; dtype: by that library's name; itemsize: bytes of it."""
+    """What a chunk's bytes are. library: "numpy" or "torch"; dtype: by that library's name;
+    itemsize: bytes of it.
+    """
 
     library: str
     dtype: str
@@ -43,7 +47,9 @@ class Shape(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Length of the chunk."""
-        return self.itemsize * self.num_layers * 2 * self.num_heads * self.head_size * self.num_tokens
+        return (
+            self.itemsize * self.num_layers * 2 * self.num_heads * self.head_size * self.num_tokens
+        )
 
     def encode(self) -> bytes:
         """The shape in `SHAPE_BYTES` bytes."""
@@ -51,7 +57,9 @@ class Shape(NamedTuple):
 
 
 class KeysAndValues(NamedTuple):
-    """layers: k and v of each layer, three axes as the format has them, elements as unsigned words; a view."""
+    """layers: k and v of each layer, three axes as the format has them, elements as unsigned words;
+    a view.
+    """
 
     shape: Shape
     layers: list[tuple[NDArray[Any], NDArray[Any]]]
@@ -68,20 +76,33 @@ class KeysAndValues(NamedTuple):
 
 
 def read_kv(kv: Any, fmt: str) -> KeysAndValues:
-    """Check what was given: (k, v) of each layer, or a blob [num_layers, 2, …]; all of one shape and type.
+    """Check what was given: (k, v) of each layer, or a blob [num_layers, 2, …]; all of one shape
+    and type.
 
     Raises RequestError.
     """
     if isinstance(kv, np.ndarray) or is_tensor(kv):
         if kv.ndim != 5 or kv.shape[1] != 2:
-            raise RequestError(f"a blob of keys and values is [num_layers, 2, …] with 5 axes, not {list(kv.shape)}")
+            raise RequestError(
+                f"a blob of keys and values is [num_layers, 2, …] with 5 axes, not {list(kv.shape)}"
+            )
         kv = [(kv[layer, 0], kv[layer, 1]) for layer in range(kv.shape[0])]
-    if not isinstance(kv, Sequence) or not kv or not all(isinstance(p, Sequence) and len(p) == 2 for p in kv):
-        raise RequestError("keys and values must be (k, v) of each layer, at least one, or a blob [num_layers, 2, …]")
+    if (
+        not isinstance(kv, Sequence)
+        or not kv
+        or not all(isinstance(p, Sequence) and len(p) == 2 for p in kv)
+    ):
+        raise RequestError(
+            "keys and values must be (k, v) of each layer, at least one, or a blob [num_layers, "
+            "2, …]"
+        )
     words = [[_as_words(array) for array in pair] for pair in kv]
     kinds = {(*kind, array.shape) for pair in words for kind, array in pair}
     if len(kinds) > 1:
-        raise RequestError(f"k and v of all layers must be of one type and shape, not of {len(kinds)}: {sorted(kinds)}")
+        raise RequestError(
+            f"k and v of all layers must be of one type and shape, not of {len(kinds)}: "
+            f"{sorted(kinds)}"
+        )
     library, dtype, itemsize, axes = kinds.pop()
     if len(axes) != 3:
         raise RequestError(f"k and v have 3 axes in the format {fmt!r}, not {list(axes)}")
@@ -95,7 +116,8 @@ def read_kv(kv: Any, fmt: str) -> KeysAndValues:
 
 
 def assemble(chunks: Sequence[tuple[Shape, NDArray[np.uint8]]], skip: int, fmt: str) -> Any:
-    """One blob [num_layers, 2, …] of the chunks' tokens but the first `skip`, a copy, as what was stored.
+    """One blob [num_layers, 2, …] of the chunks' tokens but the first `skip`, a copy, as what was
+    stored.
 
     Raises BackendUnavailable where tensors were stored and torch is missing.
     """
@@ -131,30 +153,52 @@ def decode_shape(data: bytes, num_tokens: int) -> Shape | None:
     dtype = name.rstrip(b"\0").decode("ascii", "replace")
     if library is None or numbers[0] not in _WORDS or numbers[-1] != num_tokens or not all(numbers):
         return None
-    known = _is_numpy_type(dtype, numbers[0]) if library == "numpy" else re.fullmatch(r"[a-z][a-z0-9_]*", dtype)
+    known = (
+        _is_numpy_type(dtype, numbers[0])
+        if library == "numpy"
+        else re.fullmatch(r"[a-z][a-z0-9_]*", dtype)
+    )
     return Shape(library, dtype, *numbers) if known else None
 
 
 def _blob_shape(shape: Shape, fmt: str) -> tuple[int, ...]:
-    rows = (shape.num_tokens, shape.num_heads) if fmt == "vllm" else (shape.num_heads, shape.num_tokens)
+    rows = (
+        (shape.num_tokens, shape.num_heads)
+        if fmt == "vllm"
+        else (shape.num_heads, shape.num_tokens)
+    )
     return (shape.num_layers, 2, *rows, shape.head_size)
 
 
 def _as_words(array: Any) -> tuple[tuple[str, str, int], NDArray[Any]]:
-    """Library, type and item size, and the same elements as unsigned words, uncopied where they are on the CPU."""
+    """Library, type and item size, and the same elements as unsigned words, uncopied where they are
+    on the CPU.
+    """
     if is_tensor(array):
         torch = sys.modules["torch"]
-        if array.layout != torch.strided or array.is_quantized or array.is_complex() or array.itemsize not in _WORDS:
-            raise RequestError(f"keys and values of {array.dtype}, {array.layout}, cannot be stored")
+        if (
+            array.layout != torch.strided
+            or array.is_quantized
+            or array.is_complex()
+            or array.itemsize not in _WORDS
+        ):
+            raise RequestError(
+                f"keys and values of {array.dtype}, {array.layout}, cannot be stored"
+            )
         plain = array.detach().cpu().view(getattr(torch, _TORCH_WORDS[array.itemsize])).numpy()
         kind = ("torch", str(array.dtype).removeprefix("torch."), int(array.itemsize))
     elif isinstance(array, np.ndarray):
         if not _is_numpy_type(array.dtype.str, array.itemsize):
-            raise RequestError(f"keys and values of {array.dtype} cannot be stored; real numbers of 1 to 8 bytes can")
+            raise RequestError(
+                f"keys and values of {array.dtype} cannot be stored; real numbers of 1 to 8 bytes "
+                "can"
+            )
         plain = array
         kind = ("numpy", array.dtype.str, array.itemsize)
     else:
-        raise RequestError(f"keys and values must be NumPy arrays or torch tensors, not {type(array).__name__}")
+        raise RequestError(
+            f"keys and values must be NumPy arrays or torch tensors, not {type(array).__name__}"
+        )
     return kind, plain.view(_WORDS[kind[2]])
 
 

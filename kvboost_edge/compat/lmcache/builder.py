@@ -15,21 +15,24 @@ class LMCacheEngineBuilder:
     """One engine per `instance_id` in this process. Any thread may call."""
 
     _lock = threading.Lock()
-    _engines: dict[str, LMCacheEngine] = {}  # noqa: RUF012 - one table for the whole process is what is promised
+    # One table for the whole process is what is promised.
+    _engines: dict[str, LMCacheEngine] = {}  # noqa: RUF012
 
     @classmethod
     def get_or_create(
         cls, instance_id: str, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata
     ) -> LMCacheEngine:
-        """The engine of that name, made if there is none. ConfigError, a ValueError: it has another configuration."""
+        """The engine of that name, made if there is none. ConfigError, a ValueError: it has another
+        configuration.
+        """
         with cls._lock:
             engine = cls._engines.get(instance_id)
             if engine is None:
                 engine = cls._engines[instance_id] = LMCacheEngine(config, metadata)
             elif (engine.config, engine.metadata) != (config, metadata):
                 raise ConfigError(
-                    f"instance_id={instance_id!r} exists with another configuration, {engine.config} and "
-                    f"{engine.metadata}; destroy it first, or take another name"
+                    f"instance_id={instance_id!r} exists with another configuration, "
+                    f"{engine.config} and {engine.metadata}; destroy it first, or take another name"
                 )
             return engine
 

@@ -24,12 +24,16 @@ def is_tensor(value: object) -> bool:
 
 
 def token_bytes(tokens: Any) -> bytes:
-    """Token ids [num_tokens], of any integer type, as little-endian u32: equal ids are equal bytes."""
+    """Token ids [num_tokens], of any integer type, as little-endian u32: equal ids are equal
+    bytes.
+    """
     array = _array(tokens)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise RequestError(f"tokens must be one row of integers, not {_described(array)}")
     if array.size and not 0 <= int(array.min()) <= int(array.max()) <= _MAX_TOKEN_ID:
-        raise RequestError(f"tokens must lie in [0, {_MAX_TOKEN_ID}], not in [{array.min()}, {array.max()}]")
+        raise RequestError(
+            f"tokens must lie in [0, {_MAX_TOKEN_ID}], not in [{array.min()}, {array.max()}]"
+        )
     return array.astype("<u4").tobytes()
 
 
@@ -51,7 +55,9 @@ def num_skipped(name: str, mask: Any, num_tokens: int) -> int:
         return 0
     array = _array(mask)
     if array.shape != (num_tokens,) or (array.dtype != np.bool_ and num_tokens):
-        raise RequestError(f"{name} must be {num_tokens} booleans, one per token, not {_described(array)}")
+        raise RequestError(
+            f"{name} must be {num_tokens} booleans, one per token, not {_described(array)}"
+        )
     count = num_tokens - int(np.count_nonzero(array))
     if array[:count].any():
         raise RequestError(f"{name} must be False for the first tokens and True for all others")
@@ -59,7 +65,9 @@ def num_skipped(name: str, mask: Any, num_tokens: int) -> int:
 
 
 def mask_like(tokens: Any, start: int, end: int, num_tokens: int) -> Any:
-    """A mask [num_tokens], True in [start, end): a tensor where the tokens are one, else an array."""
+    """A mask [num_tokens], True in [start, end): a tensor where the tokens are one, else an
+    array.
+    """
     mask: NDArray[np.bool_] = np.zeros(num_tokens, np.bool_)
     mask[start:end] = True
     return sys.modules["torch"].from_numpy(mask).to(tokens.device) if is_tensor(tokens) else mask

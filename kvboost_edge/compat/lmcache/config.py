@@ -35,13 +35,17 @@ class LMCacheEngineConfig:
     """How chunks are cut and where they are kept.
 
     chunk_size         tokens in a chunk, at least 1
-    save_decode_cache  kept for connectors, which read it: whether they store what decoding adds; the engine stores
+    save_decode_cache  kept for connectors, which read it: whether they store what decoding adds;
+                       the engine stores
                        whatever it is given
-    backend            "memory" (or "cpu"), "file:///directory" or a redis://, rediss://, unix:// or valkey:// URL; or
-                       several, the nearest first: all are written, the first that has a chunk serves it
+    backend            "memory" (or "cpu"), "file:///directory" or a redis://, rediss://, unix:// or
+                       valkey:// URL; or
+                       several, the nearest first: all are written, the first that has a chunk
+                       serves it
     max_memory_bytes   cap of "memory"; the least recently used chains go first, tails before heads
     max_disk_bytes     cap of the directory; None: the smaller of 16 GiB and a fifth of what is free
-    redis_secret       what values are sealed with; None: the environment variable KVBOOST_EDGE_REDIS_SECRET
+    redis_secret       what values are sealed with; None: the environment variable
+                       KVBOOST_EDGE_REDIS_SECRET
     redis_trust        without a secret, believe whatever the server holds
     redis_ttl_s        seconds that a chunk lives in Redis after its last use
     save_unfull_chunk  whether the last chunk of fewer tokens is stored
@@ -60,7 +64,11 @@ class LMCacheEngineConfig:
     save_unfull_chunk: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int) or self.chunk_size < 1:
+        if (
+            isinstance(self.chunk_size, bool)
+            or not isinstance(self.chunk_size, int)
+            or self.chunk_size < 1
+        ):
             raise ConfigError(f"chunk_size={self.chunk_size!r} must be an integer of at least 1")
         for name in ("save_decode_cache", "redis_trust", "save_unfull_chunk"):
             if not isinstance(getattr(self, name), bool):
@@ -73,19 +81,26 @@ class LMCacheEngineConfig:
         object.__setattr__(self, "backend", given[0] if len(given) == 1 else given)
         kinds = [_kind(backend) for backend in given]
         if not kinds or len(set(kinds)) < len(kinds):
-            raise ConfigError(f"backend names {kinds}: at least one place, and one of each kind at most")
+            raise ConfigError(
+                f"backend names {kinds}: at least one place, and one of each kind at most"
+            )
 
     @classmethod
     def from_defaults(cls, **options: Any) -> LMCacheEngineConfig:
-        """By the later engine's names and defaults; sizes in GiB. An option that is not offered is refused by name.
+        """By the later engine's names and defaults; sizes in GiB. An option that is not offered is
+        refused by name.
 
-        chunk_size=256, local_cpu=True, max_local_cpu_size=5.0, local_disk=None (a directory or file:// URL),
-        max_local_disk_size=0.0, remote_url=None (Redis), remote_serde="naive", cache_policy="LRU",
-        save_decode_cache=False, save_unfull_chunk=False; redis_secret, redis_trust and redis_ttl_s as above.
+        chunk_size=256, local_cpu=True, max_local_cpu_size=5.0, local_disk=None (a directory or
+        file:// URL), max_local_disk_size=0.0, remote_url=None (Redis), remote_serde="naive",
+        cache_policy="LRU", save_decode_cache=False, save_unfull_chunk=False; redis_secret,
+        redis_trust and redis_ttl_s as above.
         """
         unknown = sorted(options.keys() - _LATER.keys() - _OWN)
         if unknown:
-            raise ConfigError(f"{', '.join(unknown)}: not offered; there are {', '.join(sorted(_LATER.keys() | _OWN))}")
+            raise ConfigError(
+                f"{', '.join(unknown)}: not offered; there are "
+                f"{', '.join(sorted(_LATER.keys() | _OWN))}"
+            )
         own = {name: value for name, value in options.items() if name in _OWN}
         given = {**_LATER, **options}
         for name, only in (("cache_policy", "LRU"), ("remote_serde", "naive")):
@@ -99,12 +114,17 @@ class LMCacheEngineConfig:
             backends.append(given["remote_url"])
         for name in ("chunk_size", "save_decode_cache", "save_unfull_chunk"):
             own[name] = given[name]
-        return cls(**own, backend=backends, max_memory_bytes=_gib("max_local_cpu_size", given["max_local_cpu_size"]))
+        return cls(
+            **own,
+            backend=backends,
+            max_memory_bytes=_gib("max_local_cpu_size", given["max_local_cpu_size"]),
+        )
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> LMCacheEngineConfig:
-        """`from_defaults` with the environment variables LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_CPU and so on; one that is
-        not offered is refused by name. Secrets: KVBOOST_EDGE_REDIS_SECRET."""
+        """`from_defaults` with the environment variables LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_CPU and
+        so on; one that is not offered is refused by name. Secrets: KVBOOST_EDGE_REDIS_SECRET.
+        """
         environment = os.environ if environment is None else environment
         options: dict[str, Any] = {}
         for variable in sorted(environment):
@@ -156,7 +176,9 @@ class LMCacheEngineMetadata:
 
 
 class Metadata(Protocol):
-    """What an engine asks of its metadata: the axes of k and v, and where the chains of its chunks start from."""
+    """What an engine asks of its metadata: the axes of k and v, and where the chains of its chunks
+    start from.
+    """
 
     @property
     def fmt(self) -> str: ...
@@ -202,5 +224,11 @@ def _kind(backend: object) -> str:
         return "disk"
     if isinstance(backend, str) and backend.startswith(_REDIS):
         return "redis"
-    scheme = backend.partition("://")[0] + "://…" if isinstance(backend, str) and "://" in backend else repr(backend)
-    raise ConfigError(f"backend={scheme} must be 'memory', 'file:///directory' or a URL: {', '.join(_REDIS)}")
+    scheme = (
+        backend.partition("://")[0] + "://…"
+        if isinstance(backend, str) and "://" in backend
+        else repr(backend)
+    )
+    raise ConfigError(
+        f"backend={scheme} must be 'memory', 'file:///directory' or a URL: {', '.join(_REDIS)}"
+    )

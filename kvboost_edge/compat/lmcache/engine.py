@@ -1,4 +1,6 @@
-"""`LMCacheEngine`: stores keys and values by the tokens they belong to, and finds the longest stored prefix."""
+"""`LMCacheEngine`: stores keys and values by the tokens they belong to, and finds the longest
+stored prefix.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,10 @@ _MOST_PENDING_BYTES = 256 << 20  # of stores that nobody waits for
 class LMCacheEngine:
     """A cache of keys and values by chunks of `chunk_size` tokens. Any thread may call any method.
 
-    Tokens are one row of integers of any type: list, NumPy array or torch tensor. Masks follow them: one
-    comes back as a tensor where the tokens were one. Keys and values come back as they were stored, NumPy or torch,
-    type and bits, as copies on the CPU. What a device, file or server does is never an error here: it is a miss.
+    Tokens are one row of integers of any type: list, NumPy array or torch tensor. Masks follow
+    them: one comes back as a tensor where the tokens were one. Keys and values come back as they
+    were stored, NumPy or torch, type and bits, as copies on the CPU. What a device, file or server
+    does is never an error here: it is a miss.
 
     Bad arguments are a ValueError (`RequestError`) and change nothing.
     """
@@ -66,10 +69,12 @@ class LMCacheEngine:
         """Store the keys and values of a sequence.
 
         tokens           [num_tokens], the whole sequence from its first token on
-        kv_tensors_raw   (k, v) of each layer, or one blob [num_layers, 2, …], of the tokens where the mask is True
+        kv_tensors_raw   (k, v) of each layer, or one blob [num_layers, 2, …], of the tokens where
+                         the mask is True
         kv_tensors_mask  booleans False* True*; the number of False is a multiple of chunk_size
         skip_existing    chunks that are there stay as they are; False: they are replaced
-        blocking         False: disk and Redis are written by a thread of the engine's, from a copy made here, and
+        blocking         False: disk and Redis are written by a thread of the engine's, from a copy
+                         made here, and
                          waited for only when more than 256 MiB are under way
 
         What could not be stored is not there afterwards; `stats` counts it.
@@ -79,18 +84,21 @@ class LMCacheEngine:
         start = num_skipped("kv_tensors_mask", kv_tensors_mask, num_tokens)
         if start % self.chunk_size:
             raise RequestError(
-                f"kv_tensors_mask leaves out {start} tokens, which is no multiple of chunk_size={self.chunk_size}"
+                f"kv_tensors_mask leaves out {start} tokens, which is no multiple of "
+                f"chunk_size={self.chunk_size}"
             )
         kv = read_kv(kv_tensors_raw, self._fmt)
         if kv.shape.num_tokens != num_tokens - start:
             raise RequestError(
-                f"keys and values of {kv.shape.num_tokens} tokens were given for {num_tokens - start}: "
-                f"{num_tokens} tokens, of which the mask leaves out {start}"
+                f"keys and values of {kv.shape.num_tokens} tokens were given for "
+                f"{num_tokens - start}: {num_tokens} tokens, of which the mask leaves out {start}"
             )
         addresses = chunk_addresses(self._space, ids, self.chunk_size)
         if num_tokens % self.chunk_size and not self.config.save_unfull_chunk:
             addresses = addresses[:-1]
-        for first, chunks in self._cut(kv, addresses, start // self.chunk_size, replace=not skip_existing):
+        for first, chunks in self._cut(
+            kv, addresses, start // self.chunk_size, replace=not skip_existing
+        ):
             chain = addresses[: first + len(chunks)]
             for store in self._stores:
                 if isinstance(store, MemoryStore):
@@ -99,25 +107,39 @@ class LMCacheEngine:
                     self._put(store, chunks, chain, replace=not skip_existing, wait=blocking)
 
     def retrieve(self, tokens: Any, mask: Any = None, return_tuple: bool = True) -> tuple[Any, Any]:
-        """The keys and values of the longest stored prefix, without the tokens that the mask leaves out at its front.
+        """The keys and values of the longest stored prefix, without the tokens that the mask leaves
+        out at its front.
 
         tokens        [num_tokens], the whole sequence
         mask          booleans False* True*, any number of False; None asks for all
         return_tuple  False: one blob [num_layers, 2, …] instead of (k, v) of each layer
 
-        Returns (kv, ret_mask): ret_mask [num_tokens] is True for the tokens whose keys and values kv holds. Where
-        nothing is found, kv is () and ret_mask all False. Tokens asked for and not found are counted as missed.
+        Returns (kv, ret_mask): ret_mask [num_tokens] is True for the tokens whose keys and values
+        kv holds. Where nothing is found, kv is () and ret_mask all False. Tokens asked for and not
+        found are counted as missed.
         """
         self._check_open()
         ids, num_tokens = self._tokens(tokens)
         start = num_skipped("mask", mask, num_tokens)
         first = start // self.chunk_size
-        found = self._find(chunk_addresses(self._space, ids, self.chunk_size)[first:]) if start < num_tokens else []
+        found = (
+            self._find(chunk_addresses(self._space, ids, self.chunk_size)[first:])
+            if start < num_tokens
+            else []
+        )
         end = first * self.chunk_size + sum(chunk.shape.num_tokens for chunk in found)
         kv: Any = ()
         if end > start:
-            blob = assemble([(chunk.shape, chunk.data) for chunk in found], start - first * self.chunk_size, self._fmt)
-            kv = tuple((blob[layer, 0], blob[layer, 1]) for layer in range(blob.shape[0])) if return_tuple else blob
+            blob = assemble(
+                [(chunk.shape, chunk.data) for chunk in found],
+                start - first * self.chunk_size,
+                self._fmt,
+            )
+            kv = (
+                tuple((blob[layer, 0], blob[layer, 1]) for layer in range(blob.shape[0]))
+                if return_tuple
+                else blob
+            )
         end = max(start, end)
         with self._lock:
             self.hit_tokens_count += end - start
@@ -128,9 +150,13 @@ class LMCacheEngine:
         """Length of the longest stored prefix, in tokens. Counts neither hits nor misses."""
         return self.find_prefix(tokens, None)
 
-    def find_prefix(self, tokens: Any, kinds: Sequence[str] | None, pin: list[bytes] | None = None) -> int:
-        """`lookup` in stores of these kinds alone ("memory", "disk", "redis"; None: all), one taking over where another
-        ends. `pin`: what of it is in memory stays there, and its keys are added to the list."""
+    def find_prefix(
+        self, tokens: Any, kinds: Sequence[str] | None, pin: list[bytes] | None = None
+    ) -> int:
+        """`lookup` in stores of these kinds alone ("memory", "disk", "redis"; None: all), one
+        taking over where another ends. `pin`: what of it is in memory stays there, and its keys are
+        added to the list.
+        """
         self._check_open()
         ids, num_tokens = self._tokens(tokens)
         addresses = chunk_addresses(self._space, ids, self.chunk_size)
@@ -154,14 +180,17 @@ class LMCacheEngine:
                 store.unpin(keys)
 
     def forget(self, tokens: Any, kinds: Sequence[str] | None) -> int:
-        """Drop the chunks of a sequence, or all of them in memory where `tokens` is None, from stores of these kinds;
-        how many there were."""
+        """Drop the chunks of a sequence, or all of them in memory where `tokens` is None, from
+        stores of these kinds; how many there were.
+        """
         self._check_open()
         stores = [store for store in self._stores if kinds is None or store.name in kinds]
         if tokens is None:
             other = [store.name for store in stores if not isinstance(store, MemoryStore)]
             if other:
-                raise RequestError(f"all of {', '.join(other)} cannot be cleared from here; name the tokens")
+                raise RequestError(
+                    f"all of {', '.join(other)} cannot be cleared from here; name the tokens"
+                )
             return sum(store.clear() for store in stores if isinstance(store, MemoryStore))
         ids, _ = self._tokens(tokens)
         addresses = chunk_addresses(self._space, ids, self.chunk_size)
@@ -172,7 +201,9 @@ class LMCacheEngine:
         return {store.name: store.stat() for store in self._stores}
 
     def close(self) -> None:
-        """Finish what is being stored and let go of memory, files and connections. A second call does nothing."""
+        """Finish what is being stored and let go of memory, files and connections. A second call
+        does nothing.
+        """
         with self._lock:
             was_closed = self._closed
             self._closed = True
@@ -184,7 +215,7 @@ class LMCacheEngine:
         for store in self._stores:
             store.close()
 
-    # ---- chunks --------------------------------------------------------------------------------------------------
+    # ---- chunks
 
     def _tokens(self, tokens: Any) -> tuple[bytes, int]:
         ids = token_bytes(tokens)
@@ -197,13 +228,17 @@ class LMCacheEngine:
     def _cut(
         self, kv: KeysAndValues, addresses: Sequence[BlockAddress], first: int, *, replace: bool
     ) -> Iterator[tuple[int, list[Chunk]]]:
-        """Chunks from number `first` on that some store lacks, copied, with the number of each batch's first."""
+        """Chunks from number `first` on that some store lacks, copied, with the number of each
+        batch's first.
+        """
         here = addresses[first:]
         held = 0 if replace else min((store.holds(here) for store in self._stores), default=0)
         batch: list[Chunk] = []
         for index in range(first + held, len(addresses)):
             start = (index - first) * self.chunk_size
-            shape, data = kv.chunk(start, start + len(addresses[index].tokens) // TOKEN_BYTES, self._fmt)
+            shape, data = kv.chunk(
+                start, start + len(addresses[index].tokens) // TOKEN_BYTES, self._fmt
+            )
             batch.append(Chunk(addresses[index], shape, data))
             if len(batch) * data.nbytes >= _BATCH_BYTES:
                 yield index + 1 - len(batch), batch
@@ -212,29 +247,45 @@ class LMCacheEngine:
             yield len(addresses) - len(batch), batch
 
     def _find(self, addresses: Sequence[BlockAddress]) -> list[Chunk]:
-        """Chunks of one kind from the first on, each from the nearest store that has it, then in memory too."""
+        """Chunks of one kind from the first on, each from the nearest store that has it, then in
+        memory too.
+        """
         found: list[Chunk] = []
         before = -1
         while before < len(found) < len(addresses):
             before = len(found)
             for store in self._stores:
                 more = store.get(addresses[len(found) :])
-                if more and store is not self._stores[0] and isinstance(self._stores[0], MemoryStore):
+                if (
+                    more
+                    and store is not self._stores[0]
+                    and isinstance(self._stores[0], MemoryStore)
+                ):
                     self._stores[0].put(more, addresses[: len(found) + len(more)], replace=False)
                 found += more
         kinds = [_kind(chunk.shape) == _kind(found[0].shape) for chunk in found]
         return found[: kinds.index(False)] if False in kinds else found
 
     def _put(
-        self, store: ChunkStore, chunks: list[Chunk], chain: list[BlockAddress], *, replace: bool, wait: bool
+        self,
+        store: ChunkStore,
+        chunks: list[Chunk],
+        chain: list[BlockAddress],
+        *,
+        replace: bool,
+        wait: bool,
     ) -> None:
-        """In the order of the calls: once a store is not waited for, all go by the writing thread."""
+        """In the order of the calls: once a store is not waited for, all go by the writing
+        thread.
+        """
         nbytes = sum(chunk.nbytes for chunk in chunks)
         with self._lock:
             self._check_open()
             direct = wait and self._writer is None
             if not direct:
-                self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="kvboost-lmcache")
+                self._writer = self._writer or ThreadPoolExecutor(
+                    1, thread_name_prefix="kvboost-lmcache"
+                )
                 self._pending_bytes += nbytes
                 wait = wait or self._pending_bytes > _MOST_PENDING_BYTES
                 done = self._writer.submit(self._put_pending, store, chunks, chain, replace, nbytes)
@@ -244,7 +295,12 @@ class LMCacheEngine:
             done.result()
 
     def _put_pending(
-        self, store: ChunkStore, chunks: list[Chunk], chain: list[BlockAddress], replace: bool, nbytes: int
+        self,
+        store: ChunkStore,
+        chunks: list[Chunk],
+        chain: list[BlockAddress],
+        replace: bool,
+        nbytes: int,
     ) -> None:
         """On the writing thread."""
         try:
@@ -255,7 +311,9 @@ class LMCacheEngine:
 
 
 def open_stores(config: LMCacheEngineConfig, space: bytes) -> list[ChunkStore]:
-    """The stores that a configuration names, the nearest first. Raises ConfigError, BackendUnavailable."""
+    """The stores that a configuration names, the nearest first. Raises ConfigError,
+    BackendUnavailable.
+    """
     stores: list[ChunkStore] = []
     try:
         for kind, place in config.places:
@@ -265,8 +323,13 @@ def open_stores(config: LMCacheEngineConfig, space: bytes) -> list[ChunkStore]:
                 cap = None if config.max_disk_bytes is None else int(config.max_disk_bytes)
                 stores.append(TierStore(DiskTier.open(place, space, max_bytes=cap)))
             else:
-                options = {"secret": config.redis_secret, "trust": config.redis_trust, "ttl_s": config.redis_ttl_s}
-                stores.append(TierStore(RedisTier(place, space, **options)))  # type: ignore[arg-type]
+                options = {
+                    "secret": config.redis_secret,
+                    "trust": config.redis_trust,
+                    "ttl_s": config.redis_ttl_s,
+                }
+                tier = RedisTier(place, space, **options)  # type: ignore[arg-type]
+                stores.append(TierStore(tier))
     except BaseException:
         for store in stores:
             store.close()

@@ -1,7 +1,9 @@
-"""Where chunks are: in this process's memory, or in a tier as two blocks each, its shape and its bytes.
+"""Where chunks are: in this process's memory, or in a tier as two blocks each, its shape and its
+bytes.
 
-In a tier the block at a chunk's own address is its shape; its bytes lie at an address that the shape is part of. So
-bytes are never read in another shape than they were written in, whoever overwrites what meanwhile.
+In a tier the block at a chunk's own address is its shape; its bytes lie at an address that the
+shape is part of. So bytes are never read in another shape than they were written in, whoever
+overwrites what meanwhile.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class ChunkStore(Protocol):
         ...
 
     def put(self, chunks: Sequence[Chunk], chain: Sequence[BlockAddress], *, replace: bool) -> int:
-        """Store chunks of a sequence whose chunks so far are `chain`; how many are there afterwards."""
+        """Store chunks of a sequence whose chunks so far are `chain`; how many are there
+        afterwards.
+        """
         ...
 
     def drop(self, addresses: Sequence[BlockAddress]) -> int:
@@ -66,7 +70,9 @@ class ChunkStore(Protocol):
 
 
 class MemoryStore:
-    """Chunks in a bounded number of bytes; the least recently used go first, of a chain its tail before its head."""
+    """Chunks in a bounded number of bytes; the least recently used go first, of a chain its tail
+    before its head.
+    """
 
     name = "memory"
 
@@ -88,12 +94,16 @@ class MemoryStore:
         with self._lock:
             found = [self._chunks[a.prefix_hash] for a in addresses[: self._num_held(addresses)]]
             self._touch(addresses[: len(found)])
-            self._counts.update(read_blocks=len(found), read_bytes=sum(chunk.nbytes for chunk in found))
+            self._counts.update(
+                read_blocks=len(found), read_bytes=sum(chunk.nbytes for chunk in found)
+            )
             self._counts["missing"] += len(found) < len(addresses)
             return found
 
     def put(self, chunks: Sequence[Chunk], chain: Sequence[BlockAddress], *, replace: bool) -> int:
-        """See ChunkStore. A chunk for which only its own chain or pins would have to go is not stored."""
+        """See ChunkStore. A chunk for which only its own chain or pins would have to go is not
+        stored.
+        """
         kept = {address.prefix_hash for address in chain}
         there = 0
         with self._lock:
@@ -130,7 +140,9 @@ class MemoryStore:
     def pin(self, addresses: Sequence[BlockAddress]) -> list[bytes]:
         """Keep these whatever room is needed, as far as they are here; what `unpin` takes."""
         with self._lock:
-            pinned = [address.prefix_hash for address in addresses if address.prefix_hash in self._chunks]
+            pinned = [
+                address.prefix_hash for address in addresses if address.prefix_hash in self._chunks
+            ]
             self._pins.update(pinned)
             return pinned
 
@@ -146,7 +158,9 @@ class MemoryStore:
         """See ChunkStore."""
         with self._lock:
             counts: dict[str, Any] = dict(self._counts)
-            return TierStats(**counts, blocks=len(self._chunks), bytes=self._bytes, max_bytes=self._max_bytes)
+            return TierStats(
+                **counts, blocks=len(self._chunks), bytes=self._bytes, max_bytes=self._max_bytes
+            )
 
     def close(self) -> None:
         """See ChunkStore."""
@@ -196,7 +210,9 @@ class TierStore:
         """See ChunkStore."""
         with self._lock:
             shapes = self._shapes(addresses)
-            there = self._tier.ask([_data_address(a, s).prefix_hash for a, s in zip(addresses, shapes, strict=False)])
+            there = self._tier.ask(
+                [_data_address(a, s).prefix_hash for a, s in zip(addresses, shapes, strict=False)]
+            )
             return (*there, False).index(False)
 
     def get(self, addresses: Sequence[BlockAddress]) -> list[Chunk]:
@@ -209,7 +225,13 @@ class TierStore:
             except (MemoryError, ValueError):  # a shape that nobody stored
                 return []
             count = self._tier.read(places, [array.data for array in data])
-            self._tier.touch([a.prefix_hash for pair in zip(addresses[:count], places, strict=False) for a in pair])
+            self._tier.touch(
+                [
+                    a.prefix_hash
+                    for pair in zip(addresses[:count], places, strict=False)
+                    for a in pair
+                ]
+            )
         return [Chunk(*parts) for parts in zip(addresses[:count], shapes, data, strict=False)]
 
     def put(self, chunks: Sequence[Chunk], chain: Sequence[BlockAddress], *, replace: bool) -> int:
@@ -254,4 +276,6 @@ class TierStore:
 
 
 def _data_address(address: BlockAddress, shape: Shape) -> BlockAddress:
-    return BlockAddress(hashlib.sha256(address.prefix_hash + shape.encode()).digest(), address.prefix_hash, b"")
+    return BlockAddress(
+        hashlib.sha256(address.prefix_hash + shape.encode()).digest(), address.prefix_hash, b""
+    )

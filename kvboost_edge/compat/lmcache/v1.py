@@ -1,8 +1,9 @@
-"""The names of LMCache's later engine (lmcache.v1), as far as they mean something without a GPU connector.
+"""The names of LMCache's later engine (lmcache.v1), as far as they mean something without a GPU
+connector.
 
-A connector moves keys and values between the cache and a GPU's paged memory. Here the caller's own arrays stand for
-it: `kvcaches`, (k, v) of each layer, [num_tokens, num_heads, head_size], one row per token of the whole sequence. What
-has no meaning then is refused by name.
+A connector moves keys and values between the cache and a GPU's paged memory. Here the caller's own
+arrays stand for it: `kvcaches`, (k, v) of each layer, [num_tokens, num_heads, head_size], one row
+per token of the whole sequence. What has no meaning then is refused by name.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class LMCacheMetadata:
-    """Whose keys and values these are. model_name, world_size, worker_id, kv_dtype and kv_shape without its chunk are
-    part of the key; the others say where an engine runs, and engines that differ in them alone share.
+    """Whose keys and values these are. model_name, world_size, worker_id, kv_dtype and kv_shape
+    without its chunk are part of the key; the others say where an engine runs, and engines that
+    differ in them alone share.
 
     kv_dtype   type of what is stored, as text or by its library; None: any
     kv_shape   (num_layers, 2, chunk_size, num_kv_heads, head_size); None: any
@@ -61,10 +63,14 @@ class LMCacheMetadata:
         if not isinstance(self.model_name, str) or not self.model_name:
             raise ConfigError(f"model_name={self.model_name!r} must be a text that is not empty")
         if self.use_mla:
-            raise ConfigError("use_mla=True is not offered: keys and values are stored as two tensors of one shape")
+            raise ConfigError(
+                "use_mla=True is not offered: keys and values are stored as two tensors of one "
+                "shape"
+            )
         if self.kv_shape is not None and (len(self.kv_shape) != 5 or self.kv_shape[1] != 2):
             raise ConfigError(
-                f"kv_shape={self.kv_shape!r} must be (num_layers, 2, chunk_size, num_kv_heads, head_size)"
+                f"kv_shape={self.kv_shape!r} must be (num_layers, 2, chunk_size, num_kv_heads, "
+                "head_size)"
             )
 
     @property
@@ -81,7 +87,9 @@ class LMCacheMetadata:
 
 
 class LMCacheEngine:
-    """lmcache.v1's engine without a connector. Any thread may call any method. Bad arguments are a ValueError."""
+    """lmcache.v1's engine without a connector. Any thread may call any method. Bad arguments are a
+    ValueError.
+    """
 
     def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None:
         self.config = config
@@ -99,9 +107,17 @@ class LMCacheEngine:
         """Nothing is left to do after the constructor."""
 
     def store(
-        self, tokens: Any = None, hashes: Any = None, offsets: Any = None, mask: Any = None, *, kvcaches: Any = None
+        self,
+        tokens: Any = None,
+        hashes: Any = None,
+        offsets: Any = None,
+        mask: Any = None,
+        *,
+        kvcaches: Any = None,
     ) -> None:
-        """Store the tokens where `mask` (False* True*, False in whole chunks) is True, from `kvcaches`."""
+        """Store the tokens where `mask` (False* True*, False in whole chunks) is True, from
+        `kvcaches`.
+        """
         ids = self._tokens("store", tokens, hashes=hashes, offsets=offsets)
         layers = _layers(kvcaches, len(ids))
         start = num_skipped("mask", mask, len(ids))
@@ -109,7 +125,9 @@ class LMCacheEngine:
         self._engine.store(ids, tuple((k[start:], v[start:]) for k, v in layers), mask)
 
     def retrieve(self, tokens: Any, mask: Any = None, *, kvcaches: Any = None) -> Any:
-        """Write what is stored of the tokens where `mask` is True into `kvcaches`; a mask of the tokens written."""
+        """Write what is stored of the tokens where `mask` is True into `kvcaches`; a mask of the
+        tokens written.
+        """
         ids = self._tokens("retrieve", tokens)
         layers = _layers(kvcaches, len(ids))
         found, ret_mask = self._engine.retrieve(tokens, mask)
@@ -117,11 +135,13 @@ class LMCacheEngine:
             written = np.flatnonzero(np.asarray(ret_mask))
             start = int(written[0])
             end = int(written[-1]) + 1
-            mine, stored = ([_kind(array) for pair in kv for array in pair] for kv in (layers, found))
+            mine, stored = (
+                [_kind(array) for pair in kv for array in pair] for kv in (layers, found)
+            )
             if mine != stored:
                 raise RequestError(
-                    f"kvcaches are {len(layers)} layers of {mine[0]}, stored are {len(found)} of {stored[0]}; "
-                    "pass arrays like those that were stored"
+                    f"kvcaches are {len(layers)} layers of {mine[0]}, stored are {len(found)} of "
+                    f"{stored[0]}; pass arrays like those that were stored"
                 )
             for targets, sources in zip(layers, found, strict=True):
                 for target, source in zip(targets, sources, strict=True):
@@ -139,12 +159,15 @@ class LMCacheEngine:
     ) -> int:
         """Length of the longest stored prefix, in tokens.
 
-        search_range  of "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"; None: all that the engine has
+        search_range  of "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"; None: all that the
+                      engine has
         pin           what of it is in memory stays there until `lookup_unpin(lookup_id)`
         """
         self._tokens("lookup", tokens, hashes=hashes, request_configs=request_configs)
         if pin and lookup_id is None:
-            raise RequestError("lookup(pin=True) needs a lookup_id, by which lookup_unpin gives it up")
+            raise RequestError(
+                "lookup(pin=True) needs a lookup_id, by which lookup_unpin gives it up"
+            )
         keys: list[bytes] | None = [] if pin else None
         length = self._engine.find_prefix(tokens, _kinds("search_range", search_range), keys)
         if keys and lookup_id is not None:
@@ -159,9 +182,15 @@ class LMCacheEngine:
             keys = [key for name in names for key in self._pins.pop(name, [])]
         self._engine.unpin(keys)
 
-    def clear(self, tokens: Any = None, locations: Sequence[str] | None = None, request_configs: Any = None) -> int:
-        """Drop the chunks of a sequence; without tokens all that is in memory, the one location that can be cleared
-        so. Returns how many chunks there were, each location for itself."""
+    def clear(
+        self,
+        tokens: Any = None,
+        locations: Sequence[str] | None = None,
+        request_configs: Any = None,
+    ) -> int:
+        """Drop the chunks of a sequence; without tokens all that is in memory, the one location
+        that can be cleared so. Returns how many chunks there were, each location for itself.
+        """
         if request_configs is not None:
             raise RequestError("clear(request_configs=) is not offered")
         return self._engine.forget(tokens, _kinds("locations", locations))
@@ -177,7 +206,10 @@ class LMCacheEngine:
     def _tokens(self, method: str, tokens: Any, **refused: Any) -> Any:
         for name, value in refused.items():
             if value is not None:
-                raise RequestError(f"{method}({name}=) is not offered: chunks are found by their tokens; pass tokens=")
+                raise RequestError(
+                    f"{method}({name}=) is not offered: chunks are found by their tokens; pass "
+                    "tokens="
+                )
         if not hasattr(tokens, "__len__"):
             raise RequestError(f"{method}() needs tokens, one row of integers, not {tokens!r}")
         return tokens
@@ -187,23 +219,38 @@ class LMCacheEngine:
         if expected is not None:
             given = (len(layers), *layers[0][0].shape[1:])
             if given != (expected[0], *expected[3:]):
-                raise RequestError(f"kvcaches have (num_layers, num_kv_heads, head_size)={given}; kv_shape={expected}")
+                raise RequestError(
+                    f"kvcaches have (num_layers, num_kv_heads, head_size)={given}; "
+                    f"kv_shape={expected}"
+                )
 
 
 def _layers(kvcaches: Any, num_tokens: int) -> list[tuple[Any, Any]]:
     """(k, v) of each layer, every one of `num_tokens` rows."""
     if not isinstance(kvcaches, Sequence) or not kvcaches:
         raise RequestError(
-            "kvcaches must be (k, v) of each layer, [num_tokens, num_heads, head_size]; no connector is used"
+            "kvcaches must be (k, v) of each layer, [num_tokens, num_heads, head_size]; no "
+            "connector is used"
         )
     for pair in kvcaches:
-        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(_is_cache(array, num_tokens) for array in pair):
-            raise RequestError(f"kvcaches must be (k, v) of each layer, [{num_tokens} tokens, num_heads, head_size]")
+        if (
+            not isinstance(pair, Sequence)
+            or len(pair) != 2
+            or not all(_is_cache(array, num_tokens) for array in pair)
+        ):
+            raise RequestError(
+                f"kvcaches must be (k, v) of each layer, [{num_tokens} tokens, num_heads, "
+                "head_size]"
+            )
     return [(pair[0], pair[1]) for pair in kvcaches]
 
 
 def _is_cache(array: Any, num_tokens: int) -> bool:
-    return (isinstance(array, np.ndarray) or is_tensor(array)) and array.ndim == 3 and array.shape[0] == num_tokens
+    return (
+        (isinstance(array, np.ndarray) or is_tensor(array))
+        and array.ndim == 3
+        and array.shape[0] == num_tokens
+    )
 
 
 def _kind(array: Any) -> tuple[str, tuple[int, ...]]:

@@ -1,12 +1,16 @@
-"""Paged attention on float32, float16 and bfloat16 blocks: one algorithm for decode and for prefill.
+"""Paged attention on float32, float16 and bfloat16 blocks: one algorithm for decode and for
+prefill.
 
-Units and partitions are those of units.py; a partition is walked in tiles of 64 tokens, at absolute positions too.
+Units and partitions are those of units.py; a partition is walked in tiles of 64 tokens, at absolute
+positions too.
 
-A strip of 16 tokens is read in place where it is float32, complete, and head_dim a multiple of 16, and for few rows
-where its whole tile is so in float16; otherwise it is staged: widened to float32, padded, and zero where no token of
-the item's range lies. What was never written is therefore never multiplied by anything.
+A strip of 16 tokens is read in place where it is float32, complete, and head_dim a multiple of 16,
+and for few rows where its whole tile is so in float16; otherwise it is staged: widened to float32,
+padded, and zero where no token of the item's range lies. What was never written is therefore never
+multiplied by anything.
 
-Inside, float32 buffers are byte addresses: no bounds or wraparound code, and little for the compiler to look at.
+Inside, float32 buffers are byte addresses: no bounds or wraparound code, and little for the
+compiler to look at.
 """
 
 from __future__ import annotations
@@ -34,7 +38,15 @@ from kvboost_edge.kernels.attention.tiles import (
 from kvboost_edge.kernels.attention.units import clear_state, unit_loop
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.tuples import addresses_of
-from kvboost_edge.kernels.vectors import KIND_F16, KIND_F32, LANES, load_i32, load_scalar, store_f32, store_i64
+from kvboost_edge.kernels.vectors import (
+    KIND_F16,
+    KIND_F32,
+    LANES,
+    load_i32,
+    load_scalar,
+    store_f32,
+    store_i64,
+)
 
 __all__ = ["attend", "attend_units", "place_strip"]
 
@@ -44,12 +56,15 @@ _VALUES_1 = values_tile[1]
 _HALVES_4 = half_values_tile[4]
 _HALVES_2 = half_values_tile[2]
 _HALVES_1 = half_values_tile[1]
-_ROWS_IN_PLACE = 2 * ROWS  # for so few rows it is cheaper to widen float16 twice than to store it widened
+_ROWS_IN_PLACE = (
+    2 * ROWS
+)  # for so few rows it is cheaper to widen float16 twice than to store it widened
 
 
 @kernel
 def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool) -> None:
-    """Fill column `strip` of the tile table for the 16 tokens at `position`, staging them where they need it.
+    """Fill column `strip` of the tile table for the 16 tokens at `position`, staging them where
+    they need it.
 
     in_place: the tile is read as it is stored, see `_reads_halves`
     """
@@ -72,7 +87,9 @@ def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool)
     size = 4 if shape.kind == KIND_F32 else 2
     key_step = shape.block_size * size
     value_step = shape.head_dim * size
-    if in_place or (shape.kind == KIND_F32 and end - first == LANES and shape.head_dim == shape.padded_dim):
+    if in_place or (
+        shape.kind == KIND_F32 and end - first == LANES and shape.head_dim == shape.padded_dim
+    ):
         _set_column(at, keys, key_step, values, value_step, next_keys, next_values)
         return
     key_out = unit.stage + 4 * strip * LANES * shape.head_dim
@@ -90,7 +107,9 @@ def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool)
     else:
         for token in range(end - first):
             at_token = source + token * value_step
-            stage_rows(out + token * row, at_token, at_token, full, LANES * size, 0, LANES, shape.kind)
+            stage_rows(
+                out + token * row, at_token, at_token, full, LANES * size, 0, LANES, shape.kind
+            )
             for channel in range(full * LANES, shape.head_dim):
                 value = load_scalar(at_token + channel * size, shape.kind)
                 store_f32(out + token * row + 4 * channel, value)
@@ -110,7 +129,9 @@ def _locate(job: Job, unit: Unit, position: int) -> tuple[Any, Any]:
 
 
 @kernel
-def _set_column(at: int, keys: int, key_step: int, values: int, value_step: int, ahead: int, ahead_values: int) -> None:
+def _set_column(
+    at: int, keys: int, key_step: int, values: int, value_step: int, ahead: int, ahead_values: int
+) -> None:
     store_i64(at, keys)
     store_i64(at + 8 * STRIPS, key_step)
     store_i64(at + 16 * STRIPS, values)
@@ -122,18 +143,27 @@ def _set_column(at: int, keys: int, key_step: int, values: int, value_step: int,
 @kernel
 def _reads_halves(shape: Shape, unit: Unit, start: int) -> Any:
     """Whether the tile at `start` is complete float16 and read where it lies."""
-    few = shape.kind == KIND_F16 and unit.num_rows <= _ROWS_IN_PLACE and shape.head_dim == shape.padded_dim
+    few = (
+        shape.kind == KIND_F16
+        and unit.num_rows <= _ROWS_IN_PLACE
+        and shape.head_dim == shape.padded_dim
+    )
     return few and start >= unit.low and start + TILE <= unit.high
 
 
 @kernel
 def _attend_tile(shape: Shape, unit: Unit, start: int, state: int, in_place: bool) -> None:
-    """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all rows."""
+    """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all
+    rows.
+    """
     dim = shape.padded_dim
     maxima = state + 4 * shape.padded_rows * dim
     totals = maxima + 4 * shape.padded_rows
     hides = start + TILE > min(unit.first_position + 1 + shape.ahead, unit.high) or start < unit.low
-    if shape.window > 0 and start < unit.first_position + unit.num_rows // shape.heads_per_kv - shape.window:
+    if (
+        shape.window > 0
+        and start < unit.first_position + unit.num_rows // shape.heads_per_kv - shape.window
+    ):
         hides = True
     for row in range(0, unit.num_rows, ROWS):
         at = unit.scores + row * TILE * 4
@@ -148,7 +178,11 @@ def _attend_tile(shape: Shape, unit: Unit, start: int, state: int, in_place: boo
             for each in range(ROWS):
                 end = unit.first_position + (row + each) // shape.heads_per_kv + 1 - start
                 low = end - shape.window if shape.window > 0 else 0
-                hide_row(at + each * TILE * 4, max(low, unit.low - start), min(end + shape.ahead, unit.high - start))
+                hide_row(
+                    at + each * TILE * 4,
+                    max(low, unit.low - start),
+                    min(end + shape.ahead, unit.high - start),
+                )
         softmax_rows(at, maxima + 4 * row, totals + 4 * row, unit.rescale + 4 * row)
     for row in range(0, unit.num_rows, ROWS):
         at = unit.scores + row * TILE * 4
@@ -211,6 +245,8 @@ attend_units = unit_loop("attend_units", _lay_out, _attend_partition, _add_nothi
 
 @kernel
 def attend(call: AttentionCall) -> None:
-    """Take units until none is left. Every thread of a team runs this on the same call; a late one returns at once."""
+    """Take units until none is left. Every thread of a team runs this on the same call; a late one
+    returns at once.
+    """
     job = addresses_of(Job, call)
     attend_units(job, addresses_of(Turn, call), job)

@@ -1,4 +1,6 @@
-"""What the threads of one attention call share, where a unit works, and how large the buffers are."""
+"""What the threads of one attention call share, where a unit works, and how large the buffers
+are.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ __all__ = [
     "state_floats",
 ]
 
-# Counters of a job, int64; one per (split tile, kv head) follows, the number of its finished partitions.
+# Counters of a job, int64; one per (split tile, kv head) follows, the number of its finished
+# partitions.
 NEXT_UNIT = 0
 NUM_SCRATCH_USERS = 1
 UNITS_DONE = 2
@@ -51,9 +54,11 @@ class Shape(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """All that the threads of one call share; arrays are C-contiguous and writable, so that one compilation serves all.
+    """All that the threads of one call share; arrays are C-contiguous and writable, so that one
+    compilation serves all.
 
-    queries, out  float32 [num_tokens, num_q_heads, head_dim];  lse float32 [num_tokens, num_q_heads]
+    queries, out  float32 [num_tokens, num_q_heads, head_dim];  lse float32 [num_tokens,
+                  num_q_heads]
     keys, values  addresses of the pool's arrays
     sinks         float32 [num_q_heads], or [0] for none
     partials      float32 [num_partials * num_kv_heads, state_floats]: states of split partitions
@@ -61,7 +66,8 @@ class AttentionCall(NamedTuple):
     counters      int64, see NUM_COUNTERS
     max_blocks    columns of block_tables;  num_items: rows of items;  num_threads: rows of scratch
     cu_seqlens_q, seq_lens, block_tables, items  int32, as in PagedBatch and WorkPlan
-    unrotated     the queries before rotation, a token's every `unrotated_step` floats; cos, sin: as in Turning; half:
+    unrotated     the queries before rotation, a token's every `unrotated_step` floats; cos, sin: as
+                  in Turning; half:
                   rotary pairs. All empty or 0 where no part has a delta
     """
 
@@ -90,7 +96,8 @@ class AttentionCall(NamedTuple):
 
 
 class Job(NamedTuple):
-    """An AttentionCall as addresses: handing arrays from function to function would cost atomic reference counts.
+    """An AttentionCall as addresses: handing arrays from function to function would cost atomic
+    reference counts.
 
     Its fields are those of the call, without what is in Turn; `sinks` is 0 for none.
     """
@@ -115,8 +122,9 @@ class Job(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What an AttentionCall has for parts with a delta, as addresses; apart from a Job, of which every number is handed
-    on with each 16 tokens."""
+    """What an AttentionCall has for parts with a delta, as addresses; apart from a Job, of which
+    every number is handed on with each 16 tokens.
+    """
 
     unrotated: int
     unrotated_step: int
@@ -126,14 +134,17 @@ class Turn(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Where a unit works. Positions are counted from `shift`; the rows see tokens [low, high) at most.
+    """Where a unit works. Positions are counted from `shift`; the rows see tokens [low, high) at
+    most.
 
     first_index   entry of the block table that holds the tokens from `shift` on
-    whole         0, or `high` where the rows' own tokens are in another part: then all rows see all up to there
+    whole         0, or `high` where the rows' own tokens are in another part: then all rows see all
+                  up to there
 
     query   address of float32 [padded_rows, head_dim], scaled; rows that fill up the last 4 are 0
     scores  address of float32 [padded_rows, 64];  rescale of [padded_rows]
-    stage   address of the staged strips: 4 x keys [head_dim, 16], 4 x values [16, padded_dim], a row of zeros
+    stage   address of the staged strips: 4 x keys [head_dim, 16], 4 x values [16, padded_dim], a
+            row of zeros
     table   address of the tile table, see tiles.py
 
     A state is float32 sums [padded_rows, padded_dim], maxima [padded_rows], totals [padded_rows].
@@ -156,7 +167,9 @@ class Unit(NamedTuple):
 
 
 def state_floats(padded_rows: int, padded_dim: int) -> int:
-    """Floats of one state: sums, maxima, totals; a multiple of 16, so that states in a row stay aligned."""
+    """Floats of one state: sums, maxima, totals; a multiple of 16, so that states in a row stay
+    aligned.
+    """
     return -(-padded_rows * (padded_dim + 2) // LANES) * LANES
 
 

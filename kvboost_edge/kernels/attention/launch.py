@@ -34,12 +34,22 @@ from kvboost_edge.kernels.attention.tiles import ROWS
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kernels.vectors import LANES
 
-__all__ = ["AttentionWorkspace", "check_shapes", "check_turning", "is_small", "make_call", "paged_attention"]
+__all__ = [
+    "AttentionWorkspace",
+    "check_shapes",
+    "check_turning",
+    "is_small",
+    "make_call",
+    "paged_attention",
+]
 
 _NO_SINKS = np.empty(0, dtype=np.float32)
-_NO_TURNING = Turning(np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32), np.empty((0, 0), np.float32))
-# Below this many steps of 4 rows x 64 tokens x 64 dims (0.25 us and more each) the call is nearly over before a helper
-# is awake. Measured alone and with one helper: 67 and 67 us at 128 steps, 116 and 89 us at 256, 224 and 146 at 512.
+_NO_TURNING = Turning(
+    np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32), np.empty((0, 0), np.float32)
+)
+# Below this many steps of 4 rows x 64 tokens x 64 dims (0.25 us and more each) the call is nearly
+# over before a helper is awake. Measured alone and with one helper: 67 and 67 us at 128 steps, 116
+# and 89 us at 256, 224 and 146 at 512.
 _STEPS_TO_SHARE = 200
 
 
@@ -87,18 +97,28 @@ def paged_attention(
     plan       the batch's `plan_work` for these head counts and this window, if it is known already
     turning    for a batch that has parts with a delta; ConfigError where such a batch comes without
 
-    Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths are trusted.
+    Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths
+    are trusted.
     """
     space = workspace or AttentionWorkspace(1)
     heads_per_kv = check_shapes(queries, pool, options)
     check_turning(queries, batch, turning)
     if plan is None:
-        plan = plan_work(batch, heads_per_kv, pool.keys.shape[1], options.window, space.num_threads, options.ahead)
+        plan = plan_work(
+            batch,
+            heads_per_kv,
+            pool.keys.shape[1],
+            options.window,
+            space.num_threads,
+            options.ahead,
+        )
     call = make_call(queries, pool, batch, options, space, plan, turning=turning)
     if is_small(call, plan):
         attend(call)
     else:
-        space.team.run(attend, call, call.counters, UNITS_DONE, len(plan.items) * call.shape.num_kv_heads)
+        space.team.run(
+            attend, call, call.counters, UNITS_DONE, len(plan.items) * call.shape.num_kv_heads
+        )
     return call.out, call.lse
 
 
@@ -108,31 +128,36 @@ def check_shapes(queries: Floats, pool: KVPool, options: AttentionOptions) -> in
     _, num_q_heads, query_dim = queries.shape
     if query_dim != head_dim or num_q_heads % num_kv_heads:
         raise ConfigError(
-            f"queries {queries.shape} do not fit {num_kv_heads} kv heads of {head_dim}: the dims must be equal and the "
-            "query heads a multiple of the kv heads"
+            f"queries {queries.shape} do not fit {num_kv_heads} kv heads of {head_dim}: the dims "
+            "must be equal and the query heads a multiple of the kv heads"
         )
     if options.sinks is not None and options.sinks.shape != (num_q_heads,):
-        raise ConfigError(f"sinks of shape {options.sinks.shape} must have one number for each of {num_q_heads} heads")
+        raise ConfigError(
+            f"sinks of shape {options.sinks.shape} must have one number for each of {num_q_heads} "
+            "heads"
+        )
     return int(num_q_heads // num_kv_heads)
 
 
 def check_turning(queries: Floats, batch: PagedBatch, turning: Turning | None) -> None:
-    """ConfigError where parts of the batch have a delta and no queries before rotation, or no rows of rope's tables,
-    are there for it."""
+    """ConfigError where parts of the batch have a delta and no queries before rotation, or no rows
+    of rope's tables, are there for it.
+    """
     if batch.parts is None or not has_delta(batch.parts):
         return
     if turning is None:
         deltas = Part(*batch.parts.T).delta.tolist()
         raise ConfigError(
-            f"keys computed at other positions, parts with delta {deltas}, are attended by queries before rotation, "
-            "which were not given"
+            f"keys computed at other positions, parts with delta {deltas}, are attended by queries "
+            "before rotation, which were not given"
         )
     needed = turned_positions(batch.parts, batch.seq_lens)
     rows = min(len(turning.cos), len(turning.sin))
     if turning.queries.shape != queries.shape or rows < needed:
         raise ConfigError(
-            f"queries before rotation {turning.queries.shape} must be like the queries {queries.shape}, and tables of "
-            f"{rows} positions hold the {needed} that they are turned to"
+            f"queries before rotation {turning.queries.shape} must be like the queries "
+            f"{queries.shape}, and tables of {rows} positions hold the {needed} that they are "
+            "turned to"
         )
 
 
@@ -146,8 +171,9 @@ def make_call(
     more_scratch: Callable[[int, int], int] | None = None,
     turning: Turning | None = None,
 ) -> AttentionCall:
-    """Fresh outputs, and the workspace's buffers. `more_scratch(padded_rows, padded_dim)`: floats a thread needs beside
-    those of attention on floats."""
+    """Fresh outputs, and the workspace's buffers. `more_scratch(padded_rows, padded_dim)`: floats a
+    thread needs beside those of attention on floats.
+    """
     num_kv_heads, head_dim, block_size = pool.keys.shape[1:]
     num_tokens, num_q_heads, _ = queries.shape
     heads_per_kv = num_q_heads // num_kv_heads

@@ -1,4 +1,6 @@
-"""What the paged kernels take: the pool of one layer, the flat batch, the softmax options, and the plan of the work."""
+"""What the paged kernels take: the pool of one layer, the flat batch, the softmax options, and the
+plan of the work.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,20 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 _TILE = 64  # tokens, see tiles.py
-PARTITION = 512  # tokens; partial results end at multiples of it whatever the batch or the chunking, and merge in order
+# Tokens; partial results end at multiples of it whatever the batch or the chunking, and merge in
+# order.
+PARTITION = 512
 _KINDS: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): KIND_F32,
     np.dtype(np.float16): KIND_F16,
     np.dtype(np.uint16): KIND_BF16,
 }
-_ROWS_PER_ITEM = 64  # query rows (tokens x heads of a kv head) that share one reading of the keys and values
-_ITEMS_PER_THREAD = 4  # fewer items than this per thread: split the sequence's partitions over the threads
+_ROWS_PER_ITEM = (
+    64  # query rows (tokens x heads of a kv head) that share one reading of the keys and values
+)
+_ITEMS_PER_THREAD = (
+    4  # fewer items than this per thread: split the sequence's partitions over the threads
+)
 
 
 class KVPool(NamedTuple):
@@ -58,8 +66,10 @@ class KVPool(NamedTuple):
 class OwnBlocks(NamedTuple):
     """The blocks that a pass writes, in float16: a query reads its own block here.
 
-    pool   float16 buffers as in KVPool;  tables int32 [num_seqs, width]: the buffer of the sequence's first block that
-    the pass writes, of the next, ...;  first int32 [num_seqs]: the position of that first block's slot 0.
+    pool   float16 buffers as in KVPool;  tables int32 [num_seqs, width]: the buffer of the
+           sequence's first block that
+    the pass writes, of the next, ...;  first int32 [num_seqs]: the position of that first block's
+                                        slot 0.
     """
 
     pool: KVPool
@@ -72,8 +82,10 @@ class PagedBatch(NamedTuple):
 
     cu_seqlens_q  int32 [num_seqs + 1]           first query row of each sequence
     seq_lens      int32 [num_seqs]               the position behind each sequence's last query row
-    block_tables  int32 [num_seqs, max_blocks]   block ids in order; not read beyond the sequence's end
-    parts         which positions the blocks hold, see parts.py; None: block i holds those from i * block_size on
+    block_tables  int32 [num_seqs, max_blocks]   block ids in order; not read beyond the sequence's
+                  end
+    parts         which positions the blocks hold, see parts.py; None: block i holds those from i *
+                  block_size on
     """
 
     cu_seqlens_q: Ints
@@ -85,8 +97,9 @@ class PagedBatch(NamedTuple):
 class AttentionOptions(NamedTuple):
     """A query at position p sees keys at (p - window, p], window 0: all up to p. softcap 0: none.
 
-    sinks: float32 [num_q_heads], one more logit per head that joins the denominator and has no value.
-    ahead: so many keys behind p are seen too, as far as the sequence goes; 0: causal. Only where no batch has parts.
+    sinks: float32 [num_q_heads], one more logit per head that joins the denominator and has no
+    value. ahead: so many keys behind p are seen too, as far as the sequence goes; 0: causal. Only
+    where no batch has parts.
     """
 
     softmax_scale: float
@@ -97,7 +110,8 @@ class AttentionOptions(NamedTuple):
 
 
 class Turning(NamedTuple):
-    """What queries over parts with a delta are made of: one at position p is rotated by row p - delta of the tables.
+    """What queries over parts with a delta are made of: one at position p is rotated by row p -
+    delta of the tables.
 
     queries   float32 [num_tokens, num_q_heads, head_dim], before rotation
     cos, sin  float32 [num_positions, rotary_dim / 2], see rope.py
@@ -109,15 +123,19 @@ class Turning(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A tile of a sequence's query rows, over all partitions it sees; or over one of them, where the tile is split.
+    """A tile of a sequence's query rows, over all partitions it sees; or over one of them, where
+    the tile is split.
 
-    first_row, num_rows              query tokens, counted from the sequence's first one in the batch
+    first_row, num_rows              query tokens, counted from the sequence's first one in the
+                                     batch
     first_partition, end_partition   what this item walks, of one part of the sequence's blocks
     split                            number of the split tile, -1: not split
-    ordinal, num_partitions          which of the split tile's partitions this is, and how many it has
+    ordinal, num_partitions          which of the split tile's partitions this is, and how many it
+                                     has
     first_partial                    the split tile's first partial result
     first_index                      the part's first entry in the block table
-    shift                            position of that entry's slot 0; the item's other positions are counted from there
+    shift                            position of that entry's slot 0; the item's other positions are
+                                     counted from there
     valid_from, valid_to             what the part serves; NO_END: the queries themselves are in it
     delta                            of the part: 0, or how far back the queries are turned
     """
@@ -143,8 +161,8 @@ ITEM_COLUMNS = len(Item._fields)
 
 
 class WorkPlan(NamedTuple):
-    """Items that threads take one by one; each item stands for one unit per kv head. Lengths are int32, and so every
-    number of an item fits.
+    """Items that threads take one by one; each item stands for one unit per kv head. Lengths are
+    int32, and so every number of an item fits.
 
     items        int32 [num_items, ITEM_COLUMNS], rows of `Item`
     num_splits   tiles of query rows whose partitions are split
@@ -161,15 +179,24 @@ class WorkPlan(NamedTuple):
 
 
 def plan_work(
-    batch: PagedBatch, heads_per_kv: int, num_kv_heads: int, window: int, num_threads: int, ahead: int = 0
+    batch: PagedBatch,
+    heads_per_kv: int,
+    num_kv_heads: int,
+    window: int,
+    num_threads: int,
+    ahead: int = 0,
 ) -> WorkPlan:
-    """Cut a batch into items: tiles of query rows, and for few rows over many tokens one item per partition.
+    """Cut a batch into items: tiles of query rows, and for few rows over many tokens one item per
+    partition.
 
-    How the batch is cut decides speed only: partial results end at absolute positions and merge in order either way. A
-    sequence of several parts is always split, each part into partitions of its own. ConfigError for parts and `ahead`.
+    How the batch is cut decides speed only: partial results end at absolute positions and merge in
+    order either way. A sequence of several parts is always split, each part into partitions of its
+    own. ConfigError for parts and `ahead`.
     """
     if ahead and batch.parts is not None:
-        raise ConfigError(f"ahead={ahead}: keys behind a query are not seen where a sequence has parts")
+        raise ConfigError(
+            f"ahead={ahead}: keys behind a query are not seen where a sequence has parts"
+        )
     tile_rows = max(1, _ROWS_PER_ITEM // heads_per_kv)
     starts = batch.cu_seqlens_q.tolist()
     seq_lens = batch.seq_lens.tolist()
@@ -177,16 +204,20 @@ def plan_work(
     cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows, ahead)
     if max(lengths, default=0) > tile_rows or (window > 0 and batch.parts is not None):
         return _plan_items(lengths, seq_lens, batch.parts, cut)
-    # Steps of decoding: the same plan until a sequence begins another tile, or leaves a partition behind its window.
+    # Steps of decoding: the same plan until a sequence begins another tile, or leaves a partition
+    # behind its window.
     alike = tuple(
-        _last_alike(seq_len, seq_len - length, window) for seq_len, length in zip(seq_lens, lengths, strict=True)
+        _last_alike(seq_len, seq_len - length, window)
+        for seq_len, length in zip(seq_lens, lengths, strict=True)
     )
     parts = None if batch.parts is None else batch.parts.tobytes()
     return _plan_again(lengths, alike, parts, cut)
 
 
 def _last_alike(seq_len: int, position: int, window: int) -> int:
-    """The greatest length for which a sequence is cut like one of `seq_len` whose first query is at `position`."""
+    """The greatest length for which a sequence is cut like one of `seq_len` whose first query is at
+    `position`.
+    """
     tile_end = -(-seq_len // _TILE) * _TILE
     if window == 0:
         return tile_end
@@ -206,17 +237,24 @@ class _Cut(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _plan_again(lengths: tuple[int, ...], seq_lens: tuple[int, ...], parts: bytes | None, cut: _Cut) -> WorkPlan:
+def _plan_again(
+    lengths: tuple[int, ...], seq_lens: tuple[int, ...], parts: bytes | None, cut: _Cut
+) -> WorkPlan:
     """`_plan_items`, for lengths and parts, int32, that it has met before the same again."""
-    rows = None if parts is None else np.frombuffer(parts, dtype=np.int32).reshape(-1, len(Part._fields))
+    rows = (
+        None
+        if parts is None
+        else np.frombuffer(parts, dtype=np.int32).reshape(-1, len(Part._fields))
+    )
     return _plan_items(lengths, seq_lens, rows, cut)
 
 
 class _Walks(NamedTuple):
-    """What tiles of query rows walk: one walk for each part of the tile's sequence. int64 [num_walks] each.
+    """What tiles of query rows walk: one walk for each part of the tile's sequence. int64
+    [num_walks] each.
 
-    tile  the tile;  position: of its first query;  partitions [first, end) and what else there is as in `Item`: one
-    number stands for all walks where every sequence has one part
+    tile  the tile;  position: of its first query;  partitions [first, end) and what else there is
+          as in `Item`: one number stands for all walks where every sequence has one part
     """
 
     tile: Longs
@@ -232,7 +270,10 @@ class _Walks(NamedTuple):
     def places(self, source: Longs) -> dict[str, Longs | int]:
         """The last five, for walks of these numbers."""
         names = ("first_index", "shift", "valid_from", "valid_to", "delta")
-        return {name: one if isinstance(one := getattr(self, name), int) else one[source] for name in names}
+        return {
+            name: one if isinstance(one := getattr(self, name), int) else one[source]
+            for name in names
+        }
 
 
 def _plan_items(new: Sequence[int], known: Sequence[int], parts: Parts, cut: _Cut) -> WorkPlan:
@@ -268,7 +309,9 @@ def _plan_items(new: Sequence[int], known: Sequence[int], parts: Parts, cut: _Cu
         first_partition=begin,
         end_partition=np.where(is_split, begin + 1, walks.end_partition[source]),
         split=np.where(is_split, (np.cumsum(split) - 1)[tile], -1),
-        ordinal=within if parts is None else np.where(is_split, np.cumsum(is_split) - 1 - first_partial[tile], 0),
+        ordinal=within
+        if parts is None
+        else np.where(is_split, np.cumsum(is_split) - 1 - first_partial[tile], 0),
         num_partitions=np.where(is_split, totals[tile], 1),
         first_partial=first_partial[tile],
         **walks.places(source),
@@ -276,21 +319,39 @@ def _plan_items(new: Sequence[int], known: Sequence[int], parts: Parts, cut: _Cu
     items = np.empty((source.size, ITEM_COLUMNS), dtype=np.int32)
     for index, column in enumerate(columns):
         items[:, index] = column
-    # Longest first, so that no thread is left with a long item at the end; partitions of one tile stay side by side.
+    # Longest first, so that no thread is left with a long item at the end; partitions of one tile
+    # stay side by side.
     cost = (columns.end_partition - columns.first_partition) * columns.num_rows
     items = np.ascontiguousarray(items[np.argsort(-cost, kind="stable")])
     row_steps = -(-rows * cut.heads_per_kv // 4)[walks.tile]
-    tile_steps = -(-(walks.position + seen[walks.tile] - walks.first_partition * PARTITION) // _TILE)
+    tile_steps = -(
+        -(walks.position + seen[walks.tile] - walks.first_partition * PARTITION) // _TILE
+    )
     num_steps = int((row_steps * np.minimum(tile_steps, counts * (PARTITION // _TILE))).sum())
     return WorkPlan(items, int(split.sum()), int(partials.sum()), tile_rows, num_steps)
 
 
 def _walks(sequence: Longs, position: Longs, seen: Longs, parts: Parts, window: int) -> _Walks:
-    """The walks of tiles whose first query row is at `position` of `sequence`; what is `seen` from there on is the
-    tile's rows, and more where queries look ahead."""
+    """The walks of tiles whose first query row is at `position` of `sequence`; what is `seen` from
+    there on is the tile's rows, and more where queries look ahead.
+    """
     if parts is None:
-        first = np.maximum(position - window + 1, 0) // PARTITION if window > 0 else np.zeros_like(position)
-        return _Walks(np.arange(sequence.size), position, first, -(-(position + seen) // PARTITION), 0, 0, 0, NO_END, 0)
+        first = (
+            np.maximum(position - window + 1, 0) // PARTITION
+            if window > 0
+            else np.zeros_like(position)
+        )
+        return _Walks(
+            np.arange(sequence.size),
+            position,
+            first,
+            -(-(position + seen) // PARTITION),
+            0,
+            0,
+            0,
+            NO_END,
+            0,
+        )
     tile, number = np.nonzero(sequence[:, None] == parts[:, 0])
     part = Part(*parts[number].astype(np.int64).T)
     end = valid_to(parts)[number]
@@ -300,7 +361,17 @@ def _walks(sequence: Longs, position: Longs, seen: Longs, parts: Parts, window: 
     low = np.maximum(valid_from, position - window + 1) if window > 0 else valid_from
     first = low // PARTITION
     last = np.maximum(-(-np.minimum(end, position + seen[tile]) // PARTITION), first)
-    return _Walks(tile, position, first, last, part.first_index, part.first_position, valid_from, end, part.delta)
+    return _Walks(
+        tile,
+        position,
+        first,
+        last,
+        part.first_index,
+        part.first_position,
+        valid_from,
+        end,
+        part.delta,
+    )
 
 
 def _repeated(counts: Longs) -> tuple[Longs, Longs]:
@@ -310,25 +381,30 @@ def _repeated(counts: Longs) -> tuple[Longs, Longs]:
 
 
 def storage_kind(pool: KVPool) -> int:
-    """KIND_F32, KIND_F16 or KIND_BF16 of a pool; ConfigError for another dtype or a pool that is not contiguous."""
+    """KIND_F32, KIND_F16 or KIND_BF16 of a pool; ConfigError for another dtype or a pool that is
+    not contiguous.
+    """
     kind = _KINDS.get(pool.keys.dtype)
     if kind is None or pool.values.dtype != pool.keys.dtype:
         raise ConfigError(
-            f"pool dtypes {pool.keys.dtype}, {pool.values.dtype} must both be one of {[kind.name for kind in _KINDS]}"
+            f"pool dtypes {pool.keys.dtype}, {pool.values.dtype} must both be one of "
+            f"{[kind.name for kind in _KINDS]}"
         )
     if not (pool.keys.flags.c_contiguous and pool.values.flags.c_contiguous):
         raise ConfigError("the pool's arrays must be C-contiguous")
     num_blocks, kv_heads, head_dim, block_size = pool.keys.shape
     if pool.values.shape != (num_blocks, kv_heads, block_size, head_dim) or block_size % LANES:
         raise ConfigError(
-            f"keys {pool.keys.shape} and values {pool.values.shape} must be [blocks, heads, dim, block] and "
-            f"[blocks, heads, block, dim] with block a multiple of {LANES}"
+            f"keys {pool.keys.shape} and values {pool.values.shape} must be [blocks, heads, dim, "
+            f"block] and [blocks, heads, block, dim] with block a multiple of {LANES}"
         )
     return kind
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An uninitialised C-contiguous array that starts at a cache line: vectors in it never straddle two lines."""
+    """An uninitialised C-contiguous array that starts at a cache line: vectors in it never straddle
+    two lines.
+    """
     kind = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     raw = np.empty(size + 64, dtype=np.uint8)

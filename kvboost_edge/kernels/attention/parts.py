@@ -1,4 +1,6 @@
-"""Which positions the entries of block tables hold. Plain NumPy, for kernels' plans, oracles and backends alike."""
+"""Which positions the entries of block tables hold. Plain NumPy, for kernels' plans, oracles and
+backends alike.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ __all__ = [
 
 Longs = npt.NDArray[np.int64]
 Parts = npt.NDArray[np.int32] | None
-"""int32 [num_parts, 5], rows of `Part`, those of a sequence in order of positions, sequences in order, each with at
-least one; None: every sequence has one part, whose block 0 begins at position 0."""
+"""int32 [num_parts, 5], rows of `Part`, those of a sequence in order of positions, sequences in
+order, each with at least one; None: every sequence has one part, whose block 0 begins at position
+0.
+"""
 
 _END = np.iinfo(np.int32).max
 
@@ -35,9 +39,12 @@ class Part(NamedTuple):
     """Consecutive entries of one sequence's block table that hold consecutive positions.
 
     first_index      the first of them
-    first_position   position of its slot 0, at most `valid_from`; negative where position 0 is inside a block
-    valid_from       the first position served; all up to the next part's, the last part serves all that follow
-    delta            how far keys are from the positions they were computed at, new - old: a query at position p attends
+    first_position   position of its slot 0, at most `valid_from`; negative where position 0 is
+                     inside a block
+    valid_from       the first position served; all up to the next part's, the last part serves all
+                     that follow
+    delta            how far keys are from the positions they were computed at, new - old: a query
+                     at position p attends
                      them as one at p - delta; 0 in the last part, which is written
     """
 
@@ -64,7 +71,9 @@ def is_last(parts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
 
 
 def has_delta(parts: Parts) -> bool:
-    """Whether keys of some part were computed at other positions; what has another shape is no parts and has none."""
+    """Whether keys of some part were computed at other positions; what has another shape is no
+    parts and has none.
+    """
     return parts is not None and bool(parts[..., Part._fields.index("delta") :].any())
 
 
@@ -74,9 +83,12 @@ def turned_positions(parts: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int3
     return int((seq_lens[part.sequence] - part.delta).max())
 
 
-def entry_positions(shape: tuple[int, ...], parts: Parts, block_size: int) -> tuple[Longs, Longs, Longs]:
-    """Of every entry of block tables int32 [num_seqs, width]: position of slot 0, first position served, position
-    behind the last one served. Each int64 of the tables' shape."""
+def entry_positions(
+    shape: tuple[int, ...], parts: Parts, block_size: int
+) -> tuple[Longs, Longs, Longs]:
+    """Of every entry of block tables int32 [num_seqs, width]: position of slot 0, first position
+    served, position behind the last one served. Each int64 of the tables' shape.
+    """
     num_seqs, width = shape
     first: Longs = np.broadcast_to(np.arange(width, dtype=np.int64) * block_size, (num_seqs, width))
     if parts is None:
@@ -87,8 +99,13 @@ def entry_positions(shape: tuple[int, ...], parts: Parts, block_size: int) -> tu
     ends = valid_to(parts)
     rows = [Part(*row) for row in parts.tolist()]
     for number, part in enumerate(rows):
-        entries = slice(part.first_index, width if ends[number] == _END else rows[number + 1].first_index)
-        begins = part.first_position + np.arange(entries.stop - entries.start, dtype=np.int64) * block_size
+        entries = slice(
+            part.first_index, width if ends[number] == _END else rows[number + 1].first_index
+        )
+        begins = (
+            part.first_position
+            + np.arange(entries.stop - entries.start, dtype=np.int64) * block_size
+        )
         first[part.sequence, entries] = begins
         served[part.sequence, entries] = np.maximum(begins, part.valid_from)
         until[part.sequence, entries] = np.minimum(begins + block_size, ends[number])
@@ -104,7 +121,9 @@ def entry_deltas(shape: tuple[int, ...], parts: npt.NDArray[np.int32]) -> Longs:
 
 
 def entry_of(parts: Parts, sequence: int, positions: Longs, block_size: int) -> tuple[Longs, Longs]:
-    """Of positions of one sequence: the entries of its table that hold them, and the offsets in their blocks."""
+    """Of positions of one sequence: the entries of its table that hold them, and the offsets in
+    their blocks.
+    """
     if parts is None:
         indices, offsets = np.divmod(positions, block_size)
         return indices, offsets
@@ -128,7 +147,9 @@ def _parts_at(parts: npt.NDArray[np.int32], sequence: int, positions: Longs) -> 
 
 
 def own_parts(num_seqs: int, parts: Parts) -> tuple[Longs, Longs]:
-    """First index and first position of each sequence's last part, the one that its new tokens are written to."""
+    """First index and first position of each sequence's last part, the one that its new tokens are
+    written to.
+    """
     if parts is None:
         zeros = np.zeros(num_seqs, dtype=np.int64)
         return zeros, zeros

@@ -1,4 +1,6 @@
-"""Rotary positions: the tables of cosines and sines, and the kernel that turns one head of one token."""
+"""Rotary positions: the tables of cosines and sines, and the kernel that turns one head of one
+token.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,32 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_store, fma_f32, load_f32, store_f32
+from kvboost_edge.kernels.vectors import (
+    I64,
+    LANES,
+    V16,
+    emit_fma,
+    emit_load,
+    emit_store,
+    fma_f32,
+    load_f32,
+    store_f32,
+)
 
 __all__ = ["RopeTable", "copy_floats", "rotate_head"]
 
-_AT_ONCE = 1024  # positions computed at once: a row's bits must not depend on how far the table had to grow
+# Positions computed at once: a row's bits must not depend on how far the table had to grow.
+_AT_ONCE = 1024
 
 
 class RopeTable:
-    """cos and sin of position * frequency, float32 [positions, rotary_dim / 2], grown as positions are met.
+    """cos and sin of position * frequency, float32 [positions, rotary_dim / 2], grown as positions
+    are met.
 
-    `frequencies` float32 [rotary_dim / 2] in radians per position; `factor` multiplies cos and sin (yarn). The angles
-    are float32, their cos and sin rounded from float64: those of float32 are other bits on other processors, and keys
-    outlive the machine in a cache that is moved or shared. 1,024 positions of 64 pairs take 1.7 ms instead of 0.2.
+    `frequencies` float32 [rotary_dim / 2] in radians per position; `factor` multiplies cos and sin
+    (yarn). The angles are float32, their cos and sin rounded from float64: those of float32 are
+    other bits on other processors, and keys outlive the machine in a cache that is moved or shared.
+    1,024 positions of 64 pairs take 1.7 ms instead of 0.2.
     """
 
     def __init__(self, frequencies: npt.NDArray[np.float32], factor: float = 1.0) -> None:
@@ -38,14 +53,19 @@ class RopeTable:
         if positions <= have:
             return
         starts = range(have, positions, _AT_ONCE)
-        angles = [self._frequencies * np.arange(s, s + _AT_ONCE, dtype=np.float32)[:, None] for s in starts]
+        angles = [
+            self._frequencies * np.arange(s, s + _AT_ONCE, dtype=np.float32)[:, None]
+            for s in starts
+        ]
         cos = np.concatenate([self.cos, *(self._turned(np.cos, a) for a in angles)])
         sin = np.concatenate([self.sin, *(self._turned(np.sin, a) for a in angles)])
         # together: there may be memory for one of them alone
         self.cos = cos
         self.sin = sin
 
-    def _turned(self, function: np.ufunc, angles: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def _turned(
+        self, function: np.ufunc, angles: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
         turned: npt.NDArray[np.float32] = function(angles, dtype=np.float64).astype(np.float32)
         return turned * np.float32(self._factor)
 
@@ -61,7 +81,9 @@ def _rotate_vectors(typing: Any, x: Any, cos: Any, sin: Any, half: Any, out: Any
             at = b.mul(loop.index, int_constant(4 * LANES))
             near = b.add(x, at)
             far = b.add(b.add(x, at), behind)
-            first, second, c, s = (emit_load(b, V16, place) for place in (near, far, b.add(cos, at), b.add(sin, at)))
+            first, second, c, s = (
+                emit_load(b, V16, place) for place in (near, far, b.add(cos, at), b.add(sin, at))
+            )
             turned = emit_fma(b, first, c, b.fneg(b.fmul(second, s)))
             emit_store(b, turned, b.add(out, at))
             emit_store(b, emit_fma(b, second, c, b.fmul(first, s)), b.add(b.add(out, at), behind))
@@ -92,7 +114,8 @@ def copy_floats(x: int, count: int, out: int) -> None:
 
 @kernel
 def rotate_head(x: int, cos: int, sin: int, half: int, dim: int, out: int) -> None:
-    """Rotate the pairs (i, i + half) of the first 2 * half of `dim` float32 at address x; copy the rest.
+    """Rotate the pairs (i, i + half) of the first 2 * half of `dim` float32 at address x; copy the
+    rest.
 
     cos, sin: addresses of float32 [half], the token's rows of the tables. x and out do not overlap.
     """

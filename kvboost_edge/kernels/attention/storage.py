@@ -1,4 +1,5 @@
-"""Storage dtypes, and the kernels that move keys and values: write by slot, copy of blocks, merge of partial results.
+"""Storage dtypes, and the kernels that move keys and values: write by slot, copy of blocks, merge
+of partial results.
 
 bfloat16 has no NumPy dtype: its arrays are uint16 bit patterns.
 """
@@ -19,14 +20,28 @@ from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.vectors import KIND_F32, exp_f32, store_scalar
 
-__all__ = ["STORAGE_DTYPES", "copy_blocks", "copy_entry", "from_storage", "merge_state", "to_storage", "write_kv"]
+__all__ = [
+    "STORAGE_DTYPES",
+    "copy_blocks",
+    "copy_entry",
+    "from_storage",
+    "merge_state",
+    "to_storage",
+    "write_kv",
+]
 
-STORAGE_DTYPES: dict[str, npt.DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+STORAGE_DTYPES: dict[str, npt.DTypeLike] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+}
 """NumPy dtype that stores each KV dtype."""
 
 
 def to_storage(values: Floats, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """float32 -> float32, float16 or uint16 (bfloat16 bits), nearest, ties to even; NaN stays NaN."""
+    """float32 -> float32, float16 or uint16 (bfloat16 bits), nearest, ties to even; NaN stays
+    NaN.
+    """
     if np.dtype(dtype) != np.uint16:
         with np.errstate(over="ignore"):
             return values.astype(dtype)
@@ -69,8 +84,11 @@ def _store(
                 store_scalar(value_at + dim * size, values[token, head, dim], kind)
 
 
-def write_kv(keys: Floats, values: Floats, pool: KVPool, slot_mapping: npt.NDArray[np.int64]) -> None:
-    """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at slots (block * block_size + offset).
+def write_kv(
+    keys: Floats, values: Floats, pool: KVPool, slot_mapping: npt.NDArray[np.int64]
+) -> None:
+    """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at slots (block *
+    block_size + offset).
 
     ConfigError where the shapes do not fit the pool; slots are trusted.
     """
@@ -78,7 +96,10 @@ def write_kv(keys: Floats, values: Floats, pool: KVPool, slot_mapping: npt.NDArr
     _, num_heads, head_dim, block_size = pool.keys.shape
     expected = (slot_mapping.size, num_heads, head_dim)
     if keys.shape != expected or values.shape != expected:
-        raise ConfigError(f"keys {keys.shape} and values {values.shape} must be {expected}, as the pool and the slots")
+        raise ConfigError(
+            f"keys {keys.shape} and values {values.shape} must be {expected}, as the pool and the "
+            "slots"
+        )
     _store(
         np.ascontiguousarray(keys, dtype=np.float32),
         np.ascontiguousarray(values, dtype=np.float32),
@@ -126,13 +147,19 @@ def _merge(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats, out: Floats, lse:
                 out[row, dim] = (v_a[row, dim] * weight_a + v_b[row, dim] * weight_b) / total
         else:
             for dim in range(out.shape[1]):
-                out[row, dim] = v_a[row, dim] if weight_a > 0 else (v_b[row, dim] if weight_b > 0 else np.float32(0.0))
+                out[row, dim] = (
+                    v_a[row, dim]
+                    if weight_a > 0
+                    else (v_b[row, dim] if weight_b > 0 else np.float32(0.0))
+                )
 
 
 def merge_state(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats) -> tuple[Floats, Floats]:
-    """Attention over the union of two disjoint sets of keys from the results over each: v [..., dim], s = lse [...].
+    """Attention over the union of two disjoint sets of keys from the results over each: v [...,
+    dim], s = lse [...].
 
-    An lse of -inf stands for an empty set, whose v is not looked at; two empty sets give 0 and -inf. float32.
+    An lse of -inf stands for an empty set, whose v is not looked at; two empty sets give 0 and
+    -inf. float32.
     """
     out = np.empty(v_a.shape, dtype=np.float32)
     lse = np.empty(s_a.shape, dtype=np.float32)

@@ -1,14 +1,17 @@
 """Register-blocked microkernels of attention: four query rows against one tile of 64 tokens.
 
-A tile is four strips of 16 tokens. Where the strips lie is told by a tile table, int64 [6, 4] in memory, one column a
-strip:
+A tile is four strips of 16 tokens. Where the strips lie is told by a tile table, int64 [6, 4] in
+memory, one column a strip:
 
-    row 0  address of the strip's keys: `head_dim` vectors of 16 tokens        row 1  bytes from one dim to the next
-    row 2  address of the strip's values: 16 rows of channels                  row 3  bytes from one token to the next
-    row 4  address of the next tile's keys, row 5 of its values: both are asked for while this tile is computed
+    row 0  address of the strip's keys: `head_dim` vectors of 16 tokens        row 1  bytes from one
+           dim to the next
+    row 2  address of the strip's values: 16 rows of channels                  row 3  bytes from one
+           token to the next
+    row 4  address of the next tile's keys, row 5 of its values: both are asked for while this tile
+           is computed
 
-Each lane of each accumulator is one fma chain in a fixed order (dims for scores, tokens for values), so a row's result
-does not depend on which rows share its registers.
+Each lane of each accumulator is one fma chain in a fixed order (dims for scores, tokens for
+values), so a row's result does not depend on which rows share its registers.
 """
 
 from __future__ import annotations
@@ -67,7 +70,8 @@ TILE = STRIPS * LANES
 ROWS = 4
 _VECTOR_BYTES = 4 * LANES
 _TABLE_ROW_BYTES = 8 * STRIPS
-# Vectors of 16 that four rows meet at once: their sums fill 16 of 32 registers of 512 bits, or 8 of 16 of 256 bits.
+# Vectors of 16 that four rows meet at once: their sums fill 16 of 32 registers of 512 bits, or 8 of
+# 16 of 256 bits.
 _AT_ONCE = 4 if dot_form() == "vnni512" else 1
 
 Value = Any
@@ -79,7 +83,10 @@ def _int(value: int) -> ir.Constant:
 
 
 def _table(b: Builder, table: Value, row: int, strips: int) -> list[Value]:
-    return [emit_load(b, I64, b.add(table, _int(row * _TABLE_ROW_BYTES + 8 * strip))) for strip in range(strips)]
+    return [
+        emit_load(b, I64, b.add(table, _int(row * _TABLE_ROW_BYTES + 8 * strip)))
+        for strip in range(strips)
+    ]
 
 
 def _accumulators(b: Builder, count: int) -> list[Value]:
@@ -127,7 +134,8 @@ def _emit_strips(b: Builder, arguments: Sequence[Value], strips: int, kind: int)
 def _scores_tile(strips: int, kind: int = KIND_F32) -> Any:
     @intrinsic
     def scores_tile(typing: Any, query: Any, table: Any, head_dim: Any, scores: Any) -> Any:
-        """Scores of four rows against the tile's first 16 * strips tokens, whose keys are stored as `kind`.
+        """Scores of four rows against the tile's first 16 * strips tokens, whose keys are stored as
+        `kind`.
 
         query   address of float32 [4, head_dim], rows contiguous
         scores  address of float32 [4, 64], written in the columns of those tokens
@@ -147,22 +155,30 @@ scores_strip = _scores_tile(1)
 half_scores_tile = _scores_tile(STRIPS, KIND_F16)
 
 
-def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int, strips: int, kind: int) -> None:
+def _emit_values_panel(
+    b: Builder, arguments: Sequence[Value], num_vectors: int, strips: int, kind: int
+) -> None:
     """`values_tile` for a panel of num_vectors * 16 channels."""
     weights, table, channel, scales, out, out_row_bytes = arguments
     at_once = min(num_vectors, _AT_ONCE)
     with emit_loop(b, _int(num_vectors // at_once)) as part:
         first = b.add(channel, b.mul(part, _int(at_once * LANES)))
-        _emit_channels(b, (weights, table, first, scales, out, out_row_bytes), at_once, strips, kind)
+        _emit_channels(
+            b, (weights, table, first, scales, out, out_row_bytes), at_once, strips, kind
+        )
 
 
-def _emit_channels(b: Builder, arguments: Sequence[Value], num_vectors: int, strips: int, kind: int) -> None:
+def _emit_channels(
+    b: Builder, arguments: Sequence[Value], num_vectors: int, strips: int, kind: int
+) -> None:
     weights, table, channel, scales, out, out_row_bytes = arguments
     size = 4 if kind == KIND_F32 else 2
     offset = b.mul(channel, _int(4))
     stored = b.mul(channel, _int(size))
     places = [
-        b.add(b.add(out, offset), b.add(b.mul(out_row_bytes, _int(row)), _int(vector * _VECTOR_BYTES)))
+        b.add(
+            b.add(out, offset), b.add(b.mul(out_row_bytes, _int(row)), _int(vector * _VECTOR_BYTES))
+        )
         for row in range(ROWS)
         for vector in range(num_vectors)
     ]
@@ -180,7 +196,10 @@ def _emit_channels(b: Builder, arguments: Sequence[Value], num_vectors: int, str
             row_at, ask_at = (b.add(start, b.mul(loop.index, step)) for start in (base, ask))
             for line in range(0, num_vectors * LANES * size, _VECTOR_BYTES):
                 emit_prefetch(b, b.add(ask_at, _int(line)))
-            vectors = [emit_load_as_f32(b, kind, b.add(row_at, _int(v * LANES * size))) for v in range(num_vectors)]
+            vectors = [
+                emit_load_as_f32(b, kind, b.add(row_at, _int(v * LANES * size)))
+                for v in range(num_vectors)
+            ]
             for row in range(ROWS):
                 scalar_at = b.add(at, b.add(b.mul(loop.index, _int(4)), _int(row * TILE * 4)))
                 splat = emit_splat(b, emit_load(b, F32, scalar_at))
@@ -192,8 +211,11 @@ def _emit_channels(b: Builder, arguments: Sequence[Value], num_vectors: int, str
 
 def _values_tile(num_vectors: int, strips: int, kind: int = KIND_F32) -> Any:
     @intrinsic
-    def values_tile(typing: Any, weights: Any, table: Any, channel: Any, scales: Any, out: Any, row_bytes: Any) -> Any:
-        """out[row] = out[row] * scale[row] + sum over the tile's (first 16 * strips) tokens of weight[row] * value.
+    def values_tile(
+        typing: Any, weights: Any, table: Any, channel: Any, scales: Any, out: Any, row_bytes: Any
+    ) -> Any:
+        """out[row] = out[row] * scale[row] + sum over the tile's (first 16 * strips) tokens of
+        weight[row] * value.
 
         weights  address of float32 [4, 64]
         channel  first of the panel's channels
@@ -217,7 +239,9 @@ values_strip = {vectors: _values_tile(vectors, 1) for vectors in (4, 1)}
 
 @intrinsic
 def softcap_row(typing: Any, scores: Any, cap: Any) -> Any:
-    """In place on float32 [64]: s -> cap * tanh(s / cap), through exp(-2 |s / cap|), which cannot overflow."""
+    """In place on float32 [64]: s -> cap * tanh(s / cap), through exp(-2 |s / cap|), which cannot
+    overflow.
+    """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         scores, cap = arguments
@@ -256,12 +280,14 @@ def hide_row(typing: Any, scores: Any, low: Any, high: Any) -> Any:
 
 @intrinsic
 def softmax_rows(typing: Any, scores: Any, maxima: Any, totals: Any, rescale: Any) -> Any:
-    """One step of the running softmax of four rows over one tile; a score of -inf is a token not seen.
+    """One step of the running softmax of four rows over one tile; a score of -inf is a token not
+    seen.
 
     scores   address of float32 [4, 64]: scores in, exp(score - new maximum) out, exactly 0 for -inf
     maxima   address of float32 [4]: running maxima (-inf before the first visible token), updated
     totals   address of float32 [4]: running sums of exponentials, updated
-    rescale  address of float32 [4], written: what earlier sums are to be multiplied by (1 where nothing changed)
+    rescale  address of float32 [4], written: what earlier sums are to be multiplied by (1 where
+             nothing changed)
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -295,7 +321,8 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
         rows = [emit_load(b, V16, b.add(folded, _int(row * _VECTOR_BYTES))) for row in range(ROWS)]
         return emit_reduce_rows(b, rows, combine)
 
-    # Rows one after the other: all at once would be more code than the rest of a tile, and more than registers hold.
+    # Rows one after the other: all at once would be more code than the rest of a tile, and more
+    # than registers hold.
     folded = emit_scratch(b, ROWS * _VECTOR_BYTES)
     bases = emit_scratch(b, _VECTOR_BYTES)
     with emit_loop(b, _int(ROWS)) as row:
@@ -333,12 +360,21 @@ def _emit_stage(b: Builder, arguments: Sequence[Value], kind: int) -> None:
 
 @intrinsic
 def stage_rows(
-    typing: Any, out: Any, source: Any, ahead: Any, rows: Any, step: Any, low: Any, high: Any, kind: Any
+    typing: Any,
+    out: Any,
+    source: Any,
+    ahead: Any,
+    rows: Any,
+    step: Any,
+    low: Any,
+    high: Any,
+    kind: Any,
 ) -> Any:
-    """Widen rows of 16 stored values to float32 rows one after another; lanes outside [low, high) become 0.
+    """Widen rows of 16 stored values to float32 rows one after another; lanes outside [low, high)
+    become 0.
 
-    The source's rows are `step` bytes apart; kind is KIND_F32, KIND_F16 or KIND_BF16. Rows at `ahead`, laid out like
-    the source, are asked for on the way.
+    The source's rows are `step` bytes apart; kind is KIND_F32, KIND_F16 or KIND_BF16. Rows at
+    `ahead`, laid out like the source, are asked for on the way.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -351,7 +387,9 @@ def stage_rows(
 
 
 def _emit_by_vectors(b: Builder, count: Value, emit: Any) -> None:
-    """Run `emit(kind, byte offset)` over `count` floats: whole vectors, then one by one; nothing if count <= 0."""
+    """Run `emit(kind, byte offset)` over `count` floats: whole vectors, then one by one; nothing if
+    count <= 0.
+    """
     vectors = b.sdiv(count, _int(LANES))
     with cgutils.for_range(b, vectors, intp=I64) as loop:
         emit(V16, b.mul(loop.index, _int(_VECTOR_BYTES)))
@@ -361,7 +399,9 @@ def _emit_by_vectors(b: Builder, count: Value, emit: Any) -> None:
 
 
 def _row_intrinsic(num_floats: int, combine: Any) -> Any:
-    """An intrinsic f(out, source, count, *floats): out[i] = combine(b, out[i], source[i], *floats) for i < count."""
+    """An intrinsic f(out, source, count, *floats): out[i] = combine(b, out[i], source[i], *floats)
+    for i < count.
+    """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         out, source, count = arguments[:3]
@@ -383,7 +423,9 @@ def _row_intrinsic(num_floats: int, combine: Any) -> Any:
 @intrinsic
 def mix_row(typing: Any, out: Any, source: Any, count: Any, keep: Any, add: Any) -> Any:
     """float32, addresses: out = out * keep + source * add for `count` elements."""
-    return _row_intrinsic(2, lambda b, old, new, keep, add: emit_fma(b, new, add, b.fmul(old, keep)))
+    return _row_intrinsic(
+        2, lambda b, old, new, keep, add: emit_fma(b, new, add, b.fmul(old, keep))
+    )
 
 
 @intrinsic
@@ -400,7 +442,9 @@ def fill(typing: Any, out: Any, count: Any, value: Any) -> Any:
         out, count, value = arguments
         splat = emit_splat(b, value)
         _emit_by_vectors(
-            b, count, lambda kind, offset: emit_store(b, splat if kind is V16 else value, b.add(out, offset))
+            b,
+            count,
+            lambda kind, offset: emit_store(b, splat if kind is V16 else value, b.add(out, offset)),
         )
         return context.get_dummy_value()
 

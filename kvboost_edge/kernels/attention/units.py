@@ -1,11 +1,14 @@
-"""What a thread does in a paged attention call: it takes units, attends their partitions, and merges them.
+"""What a thread does in a paged attention call: it takes units, attends their partitions, and
+merges them.
 
-Work unit: the query rows of one item (a tile of a sequence's query tokens, times the heads of a kv head) on one kv
-head. Its tokens are walked in partitions of 512 at absolute positions; each partition is a softmax of its own and the
-partitions are merged in order. So a row's bits depend on its own sequence and position only. Keys that were computed
-at other positions stay as they are: the query rows of a unit over them are rotated to where they would have been there.
+Work unit: the query rows of one item (a tile of a sequence's query tokens, times the heads of a kv
+head) on one kv head. Its tokens are walked in partitions of 512 at absolute positions; each
+partition is a softmax of its own and the partitions are merged in order. So a row's bits depend on
+its own sequence and position only. Keys that were computed at other positions stay as they are: the
+query rows of a unit over them are rotated to where they would have been there.
 
-Inside, float32 buffers are byte addresses: no bounds or wraparound code, and little for the compiler to look at.
+Inside, float32 buffers are byte addresses: no bounds or wraparound code, and little for the
+compiler to look at.
 """
 
 from __future__ import annotations
@@ -86,15 +89,22 @@ def _take_queries(job: Job, item: Item, head: int, query: int) -> None:
     first = _first_row(job, item) * shape.num_kv_heads * heads
     for row in range(num_rows):
         source = first + (row // heads * shape.num_kv_heads + head) * heads + row % heads
-        scale_row(query + 4 * row * dim, job.queries + 4 * source * dim, dim, np.float32(shape.softmax_scale))
+        scale_row(
+            query + 4 * row * dim,
+            job.queries + 4 * source * dim,
+            dim,
+            np.float32(shape.softmax_scale),
+        )
     fill(query + 4 * num_rows * dim, -num_rows % ROWS * dim, np.float32(0.0))
 
 
 @kernel
 def _turn_queries(job: Job, turn: Turn, item: Item, unit: Unit) -> None:
-    """Take a unit's query rows, scaled, as they are at positions so far back as its keys were computed.
+    """Take a unit's query rows, scaled, as they are at positions so far back as its keys were
+    computed.
 
-    They are rotated once, from before rotation: turning the others back would apply a rope's factor twice.
+    They are rotated once, from before rotation: turning the others back would apply a rope's factor
+    twice.
     """
     shape = job.shape
     heads = shape.heads_per_kv
@@ -104,7 +114,9 @@ def _turn_queries(job: Job, turn: Turn, item: Item, unit: Unit) -> None:
     for row in range(unit.num_rows):
         token = row // heads
         at = unit.query + 4 * row * dim
-        source = turn.unrotated + 4 * ((first + token) * turn.unrotated_step + (unit.head * heads + row % heads) * dim)
+        source = turn.unrotated + 4 * (
+            (first + token) * turn.unrotated_step + (unit.head * heads + row % heads) * dim
+        )
         place = 4 * (position + token) * turn.half
         rotate_head(source, turn.cos + place, turn.sin + place, turn.half, dim, at)
         scale_row(at, at, dim, np.float32(shape.softmax_scale))
@@ -121,7 +133,11 @@ def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
     num_queries = load_i32(cu_seqlens + 4) - load_i32(cu_seqlens)
     seq_len = load_i32(job.seq_lens + 4 * item.sequence) - item.shift
     first_position = seq_len - num_queries + item.first_row
-    low = max(item.valid_from, first_position - shape.window + 1) if shape.window > 0 else item.valid_from
+    low = (
+        max(item.valid_from, first_position - shape.window + 1)
+        if shape.window > 0
+        else item.valid_from
+    )
     query = scratch
     scores = after(query, shape.padded_rows * dim)
     rescale = after(scores, shape.padded_rows * TILE)
@@ -166,21 +182,26 @@ def _store_rows(job: Job, unit: Unit, item: Item, merged: int) -> None:
             factor = exp_f32(maximum - top)
             total = total * factor + exp_f32(sink - top)
             maximum = top
-        scale_row(job.out + 4 * target * dim, merged + 4 * row * shape.padded_dim, dim, factor / total)
+        scale_row(
+            job.out + 4 * target * dim, merged + 4 * row * shape.padded_dim, dim, factor / total
+        )
         store_f32(job.lse + 4 * target, maximum + np.float32(math.log(total)))
 
 
 def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> Any:
     """The kernel `loop(job, turn, whole)` of this name: take units of the `Job` until none is left.
 
-    What differs from call to call is in three kernels, which get `whole`, the job with all that belongs to it:
+    What differs from call to call is in three kernels, which get `whole`, the job with all that
+    belongs to it:
 
     lay_out(whole, unit)                                    what a unit needs beside a `Unit`
-    attend_partition(whole, unit, more, partition, state)   softmax of the unit's rows over one partition, into a state
-    add_last(whole, unit, more, merged, state)              what is merged after all partitions; state: to work in
+    attend_partition(whole, unit, more, partition, state)   softmax of the unit's rows over one
+                                                            partition, into a state
+    add_last(whole, unit, more, merged, state)              what is merged after all partitions;
+                                                            state: to work in
 
-    A unit of a split tile is one partition, whose state goes to `partials`; the thread that finishes the tile's last
-    one merges all of them, in order.
+    A unit of a split tile is one partition, whose state goes to `partials`; the thread that
+    finishes the tile's last one merges all of them, in order.
     """
 
     @named_kernel(name)
@@ -199,7 +220,9 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
             unit_index = fetch_add(counters + 8 * NEXT_UNIT, 1)
             if unit_index >= num_units:
                 return
-            item = load_i32_row(Item, job.items + 4 * ITEM_COLUMNS * (unit_index // shape.num_kv_heads))
+            item = load_i32_row(
+                Item, job.items + 4 * ITEM_COLUMNS * (unit_index // shape.num_kv_heads)
+            )
             head = unit_index % shape.num_kv_heads
             unit = _open_unit(job, item, head, scratch)
             if item.delta != 0:
@@ -221,10 +244,13 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
                 if last:
                     clear_state(shape, unit.num_rows, merged)
                     for partition in range(item.num_partitions):
-                        merge_partition(shape, unit.num_rows, merged, partials + state_bytes * partition)
+                        merge_partition(
+                            shape, unit.num_rows, merged, partials + state_bytes * partition
+                        )
             if last:
                 if item.delta != 0:
-                    # What is merged last are keys of this pass: the rows as they were before they were turned.
+                    # What is merged last are keys of this pass: the rows as they were before they
+                    # were turned.
                     _take_queries(job, item, head, unit.query)
                 add_last(whole, unit, more, merged, own_state)
                 _store_rows(job, unit, item, merged)

@@ -1,8 +1,9 @@
 """Paged attention on quantized blocks: full blocks in integers, each query's own block in float16.
 
-Units, partitions, tiles and their merging are those of attention on floats. A row sees the quantized tokens up to the
-beginning of its own block, partition by partition; then, as a part of its own that is merged last, the float16 copy of
-that block. So a row's bits depend on its own sequence and position, not on which blocks a pass happens to fill.
+Units, partitions, tiles and their merging are those of attention on floats. A row sees the
+quantized tokens up to the beginning of its own block, partition by partition; then, as a part of
+its own that is merged last, the float16 copy of that block. So a row's bits depend on its own
+sequence and position, not on which blocks a pass happens to fill.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class CodedCall(NamedTuple):
     plain         its pool is that of the own blocks (float16), its block tables are theirs
     codes         address of uint8 [num_blocks, num_kv_heads, layout.nbytes]
     block_tables  int32 [num_seqs, max_blocks] of the quantized blocks
-    first         int32 [num_seqs]: position of slot 0 of the first block in a row of the own blocks' tables
+    first         int32 [num_seqs]: position of slot 0 of the first block in a row of the own
+                  blocks' tables
     """
 
     plain: AttentionCall
@@ -78,10 +80,12 @@ class CodedJob(NamedTuple):
 class _Coded(NamedTuple):
     """Where a unit keeps what quantized tiles need, byte addresses.
 
-    rows, units  float32 [padded_rows / 4, dim / 16, 4, 16], see `fold_rows`;  row_steps float32 [padded_rows]
+    rows, units  float32 [padded_rows / 4, dim / 16, 4, 16], see `fold_rows`;  row_steps float32
+                 [padded_rows]
     zeros, steps float32 [4 strips, dim];  tops float32 [4 strips];  scales, middles float32 [64]
     planes       int8 [dim / 16, 4 strips, 4, 32];  dots float32 [4 strips, 4]
-    weight_codes uint8 [4, 64];  numbers float32 [3, 4];  blank bytes of 0, as many as a strip of codes
+    weight_codes uint8 [4, 64];  numbers float32 [3, 4];  blank bytes of 0, as many as a strip of
+                                 codes
     """
 
     rows: int
@@ -100,8 +104,18 @@ class _Coded(NamedTuple):
 
 
 def coded_scratch_floats(padded_rows: int, dim: int) -> int:
-    """Floats of scratch a thread needs beside that of attention on floats, `_lay_out`'s sections rounded up."""
-    sections = (2 * padded_rows * dim, padded_rows, 2 * STRIPS * dim, 2 * TILE, 2 * ROWS * dim, 2 * TILE, dim)
+    """Floats of scratch a thread needs beside that of attention on floats, `_lay_out`'s sections
+    rounded up.
+    """
+    sections = (
+        2 * padded_rows * dim,
+        padded_rows,
+        2 * STRIPS * dim,
+        2 * TILE,
+        2 * ROWS * dim,
+        2 * TILE,
+        dim,
+    )
     return sum(sections) + 16 * 2 * LANES
 
 
@@ -150,8 +164,12 @@ def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
 
 
 @kernel
-def _place_coded(job: CodedJob, unit: Unit, coded: _Coded, strip: int, position: int, high: int) -> None:
-    """Fill column `strip` of the tile table for the 16 tokens at `position` and decode what belongs to their block."""
+def _place_coded(
+    job: CodedJob, unit: Unit, coded: _Coded, strip: int, position: int, high: int
+) -> None:
+    """Fill column `strip` of the tile table for the 16 tokens at `position` and decode what belongs
+    to their block.
+    """
     layout = job.layout
     at = unit.table + 8 * strip
     zeros = coded.zeros + 4 * strip * layout.dim
@@ -193,24 +211,32 @@ def _codes_at(job: CodedJob, unit: Unit, position: int) -> Any:
 
 @kernel
 def _ask_ahead(job: CodedJob, unit: Unit, start: int, part: int) -> None:
-    """Ask for a part of the tile after the next; all of it at once would hold up the work on this one."""
+    """Ask for a part of the tile after the next; all of it at once would hold up the work on this
+    one.
+    """
     few = unit.num_rows <= ROWS
     size = job.layout.nbytes
     strip, half = (part, 0) if few else (part // 2, part % 2)
     position = start + 2 * TILE + strip * LANES
     if position < unit.high:
-        prefetch_lines(_codes_at(job, unit, position) + half * (size // 2), size if few else size // 2)
+        prefetch_lines(
+            _codes_at(job, unit, position) + half * (size // 2), size if few else size // 2
+        )
 
 
 @kernel
 def _own_start(unit: Unit, position: int, size: int) -> Any:
-    """The token from which on a query at this position sees no codes: its own block's first, or the end of the part."""
+    """The token from which on a query at this position sees no codes: its own block's first, or the
+    end of the part.
+    """
     return unit.whole if unit.whole > 0 else position // size * size
 
 
 @kernel
 def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int) -> None:
-    """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all rows."""
+    """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all
+    rows.
+    """
     shape = job.plain.shape
     layout = job.layout
     dim = layout.dim
@@ -219,7 +245,10 @@ def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int
     totals = maxima + 4 * shape.padded_rows
     middles = coded.middles if layout.v_bits == 4 else 0
     hides = start + TILE > _own_start(unit, unit.first_position, size) or start < unit.low
-    if shape.window > 0 and start < unit.first_position + unit.num_rows // shape.heads_per_kv - shape.window:
+    if (
+        shape.window > 0
+        and start < unit.first_position + unit.num_rows // shape.heads_per_kv - shape.window
+    ):
         hides = True
     for row in range(0, unit.num_rows, ROWS):
         if hides:
@@ -227,7 +256,15 @@ def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int
             if _own_start(unit, last, size) <= start:
                 continue
         place = 4 * row * dim
-        fold_rows(coded.rows + place, coded.units + place, dim, coded.zeros, coded.steps, coded.planes, coded.dots)
+        fold_rows(
+            coded.rows + place,
+            coded.units + place,
+            dim,
+            coded.zeros,
+            coded.steps,
+            coded.planes,
+            coded.dots,
+        )
         if row < 2 * ROWS:
             _ask_ahead(job, unit, start, row)
         steps = coded.row_steps + 4 * row
@@ -251,7 +288,9 @@ def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int
         if row < 2 * ROWS:
             _ask_ahead(job, unit, start, row + 2)
         factors = coded.numbers + 4 * ROWS
-        weigh_rows(unit.scores, coded.scales, middles, coded.weight_codes, factors, factors + 4 * ROWS)
+        weigh_rows(
+            unit.scores, coded.scales, middles, coded.weight_codes, factors, factors + 4 * ROWS
+        )
         _add_values(layout, unit, coded, state + 4 * row * dim)
         if row < 2 * ROWS:
             _ask_ahead(job, unit, start, row + 3)
@@ -292,7 +331,8 @@ def _attend_partition(job: CodedJob, unit: Unit, coded: _Coded, partition: int, 
 
 @kernel
 def _own_tile(job: Job, unit: Unit, start: int, state: int, ones: int) -> None:
-    """Add the 64 tokens at `start`, counted from the first own block, to the rows whose own block holds them.
+    """Add the 64 tokens at `start`, counted from the first own block, to the rows whose own block
+    holds them.
 
     ones: address of float32 [4], all 1
     """
@@ -389,6 +429,8 @@ attend_coded_units = unit_loop("attend_coded_units", _lay_out, _attend_partition
 
 @kernel
 def attend_coded(call: CodedCall) -> None:
-    """Take units until none is left. Every thread of a team runs this on the same call; a late one returns at once."""
+    """Take units until none is left. Every thread of a team runs this on the same call; a late one
+    returns at once.
+    """
     job = addresses_of(CodedJob, call)
     attend_coded_units(job.plain, addresses_of(Turn, call.plain), job)

@@ -1,8 +1,9 @@
-"""The integer dot product of attention on quantized blocks: 16 sums of 4 products of an unsigned and a signed byte.
+"""The integer dot product of attention on quantized blocks: 16 sums of 4 products of an unsigned
+and a signed byte.
 
-Both operands use their full range (codes up to 255, bytes from -128 to 127), so pairs of products do not fit 16 bits:
-beside the VNNI forms and ARM's dot product there is only that of plain widening multiply-adds, for AVX2 too. All give
-equal integers.
+Both operands use their full range (codes up to 255, bytes from -128 to 127), so pairs of products
+do not fit 16 bits: beside the VNNI forms and ARM's dot product there is only that of plain widening
+multiply-adds, for AVX2 too. All give equal integers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def coded_dot_form() -> str:
 
 
 def emit_dot(b: Builder, form: str, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """sums[lane] + the products of the lane's 4 unsigned and 4 signed bytes; all three are <16 x i32>."""
+    """sums[lane] + the products of the lane's 4 unsigned and 4 signed bytes; all three are <16 x
+    i32>.
+    """
     if form == "vnni512":
         kind = ir.FunctionType(V16I, [V16I, _V64B, _V64B])
         function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512")
@@ -57,12 +60,16 @@ def _dot_halves(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Valu
     for first in (0, 8):
         order = ir.Constant(_V8I, list(range(first, first + 8)))
         parts = [b.shuffle_vector(x, undefined, order) for x in (sums, unsigned, signed)]
-        halves.append(b.call(function, [parts[0], b.bitcast(parts[1], _V32B), b.bitcast(parts[2], _V32B)]))
+        halves.append(
+            b.call(function, [parts[0], b.bitcast(parts[1], _V32B), b.bitcast(parts[2], _V32B)])
+        )
     return b.shuffle_vector(halves[0], halves[1], ir.Constant(V16I, list(range(LANES))))
 
 
 def _dot_quarters(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """Both operands of sdot are signed: 128 is taken off the codes, and twice 64 of every signed byte put back."""
+    """Both operands of sdot are signed: 128 is taken off the codes, and twice 64 of every signed
+    byte put back.
+    """
     kind = ir.FunctionType(_V4I, [_V4I, _V16B, _V16B])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.neon.sdot.v4i32.v16i8")
     centred = b.bitcast(b.xor(b.bitcast(unsigned, _V64B), ir.Constant(_V64B, [-128] * 64)), V16I)
@@ -71,7 +78,9 @@ def _dot_quarters(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Va
     quarters = []
     for first in range(0, LANES, 4):
         order = ir.Constant(_V4I, list(range(first, first + 4)))
-        state, codes, signs = (b.shuffle_vector(x, undefined, order) for x in (sums, centred, signed))
+        state, codes, signs = (
+            b.shuffle_vector(x, undefined, order) for x in (sums, centred, signed)
+        )
         signs = b.bitcast(signs, _V16B)
         for factor in (b.bitcast(codes, _V16B), half, half):
             state = b.call(function, [state, factor, signs])
@@ -82,10 +91,17 @@ def _dot_quarters(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Va
 
 
 def _dot_plain(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """Bytes 0 and 2 of each lane, then 1 and 3, as 16-bit numbers: widening multiply-adds of pairs."""
-    halves = zip(emit_byte_halves(b, unsigned, signed=False), emit_byte_halves(b, signed, signed=True), strict=True)
+    """Bytes 0 and 2 of each lane, then 1 and 3, as 16-bit numbers: widening multiply-adds of
+    pairs.
+    """
+    halves = zip(
+        emit_byte_halves(b, unsigned, signed=False),
+        emit_byte_halves(b, signed, signed=True),
+        strict=True,
+    )
     if b.module.triple.startswith(("aarch64", "arm64")):
-        # A product fits 16 bits, 255 * -128 = -32,640, and ARM adds neighbours into 32: 45 instructions instead of 78.
+        # A product fits 16 bits, 255 * -128 = -32,640, and ARM adds neighbours into 32: 45
+        # instructions instead of 78.
         for x, y in halves:
             sums = b.add(sums, emit_pair_sums(b, b.mul(x, y)))
         return sums

@@ -40,8 +40,8 @@ def paged_attention_coded(
     plan: WorkPlan | None = None,
     turning: Turning | None = None,
 ) -> tuple[Floats, Floats]:
-    """Causal attention over quantized blocks, and over the float16 copy of each query's own block. ConfigError for
-    options that look ahead.
+    """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
+    ConfigError for options that look ahead.
 
     queries    float32 [num_tokens, num_q_heads, head_dim]
     codes      uint8 [num_blocks, num_kv_heads, layout.nbytes], C-contiguous
@@ -49,7 +49,8 @@ def paged_attention_coded(
     plan       the batch's `plan_work` for these head counts and this window, if it is known already
     turning    for a batch that has parts with a delta; ConfigError where such a batch comes without
 
-    Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths are trusted.
+    Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths
+    are trusted.
     """
     if options.ahead:
         raise ConfigError(f"ahead={options.ahead}: quantized blocks are attended causally alone")
@@ -59,12 +60,16 @@ def paged_attention_coded(
     if plan is None:
         plan = plan_work(batch, heads_per_kv, codes.shape[1], options.window, space.num_threads)
     own_batch = batch._replace(block_tables=own.tables)
-    plain = make_call(queries, own.pool, own_batch, options, space, plan, coded_scratch_floats, turning)
+    plain = make_call(
+        queries, own.pool, own_batch, options, space, plan, coded_scratch_floats, turning
+    )
     tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
     first = np.ascontiguousarray(own.first, dtype=np.int32)
     call = CodedCall(plain, codes.ctypes.data, layout, tables, tables.shape[1], first)
     if is_small(plain, plan):
         attend_coded(call)
     else:
-        space.team.run(attend_coded, call, plain.counters, UNITS_DONE, len(plan.items) * codes.shape[1])
+        space.team.run(
+            attend_coded, call, plain.counters, UNITS_DONE, len(plan.items) * codes.shape[1]
+        )
     return plain.out, plain.lse

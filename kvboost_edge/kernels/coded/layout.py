@@ -1,16 +1,21 @@
 """Where the bytes of a quantized block lie: one run of codes and scales for each block and kv head.
 
-Of a block of `block` tokens and `dim` channels (padded to 16); every section starts at a multiple of 64 bytes:
+Of a block of `block` tokens and `dim` channels (padded to 16); every section starts at a multiple
+of 64 bytes:
 
-    key codes      uint8 [dim / 4][block][4]   a quad is 4 channels; key = zero + step * code, code in 0..top
+    key codes      uint8 [dim / 4][block][4]   a quad is 4 channels; key = zero + step * code, code
+                   in 0..top
     key zeros      float16 [dim]               the smallest key of a channel in this block
-    key steps      uint8 [dim]                 of a channel: 5 bits of exponent, 3 of mantissa, see STEP_BIAS
-    value codes    int8 [block / 4][dim][4]    a quad is 4 tokens; 8 bits: value = scale * code, code in -127..127
+    key steps      uint8 [dim]                 of a channel: 5 bits of exponent, 3 of mantissa, see
+                   STEP_BIAS
+    value codes    int8 [block / 4][dim][4]    a quad is 4 tokens; 8 bits: value = scale * code,
+                   code in -127..127
     value scales   float16 [block]             of a token
-    value middles  float16 [block]             4 bits only: value = middle + scale * (code - 8), code in 0..15
+    value middles  float16 [block]             4 bits only: value = middle + scale * (code - 8),
+                   code in 0..15
 
-`top` is 255 or 15. With 4 bits two quads share a row of bytes: the low nibbles are quad 2j, the high ones quad 2j + 1.
-Integers only; this module imports nothing.
+`top` is 255 or 15. With 4 bits two quads share a row of bytes: the low nibbles are quad 2j, the
+high ones quad 2j + 1. Integers only; this module imports nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +32,9 @@ _LINE = 64
 
 
 class CodeLayout(NamedTuple):
-    """Sizes and byte offsets of the codes of one block and kv head; `dim`: channels, padded. Key codes start at 0."""
+    """Sizes and byte offsets of the codes of one block and kv head; `dim`: channels, padded. Key
+    codes start at 0.
+    """
 
     block_size: int
     head_dim: int
@@ -43,7 +50,9 @@ class CodeLayout(NamedTuple):
 
 
 def code_layout(block_size: int, head_dim: int, bits: tuple[int, int]) -> CodeLayout:
-    """Where the codes of one block and kv head lie. `bits` is one of BIT_PAIRS, block_size a multiple of 16."""
+    """Where the codes of one block and kv head lie. `bits` is one of BIT_PAIRS, block_size a
+    multiple of 16.
+    """
     k_bits, v_bits = bits
     dim = _up(head_dim, 16)
     key_zeros = _up(dim * block_size * k_bits // 8, _LINE)

@@ -1,7 +1,9 @@
-"""What attention on quantized blocks does beside its tiles: a block's scales and the query rows, ready for integers.
+"""What attention on quantized blocks does beside its tiles: a block's scales and the query rows,
+ready for integers.
 
-A query meets a block's keys as `sum(q[d] * step[d] * code[d]) + sum(q[d] * zero[d])`. The products q * step become
-integers of two signed bytes, `256 * high + low`, so two dot products of bytes give their sum with the codes exactly.
+A query meets a block's keys as `sum(q[d] * step[d] * code[d]) + sum(q[d] * zero[d])`. The products
+q * step become integers of two signed bytes, `256 * high + low`, so two dot products of bytes give
+their sum with the codes exactly.
 """
 
 from __future__ import annotations
@@ -116,8 +118,12 @@ def _first(b: Builder, x: Value) -> Value:
 
 
 @intrinsic
-def decode_keys(typing: Any, zeros: Any, steps: Any, dim: Any, out_zeros: Any, out_steps: Any) -> Any:
-    """A block's key zeros and steps as float32 [dim] each, steps divided by the largest of them, which is returned."""
+def decode_keys(
+    typing: Any, zeros: Any, steps: Any, dim: Any, out_zeros: Any, out_steps: Any
+) -> Any:
+    """A block's key zeros and steps as float32 [dim] each, steps divided by the largest of them,
+    which is returned.
+    """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         zeros, steps, dim, out_zeros, out_steps = arguments
@@ -125,7 +131,9 @@ def decode_keys(typing: Any, zeros: Any, steps: Any, dim: Any, out_zeros: Any, o
         vectors = b.udiv(dim, emit_int(LANES))
         with cgutils.for_range(b, vectors, intp=I64) as loop:
             at = b.mul(loop.index, emit_int(4 * LANES))
-            zero = emit_load_as_f32(b, KIND_F16, b.add(zeros, b.mul(loop.index, emit_int(2 * LANES))))
+            zero = emit_load_as_f32(
+                b, KIND_F16, b.add(zeros, b.mul(loop.index, emit_int(2 * LANES)))
+            )
             emit_store(b, zero, b.add(out_zeros, at))
             codes = b.zext(_load_codes(b, b.add(steps, b.mul(loop.index, emit_int(LANES)))), V16I)
             bits = b.shl(b.add(codes, int_lanes((127 - STEP_BIAS) << 3)), int_lanes(20))
@@ -144,9 +152,11 @@ def decode_keys(typing: Any, zeros: Any, steps: Any, dim: Any, out_zeros: Any, o
 
 @intrinsic
 def divide_row(typing: Any, out: Any, row: Any, dim: Any) -> Any:
-    """out = row * (Q_TOP / largest |row|), float32 [dim]; returns what 1 of `out` is in units of `row`.
+    """out = row * (Q_TOP / largest |row|), float32 [dim]; returns what 1 of `out` is in units of
+    `row`.
 
-    Both are addresses of the first 16 channels; the next 16 lie ROWS * 16 floats further, see `fold_rows`.
+    Both are addresses of the first 16 channels; the next 16 lie ROWS * 16 floats further, see
+    `fold_rows`.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -169,16 +179,25 @@ def divide_row(typing: Any, out: Any, row: Any, dim: Any) -> Any:
 
 
 def plane_offset(row: int, strip: int, plane: int, quad: int) -> int:
-    """Where 4 channels of a query's integers lie among those of 16 channels; plane 0: high bytes, 1: low bytes."""
+    """Where 4 channels of a query's integers lie among those of 16 channels; plane 0: high bytes,
+    1: low bytes.
+    """
     return (strip * ROWS + row) * 2 * LANES + quad // 2 * LANES + plane * 8 + quad % 2 * 4
 
 
 def _emit_planes(b: Builder, numbers: Sequence[Value], place: Value) -> None:
-    """Store the integers of two rows for one strip, <16 x i32> each with 128 added, as `plane_offset` has it."""
+    """Store the integers of two rows for one strip, <16 x i32> each with 128 added, as
+    `plane_offset` has it.
+    """
     words = ir.VectorType(_I16, 2 * LANES)
     low_halves = ir.Constant(ir.VectorType(_I32, 2 * LANES), list(range(0, 4 * LANES, 2)))
     both = b.shuffle_vector(b.bitcast(numbers[0], words), b.bitcast(numbers[1], words), low_halves)
-    order = [lane + 2 * byte + 1 - plane for lane in range(0, LINE, LANES) for plane in range(2) for byte in range(8)]
+    order = [
+        lane + 2 * byte + 1 - plane
+        for lane in range(0, LINE, LANES)
+        for plane in range(2)
+        for byte in range(8)
+    ]
     wide = ir.VectorType(I8, LINE)
     planes = b.bitcast(both, wide)
     planes = b.shuffle_vector(planes, planes, ir.Constant(ir.VectorType(_I32, LINE), order))
@@ -187,12 +206,16 @@ def _emit_planes(b: Builder, numbers: Sequence[Value], place: Value) -> None:
 
 
 @intrinsic
-def fold_rows(typing: Any, rows: Any, units: Any, dim: Any, zeros: Any, steps: Any, planes: Any, dots: Any) -> Any:
+def fold_rows(
+    typing: Any, rows: Any, units: Any, dim: Any, zeros: Any, steps: Any, planes: Any, dots: Any
+) -> Any:
     """Four query rows for the keys of the tile's four strips.
 
-    rows    address of float32 [dim / 16, 4 rows, 16]: the queries;  units: the same divided, see `divide_row`
+    rows    address of float32 [dim / 16, 4 rows, 16]: the queries;  units: the same divided, see
+            `divide_row`
     zeros, steps  float32 [4 strips, dim], see `decode_keys`
-    planes  address of int8 [dim / 16, 4 strips, 4 rows, 32], written: high and low bytes of round(unit * step)
+    planes  address of int8 [dim / 16, 4 strips, 4 rows, 32], written: high and low bytes of
+            round(unit * step)
     dots    address of float32 [4 strips, 4 rows], written: query . zeros
     """
 
@@ -205,7 +228,10 @@ def fold_rows(typing: Any, rows: Any, units: Any, dim: Any, zeros: Any, steps: A
             place = b.mul(loop.index, emit_int(ROWS * LINE))
             out = b.add(planes, b.mul(loop.index, emit_int(ROWS * STRIPS * 2 * LANES)))
             queries, integers = (
-                [emit_load(b, V16, b.add(array, b.add(place, emit_int(LINE * row)))) for row in range(ROWS)]
+                [
+                    emit_load(b, V16, b.add(array, b.add(place, emit_int(LINE * row))))
+                    for row in range(ROWS)
+                ]
                 for array in (rows, units)
             )
             for strip in range(STRIPS):
@@ -214,14 +240,26 @@ def fold_rows(typing: Any, rows: Any, units: Any, dim: Any, zeros: Any, steps: A
                 for row in range(ROWS):
                     slot = sums[strip * ROWS + row]
                     b.store(emit_fma(b, queries[row], zero, b.load(slot)), slot)
-                # 128 more, so that the upper byte is the nearest multiple of 256 and the lower one what is left + 128.
-                numbers = [b.bitcast(emit_fma(b, unit, step, float_lanes(ROUNDER + 128.0)), V16I) for unit in integers]
+                # 128 more, so that the upper byte is the nearest multiple of 256 and the lower one
+                # what is left + 128.
+                numbers = [
+                    b.bitcast(emit_fma(b, unit, step, float_lanes(ROUNDER + 128.0)), V16I)
+                    for unit in integers
+                ]
                 for row in range(0, ROWS, 2):
-                    _emit_planes(b, numbers[row : row + 2], b.add(out, emit_int(plane_offset(row, strip, 0, 0))))
+                    _emit_planes(
+                        b,
+                        numbers[row : row + 2],
+                        b.add(out, emit_int(plane_offset(row, strip, 0, 0))),
+                    )
         for strip in range(STRIPS):
             parts = [b.load(slot) for slot in sums[strip * ROWS : strip * ROWS + ROWS]]
             total = emit_reduce_rows(b, parts, b.fadd)
-            emit_store(b, emit_shuffle(b, total, total, range(0, LANES, ROWS)), b.add(dots, emit_int(4 * ROWS * strip)))
+            emit_store(
+                b,
+                emit_shuffle(b, total, total, range(0, LANES, ROWS)),
+                b.add(dots, emit_int(4 * ROWS * strip)),
+            )
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), codegen

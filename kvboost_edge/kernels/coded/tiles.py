@@ -1,9 +1,11 @@
-"""Microkernels of attention on quantized blocks: four query rows against one tile of 64 tokens, in integers.
+"""Microkernels of attention on quantized blocks: four query rows against one tile of 64 tokens, in
+integers.
 
-A tile is four strips of 16 tokens, each inside one block (see layout.py). The tile table, int64 [4, 4] in memory,
-one column a strip: address of the strip's key codes, bytes from one row of quads to the next, address of its value
-codes, bytes from one row to the next. Query rows come as integers, see rows.py; weights times value scales become
-one unsigned byte, relative to the row's largest in the tile.
+A tile is four strips of 16 tokens, each inside one block (see layout.py). The tile table, int64 [4,
+4] in memory, one column a strip: address of the strip's key codes, bytes from one row of quads to
+the next, address of its value codes, bytes from one row to the next. Query rows come as integers,
+see rows.py; weights times value scales become one unsigned byte, relative to the row's largest in
+the tile.
 """
 
 from __future__ import annotations
@@ -50,8 +52,11 @@ from kvboost_edge.kernels.vectors import (
 __all__ = ["coded_scores", "coded_values", "weigh_rows"]
 
 _PAIRS = LANES // 8  # of quads in 16 channels or tokens
-# What four rows meet at once, so that the sums stay in registers: 32 of 512 bits, or 16 of half and less.
-_STRIPS_AT_ONCE, _PLANES_AT_ONCE, _VECTORS_AT_ONCE = (2, 2, 4) if coded_dot_form() == "vnni512" else (1, 1, 1)
+# What four rows meet at once, so that the sums stay in registers: 32 of 512 bits, or 16 of half and
+# less.
+_STRIPS_AT_ONCE, _PLANES_AT_ONCE, _VECTORS_AT_ONCE = (
+    (2, 2, 4) if coded_dot_form() == "vnni512" else (1, 1, 1)
+)
 
 Value = Any
 Builder = Any
@@ -92,7 +97,10 @@ def _emit_scores(b: Builder, arguments: Sequence[Value], bits: int) -> None:
             row_step = emit_load(b, F32, b.add(row_steps, emit_int(4 * row)))
             for strip in range(_STRIPS_AT_ONCE):
                 at = b.add(place, emit_int((row * _STRIPS_AT_ONCE + strip) * 2 * LINE))
-                high, low = (b.sitofp(emit_load_bytes(b, b.add(at, emit_int(LINE * one))), V16) for one in range(2))
+                high, low = (
+                    b.sitofp(emit_load_bytes(b, b.add(at, emit_int(LINE * one))), V16)
+                    for one in range(2)
+                )
                 number = b.add(first, emit_int(strip))
                 top = emit_load(b, F32, b.add(tops, b.mul(number, emit_int(4))))
                 dot_at = b.add(b.mul(number, emit_int(4 * ROWS)), emit_int(4 * row))
@@ -104,14 +112,24 @@ def _emit_scores(b: Builder, arguments: Sequence[Value], bits: int) -> None:
 
 
 def _emit_strip_sums(b: Builder, arguments: Sequence[Value], bits: int) -> None:
-    """Integer sums of a tile table's first strips and a query's first planes, into int32 [4, strips, 2, 16]."""
+    """Integer sums of a tile table's first strips and a query's first planes, into int32 [4,
+    strips, 2, 16].
+    """
     planes, table, dim, out = arguments
     form = coded_dot_form()
     strips = range(_STRIPS_AT_ONCE)
     keys, steps = ([_column(b, table, row, strip) for strip in strips] for row in (0, 1))
-    places = [(row, strip, plane) for row in range(ROWS) for strip in strips for plane in range(_PLANES_AT_ONCE)]
+    places = [
+        (row, strip, plane)
+        for row in range(ROWS)
+        for strip in strips
+        for plane in range(_PLANES_AT_ONCE)
+    ]
     slots = emit_slots(b, int_lanes(0), len(places))
-    with emit_loop(b, b.udiv(dim, emit_int(LANES))) as group, emit_loop(b, emit_int(_PAIRS)) as pair:
+    with (
+        emit_loop(b, b.udiv(dim, emit_int(LANES))) as group,
+        emit_loop(b, emit_int(_PAIRS)) as pair,
+    ):
         line = b.mul(b.add(b.mul(group, emit_int(_PAIRS)), pair), emit_int(bits // 4))
         codes = [_quads(b, bits, b.add(keys[i], b.mul(steps[i], line)), steps[i]) for i in strips]
         at = b.add(planes, b.mul(group, emit_int(ROWS * STRIPS * 2 * LANES)))
@@ -119,7 +137,10 @@ def _emit_strip_sums(b: Builder, arguments: Sequence[Value], bits: int) -> None:
         for quad in range(2):
             for slot, (row, strip, plane) in zip(slots, places, strict=True):
                 four = emit_load_i32(b, b.add(at, emit_int(plane_offset(row, strip, plane, quad))))
-                b.store(emit_dot(b, form, b.load(slot), codes[strip][quad], emit_splat_int(b, four)), slot)
+                b.store(
+                    emit_dot(b, form, b.load(slot), codes[strip][quad], emit_splat_int(b, four)),
+                    slot,
+                )
     for slot, (row, strip, plane) in zip(slots, places, strict=True):
         to = b.add(out, emit_int(((row * _STRIPS_AT_ONCE + strip) * 2 + plane) * LINE))
         b.store(b.load(slot), b.inttoptr(to, ir.PointerType()), align=4)
@@ -127,11 +148,21 @@ def _emit_strip_sums(b: Builder, arguments: Sequence[Value], bits: int) -> None:
 
 def _coded_scores(bits: int) -> Any:
     @intrinsic
-    def scores(typing: Any, planes: Any, table: Any, dim: Any, tops: Any, steps: Any, dots: Any, scores: Any) -> Any:
+    def scores(
+        typing: Any,
+        planes: Any,
+        table: Any,
+        dim: Any,
+        tops: Any,
+        steps: Any,
+        dots: Any,
+        scores: Any,
+    ) -> Any:
         """Scores, float32 [4, 64], of four rows against the tile's 64 tokens.
 
         planes  int8 [dim / 16, 4 strips, 4, 32] and dots, float32 [4 strips, 4], see `fold_rows`
-        tops    float32 [4 strips]: largest key step of each strip;  steps: float32 [4], see `divide_row`
+        tops    float32 [4 strips]: largest key step of each strip;  steps: float32 [4], see
+                `divide_row`
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -147,7 +178,9 @@ coded_scores = {bits: _coded_scores(bits) for bits in (8, 4)}
 
 
 @intrinsic
-def weigh_rows(typing: Any, weights: Any, scales: Any, middles: Any, codes: Any, factors: Any, shifts: Any) -> Any:
+def weigh_rows(
+    typing: Any, weights: Any, scales: Any, middles: Any, codes: Any, factors: Any, shifts: Any
+) -> Any:
     """Four rows of weights times value scales, as unsigned bytes.
 
     weights         address of float32 [4, 64]
@@ -162,15 +195,21 @@ def weigh_rows(typing: Any, weights: Any, scales: Any, middles: Any, codes: Any,
         def products(row: int, array: Value) -> list[Value]:
             result = []
             for strip in range(STRIPS):
-                weight = emit_load(b, V16, b.add(weights, emit_int(4 * (row * TILE + strip * LANES))))
-                product = b.fmul(weight, emit_load(b, V16, b.add(array, emit_int(4 * LANES * strip))))
+                weight = emit_load(
+                    b, V16, b.add(weights, emit_int(4 * (row * TILE + strip * LANES)))
+                )
+                product = b.fmul(
+                    weight, emit_load(b, V16, b.add(array, emit_int(4 * LANES * strip)))
+                )
                 result.append(b.select(b.fcmp_ordered("==", weight, ZERO), ZERO, product))
             return result
 
         tops = []
         rows = [products(row, scales) for row in range(ROWS)]
         for row in rows:
-            tops.append(_nan_or_max(b, _nan_or_max(b, row[0], row[1]), _nan_or_max(b, row[2], row[3])))
+            tops.append(
+                _nan_or_max(b, _nan_or_max(b, row[0], row[1]), _nan_or_max(b, row[2], row[3]))
+            )
         largest = emit_reduce_rows(b, tops, lambda x, y: _nan_or_max(b, x, y))
         largest = _nan_or_max(b, largest, float_lanes(TINY))
         inverse = b.fdiv(float_lanes(255.0), largest)
@@ -178,7 +217,9 @@ def weigh_rows(typing: Any, weights: Any, scales: Any, middles: Any, codes: Any,
             own = emit_shuffle(b, inverse, inverse, [index * ROWS] * LANES)
             for strip, vector in enumerate(row):
                 bits = b.bitcast(emit_fma(b, vector, own, float_lanes(ROUNDER)), V16I)
-                emit_store_codes(b, b.trunc(bits, V16B), b.add(codes, emit_int(index * TILE + strip * LANES)))
+                emit_store_codes(
+                    b, b.trunc(bits, V16B), b.add(codes, emit_int(index * TILE + strip * LANES))
+                )
         one = b.fdiv(ir.Constant(F32, 1.0), ir.Constant(F32, 255.0))
         factor = b.fmul(largest, emit_splat(b, one))
         emit_store(b, emit_shuffle(b, factor, factor, range(0, LANES, ROWS)), factors)
@@ -198,7 +239,9 @@ def _emit_values(b: Builder, arguments: Sequence[Value], bits: int, num_vectors:
     at_once = min(num_vectors, _VECTORS_AT_ONCE)
     with emit_loop(b, emit_int(num_vectors // at_once)) as part:
         offset = b.mul(b.add(channel, b.mul(part, emit_int(at_once * LANES))), emit_int(4))
-        _emit_channels(b, (codes, table, offset, numbers, b.add(out, offset), row_bytes), bits, at_once)
+        _emit_channels(
+            b, (codes, table, offset, numbers, b.add(out, offset), row_bytes), bits, at_once
+        )
 
 
 def _emit_channels(b: Builder, arguments: Sequence[Value], bits: int, num_vectors: int) -> None:
@@ -211,20 +254,28 @@ def _emit_channels(b: Builder, arguments: Sequence[Value], bits: int, num_vector
         step = _column(b, column, 3, 0)
         base = b.add(base, b.mul(step, b.mul(pair, emit_int(bits // 4))))
         at = b.add(codes, b.add(b.mul(strip, emit_int(LANES)), b.mul(pair, emit_int(8))))
-        vectors = [_quads(b, bits, b.add(base, emit_int(LINE * vector)), step) for vector in range(num_vectors)]
+        vectors = [
+            _quads(b, bits, b.add(base, emit_int(LINE * vector)), step)
+            for vector in range(num_vectors)
+        ]
         for quad in range(2):
             for row in range(ROWS):
-                weights = emit_splat_int(b, emit_load_i32(b, b.add(at, emit_int(row * TILE + 4 * quad))))
+                weights = emit_splat_int(
+                    b, emit_load_i32(b, b.add(at, emit_int(row * TILE + 4 * quad)))
+                )
                 for vector in range(num_vectors):
                     signed = vectors[vector][quad]
                     if bits == 4:
                         wide = ir.VectorType(I8, LINE)
-                        signed = b.bitcast(b.sub(b.bitcast(signed, wide), ir.Constant(wide, [8] * LINE)), V16I)
+                        signed = b.bitcast(
+                            b.sub(b.bitcast(signed, wide), ir.Constant(wide, [8] * LINE)), V16I
+                        )
                     slot = sums[row * num_vectors + vector]
                     b.store(emit_dot(b, form, b.load(slot), weights, signed), slot)
     for row in range(ROWS):
         rescale, factor, shift = (
-            emit_splat(b, emit_load(b, F32, b.add(numbers, emit_int(4 * (ROWS * index + row))))) for index in range(3)
+            emit_splat(b, emit_load(b, F32, b.add(numbers, emit_int(4 * (ROWS * index + row)))))
+            for index in range(3)
         )
         for vector in range(num_vectors):
             place = b.add(out, b.add(b.mul(row_bytes, emit_int(row)), emit_int(LINE * vector)))
@@ -235,8 +286,11 @@ def _emit_channels(b: Builder, arguments: Sequence[Value], bits: int, num_vector
 
 def _coded_values(bits: int, num_vectors: int) -> Any:
     @intrinsic
-    def values(typing: Any, codes: Any, table: Any, channel: Any, numbers: Any, out: Any, row_bytes: Any) -> Any:
-        """out[row] = out[row] * rescale + shift + factor * sum over the tile's tokens of weight code * value code.
+    def values(
+        typing: Any, codes: Any, table: Any, channel: Any, numbers: Any, out: Any, row_bytes: Any
+    ) -> Any:
+        """out[row] = out[row] * rescale + shift + factor * sum over the tile's tokens of weight
+        code * value code.
 
         codes    address of uint8 [4, 64], see `weigh_rows`
         channel  first of the panel's channels
@@ -253,4 +307,6 @@ def _coded_values(bits: int, num_vectors: int) -> Any:
     return values
 
 
-coded_values = {(bits, vectors): _coded_values(bits, vectors) for bits in (8, 4) for vectors in (4, 1)}
+coded_values = {
+    (bits, vectors): _coded_values(bits, vectors) for bits in (8, 4) for vectors in (4, 1)
+}

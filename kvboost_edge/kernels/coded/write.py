@@ -1,4 +1,6 @@
-"""Quantizing full blocks: float16 buffers to codes (see layout.py), with the rounding steps of reference/coded.py."""
+"""Quantizing full blocks: float16 buffers to codes (see layout.py), with the rounding steps of
+reference/coded.py.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ __all__ = ["quantize_block", "quantize_blocks"]
 
 _ROUNDER = 12582912.0  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
 _ROUNDER_BITS = 0x4B400000
-_SCALE_FLOOR = 6e-8  # half a float16's smallest step and more, so that a scale never rounds below what it must hold
+# Half a float16's smallest step and more, so that a scale never rounds below what it must hold.
+_SCALE_FLOOR = 6e-8
 _SCALE_SLACK = 1.0 + 2.0**-10
 _QUAD = 4
 _I8 = ir.IntType(8)
@@ -70,7 +73,9 @@ def _smallest(b: Builder, x: Value, y: Value) -> Value:
     return b.select(b.fcmp_ordered("<", x, y), x, y)
 
 
-def _fold(b: Builder, rows: Value, row_bytes: Value, vectors: Value, start: Any, combine: Any) -> Value:
+def _fold(
+    b: Builder, rows: Value, row_bytes: Value, vectors: Value, start: Any, combine: Any
+) -> Value:
     """Fold each of four rows of 16 * vectors floats; lanes 4 r to 4 r + 3 hold row r's result.
 
     `start(x)` turns a vector into what is combined."""
@@ -81,13 +86,17 @@ def _fold(b: Builder, rows: Value, row_bytes: Value, vectors: Value, start: Any,
     with cgutils.for_range(b, b.sub(vectors, _int(1)), intp=I64) as loop:
         offset = b.mul(b.add(loop.index, _int(1)), _int(4 * LANES))
         for row, slot in enumerate(slots):
-            b.store(combine(b, b.load(slot), start(emit_load(b, V16, b.add(at[row], offset)))), slot)
+            b.store(
+                combine(b, b.load(slot), start(emit_load(b, V16, b.add(at[row], offset)))), slot
+            )
     return emit_reduce_rows(b, [b.load(slot) for slot in slots], lambda x, y: combine(b, x, y))
 
 
 def _broken(b: Builder, rows: Value, row_bytes: Value, vectors: Value) -> Value:
     """0 for each of four rows, NaN where a number in it is not finite."""
-    return _fold(b, rows, row_bytes, vectors, lambda x: b.fmul(x, _floats(0.0)), lambda b, x, y: b.fadd(x, y))
+    return _fold(
+        b, rows, row_bytes, vectors, lambda x: b.fmul(x, _floats(0.0)), lambda b, x, y: b.fadd(x, y)
+    )
 
 
 def _own(b: Builder, x: Value, row: int) -> Value:
@@ -114,7 +123,9 @@ def _codes(b: Builder, scaled: Value, low: int, high: int, add: int) -> Value:
 
 
 def _store_quad(b: Builder, codes: Sequence[Value], place: Value, shift: Value, bits: int) -> None:
-    """Four codes of each lane side by side; with 4 bits into the low or high nibbles, beside what is there."""
+    """Four codes of each lane side by side; with 4 bits into the low or high nibbles, beside what
+    is there.
+    """
     joined = codes[0]
     for index in range(1, _QUAD):
         joined = b.or_(joined, b.shl(codes[index], _ints(8 * index)))
@@ -130,9 +141,12 @@ def _encode_keys(bits: int) -> Any:
     top = 2**bits - 1
 
     @intrinsic
-    def encode(typing: Any, keys: Any, size: Any, codes: Any, shift: Any, zeros: Any, steps: Any) -> Any:
-        """One quad of channels: keys float32 [4, size] -> a row of codes, 4 zeros and 4 step bytes, all at addresses.
-        With 4 bits the codes join what is there, `shift` (0 or 4) bits up."""
+    def encode(
+        typing: Any, keys: Any, size: Any, codes: Any, shift: Any, zeros: Any, steps: Any
+    ) -> Any:
+        """One quad of channels: keys float32 [4, size] -> a row of codes, 4 zeros and 4 step bytes,
+        all at addresses. With 4 bits the codes join what is there, `shift` (0 or 4) bits up.
+        """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             keys, size, codes, shift, zeros, steps = arguments
@@ -165,8 +179,12 @@ def _encode_keys(bits: int) -> Any:
     return encode
 
 
-def _value_scales(b: Builder, bits: int, values: Value, row_bytes: Value, vectors: Value) -> tuple[Value, Value]:
-    """Scales and middles of four tokens (lanes 4 r), as float32 that float16 holds; 8 bits have no middles."""
+def _value_scales(
+    b: Builder, bits: int, values: Value, row_bytes: Value, vectors: Value
+) -> tuple[Value, Value]:
+    """Scales and middles of four tokens (lanes 4 r), as float32 that float16 holds; 8 bits have no
+    middles.
+    """
 
     def short(x: Value) -> Value:
         return b.fpext(b.fptrunc(x, ir.VectorType(_HALF, LANES)), V16)
@@ -189,10 +207,19 @@ def _value_scales(b: Builder, bits: int, values: Value, row_bytes: Value, vector
 def _encode_values(bits: int) -> Any:
     @intrinsic
     def encode(
-        typing: Any, values: Any, dim: Any, head_dim: Any, codes: Any, shift: Any, scales: Any, middles: Any
+        typing: Any,
+        values: Any,
+        dim: Any,
+        head_dim: Any,
+        codes: Any,
+        shift: Any,
+        scales: Any,
+        middles: Any,
     ) -> Any:
-        """One quad of tokens: values float32 [4, dim] -> a row of codes, 4 scales and (4 bits) 4 middles, at addresses.
-        Channels from head_dim on repeat others and get code 0. `shift` as in `_encode_keys`."""
+        """One quad of tokens: values float32 [4, dim] -> a row of codes, 4 scales and (4 bits) 4
+        middles, at addresses. Channels from head_dim on repeat others and get code 0. `shift` as in
+        `_encode_keys`.
+        """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             values, dim, head_dim, codes, shift, scales, middles = arguments
@@ -259,14 +286,18 @@ def _quantize_values(values: int, stage: int, out: int, layout: CodeLayout) -> N
         row = stage + 4 * token * dim
         stage_rows(row, source, source, whole, 2 * LANES, 0, LANES, KIND_F16)
         for channel in range(whole * LANES, dim):
-            store_f32(row + 4 * channel, load_scalar(source + 2 * min(channel, head_dim - 1), KIND_F16))
+            store_f32(
+                row + 4 * channel, load_scalar(source + 2 * min(channel, head_dim - 1), KIND_F16)
+            )
     for quad in range(size // _QUAD):
         rows = stage + 4 * quad * _QUAD * dim
         first = 2 * _QUAD * quad
         scales = out + layout.value_scales + first
         middles = out + layout.value_middles + first
         if layout.v_bits == 8:
-            _VALUES_8(rows, dim, head_dim, out + layout.values + quad * dim * _QUAD, 0, scales, middles)
+            _VALUES_8(
+                rows, dim, head_dim, out + layout.values + quad * dim * _QUAD, 0, scales, middles
+            )
         else:
             codes = out + layout.values + quad // 2 * dim * _QUAD
             _VALUES_4(rows, dim, head_dim, codes, quad % 2 * 4, scales, middles)
@@ -274,7 +305,8 @@ def _quantize_values(values: int, stage: int, out: int, layout: CodeLayout) -> N
 
 @kernel
 def quantize_block(keys: int, values: int, stage: int, out: int, layout: CodeLayout) -> None:
-    """One block of one head: float16 keys [head_dim, block] and values [block, head_dim] -> codes; all addresses.
+    """One block of one head: float16 keys [head_dim, block] and values [block, head_dim] -> codes;
+    all addresses.
 
     stage: float32 [dim * block]
     """
@@ -306,7 +338,8 @@ def _quantize(
 def quantize_blocks(
     own: KVPool, sources: Longs, codes: npt.NDArray[np.uint8], targets: Longs, layout: CodeLayout
 ) -> None:
-    """Quantize float16 blocks `sources` of `own` into blocks `targets` of codes [num_blocks, num_kv_heads, bytes].
+    """Quantize float16 blocks `sources` of `own` into blocks `targets` of codes [num_blocks,
+    num_kv_heads, bytes].
 
     Block numbers are trusted.
     """

@@ -1,8 +1,9 @@
-"""A suffix automaton, built token by token: the longest end of a text that stood in it before, and where.
+"""A suffix automaton, built token by token: the longest end of a text that stood in it before, and
+where.
 
-The states of Blumer et al. (1985), "The smallest automaton recognizing the subwords of a text": at most two for a token
-and three edges, each token in amortised constant time. Edges lie in one open-addressed table; those of a state are
-chained, because a state that is split takes them along.
+The states of Blumer et al. (1985), "The smallest automaton recognizing the subwords of a text": at
+most two for a token and three edges, each token in amortised constant time. Edges lie in one
+open-addressed table; those of a state are chained, because a state that is split takes them along.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 NUM_TOKENS, NUM_STATES, LAST, MATCH_LENGTH, MATCH_END = range(5)
-"""Places in `Automaton.counts`. Of the longest end of the text that stood in it before: how many tokens it has, at most
-all but the first, and the position behind the last of them where it stood, the latest that is known."""
+"""Places in `Automaton.counts`. Of the longest end of the text that stood in it before: how many
+tokens it has, at most all but the first, and the position behind the last of them where it stood,
+the latest that is known.
+"""
 
 _EMPTY = -1
 _NONE = -1
 _EDGES_PER_TOKEN = 4  # slots; at most three are taken
-_MOST_UPDATED = 64  # of the shorter ends of a text so many learn where it stood last: in a run of one token all would
+# Of the shorter ends of a text so many learn where it stood last: in a run of one token all would.
+_MOST_UPDATED = 64
 
 
 class Automaton(NamedTuple):
@@ -100,7 +104,15 @@ def _slot(keys: Longs, state: int, token: int) -> Any:
 
 
 @kernel
-def _add(first_edges: Ints, keys: Longs, targets: Ints, next_edges: Ints, slot: int, state: int, token: int) -> None:
+def _add(
+    first_edges: Ints,
+    keys: Longs,
+    targets: Ints,
+    next_edges: Ints,
+    slot: int,
+    state: int,
+    token: int,
+) -> None:
     """A new edge in an empty slot; its target is set by the caller."""
     keys[slot] = (state << 32) | token
     next_edges[slot] = first_edges[state]
@@ -109,9 +121,17 @@ def _add(first_edges: Ints, keys: Longs, targets: Ints, next_edges: Ints, slot: 
 
 @kernel
 def _split(
-    counts: Longs, lengths: Ints, links: Ints, ends: Ints, first_edges: Ints, keys: Longs, targets: Ints,
-    next_edges: Ints, state: int, length: int,
-) -> Any:  # fmt: skip
+    counts: Longs,
+    lengths: Ints,
+    links: Ints,
+    ends: Ints,
+    first_edges: Ints,
+    keys: Longs,
+    targets: Ints,
+    next_edges: Ints,
+    state: int,
+    length: int,
+) -> Any:
     """A new state for the shorter strings, up to `length`, of a state, with its edges."""
     clone = counts[NUM_STATES]
     counts[NUM_STATES] = clone + 1
@@ -131,10 +151,19 @@ def _split(
 
 @kernel
 def extend(
-    tokens: Ints, counts: Longs, lengths: Ints, links: Ints, ends: Ints, first_edges: Ints, keys: Longs, targets: Ints,
+    tokens: Ints,
+    counts: Longs,
+    lengths: Ints,
+    links: Ints,
+    ends: Ints,
+    first_edges: Ints,
+    keys: Longs,
+    targets: Ints,
     next_edges: Ints,
-) -> None:  # fmt: skip
-    """Append tokens, ids in [0, 2^31), to the text of `Automaton(counts, …)`, which has room for them."""
+) -> None:
+    """Append tokens, ids in [0, 2^31), to the text of `Automaton(counts, …)`, which has room for
+    them.
+    """
     for token in tokens:
         position = counts[NUM_TOKENS]
         state = counts[LAST]
@@ -155,7 +184,16 @@ def extend(
             if lengths[found] > lengths[state] + 1:
                 other = found
                 found = _split(
-                    counts, lengths, links, ends, first_edges, keys, targets, next_edges, other, lengths[state] + 1
+                    counts,
+                    lengths,
+                    links,
+                    ends,
+                    first_edges,
+                    keys,
+                    targets,
+                    next_edges,
+                    other,
+                    lengths[state] + 1,
                 )
                 while state != _NONE:
                     slot = _slot(keys, state, token)

@@ -1,8 +1,8 @@
 """The last tokens of many texts, one behind another in a ring, and where runs of them stood last.
 
-A table holds, for the hash of every run of GRAM tokens, the position behind the latest. Tokens are compared: a hash
-that two runs share costs a guess, nothing else. Positions count on for ever; what was overwritten is known by its
-position.
+A table holds, for the hash of every run of GRAM tokens, the position behind the latest. Tokens are
+compared: a hash that two runs share costs a guess, nothing else. Positions count on for ever; what
+was overwritten is known by its position.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _MULTIPLIER = 0x9E3779B97F4A7C1
 
 
 class Ring(NamedTuple):
-    """total: int64 [1], tokens ever appended. tokens: int32 [room], of position p at p % room. heads: int64 [room],
-    positions by hash, 0 where there is none."""
+    """total: int64 [1], tokens ever appended. tokens: int32 [room], of position p at p % room.
+    heads: int64 [room], positions by hash, 0 where there is none.
+    """
 
     total: Longs
     tokens: Ints
@@ -68,8 +69,9 @@ def append_tokens(new: Ints, total: Longs, tokens: Ints, heads: Longs) -> None:
 
 @kernel
 def find_end(tail: Ints, found: Longs, total: Longs, tokens: Ints, heads: Longs) -> None:
-    """Into found [2]: how many of the last tokens of `tail` (at least GRAM) stood in the ring one behind another, at
-    least GRAM or 0, and the position behind them, at their latest place."""
+    """Into found [2]: how many of the last tokens of `tail` (at least GRAM) stood in the ring one
+    behind another, at least GRAM or 0, and the position behind them, at their latest place.
+    """
     found[0] = found[1] = 0
     mask = len(tokens) - 1
     end = heads[_hash(tail[len(tail) - GRAM :], GRAM, GRAM - 1, heads)]

@@ -1,13 +1,15 @@
-"""The microkernel for Intel's AMX: two tiles of 16 output rows against a panel of many tokens, on tile registers.
+"""The microkernel for Intel's AMX: two tiles of 16 output rows against a panel of many tokens, on
+tile registers.
 
-What a tile register calls B, 8 rows of 16 x 4 signed bytes, is a group of a weight tile as it is stored, less the
-offset; A, 16 rows of 32 bytes, are 16 tokens of a panel, or 16 tokens' bytes of one plane of a fine one. One
-multiplication gives the 16 x 16 exact sums of a group, which take the same float epilogue as everywhere.
+What a tile register calls B, 8 rows of 16 x 4 signed bytes, is a group of a weight tile as it is
+stored, less the offset; A, 16 rows of 32 bytes, are 16 tokens of a panel, or 16 tokens' bytes of
+one plane of a fine one. One multiplication gives the 16 x 16 exact sums of a group, which take the
+same float epilogue as everywhere.
 
-A group, or a part of one that has scales of its own (half the rows of B, half the bytes of A), is one turn of a loop in
-which three things go on at once: its tiles are multiplied, the sums of the part before are added in floats, and the
-weights of the next part are unpacked. Each reads what was written a turn ago: a tile cannot be loaded, nor its sums
-read, soon after they were stored.
+A group, or a part of one that has scales of its own (half the rows of B, half the bytes of A), is
+one turn of a loop in which three things go on at once: its tiles are multiplied, the sums of the
+part before are added in floats, and the weights of the next part are unpacked. Each reads what was
+written a turn ago: a tile cannot be loaded, nor its sums read, soon after they were stored.
 """
 
 from __future__ import annotations
@@ -52,12 +54,14 @@ _POINTER = ir.PointerType()
 _LINE = 64
 _TILES = 2
 _QUADS = GROUP // 4
-# Tile registers: sums of a weight tile with the first and the second half of a cell's rows, those halves, weights.
+# Tile registers: sums of a weight tile with the first and the second half of a cell's rows, those
+# halves, weights.
 _SUMS = ((0, 1), (2, 3))
 _ROWS = (4, 5)
 _WEIGHTS = (6, 7)
 _CELL_ROWS = 2 * LANES  # tokens times planes
-# One lot of memory on the stack, in bytes: sums of a group, sums in floats, weights of two groups, configuration.
+# One lot of memory on the stack, in bytes: sums of a group, sums in floats, weights of two groups,
+# configuration.
 _SUMS_AT = 0
 _FLOATS_AT = _TILES * _CELL_ROWS * _LINE
 _WEIGHTS_AT = 2 * _FLOATS_AT
@@ -67,7 +71,9 @@ _SCRATCH = _CONFIG_AT + _LINE
 
 
 def _configuration(quads: int) -> ir.Constant:
-    """Palette 1; rows and bytes a row of each tile register, see Intel's manual of LDTILECFG. quads: of a part."""
+    """Palette 1; rows and bytes a row of each tile register, see Intel's manual of LDTILECFG.
+    quads: of a part.
+    """
     text = bytearray(_LINE)
     text[0] = 1
     shapes = {number: (LANES, _LINE) for pair in _SUMS for number in pair}
@@ -75,7 +81,9 @@ def _configuration(quads: int) -> ir.Constant:
     for number, (rows, width) in shapes.items():
         text[16 + 2 * number] = width
         text[48 + number] = rows
-    return ir.Constant(V16I, [int.from_bytes(text[at : at + 4], "little") for at in range(0, _LINE, 4)])
+    return ir.Constant(
+        V16I, [int.from_bytes(text[at : at + 4], "little") for at in range(0, _LINE, 4)]
+    )
 
 
 def _call(b: Builder, name: str, *arguments: Value) -> None:
@@ -90,8 +98,9 @@ def _on_tile(b: Builder, name: str, number: int, address: Value, step: int) -> N
 
 
 class _Source(NamedTuple):
-    """Addresses of what a panel is multiplied from: of each tile's weights, scales, minima; of the panel itself. And
-    what each tile's codes are looked up in, of KIND_INT4T."""
+    """Addresses of what a panel is multiplied from: of each tile's weights, scales, minima; of the
+    panel itself. And what each tile's codes are looked up in, of KIND_INT4T.
+    """
 
     weights: Sequence[Value]
     scales: Sequence[Value]
@@ -101,7 +110,9 @@ class _Source(NamedTuple):
 
 
 class AmxTiles(IntTiles):
-    """Emits two tiles of a kind against MATRIX_TOKENS tokens, or MATRIX_FINE_TOKENS with codes in two planes."""
+    """Emits two tiles of a kind against MATRIX_TOKENS tokens, or MATRIX_FINE_TOKENS with codes in
+    two planes.
+    """
 
     def __init__(self, kind: int, fine: bool) -> None:
         super().__init__(kind, _TILES, MATRIX_FINE_TOKENS if fine else MATRIX_TOKENS, fine, "amx")
@@ -120,7 +131,11 @@ class AmxTiles(IntTiles):
         return b.add(self._scratch, int_constant(offset))
 
     def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        pairs = ((tile.weights, tile.weights_step), (tile.scales, tile.scales_step), (tile.minima, tile.minima_step))
+        pairs = (
+            (tile.weights, tile.weights_step),
+            (tile.scales, tile.scales_step),
+            (tile.minima, tile.minima_step),
+        )
         weights, scales, minima = [[first, b.add(first, step)] for first, step in pairs]
         source = _Source(weights, scales, minima, panel, [self._table(b, at) for at in minima])
         with cgutils.for_range(b, int_constant(_TILES * self.tokens), intp=I64) as loop:
@@ -138,7 +153,9 @@ class AmxTiles(IntTiles):
         with cgutils.for_range_slice(b, one, count, one, I64) as (part, _):
             following = b.add(part, one)
             self._load(b, source, part)
-            self._unpack(b, tile, source, b.select(b.icmp_signed("<", following, count), following, last))
+            self._unpack(
+                b, tile, source, b.select(b.icmp_signed("<", following, count), following, last)
+            )
             for t in range(_TILES):
                 self._multiply(b, t)
                 self._add_sums(b, source, b.sub(part, one), t)
@@ -153,7 +170,9 @@ class AmxTiles(IntTiles):
 
     def _turn(self, b: Builder, part: Value) -> Value:
         """Address of the unpacked weights of a part."""
-        return b.add(self._at(b, _WEIGHTS_AT), b.mul(b.and_(part, int_constant(1)), int_constant(_TURN)))
+        return b.add(
+            self._at(b, _WEIGHTS_AT), b.mul(b.and_(part, int_constant(1)), int_constant(_TURN))
+        )
 
     def _unpack(self, b: Builder, tile: Tile, source: _Source, part: Value) -> None:
         """Weights of a part as signed bytes, less their offset."""
@@ -178,11 +197,17 @@ class AmxTiles(IntTiles):
         here = self._here(b, source, part)
         weights = self._turn(b, part)
         if self.parts > 1:
-            here = b.add(here, b.mul(b.urem(part, int_constant(self.parts)), int_constant(4 * self.quads)))
+            here = b.add(
+                here, b.mul(b.urem(part, int_constant(self.parts)), int_constant(4 * self.quads))
+            )
         for half, number in enumerate(_ROWS):
-            _on_tile(b, "tileloadd64", number, b.add(here, int_constant(half * LANES * GROUP)), GROUP)
+            _on_tile(
+                b, "tileloadd64", number, b.add(here, int_constant(half * LANES * GROUP)), GROUP
+            )
         for t, number in enumerate(_WEIGHTS):
-            _on_tile(b, "tileloadd64", number, b.add(weights, int_constant(t * _QUADS * _LINE)), _LINE)
+            _on_tile(
+                b, "tileloadd64", number, b.add(weights, int_constant(t * _QUADS * _LINE)), _LINE
+            )
 
     def _multiply(self, b: Builder, t: int) -> None:
         for number, rows in zip(_SUMS[t], _ROWS, strict=True):
@@ -198,39 +223,55 @@ class AmxTiles(IntTiles):
         """The float epilogue of a part for one weight tile; see `IntTiles._epilogue`."""
         here = self._here(b, source, part)
         scales = emit_scales(b, self.kind, source.scales[t], source.minima[t], part)
-        sums_at = [_SUMS_AT + (t * _CELL_ROWS + plane * self.tokens) * _LINE for plane in range(self.planes)]
+        sums_at = [
+            _SUMS_AT + (t * _CELL_ROWS + plane * self.tokens) * _LINE
+            for plane in range(self.planes)
+        ]
         with cgutils.for_range(b, int_constant(self.tokens // 4), intp=I64) as loop:
             first = b.mul(loop.index, int_constant(4))
             term = b.add(self._term(b, here, 0), b.mul(first, int_constant(4)))
             for token in range(4):
                 index = b.add(first, int_constant(token))
-                sums = self._joined(b, [emit_load_bytes(b, self._line(b, at, index)) for at in sums_at])
+                sums = self._joined(
+                    b, [emit_load_bytes(b, self._line(b, at, index)) for at in sums_at]
+                )
                 slot = self._line(b, _FLOATS_AT + t * self.tokens * _LINE, index)
                 here_term = b.add(term, int_constant(4 * token))
-                emit_store(b, self._epilogue(b, sums, here_term, scales, emit_load(b, V16, slot)), slot)
+                emit_store(
+                    b, self._epilogue(b, sums, here_term, scales, emit_load(b, V16, slot)), slot
+                )
 
     def _emit_target(self, b: Builder, target: Target) -> None:
         """As `emit_target` in tiles.py, row by row."""
         factors = emit_splat(b, target.factor)
         zero = int_constant(0)
-        # Without a bias minus zero is added: that changes no number, not even a zero of either sign.
+        # Without a bias minus zero is added: that changes no number, not even a zero of either
+        # sign.
         biases = [cgutils.alloca_once(b, V16) for _ in range(_TILES)]
         for t, slot in enumerate(biases):
             b.store(ir.Constant(V16, [-0.0] * LANES), slot)
             with b.if_then(b.icmp_signed("!=", target.bias, zero)):
-                b.store(emit_load(b, V16, b.add(target.bias, b.mul(target.tile_step, int_constant(t)))), slot)
+                b.store(
+                    emit_load(b, V16, b.add(target.bias, b.mul(target.tile_step, int_constant(t)))),
+                    slot,
+                )
         bias = [b.load(slot) for slot in biases]
         with b.if_else(b.icmp_signed("!=", target.add, zero)) as branches:
             for adds, branch in zip((True, False), branches, strict=True):
                 with branch, cgutils.for_range(b, int_constant(self.tokens), intp=I64) as loop:
                     at = b.add(target.out, b.mul(loop.index, target.out_step))
-                    # Both are read before one is written: without a second tile both write the same to one place.
+                    # Both are read before one is written: without a second tile both write the same
+                    # to one place.
                     results = []
-                    places = [b.add(at, b.mul(target.tile_step, int_constant(t))) for t in range(_TILES)]
+                    places = [
+                        b.add(at, b.mul(target.tile_step, int_constant(t))) for t in range(_TILES)
+                    ]
                     for t, place in enumerate(places):
                         slot = self._line(b, _FLOATS_AT + t * self.tokens * _LINE, loop.index)
                         value = b.fadd(emit_load(b, V16, slot), bias[t])
-                        is_added = emit_fma(b, value, factors, emit_load(b, V16, place)) if adds else None
+                        is_added = (
+                            emit_fma(b, value, factors, emit_load(b, V16, place)) if adds else None
+                        )
                         results.append(is_added if adds else b.fmul(value, factors))
                     for place, result in zip(places, results, strict=True):
                         emit_store(b, result, place)
@@ -239,7 +280,9 @@ class AmxTiles(IntTiles):
 def _amx_tile(kind: int, fine: bool) -> Any:
     @intrinsic
     def tile(typing: Any, tile: Any, panel: Any, target: Any) -> Any:
-        """tile: `Tile` of pairs; panel: address of the tokens' panel, see panel.py; target: `Target`."""
+        """tile: `Tile` of pairs; panel: address of the tokens' panel, see panel.py; target:
+        `Target`.
+        """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             where = fields_of(b, Tile, arguments[0])

@@ -1,8 +1,10 @@
-"""Whether this process multiplies long prompts with Intel's AMX: what the system allows, and what a trial shows.
+"""Whether this process multiplies long prompts with Intel's AMX: what the system allows, and what a
+trial shows.
 
-Kernels are compiled for AMX where the processor names it. They are used only if the system gives this process tile
-registers, if they give the results of AVX512-VNNI bit for bit here and now, and if they are not slower: a hypervisor
-may show instructions that it does not run well. Results are the same either way.
+Kernels are compiled for AMX where the processor names it. They are used only if the system gives
+this process tile registers, if they give the results of AVX512-VNNI bit for bit here and now, and
+if they are not slower: a hypervisor may show instructions that it does not run well. Results are
+the same either way.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ _OPERATIONS = 2 * (_PANELS * MATRIX_TOKENS) * 2 * LANES * _GROUPS * GROUP
 
 _AMX_INT4 = amx_tile[KIND_INT4, False]
 _AMX_INT8 = amx_tile[KIND_INT8, False]
-_VNNI_INT4, _VNNI_INT8 = (int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False] for kind in (KIND_INT4, KIND_INT8))
+_VNNI_INT4, _VNNI_INT8 = (
+    int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False] for kind in (KIND_INT4, KIND_INT8)
+)
 
 
 class AmxChoice(NamedTuple):
@@ -59,7 +63,9 @@ class AmxChoice(NamedTuple):
 
 @functools.cache
 def amx_choice() -> AmxChoice:
-    """Decided once per process, by a trial of a few milliseconds, after two kernels are compiled or loaded."""
+    """Decided once per process, by a trial of a few milliseconds, after two kernels are compiled or
+    loaded.
+    """
     if not has_tile_registers():
         return AmxChoice(False, "kernels are compiled without AMX")
     refusal = _ask_for_tiles()
@@ -79,7 +85,10 @@ def _ask_for_tiles() -> str:
         return f"tile registers are asked for on Linux only, not on {sys.platform}"
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) != 0:
-        return f"the system gives no tile registers: arch_prctl says {os.strerror(ctypes.get_errno())!r}"
+        return (
+            "the system gives no tile registers: arch_prctl says "
+            f"{os.strerror(ctypes.get_errno())!r}"
+        )
     return ""
 
 
@@ -102,7 +111,11 @@ def _vnni_trial(kind: int, times: int, tile: Tile, panel: int, target: Target) -
 
 
 _TRIAL_ARGUMENTS = (types.int64, types.int64, numbers_type(Tile), types.int64, TARGET_TYPE)
-trial_entries = [Entry(trial, *_TRIAL_ARGUMENTS) for trial in (_amx_trial, _vnni_trial)] if has_tile_registers() else []
+trial_entries = (
+    [Entry(trial, *_TRIAL_ARGUMENTS) for trial in (_amx_trial, _vnni_trial)]
+    if has_tile_registers()
+    else []
+)
 """What `amx_choice` runs."""
 
 
@@ -121,10 +134,19 @@ class _Trial:
         self._out = np.zeros((tokens, 2 * LANES), np.float32)
         self._held = weights, row_scales, panel
         where = Tile(
-            weights.ctypes.data, row_scales.ctypes.data, 0, weights.strides[0], row_scales.strides[0], 0,
-            _GROUPS, tokens // size, panel.strides[0],
-        )  # fmt: skip
-        target = Target(self._out.ctypes.data, self._out.strides[0], 4 * LANES, 0, 0, np.float32(1.0))
+            weights.ctypes.data,
+            row_scales.ctypes.data,
+            0,
+            weights.strides[0],
+            row_scales.strides[0],
+            0,
+            _GROUPS,
+            tokens // size,
+            panel.strides[0],
+        )
+        target = Target(
+            self._out.ctypes.data, self._out.strides[0], 4 * LANES, 0, 0, np.float32(1.0)
+        )
         self._function = function
         self._arguments = (where, panel.ctypes.data, target)
         self._kind = kind
@@ -138,9 +160,13 @@ class _Trial:
         self._function(self._kind, times, *self._arguments)
 
 
-def _panel(codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], offset: int, size: int) -> npt.NDArray[Any]:
+def _panel(
+    codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], offset: int, size: int
+) -> npt.NDArray[Any]:
     """Cells of panels of `size` tokens as panel.py describes them, [panels, groups]."""
-    cell = np.dtype([("codes", np.int8, (size, GROUP)), ("terms", np.int32, size), ("scales", np.float32, size)])
+    cell = np.dtype(
+        [("codes", np.int8, (size, GROUP)), ("terms", np.int32, size), ("scales", np.float32, size)]
+    )
     panel = np.zeros((len(codes) // size, codes.shape[1]), cell)
     shape = (-1, size, codes.shape[1])
     panel["codes"] = codes.reshape(*shape, GROUP).transpose(0, 2, 1, 3)
@@ -158,10 +184,12 @@ def _try() -> AmxChoice:
             return AmxChoice(False, "it gives other results than AVX512-VNNI here")
     # Of the last kind, int4: most models have nothing else.
     amx_s, vnni_s = (
-        min(times) for times in zip(*[(_seconds(amx), _seconds(vnni)) for _ in range(_ROUNDS)], strict=True)
+        min(times)
+        for times in zip(*[(_seconds(amx), _seconds(vnni)) for _ in range(_ROUNDS)], strict=True)
     )
     rates = (
-        f"{_OPERATIONS / amx_s / 1e12:.2f} TOPS a thread, AVX512-VNNI {_OPERATIONS / vnni_s / 1e12:.2f}, the same bits"
+        f"{_OPERATIONS / amx_s / 1e12:.2f} TOPS a thread, AVX512-VNNI "
+        f"{_OPERATIONS / vnni_s / 1e12:.2f}, the same bits"
     )
     return AmxChoice(amx_s <= vnni_s, rates if amx_s <= vnni_s else f"slower here: {rates}")
 

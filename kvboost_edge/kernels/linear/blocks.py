@@ -1,4 +1,5 @@
-"""Blocks of 256 weights as GGUF files hold them, Q4_K, Q5_K and Q6_K, into tiles of the block kinds: every bit is kept.
+"""Blocks of 256 weights as GGUF files hold them, Q4_K, Q5_K and Q6_K, into tiles of the block
+kinds: every bit is kept.
 
 A block's codes are taken as 64 words of four; where they and their scales go is said in layout.py.
 """
@@ -52,9 +53,18 @@ def pack_blocks(blocks: Bytes, kind: int) -> PackedRows:
     if kind not in BLOCK_BYTES or width % BLOCK_BYTES[kind]:
         raise ConfigError(f"rows of {width} bytes are not whole blocks of weight kind {kind}")
     inputs = width // BLOCK_BYTES[kind] * BLOCK_WEIGHTS
-    codes, scales, minima = (np.zeros(size, dtype=np.uint8) for size in packed_sizes(rows, inputs, kind))
+    codes, scales, minima = (
+        np.zeros(size, dtype=np.uint8) for size in packed_sizes(rows, inputs, kind)
+    )
     _pack(
-        *(np.ascontiguousarray(blocks), kind, BLOCK_BYTES[kind], codes.view(np.uint32), scales, minima.view(np.uint16))
+        *(
+            np.ascontiguousarray(blocks),
+            kind,
+            BLOCK_BYTES[kind],
+            codes.view(np.uint32),
+            scales,
+            minima.view(np.uint16),
+        )
     )
     return PackedRows(codes, scales, minima)
 
@@ -63,7 +73,8 @@ def pack_blocks(blocks: Bytes, kind: int) -> PackedRows:
 def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, minima: Halves) -> None:
     rows = blocks.shape[0]
     count = blocks.shape[1] // nbytes
-    # Word w of lane l is at w * LANES + l: whatever is done to a word is done to sixteen rows side by side.
+    # Word w of lane l is at w * LANES + l: whatever is done to a word is done to sixteen rows side
+    # by side.
     words = np.zeros((nbytes + 3) // 4 * LANES, np.uint32)
     codes = np.zeros(_BLOCK_QUADS * LANES, np.uint32)
     above = np.zeros(LANES, np.uint32)
@@ -76,7 +87,12 @@ def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, mini
         for index in range(count):
             place = tile * count + index
             for lane in range(lanes):
-                _read_words(address_of(blocks) + ((tile * LANES + lane) * count + index) * nbytes, nbytes, words, lane)
+                _read_words(
+                    address_of(blocks) + ((tile * LANES + lane) * count + index) * nbytes,
+                    nbytes,
+                    words,
+                    lane,
+                )
             if kind == KIND_Q6K:
                 _codes_q6k(words, codes)
                 _scales_q6k(words, scales, place * BLOCK_GROUPS * 2 * LANES)
@@ -87,12 +103,22 @@ def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, mini
                 _scales_of_groups(words, scales, place * BLOCK_GROUPS * 2 * LANES)
                 for lane in range(LANES):
                     minima[place * minima_each + lane] = np.uint16(words[lane])
-                    minima[place * minima_each + LANES + lane] = np.uint16(words[lane] >> np.uint32(16))
+                    minima[place * minima_each + LANES + lane] = np.uint16(
+                        words[lane] >> np.uint32(16)
+                    )
             for group in range(BLOCK_GROUPS):
                 at = (place * BLOCK_GROUPS + group) * group_words
                 if kind == KIND_Q6K:
                     for part in range(2):
-                        _store_part(codes, group * _QUADS + 4 * part, 4, kind, out, at + part * 3 * LANES, above)
+                        _store_part(
+                            codes,
+                            group * _QUADS + 4 * part,
+                            4,
+                            kind,
+                            out,
+                            at + part * 3 * LANES,
+                            above,
+                        )
                 else:
                     _store_part(codes, group * _QUADS, _QUADS, kind, out, at, above)
 
@@ -107,28 +133,37 @@ def _read_words(at: int, nbytes: int, words: Words, lane: int) -> None:
 
 
 @kernel
-def _store_part(codes: Words, first: int, quads: int, kind: int, out: Words, at: int, above: Words) -> None:
-    """Quads of a group, or of a half of it, of sixteen rows: lines of nibbles, and the bits above them."""
+def _store_part(
+    codes: Words, first: int, quads: int, kind: int, out: Words, at: int, above: Words
+) -> None:
+    """Quads of a group, or of a half of it, of sixteen rows: lines of nibbles, and the bits above
+    them.
+    """
     for quad in range(0, quads, 2):
         for lane in range(LANES):
             low = codes[(first + quad) * LANES + lane]
             high = codes[(first + quad + 1) * LANES + lane]
-            out[at + quad // 2 * LANES + lane] = (low & _NIBBLES) | (high & _NIBBLES) << np.uint32(4)
+            out[at + quad // 2 * LANES + lane] = (low & _NIBBLES) | (high & _NIBBLES) << np.uint32(
+                4
+            )
     if kind == KIND_Q4K:
         return
     above[:] = 0
     for quad in range(quads):
         shift = np.uint32(4 + high_shift_kernel(kind, quad))
         for lane in range(LANES):
-            above[lane] |= (codes[(first + quad) * LANES + lane] >> np.uint32(4) & _NIBBLES) << shift
+            above[lane] |= (
+                codes[(first + quad) * LANES + lane] >> np.uint32(4) & _NIBBLES
+            ) << shift
     for lane in range(LANES):
         out[at + quads // 2 * LANES + lane] = above[lane]
 
 
 @kernel
 def _codes_of_pairs(words: Words, codes: Words, kind: int) -> None:
-    """Q4_K and Q5_K: of each 32 bytes the low nibbles are a group, the high ones the next; bit g of 32 bytes before
-    them is bit 4 of group g."""
+    """Q4_K and Q5_K: of each 32 bytes the low nibbles are a group, the high ones the next; bit g of
+    32 bytes before them is bit 4 of group g.
+    """
     start = _LOW_Q5K if kind == KIND_Q5K else _LOW_Q4K
     for pair in range(BLOCK_GROUPS // 2):
         for i in range(_QUADS * LANES):
@@ -144,8 +179,9 @@ def _codes_of_pairs(words: Words, codes: Words, kind: int) -> None:
 
 @kernel
 def _codes_q6k(words: Words, codes: Words) -> None:
-    """Q6_K: of each 64 bytes the low nibbles are two groups, the high ones the next two; each 32 bytes behind hold bits
-    4 and 5 of four groups."""
+    """Q6_K: of each 64 bytes the low nibbles are two groups, the high ones the next two; each 32
+    bytes behind hold bits 4 and 5 of four groups.
+    """
     for half in range(2):
         for i in range(2 * _QUADS * LANES):
             word = words[half * 2 * _QUADS * LANES + i]
@@ -153,7 +189,9 @@ def _codes_q6k(words: Words, codes: Words) -> None:
             codes[(half * 4 + 2) * _QUADS * LANES + i] = word >> np.uint32(4) & _NIBBLES
         for group in range(4):
             for i in range(_QUADS * LANES):
-                bits = words[(_HIGH_Q6K + half * _QUADS) * LANES + i] >> np.uint32(2 * group) & _THREES
+                bits = (
+                    words[(_HIGH_Q6K + half * _QUADS) * LANES + i] >> np.uint32(2 * group) & _THREES
+                )
                 codes[(half * 4 + group) * _QUADS * LANES + i] |= bits << np.uint32(4)
 
 
@@ -170,8 +208,12 @@ def _scales_of_groups(words: Words, scales: Bytes, at: int) -> None:
                 minimum = second & np.uint32(63)
             else:
                 both = words[3 * LANES + lane] >> shift
-                scale = both & np.uint32(15) | (first >> np.uint32(6) & np.uint32(3)) << np.uint32(4)
-                minimum = both >> np.uint32(4) & np.uint32(15) | (second >> np.uint32(6) & np.uint32(3)) << np.uint32(4)
+                scale = both & np.uint32(15) | (first >> np.uint32(6) & np.uint32(3)) << np.uint32(
+                    4
+                )
+                minimum = both >> np.uint32(4) & np.uint32(15) | (
+                    second >> np.uint32(6) & np.uint32(3)
+                ) << np.uint32(4)
             place = at + group * 2 * LANES + lane
             scales[place] = np.uint8(scale)
             scales[place + LANES] = np.uint8(minimum)
@@ -182,11 +224,15 @@ def _scales_q6k(words: Words, scales: Bytes, at: int) -> None:
     for part in range(2 * BLOCK_GROUPS):
         shift = np.uint32(8 * (part % 4))
         for lane in range(LANES):
-            scales[at + part * LANES + lane] = np.uint8(words[(_SCALES_Q6K + part // 4) * LANES + lane] >> shift)
+            scales[at + part * LANES + lane] = np.uint8(
+                words[(_SCALES_Q6K + part // 4) * LANES + lane] >> shift
+            )
 
 
 _BYTES = types.Array(types.uint8, 1, "C")
 _WORDS = types.Array(types.uint32, 1, "C")
 _HALVES = types.Array(types.uint16, 1, "C")
-blocks_entry = Entry(_pack, types.Array(types.uint8, 2, "C"), types.int64, types.int64, _WORDS, _BYTES, _HALVES)
+blocks_entry = Entry(
+    _pack, types.Array(types.uint8, 2, "C"), types.int64, types.int64, _WORDS, _BYTES, _HALVES
+)
 """What `pack_blocks` runs."""

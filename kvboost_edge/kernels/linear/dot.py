@@ -1,8 +1,10 @@
-"""The integer dot product of the linear kernels: 16 sums of 4 products of a stored and a signed byte.
+"""The integer dot product of the linear kernels: 16 sums of 4 products of a stored and a signed
+byte.
 
-Five forms that give the same integers. Which one is compiled is decided by the feature flags that Numba compiles for:
-512-bit VNNI, 256-bit VNNI, AVX2, the dot product instruction of ARM, and plain vectors. A form first prepares the
-weights of a quad, once for all tokens, and turns the running state into sums when a group of 32 inputs is complete.
+Five forms that give the same integers. Which one is compiled is decided by the feature flags that
+Numba compiles for: 512-bit VNNI, 256-bit VNNI, AVX2, the dot product instruction of ARM, and plain
+vectors. A form first prepares the weights of a quad, once for all tokens, and turns the running
+state into sums when a group of 32 inputs is complete.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from kvboost_edge.kernels.integers import V16I, dot_form, emit_byte_halves, emit_each, emit_pair_sums
+from kvboost_edge.kernels.integers import (
+    V16I,
+    dot_form,
+    emit_byte_halves,
+    emit_each,
+    emit_pair_sums,
+)
 from kvboost_edge.kernels.vectors import LANES
 
 __all__ = [
@@ -33,15 +41,35 @@ __all__ = [
 
 KIND_INT8, KIND_INT4, KIND_INT4_ASYM, KIND_Q4K, KIND_Q5K, KIND_Q6K, KIND_INT4T = range(3, 10)
 BLOCK_KINDS = (KIND_Q4K, KIND_Q5K, KIND_Q6K)
-"""Kinds whose scales are bytes, times the float16 numbers of a block of 256 inputs; see layout.py."""
+"""Kinds whose scales are bytes, times the float16 numbers of a block of 256 inputs; see layout.py.
+"""
 WIDE_KINDS = (KIND_INT8, KIND_INT4T)
-"""Kinds whose weights are bytes of any value; those of int4t are looked up by 4 bits in a table of 16."""
+"""Kinds whose weights are bytes of any value; those of int4t are looked up by 4 bits in a table of
+16.
+"""
 GROUP = 32
-CODE_BITS = {KIND_INT8: 8, KIND_INT4: 4, KIND_INT4_ASYM: 4, KIND_Q4K: 4, KIND_Q5K: 5, KIND_Q6K: 6, KIND_INT4T: 4}
+CODE_BITS = {
+    KIND_INT8: 8,
+    KIND_INT4: 4,
+    KIND_INT4_ASYM: 4,
+    KIND_Q4K: 4,
+    KIND_Q5K: 5,
+    KIND_Q6K: 6,
+    KIND_INT4T: 4,
+}
 """Bits that are stored of a weight."""
-# Loaded weights are unsigned: the signed weight plus this. 0: the code itself, its minimum is taken off later. Bytes of
-# KIND_INT4T's tables have it added only where weights are summed so, see `GroupDot.seeded`; elsewhere they are signed.
-OFFSET = {KIND_INT8: 128, KIND_INT4: 8, KIND_INT4_ASYM: 0, KIND_Q4K: 0, KIND_Q5K: 0, KIND_Q6K: 32, KIND_INT4T: 128}
+# Loaded weights are unsigned: the signed weight plus this. 0: the code itself, its minimum is taken
+# off later. Bytes of KIND_INT4T's tables have it added only where weights are summed so, see
+# `GroupDot.seeded`; elsewhere they are signed.
+OFFSET = {
+    KIND_INT8: 128,
+    KIND_INT4: 8,
+    KIND_INT4_ASYM: 0,
+    KIND_Q4K: 0,
+    KIND_Q5K: 0,
+    KIND_Q6K: 32,
+    KIND_INT4T: 128,
+}
 
 I8 = ir.IntType(8)
 I16 = ir.IntType(16)
@@ -60,7 +88,9 @@ Builder = Any
 
 
 class _Short(NamedTuple):
-    """Sums in 16 bits, <32 x i16>, of so many quads; `wide`: those of quads before, <16 x i32>, or None."""
+    """Sums in 16 bits, <32 x i16>, of so many quads; `wide`: those of quads before, <16 x i32>, or
+    None.
+    """
 
     wide: Value | None
     sums: Value
@@ -68,25 +98,35 @@ class _Short(NamedTuple):
 
 
 class GroupDot:
-    """How one group of 32 inputs (16 of KIND_Q6K) is summed, for weights of a kind, in one of the forms.
+    """How one group of 32 inputs (16 of KIND_Q6K) is summed, for weights of a kind, in one of the
+    forms.
 
-    start(seed)            the state of a group; seed: <16 x i32>, minus OFFSET times the sum of the token's codes
-    prepare(quad)          4 stored bytes of each row, <16 x i32>, made ready for any number of tokens
-    add(state, quad, x)    plus the products of a prepared quad with the token's 4 codes, <16 x i32> in every lane
+    start(seed)            the state of a group; seed: <16 x i32>, minus OFFSET times the sum of the
+                           token's codes
+    prepare(quad)          4 stored bytes of each row, <16 x i32>, made ready for any number of
+                           tokens
+    add(state, quad, x)    plus the products of a prepared quad with the token's 4 codes, <16 x i32>
+                           in every lane
     sums(state, seed)      the exact sums of (weight - OFFSET) * code, <16 x i32>
-    seeded                 whether weights are summed as they are stored, so that the seed belongs to the sums
+    seeded                 whether weights are summed as they are stored, so that the seed belongs
+                           to the sums
     """
 
     def __init__(self, b: Builder, kind: int, form: str | None = None) -> None:
         self._b = b
         self._kind = kind
         self.form = form or dot_form()
-        # Which forms sum codes of less than 8 bits in 16 bits, and of how many quads: all 8 of a group of 4-bit codes,
-        # at most 8 * 2 * 15 * 127 = 30,480; 4 and 2 of 5- and 6-bit codes.
+        # Which forms sum codes of less than 8 bits in 16 bits, and of how many quads: all 8 of a
+        # group of 4-bit codes, at most 8 * 2 * 15 * 127 = 30,480; 4 and 2 of 5- and 6-bit codes.
         self._short = self.form in ("avx2", "plain") and kind not in WIDE_KINDS
         self._quads = _SHORT_MOST // (2 * ((1 << CODE_BITS[kind]) - 1) * 127)
-        # Which forms sum weights as they are stored, so that the seed is in the sums. Codes of 6 bits are signed bytes.
-        self.seeded = self.form in ("vnni512", "vnni256") or self._short or (self.form, kind) == ("neon", KIND_Q6K)
+        # Which forms sum weights as they are stored, so that the seed is in the sums. Codes of 6
+        # bits are signed bytes.
+        self.seeded = (
+            self.form in ("vnni512", "vnni256")
+            or self._short
+            or (self.form, kind) == ("neon", KIND_Q6K)
+        )
 
     def start(self, seed: Value) -> Any:
         if self._short:
@@ -99,13 +139,15 @@ class GroupDot:
             return quad if self.form != "plain" else emit_byte_halves(b, quad, signed=False)
         offset = 0 if self._kind == KIND_INT4T else OFFSET[self._kind]
         signed = b.bitcast(
-            b.sub(b.bitcast(quad, _V64B), ir.Constant(_V64B, [offset - 256 * (offset > 127)] * 64)), V16I
+            b.sub(b.bitcast(quad, _V64B), ir.Constant(_V64B, [offset - 256 * (offset > 127)] * 64)),
+            V16I,
         )
         if self.form == "plain":
             return emit_byte_halves(b, signed, signed=True)
         if self.form != "avx2":
             return signed
-        # 255 * 127 twice would not fit vpmaddubsw's 16 bits: it multiplies the magnitude, and the token gets the sign.
+        # 255 * 127 twice would not fit vpmaddubsw's 16 bits: it multiplies the magnitude, and the
+        # token gets the sign.
         wide = b.bitcast(signed, _V64B)
         zeros = ir.Constant(_V64B, [0] * 64)
         magnitude = b.select(b.icmp_signed("<", wide, zeros), b.sub(zeros, wide), wide)
@@ -119,7 +161,9 @@ class GroupDot:
             return state._replace(sums=self._add_short(state.sums, quad, x), quads=state.quads + 1)
         if self.form == "vnni512":
             kind = ir.FunctionType(V16I, [V16I, _V64B, _V64B])
-            function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+            function = cgutils.get_or_insert_function(
+                b.module, kind, "llvm.x86.avx512.vpdpbusd.512"
+            )
             return b.call(function, [state, b.bitcast(quad, _V64B), b.bitcast(x, _V64B)])
         if self.form == "vnni256":
             name = "llvm.x86.avx512.vpdpbusd.256"
@@ -132,11 +176,15 @@ class GroupDot:
         return self._add_plain(state, quad, x)
 
     def _add_short(self, sums: Value, quad: Any, x: Value) -> Value:
-        """Sums of two products each, in 16 bits. On ARM a program's kernels are 17,400 instructions so, with 32-bit
-        products 68,400 and 4 times as long in the code generator."""
+        """Sums of two products each, in 16 bits. On ARM a program's kernels are 17,400 instructions
+        so, with 32-bit products 68,400 and 4 times as long in the code generator.
+        """
         b = self._b
         if self.form == "avx2":
-            return b.add(sums, emit_each(b, 2, "llvm.x86.avx2.pmadd.ub.sw", _V16S, [(quad, _V32B), (x, _V32B)]))
+            return b.add(
+                sums,
+                emit_each(b, 2, "llvm.x86.avx2.pmadd.ub.sw", _V16S, [(quad, _V32B), (x, _V32B)]),
+            )
         (low, high) = quad
         (first, second) = emit_byte_halves(b, x, signed=True)
         return b.add(b.add(sums, b.mul(low, first)), b.mul(high, second))
@@ -145,8 +193,9 @@ class GroupDot:
         pairs = self._pairs(state.sums)
         return pairs if state.wide is None else self._b.add(state.wide, pairs)
 
-    # The same in steps, for sums in loops of the machine: a sum starts as `zero`, takes `quads_at_once` quads by
-    # `add_to`, and is `widened` to <16 x i32>. The seed is to be added where sums are `seeded`.
+    # The same in steps, for sums in loops of the machine: a sum starts as `zero`, takes
+    # `quads_at_once` quads by `add_to`, and is `widened` to <16 x i32>. The seed is to be added
+    # where sums are `seeded`.
 
     @property
     def zero(self) -> ir.Constant:
@@ -166,8 +215,12 @@ class GroupDot:
         """int8: sums of two products, at most 2 * 128 * 127, fit 16 bits."""
         b = self._b
         magnitude, signed = quad
-        turned = b.bitcast(emit_each(b, 2, "llvm.x86.avx2.psign.b", _V32B, [(x, _V32B), (signed, _V32B)]), V16I)
-        products = emit_each(b, 2, "llvm.x86.avx2.pmadd.ub.sw", _V16S, [(magnitude, _V32B), (turned, _V32B)])
+        turned = b.bitcast(
+            emit_each(b, 2, "llvm.x86.avx2.psign.b", _V32B, [(x, _V32B), (signed, _V32B)]), V16I
+        )
+        products = emit_each(
+            b, 2, "llvm.x86.avx2.pmadd.ub.sw", _V16S, [(magnitude, _V32B), (turned, _V32B)]
+        )
         return b.add(state, self._pairs(products))
 
     def _pairs(self, products: Value) -> Value:
@@ -175,7 +228,9 @@ class GroupDot:
         if self.form == "plain":
             return emit_pair_sums(self._b, products)
         ones = ir.Constant(_V32S, [1] * 32)
-        return emit_each(self._b, 2, "llvm.x86.avx2.pmadd.wd", _V8I, [(products, _V16S), (ones, _V16S)])
+        return emit_each(
+            self._b, 2, "llvm.x86.avx2.pmadd.wd", _V8I, [(products, _V16S), (ones, _V16S)]
+        )
 
     def _add_plain(self, state: Value, quad: Any, x: Value) -> Value:
         """Products and sums of two stay in 16 bits, as in the form for AVX2."""

@@ -1,8 +1,10 @@
-"""Groups of 32 weights of 16 rows to codes, scale and minimum with the least squared error, a lane a row.
+"""Groups of 32 weights of 16 rows to codes, scale and minimum with the least squared error, a lane
+a row.
 
-Nothing but the weights is looked at. Of several first scales (and minima) each is refined in turn: round the weights to
-codes, fit the scale to the codes by least squares, round it to float16, and again; of all that was seen the best stays.
-Codes always belong to the scale as stored. reference/weights.py holds the same in NumPy.
+Nothing but the weights is looked at. Of several first scales (and minima) each is refined in turn:
+round the weights to codes, fit the scale to the codes by least squares, round it to float16, and
+again; of all that was seen the best stays. Codes always belong to the scale as stored.
+reference/weights.py holds the same in NumPy.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ __all__ = ["FITS", "Fit", "fit_group"]
 class Fit(NamedTuple):
     """How a kind is fitted: codes from `low` to `high`, stored with `offset` added, `bits` each.
 
-    deltas  first scales: symmetric -largest / (offset + delta), where largest is the signed weight of the greatest
-            magnitude, so that it takes the code without a twin; with a minimum (max - min) / (high + delta)
+    deltas  first scales: symmetric -largest / (offset + delta), where largest is the signed weight
+            of the greatest
+            magnitude, so that it takes the code without a twin; with a minimum (max - min) / (high
+            + delta)
     rounds  times each of them is rounded and fitted
     """
 
@@ -64,7 +68,9 @@ def _splat(value: float) -> ir.Constant:
 
 
 def _unary(b: Builder, name: str, x: Value) -> Value:
-    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(V16, [V16]), f"llvm.{name}.v16f32")
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(V16, [V16]), f"llvm.{name}.v16f32"
+    )
     return b.call(function, [x])
 
 
@@ -100,7 +106,9 @@ def _code(b: Builder, fit: Fit, weight: Value, inverse: Value, minimum: Value | 
     return emit_max(b, _min(b, rounded, _splat(float(fit.high))), _splat(float(fit.low)))
 
 
-def _evaluate(b: Builder, fit: Fit, at: Value, count: Value, scale: Value, minimum: Value | None) -> _Sums:
+def _evaluate(
+    b: Builder, fit: Fit, at: Value, count: Value, scale: Value, minimum: Value | None
+) -> _Sums:
     slots = [_slot(b, 0.0) for _ in range(4)]
     inverse = _divide(b, _splat(1.0), scale, _splat(0.0))
     minus = b.fneg(scale)
@@ -128,8 +136,12 @@ class _Extent(NamedTuple):
 def _extent(b: Builder, at: Value, count: Value) -> _Extent:
     first = _weights(b, at, int_constant(0))
     largest, low, high, total, energy = slots = [
-        _slot(b, 0.0), _slot(b, first), _slot(b, first), _slot(b, 0.0), _slot(b, 0.0)
-    ]  # fmt: skip
+        _slot(b, 0.0),
+        _slot(b, first),
+        _slot(b, first),
+        _slot(b, 0.0),
+        _slot(b, 0.0),
+    ]
     with cgutils.for_range(b, count, intp=I64) as loop:
         weight = _weights(b, at, loop.index)
         top = b.load(largest)
@@ -145,7 +157,9 @@ def _extent(b: Builder, at: Value, count: Value) -> _Extent:
 def _fitted(
     b: Builder, sums: _Sums, extent: _Extent, scale: Value, count: Value, minima: bool
 ) -> tuple[Value, Value | None]:
-    """The scale, and the minimum, of least squared error for the codes; the scale stays where they do not say."""
+    """The scale, and the minimum, of least squared error for the codes; the scale stays where they
+    do not say.
+    """
     if not minima:
         return _divide(b, sums.product, sums.square, scale), None
     n = cgutils.alloca_once(b, V16)
@@ -221,9 +235,13 @@ def _store_codes(b: Builder, kind: int, at: Value, best: _Best, out: Value) -> N
         quads.append(word)
     if fit.bits == 4:
         four = ir.Constant(V16I, [4] * LANES)
-        quads = [b.or_(low, b.shl(high, four)) for low, high in zip(quads[::2], quads[1::2], strict=True)]
+        quads = [
+            b.or_(low, b.shl(high, four)) for low, high in zip(quads[::2], quads[1::2], strict=True)
+        ]
     for index, line in enumerate(quads):
-        b.store(line, b.inttoptr(b.add(out, int_constant(_LINE * index)), ir.PointerType()), align=1)
+        b.store(
+            line, b.inttoptr(b.add(out, int_constant(_LINE * index)), ir.PointerType()), align=1
+        )
 
 
 def _store_half(b: Builder, value: Value, at: Value) -> None:
@@ -236,12 +254,16 @@ def _add_to(b: Builder, value: Value, at: Value) -> None:
 
 def _fit_group(kind: int) -> Any:
     @intrinsic
-    def fit(typing: Any, values: Any, count: Any, codes: Any, scales: Any, minima: Any, totals: Any) -> Any:
+    def fit(
+        typing: Any, values: Any, count: Any, codes: Any, scales: Any, minima: Any, totals: Any
+    ) -> Any:
         """Fit one group of 16 rows.
 
         values  address of float32 [32, 16], 0 from input `count` (1..32) on
-        codes   address of the group's lines;  scales, minima: addresses of 16 float16 (minima: only int4-asym)
-        totals  address of float32 [2, 16], to which the squared error and the squared weights are added
+        codes   address of the group's lines;  scales, minima: addresses of 16 float16 (minima: only
+                int4-asym)
+        totals  address of float32 [2, 16], to which the squared error and the squared weights are
+                added
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

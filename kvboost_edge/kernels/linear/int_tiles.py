@@ -1,8 +1,9 @@
-"""Microkernels of integer weights: one or two tiles of 16 output rows against a panel of a few tokens.
+"""Microkernels of integer weights: one or two tiles of 16 output rows against a panel of a few
+tokens.
 
-A lane is an output row, so there is no horizontal sum. The sum over a group of 32 inputs is exact, and groups are added
-in order by one float epilogue: an output depends on its own row and token only, not on how many tokens or tiles share
-the call.
+A lane is an output row, so there is no horizontal sum. The sum over a group of 32 inputs is exact,
+and groups are added in order by one float epilogue: an output depends on its own row and token
+only, not on how many tokens or tiles share the call.
 """
 
 from __future__ import annotations
@@ -13,10 +14,21 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from kvboost_edge.kernels.integers import V16I, emit_loop, emit_splat_int, follows_pages, int_constant
+from kvboost_edge.kernels.integers import (
+    V16I,
+    emit_loop,
+    emit_splat_int,
+    follows_pages,
+    int_constant,
+)
 from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4T, KIND_Q4K, OFFSET, GroupDot
 from kvboost_edge.kernels.linear.layout import PARTS, SCALE_BYTES, group_bytes
-from kvboost_edge.kernels.linear.loads import emit_load_pair, emit_scales, emit_table, emit_table_pair
+from kvboost_edge.kernels.linear.loads import (
+    emit_load_pair,
+    emit_scales,
+    emit_table,
+    emit_table_pair,
+)
 from kvboost_edge.kernels.linear.panel import FINE_BASE, bytes_of_cell
 from kvboost_edge.kernels.vectors import (
     F32,
@@ -47,7 +59,9 @@ _LINE = 64
 _PAGE = 4096
 _WHOLE = 2  # the seed of a whole group, behind those of its halves
 AHEAD = 8192
-"""Bytes ahead of the reading point; measured from DRAM, where 4 and 16 KB did the same and 1 KB or none did worse."""
+"""Bytes ahead of the reading point; measured from DRAM, where 4 and 16 KB did the same and 1 KB or
+none did worse.
+"""
 
 Value = Any
 Builder = Any
@@ -57,12 +71,15 @@ _I32 = ir.IntType(32)
 class Tile(NamedTuple):
     """Where the weights of a run of tiles are.
 
-    weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise (int4-asym only); of block kinds
+    weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise (int4-asym
+                             only); of block kinds
                              and int4t see layout.py
     weights_step, scales_step, minima_step  bytes from one tile's to the next tile's
     groups                   groups of 32 inputs, or inputs for float formats
-    runs                     tiles, or pairs of tiles where a microkernel takes two at once; float formats: 1
-    panel_step               0; or the runs are panels against one tile (or pair), this the bytes from one to the next
+    runs                     tiles, or pairs of tiles where a microkernel takes two at once; float
+                             formats: 1
+    panel_step               0; or the runs are panels against one tile (or pair), this the bytes
+                             from one to the next
     """
 
     weights: int
@@ -80,7 +97,8 @@ class Target(NamedTuple):
     """Where results go: out = factor * (result + bias), or out += that where `add` is not 0.
 
     out, out_step  address of float32 [tokens, 16], bytes from one token to the next
-    tile_step      bytes to the next tile's outputs; 0 with a `Tile` whose steps are 0: a pair that is one tile twice
+    tile_step      bytes to the next tile's outputs; 0 with a `Tile` whose steps are 0: a pair that
+                   is one tile twice
     bias           address of float32 [16] (the next tile's follow `tile_step` bytes behind), or 0
     """
 
@@ -125,7 +143,9 @@ def _place(b: Builder, target: Target, tile: int, token: int) -> Value:
 
 
 def emit_target(b: Builder, sums: Sequence[Sequence[Value]], target: Target) -> None:
-    """Add the bias, then store, or add to what is there: out = out + factor * result. sums[tile][token]."""
+    """Add the bias, then store, or add to what is there: out = out + factor * result.
+    sums[tile][token].
+    """
     factors = emit_splat(b, target.factor)
     zero = int_constant(0)
     for tile, slots in enumerate(sums):
@@ -134,14 +154,22 @@ def emit_target(b: Builder, sums: Sequence[Sequence[Value]], target: Target) -> 
             bias = emit_load(b, V16, b.add(target.bias, offset))
             for slot in slots:
                 b.store(b.fadd(b.load(slot), bias), slot)
-    places = [[_place(b, target, tile, token) for token in range(len(slots))] for tile, slots in enumerate(sums)]
+    places = [
+        [_place(b, target, tile, token) for token in range(len(slots))]
+        for tile, slots in enumerate(sums)
+    ]
     flat = [
-        (slot, place) for slots, row in zip(sums, places, strict=True) for slot, place in zip(slots, row, strict=True)
+        (slot, place)
+        for slots, row in zip(sums, places, strict=True)
+        for slot, place in zip(slots, row, strict=True)
     ]
     with b.if_else(b.icmp_signed("!=", target.add, zero)) as (adds, stores):
         with adds:
-            # All are read before any is written: without a second tile both write the same numbers to one place.
-            results = [emit_fma(b, b.load(slot), factors, emit_load(b, V16, place)) for slot, place in flat]
+            # All are read before any is written: without a second tile both write the same numbers
+            # to one place.
+            results = [
+                emit_fma(b, b.load(slot), factors, emit_load(b, V16, place)) for slot, place in flat
+            ]
             for (_, place), result in zip(flat, results, strict=True):
                 emit_store(b, result, place)
         with stores:
@@ -150,12 +178,15 @@ def emit_target(b: Builder, sums: Sequence[Sequence[Value]], target: Target) -> 
 
 
 class IntTiles:
-    """Emits `tiles` tiles of a kind against a panel of `tokens` tokens; `fine`: 16-bit codes in two planes of bytes.
+    """Emits `tiles` tiles of a kind against a panel of `tokens` tokens; `fine`: 16-bit codes in two
+    planes of bytes.
 
     form: of the dot product; None for the one that kernels of this process use.
     """
 
-    def __init__(self, kind: int, tiles: int, tokens: int, fine: bool, form: str | None = None) -> None:
+    def __init__(
+        self, kind: int, tiles: int, tokens: int, fine: bool, form: str | None = None
+    ) -> None:
         self.kind = kind
         self.tiles = tiles
         self.tokens = tokens
@@ -179,15 +210,26 @@ class IntTiles:
             minima = b.add(tile.minima, b.mul(index, tile.minima_step))
             here = tile._replace(weights=weights, scales=scales, minima=minima)
             behind = b.mul(index, target.tile_step)
-            bias = b.select(b.icmp_signed("!=", target.bias, int_constant(0)), b.add(target.bias, behind), target.bias)
+            bias = b.select(
+                b.icmp_signed("!=", target.bias, int_constant(0)),
+                b.add(target.bias, behind),
+                target.bias,
+            )
             out = b.add(b.add(target.out, behind), b.mul(tokens, target.out_step))
             at = b.add(panel, b.mul(run, tile.panel_step))
             self._emit_one(b, here, at, target._replace(out=out, bias=bias))
 
     def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        weights = [b.add(tile.weights, b.mul(tile.weights_step, int_constant(t))) for t in range(self.tiles)]
-        scales = [b.add(tile.scales, b.mul(tile.scales_step, int_constant(t))) for t in range(self.tiles)]
-        minima = [b.add(tile.minima, b.mul(tile.minima_step, int_constant(t))) for t in range(self.tiles)]
+        weights = [
+            b.add(tile.weights, b.mul(tile.weights_step, int_constant(t)))
+            for t in range(self.tiles)
+        ]
+        scales = [
+            b.add(tile.scales, b.mul(tile.scales_step, int_constant(t))) for t in range(self.tiles)
+        ]
+        minima = [
+            b.add(tile.minima, b.mul(tile.minima_step, int_constant(t))) for t in range(self.tiles)
+        ]
         tables = [self._table(b, at) for at in minima]
         sums = [emit_zeros(b, self.tokens) for _ in range(self.tiles)]
         for index in range(self.tiles):
@@ -199,16 +241,24 @@ class IntTiles:
             if self.tiles == 1 and follows_pages():
                 emit_prefetch(b, b.add(places[0], int_constant(_PAGE)), near=False)
             else:
-                self._prefetch(b, tile, places, [emit_place(b, at, group, SCALE_BYTES) for at in scales])
+                self._prefetch(
+                    b, tile, places, [emit_place(b, at, group, SCALE_BYTES) for at in scales]
+                )
             for part in range(self.parts):
                 dots = self._dots(b, here, places, part, tables)
                 index = b.add(b.mul(group, int_constant(self.parts)), int_constant(part))
-                factors = [emit_scales(b, self.kind, *at, index) for at in zip(scales, minima, strict=True)]
+                factors = [
+                    emit_scales(b, self.kind, *at, index) for at in zip(scales, minima, strict=True)
+                ]
                 self._add_group(b, here, sums, dots, factors)
         emit_target(b, sums, target)
 
-    def _prefetch(self, b: Builder, tile: Tile, places: Sequence[Value], scales: Sequence[Value]) -> None:
-        """Ask for the weights read a while later: of one tile a fixed distance on, of two the next two's same group."""
+    def _prefetch(
+        self, b: Builder, tile: Tile, places: Sequence[Value], scales: Sequence[Value]
+    ) -> None:
+        """Ask for the weights read a while later: of one tile a fixed distance on, of two the next
+        two's same group.
+        """
         ahead = int_constant(AHEAD)
         scales_ahead = int_constant(AHEAD * SCALE_BYTES // self.group_bytes)
         if self.tiles > 1:
@@ -228,7 +278,11 @@ class IntTiles:
         term = self._term(b, here, token)
         if self.kind == KIND_INT4T:
             part = _WHOLE
-        return b.add(term, int_constant(4 * self.tokens * (2 + part))) if self.kind >= KIND_Q4K else term
+        return (
+            b.add(term, int_constant(4 * self.tokens * (2 + part)))
+            if self.kind >= KIND_Q4K
+            else term
+        )
 
     def _table(self, b: Builder, minima: Value) -> Value | None:
         """Of KIND_INT4T what its codes are looked up in, as `GroupDot` takes it."""
@@ -236,32 +290,50 @@ class IntTiles:
             return None
         return emit_table(b, minima, signed=not GroupDot(b, self.kind, self.form).seeded)
 
-    def _load_pair(self, b: Builder, at: Value, pair: int, table: Value | None) -> tuple[Value, Value]:
+    def _load_pair(
+        self, b: Builder, at: Value, pair: int, table: Value | None
+    ) -> tuple[Value, Value]:
         """Two quads, as `emit_load_pair`, those of KIND_INT4T looked up."""
         if table is None:
             return emit_load_pair(b, self.kind, at, pair)
         return emit_table_pair(b, GroupDot(b, self.kind, self.form).form, table, at, pair)
 
     def _dots(
-        self, b: Builder, here: Value, groups: Sequence[Value], part: int, tables: Sequence[Value | None]
+        self,
+        b: Builder,
+        here: Value,
+        groups: Sequence[Value],
+        part: int,
+        tables: Sequence[Value | None],
     ) -> list[list[Value]]:
         """The integer sums of a part of a group, [tile][token]."""
         dot = GroupDot(b, self.kind, self.form)
         zero = ir.Constant(V16I, [0] * LANES)
-        places = [b.add(place, int_constant(part * self.group_bytes // self.parts)) for place in groups]
+        places = [
+            b.add(place, int_constant(part * self.group_bytes // self.parts)) for place in groups
+        ]
         seeds = [zero] * self.tokens
         if OFFSET[self.kind]:
-            seeds = [splat_i32_at(b, self._seed(b, here, token, part)) for token in range(self.tokens)]
+            seeds = [
+                splat_i32_at(b, self._seed(b, here, token, part)) for token in range(self.tokens)
+            ]
         # The last plane carries the seed: a fine code is FINE_BASE * the first plane + the second.
         starts = [[zero] * self.tokens, seeds] if self.fine else [seeds]
-        states = [[[dot.start(seed) for seed in plane] for plane in starts] for _ in range(self.tiles)]
+        states = [
+            [[dot.start(seed) for seed in plane] for plane in starts] for _ in range(self.tiles)
+        ]
         for pair in range(self.quads // 2):
-            loaded = [self._load_pair(b, place, pair, table) for place, table in zip(places, tables, strict=True)]
+            loaded = [
+                self._load_pair(b, place, pair, table)
+                for place, table in zip(places, tables, strict=True)
+            ]
             for half in range(2):
                 quads = [dot.prepare(two[half]) for two in loaded]
                 for plane in range(self.planes):
                     for token in range(self.tokens):
-                        offset = (plane * self.tokens + token) * GROUP + 4 * (part * self.quads + 2 * pair + half)
+                        offset = (plane * self.tokens + token) * GROUP + 4 * (
+                            part * self.quads + 2 * pair + half
+                        )
                         x = splat_i32_at(b, b.add(here, int_constant(offset)))
                         for state, quad in zip(states, quads, strict=True):
                             state[plane][token] = dot.add(state[plane][token], quad, x)
@@ -271,7 +343,12 @@ class IntTiles:
                 [dot.sums(one, seed) for one, seed in zip(*both, strict=True)]
                 for both in zip(state, starts, strict=True)
             ]
-            result.append([self._joined(b, [plane[token] for plane in planes]) for token in range(self.tokens)])
+            result.append(
+                [
+                    self._joined(b, [plane[token] for plane in planes])
+                    for token in range(self.tokens)
+                ]
+            )
         return result
 
     def _joined(self, b: Builder, planes: Sequence[Value]) -> Value:
@@ -292,11 +369,16 @@ class IntTiles:
         for token in range(self.tokens):
             term = self._term(b, here, token)
             for tile, slots in enumerate(sums):
-                result = self._epilogue(b, dots[tile][token], term, scales[tile], b.load(slots[token]))
+                result = self._epilogue(
+                    b, dots[tile][token], term, scales[tile], b.load(slots[token])
+                )
                 b.store(result, slots[token])
 
-    def _epilogue(self, b: Builder, dots: Value, term: Value, scales: tuple[Value, Value | None], sums: Value) -> Value:
-        """The float epilogue, the only one there is; `reference.linear.linear_int` says the same in NumPy.
+    def _epilogue(
+        self, b: Builder, dots: Value, term: Value, scales: tuple[Value, Value | None], sums: Value
+    ) -> Value:
+        """The float epilogue, the only one there is; `reference.linear.linear_int` says the same in
+        NumPy.
 
         term: address of the token's term, scales: of 16 rows, and their minima, or None.
         """

@@ -1,5 +1,6 @@
-"""A tile or two of weights against a panel of tokens: of each kind of weights one entry, which chooses the microkernel
-by the number of tokens."""
+"""A tile or two of weights against a panel of tokens: of each kind of weights one entry, which
+chooses the microkernel by the number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +43,19 @@ _HAS_AMX = has_tile_registers()
 
 
 def _int_ladder(kind: int) -> Any:
-    """The kernel that calls a kind's microkernel for n tokens; a form that lacks a size has another in its place, which
-    is never called, nor compiled: the conditions that say so are constants."""
+    """The kernel that calls a kind's microkernel for n tokens; a form that lacks a size has another
+    in its place, which is never called, nor compiled: the conditions that say so are constants.
+    """
     amx = amx_tile[kind, False]
     fine_amx = amx_tile[kind, True]
     wide = int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False]
     fine_wide = int_tile[kind, TILES_AT_ONCE, WIDE_FINE_TOKENS, True]
-    one, two, four, eight = (int_tile[kind, 1, tokens, False] for tokens in (1, 2, min(4, _MOST), _MOST))
-    fine_one, fine_two, fine_four = (int_tile[kind, 1, tokens, True] for tokens in (1, 2, _MOST_FINE))
+    one, two, four, eight = (
+        int_tile[kind, 1, tokens, False] for tokens in (1, 2, min(4, _MOST), _MOST)
+    )
+    fine_one, fine_two, fine_four = (
+        int_tile[kind, 1, tokens, True] for tokens in (1, 2, _MOST_FINE)
+    )
 
     @named_kernel(f"int_ladder_{kind}")
     def ladder(n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
@@ -109,7 +115,10 @@ ladders |= {kind: Entry(_float_ladder(kind), *_FLOAT_ARGUMENTS) for kind in (KIN
 """Kind of weights -> the kernel that multiplies with them, to be called by one of:"""
 
 int_panel = caller(*_INT_ARGUMENTS)
-"""(n, fine, tile, panel, target): a tile, or two where n tokens take two at once, against a panel of n tokens."""
+"""(n, fine, tile, panel, target): a tile, or two where n tokens take two at once, against a panel
+of n tokens.
+"""
 float_rows = caller(*_FLOAT_ARGUMENTS)
-"""(n, tile, inputs, step, target): a tile of float weights against n = 1, 2, 4 or 8 rows of float32 at address
-`inputs`, `step` bytes apart."""
+"""(n, tile, inputs, step, target): a tile of float weights against n = 1, 2, 4 or 8 rows of float32
+at address `inputs`, `step` bytes apart.
+"""

@@ -1,22 +1,28 @@
-"""Where the weights of the integer kinds lie: bytes of a group of 16 rows x 32 inputs, and the planes of its codes.
+"""Where the weights of the integer kinds lie: bytes of a group of 16 rows x 32 inputs, and the
+planes of its codes.
 
-int8: 8 lines of 64 bytes, a quad each. Other kinds: lines of two quads, the low nibbles quad 2j, the high ones quad
-2j + 1. Codes of 5 and 6 bits have a plane of the bits above the nibbles behind them:
+int8: 8 lines of 64 bytes, a quad each. Other kinds: lines of two quads, the low nibbles quad 2j,
+the high ones quad 2j + 1. Codes of 5 and 6 bits have a plane of the bits above the nibbles behind
+them:
 
     q5k   4 lines of nibbles | 1 line: bit 4 of quad k is bit (4 + k) % 8 of a byte
-    q6k   two halves of 16 inputs, each 2 lines of nibbles | 1 line: bits 4 and 5 of the half's quad k are the two bits
+    q6k   two halves of 16 inputs, each 2 lines of nibbles | 1 line: bits 4 and 5 of the half's quad
+          k are the two bits
           from (4 + 2k) % 8 on
 
-The block kinds q4k, q5k and q6k have 32 bytes of scales a group, and float16 numbers for every 8 groups (where others
-have minima):
+The block kinds q4k, q5k and q6k have 32 bytes of scales a group, and float16 numbers for every 8
+groups (where others have minima):
 
-    q4k, q5k   uint8 scales [16], uint8 minima [16]     float16 d [16], dmin [16]    d * scale * code - dmin * minimum
-    q6k        int8 scales [2][16], one a half          float16 d [16]               d * scale * (code - 32)
+    q4k, q5k   uint8 scales [16], uint8 minima [16]     float16 d [16], dmin [16]    d * scale *
+               code - dmin * minimum
+    q6k        int8 scales [2][16], one a half          float16 d [16]               d * scale *
+               (code - 32)
 
 The products of d and a scale, and of dmin and a minimum, are exact in float32.
 
-int4t has the lines and the scales of int4. Its nibbles choose among 16 signed bytes, the table, which stands once for
-each tile where others have minima: rows of one matrix may have different tables.
+int4t has the lines and the scales of int4. Its nibbles choose among 16 signed bytes, the table,
+which stands once for each tile where others have minima: rows of one matrix may have different
+tables.
 """
 
 from __future__ import annotations
@@ -69,7 +75,9 @@ def group_bytes(kind: int) -> int:
 
 
 def minima_bytes(kind: int, groups: int) -> int:
-    """Bytes of a tile's minima, of its blocks' float16 numbers, or of its table; 0 where a kind has none of them."""
+    """Bytes of a tile's minima, of its blocks' float16 numbers, or of its table; 0 where a kind has
+    none of them.
+    """
     if kind == KIND_INT4_ASYM:
         return groups * 2 * LANES
     if kind == KIND_INT4T:
@@ -81,8 +89,9 @@ def minima_bytes(kind: int, groups: int) -> int:
 
 
 def high_shift(kind: int, quad: int) -> Any:
-    """How far right the bits above a quad's nibbles are shifted to stand above them; negative: to the left. `quad`: of
-    the group, or of a half of KIND_Q6K."""
+    """How far right the bits above a quad's nibbles are shifted to stand above them; negative: to
+    the left. `quad`: of the group, or of a half of KIND_Q6K.
+    """
     return (4 + quad) % 8 - 4 if kind == KIND_Q5K else (4 + 2 * quad) % 8 - 4
 
 

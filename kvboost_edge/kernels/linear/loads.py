@@ -41,7 +41,9 @@ _V16B, _V32B, _V64B = (ir.VectorType(ir.IntType(8), count) for count in (16, 32,
 
 
 class _Lookup(NamedTuple):
-    """An instruction that looks up bytes in a table of 16: its name, the parts of 64 bytes it takes, their type."""
+    """An instruction that looks up bytes in a table of 16: its name, the parts of 64 bytes it
+    takes, their type.
+    """
 
     name: str
     parts: int
@@ -68,8 +70,9 @@ def _at(b: Builder, address: Value, index: Value, size: int) -> Value:
 
 
 def emit_load_pair(b: Builder, kind: int, at: Value, pair: int) -> tuple[Value, Value]:
-    """Quads 2 * pair and 2 * pair + 1 of a group, or of the part of one at address `at`, as unsigned bytes, <16 x i32>
-    each. Of KIND_INT4T see `emit_table_pair`."""
+    """Quads 2 * pair and 2 * pair + 1 of a group, or of the part of one at address `at`, as
+    unsigned bytes, <16 x i32> each. Of KIND_INT4T see `emit_table_pair`.
+    """
     if kind == KIND_INT8:
         first = b.add(at, int_constant(2 * _LINE * pair))
         return emit_load_bytes(b, first), emit_load_bytes(b, b.add(first, int_constant(_LINE)))
@@ -86,16 +89,22 @@ def emit_load_pair(b: Builder, kind: int, at: Value, pair: int) -> tuple[Value, 
 
 
 def emit_table(b: Builder, address: Value, *, signed: bool) -> Value:
-    """The table of a tile of KIND_INT4T, 16 bytes at an address, four times over, <64 x i8>; with its OFFSET added if
-    not `signed`."""
+    """The table of a tile of KIND_INT4T, 16 bytes at an address, four times over, <64 x i8>; with
+    its OFFSET added if not `signed`.
+    """
     table = b.load(b.inttoptr(address, ir.PointerType()), align=1, typ=_V16B)
     if not signed:
         table = b.xor(table, ir.Constant(_V16B, [-128] * 16))
-    return b.shuffle_vector(table, table, ir.Constant(ir.VectorType(ir.IntType(32), 64), list(range(16)) * 4))
+    return b.shuffle_vector(
+        table, table, ir.Constant(ir.VectorType(ir.IntType(32), 64), list(range(16)) * 4)
+    )
 
 
-def emit_table_pair(b: Builder, form: str, table: Value, at: Value, pair: int) -> tuple[Value, Value]:
-    """As `emit_load_pair` of KIND_INT4T: what its codes stand for in a table (see `emit_table`), bytes, <16 x i32>.
+def emit_table_pair(
+    b: Builder, form: str, table: Value, at: Value, pair: int
+) -> tuple[Value, Value]:
+    """As `emit_load_pair` of KIND_INT4T: what its codes stand for in a table (see `emit_table`),
+    bytes, <16 x i32>.
 
     form: of the dot product, which says with what instruction bytes are looked up.
     """
@@ -104,7 +113,8 @@ def emit_table_pair(b: Builder, form: str, table: Value, at: Value, pair: int) -
     four = ir.Constant(_V64B, [4] * 64)
     found = _lookup_of(b, form)
     if found is _PERMUTE:
-        # It looks at 6 bits of a byte, and the table is there four times: the bits above a code do not matter.
+        # It looks at 6 bits of a byte, and the table is there four times: the bits above a code do
+        # not matter.
         low = both
         high = b.bitcast(b.lshr(b.bitcast(both, V16I), ir.Constant(V16I, [4] * LANES)), _V64B)
     else:
@@ -113,7 +123,9 @@ def emit_table_pair(b: Builder, form: str, table: Value, at: Value, pair: int) -
     if found is None:
         return _emit_selected(b, table, low), _emit_selected(b, table, high)
     name, count, kind = found
-    parts = [[(b.bitcast(table, V16I), kind), (b.bitcast(codes, V16I), kind)] for codes in (low, high)]
+    parts = [
+        [(b.bitcast(table, V16I), kind), (b.bitcast(codes, V16I), kind)] for codes in (low, high)
+    ]
     first, second = (b.bitcast(emit_each(b, count, name, kind, one), V16I) for one in parts)
     return first, second
 
@@ -130,11 +142,15 @@ def _lookup_of(b: Builder, form: str) -> _Lookup | None:
 
 
 def _emit_selected(b: Builder, table: Value, codes: Value) -> Value:
-    """Looked up by the bits of the codes, one after the other: half as many bytes are left each time."""
+    """Looked up by the bits of the codes, one after the other: half as many bytes are left each
+    time.
+    """
     orders = [ir.Constant(ir.VectorType(ir.IntType(32), 64), [code] * 64) for code in range(16)]
     left = [b.shuffle_vector(table, table, order) for order in orders]
     for bit in (8, 4, 2, 1):
-        is_set = b.icmp_signed("!=", b.and_(codes, ir.Constant(_V64B, [bit] * 64)), ir.Constant(_V64B, [0] * 64))
+        is_set = b.icmp_signed(
+            "!=", b.and_(codes, ir.Constant(_V64B, [bit] * 64)), ir.Constant(_V64B, [0] * 64)
+        )
         left = [b.select(is_set, left[bit + code], left[code]) for code in range(bit)]
     return b.bitcast(left[0], V16I)
 
@@ -148,11 +164,18 @@ def _emit_above(b: Builder, kind: int, plane: Value, quad: int) -> Value:
     return b.and_(moved, ir.Constant(V16I, [byte * 0x01010101] * LANES))
 
 
-def emit_scales(b: Builder, kind: int, scales: Value, minima: Value, part: Value) -> tuple[Value, Value | None]:
-    """Scales of 16 rows, and their minima or None, as float32; `part`: of how many parts of groups (see `PARTS`) those
-    of the tile at addresses `scales` and `minima` lie before."""
+def emit_scales(
+    b: Builder, kind: int, scales: Value, minima: Value, part: Value
+) -> tuple[Value, Value | None]:
+    """Scales of 16 rows, and their minima or None, as float32; `part`: of how many parts of groups
+    (see `PARTS`) those of the tile at addresses `scales` and `minima` lie before.
+    """
     if kind not in BLOCK_KINDS:
-        low = emit_load_as_f32(b, KIND_F16, _at(b, minima, part, 2 * LANES)) if kind == KIND_INT4_ASYM else None
+        low = (
+            emit_load_as_f32(b, KIND_F16, _at(b, minima, part, 2 * LANES))
+            if kind == KIND_INT4_ASYM
+            else None
+        )
         return emit_load_as_f32(b, KIND_F16, _at(b, scales, part, 2 * LANES)), low
     at = _at(b, scales, part, SCALE_BYTES // PARTS[kind])
     block = b.udiv(part, int_constant(BLOCK_GROUPS * PARTS[kind]))
@@ -160,12 +183,17 @@ def emit_scales(b: Builder, kind: int, scales: Value, minima: Value, part: Value
     factors = [_emit_bytes_as_f32(b, at, signed=kind == KIND_Q6K)]
     if has_minima(kind):
         factors.append(_emit_bytes_as_f32(b, b.add(at, int_constant(LANES)), signed=False))
-    halves = [emit_load_as_f32(b, KIND_F16, b.add(block, int_constant(2 * LANES * i))) for i in range(len(factors))]
+    halves = [
+        emit_load_as_f32(b, KIND_F16, b.add(block, int_constant(2 * LANES * i)))
+        for i in range(len(factors))
+    ]
     products = [b.fmul(half, factor) for half, factor in zip(halves, factors, strict=True)]
     return products[0], products[1] if has_minima(kind) else None
 
 
 def _emit_bytes_as_f32(b: Builder, address: Value, *, signed: bool) -> Value:
     """16 bytes as float32."""
-    loaded = b.load(b.inttoptr(address, ir.PointerType()), align=1, typ=ir.VectorType(ir.IntType(8), LANES))
+    loaded = b.load(
+        b.inttoptr(address, ir.PointerType()), align=1, typ=ir.VectorType(ir.IntType(8), LANES)
+    )
     return b.sitofp(b.sext(loaded, V16I) if signed else b.zext(loaded, V16I), V16)

@@ -1,16 +1,19 @@
-"""How quantized tokens lie in memory for the linear kernels: panels of a few tokens, group by group.
+"""How quantized tokens lie in memory for the linear kernels: panels of a few tokens, group by
+group.
 
 The tokens of a pass are cut into panels; a panel of n tokens has one cell per group of 32 inputs:
 
     int8 codes [n][32] | 4 bytes per token: the term | float32 scale per token
 
-A fine cell has two planes of codes, [2][n][32]: a code is FINE_BASE * first + second. The term is what the kernel
-needs beside the codes, and depends on the kind of the weights that will read it: minus the offset of the stored weights
-times the sum of the codes, int32; for int4-asym minus that sum times the scale, float32.
+A fine cell has two planes of codes, [2][n][32]: a code is FINE_BASE * first + second. The term is
+what the kernel needs beside the codes, and depends on the kind of the weights that will read it:
+minus the offset of the stored weights times the sum of the codes, int32; for int4-asym minus that
+sum times the scale, float32.
 
-The block kinds (q4k, q5k, q6k) and int4t share a form, so that matrices of different ones can read one panel: the term
-is that of int4-asym, and behind the scales stand, int32 [3][n], minus the offset of q6k times the sum of each token's
-first 16 codes, and of its last 16; and minus the offset of int4t times the sum of all 32.
+The block kinds (q4k, q5k, q6k) and int4t share a form, so that matrices of different ones can read
+one panel: the term is that of int4-asym, and behind the scales stand, int32 [3][n], minus the
+offset of q6k times the sum of each token's first 16 codes, and of its last 16; and minus the offset
+of int4t times the sum of all 32.
 
 The panels' sizes depend on the number of tokens and on the machine; results do not depend on them.
 """
@@ -57,8 +60,10 @@ class _Shapes(NamedTuple):
     """Tokens that a microkernel of a form takes; measured, see benchmarks/bench_linear.py.
 
     small, fine      sizes of panels against one tile, coarse and fine
-    wide, wide_fine  the size where there are more tokens than the largest of `small`, against `tiles` tiles
-    unpacked         sizes, and whether fine, that take weights unpacked beforehand (see unpacked.py)
+    wide, wide_fine  the size where there are more tokens than the largest of `small`, against
+                     `tiles` tiles
+    unpacked         sizes, and whether fine, that take weights unpacked beforehand (see
+                     unpacked.py)
     """
 
     small: tuple[int, ...]
@@ -69,8 +74,9 @@ class _Shapes(NamedTuple):
     unpacked: tuple[tuple[int, bool], ...] = ()
 
 
-# 512-bit registers hold 6 tokens x 2 tiles of sums twice over (integers and floats; fine: 3 tokens, three times over)
-# and the weights of a quad. With 16 registers of half the size, more than this spills.
+# 512-bit registers hold 6 tokens x 2 tiles of sums twice over (integers and floats; fine: 3 tokens,
+# three times over) and the weights of a quad. With 16 registers of half the size, more than this
+# spills.
 _SHAPES = {
     "vnni512": _Shapes((1, 2, 4, 8), (1, 2, 4), 6, 3, 2),
     "vnni256": _Shapes((1, 2, 4), (1, 2), 4, 2, 1),
@@ -78,7 +84,9 @@ _SHAPES = {
     "neon": _Shapes((1, 2, 4), (1, 2), 4, 2, 1),
     "plain": _Shapes((1, 2), (1, 2), 2, 2, 1),
 }
-SMALL_TOKENS, FINE_TOKENS, WIDE_TOKENS, WIDE_FINE_TOKENS, TILES_AT_ONCE, UNPACKED = _SHAPES[dot_form()]
+SMALL_TOKENS, FINE_TOKENS, WIDE_TOKENS, WIDE_FINE_TOKENS, TILES_AT_ONCE, UNPACKED = _SHAPES[
+    dot_form()
+]
 # Panels for tile registers, see amx.py; where there are none, no panel is as large as this.
 MATRIX_TOKENS, MATRIX_FINE_TOKENS = (32, 16) if has_tile_registers() else (1 << 30, 1 << 30)
 
@@ -94,8 +102,9 @@ cell_bytes = kernel(bytes_of_cell)
 
 @kernel
 def panel_tokens(left: int, total: int, fine: int, matrix: int) -> int:
-    """Tokens in the next panel, where `left` of `total` tokens are not yet in one; matrix: whether (not 0) panels may
-    be as large as tile registers take."""
+    """Tokens in the next panel, where `left` of `total` tokens are not yet in one; matrix: whether
+    (not 0) panels may be as large as tile registers take.
+    """
     if total <= SMALL_TOKENS[-1]:
         largest = FINE_TOKENS[-1] if fine != 0 else SMALL_TOKENS[-1]
     else:
@@ -112,7 +121,9 @@ def panel_tokens(left: int, total: int, fine: int, matrix: int) -> int:
 @kernel
 def takes_pair(size: int, fine: int) -> bool:
     """Whether a panel of so many tokens goes against two tiles at once."""
-    wide, most = (WIDE_FINE_TOKENS, MATRIX_FINE_TOKENS) if fine != 0 else (WIDE_TOKENS, MATRIX_TOKENS)
+    wide, most = (
+        (WIDE_FINE_TOKENS, MATRIX_FINE_TOKENS) if fine != 0 else (WIDE_TOKENS, MATRIX_TOKENS)
+    )
     return TILES_AT_ONCE == 2 and size in (wide, most)
 
 

@@ -1,7 +1,7 @@
 """Microkernels of the linear layers as intrinsics, by kind of weights and number of tokens.
 
-Integer weights: see int_tiles.py; on AVX2 for many tokens unpacked.py. Float weights, here: one fma chain per output in
-input order. Either way an output depends on its own row and token only.
+Integer weights: see int_tiles.py; on AVX2 for many tokens unpacked.py. Float weights, here: one fma
+chain per output in input order. Either way an output depends on its own row and token only.
 """
 
 from __future__ import annotations
@@ -108,7 +108,12 @@ def _int_tile(kind: int, tiles: int, tokens: int, fine: bool) -> Any:
         """tile: `Tile`; panel: address of the tokens' panel, see panel.py; target: `Target`."""
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            emitter.emit(b, fields_of(b, Tile, arguments[0]), arguments[1], fields_of(b, Target, arguments[2]))
+            emitter.emit(
+                b,
+                fields_of(b, Tile, arguments[0]),
+                arguments[1],
+                fields_of(b, Target, arguments[2]),
+            )
             return context.get_dummy_value()
 
         return types.void(tile, types.int64, target), codegen
@@ -119,7 +124,9 @@ def _int_tile(kind: int, tiles: int, tokens: int, fine: bool) -> Any:
 def _float_tile(kind: int, tokens: int) -> Any:
     @intrinsic
     def tile(typing: Any, tile: Any, inputs: Any, step: Any, target: Any) -> Any:
-        """tile: `Tile` of floats [inputs, 16]; inputs: address of float32 [tokens, inputs], `step` bytes a token."""
+        """tile: `Tile` of floats [inputs, 16]; inputs: address of float32 [tokens, inputs], `step`
+        bytes a token.
+        """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             where = fields_of(b, Tile, arguments[0])
@@ -132,8 +139,16 @@ def _float_tile(kind: int, tokens: int) -> Any:
     return tile
 
 
-_SHAPES = {(1, tokens, False) for tokens in SMALL_TOKENS} | {(1, tokens, True) for tokens in FINE_TOKENS}
+_SHAPES = {(1, tokens, False) for tokens in SMALL_TOKENS} | {
+    (1, tokens, True) for tokens in FINE_TOKENS
+}
 _SHAPES |= {(TILES_AT_ONCE, WIDE_TOKENS, False), (TILES_AT_ONCE, WIDE_FINE_TOKENS, True)}
-int_tile = {(kind, *shape): _int_tile(kind, *shape) for kind in INT_KINDS for shape in sorted(_SHAPES)}
+int_tile = {
+    (kind, *shape): _int_tile(kind, *shape) for kind in INT_KINDS for shape in sorted(_SHAPES)
+}
 """(kind, tiles, tokens, fine) -> microkernel."""
-float_tile = {(kind, tokens): _float_tile(kind, tokens) for kind in (KIND_F32, KIND_BF16) for tokens in FLOAT_TOKENS}
+float_tile = {
+    (kind, tokens): _float_tile(kind, tokens)
+    for kind in (KIND_F32, KIND_BF16)
+    for tokens in FLOAT_TOKENS
+}

@@ -1,7 +1,9 @@
-"""Microkernel for many tokens on AVX2: a tile's weights are unpacked once, a few groups at a time, for all panels.
+"""Microkernel for many tokens on AVX2: a tile's weights are unpacked once, a few groups at a time,
+for all panels.
 
-Sixteen registers of half a cache line hold the sums of 16 rows and 4 tokens in 16 bits, and the weights of two quads.
-They do so only while no loop is unrolled: the compiler hoists what it can and keeps the rest on the stack.
+Sixteen registers of half a cache line hold the sums of 16 rows and 4 tokens in 16 bits, and the
+weights of two quads. They do so only while no loop is unrolled: the compiler hoists what it can and
+keeps the rest on the stack.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def _lesser(b: Builder, x: Value, y: Value) -> Value:
 
 
 class _Places(NamedTuple):
-    """Byte addresses on the stack: what is unpacked of some groups of a tile, and the sums of some panels.
+    """Byte addresses on the stack: what is unpacked of some groups of a tile, and the sums of some
+    panels.
 
     codes   uint8 [groups][8 quads][64];  scales float32 [groups][parts, and one for minima][16]
     sums    float32 [panels][tokens][16]
@@ -62,7 +65,9 @@ class UnpackedTiles(IntTiles):
         self.scale_bytes = _LINE * (self.parts + has_minima(kind))
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        """All runs: a tile after the other, each against one panel, or one tile against panels, some at a time."""
+        """All runs: a tile after the other, each against one panel, or one tile against panels,
+        some at a time.
+        """
         places = _Places(
             emit_scratch(b, _GROUPS * _QUADS * _LINE),
             emit_scratch(b, _GROUPS * self.scale_bytes),
@@ -72,13 +77,17 @@ class UnpackedTiles(IntTiles):
         one = int_constant(1)
         most = int_constant(_PANELS)
         over_tokens = b.icmp_signed("!=", tile.panel_step, zero)
-        rounds = b.select(over_tokens, b.sdiv(b.add(tile.runs, int_constant(_PANELS - 1)), most), tile.runs)
+        rounds = b.select(
+            over_tokens, b.sdiv(b.add(tile.runs, int_constant(_PANELS - 1)), most), tile.runs
+        )
         with emit_loop(b, rounds) as index:
             number = b.select(over_tokens, zero, index)
             first = b.select(over_tokens, b.mul(index, most), zero)
             count = b.select(over_tokens, _lesser(b, most, b.sub(tile.runs, first)), one)
             behind = b.mul(number, target.tile_step)
-            bias = b.select(b.icmp_signed("!=", target.bias, zero), b.add(target.bias, behind), zero)
+            bias = b.select(
+                b.icmp_signed("!=", target.bias, zero), b.add(target.bias, behind), zero
+            )
             tokens = b.mul(first, int_constant(self.tokens))
             out = b.add(b.add(target.out, behind), b.mul(tokens, target.out_step))
             here = tile._replace(
@@ -89,7 +98,9 @@ class UnpackedTiles(IntTiles):
             at = b.add(panel, b.mul(first, tile.panel_step))
             self._emit_panels(b, here, at, count, target._replace(out=out, bias=bias), places)
 
-    def _emit_panels(self, b: Builder, tile: Tile, panel: Value, count: Value, target: Target, places: _Places) -> None:
+    def _emit_panels(
+        self, b: Builder, tile: Tile, panel: Value, count: Value, target: Target, places: _Places
+    ) -> None:
         """`count` panels against a tile."""
         lines = b.mul(count, int_constant(self.tokens))
         with emit_loop(b, lines) as line:
@@ -108,7 +119,9 @@ class UnpackedTiles(IntTiles):
                     self._add_unpacked(b, group, at, sums, places)
         with emit_loop(b, lines) as line:
             slot = b.inttoptr(emit_place(b, places.sums, line, _LINE), V16.as_pointer())
-            emit_target(b, [[slot]], target._replace(out=b.add(target.out, b.mul(line, target.out_step))))
+            emit_target(
+                b, [[slot]], target._replace(out=b.add(target.out, b.mul(line, target.out_step)))
+            )
 
     def _unpack(self, b: Builder, tile: Tile, first: Value, group: Value, places: _Places) -> None:
         """Group `first + group` of a tile into place `group`."""
@@ -138,7 +151,9 @@ class UnpackedTiles(IntTiles):
             if low is not None:
                 emit_store(b, low, b.add(floats, int_constant(_LINE)))
 
-    def _add_unpacked(self, b: Builder, group: Value, panel: Value, sums: Value, places: _Places) -> None:
+    def _add_unpacked(
+        self, b: Builder, group: Value, panel: Value, sums: Value, places: _Places
+    ) -> None:
         """The group at place `group` against the panel whose cells start at `panel`."""
         floats = emit_place(b, places.scales, group, self.scale_bytes)
         codes = emit_place(b, places.codes, group, _QUADS * _LINE)
@@ -146,10 +161,16 @@ class UnpackedTiles(IntTiles):
         with emit_loop(b, int_constant(self.parts)) as part:
             dots = self._unpacked_dots(b, here, codes, part)
             scale = emit_load(b, V16, emit_place(b, floats, part, _LINE))
-            low = emit_load(b, V16, b.add(floats, int_constant(_LINE))) if has_minima(self.kind) else None
+            low = (
+                emit_load(b, V16, b.add(floats, int_constant(_LINE)))
+                if has_minima(self.kind)
+                else None
+            )
             for token, dot in enumerate(dots):
                 place = b.add(sums, int_constant(_LINE * token))
-                result = self._epilogue(b, dot, self._term(b, here, token), (scale, low), emit_load(b, V16, place))
+                result = self._epilogue(
+                    b, dot, self._term(b, here, token), (scale, low), emit_load(b, V16, place)
+                )
                 emit_store(b, result, place)
 
     def _unpacked_dots(self, b: Builder, here: Value, codes: Value, part: Value) -> list[Value]:
@@ -175,16 +196,24 @@ class UnpackedTiles(IntTiles):
                     for one, slot in zip(sums, slots, strict=True):
                         b.store(one, slot)
                 sums = [b.load(slot) for slot in slots]
-            totals = [b.add(total, dot.widened(one)) for total, one in zip(totals, sums, strict=True)]
+            totals = [
+                b.add(total, dot.widened(one)) for total, one in zip(totals, sums, strict=True)
+            ]
         if OFFSET[self.kind] and dot.seeded:
             for token in range(self.tokens):
-                seed = splat_i32_at(b, emit_place(b, self._seed(b, here, token, 0), part, 4 * self.tokens))
+                seed = splat_i32_at(
+                    b, emit_place(b, self._seed(b, here, token, 0), part, 4 * self.tokens)
+                )
                 totals[token - self.tokens] = b.add(totals[token - self.tokens], seed)
         planes = [totals[start : start + self.tokens] for start in range(0, count, self.tokens)]
         return [self._joined(b, one) for one in zip(*planes, strict=True)]
 
-    def _add_pair(self, b: Builder, dot: GroupDot, sums: Sequence[Value], codes: Value, here: Value) -> list[Value]:
-        """The sums, [planes * tokens], and the products of two quads at `codes` with the tokens' codes from `here`."""
+    def _add_pair(
+        self, b: Builder, dot: GroupDot, sums: Sequence[Value], codes: Value, here: Value
+    ) -> list[Value]:
+        """The sums, [planes * tokens], and the products of two quads at `codes` with the tokens'
+        codes from `here`.
+        """
         sums = list(sums)
         for half in range(2):
             quad = dot.prepare(emit_load_bytes(b, b.add(codes, int_constant(_LINE * half))))

@@ -1,13 +1,15 @@
-"""Matrices into the tile layouts of the linear kernels: float32, bfloat16, and int8, int4, int4-asym in groups of 32.
+"""Matrices into the tile layouts of the linear kernels: float32, bfloat16, and int8, int4,
+int4-asym in groups of 32.
 
-The layouts are specified in layout.py and reference/weights.py. Scales and minima are float16. A stored weight is
-scale * code for the signed codes of int8 and int4, and scale * code - minimum for the codes 0..15 of int4-asym. Of
-int4t it is scale * table[code]; that format, as the block formats, comes from files alone.
+The layouts are specified in layout.py and reference/weights.py. Scales and minima are float16. A
+stored weight is scale * code for the signed codes of int8 and int4, and scale * code - minimum for
+the codes 0..15 of int4-asym. Of int4t it is scale * table[code]; that format, as the block formats,
+comes from files alone.
 
-Another format has its place in: KIND_* and OFFSET in dot.py, INT_KINDS in tiles.py, FITS in fit.py, layout.py,
-ladders.py, amx.py, program/tokens.py and program/norms.py (what tokens are multiplied with it), reference/weights.py
-and reference/linear.py (first of all), then models/packed/plan.py, stream.py and conversions.py, which decide what is
-packed so, and config.py for its name.
+Another format has its place in: KIND_* and OFFSET in dot.py, INT_KINDS in tiles.py, FITS in fit.py,
+layout.py, ladders.py, amx.py, program/tokens.py and program/norms.py (what tokens are multiplied
+with it), reference/weights.py and reference/linear.py (first of all), then models/packed/plan.py,
+stream.py and conversions.py, which decide what is packed so, and config.py for its name.
 """
 
 from __future__ import annotations
@@ -63,8 +65,12 @@ __all__ = [
 ]
 
 KINDS: dict[str, int] = {
-    "f32": KIND_F32, "bf16": KIND_BF16, "int8": KIND_INT8, "int4": KIND_INT4, "int4-asym": KIND_INT4_ASYM
-}  # fmt: skip
+    "f32": KIND_F32,
+    "bf16": KIND_BF16,
+    "int8": KIND_INT8,
+    "int4": KIND_INT4,
+    "int4-asym": KIND_INT4_ASYM,
+}
 """Weight format that floats can be packed in -> number of its kind in the kernels."""
 
 QUANTIZED = ("int8", "int4", "int4-asym")
@@ -75,7 +81,8 @@ TABLE_FORMATS: dict[str, int] = {"int4t": KIND_INT4T}
 NUMBERS: dict[str, int] = {**KINDS, **BLOCK_FORMATS, **TABLE_FORMATS}
 """Every packed format -> number of its kind."""
 
-# The scale, or the minimum, must be a finite float16; bfloat16 rounds what lies above its largest number to infinity.
+# The scale, or the minimum, must be a finite float16; bfloat16 rounds what lies above its largest
+# number to infinity.
 LARGEST: dict[str, float] = {
     "f32": float(np.finfo(np.float32).max),
     "bf16": float.fromhex("0x1.fep127"),
@@ -87,7 +94,9 @@ LARGEST: dict[str, float] = {
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-_fit_int8, _fit_int4, _fit_int4_asym = (fit_group[kind] for kind in (KIND_INT8, KIND_INT4, KIND_INT4_ASYM))
+_fit_int8, _fit_int4, _fit_int4_asym = (
+    fit_group[kind] for kind in (KIND_INT8, KIND_INT4, KIND_INT4_ASYM)
+)
 
 
 class PackedRows(NamedTuple):
@@ -104,20 +113,30 @@ class PackedRows(NamedTuple):
 
 
 def packed_sizes(rows: int, inputs: int, kind: int) -> tuple[int, int, int]:
-    """Bytes of the packed codes (or floats), of the scales and of the minima of a matrix [rows, inputs]."""
+    """Bytes of the packed codes (or floats), of the scales and of the minima of a matrix [rows,
+    inputs].
+    """
     tiles = -(-rows // LANES)
     groups = -(-inputs // GROUP)
     if kind in (KIND_F32, KIND_BF16):
         return tiles * LANES * inputs * (4 if kind == KIND_F32 else 2), 0, 0
     if kind not in INT_KINDS:
         raise ConfigError(f"weight kind {kind} is not one of {sorted(NUMBERS.values())}")
-    return tiles * groups * group_bytes(kind), tiles * groups * SCALE_BYTES, tiles * minima_bytes(kind, groups)
+    return (
+        tiles * groups * group_bytes(kind),
+        tiles * groups * SCALE_BYTES,
+        tiles * minima_bytes(kind, groups),
+    )
 
 
 def pack_rows(weights: Floats, kind: int) -> PackedRows:
-    """Pack float32 [rows, inputs] of finite weights no larger than `LARGEST`. ConfigError for a block format."""
+    """Pack float32 [rows, inputs] of finite weights no larger than `LARGEST`. ConfigError for a
+    block format.
+    """
     if kind not in KINDS.values():
-        raise ConfigError(f"floats are not packed as weight kind {kind}, only as one of {sorted(KINDS.values())}")
+        raise ConfigError(
+            f"floats are not packed as weight kind {kind}, only as one of {sorted(KINDS.values())}"
+        )
     packed = _empty(weights.shape[0], weights.shape[1], kind)
     weights = np.ascontiguousarray(weights, dtype=np.float32)
     if kind in (KIND_F32, KIND_BF16):
@@ -134,20 +153,27 @@ def pack_codes(
     kind: int,
     table: npt.NDArray[np.int8] | None = None,
 ) -> PackedRows:
-    """Pack rows that are quantized already, as they are: codes uint8 [rows, inputs] with the kind's offset (128, 8 or
-    0) in them, scales and minima float16 [rows, groups], of KIND_INT4T the weights int8 [16] that its codes stand for.
-    ConfigError where they do not fit the kind."""
+    """Pack rows that are quantized already, as they are: codes uint8 [rows, inputs] with the kind's
+    offset (128, 8 or
+    0) in them, scales and minima float16 [rows, groups], of KIND_INT4T the weights int8 [16] that
+      its codes stand for. ConfigError where they do not fit the kind.
+    """
     rows, inputs = codes.shape
     tiles = -(-rows // LANES)
     groups = -(-inputs // GROUP)
     if kind not in (*FITS, KIND_INT4T) or (minima is not None) != (kind == KIND_INT4_ASYM):
         raise ConfigError(
-            f"codes of weight kind {kind} cannot be packed {'with' if minima is not None else 'without'} minima"
+            f"codes of weight kind {kind} cannot be packed "
+            f"{'with' if minima is not None else 'without'} minima"
         )
-    if (table is not None) != (kind == KIND_INT4T) or (table is not None and table.shape != (TABLE_BYTES,)):
+    if (table is not None) != (kind == KIND_INT4T) or (
+        table is not None and table.shape != (TABLE_BYTES,)
+    ):
         shape = "without a table" if table is None else f"with a table of shape {table.shape}"
         raise ConfigError(f"codes of weight kind {kind} cannot be packed {shape}")
-    bits, offset = (CODE_BITS[kind], 0) if kind == KIND_INT4T else (FITS[kind].bits, FITS[kind].offset)
+    bits, offset = (
+        (CODE_BITS[kind], 0) if kind == KIND_INT4T else (FITS[kind].bits, FITS[kind].offset)
+    )
     limit = (1 << bits) - 1
     if codes.size and int(codes.max()) > limit:
         raise ConfigError(f"code {int(codes.max())} of weight kind {kind} is above {limit}")
@@ -162,22 +188,30 @@ def pack_codes(
     for target, values in ((packed.scales, scales), (packed.minima, minima)):
         if values is not None:
             if values.shape != (rows, groups):
-                raise ConfigError(f"scales or minima have shape {values.shape}, expected {(rows, groups)}")
+                raise ConfigError(
+                    f"scales or minima have shape {values.shape}, expected {(rows, groups)}"
+                )
             wide = np.zeros((tiles * LANES, groups), dtype=np.float16)
             wide[:rows] = values
             target[:] = (
-                np.ascontiguousarray(wide.reshape(tiles, LANES, groups).transpose(0, 2, 1)).reshape(-1).view(np.uint8)
+                np.ascontiguousarray(wide.reshape(tiles, LANES, groups).transpose(0, 2, 1))
+                .reshape(-1)
+                .view(np.uint8)
             )
     return packed
 
 
 def _empty(rows: int, inputs: int, kind: int) -> PackedRows:
-    codes, scales, minima = (np.empty(size, dtype=np.uint8) for size in packed_sizes(rows, inputs, kind))
+    codes, scales, minima = (
+        np.empty(size, dtype=np.uint8) for size in packed_sizes(rows, inputs, kind)
+    )
     return PackedRows(codes, scales, minima)
 
 
 @kernel
-def _fit_rows(weights: Floats, codes: Bytes, scales: Bytes, minima: Bytes, kind: int) -> tuple[float, float]:
+def _fit_rows(
+    weights: Floats, codes: Bytes, scales: Bytes, minima: Bytes, kind: int
+) -> tuple[float, float]:
     """Quantize all rows; the squared error and the squared weights in all."""
     rows, inputs = weights.shape
     groups = (inputs + GROUP - 1) // GROUP
@@ -223,7 +257,9 @@ def _fit_rows(weights: Floats, codes: Bytes, scales: Bytes, minima: Bytes, kind:
 
 @kernel
 def _store_floats(weights: Floats, out: Bytes, kind: int) -> tuple[float, float]:
-    """Tiles [input][16] of float32 or bfloat16; the squared error and the squared weights in all."""
+    """Tiles [input][16] of float32 or bfloat16; the squared error and the squared weights in
+    all.
+    """
     rows, inputs = weights.shape
     size = 4 if kind == KIND_F32 else 2
     source = address_of(weights)
@@ -247,7 +283,9 @@ def _store_floats(weights: Floats, out: Bytes, kind: int) -> tuple[float, float]
 
 @kernel
 def _store_words(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32], bits: int) -> None:
-    """words: uint32 [rows, inputs / 4], four codes of a row each, which are one word of a line of the tile."""
+    """words: uint32 [rows, inputs / 4], four codes of a row each, which are one word of a line of
+    the tile.
+    """
     rows, count = words.shape
     step = 8 // bits
     at = 0
@@ -266,5 +304,7 @@ _BYTES = types.Array(types.uint8, 1, "C")
 _FLOATS = types.Array(types.float32, 2, "C")
 fit_entry = Entry(_fit_rows, _FLOATS, _BYTES, _BYTES, _BYTES, types.int64)
 floats_entry = Entry(_store_floats, _FLOATS, _BYTES, types.int64)
-codes_entry = Entry(_store_words, types.Array(types.uint32, 2, "C"), types.Array(types.uint32, 1, "C"), types.int64)
+codes_entry = Entry(
+    _store_words, types.Array(types.uint32, 2, "C"), types.Array(types.uint32, 1, "C"), types.int64
+)
 """What `pack_rows` runs for integer formats and for floats, and what `pack_codes` runs."""

@@ -1,4 +1,6 @@
-"""Activations of 16 lanes: what an MLP makes of its gate and of the way up, or of the way up alone."""
+"""Activations of 16 lanes: what an MLP makes of its gate and of the way up, or of the way up
+alone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_exp, emit_lanes_in, emit_load, emit_store
+from kvboost_edge.kernels.vectors import (
+    I64,
+    LANES,
+    V16,
+    emit_exp,
+    emit_lanes_in,
+    emit_load,
+    emit_store,
+)
 
 __all__ = [
     "ACT_CLAMPED_SWIGLU",
@@ -52,13 +62,17 @@ def _emit_limit(b: Builder, x: Value, limit: float) -> Value:
 
 
 def emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
-    """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner)). ACT_CLAMPED_SWIGLU:
-    x / (1 + exp(-alpha * x)) * (up + 1), x at most the limit, up within it on both sides. ACT_SIGMOID: silu without
-    its factor. ACT_RELU2: the square of x, of what is below 0 of 0; up has no meaning."""
+    """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner)).
+    ACT_CLAMPED_SWIGLU: x / (1 + exp(-alpha * x)) * (up + 1), x at most the limit, up within it on
+    both sides. ACT_SIGMOID: silu without its factor. ACT_RELU2: the square of x, of what is below 0
+    of 0; up has no meaning.
+    """
     is_squared = b.icmp_signed("==", act, int_constant(ACT_RELU2))
     raw = x
     kinds = (ACT_SILU, ACT_CLAMPED_SWIGLU, ACT_SIGMOID)
-    is_silu, is_clamped, is_sigmoid = (b.icmp_signed("==", act, int_constant(kind)) for kind in kinds)
+    is_silu, is_clamped, is_sigmoid = (
+        b.icmp_signed("==", act, int_constant(kind)) for kind in kinds
+    )
     is_silu = b.or_(is_silu, is_sigmoid)
     x = b.select(is_clamped, _emit_limit(b, x, _SWIGLU_LIMIT), x)
     both = _emit_limit(b, _emit_limit(b, up, _SWIGLU_LIMIT), -_SWIGLU_LIMIT)
@@ -75,7 +89,9 @@ def emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
 def _emit_one_and_power(b: Builder, x: Value) -> Value:
     """1 + exp(-x)."""
     exponent = b.fsub(_splat(0.0), x)
-    exponent = b.select(b.fcmp_ordered(">", exponent, _splat(_MAX_EXPONENT)), _splat(_MAX_EXPONENT), exponent)
+    exponent = b.select(
+        b.fcmp_ordered(">", exponent, _splat(_MAX_EXPONENT)), _splat(_MAX_EXPONENT), exponent
+    )
     return b.fadd(_splat(1.0), emit_exp(b, exponent))
 
 
@@ -85,9 +101,12 @@ def emit_silu(b: Builder, x: Value) -> Value:
 
 
 @intrinsic
-def activate_vectors(typing: Any, gate: Any, up: Any, kind: Any, count: Any, vectors: Any, out: Any) -> Any:
-    """out = act(gate) * up, `vectors` vectors; outputs from `count` on are 0 (their inputs are read). ACT_SIGMOID is
-    silu without its factor."""
+def activate_vectors(
+    typing: Any, gate: Any, up: Any, kind: Any, count: Any, vectors: Any, out: Any
+) -> Any:
+    """out = act(gate) * up, `vectors` vectors; outputs from `count` on are 0 (their inputs are
+    read). ACT_SIGMOID is silu without its factor.
+    """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         gate, up, kind, count, vectors, out = arguments

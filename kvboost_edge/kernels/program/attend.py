@@ -1,4 +1,6 @@
-"""Attention inside a layer program: a layer's call as one row of int64, so that a whole pass is one kernel call."""
+"""Attention inside a layer program: a layer's call as one row of int64, so that a whole pass is one
+kernel call.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ class AttentionRow(NamedTuple):
     job               where the pool is not quantized nothing but `plain` and `slots` counts
     turn              zeros in a pass whose parts have no delta
     slots             address of the tokens' slots, int64
-    continued         address of pairs (from, to) of buffers, int64, copied before anything is written
+    continued         address of pairs (from, to) of buffers, int64, copied before anything is
+                      written
     closed            address of pairs (buffer, block), int64, quantized when all is written
     stage             address of float32 [num_threads, dim * block], where threads quantize
     """
@@ -120,7 +123,9 @@ R_NUM_CLOSED = _at("num_closed")
 
 
 def row_of(call: AttentionCall) -> npt.NDArray[np.int64]:
-    """int64 [ROW_NUMBERS], the call alone. It holds addresses of the call's arrays, which must outlive it."""
+    """int64 [ROW_NUMBERS], the call alone. It holds addresses of the call's arrays, which must
+    outlive it.
+    """
     row = np.zeros(ROW_NUMBERS, dtype=np.int64)
     for first, kind in ((_PLAIN, Job), (_TURN, Turn)) if call.half else ((_PLAIN, Job),):
         numbers = numbers_of(kind, call)
@@ -135,7 +140,9 @@ def attention_row(job: ProgramJob, op: Any) -> Any:
 
 
 attend_row = caller(types.int64)
-"""(at): take units of the attention call whose row is at this address until none is left. Of an entry of:"""
+"""(at): take units of the attention call whose row is at this address until none is left. Of an
+entry of:
+"""
 
 
 @kernel
@@ -159,7 +166,9 @@ def is_attended(at: int) -> Any:
 
 @kernel
 def store_token(at: int, keys: int, values: int, token: int) -> None:
-    """Write a token's keys and values, float32 [num_kv_heads, head_dim] each, at its slot of the call's pool."""
+    """Write a token's keys and values, float32 [num_kv_heads, head_dim] each, at its slot of the
+    call's pool.
+    """
     row = load_row(AttentionRow, at)
     job = row.job.plain
     shape = row.job.plain.shape
@@ -203,7 +212,9 @@ def continue_block(at: int, index: int) -> None:
 
 @kernel
 def closing_units(at: int) -> Any:
-    """Units of `close_blocks`: not more than there are threads, because each works in a place of its own."""
+    """Units of `close_blocks`: not more than there are threads, because each works in a place of
+    its own.
+    """
     row = load_row(AttentionRow, at)
     return min(row.job.plain.num_threads, row.num_closed * row.job.plain.shape.num_kv_heads)
 
@@ -228,5 +239,8 @@ def _close_blocks(at: int, unit: int) -> None:
 close_blocks = caller(types.int64, types.int64)
 """(at, unit): quantize this unit's share of the blocks that are full now. Of the entry:"""
 close_entry = Entry(_close_blocks, types.int64, types.int64)
-attend_entries = {False: Entry(_attend_floats, types.int64), True: Entry(_attend_codes, types.int64)}
+attend_entries = {
+    False: Entry(_attend_floats, types.int64),
+    True: Entry(_attend_codes, types.int64),
+}
 """Whether the pool is quantized -> attention."""

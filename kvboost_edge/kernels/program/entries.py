@@ -1,4 +1,6 @@
-"""Which entries (see kernels/entry.py) a program needs, and the table of their addresses that its jobs carry."""
+"""Which entries (see kernels/entry.py) a program needs, and the table of their addresses that its
+jobs carry.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,32 @@ __all__ = ["entries_of", "kernel_table", "pass_entries", "table_entries"]
 
 
 def entries_of(operations: Iterable[int]) -> list[int]:
-    """Which entries run operations of a program: `K_PROGRAM`, and indices of a job's `kernels`. ConfigError for an
-    operation that none of them knows."""
+    """Which entries run operations of a program: `K_PROGRAM`, and indices of a job's `kernels`.
+    ConfigError for an operation that none of them knows.
+    """
     found = set()
     for operation in operations:
         knowing = [entry for entry, known in lt.OPERATIONS.items() if operation in known]
         if not knowing:
-            raise ConfigError(f"operation {operation} of a program: no entry runs it (kernels/program/table.py)")
+            raise ConfigError(
+                f"operation {operation} of a program: no entry runs it (kernels/program/table.py)"
+            )
         found.update(knowing)
     return sorted(found)
 
 
-def table_entries(kinds: Iterable[int], operations: Iterable[int], quantized: bool | None) -> dict[int, Entry]:
+def table_entries(
+    kinds: Iterable[int], operations: Iterable[int], quantized: bool | None
+) -> dict[int, Entry]:
     """Index of a job's `kernels` -> the entry whose address stands there.
 
-    kinds: of the weights; operations: of the program; quantized: whether the pool is, None where attention is not run
-    in the program.
+    kinds: of the weights; operations: of the program; quantized: whether the pool is, None where
+    attention is not run in the program.
     """
     found = {kind: ladders[kind] for kind in sorted(set(kinds))}
-    found |= {index: apart_entries[index] for index in entries_of(operations) if index != lt.K_PROGRAM}
+    found |= {
+        index: apart_entries[index] for index in entries_of(operations) if index != lt.K_PROGRAM
+    }
     if quantized is not None:
         found[lt.K_ATTEND] = attend_entries[quantized]
     if quantized:
@@ -47,17 +56,25 @@ def table_entries(kinds: Iterable[int], operations: Iterable[int], quantized: bo
     return found
 
 
-def pass_entries(kinds: Iterable[int], operations: Iterable[int], *, quantized: bool) -> list[Entry]:
-    """All entries that passes over weights of these kinds run, those that take longest to compile first."""
+def pass_entries(
+    kinds: Iterable[int], operations: Iterable[int], *, quantized: bool
+) -> list[Entry]:
+    """All entries that passes over weights of these kinds run, those that take longest to compile
+    first.
+    """
     of_table = table_entries(kinds, operations, quantized)
-    longest = [of_table.pop(index) for index in (lt.K_EXPERTS, lt.K_ATTEND, lt.K_SCAN) if index in of_table]
+    longest = [
+        of_table.pop(index) for index in (lt.K_EXPERTS, lt.K_ATTEND, lt.K_SCAN) if index in of_table
+    ]
     return [program_entry, *longest, *trial_entries, *of_table.values(), copy_entry, *team_entries]
 
 
 def kernel_table(
     kinds: Iterable[int], operations: Iterable[int], quantized: bool | None = None
 ) -> npt.NDArray[np.int64]:
-    """int64 [NUM_KERNELS] for a job of these operations; entries that were never compiled here are compiled now."""
+    """int64 [NUM_KERNELS] for a job of these operations; entries that were never compiled here are
+    compiled now.
+    """
     table = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
     for index, entry in table_entries(kinds, operations, quantized).items():
         table[index] = entry.address

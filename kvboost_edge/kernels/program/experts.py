@@ -1,9 +1,10 @@
-"""Matrices of experts. All experts of a layer are one matrix, rows of one behind another's; see route.py for who has
-which tokens.
+"""Matrices of experts. All experts of a layer are one matrix, rows of one behind another's; see
+route.py for who has which tokens.
 
-Threads share out the rows of results, never a sum: one that computes rows of the way down walks the experts by
-ascending number and adds each one's share to its tokens. So no two threads write one number, and a token's sum has one
-order whatever else is in the pass. Biases, where there are some, are part of what a share is multiplied with.
+Threads share out the rows of results, never a sum: one that computes rows of the way down walks the
+experts by ascending number and adds each one's share to its tokens. So no two threads write one
+number, and a token's sum has one order whatever else is in the pass. Biases, where there are some,
+are part of what a share is multiplied with.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.linear.ladders import float_rows
 from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes_kernel, minima_bytes_kernel
-from kvboost_edge.kernels.linear.panel import SMALL_TOKENS, TILES_AT_ONCE, cell_bytes, panel_tokens, token_place
+from kvboost_edge.kernels.linear.panel import (
+    SMALL_TOKENS,
+    TILES_AT_ONCE,
+    cell_bytes,
+    panel_tokens,
+    token_place,
+)
 from kvboost_edge.kernels.linear.tiles import GROUP, INT_KINDS, Target, Tile
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import activate_vectors, matrices_in
@@ -61,7 +68,9 @@ from kvboost_edge.kernels.vectors import (
 __all__ = ["add_shared", "experts_down", "experts_gated", "experts_units", "spread"]
 
 _LINE = 4 * LANES
-_DOWN_TILES = 16  # of a unit at least, where there are many tokens: each reads the rows of all experts
+_DOWN_TILES = (
+    16  # of a unit at least, where there are many tokens: each reads the rows of all experts
+)
 
 
 @intrinsic
@@ -74,7 +83,11 @@ def _add_scaled(typing: Any, x: Any, share: Any, vectors: Any, out: Any) -> Any:
         with cgutils.for_range(b, vectors, intp=I64) as loop:
             at = b.mul(loop.index, int_constant(_LINE))
             place = b.add(out, at)
-            emit_store(b, emit_fma(b, emit_load(b, V16, b.add(x, at)), shares, emit_load(b, V16, place)), place)
+            emit_store(
+                b,
+                emit_fma(b, emit_load(b, V16, b.add(x, at)), shares, emit_load(b, V16, place)),
+                place,
+            )
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.int64), codegen
@@ -96,8 +109,10 @@ def _down_tiles(job: ProgramJob, op: Any) -> Any:
 
 @kernel
 def experts_units(job: ProgramJob, op: Any) -> Any:
-    """Units of an operation on experts. Those of experts that turn out to have no tokens do nothing: how many there are
-    must not depend on what a pass finds, because threads that come late count them again."""
+    """Units of an operation on experts. Those of experts that turn out to have no tokens do
+    nothing: how many there are must not depend on what a pass finds, because threads that come late
+    count them again.
+    """
     code = op[lt.F_OP]
     if code == lt.OP_DISPATCH:
         return 1
@@ -125,7 +140,9 @@ def spread(job: ProgramJob, op: Any, index: int) -> None:
         source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
         if op[lt.F_QUANT] > 0:
             start, size = token_place(slot - first, tokens, 0, job.matrix)
-            cell = job.buffers[lt.B_SPREAD] + (first + start) * groups * cell_bytes(0, op[lt.F_QUANT])
+            cell = job.buffers[lt.B_SPREAD] + (first + start) * groups * cell_bytes(
+                0, op[lt.F_QUANT]
+            )
             quantize_groups(source, groups, cell, size, slot - first - start, op[lt.F_QUANT], 0)
         else:
             copy_floats(source, count, job.buffers[lt.B_SPREAD] + 4 * slot * op[lt.F_DST_STEP])
@@ -152,7 +169,9 @@ def _bias_of(op: Any, first: int) -> Any:
 
 @kernel
 def experts_gated(job: ProgramJob, op: Any, unit: int) -> None:
-    """A run of groups of inner channels of one expert: gate and up, or up alone, and activation of its tokens."""
+    """A run of groups of inner channels of one expert: gate and up, or up alone, and activation of
+    its tokens.
+    """
     runs = _runs(job, op)
     size = tiles_in_unit(op, job.tokens)
     index = unit // runs
@@ -173,7 +192,9 @@ def experts_gated(job: ProgramJob, op: Any, unit: int) -> None:
     if op[lt.F_KIND] in INT_KINDS:
         of = _matrix_of(op, expert, parts * inner, source, first)
         out += first * (inner // GROUP) * cell_bytes(0, op[lt.F_QUANT])
-        gated_groups(job, op, of, _bias_of(op, parts * expert * inner), tokens, group, end, out, scratch)
+        gated_groups(
+            job, op, of, _bias_of(op, parts * expert * inner), tokens, group, end, out, scratch
+        )
         return
     kind = op[lt.F_KIND]
     inputs = op[lt.F_INPUTS]
@@ -199,9 +220,18 @@ def experts_gated(job: ProgramJob, op: Any, unit: int) -> None:
 
 @kernel
 def _add_shares(
-    job: ProgramJob, op: Any, factor: float, scratch: int, slot: int, rows: int, tile: int, count: int
+    job: ProgramJob,
+    op: Any,
+    factor: float,
+    scratch: int,
+    slot: int,
+    rows: int,
+    tile: int,
+    count: int,
 ) -> None:
-    """Rows of `count` tiles of results, of the tokens in slots from `slot` on, times their shares to the result."""
+    """Rows of `count` tiles of results, of the tokens in slots from `slot` on, times their shares
+    to the result.
+    """
     for row in range(rows):
         place = place_at(job, op[lt.F_EXPERTS], slot + row)
         share = load_f32(job.buffers[lt.B_SHARES] + 4 * place) * factor
@@ -272,10 +302,14 @@ def experts_down(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
 
 @kernel
 def add_shared(job: ProgramJob, op: Any, factor: float, token: int) -> None:
-    """destination += factor * sigmoid of another row's number * source: the expert that all tokens share."""
+    """destination += factor * sigmoid of another row's number * source: the expert that all tokens
+    share.
+    """
     gate = load_f32(job.buffers[op[lt.F_BY]] + 4 * (token * op[lt.F_BY_STEP] + op[lt.F_BY_FIRST]))
     share = sigmoid_f32(gate) * factor
     source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
     out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
     for index in range(op[lt.F_COUNT]):
-        store_f32(out + 4 * index, fma_f32(load_f32(source + 4 * index), share, load_f32(out + 4 * index)))
+        store_f32(
+            out + 4 * index, fma_f32(load_f32(source + 4 * index), share, load_f32(out + 4 * index))
+        )

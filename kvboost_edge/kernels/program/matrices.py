@@ -1,4 +1,6 @@
-"""The operations of a layer program, cut into units that any thread may run: some tokens, or a run of weight tiles."""
+"""The operations of a layer program, cut into units that any thread may run: some tokens, or a run
+of weight tiles.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +73,22 @@ def _matrix(job: ProgramJob, op: Any) -> Any:
     """An operation's matrix and the panel it reads."""
     groups = (op[lt.F_INPUTS] + GROUP - 1) // GROUP
     panel = job.buffers[op[lt.F_PANEL_IN]]
-    return Matrix(op[lt.F_KIND], groups, op[lt.F_FINE_IN], op[lt.F_WEIGHT], op[lt.F_SCALE], op[lt.F_MINIMA], panel)
+    return Matrix(
+        op[lt.F_KIND],
+        groups,
+        op[lt.F_FINE_IN],
+        op[lt.F_WEIGHT],
+        op[lt.F_SCALE],
+        op[lt.F_MINIMA],
+        panel,
+    )
 
 
 @kernel
 def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
-    """A run of tiles against all tokens; a tile's weights are read once from memory and then from the cache."""
+    """A run of tiles against all tokens; a tile's weights are read once from memory and then from
+    the cache.
+    """
     kind = op[lt.F_KIND]
     inputs = op[lt.F_INPUTS]
     fine = op[lt.F_FINE_IN]
@@ -96,7 +108,9 @@ def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
         bias = op[lt.F_BIAS] + 4 * LANES * tile if op[lt.F_BIAS] != 0 else 0
         token = 0
         while token < job.tokens:
-            out = job.buffers[op[lt.F_DST]] + 4 * op[lt.F_DST_FIRST] + token * step + 4 * LANES * tile
+            out = (
+                job.buffers[op[lt.F_DST]] + 4 * op[lt.F_DST_FIRST] + token * step + 4 * LANES * tile
+            )
             target = Target(out, step, 4 * LANES, bias, op[lt.F_ADD], factor)
             if is_int:
                 n = panel_tokens(job.tokens - token, job.tokens, fine, job.matrix)
@@ -120,7 +134,9 @@ def _gated(job: ProgramJob, op: Any, unit: int) -> None:
     first = unit * size
     end = min(op[lt.F_COUNT] // GROUP, unit * size + size)
     out = job.buffers[op[lt.F_PANEL]]
-    gated_groups(job, op, _matrix(job, op), op[lt.F_BIAS], job.tokens, first, end, out, tile_scratch())
+    gated_groups(
+        job, op, _matrix(job, op), op[lt.F_BIAS], job.tokens, first, end, out, tile_scratch()
+    )
 
 
 @kernel

@@ -1,7 +1,8 @@
-"""Row kernels in a fixed 16-lane order: sum of squares, scaling by a norm, int8 quantization of a row.
+"""Row kernels in a fixed 16-lane order: sum of squares, scaling by a norm, int8 quantization of a
+row.
 
-Addresses are int64, in bytes. Counts that are not multiples of 16 are handled lane by lane; where a row is padded to
-groups of 32 its padding is written as zeros and never read.
+Addresses are int64, in bytes. Counts that are not multiples of 16 are handled lane by lane; where a
+row is padded to groups of 32 its padding is written as zeros and never read.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ __all__ = [
 ]
 
 _VECTOR = 4 * LANES
-_TINY = 1e-30  # a group whose largest magnitude is below is all zeros: its scale would not be a normal number
+# A group whose largest magnitude is below is all zeros: its scale would not be a normal number.
+_TINY = 1e-30
 _ROUNDER = 12582912.0  # 1.5 * 2^23
 _ROUNDER_BITS = 0x4B400000
 _AT_ONCE = 4  # groups of a row
@@ -75,7 +77,10 @@ def _unary(b: Builder, name: str, x: Value) -> Value:
 def _fold(b: Builder, vector: Value, combine: Any) -> Value:
     """Fold the 16 lanes in the fixed order 8 + 8, 4 + 4, 2 + 2, 1 + 1; returns a scalar."""
     for half in (8, 4, 2, 1):
-        vector = combine(vector, emit_shuffle(b, vector, vector, [(lane + half) % LANES for lane in range(LANES)]))
+        vector = combine(
+            vector,
+            emit_shuffle(b, vector, vector, [(lane + half) % LANES for lane in range(LANES)]),
+        )
     return b.extract_element(vector, _I32(0))
 
 
@@ -105,7 +110,9 @@ def _sum_squares_vectors(typing: Any, address: Any, vectors: Any) -> Any:
 
 @kernel
 def sum_squares(address: int, count: int) -> Any:
-    """Sum of squares of `count` float32: 16 fma chains folded 8 + 8, 4 + 4, 2 + 2, 1 + 1, then the rest in order."""
+    """Sum of squares of `count` float32: 16 fma chains folded 8 + 8, 4 + 4, 2 + 2, 1 + 1, then the
+    rest in order.
+    """
     total = _sum_squares_vectors(address, count // LANES)
     for index in range(count // LANES * LANES, count):
         x = load_f32(address + 4 * index)
@@ -138,7 +145,9 @@ def norm_row(x: int, weight: int, count: int, eps: float, out: int) -> None:
 
 
 class _Panel(NamedTuple):
-    """Where the quantized numbers of one group of one token go, addresses; `seeds`: only where block kinds read."""
+    """Where the quantized numbers of one group of one token go, addresses; `seeds`: only where
+    block kinds read.
+    """
 
     codes: Sequence[Value]
     term: Value
@@ -154,34 +163,46 @@ def _emit_codes(b: Builder, codes: Sequence[Value], out: Value) -> None:
 
 
 def _nan_or_max(b: Builder, x: Value, y: Value) -> Value:
-    """The larger of two that are not negative, as bits: a NaN's are the largest, and it shall win."""
+    """The larger of two that are not negative, as bits: a NaN's are the largest, and it shall
+    win.
+    """
     return b.select(b.icmp_unsigned(">", x, y), x, y)
 
 
 def _reduce_lanes(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
-    """`emit_reduce_rows` of 1, 2 or 4 rows: the first half of the lanes, or all, repeat what is there twice."""
+    """`emit_reduce_rows` of 1, 2 or 4 rows: the first half of the lanes, or all, repeat what is
+    there twice.
+    """
     return emit_reduce_rows(b, list(rows) * (4 // len(rows)), combine)
 
 
-def _emit_quantize(b: Builder, groups: Sequence[Sequence[Value]], panels: Sequence[_Panel], kind: Value) -> None:
-    """1, 2 or 4 groups of 32 (two vectors each): codes in one plane, or FINE_BASE * first + second in two; term, scale.
+def _emit_quantize(
+    b: Builder, groups: Sequence[Sequence[Value]], panels: Sequence[_Panel], kind: Value
+) -> None:
+    """1, 2 or 4 groups of 32 (two vectors each): codes in one plane, or FINE_BASE * first + second
+    in two; term, scale.
 
-    Several at once because what a group needs but once, the largest and two divisions, takes as long for four.
+    Several at once because what a group needs but once, the largest and two divisions, takes as
+    long for four.
     """
     levels = 127.0 if len(panels[0].codes) == 1 else 127.0 * FINE_BASE
     sign = ir.Constant(V16I, [0x7FFFFFFF] * LANES)
     absolute = [[b.and_(b.bitcast(vector, V16I), sign) for vector in group] for group in groups]
-    tops = _reduce_lanes(b, [_nan_or_max(b, *pair) for pair in absolute], lambda x, y: _nan_or_max(b, x, y))
+    tops = _reduce_lanes(
+        b, [_nan_or_max(b, *pair) for pair in absolute], lambda x, y: _nan_or_max(b, x, y)
+    )
     top = b.bitcast(tops, V16)
     empty = b.fcmp_ordered("<", top, _splat(_TINY))
-    # top - top: 0, but NaN of an infinite top, whose codes are 0. Forms would differ in what they make of those.
+    # top - top: 0, but NaN of an infinite top, whose codes are 0. Forms would differ in what they
+    # make of those.
     scales = b.select(empty, _splat(0.0), b.fadd(b.fdiv(top, _splat(levels)), b.fsub(top, top)))
     inverses = b.select(empty, _splat(0.0), b.fdiv(_splat(levels), top))
     totals = []
     firsts = []
     for index, (group, panel) in enumerate(zip(groups, panels, strict=True)):
         inverse = emit_shuffle(b, inverses, inverses, [4 * index] * LANES)
-        # Adding _ROUNDER rounds to the nearest integer, ties to even, and leaves it in the low bits.
+        # Adding _ROUNDER rounds to the nearest integer, ties to even, and leaves it in the low
+        # bits.
         shifted = [b.fadd(b.fmul(vector, inverse), _splat(_ROUNDER)) for vector in group]
         codes = [b.bitcast(vector, V16I) for vector in shifted]
         if len(panel.codes) == 2:
@@ -202,7 +223,11 @@ def _emit_total(b: Builder, rows: Sequence[Value], rounders: int) -> Value:
     """Sums of the lanes of each row, in lanes 4 * row, less so many times the bits of _ROUNDER."""
     total = _reduce_lanes(b, rows, b.add)
     bits = rounders * _ROUNDER_BITS % 2**32
-    return b.sub(total, ir.Constant(V16I, [bits - 2**32 * (bits >= 2**31)] * LANES)) if rounders else total
+    return (
+        b.sub(total, ir.Constant(V16I, [bits - 2**32 * (bits >= 2**31)] * LANES))
+        if rounders
+        else total
+    )
 
 
 def _is_block_kind(b: Builder, kind: Value) -> Value:
@@ -211,10 +236,13 @@ def _is_block_kind(b: Builder, kind: Value) -> Value:
 
 
 def _emit_seeds(b: Builder, first: Value, total: Value, panels: Sequence[_Panel]) -> None:
-    """Store what sums of q6k's halves of a group and of int4t's group begin with; first, total: sums of the codes of
-    the first half and of the group."""
+    """Store what sums of q6k's halves of a group and of int4t's group begin with; first, total:
+    sums of the codes of the first half and of the group.
+    """
     kinds = (KIND_Q6K, KIND_Q6K, KIND_INT4T)
-    for part, (sums, kind) in enumerate(zip((first, b.sub(total, first), total), kinds, strict=True)):
+    for part, (sums, kind) in enumerate(
+        zip((first, b.sub(total, first), total), kinds, strict=True)
+    ):
         seeds = b.mul(sums, ir.Constant(V16I, [-OFFSET[kind]] * LANES))
         for index, panel in enumerate(panels):
             place = b.inttoptr(panel.seeds[part], ir.PointerType())
@@ -226,16 +254,29 @@ def _emit_two_planes(b: Builder, shifted: Sequence[Value], panel: _Panel) -> lis
     base = ir.Constant(V16I, [FINE_BASE] * LANES)
     rounded = [b.fsub(vector, _splat(_ROUNDER)) for vector in shifted]
     codes = [b.fptosi(vector, V16I) for vector in rounded]
-    high = [b.fptosi(_unary(b, "rint", b.fmul(vector, _splat(1.0 / FINE_BASE))), V16I) for vector in rounded]
+    high = [
+        b.fptosi(_unary(b, "rint", b.fmul(vector, _splat(1.0 / FINE_BASE))), V16I)
+        for vector in rounded
+    ]
     _emit_codes(b, high, panel.codes[0])
-    _emit_codes(b, [b.sub(code, b.mul(first, base)) for code, first in zip(codes, high, strict=True)], panel.codes[1])
+    _emit_codes(
+        b,
+        [b.sub(code, b.mul(first, base)) for code, first in zip(codes, high, strict=True)],
+        panel.codes[1],
+    )
     return codes
 
 
-def _emit_terms(b: Builder, total: Value, scales: Value, panels: Sequence[_Panel], kind: Value) -> None:
-    """Store what the kernel needs beside the codes; total: of each group's codes, scales alike, in lanes 4 * group."""
+def _emit_terms(
+    b: Builder, total: Value, scales: Value, panels: Sequence[_Panel], kind: Value
+) -> None:
+    """Store what the kernel needs beside the codes; total: of each group's codes, scales alike, in
+    lanes 4 * group.
+    """
     offset = _I32(-OFFSET[KIND_INT4])
-    offset = b.select(b.icmp_signed("==", kind, int_constant(KIND_INT8)), _I32(-OFFSET[KIND_INT8]), offset)
+    offset = b.select(
+        b.icmp_signed("==", kind, int_constant(KIND_INT8)), _I32(-OFFSET[KIND_INT8]), offset
+    )
     taken = b.bitcast(b.fneg(b.fmul(b.sitofp(total, V16), scales)), V16I)
     minima = b.or_(b.icmp_signed("==", kind, int_constant(KIND_INT4_ASYM)), _is_block_kind(b, kind))
     terms = b.select(minima, taken, b.mul(total, emit_splat_int(b, offset)))
@@ -261,28 +302,39 @@ class _PanelRow(NamedTuple):
         here = b.add(self.cell, b.mul(group, b.mul(self.size, b.add(int_constant(plain), more))))
         rows = [self.place, b.add(self.place, self.size)][: self.planes]
         codes = [b.add(here, b.mul(row, int_constant(GROUP))) for row in rows]
-        behind = b.add(b.mul(self.size, int_constant(GROUP * self.planes)), b.mul(self.place, int_constant(4)))
+        behind = b.add(
+            b.mul(self.size, int_constant(GROUP * self.planes)), b.mul(self.place, int_constant(4))
+        )
         term, scale, *seeds = (
-            b.add(b.add(here, behind), b.mul(self.size, int_constant(4 * index))) for index in range(5)
+            b.add(b.add(here, behind), b.mul(self.size, int_constant(4 * index)))
+            for index in range(5)
         )
         return _Panel(codes, term, scale, seeds)
 
 
-def _emit_row_groups(b: Builder, x: Value, first: Value, count: int, row: _PanelRow, kind: Value) -> None:
+def _emit_row_groups(
+    b: Builder, x: Value, first: Value, count: int, row: _PanelRow, kind: Value
+) -> None:
     """Quantize `count` groups of a token's float32 at address x, from group `first` on."""
     start = b.add(x, b.mul(first, int_constant(2 * _VECTOR)))
     places = [b.add(start, int_constant(_VECTOR * index)) for index in range(2 * count)]
     vectors = [emit_load(b, V16, place) for place in places]
     groups = [vectors[2 * index : 2 * index + 2] for index in range(count)]
-    _emit_quantize(b, groups, [row.at(b, b.add(first, int_constant(index))) for index in range(count)], kind)
+    _emit_quantize(
+        b, groups, [row.at(b, b.add(first, int_constant(index))) for index in range(count)], kind
+    )
 
 
 @intrinsic
-def quantize_groups(typing: Any, x: Any, groups: Any, cell: Any, size: Any, place: Any, kind: Any, fine: Any) -> Any:
+def quantize_groups(
+    typing: Any, x: Any, groups: Any, cell: Any, size: Any, place: Any, kind: Any, fine: Any
+) -> Any:
     """Quantize `groups` whole groups of 32 float32 at address x for weights of a kind.
 
-    cell       address of the first group's cell in a panel of `size` tokens, of which this one is number `place`
-    kind, fine   of the weights that will read the panel; whether its codes have two planes (not 0) or one
+    cell       address of the first group's cell in a panel of `size` tokens, of which this one is
+               number `place`
+    kind, fine   of the weights that will read the panel; whether its codes have two planes (not 0)
+                 or one
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -292,9 +344,14 @@ def quantize_groups(typing: Any, x: Any, groups: Any, cell: Any, size: Any, plac
             for branch, planes in ((two, 2), (one, 1)):
                 with branch:
                     row = _PanelRow(cell, size, place, planes, kind)
-                    with cgutils.for_range_slice(b, int_constant(0), whole, int_constant(_AT_ONCE), I64) as (index, _):
+                    with cgutils.for_range_slice(
+                        b, int_constant(0), whole, int_constant(_AT_ONCE), I64
+                    ) as (index, _):
                         _emit_row_groups(b, x, index, _AT_ONCE, row, kind)
-                    with cgutils.for_range_slice(b, whole, groups, int_constant(1), I64) as (index, _):
+                    with cgutils.for_range_slice(b, whole, groups, int_constant(1), I64) as (
+                        index,
+                        _,
+                    ):
                         _emit_row_groups(b, x, index, 1, row, kind)
         return context.get_dummy_value()
 
@@ -302,10 +359,14 @@ def quantize_groups(typing: Any, x: Any, groups: Any, cell: Any, size: Any, plac
 
 
 @intrinsic
-def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell: Any, kind: Any) -> Any:
-    """act(gate) * up of one group of 32 channels of `size` tokens, quantized into their cell of a coarse panel.
+def activate_group(
+    typing: Any, rows: Any, step: Any, size: Any, act: Any, cell: Any, kind: Any
+) -> Any:
+    """act(gate) * up of one group of 32 channels of `size` tokens, quantized into their cell of a
+    coarse panel.
 
-    rows, step  address of the first token's 32 float32 of the gate, bytes from one token to the next; the 32 of the way
+    rows, step  address of the first token's 32 float32 of the gate, bytes from one token to the
+                next; the 32 of the way
                 up follow half a step behind, where there is a gate
     kind        as in `quantize_groups`
     """
@@ -313,7 +374,8 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell:
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         rows, step, size, act, cell, kind = arguments
         half = b.lshr(step, int_constant(1))
-        # Two short loops: a processor that looks some 400 instructions ahead has several tokens of one in hand.
+        # Two short loops: a processor that looks some 400 instructions ahead has several tokens of
+        # one in hand.
         with cgutils.for_range(b, size, intp=I64) as loop:
             at = b.add(rows, b.mul(loop.index, step))
             for gate in (at, b.add(at, int_constant(_VECTOR))):
@@ -325,8 +387,13 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell:
             with cgutils.for_range_slice(b, first, end, int_constant(count), I64) as (token, _):
                 tokens = [b.add(token, int_constant(index)) for index in range(count)]
                 starts = [b.add(rows, b.mul(token, step)) for token in tokens]
-                groups = [[emit_load(b, V16, b.add(at, int_constant(o))) for o in (0, _VECTOR)] for at in starts]
-                panels = [_PanelRow(cell, size, token, 1, kind).at(b, int_constant(0)) for token in tokens]
+                groups = [
+                    [emit_load(b, V16, b.add(at, int_constant(o))) for o in (0, _VECTOR)]
+                    for at in starts
+                ]
+                panels = [
+                    _PanelRow(cell, size, token, 1, kind).at(b, int_constant(0)) for token in tokens
+                ]
                 _emit_quantize(b, groups, panels, kind)
         return context.get_dummy_value()
 

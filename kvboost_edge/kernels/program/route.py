@@ -1,7 +1,7 @@
 """Experts: which ones a token goes to, and which tokens an expert has.
 
-B_CHOSEN is int64 [tokens, used], each token's experts ascending, B_SHARES float32 of the same shape. A place in them,
-token * used + rank, is a slot's content; B_DISPATCH has int64
+B_CHOSEN is int64 [tokens, used], each token's experts ascending, B_SHARES float32 of the same
+shape. A place in them, token * used + rank, is a slot's content; B_DISPATCH has int64
 
     1            number of experts that have tokens: the active ones
     experts      the active experts, ascending
@@ -9,7 +9,8 @@ token * used + rank, is a slot's content; B_DISPATCH has int64
     experts      for counting
     tokens*used  the slots: the places of the first active expert ascending, then those of the next
 
-Only integers depend on who shares a pass: a token's experts and shares are functions of its own row.
+Only integers depend on who shares a pass: a token's experts and shares are functions of its own
+row.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def place_at(job: ProgramJob, experts: int, slot: int) -> Any:
 
 @kernel
 def most_active(job: ProgramJob, op: Any) -> Any:
-    """Experts that can have tokens at most. A number that no pass changes: threads that come late ask for it, too."""
+    """Experts that can have tokens at most. A number that no pass changes: threads that come late
+    ask for it, too.
+    """
     return min(op[lt.F_EXPERTS], job.tokens * op[lt.F_USED])
 
 
@@ -111,8 +114,9 @@ def _wanted(scores: int, bias: int, index: int) -> Any:
 
 @kernel
 def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> bool:
-    """The `used` experts of the largest numbers, of equal ones those before others, ascending to `chosen`. False: a
-    number is NaN, and they are the first ones."""
+    """The `used` experts of the largest numbers, of equal ones those before others, ascending to
+    `chosen`. False: a number is NaN, and they are the first ones.
+    """
     for index in range(experts):
         number = _wanted(scores, bias, index)
         if number != number:
@@ -127,7 +131,9 @@ def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> boo
         found = -1
         for index in range(experts):
             number = _wanted(scores, bias, index)
-            if (number < last or (number == last and index > place)) and (found < 0 or number > best):
+            if (number < last or (number == last and index > place)) and (
+                found < 0 or number > best
+            ):
                 best = number
                 found = index
         last = best

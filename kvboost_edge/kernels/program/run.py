@@ -1,11 +1,12 @@
 """A layer as a program: a table of operations that a team of threads runs in order, in one call.
 
-Every operation is cut into units (some tokens, or a run of weight tiles) that threads take from a counter; a thread
-that finds no unit left waits until all units of the operation are done, then goes on to the next. A thread that joins
-late passes through what is done. Reductions over inputs are never cut, so results do not depend on the threads.
+Every operation is cut into units (some tokens, or a run of weight tiles) that threads take from a
+counter; a thread that finds no unit left waits until all units of the operation are done, then goes
+on to the next. A thread that joins late passes through what is done. Reductions over inputs are
+never cut, so results do not depend on the threads.
 
-Operations that few models have are entries of their own, called by address once a unit: a program compiles those that
-it has.
+Operations that few models have are entries of their own, called by address once a unit: a program
+compiles those that it has.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ _NAP_S = 50e-6
 
 @kernel
 def _take_units(job: ProgramJob, spins: int) -> bool:
-    """Run operations [first, last); False if another thread held up an operation for `spins` looks at its counter."""
+    """Run operations [first, last); False if another thread held up an operation for `spins` looks
+    at its counter.
+    """
     counters = address_of(job.counters)
     for index in range(job.first, job.last):
         op = job.ops[index]
@@ -133,7 +136,8 @@ program_entry = Entry(_take_units, JOB_TYPE, types.int64)
 
 
 def run_program(job: ProgramJob) -> None:
-    """Run operations [first, last). Every thread of a team calls this on the same job; a thread that waits long for
-    another, whose core was taken away, gives up its own for a moment."""
+    """Run operations [first, last). Every thread of a team calls this on the same job; a thread
+    that waits long for another, whose core was taken away, gives up its own for a moment.
+    """
     while not _take_units(job, _SPINS):
         time.sleep(_NAP_S)

@@ -1,5 +1,6 @@
-"""Tiles of integer weights against panels of tokens, and what makes a gated group of them: for the layers' matrices and
-for those of experts alike."""
+"""Tiles of integer weights against panels of tokens, and what makes a gated group of them: for the
+layers' matrices and for those of experts alike.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ _GATED_GROUPS = 4  # groups of 32 channels at once
 GATED_GROUP_ROW = 2 * 4 * GROUP
 """Bytes of a token in a group: of the gate, then of the way up."""
 _GATED_TOKENS = 64 if UNPACKED else 32  # of one group at once; of several, as many fewer
-# Panels at once, where a group's tiles are one call; what they read and write stays in the first cache. All tokens
-# there may be, where weights are unpacked first.
+# Panels at once, where a group's tiles are one call; what they read and write stays in the first
+# cache. All tokens there may be, where weights are unpacked first.
 _GATED_PANELS = _GATED_TOKENS if UNPACKED else 4 if GROUP // LANES == TILES_AT_ONCE else 1
 _FEW = 8  # up to so many tokens, weights stream from memory and long runs are best
 SCRATCH_BYTES = _GATED_TOKENS * GATED_GROUP_ROW
@@ -54,7 +55,9 @@ SCRATCH_BYTES = _GATED_TOKENS * GATED_GROUP_ROW
 
 
 class Matrix(NamedTuple):
-    """A matrix of integer weights and the panel of quantized tokens that it reads: addresses, and what they hold."""
+    """A matrix of integer weights and the panel of quantized tokens that it reads: addresses, and
+    what they hold.
+    """
 
     kind: int
     groups: int
@@ -77,23 +80,34 @@ def tile_scratch(typing: Any) -> Any:
 
 @kernel
 def tiles_in_unit(op: Any, tokens: int) -> Any:
-    """Tiles (of gated operations: groups of 32 channels) in a unit: long runs where weights stream, short ones to share
-    work."""
+    """Tiles (of gated operations: groups of 32 channels) in a unit: long runs where weights stream,
+    short ones to share work.
+    """
     unit = op[lt.F_UNIT]
     return unit if tokens <= _FEW else min(unit, _MANY_UNIT)
 
 
 @kernel
 def panels_at_once(tokens: int, token: int, n: int, most: int) -> Any:
-    """Panels of n tokens, from `token` on, that one call takes: many where weights stay in the cache."""
+    """Panels of n tokens, from `token` on, that one call takes: many where weights stay in the
+    cache.
+    """
     return min(most, (tokens - token) // n) if tokens > SMALL_TOKENS[-1] else 1
 
 
 @kernel
 def int_tiles(
-    job: ProgramJob, of: Matrix, tile: int, count: int, token: int, n: int, panels: int, target: Target
+    job: ProgramJob,
+    of: Matrix,
+    tile: int,
+    count: int,
+    token: int,
+    n: int,
+    panels: int,
+    target: Target,
 ) -> None:
-    """Tiles [tile, tile + count) against panels of n quantized tokens, the first of which starts at `token`.
+    """Tiles [tile, tile + count) against panels of n quantized tokens, the first of which starts at
+    `token`.
 
     More than one panel: count is at most TILES_AT_ONCE.
     """
@@ -111,13 +125,17 @@ def int_tiles(
     step = n * groups * cell_bytes(fine, kind) if panels > 1 else 0
     if not takes_pair(n, fine):
         runs = panels if panels > 1 else count
-        where = Tile(weights, scales, minima, bytes_each, scales_each, minima_each, groups, runs, step)
+        where = Tile(
+            weights, scales, minima, bytes_each, scales_each, minima_each, groups, runs, step
+        )
         int_panel(microkernel, (n, fine, where, panel, target))
         return
     pairs = count // 2
     if pairs > 0:
         runs = panels if panels > 1 else pairs
-        where = Tile(weights, scales, minima, bytes_each, scales_each, minima_each, groups, runs, step)
+        where = Tile(
+            weights, scales, minima, bytes_each, scales_each, minima_each, groups, runs, step
+        )
         int_panel(microkernel, (n, fine, where, panel, target))
     if count % 2 == 1:
         # The last tile of an odd number, as a pair with itself.
@@ -155,14 +173,23 @@ def few_tiles(tokens: int, fine: int, matrix: int) -> bool:
 
 @kernel
 def gated_groups(
-    job: ProgramJob, op: Any, of: Matrix, bias: int, tokens: int, group: int, end: int, out: int, scratch: int
+    job: ProgramJob,
+    op: Any,
+    of: Matrix,
+    bias: int,
+    tokens: int,
+    group: int,
+    end: int,
+    out: int,
+    scratch: int,
 ) -> None:
-    """Groups [group, end) of 32 inner channels: gate and up rows, or up alone, activation, quantization into the panel
-    at `out`; nothing wide is ever stored. scratch: `tile_scratch`."""
+    """Groups [group, end) of 32 inner channels: gate and up rows, or up alone, activation,
+    quantization into the panel at `out`; nothing wide is ever stored. scratch: `tile_scratch`.
+    """
     groups = op[lt.F_COUNT] // GROUP
     tiles = GROUP // LANES
-    # Where all tokens are one panel the weights of several groups stream in one run; otherwise several panels use
-    # those of one group.
+    # Where all tokens are one panel the weights of several groups stream in one run; otherwise
+    # several panels use those of one group.
     one_panel = tokens <= SMALL_TOKENS[-1] and few_tiles(tokens, 0, job.matrix)
     most = _GATED_GROUPS if one_panel else 1
     row = most * GATED_GROUP_ROW

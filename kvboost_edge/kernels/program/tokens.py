@@ -1,4 +1,6 @@
-"""Operations of a layer program that go token by token: embedding, norms, activation, quantization, rope."""
+"""Operations of a layer program that go token by token: embedding, norms, activation, quantization,
+rope.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,8 @@ _OFFSET_INT4 = OFFSET[KIND_INT4]
 _OFFSET_Q6K = OFFSET[KIND_Q6K]
 _LINE = 4 * LANES
 _PIECE = 32  # groups of 32 in a piece of a row
-# Tokens in a unit: neighbours share cache lines of a panel. With one each, the norms of 2,112 tokens took two threads
-# 100 ms and one thread 75.
+# Tokens in a unit: neighbours share cache lines of a panel. With one each, the norms of 2,112
+# tokens took two threads 100 ms and one thread 75.
 _UNIT = 12
 
 
@@ -98,8 +100,9 @@ def token_units(job: ProgramJob, op: Any) -> Any:
 
 @kernel
 def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
-    """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from the first tile on. Of
-    KIND_INT4T its place in the table."""
+    """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from
+    the first tile on. Of KIND_INT4T its place in the table.
+    """
     quad = index // 4
     at = op[lt.F_WEIGHT] + group * group_bytes_kernel(kind) + lane * 4 + index % 4
     if kind == KIND_INT8:
@@ -111,26 +114,34 @@ def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
     code = both >> 4 if quad % 2 == 1 else both & 15
     if kind < KIND_Q5K or kind == KIND_INT4T:
         return code
-    above = _load_byte(at + (2 if kind == KIND_Q6K else 4) * _LINE) >> (4 + high_shift_kernel(kind, quad))
+    above = _load_byte(at + (2 if kind == KIND_Q6K else 4) * _LINE) >> (
+        4 + high_shift_kernel(kind, quad)
+    )
     return code | (above & (3 if kind == KIND_Q6K else 1)) << 4
 
 
 @kernel
 def _factors(op: Any, kind: int, tile: int, group: int, half: int, lane: int) -> Any:
-    """(scale, minimum) of a group (of KIND_Q6K: of one of its halves) of row `lane` of a tile, float32."""
+    """(scale, minimum) of a group (of KIND_Q6K: of one of its halves) of row `lane` of a tile,
+    float32.
+    """
     groups = (op[lt.F_COUNT] + GROUP - 1) // GROUP
     scale_at = op[lt.F_SCALE] + (tile * groups + group) * SCALE_BYTES
     minima_at = op[lt.F_MINIMA] + tile * minima_bytes_kernel(kind, groups) + 2 * lane
     zero = np.float32(0.0)
     if kind < KIND_Q4K or kind == KIND_INT4T:
-        minimum = load_scalar(minima_at + group * 2 * LANES, KIND_F16) if kind == KIND_INT4_ASYM else zero
+        minimum = (
+            load_scalar(minima_at + group * 2 * LANES, KIND_F16) if kind == KIND_INT4_ASYM else zero
+        )
         return load_scalar(scale_at + 2 * lane, KIND_F16), minimum
     block_at = minima_at + group // BLOCK_GROUPS * minima_bytes_kernel(kind, 1)
     scale = _load_byte(scale_at + half * LANES + lane)
     d = load_scalar(block_at, KIND_F16)
     if kind == KIND_Q6K:
         return np.float32(scale - 256 if scale > 127 else scale) * d, zero
-    minimum = np.float32(_load_byte(scale_at + LANES + lane)) * load_scalar(block_at + 2 * LANES, KIND_F16)
+    minimum = np.float32(_load_byte(scale_at + LANES + lane)) * load_scalar(
+        block_at + 2 * LANES, KIND_F16
+    )
     return np.float32(scale) * d, minimum
 
 
@@ -145,7 +156,9 @@ def _code_offset(kind: int) -> Any:
 
 @kernel
 def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
-    """Row `token_id` of the table, which lies in the weight layout, times factor; the padding is 0."""
+    """Row `token_id` of the table, which lies in the weight layout, times factor; the padding is
+    0.
+    """
     tile = token_id // LANES
     lane = token_id % LANES
     count = op[lt.F_COUNT]
@@ -159,7 +172,9 @@ def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
             group = index // GROUP
             place = index % GROUP
             if place % LANES == 0:
-                scale, minimum = _factors(op, kind, tile, group, place // LANES if kind == KIND_Q6K else 0, lane)
+                scale, minimum = _factors(
+                    op, kind, tile, group, place // LANES if kind == KIND_Q6K else 0, lane
+                )
             code = _code(op, kind, tile * groups + group, lane, place)
             if kind == KIND_INT4T:
                 code = _load_byte(op[lt.F_MINIMA] + tile * minima_bytes_kernel(kind, groups) + code)
@@ -174,11 +189,15 @@ def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
 
 @kernel
 def _quantize(job: ProgramJob, op: Any, source: int, token: int, first: int, groups: int) -> None:
-    """Groups [first, first + groups) of a token's row, starting at address `source`, into the operation's panel."""
+    """Groups [first, first + groups) of a token's row, starting at address `source`, into the
+    operation's panel.
+    """
     total = (op[lt.F_COUNT] + GROUP - 1) // GROUP
     fine = op[lt.F_FINE]
     start, size = token_place(token, job.tokens, fine, job.matrix)
-    cell = job.buffers[op[lt.F_PANEL]] + (start * total + first * size) * cell_bytes(fine, op[lt.F_QUANT])
+    cell = job.buffers[op[lt.F_PANEL]] + (start * total + first * size) * cell_bytes(
+        fine, op[lt.F_QUANT]
+    )
     quantize_groups(source, groups, cell, size, token - start, op[lt.F_QUANT], fine)
 
 
@@ -187,7 +206,9 @@ def _norm(job: ProgramJob, op: Any, eps: float, token: int) -> None:
     count = op[lt.F_COUNT]
     step = op[lt.F_DST_STEP]
     out = job.buffers[op[lt.F_DST]] + 4 * token * step
-    norm_row(job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP], op[lt.F_WEIGHT], count, eps, out)
+    norm_row(
+        job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP], op[lt.F_WEIGHT], count, eps, out
+    )
     for index in range(count, step):
         store_f32(out + 4 * index, np.float32(0.0))
     if op[lt.F_QUANT] > 0:
@@ -202,13 +223,17 @@ def _add_norm(job: ProgramJob, op: Any, params: Any, token: int) -> None:
     out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
     norm_row(source, op[lt.F_WEIGHT], count, params[lt.P_EPS], source)
     for index in range(count):
-        value = fma_f32(load_f32(source + 4 * index), params[lt.P_FACTOR], load_f32(out + 4 * index))
+        value = fma_f32(
+            load_f32(source + 4 * index), params[lt.P_FACTOR], load_f32(out + 4 * index)
+        )
         store_f32(out + 4 * index, value * params[lt.P_SUM_FACTOR])
 
 
 @kernel
 def _per_layer(job: ProgramJob, op: Any, params: Any, token: int) -> None:
-    """Pieces of `count` floats of a row, in place: (norm(piece) + factor * another row's piece) * factor of the sum."""
+    """Pieces of `count` floats of a row, in place: (norm(piece) + factor * another row's piece) *
+    factor of the sum.
+    """
     count = op[lt.F_COUNT]
     step = op[lt.F_DST_STEP]
     row = job.buffers[op[lt.F_DST]] + 4 * token * step
@@ -216,22 +241,30 @@ def _per_layer(job: ProgramJob, op: Any, params: Any, token: int) -> None:
     for first in range(0, op[lt.F_BY_STEP], count):
         norm_row(row + 4 * first, op[lt.F_WEIGHT], count, params[lt.P_EPS], row + 4 * first)
         for index in range(first, first + count):
-            value = fma_f32(load_f32(other + 4 * index), params[lt.P_FACTOR], load_f32(row + 4 * index))
+            value = fma_f32(
+                load_f32(other + 4 * index), params[lt.P_FACTOR], load_f32(row + 4 * index)
+            )
             store_f32(row + 4 * index, value * params[lt.P_SUM_FACTOR])
 
 
 @kernel
 def _elementwise(job: ProgramJob, op: Any, token: int, first: int) -> None:
-    """One piece of 1024 elements of one token: the activation if the operation has one, then quantization."""
+    """One piece of 1024 elements of one token: the activation if the operation has one, then
+    quantization.
+    """
     count = op[lt.F_COUNT]
     groups = min(_PIECE, (count + GROUP - 1) // GROUP - first)
-    source = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + op[lt.F_SRC_FIRST] + first * GROUP)
+    source = job.buffers[op[lt.F_SRC]] + 4 * (
+        token * op[lt.F_SRC_STEP] + op[lt.F_SRC_FIRST] + first * GROUP
+    )
     if op[lt.F_OP] == lt.OP_ACT:
         out = job.buffers[op[lt.F_DST]] + 4 * (token * op[lt.F_DST_STEP] + first * GROUP)
         left = count - first * GROUP
         up = source + 4 * count
         if op[lt.F_BY] > 0:
-            up = job.buffers[op[lt.F_BY]] + 4 * (token * op[lt.F_BY_STEP] + op[lt.F_BY_FIRST] + first * GROUP)
+            up = job.buffers[op[lt.F_BY]] + 4 * (
+                token * op[lt.F_BY_STEP] + op[lt.F_BY_FIRST] + first * GROUP
+            )
         activate_vectors(source, up, op[lt.F_ACT], left, 2 * groups, out)
         source = out
     if op[lt.F_QUANT] > 0:
@@ -250,7 +283,9 @@ def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) ->
 
 @kernel
 def _scale_queries(source: int, count: int, factor: float) -> None:
-    """In place; rope is linear, so this may stand before it, where attention finds queries that it turns itself."""
+    """In place; rope is linear, so this may stand before it, where attention finds queries that it
+    turns itself.
+    """
     if factor != np.float32(1.0):
         for index in range(count):
             store_f32(source + 4 * index, load_f32(source + 4 * index) * factor)
@@ -258,8 +293,9 @@ def _scale_queries(source: int, count: int, factor: float) -> None:
 
 @kernel
 def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
-    """Split a row of queries, keys and values; norm them; rotate queries and keys; write the three buffers. A layer
-    that attends to another's keys and values has none."""
+    """Split a row of queries, keys and values; norm them; rotate queries and keys; write the three
+    buffers. A layer that attends to another's keys and values has none.
+    """
     heads = op[lt.F_HEADS]
     kv_heads = op[lt.F_KV_HEADS]
     dim = op[lt.F_DIM]
@@ -277,7 +313,9 @@ def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
         _heads(values, kv_heads, dim, op[lt.F_V_NORM], 1, eps)
     position = load_i64(job.buffers[lt.B_POSITIONS] + 8 * token)
     if op[lt.F_QUERY_SCALE] != 0:
-        _scale_queries(source, heads * dim, load_f32(job.buffers[op[lt.F_QUERY_SCALE]] + 4 * position))
+        _scale_queries(
+            source, heads * dim, load_f32(job.buffers[op[lt.F_QUERY_SCALE]] + 4 * position)
+        )
     cos = job.buffers[op[lt.F_TABLE]] + 4 * position * half
     sin = job.buffers[op[lt.F_TABLE] + 1] + 4 * position * half
     for head in range(heads):
@@ -287,7 +325,14 @@ def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
         out = job.buffers[lt.B_KEY] + 4 * (token * kv_heads + head) * dim
         rotate_head(keys + 4 * head * dim, cos, sin, half, dim, out)
     if late:
-        _heads(job.buffers[lt.B_QUERY] + 4 * token * heads * dim, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
+        _heads(
+            job.buffers[lt.B_QUERY] + 4 * token * heads * dim,
+            heads,
+            dim,
+            op[lt.F_Q_NORM],
+            op[lt.F_NORM_ALL],
+            eps,
+        )
         key_row = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
         _heads(key_row, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
     if kv_heads == 0:
@@ -324,7 +369,12 @@ def _on_token(job: ProgramJob, op: Any, params: Any, token: int, piece: int) -> 
         _per_layer(job, op, params, token)
     elif code == lt.OP_EMBED:
         token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
-        _embed(op, params[lt.P_FACTOR], token_id, job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP])
+        _embed(
+            op,
+            params[lt.P_FACTOR],
+            token_id,
+            job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP],
+        )
     elif code in (lt.OP_QUANT, lt.OP_ACT):
         _elementwise(job, op, token, piece * _PIECE)
     else:

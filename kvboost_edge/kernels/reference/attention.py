@@ -1,4 +1,6 @@
-"""Every kernel in plain NumPy with the same signature: the specification and the oracle. Sums are in float64."""
+"""Every kernel in plain NumPy with the same signature: the specification and the oracle. Sums are
+in float64.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.attention.paged import AttentionOptions, Floats, KVPool, PagedBatch, Turning
+from kvboost_edge.kernels.attention.paged import (
+    AttentionOptions,
+    Floats,
+    KVPool,
+    PagedBatch,
+    Turning,
+)
 from kvboost_edge.kernels.attention.parts import Parts, deltas_of, entry_of
 from kvboost_edge.kernels.attention.storage import from_storage, to_storage
 from kvboost_edge.kernels.reference.rope import turn_keys
@@ -19,9 +27,16 @@ Doubles = npt.NDArray[np.float64]
 
 
 def gather_kv(
-    pool: KVPool, block_table: npt.NDArray[Any], start: int, stop: int, parts: Parts = None, sequence: int = 0
+    pool: KVPool,
+    block_table: npt.NDArray[Any],
+    start: int,
+    stop: int,
+    parts: Parts = None,
+    sequence: int = 0,
 ) -> tuple[Doubles, Doubles]:
-    """Keys and values of tokens [start, stop) of one sequence, float64 [num_kv_heads, stop - start, head_dim]."""
+    """Keys and values of tokens [start, stop) of one sequence, float64 [num_kv_heads, stop - start,
+    head_dim].
+    """
     entries, offsets = entry_of(parts, sequence, np.arange(start, stop), pool.keys.shape[3])
     blocks = np.asarray(block_table)[entries]
     keys = from_storage(pool.keys[blocks, :, :, offsets]).astype(np.float64)
@@ -30,13 +45,18 @@ def gather_kv(
 
 
 def paged_attention(
-    queries: Floats, pool: KVPool, batch: PagedBatch, options: AttentionOptions, turning: Turning | None = None
+    queries: Floats,
+    pool: KVPool,
+    batch: PagedBatch,
+    options: AttentionOptions,
+    turning: Turning | None = None,
 ) -> tuple[Floats, Floats]:
-    """Attention of a flat batch over its sequences' blocks, one query row at a time; causal unless the options look
-    ahead.
+    """Attention of a flat batch over its sequences' blocks, one query row at a time; causal unless
+    the options look ahead.
 
-    queries float32 [num_tokens, num_q_heads, head_dim]; returns (out like queries, lse float32 [num_tokens,
-    num_q_heads]). turning: for a batch that has parts with a delta, whose keys are turned by its tables.
+    queries float32 [num_tokens, num_q_heads, head_dim]; returns (out like queries, lse float32
+    [num_tokens, num_q_heads]). turning: for a batch that has parts with a delta, whose keys are
+    turned by its tables.
     """
     out = np.empty(queries.shape, dtype=np.float32)
     lse = np.empty(queries.shape[:2], dtype=np.float32)
@@ -47,14 +67,20 @@ def paged_attention(
             position = int(seq_len) - (stop - row)
             low = max(0, position - options.window + 1) if options.window > 0 else 0
             stop_key = min(position + 1 + options.ahead, int(seq_len))
-            keys, values = gather_kv(pool, batch.block_tables[sequence], low, stop_key, batch.parts, sequence)
+            keys, values = gather_kv(
+                pool, batch.block_tables[sequence], low, stop_key, batch.parts, sequence
+            )
             if turning is not None:
-                keys = turn_keys(keys, deltas_of(batch.parts, sequence, np.arange(low, stop_key)), turning)
+                keys = turn_keys(
+                    keys, deltas_of(batch.parts, sequence, np.arange(low, stop_key)), turning
+                )
             out[row], lse[row] = _attend_row(queries[row].astype(np.float64), keys, values, options)
     return out, lse
 
 
-def _attend_row(query: Doubles, keys: Doubles, values: Doubles, options: AttentionOptions) -> tuple[Doubles, Doubles]:
+def _attend_row(
+    query: Doubles, keys: Doubles, values: Doubles, options: AttentionOptions
+) -> tuple[Doubles, Doubles]:
     """One query [num_q_heads, head_dim] over keys and values [num_kv_heads, tokens, head_dim]."""
     grouped = query.reshape(keys.shape[0], -1, query.shape[1])
     scores = np.einsum("hgd,htd->hgt", grouped, keys) * options.softmax_scale
@@ -72,8 +98,12 @@ def _attend_row(query: Doubles, keys: Doubles, values: Doubles, options: Attenti
     return np.einsum("hgt,htd->hgd", weights, values).reshape(query.shape), top + np.log(total)
 
 
-def write_kv(keys: Floats, values: Floats, pool: KVPool, slot_mapping: npt.NDArray[np.int64]) -> None:
-    """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at slots (block * block_size + offset)."""
+def write_kv(
+    keys: Floats, values: Floats, pool: KVPool, slot_mapping: npt.NDArray[np.int64]
+) -> None:
+    """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at slots (block *
+    block_size + offset).
+    """
     blocks, offsets = np.divmod(slot_mapping, pool.keys.shape[3])
     pool.keys[blocks, :, :, offsets] = to_storage(keys, pool.keys.dtype)
     pool.values[blocks, :, offsets, :] = to_storage(values, pool.values.dtype)
@@ -87,7 +117,8 @@ def copy_blocks(pool: KVPool, ops: Iterable[tuple[int, int]]) -> None:
 
 
 def merge_state(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats) -> tuple[Floats, Floats]:
-    """Attention over the union of two disjoint sets of keys from the results over each: v [..., dim], s = lse [...].
+    """Attention over the union of two disjoint sets of keys from the results over each: v [...,
+    dim], s = lse [...].
 
     An lse of -inf stands for an empty set, whose v is not looked at.
     """

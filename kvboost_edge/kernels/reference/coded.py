@@ -1,7 +1,9 @@
-"""Quantized KV in plain NumPy: the codes of a block, and attention over them, with the kernels' rounding steps.
+"""Quantized KV in plain NumPy: the codes of a block, and attention over them, with the kernels'
+rounding steps.
 
-What decides a code is done in float32 in the kernels' order, so codes and integer sums are equal to theirs; what is
-left to differ is rounding in the last place where a query's own block is added, in float64 here.
+What decides a code is done in float32 in the kernels' order, so codes and integer sums are equal to
+theirs; what is left to differ is rounding in the last place where a query's own block is added, in
+float64 here.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def _unpack(section: Bytes, quads: int, lanes: int, bits: int) -> npt.NDArray[np
 
 def _steps(layout: CodeLayout, codes: Bytes) -> Floats:
     """The key steps' bytes as float32."""
-    return ((codes.astype(np.uint32) + np.uint32((127 - STEP_BIAS) << 3)) << np.uint32(20)).view(F32)
+    return ((codes.astype(np.uint32) + np.uint32((127 - STEP_BIAS) << 3)) << np.uint32(20)).view(
+        F32
+    )
 
 
 def _quantize_keys(keys: Floats, layout: CodeLayout, out: Bytes) -> None:
@@ -67,7 +71,9 @@ def _quantize_keys(keys: Floats, layout: CodeLayout, out: Bytes) -> None:
     high = keys.max(axis=1)
     broken = (keys * F32(0)).sum(axis=1)  # NaN where a key is not finite
     bits = np.maximum((high - low) / top, F32(2.0**-STEP_BIAS)).astype(F32).view(np.uint32)
-    rounded = ((bits + np.uint32((1 << 20) - 1)) >> np.uint32(20)).astype(np.int64) - ((127 - STEP_BIAS) << 3)
+    rounded = ((bits + np.uint32((1 << 20) - 1)) >> np.uint32(20)).astype(np.int64) - (
+        (127 - STEP_BIAS) << 3
+    )
     step_codes = np.zeros(layout.dim, np.uint8)
     step_codes[: layout.head_dim] = np.clip(rounded, 0, 255)
     zeros = np.zeros(layout.dim, np.float16)
@@ -75,7 +81,9 @@ def _quantize_keys(keys: Floats, layout: CodeLayout, out: Bytes) -> None:
     inverse = (F32(1) / _steps(layout, step_codes))[: layout.head_dim, None]
     codes = np.zeros((layout.dim, layout.block_size), np.int64)
     scaled = np.rint((keys - low[:, None]) * inverse)
-    codes[: layout.head_dim] = np.clip(np.nan_to_num(scaled, nan=0.0, posinf=0.0, neginf=0.0), 0, top)
+    codes[: layout.head_dim] = np.clip(
+        np.nan_to_num(scaled, nan=0.0, posinf=0.0, neginf=0.0), 0, top
+    )
     quads = codes.reshape(-1, 4, layout.block_size).transpose(0, 2, 1)
     packed = _pack(quads, layout.k_bits)
     out[: packed.size] = packed
@@ -90,7 +98,9 @@ def _quantize_values(values: Floats, layout: CodeLayout, out: Bytes) -> None:
     broken = (values * F32(0)).sum(axis=1)
     codes = np.zeros((size, layout.dim), np.int64)
     if layout.v_bits == 8:
-        scales = fma_f32(np.abs(values).max(axis=1), SCALE_SLACK / F32(127), SCALE_FLOOR).astype(np.float16)
+        scales = fma_f32(np.abs(values).max(axis=1), SCALE_SLACK / F32(127), SCALE_FLOOR).astype(
+            np.float16
+        )
         inverse = F32(1) / scales.astype(F32)
         scaled = np.rint(values * inverse[:, None])
         codes[:, :dim] = np.clip(np.nan_to_num(scaled, nan=0.0, posinf=0.0, neginf=0.0), -127, 127)
@@ -109,8 +119,12 @@ def _quantize_values(values: Floats, layout: CodeLayout, out: Bytes) -> None:
     out[layout.value_scales :][: 2 * size] = scales.view(np.uint8)
 
 
-def quantize_blocks(own: KVPool, sources: Longs, codes: Bytes, targets: Longs, layout: CodeLayout) -> None:
-    """Quantize float16 blocks `sources` of `own` into blocks `targets` of codes [num_blocks, num_kv_heads, bytes]."""
+def quantize_blocks(
+    own: KVPool, sources: Longs, codes: Bytes, targets: Longs, layout: CodeLayout
+) -> None:
+    """Quantize float16 blocks `sources` of `own` into blocks `targets` of codes [num_blocks,
+    num_kv_heads, bytes].
+    """
     with np.errstate(all="ignore"):
         for source, target in zip(sources, targets, strict=True):
             for head in range(codes.shape[1]):
@@ -121,7 +135,9 @@ def quantize_blocks(own: KVPool, sources: Longs, codes: Bytes, targets: Longs, l
 
 
 class _Coded(NamedTuple):
-    """A block taken apart: key codes [dim, block], zeros, steps [dim]; value codes [block, dim], scales, middles."""
+    """A block taken apart: key codes [dim, block], zeros, steps [dim]; value codes [block, dim],
+    scales, middles.
+    """
 
     keys: Longs
     zeros: Floats
@@ -139,10 +155,16 @@ def _take_apart(stored: Bytes, layout: CodeLayout) -> _Coded:
         return stored[start : start + 2 * count].view(np.float16).astype(F32)
 
     key_bytes, value_bytes = (dim * size * bits // 8 for bits in (layout.k_bits, layout.v_bits))
-    keys = _unpack(stored[:key_bytes], dim // 4, size, layout.k_bits).transpose(0, 2, 1).reshape(dim, size)
+    keys = (
+        _unpack(stored[:key_bytes], dim // 4, size, layout.k_bits)
+        .transpose(0, 2, 1)
+        .reshape(dim, size)
+    )
     section = stored[layout.values : layout.values + value_bytes]
     values = _unpack(section, size // 4, dim, layout.v_bits).transpose(0, 2, 1).reshape(size, dim)
-    signed = values.view(np.int8).astype(np.int64) if layout.v_bits == 8 else values.astype(np.int64) - 8
+    signed = (
+        values.view(np.int8).astype(np.int64) if layout.v_bits == 8 else values.astype(np.int64) - 8
+    )
     middles = halves(layout.value_middles, size) if layout.v_bits == 4 else np.zeros(size, F32)
     return _Coded(
         keys.astype(np.int64),
@@ -158,7 +180,10 @@ def decode_block(stored: Bytes, layout: CodeLayout) -> tuple[Doubles, Doubles]:
     """What the codes of a block stand for: keys and values, float64 [block, head_dim]."""
     coded = _take_apart(stored, layout)
     keys = coded.zeros.astype(np.float64) + coded.keys.T * coded.steps.astype(np.float64)
-    values = coded.middles.astype(np.float64)[:, None] + coded.values * coded.scales.astype(np.float64)[:, None]
+    values = (
+        coded.middles.astype(np.float64)[:, None]
+        + coded.values * coded.scales.astype(np.float64)[:, None]
+    )
     return keys[:, : layout.head_dim], values[:, : layout.head_dim]
 
 
@@ -174,7 +199,9 @@ def _reduce(lanes: Floats, combine: Any) -> Floats:
 def _sum_tile(tile: Floats) -> Floats:
     """[rows, 64] -> [rows]: the four strips pairwise, then the lanes."""
     strips = tile.reshape(*tile.shape[:-1], 4, 16)
-    return _reduce((strips[..., 0, :] + strips[..., 1, :]) + (strips[..., 2, :] + strips[..., 3, :]), np.add)
+    return _reduce(
+        (strips[..., 0, :] + strips[..., 1, :]) + (strips[..., 2, :] + strips[..., 3, :]), np.add
+    )
 
 
 class _State(NamedTuple):
@@ -199,7 +226,9 @@ def _merge(merged: _State, state: _State) -> _State:
 
 
 class _Rows(NamedTuple):
-    """The query rows of one token and kv head: scaled [rows, dim]; divided to at most Q_TOP; what one of those is."""
+    """The query rows of one token and kv head: scaled [rows, dim]; divided to at most Q_TOP; what
+    one of those is.
+    """
 
     scaled: Floats
     unit: Floats
@@ -216,12 +245,16 @@ def _query_rows(query: Floats, scale: float, dim: int) -> _Rows:
 def _scores(rows: _Rows, coded: _Coded, tokens: slice) -> Floats:
     """Scores [rows, 16] against 16 tokens of a block."""
     top = coded.steps.max()
-    folded = np.rint(rows.unit.astype(np.float64) * (coded.steps * (F32(1) / top)).astype(np.float64))
+    folded = np.rint(
+        rows.unit.astype(np.float64) * (coded.steps * (F32(1) / top)).astype(np.float64)
+    )
     sums = np.nan_to_num(folded).astype(np.int64) @ coded.keys[:, tokens]
     lanes = np.zeros((len(rows.scaled), 16), F32)
     for start in range(0, rows.scaled.shape[1], 16):
         lanes = fma_f32(rows.scaled[:, start : start + 16], coded.zeros[start : start + 16], lanes)
-    scores: Floats = fma_f32(sums.astype(F32), (rows.step * top)[:, None], _reduce(lanes, np.add)[:, None])
+    scores: Floats = fma_f32(
+        sums.astype(F32), (rows.step * top)[:, None], _reduce(lanes, np.add)[:, None]
+    )
     return scores
 
 
@@ -233,13 +266,19 @@ def _cap(scores: Floats, cap: float) -> Floats:
     return (np.where(x < 0, F32(0) - tanh, tanh) * F32(cap)).astype(F32)
 
 
-def _add_tile(state: _State, scores: Floats, values: Longs, scales: Floats, middles: Floats) -> _State:
-    """Add 64 tokens: scores [rows, 64], -inf where not seen; value codes [64, dim]; scales and middles [64]."""
+def _add_tile(
+    state: _State, scores: Floats, values: Longs, scales: Floats, middles: Floats
+) -> _State:
+    """Add 64 tokens: scores [rows, 64], -inf where not seen; value codes [64, dim]; scales and
+    middles [64].
+    """
     new = np.maximum(scores.max(axis=1), state.maxima)
     base = np.where(np.isneginf(new), F32(0), new)
     weights = exp_f32(scores - base[:, None])
     rescale = exp_f32(state.maxima - base)
-    scaled, shifted = (np.where(weights == 0, F32(0), weights * factors) for factors in (scales, middles))
+    scaled, shifted = (
+        np.where(weights == 0, F32(0), weights * factors) for factors in (scales, middles)
+    )
     top = np.maximum(scaled.max(axis=1), TINY)
     integers = np.rint(scaled.astype(np.float64) * (F32(255) / top).astype(np.float64)[:, None])
     dots = np.nan_to_num(integers).astype(np.int64) @ values
@@ -257,7 +296,9 @@ class _Sequence(NamedTuple):
     head: int
 
 
-def _attend_partitions(rows: _Rows, where: _Sequence, low: int, high: int, softcap: float) -> _State:
+def _attend_partitions(
+    rows: _Rows, where: _Sequence, low: int, high: int, softcap: float
+) -> _State:
     """The rows over quantized tokens [low, high): partition by partition, merged in order."""
     layout = where.layout
     merged = _empty(len(rows.scaled), layout.dim)
@@ -265,7 +306,9 @@ def _attend_partitions(rows: _Rows, where: _Sequence, low: int, high: int, softc
     for partition in range(low // PARTITION, -(-high // PARTITION)):
         state = _empty(len(rows.scaled), layout.dim)
         for start in range(
-            max(low, partition * PARTITION) // TILE * TILE, min(high, partition * PARTITION + PARTITION), TILE
+            max(low, partition * PARTITION) // TILE * TILE,
+            min(high, partition * PARTITION + PARTITION),
+            TILE,
         ):
             scores = np.full((len(rows.scaled), TILE), -np.inf, F32)
             values = np.zeros((TILE, layout.dim), np.int64)
@@ -294,7 +337,9 @@ def _attend_partitions(rows: _Rows, where: _Sequence, low: int, high: int, softc
 
 
 def _attend_own(rows: _Rows, keys: Floats, values: Floats, softcap: float) -> _State:
-    """The rows over tokens of their own block: keys [head_dim, tokens], values [tokens, head_dim]."""
+    """The rows over tokens of their own block: keys [head_dim, tokens], values [tokens,
+    head_dim].
+    """
     dim = len(keys)
     scores = rows.scaled[:, :dim].astype(np.float64) @ keys.astype(np.float64)
     if softcap > 0:
@@ -343,8 +388,9 @@ def paged_attention_coded(
 ) -> tuple[Floats, Floats]:
     """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
 
-    queries float32 [num_tokens, num_q_heads, head_dim]; codes uint8 [num_blocks, num_kv_heads, bytes]; returns (out
-    like queries, lse float32 [num_tokens, num_q_heads]). turning: for a batch that has parts with a delta.
+    queries float32 [num_tokens, num_q_heads, head_dim]; codes uint8 [num_blocks, num_kv_heads,
+    bytes]; returns (out like queries, lse float32 [num_tokens, num_q_heads]). turning: for a batch
+    that has parts with a delta.
     """
     if options.ahead:
         raise ConfigError(f"ahead={options.ahead}: quantized blocks are attended causally alone")
@@ -369,12 +415,19 @@ def paged_attention_coded(
                     rows = _query_rows(queries[row, heads], options.softmax_scale, layout.dim)
                     coded = _empty(heads_per_kv, layout.dim)
                     for part in _parts_of(batch, sequence, low, begin):
-                        where = _Sequence(codes, layout, batch.block_tables[sequence][part.first_index :], head)
+                        where = _Sequence(
+                            codes, layout, batch.block_tables[sequence][part.first_index :], head
+                        )
                         mine = rows
                         if part.delta and turning is not None:
-                            turned = rotate_heads(turning.queries[row, heads], position - part.delta, turning)
+                            turned = rotate_heads(
+                                turning.queries[row, heads], position - part.delta, turning
+                            )
                             mine = _query_rows(turned, options.softmax_scale, layout.dim)
-                        coded = _merge(coded, _attend_partitions(mine, where, part.low, part.high, options.softcap))
+                        coded = _merge(
+                            coded,
+                            _attend_partitions(mine, where, part.low, part.high, options.softcap),
+                        )
                     keys = own.pool.keys[buffer, head][:, seen]
                     values = own.pool.values[buffer, head][seen]
                     state = _merge(coded, _attend_own(rows, keys, values, options.softcap))

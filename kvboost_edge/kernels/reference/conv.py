@@ -1,4 +1,6 @@
-"""Short convolutions along a sequence in plain NumPy, in float64 or with the kernels' rounding steps."""
+"""Short convolutions along a sequence in plain NumPy, in float64 or with the kernels' rounding
+steps.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ __all__ = ["conv_rows", "silu_rows"]
 Floats = npt.NDArray[np.floating[Any]]
 
 
-def conv_rows(inputs: Floats, tail: Floats, weights: Floats, bias: Floats | None = None) -> tuple[Floats, Floats]:
-    """Sums over the last inputs of each channel, [tokens, channels], and the tail behind the last token, in the dtype
-    of `inputs` [tokens, channels].
+def conv_rows(
+    inputs: Floats, tail: Floats, weights: Floats, bias: Floats | None = None
+) -> tuple[Floats, Floats]:
+    """Sums over the last inputs of each channel, [tokens, channels], and the tail behind the last
+    token, in the dtype of `inputs` [tokens, channels].
 
     tail     [taps, channels], the inputs before the first token, the oldest first
     weights  [taps + 1, channels], that of the oldest input first;  bias: [channels]
@@ -24,7 +28,11 @@ def conv_rows(inputs: Floats, tail: Floats, weights: Floats, bias: Floats | None
     taps = len(tail)
     tokens = len(inputs)
     all_inputs = np.concatenate([tail, inputs]).astype(inputs.dtype)
-    sums = np.zeros_like(inputs) if bias is None else np.broadcast_to(bias, inputs.shape).astype(inputs.dtype)
+    sums = (
+        np.zeros_like(inputs)
+        if bias is None
+        else np.broadcast_to(bias, inputs.shape).astype(inputs.dtype)
+    )
     for tap in range(taps + 1):
         sums = _add_product(weights[tap], all_inputs[tap : tap + tokens], sums)
     return sums, all_inputs[tokens:]
@@ -35,7 +43,9 @@ def silu_rows(x: Floats) -> Floats:
     if x.dtype == np.float64:
         wide: Floats = x / (1.0 + np.exp(-x))
         return wide
-    result: Floats = x / (np.float32(1.0) + exp_f32(np.minimum(-x, np.float32(88.0)).astype(np.float32)))
+    result: Floats = x / (
+        np.float32(1.0) + exp_f32(np.minimum(-x, np.float32(88.0)).astype(np.float32))
+    )
     return result
 
 

@@ -1,8 +1,9 @@
-"""Mixtures of experts in plain NumPy: which experts a token goes to, and what comes back. Slow on purpose.
+"""Mixtures of experts in plain NumPy: which experts a token goes to, and what comes back. Slow on
+purpose.
 
-The order is part of the specification: a token's experts are taken by ascending number, whatever else is in the pass,
-so its result has the same bits however a prompt was cut. Biases of an expert are part of its result, which is then
-multiplied with the share.
+The order is part of the specification: a token's experts are taken by ascending number, whatever
+else is in the pass, so its result has the same bits however a prompt was cut. Biases of an expert
+are part of its result, which is then multiplied with the share.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ class Routing(NamedTuple):
     """How a router's logits become experts and their shares.
 
     used    experts of a token
-    score   "softmax" of all logits, "sigmoid" of each, or "chosen": the softmax of the chosen ones' logits
-    renorm  "" as they are; "add": shares are divided by their sum + eps; "least": by their sum, at least eps
+    score   "softmax" of all logits, "sigmoid" of each, or "chosen": the softmax of the chosen ones'
+            logits
+    renorm  "" as they are; "add": shares are divided by their sum + eps; "least": by their sum, at
+            least eps
     scale   what shares are multiplied with at last, beside a factor of each expert
     """
 
@@ -38,11 +41,12 @@ class Routing(NamedTuple):
 def route_rows(
     logits: Floats, routing: Routing, bias: Floats | None = None, factors: Floats | None = None
 ) -> tuple[Longs, Floats]:
-    """Experts [tokens, used], ascending, and their shares, in the dtype of `logits` [tokens, experts].
+    """Experts [tokens, used], ascending, and their shares, in the dtype of `logits` [tokens,
+    experts].
 
-    bias: [experts], added to the scores where experts are chosen, and nowhere else. factors: [experts], what each one's
-    shares are multiplied with. Of equal scores the lower number
-    is chosen. A token with a score that is NaN has the first experts, and shares that are NaN.
+    bias: [experts], added to the scores where experts are chosen, and nowhere else. factors:
+    [experts], what each one's shares are multiplied with. Of equal scores the lower number is
+    chosen. A token with a score that is NaN has the first experts, and shares that are NaN.
     """
     dtype = logits.dtype
     used = routing.used
@@ -84,13 +88,21 @@ def _scores(logits: Floats, score: str) -> Floats:
 
 
 def slots_of(chosen: Longs, num_experts: int) -> list[tuple[int, Longs]]:
-    """Each expert that has tokens, ascending, with its places in `chosen` as one row: token * used + rank."""
+    """Each expert that has tokens, ascending, with its places in `chosen` as one row: token * used
+    + rank.
+    """
     flat = chosen.reshape(-1)
-    return [(expert, found) for expert in range(num_experts) if len(found := np.flatnonzero(flat == expert))]
+    return [
+        (expert, found)
+        for expert in range(num_experts)
+        if len(found := np.flatnonzero(flat == expert))
+    ]
 
 
 class ExpertWeights(NamedTuple):
-    """One expert: gate_up [2 * width, hidden], the gate's rows first, down [hidden, width], and their biases [rows]."""
+    """One expert: gate_up [2 * width, hidden], the gate's rows first, down [hidden, width], and
+    their biases [rows].
+    """
 
     gate_up: Floats
     down: Floats
@@ -98,9 +110,12 @@ class ExpertWeights(NamedTuple):
     down_bias: Floats | None = None
 
 
-def expert_rows(x: Floats, expert: ExpertWeights, activate: Callable[[Floats, Floats], Floats]) -> Floats:
-    """down(activate(gate, up)) of rows [tokens, hidden], as `mixed_rows` takes it; each matrix's sums are of float64
-    and rounded once, with the bias, to the dtype of `x`."""
+def expert_rows(
+    x: Floats, expert: ExpertWeights, activate: Callable[[Floats, Floats], Floats]
+) -> Floats:
+    """down(activate(gate, up)) of rows [tokens, hidden], as `mixed_rows` takes it; each matrix's
+    sums are of float64 and rounded once, with the bias, to the dtype of `x`.
+    """
 
     def linear(rows: Floats, matrix: Floats, bias: Floats | None) -> Floats:
         sums = rows.astype(np.float64) @ matrix.astype(np.float64).T
@@ -111,10 +126,16 @@ def expert_rows(x: Floats, expert: ExpertWeights, activate: Callable[[Floats, Fl
 
 
 def mixed_rows(
-    x: Floats, before: Floats, chosen: Longs, shares: Floats, mlp: Callable[[int, Floats], Floats], num_experts: int
+    x: Floats,
+    before: Floats,
+    chosen: Longs,
+    shares: Floats,
+    mlp: Callable[[int, Floats], Floats],
+    num_experts: int,
 ) -> Floats:
-    """before + the sum over each token's experts, ascending, of share * mlp(expert, its row of x), each step rounded
-    once to the dtype of `before`."""
+    """before + the sum over each token's experts, ascending, of share * mlp(expert, its row of x),
+    each step rounded once to the dtype of `before`.
+    """
     out = before.copy()
     used = chosen.shape[1]
     for expert, slots in slots_of(chosen, num_experts):

@@ -17,8 +17,12 @@ _HIGHEST = F32(88.0)
 
 
 def fma_f32(x: Any, y: Any, z: Any) -> Any:
-    """float32 x * y + z, rounded once (twice where float64 happens to end at a tie, which is rare)."""
-    return (np.asarray(x, np.float64) * np.asarray(y, np.float64) + np.asarray(z, np.float64)).astype(F32)
+    """float32 x * y + z, rounded once (twice where float64 happens to end at a tie, which is
+    rare).
+    """
+    return (
+        np.asarray(x, np.float64) * np.asarray(y, np.float64) + np.asarray(z, np.float64)
+    ).astype(F32)
 
 
 @np.errstate(invalid="ignore")  # of -inf, whose result is 0
@@ -43,7 +47,9 @@ def sigmoid_f32(x: npt.NDArray[Any]) -> Floats:
 
 
 def softplus_f32(x: npt.NDArray[Any]) -> Floats:
-    """log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)), the logarithm by the series of 2 artanh(y / (2 + y))."""
+    """log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)), the logarithm by the series of 2 artanh(y /
+    (2 + y)).
+    """
     y = exp_f32(-np.abs(x))
     s = y / (F32(2.0) + y)
     square = s * s
@@ -55,7 +61,9 @@ def softplus_f32(x: npt.NDArray[Any]) -> Floats:
 
 
 def norm_rows_f32(x: npt.NDArray[Any], weight: Floats, eps: float) -> Floats:
-    """RMS norm of the rows of x [.., count], count a multiple of 16: squares in 16 chains, folded by halves."""
+    """RMS norm of the rows of x [.., count], count a multiple of 16: squares in 16 chains, folded
+    by halves.
+    """
     count = x.shape[-1]
     lanes: Floats = np.zeros((*x.shape[:-1], 16), F32)
     for first in range(0, count, 16):

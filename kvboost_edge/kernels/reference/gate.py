@@ -1,4 +1,6 @@
-"""What follows the states' results in plain NumPy, in float64 or with the kernels' rounding steps."""
+"""What follows the states' results in plain NumPy, in float64 or with the kernels' rounding
+steps.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ Floats = npt.NDArray[np.floating[Any]]
 def gated_rows(
     rows: Floats, gates: Floats, weight: Floats | None, groups: int, eps: float, *, gate_first: bool
 ) -> Floats:
-    """rows [tokens, width] times silu(gates), and an RMS norm of each of `groups` groups of a row, behind that or
-    before it; none without weights. These are [width], or those of one group for all."""
+    """rows [tokens, width] times silu(gates), and an RMS norm of each of `groups` groups of a row,
+    behind that or before it; none without weights. These are [width], or those of one group for
+    all.
+    """
     if weight is None:
         return _gated(rows, gates)
     if gate_first:

@@ -1,10 +1,11 @@
-"""The native runner's linear layers in plain NumPy: the specification of the weight layouts and the oracle of the
-kernels. Slow on purpose.
+"""The native runner's linear layers in plain NumPy: the specification of the weight layouts and the
+oracle of the kernels. Slow on purpose.
 
-Tile layout of a matrix [rows, inputs]: tiles of 16 rows; integer formats: groups of 32 inputs, quads of 4 inputs of
-16 rows = 64 bytes; int4: the low nibble is quad 2j, the high nibble quad 2j + 1 of the same 64 bytes; float formats:
-[tile][input][16]; block formats (q4k, q5k, q6k) and int4t: see linear/layout.py. Rows and groups are padded with
-weights that are 0 (of int4t any) and scales that are 0.
+Tile layout of a matrix [rows, inputs]: tiles of 16 rows; integer formats: groups of 32 inputs,
+quads of 4 inputs of 16 rows = 64 bytes; int4: the low nibble is quad 2j, the high nibble quad 2j +
+1 of the same 64 bytes; float formats: [tile][input][16]; block formats (q4k, q5k, q6k) and int4t:
+see linear/layout.py. Rows and groups are padded with weights that are 0 (of int4t any) and scales
+that are 0.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ _FINE_BASE = 255
 _BLOCK_GROUPS = 8
 
 
-def quantize_rows(x: Floats, *, fine: bool = False) -> tuple[npt.NDArray[np.int16], Floats, npt.NDArray[np.int32]]:
-    """x float32 [tokens, count] -> codes [tokens, groups * 32], float32 scales and int32 sums [tokens, groups].
+def quantize_rows(
+    x: Floats, *, fine: bool = False
+) -> tuple[npt.NDArray[np.int16], Floats, npt.NDArray[np.int32]]:
+    """x float32 [tokens, count] -> codes [tokens, groups * 32], float32 scales and int32 sums
+    [tokens, groups].
 
     Codes lie within +-127, or, if `fine`, within +-127 * 255.
     """
@@ -59,8 +63,12 @@ def quantize_rows(x: Floats, *, fine: bool = False) -> tuple[npt.NDArray[np.int1
     return codes.reshape(tokens, -1), scales, codes.sum(axis=2, dtype=np.int32)
 
 
-def pack_panel(x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False) -> npt.NDArray[np.uint8]:
-    """The bytes of panels of `sizes` tokens for weights of a kind: a cell for each panel and group, see panel.py."""
+def pack_panel(
+    x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False
+) -> npt.NDArray[np.uint8]:
+    """The bytes of panels of `sizes` tokens for weights of a kind: a cell for each panel and group,
+    see panel.py.
+    """
     codes, scales, sums = quantize_rows(x, fine=fine)
     planes = [codes]
     if fine:
@@ -77,7 +85,9 @@ def pack_panel(x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False
         rows = slice(start, start + size)
         for group in range(scales.shape[1]):
             inputs = slice(group * _GROUP, (group + 1) * _GROUP)
-            parts: list[npt.NDArray[Any]] = [plane[rows, inputs].astype(np.int8) for plane in planes]
+            parts: list[npt.NDArray[Any]] = [
+                plane[rows, inputs].astype(np.int8) for plane in planes
+            ]
             parts += [terms[rows, group].astype(np.int32), scales[rows, group]]
             if in_blocks:
                 halves = codes[rows, inputs].reshape(-1, 2, _GROUP // 2).sum(axis=2, dtype=np.int32)
@@ -87,7 +97,9 @@ def pack_panel(x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False
     return np.concatenate(cells)
 
 
-def unpack_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: int) -> npt.NDArray[np.int8]:
+def unpack_codes(
+    packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: int
+) -> npt.NDArray[np.int8]:
     """Signed weights int8 [padded rows, padded inputs] of a packed int8 or int4 matrix."""
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
@@ -104,15 +116,21 @@ def unpack_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: in
 def unpack_table_codes(
     packed: npt.NDArray[np.uint8], tables: npt.NDArray[np.uint8], rows: int, inputs: int
 ) -> npt.NDArray[np.int8]:
-    """Signed weights int8 [padded rows, padded inputs] of a packed int4t matrix; tables: int8 [tiles][16] as bytes."""
+    """Signed weights int8 [padded rows, padded inputs] of a packed int4t matrix; tables: int8
+    [tiles][16] as bytes.
+    """
     codes = unpack_codes(packed, rows, inputs, 4).astype(np.int64) + 8
     wide = tables.view(np.int8).reshape(-1, 16).repeat(_LANES, axis=0)
     found: npt.NDArray[np.int8] = np.take_along_axis(wide, codes, axis=1)
     return found
 
 
-def unpack_block_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, kind: str) -> npt.NDArray[np.int8]:
-    """Codes int8 [padded rows, padded inputs] of a packed matrix of a block format, those of q6k less 32."""
+def unpack_block_codes(
+    packed: npt.NDArray[np.uint8], rows: int, inputs: int, kind: str
+) -> npt.NDArray[np.int8]:
+    """Codes int8 [padded rows, padded inputs] of a packed matrix of a block format, those of q6k
+    less 32.
+    """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
     parts = 2 if kind == "q6k" else 1
@@ -120,7 +138,9 @@ def unpack_block_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, ki
     bits = {"q4k": 0, "q5k": 1, "q6k": 2}[kind]
     lines = packed.reshape(tiles, groups, parts, -1, _LANES, 4)
     nibbles = lines[:, :, :, : quads // 2]
-    codes = np.stack([nibbles & 15, nibbles >> 4], axis=4).reshape(tiles, groups, parts, quads, _LANES, 4)
+    codes = np.stack([nibbles & 15, nibbles >> 4], axis=4).reshape(
+        tiles, groups, parts, quads, _LANES, 4
+    )
     if bits:
         shifts = (4 + bits * np.arange(quads, dtype=np.uint8)) % 8
         above = lines[:, :, :, quads // 2 :] >> shifts[:, None, None] & ((1 << bits) - 1)
@@ -130,14 +150,28 @@ def unpack_block_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, ki
 
 
 def unpack_block_scales(
-    scales: npt.NDArray[np.uint8], blocks: npt.NDArray[np.float16], rows: int, inputs: int, kind: str
+    scales: npt.NDArray[np.uint8],
+    blocks: npt.NDArray[np.float16],
+    rows: int,
+    inputs: int,
+    kind: str,
 ) -> tuple[Floats, Floats | None]:
-    """Scales float32 [padded rows, groups], of q6k [padded rows, 2 * groups], and minima or None: exact products."""
+    """Scales float32 [padded rows, groups], of q6k [padded rows, 2 * groups], and minima or None:
+    exact products.
+    """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
-    factors = scales.reshape(tiles, groups, 2, _LANES).transpose(2, 0, 3, 1).reshape(2, tiles * _LANES, groups)
+    factors = (
+        scales.reshape(tiles, groups, 2, _LANES)
+        .transpose(2, 0, 3, 1)
+        .reshape(2, tiles * _LANES, groups)
+    )
     numbers = 1 if kind == "q6k" else 2
-    halves = blocks.reshape(tiles, -1, numbers, _LANES).transpose(2, 0, 3, 1).reshape(numbers, tiles * _LANES, -1)
+    halves = (
+        blocks.reshape(tiles, -1, numbers, _LANES)
+        .transpose(2, 0, 3, 1)
+        .reshape(numbers, tiles * _LANES, -1)
+    )
     wide = halves.astype(np.float32).repeat(_BLOCK_GROUPS, axis=2)[:, :, :groups]
     if kind == "q6k":
         signed = factors.view(np.int8).astype(np.float32) * wide
@@ -149,7 +183,9 @@ def unpack_scales(packed: npt.NDArray[np.float16], rows: int, inputs: int) -> Fl
     """float32 [padded rows, groups]."""
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
-    ordered = packed.reshape(tiles, groups, _LANES).transpose(0, 2, 1).reshape(tiles * _LANES, groups)
+    ordered = (
+        packed.reshape(tiles, groups, _LANES).transpose(0, 2, 1).reshape(tiles * _LANES, groups)
+    )
     return ordered.astype(np.float32)
 
 
@@ -186,19 +222,24 @@ def linear_int(
 ) -> Floats:
     """float32 [tokens, rows]: per group in order, out = fma(sum * token scale, weight scale, out).
 
-    int4-asym, q4k, q5k: `weights` are the codes themselves and `minima` [rows, groups] what is taken off a scaled code;
-    in each group follows out = fma(-(sum of the token's codes * token scale), minimum, out), the product rounded once.
-    q6k: `weight_scales` are [rows, 2 * groups], and each half of a group is a step of its own.
+    int4-asym, q4k, q5k: `weights` are the codes themselves and `minima` [rows, groups] what is
+    taken off a scaled code; in each group follows out = fma(-(sum of the token's codes * token
+    scale), minimum, out), the product rounded once. q6k: `weight_scales` are [rows, 2 * groups],
+    and each half of a group is a step of its own.
     """
     parts = weight_scales.shape[1] // scales.shape[1]
     sums = group_sums(codes, weights, _GROUP // parts).astype(np.float32)
     scales = scales.repeat(parts, axis=1)
-    token_sums = codes.reshape(len(codes), -1, _GROUP).sum(axis=2, dtype=np.int32).astype(np.float32)
+    token_sums = (
+        codes.reshape(len(codes), -1, _GROUP).sum(axis=2, dtype=np.int32).astype(np.float32)
+    )
     out = np.zeros(sums.shape[:2], dtype=np.float32)
     for group in range(sums.shape[2]):
         out = _fma(sums[:, :, group] * scales[:, group, None], weight_scales[None, :, group], out)
         if minima is not None:
-            out = _fma(-(token_sums[:, group, None] * scales[:, group, None]), minima[None, :, group], out)
+            out = _fma(
+                -(token_sums[:, group, None] * scales[:, group, None]), minima[None, :, group], out
+            )
     return out
 
 
@@ -213,13 +254,16 @@ def linear_float(x: Floats, weights: Floats) -> Floats:
 def norm_rows(x: Floats, weight: Floats, eps: float) -> Floats:
     """RMS norm of each row, in float64."""
     wide = x.astype(np.float64)
-    normed: Floats = (wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + eps) * weight).astype(np.float32)
+    normed: Floats = (wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + eps) * weight).astype(
+        np.float32
+    )
     return normed
 
 
 def activate_rows(gate: Floats, up: Floats, *, gelu: bool = False, clamped: bool = False) -> Floats:
-    """silu(gate) * up, or gelu (tanh form) of gate, times up, in float64. clamped: gate * sigmoid(1.702 * gate) *
-    (up + 1), of a gate of at most 7 and an up from -7 to 7."""
+    """silu(gate) * up, or gelu (tanh form) of gate, times up, in float64. clamped: gate *
+    sigmoid(1.702 * gate) * (up + 1), of a gate of at most 7 and an up from -7 to 7.
+    """
     x = gate.astype(np.float64)
     if clamped:
         x = np.minimum(x, 7.0)
@@ -235,7 +279,9 @@ def squared_rows(x: Floats) -> Floats:
 
 
 def rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
-    """Rotate the pairs (i, i + half) of rows [tokens, dim] by tables [tokens, half]; channels behind stay."""
+    """Rotate the pairs (i, i + half) of rows [tokens, dim] by tables [tokens, half]; channels
+    behind stay.
+    """
     half = cos.shape[1]
     out = x.copy()
     a = x[:, :half]

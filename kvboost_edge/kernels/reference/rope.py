@@ -14,7 +14,9 @@ Doubles = npt.NDArray[np.float64]
 
 
 def rotate_heads(heads: Floats, position: int, turning: Turning) -> Floats:
-    """Heads [n, head_dim] from before rotation as they are at a position, float32, with the kernel's rounding steps."""
+    """Heads [n, head_dim] from before rotation as they are at a position, float32, with the
+    kernel's rounding steps.
+    """
     cos = turning.cos[position]
     sin = turning.sin[position]
     half = turning.cos.shape[1]
@@ -26,12 +28,16 @@ def rotate_heads(heads: Floats, position: int, turning: Turning) -> Floats:
 
 
 def turn_keys(keys: Doubles, deltas: Longs, turning: Turning) -> Doubles:
-    """Keys [num_kv_heads, tokens, head_dim] as they would be `deltas` [tokens] positions on: their angles there are
-    added. The tables hold as many positions; their row 0 is the factor, which keys have already."""
+    """Keys [num_kv_heads, tokens, head_dim] as they would be `deltas` [tokens] positions on: their
+    angles there are added. The tables hold as many positions; their row 0 is the factor, which keys
+    have already.
+    """
     half = turning.cos.shape[1]
     factor = turning.cos[:1].astype(np.float64)
     cos = turning.cos[np.abs(deltas)] / factor
     sin = np.sign(deltas)[:, None] * turning.sin[np.abs(deltas)] / factor
     first = keys[:, :, :half]
     second = keys[:, :, half : 2 * half]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin, keys[:, :, 2 * half :]], axis=2)
+    return np.concatenate(
+        [first * cos - second * sin, second * cos + first * sin, keys[:, :, 2 * half :]], axis=2
+    )

@@ -1,4 +1,6 @@
-"""The gated delta rule in plain NumPy, one token after another, in float64 or with the kernels' rounding steps."""
+"""The gated delta rule in plain NumPy, one token after another, in float64 or with the kernels'
+rounding steps.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.reference.floats import exp_f32, fma_f32, norm_rows_f32, sigmoid_f32, softplus_f32
+from kvboost_edge.kernels.reference.floats import (
+    exp_f32,
+    fma_f32,
+    norm_rows_f32,
+    sigmoid_f32,
+    softplus_f32,
+)
 
-__all__ = ["DeltaSteps", "delta_rows", "delta_steps", "key_head_of", "multiply_add", "sum_over_keys"]
+__all__ = [
+    "DeltaSteps",
+    "delta_rows",
+    "delta_steps",
+    "key_head_of",
+    "multiply_add",
+    "sum_over_keys",
+]
 
 Floats = npt.NDArray[np.floating[Any]]
 _CHAINS = 4  # of a sum over keys
@@ -34,10 +49,17 @@ def key_head_of(head: int, key_heads: int, value_heads: int, *, tiled: bool) -> 
 
 
 def delta_steps(
-    queries: Floats, keys: Floats, gates: tuple[Floats, Floats], decay: Floats, dt_bias: Floats, eps: float = 1e-6
+    queries: Floats,
+    keys: Floats,
+    gates: tuple[Floats, Floats],
+    decay: Floats,
+    dt_bias: Floats,
+    eps: float = 1e-6,
 ) -> DeltaSteps:
-    """Queries and keys as they come [tokens, key_heads, key_dim], of unit length then, queries over sqrt(key_dim);
-    gates: (b, a) [tokens, value_heads] each, for shares sigmoid(b) and decays exp(decay * softplus(a + dt_bias))."""
+    """Queries and keys as they come [tokens, key_heads, key_dim], of unit length then, queries over
+    sqrt(key_dim); gates: (b, a) [tokens, value_heads] each, for shares sigmoid(b) and decays
+    exp(decay * softplus(a + dt_bias)).
+    """
     dim = queries.shape[-1]
     shares, wide = gates
     if queries.dtype == np.float64:
@@ -53,9 +75,11 @@ def delta_steps(
     return DeltaSteps(q, k, sigmoid_f32(shares), exp_f32(powers))
 
 
-def delta_rows(steps: DeltaSteps, values: Floats, state: Floats, *, tiled: bool = False) -> tuple[Floats, Floats]:
-    """Results [tokens, value_heads, value_dim] and the states behind the last token, in the dtype of `values`, which
-    are of the same shape.
+def delta_rows(
+    steps: DeltaSteps, values: Floats, state: Floats, *, tiled: bool = False
+) -> tuple[Floats, Floats]:
+    """Results [tokens, value_heads, value_dim] and the states behind the last token, in the dtype
+    of `values`, which are of the same shape.
 
     state  [value_heads, key_dim, value_dim] before the first token
     tiled  see `key_head_of`
@@ -83,7 +107,9 @@ def multiply_add(x: Any, y: Any, z: Any) -> Any:
 
 
 def sum_over_keys(fma: Any, x: Floats, state: Floats) -> Floats:
-    """The sum of x [heads, key_dim, 1] * state [heads, key_dim, value_dim], key i in chain i mod 4."""
+    """The sum of x [heads, key_dim, 1] * state [heads, key_dim, value_dim], key i in chain i mod
+    4.
+    """
     chains = np.zeros((_CHAINS, state.shape[0], state.shape[2]), state.dtype)
     for key in range(state.shape[1]):
         chains[key % _CHAINS] = fma(x[:, key], state[:, key], chains[key % _CHAINS])

@@ -1,4 +1,6 @@
-"""The runs a scan has to find, from their definition: every block is compared at every place. No hash, no link."""
+"""The runs a scan has to find, from their definition: every block is compared at every place. No
+hash, no link.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ __all__ = ["StoredBlock", "StoredRun", "scan"]
 
 
 class StoredBlock(NamedTuple):
-    """A block that can be found. `serial` is its identity, `parent_serial` that of the block before it."""
+    """A block that can be found. `serial` is its identity, `parent_serial` that of the block before
+    it.
+    """
 
     root: bytes
     block_id: int
@@ -22,8 +26,9 @@ class StoredBlock(NamedTuple):
 
 
 class StoredRun(NamedTuple):
-    """prompt[first:first + len(slots)] stands in these (block id, slot in the block), its first token at position
-    `context` where it was computed."""
+    """prompt[first:first + len(slots)] stands in these (block id, slot in the block), its first
+    token at position `context` where it was computed.
+    """
 
     first: int
     context: int
@@ -33,14 +38,21 @@ class StoredRun(NamedTuple):
 def scan(
     blocks: Sequence[StoredBlock], prompt: Sequence[int], start: int, root: bytes, min_tokens: int
 ) -> list[StoredRun]:
-    """Runs of prompt[start:-1] in the blocks of a root, left to right; `blocks` in the order they were offered in."""
+    """Runs of prompt[start:-1] in the blocks of a root, left to right; `blocks` in the order they
+    were offered in.
+    """
     newest_first = [block for block in reversed(blocks) if block.root == root]
     wanted = tuple(prompt[:-1])
     runs: list[StoredRun] = []
     floor = place = start
     while place < len(wanted):
-        candidates = [_run(newest_first, wanted, floor, place, block) for block in _at(newest_first, wanted, place)]
-        best = max(candidates, key=lambda run: (len(run.slots), run.context), default=None)  # the first of equals
+        candidates = [
+            _run(newest_first, wanted, floor, place, block)
+            for block in _at(newest_first, wanted, place)
+        ]
+        best = max(
+            candidates, key=lambda run: (len(run.slots), run.context), default=None
+        )  # the first of equals
         if best is None or len(best.slots) < min_tokens:
             place += 1
             continue
@@ -49,14 +61,22 @@ def scan(
     return runs
 
 
-def _at(newest_first: Sequence[StoredBlock], wanted: tuple[int, ...], place: int) -> list[StoredBlock]:
+def _at(
+    newest_first: Sequence[StoredBlock], wanted: tuple[int, ...], place: int
+) -> list[StoredBlock]:
     """The blocks that are tried where they stand whole."""
-    found = [block for block in newest_first if wanted[place : place + len(block.tokens)] == block.tokens]
+    found = [
+        block for block in newest_first if wanted[place : place + len(block.tokens)] == block.tokens
+    ]
     return found[:MOST_TRIED]
 
 
 def _run(
-    newest_first: Sequence[StoredBlock], wanted: tuple[int, ...], floor: int, place: int, block: StoredBlock
+    newest_first: Sequence[StoredBlock],
+    wanted: tuple[int, ...],
+    floor: int,
+    place: int,
+    block: StoredBlock,
 ) -> StoredRun:
     before = list(_before(newest_first, wanted, floor, place, block))[::-1]
     after = list(_after(newest_first, wanted, place, block))
@@ -64,7 +84,11 @@ def _run(
 
 
 def _before(
-    newest_first: Sequence[StoredBlock], wanted: tuple[int, ...], floor: int, place: int, block: StoredBlock
+    newest_first: Sequence[StoredBlock],
+    wanted: tuple[int, ...],
+    floor: int,
+    place: int,
+    block: StoredBlock,
 ) -> Iterator[tuple[int, int]]:
     """Slots before a block at `place`, the last one first."""
     by_serial = {block.serial: block for block in newest_first}
@@ -87,8 +111,14 @@ def _after(
         if count < len(block.tokens):
             return
         place += count
-        children = [other for other in newest_first if other.parent_serial == block.serial][:MOST_TRIED]
-        children += [other for other in _at(newest_first, wanted, place) if other.parent_serial == block.serial]
+        children = [other for other in newest_first if other.parent_serial == block.serial][
+            :MOST_TRIED
+        ]
+        children += [
+            other
+            for other in _at(newest_first, wanted, place)
+            if other.parent_serial == block.serial
+        ]
         counts = [_num_same(other.tokens, wanted[place:]) for other in children]
         count = max(counts, default=0)
         if count:

@@ -1,5 +1,6 @@
-"""A state space with a scalar decay in plain NumPy, one token after another, in float64 or with the kernels' rounding
-steps."""
+"""A state space with a scalar decay in plain NumPy, one token after another, in float64 or with the
+kernels' rounding steps.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +31,16 @@ class SsdSteps(NamedTuple):
 
 
 def ssd_steps(
-    queries: Floats, keys: Floats, steps: Floats, decay: Floats, dt_bias: Floats, limit: tuple[float, float]
+    queries: Floats,
+    keys: Floats,
+    steps: Floats,
+    decay: Floats,
+    dt_bias: Floats,
+    limit: tuple[float, float],
 ) -> SsdSteps:
-    """Queries and keys as they come, [tokens, key_heads, key_dim]; steps [tokens, value_heads], for times
-    softplus(step + dt_bias) within the limit, and decays exp(decay * time)."""
+    """Queries and keys as they come, [tokens, key_heads, key_dim]; steps [tokens, value_heads], for
+    times softplus(step + dt_bias) within the limit, and decays exp(decay * time).
+    """
     if queries.dtype == np.float64:
         times = np.clip(np.logaddexp(0, steps + dt_bias), *limit)
         return SsdSteps(queries, keys, times, np.exp(decay * times))
@@ -42,8 +49,8 @@ def ssd_steps(
 
 
 def ssd_rows(steps: SsdSteps, values: Floats, skip: Floats, state: Floats) -> tuple[Floats, Floats]:
-    """Results [tokens, value_heads, value_dim] and the states behind the last token, in the dtype of `values`, which
-    are of the same shape.
+    """Results [tokens, value_heads, value_dim] and the states behind the last token, in the dtype
+    of `values`, which are of the same shape.
 
     skip   [value_heads], how much of a value is added to its result
     state  [value_heads, key_dim, value_dim] before the first token

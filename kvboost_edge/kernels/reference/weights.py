@@ -1,7 +1,9 @@
-"""Quantization of weights in plain NumPy: the specification of linear/fit.py, and packed matrices back to floats.
+"""Quantization of weights in plain NumPy: the specification of linear/fit.py, and packed matrices
+back to floats.
 
-Packed minima lie as scales do: float16 [tile][group][16]. The codes of int4-asym are nibbles like those of int4 without
-an offset. Padded rows have scale 0; padded inputs, which only ever meet activations that are 0, may have any code.
+Packed minima lie as scales do: float16 [tile][group][16]. The codes of int4-asym are nibbles like
+those of int4 without an offset. Padded rows have scale 0; padded inputs, which only ever meet
+activations that are 0, may have any code.
 """
 
 from __future__ import annotations
@@ -32,10 +34,14 @@ Halves = npt.NDArray[np.float16]
 def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Floats:
     """float32 [rows, inputs]: the weights that a packed matrix of a format stands for."""
     if weights in ("f32", "bf16"):
-        return unpack_floats(packed.codes.view(np.float32 if weights == "f32" else np.uint16), rows, inputs)
+        return unpack_floats(
+            packed.codes.view(np.float32 if weights == "f32" else np.uint16), rows, inputs
+        )
     if weights in BLOCK_FORMATS:
         codes = unpack_block_codes(packed.codes, rows, inputs, weights).astype(np.float32)
-        scales, offsets = unpack_block_scales(packed.scales, packed.minima.view(np.float16), rows, inputs, weights)
+        scales, offsets = unpack_block_scales(
+            packed.scales, packed.minima.view(np.float16), rows, inputs, weights
+        )
         values: Floats = codes * scales.repeat(codes.shape[1] // scales.shape[1], axis=1)
         if offsets is not None:
             values = values - offsets.repeat(GROUP, axis=1)
@@ -43,7 +49,9 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
     if weights in TABLE_FORMATS:
         codes = unpack_table_codes(packed.codes, packed.minima, rows, inputs).astype(np.float32)
     else:
-        codes = unpack_codes(packed.codes, rows, inputs, FITS[KINDS[weights]].bits).astype(np.float32)
+        codes = unpack_codes(packed.codes, rows, inputs, FITS[KINDS[weights]].bits).astype(
+            np.float32
+        )
     scales = unpack_scales(packed.scales.view(np.float16), rows, inputs).repeat(GROUP, axis=1)
     if weights != "int4-asym":
         return (codes * scales)[:rows, :inputs]
@@ -52,7 +60,9 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
 
 
 def round_to_nearest(weights: Floats, kind: str) -> Floats:
-    """The weights as plain rounding stores them: scale from the largest magnitude, minimum from the smallest weight."""
+    """The weights as plain rounding stores them: scale from the largest magnitude, minimum from the
+    smallest weight.
+    """
     fit = FITS[KINDS[kind]]
     w = _groups(weights)
     if kind == "int4-asym":
@@ -69,9 +79,11 @@ def round_to_nearest(weights: Floats, kind: str) -> Floats:
 
 
 def fit_rows(weights: Floats, kind: str) -> tuple[npt.NDArray[np.int16], Halves, Halves]:
-    """Signed codes int16 [rows, groups, 32], scales and minima float16 [rows, groups] (minima 0 where there are none).
+    """Signed codes int16 [rows, groups, 32], scales and minima float16 [rows, groups] (minima 0
+    where there are none).
 
-    The same operations in the same order as the kernel, but for the rare double rounding of its fused multiply-adds.
+    The same operations in the same order as the kernel, but for the rare double rounding of its
+    fused multiply-adds.
     """
     fit = FITS[KINDS[kind]]
     minima = kind == "int4-asym"
@@ -100,7 +112,8 @@ def fit_rows(weights: Floats, kind: str) -> tuple[npt.NDArray[np.int16], Halves,
 def _groups(weights: Floats) -> Floats:
     rows, inputs = weights.shape
     groups = -(-inputs // GROUP)
-    # Repeating the first weight of the last group changes neither its smallest nor its largest weight.
+    # Repeating the first weight of the last group changes neither its smallest nor its largest
+    # weight.
     padded = np.zeros((rows, groups * GROUP), np.float32)
     padded[:, :inputs] = weights
     padded[:, inputs:] = weights[:, (groups - 1) * GROUP, None]
@@ -122,7 +135,9 @@ def _codes(w: Floats, fit: Fit, scale: Floats, minimum: Floats) -> Floats:
     return codes
 
 
-def _fitted(w: Floats, code: Floats, counts: Floats, scale: Floats, total: Floats | None) -> tuple[Floats, Floats]:
+def _fitted(
+    w: Floats, code: Floats, counts: Floats, scale: Floats, total: Floats | None
+) -> tuple[Floats, Floats]:
     square = _chain(code, counts, lambda x, out: _fma(x, x, out))
     product = np.zeros_like(scale)
     for i in range(GROUP):

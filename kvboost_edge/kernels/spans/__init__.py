@@ -1,1 +1,3 @@
-"""Finding, in a prompt, runs of tokens that blocks hold: flat arrays of blocks, and the scan over them."""
+"""Finding, in a prompt, runs of tokens that blocks hold: flat arrays of blocks, and the scan over
+them.
+"""

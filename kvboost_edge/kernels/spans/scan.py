@@ -1,4 +1,5 @@
-"""The scan: a rolling hash finds blocks whose tokens stand in the prompt; comparing tokens decides and extends.
+"""The scan: a rolling hash finds blocks whose tokens stand in the prompt; comparing tokens decides
+and extends.
 
 Its oracle compares every block at every place, see kernels/reference/spans.py.
 """
@@ -16,7 +17,14 @@ from numba.core.types.containers import BaseTuple
 
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.spans.table import HASH_BITS, MODULUS, MOST_TRIED, NONE, SpanSearch, SpanTables
+from kvboost_edge.kernels.spans.table import (
+    HASH_BITS,
+    MODULUS,
+    MOST_TRIED,
+    NONE,
+    SpanSearch,
+    SpanTables,
+)
 from kvboost_edge.kernels.tuples import addresses_of
 from kvboost_edge.kernels.vectors import load_i32, load_i64, store_i64
 
@@ -28,7 +36,9 @@ _I128 = ir.IntType(128)
 
 @intrinsic
 def _multiply(typing: Any, x: Any, y: Any) -> Any:
-    """x * y modulo MODULUS, of int64 in [0, MODULUS): the bits above the 61st count once more from the lowest on."""
+    """x * y modulo MODULUS, of int64 in [0, MODULUS): the bits above the 61st count once more from
+    the lowest on.
+    """
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         product = b.mul(*(b.zext(argument, _I128) for argument in arguments))
@@ -89,11 +99,16 @@ def _num_same(tables: SpanTables, search: SpanSearch, block: int, place: int) ->
 
 @kernel
 def _newest(tables: SpanTables, search: SpanSearch, place: int) -> Any:
-    """Leader of the group whose tokens stand at `place`, where a whole block fits; NONE if there is no such group."""
+    """Leader of the group whose tokens stand at `place`, where a whole block fits; NONE if there is
+    no such group.
+    """
     value = load_i64(search.hashes + 8 * place)
     block = _link(tables.heads, (value + search.root) & tables.slot_mask)
     while block != NONE:
-        may_be = load_i64(tables.hashes + 8 * block) == value and load_i64(tables.roots + 8 * block) == search.root
+        may_be = (
+            load_i64(tables.hashes + 8 * block) == value
+            and load_i64(tables.roots + 8 * block) == search.root
+        )
         if may_be and _num_same(tables, search, block, place) == tables.block_size:
             return block
         block = _link(tables.next_groups, block)
@@ -102,9 +117,11 @@ def _newest(tables: SpanTables, search: SpanSearch, place: int) -> Any:
 
 @kernel
 def _child(tables: SpanTables, search: SpanSearch, block: int, place: int) -> Any:
-    """(the block after `block` that the prompt goes on with from `place`, how many of its tokens); (NONE, 0) if none.
+    """(the block after `block` that the prompt goes on with from `place`, how many of its tokens);
+    (NONE, 0) if none.
 
-    Of more children than are tried one may still go on whole: it is then among the blocks with the prompt's tokens.
+    Of more children than are tried one may still go on whole: it is then among the blocks with the
+    prompt's tokens.
     """
     size = tables.block_size
     best = NONE
@@ -131,7 +148,9 @@ def _child(tables: SpanTables, search: SpanSearch, block: int, place: int) -> An
 
 @kernel
 def _reach_back(tables: SpanTables, search: SpanSearch, floor: int, place: int, block: int) -> Any:
-    """(first token of the run, how many blocks before `block` it touches), of a run with `block` at `place`."""
+    """(first token of the run, how many blocks before `block` it touches), of a run with `block` at
+    `place`.
+    """
     size = tables.block_size
     count = 0
     parent = _link(tables.parents, block)
@@ -139,7 +158,9 @@ def _reach_back(tables: SpanTables, search: SpanSearch, floor: int, place: int, 
         end = tables.tokens + 4 * (parent + 1) * size
         most = min(size, place - floor)
         same = 0
-        while same < most and load_i32(end - 4 * (same + 1)) == load_i32(search.tokens + 4 * (place - same - 1)):
+        while same < most and load_i32(end - 4 * (same + 1)) == load_i32(
+            search.tokens + 4 * (place - same - 1)
+        ):
             same += 1
         place -= same
         count += same > 0
@@ -163,7 +184,9 @@ def _reach_on(tables: SpanTables, search: SpanSearch, place: int, block: int) ->
 
 @kernel
 def _longest(tables: SpanTables, search: SpanSearch, floor: int, place: int) -> Any:
-    """(block at `place`, first token, end, stored position of the first token) of the run to take; NONE if none is."""
+    """(block at `place`, first token, end, stored position of the first token) of the run to take;
+    NONE if none is.
+    """
     best = NONE
     first = place
     end = place
@@ -185,20 +208,23 @@ def _longest(tables: SpanTables, search: SpanSearch, floor: int, place: int) -> 
 
 
 @kernel
-def scan(tables: SpanTables, search: SpanSearch, runs: npt.NDArray[np.int64], path: npt.NDArray[np.int32]) -> int:
-    """Find runs from left to right and return how many. What was found at one place is as long as it gets, and never
-    looked at again.
+def scan(
+    tables: SpanTables, search: SpanSearch, runs: npt.NDArray[np.int64], path: npt.NDArray[np.int32]
+) -> int:
+    """Find runs from left to right and return how many. What was found at one place is as long as
+    it gets, and never looked at again.
 
     runs  int64 [most, NUM_FIELDS], written; most >= (stop - start) // max(min_tokens, block_size)
-    path  int32, written: block ids of all runs, one run after another; at least (stop - start) // block_size + 2 * most
+    path  int32, written: block ids of all runs, one run after another; at least (stop - start) //
+          block_size + 2 * most
           of them
 
-    Block ids in the tables are trusted. Time, however much is stored: a token that is in no run costs at most some
-    MOST_TRIED * (min_tokens + MOST_TRIED * block_size) comparisons. A prompt of 10,000 tokens takes 0.3 to 1 ms, one
-    made for it 9 ms.
+    Block ids in the tables are trusted. Time, however much is stored: a token that is in no run
+    costs at most some MOST_TRIED * (min_tokens + MOST_TRIED * block_size) comparisons. A prompt of
+    10,000 tokens takes 0.3 to 1 ms, one made for it 9 ms.
     """
-    # Addresses, not arrays: an array in a tuple counts as a reference wherever it is taken out. 600 blocks of the one
-    # token that a prompt of 10,000 has: 24 ms with arrays, 1.3 ms so.
+    # Addresses, not arrays: an array in a tuple counts as a reference wherever it is taken out. 600
+    # blocks of the one token that a prompt of 10,000 has: 24 ms with arrays, 1.3 ms so.
     held = addresses_of(SpanTables, tables)
     wanted = addresses_of(SpanSearch, search)
     _hash_all(held, wanted)

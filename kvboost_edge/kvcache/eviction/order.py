@@ -1,23 +1,27 @@
-"""In which order cached things are given up, whatever they are: blocks of the pool, records of a tier.
+"""In which order cached things are given up, whatever they are: blocks of the pool, records of a
+tier.
 
-One rule: the least recently used goes first, and of what was used once only a share is kept. Two lines make it, both
-oldest first: what was used once, and what was used again. While the first is longer than its share its oldest entry
-goes, else the oldest of both. The share is learnt, between a tenth of the capacity and all of it (plain LRU, where it
-begins): it grows when something is missed that was given up after one use, and shrinks when something is missed that
-had been used again, in steps that weigh up how often each kind is given up. So what is read once and never again
-flushes nothing, and where all comes again later it is LRU.
+One rule: the least recently used goes first, and of what was used once only a share is kept. Two
+lines make it, both oldest first: what was used once, and what was used again. While the first is
+longer than its share its oldest entry goes, else the oldest of both. The share is learnt, between a
+tenth of the capacity and all of it (plain LRU, where it begins): it grows when something is missed
+that was given up after one use, and shrinks when something is missed that had been used again, in
+steps that weigh up how often each kind is given up. So what is read once and never again flushes
+nothing, and where all comes again later it is LRU.
 
-A third line holds what is retained: it goes after all else of its owner, again the least recently used first. An owner
-retains no more entries than its floor (below), the others count as used again: so retaining decides which of an owner's
-entries are the last to go and takes nothing from those that others are sure of.
+A third line holds what is retained: it goes after all else of its owner, again the least recently
+used first. An owner retains no more entries than its floor (below), the others count as used again:
+so retaining decides which of an owner's entries are the last to go and takes nothing from those
+that others are sure of.
 
-Entries of one chain are put tail first, and whatever uses an entry uses all before it in its chain: so an ancestor is
-never given up before its descendants.
+Entries of one chain are put tail first, and whatever uses an entry uses all before it in its chain:
+so an ancestor is never given up before its descendants.
 
-Owners share the capacity: half of it is divided evenly among those that have entries, and below that floor nobody's
-entries go to others while there are more. Where all are at their floors age decides, whoever retains.
-The time to put, use or give up an entry does not grow with their number, and by the logarithm with that of the owners;
-an owner's first entry, and its last, costs a look at every owner, and so does giving up what is retained.
+Owners share the capacity: half of it is divided evenly among those that have entries, and below
+that floor nobody's entries go to others while there are more. Where all are at their floors age
+decides, whoever retains. The time to put, use or give up an entry does not grow with their number,
+and by the logarithm with that of the owners; an owner's first entry, and its last, costs a look at
+every owner, and so does giving up what is retained.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ ONCE, AGAIN, RETAINED = range(3)
 K = TypeVar("K", bound=Hashable)
 
 _NEVER = sys.maxsize
-_LEAST_SHARE = 10  # a tenth of the capacity stays for what was used once, so that a second use can come
+_LEAST_SHARE = (
+    10  # a tenth of the capacity stays for what was used once, so that a second use can come
+)
 
 
 class _Queue(OrderedDict[K, int]):
@@ -55,10 +61,13 @@ class _Queue(OrderedDict[K, int]):
 
 
 class _Line(Generic[K]):
-    """The queues of all owners, of what was used once, of what was used again or of what is retained.
+    """The queues of all owners, of what was used once, of what was used again or of what is
+    retained.
 
-    heap     for each listed owner the time of its oldest entry, or an earlier one, which is corrected as it comes up
-    listed   the owners in the heap; one that has no more than the floor falls out, `enlist` brings it back
+    heap     for each listed owner the time of its oldest entry, or an earlier one, which is
+             corrected as it comes up
+    listed   the owners in the heap; one that has no more than the floor falls out, `enlist` brings
+             it back
     """
 
     __slots__ = ("heap", "length", "listed", "queues")
@@ -77,7 +86,9 @@ class _Line(Generic[K]):
             heapq.heappush(self.heap, (queue.first, owner))
 
     def oldest(self, counts: dict[bytes, int], floor: int) -> _Queue[K] | None:
-        """Of the listed owners that have more than `floor` entries in all, the queue with the oldest one."""
+        """Of the listed owners that have more than `floor` entries in all, the queue with the
+        oldest one.
+        """
         heap = self.heap
         while heap:
             stamp, owner = heap[0]
@@ -98,15 +109,17 @@ class _Line(Generic[K]):
 
 
 _Run = tuple[_Queue[K], int, int]
-"""What may be given up without asking again: of a queue, what was used before a time, at most so many entries."""
+"""What may be given up without asking again: of a queue, what was used before a time, at most so
+many entries.
+"""
 
 
 class CachedOrder(Generic[K]):
     """Entries of several owners, see the head of the file.
 
-    Example, capacity 12, owners a and b have 5 entries each, all used once: the floor is 12 // 2 // 2 = 3. If c takes 6
-    it gets the oldest ones, but no more than two of either; of the last two it needs nobody is above the floor, so
-    they are the oldest of all.
+    Example, capacity 12, owners a and b have 5 entries each, all used once: the floor is 12 // 2 //
+    2 = 3. If c takes 6 it gets the oldest ones, but no more than two of either; of the last two it
+    needs nobody is above the floor, so they are the oldest of all.
 
     once_share   entries used once that are kept; the others go before anything that was used again
     """
@@ -130,7 +143,9 @@ class CachedOrder(Generic[K]):
         self._capacity = self.once_share = capacity
         self._once: _Line[K] = _Line()
         self._again: _Line[K] = _Line()
-        self._retained: _Line[K] = _Line()  # its heap is not used: there are few to look at, and seldom
+        self._retained: _Line[K] = (
+            _Line()
+        )  # its heap is not used: there are few to look at, and seldom
         self._lines = (self._once, self._again, self._retained)
         self._where: dict[K, _Queue[K]] = {}
         self._counts: dict[bytes, int] = {}  # entries of each owner that has any
@@ -146,7 +161,9 @@ class CachedOrder(Generic[K]):
         return key in self._where
 
     def put(self, key: K, owner: bytes, *, again: int = ONCE) -> None:
-        """An entry that is not there was used just now, for the first time (ONCE) or not (AGAIN), or is RETAINED."""
+        """An entry that is not there was used just now, for the first time (ONCE) or not (AGAIN),
+        or is RETAINED.
+        """
         line = self._lines[again]
         queue = self._append(line, key, owner)
         count = self._counts[owner] = self._counts.get(owner, 0) + 1
@@ -172,12 +189,16 @@ class CachedOrder(Generic[K]):
         return queue
 
     def _trim(self, queue: _Queue[K]) -> None:
-        """What an owner retains beyond its floor counts as used again, the least recently used first."""
+        """What an owner retains beyond its floor counts as used again, the least recently used
+        first.
+        """
         while len(queue) > self._floor:
             self.demote(next(iter(queue)))
 
     def demote(self, key: K) -> None:
-        """An entry that is retained counts as used again just now; any other stays what and where it is."""
+        """An entry that is retained counts as used again just now; any other stays what and where
+        it is.
+        """
         queue = self._where[key]
         if queue.line is self._retained:
             del queue[key]
@@ -216,39 +237,52 @@ class CachedOrder(Generic[K]):
     def missed(self, *, once: int, again: int) -> None:
         """So many entries were wanted that are gone, given up after one use or after more.
 
-        What is seldom given up, and then wanted, counts for more: by the root of how many times more seldom. By the
-        whole ratio (the rule of ARC) the share follows a few misses too far: 1.4% fewer hits than LRU's on a trace in
-        which what was used once comes again later; without it a scan is not noticed in a small pool (3% more hits than
-        LRU's instead of 20%).
+        What is seldom given up, and then wanted, counts for more: by the root of how many times
+        more seldom. By the whole ratio (the rule of ARC) the share follows a few misses too far:
+        1.4% fewer hits than LRU's on a trace in which what was used once comes again later; without
+        it a scan is not noticed in a small pool (3% more hits than LRU's instead of 20%).
         """
         of_once, of_again = (max(1, number) for number in self._given_up)
-        step = once * max(1.0, (of_again / of_once) ** 0.5) - again * max(1.0, (of_once / of_again) ** 0.5)
+        step = once * max(1.0, (of_again / of_once) ** 0.5) - again * max(
+            1.0, (of_once / of_again) ** 0.5
+        )
         least = self._capacity // _LEAST_SHARE
         self.once_share = min(self._capacity, max(least, self.once_share + round(step)))
 
     def protected(self, owner: bytes) -> int:
-        """Entries that this owner gets only when there are no others: those of the others up to their floors."""
+        """Entries that this owner gets only when there are no others: those of the others up to
+        their floors.
+        """
         return self._kept - min(self._counts.get(owner, 0), self._floor)
 
     def oldest_first(self) -> list[K]:
         """The order in which all would go if nobody had a floor and nothing came meanwhile."""
         once, again, retained = (
-            sorted(((stamp, key) for queue in line.queues.values() for key, stamp in queue.items()), reverse=True)
+            sorted(
+                ((stamp, key) for queue in line.queues.values() for key, stamp in queue.items()),
+                reverse=True,
+            )
             for line in self._lines
         )
         found: list[K] = []
         while once or again:
-            from_once = once and (not again or len(once) > self.once_share or once[-1][0] < again[-1][0])
+            from_once = once and (
+                not again or len(once) > self.once_share or once[-1][0] < again[-1][0]
+            )
             found.append((once if from_once else again).pop()[1])
         return found + [key for _, key in reversed(retained)]
 
     def _take_own(self, count: int, owner: bytes) -> list[K]:
         """The same where all is the owner's: the usual case, with nobody to compare with."""
-        once, again, retained = (line.queues.get(owner) or _Queue(line, owner) for line in self._lines)
+        once, again, retained = (
+            line.queues.get(owner) or _Queue(line, owner) for line in self._lines
+        )
         taken: list[K] = []
         before = len(once), len(again), len(retained)
         for _ in range(count):
-            from_once = once and (not again or len(once) > self.once_share or once.first < again.first)
+            from_once = once and (
+                not again or len(once) > self.once_share or once.first < again.first
+            )
             taken.append((once if from_once else again or retained).popitem(last=False)[0])
         for key in taken:
             del self._where[key]
@@ -278,7 +312,9 @@ class CachedOrder(Generic[K]):
         own = line.queues.get(owner)
         found = line.oldest(self._counts, floor)
         if own and (found is None or own is found or own.first < found.first):
-            until = line.behind_first() if own is found else _NEVER if found is None else found.first
+            until = (
+                line.behind_first() if own is found else _NEVER if found is None else found.first
+            )
             return own, until, len(own)
         if found is None:
             return None
@@ -286,7 +322,9 @@ class CachedOrder(Generic[K]):
         return found, until, self._counts[found.owner] - floor
 
     def _last_run(self, runs: list[_Run[K]], owner: bytes, floor: int) -> _Run[K] | None:
-        """The same where what is retained may go: of owners that have nothing else. `runs` are those of the others."""
+        """The same where what is retained may go: of owners that have nothing else. `runs` are
+        those of the others.
+        """
         for queue in self._retained.queues.values():
             count = self._counts[queue.owner]
             if queue and count == len(queue) and (count > floor or queue.owner == owner):

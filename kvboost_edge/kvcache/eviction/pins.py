@@ -1,5 +1,7 @@
-"""Pins: prompts whose blocks stay in the pool, whatever else comes, until they are let go or their time is over. Beside
-them what is retained: blocks that go after all others of their owner, and yet go when somebody needs the room."""
+"""Pins: prompts whose blocks stay in the pool, whatever else comes, until they are let go or their
+time is over. Beside them what is retained: blocks that go after all others of their owner, and yet
+go when somebody needs the room.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _BETWEEN_LOOKS = 1.0  # seconds: what is retained is looked through no more ofte
 
 
 class _Pin(NamedTuple):
-    """One pinned prompt: its full blocks, whose they are when they go back, when it ends (None: never by itself)."""
+    """One pinned prompt: its full blocks, whose they are when they go back, when it ends (None:
+    never by itself).
+    """
 
     block_ids: list[int]
     owner: bytes
@@ -28,25 +32,33 @@ class _Pin(NamedTuple):
 
 
 class Pins:
-    """The pins of one pool. A pinned block has one reference of the pool's, however many pins share it; it stays
-    published, and whoever would write into it gets a copy.
+    """The pins of one pool. A pinned block has one reference of the pool's, however many pins share
+    it; it stays published, and whoever would write into it gets a copy.
 
-    A pin is known by its root and tokens: nobody can end, renew or see the pins of another root. At most half of the
-    pool can be pinned, so that the floors of the tenants, which are the other half, are never touched. Of that bound an
-    owner may have a share (1: all of it). Where the shares add up to 1 whether a pin is refused, and what the refusal
-    says, depends on the owner's own pins alone.
+    A pin is known by its root and tokens: nobody can end, renew or see the pins of another root. At
+    most half of the pool can be pinned, so that the floors of the tenants, which are the other
+    half, are never touched. Of that bound an owner may have a share (1: all of it). Where the
+    shares add up to 1 whether a pin is refused, and what the refusal says, depends on the owner's
+    own pins alone.
 
     num_ended   counts pins that are over
     """
 
     def __init__(
-        self, pool: BlockPool, index: PrefixIndex, uses: Uses, block_size: int, hash_fn: HashFn, max_blocks: int | None
+        self,
+        pool: BlockPool,
+        index: PrefixIndex,
+        uses: Uses,
+        block_size: int,
+        hash_fn: HashFn,
+        max_blocks: int | None,
     ) -> None:
         half = pool.num_blocks // 2
         self.max_blocks = half if max_blocks is None else max_blocks
         if not 0 <= self.max_blocks <= half:
             raise ConfigError(
-                f"max_pinned_blocks={max_blocks} must be in 0..{half}, half of the {pool.num_blocks} blocks of the pool"
+                f"max_pinned_blocks={max_blocks} must be in 0..{half}, half of the "
+                f"{pool.num_blocks} blocks of the pool"
             )
         self.num_ended = 0
         self._pool = pool
@@ -84,12 +96,14 @@ class Pins:
         return list(self._owners.values()).count(owner)
 
     def check_size(self, num_tokens: int, share: float = 1.0) -> None:
-        """RequestError for a prompt without a full block, CapacityError for one that its owner, who has this share of
-        the bound, could not pin even as the only one."""
+        """RequestError for a prompt without a full block, CapacityError for one that its owner, who
+        has this share of the bound, could not pin even as the only one.
+        """
         num_full = num_tokens // self._block_size
         if not num_full:
             raise RequestError(
-                f"a prompt of {num_tokens} tokens cannot be pinned: only full blocks of {self._block_size} tokens are"
+                f"a prompt of {num_tokens} tokens cannot be pinned: only full blocks of "
+                f"{self._block_size} tokens are"
             )
         if num_full > self._most(share):
             raise CapacityError(self._refusal(num_full, share))
@@ -105,16 +119,20 @@ class Pins:
     ) -> int:
         """Pin the full blocks of a prompt that is in the cache, and return how many it has.
 
-        until   when it ends by itself, by the caller's clock; a prompt that is pinned already gets this end
-        share   the part of the bound that its owner's pins may take, in (0, 1]
-        Raises what `check_size` does, and CapacityError if other pins leave too little or blocks are not in the cache.
+        until   when it ends by itself, by the caller's clock; a prompt that is pinned already gets
+                this end
+        share   the part of the bound that its owner's pins may take, in (0, 1] Raises what
+                `check_size` does, and CapacityError if other pins leave too little or blocks are
+                not in the cache.
         """
         self.check_size(len(token_ids), share)
         num_full = len(token_ids) // self._block_size
         match = self._match(token_ids, root)
         if len(match.block_ids) < num_full:
             cached = len(match.block_ids)
-            raise CapacityError(f"{cached} of the prompt's {num_full} full blocks are in the cache; warm it first")
+            raise CapacityError(
+                f"{cached} of the prompt's {num_full} full blocks are in the cache; warm it first"
+            )
         added = [block_id for block_id in match.block_ids if block_id not in self._counts]
         if added and self.num_owned(owner) + len(added) > self._most(share):
             raise CapacityError(self._refusal(len(added), share))
@@ -131,8 +149,9 @@ class Pins:
         return num_full
 
     def end(self, token_ids: Sequence[int], root: bytes) -> int:
-        """End the pin of exactly this prompt's full blocks; how many of them are pinned no more, 0 without such a pin.
-        What other pins share stays."""
+        """End the pin of exactly this prompt's full blocks; how many of them are pinned no more, 0
+        without such a pin. What other pins share stays.
+        """
         num_full = len(token_ids) // self._block_size
         match = self._match(token_ids, root)
         if len(match.block_ids) < num_full or match.serial not in self._pins:
@@ -143,12 +162,18 @@ class Pins:
         return before - self.num_blocks
 
     def expire(self, now: float) -> None:
-        """End the pins whose time is over, and a second later at most what is retained no longer."""
+        """End the pins whose time is over, and a second later at most what is retained no
+        longer.
+        """
         if now >= self._next_look:
             self._end_retained(now)
         if self._soonest is None or now < self._soonest:
             return
-        over = [serial for serial, pin in self._pins.items() if pin.until is not None and pin.until <= now]
+        over = [
+            serial
+            for serial, pin in self._pins.items()
+            if pin.until is not None and pin.until <= now
+        ]
         for serial in over:
             self._end(serial)
         self._find_soonest()
@@ -158,8 +183,10 @@ class Pins:
         return self._match(token_ids, root).block_ids
 
     def retain(self, block_ids: Sequence[int], owner: bytes, until: float) -> None:
-        """Let published blocks, a chain from its head, outlive all others of their owner, until a time; one that is
-        retained longer stays so. They are no less free for that: nobody waits for them, and nothing fails."""
+        """Let published blocks, a chain from its head, outlive all others of their owner, until a
+        time; one that is retained longer stays so. They are no less free for that: nobody waits for
+        them, and nothing fails.
+        """
         self._uses.mark(block_ids)
         retained = self._uses.retained
         for block_id in reversed(block_ids):
@@ -168,20 +195,30 @@ class Pins:
         self._next_look = min(self._next_look, until)
 
     def num_of(self, token_ids: Sequence[int], root: bytes) -> int:
-        """Pinned blocks that a prompt begins with. Changes nothing; may be asked from any thread, as a guess."""
+        """Pinned blocks that a prompt begins with. Changes nothing; may be asked from any thread,
+        as a guess.
+        """
         return sum(block_id in self._counts for block_id in self._match(token_ids, root).block_ids)
 
     def check(self) -> None:
-        """Recount the pinned blocks and compare them with the pool's and the index; CacheCorruption on a difference."""
+        """Recount the pinned blocks and compare them with the pool's and the index; CacheCorruption
+        on a difference.
+        """
         counted: dict[int, int] = {}
         for serial, pin in self._pins.items():
             last = self._index.entry(pin.block_ids[-1])
             if last is None or last.serial != serial:
-                raise CacheCorruption(f"pinned block {pin.block_ids[-1]} is not the prefix that was pinned")
+                raise CacheCorruption(
+                    f"pinned block {pin.block_ids[-1]} is not the prefix that was pinned"
+                )
             for block_id in pin.block_ids:
                 counted[block_id] = counted.get(block_id, 0) + 1
-        if counted != self._counts or not set(counted) == set(self._pool.held()) == set(self._owners):
-            raise CacheCorruption(f"{len(counted)} blocks are pinned, {len(self._pool.held())} are held")
+        if counted != self._counts or not set(counted) == set(self._pool.held()) == set(
+            self._owners
+        ):
+            raise CacheCorruption(
+                f"{len(counted)} blocks are pinned, {len(self._pool.held())} are held"
+            )
 
     def _match(self, token_ids: Sequence[int], root: bytes) -> PrefixMatch:
         num_full = len(token_ids) // self._block_size
@@ -200,7 +237,9 @@ class Pins:
         self.num_ended += 1
 
     def _end_retained(self, now: float) -> None:
-        """What is retained no longer counts as used again just now, the end of a chain before its beginning."""
+        """What is retained no longer counts as used again just now, the end of a chain before its
+        beginning.
+        """
         retained = self._uses.retained
         over = [block_id for block_id, until in retained.items() if until <= now]
         for block_id in sorted(over, key=self._serial_of, reverse=True):
@@ -209,24 +248,33 @@ class Pins:
         self._next_look = max(min(retained.values(), default=math.inf), now + _BETWEEN_LOOKS)
 
     def _serial_of(self, block_id: int) -> int:
-        """Greater for a block than for those before it in its chain; one that is being rewritten has none."""
+        """Greater for a block than for those before it in its chain; one that is being rewritten
+        has none.
+        """
         entry = self._index.entry(block_id)
         return 0 if entry is None else entry.serial
 
     def _find_soonest(self) -> None:
-        self._soonest = min((pin.until for pin in self._pins.values() if pin.until is not None), default=None)
+        self._soonest = min(
+            (pin.until for pin in self._pins.values() if pin.until is not None), default=None
+        )
 
     def _most(self, share: float) -> int:
-        """Blocks of a share of the bound; what a third of 9 lost in floating point is no block less."""
+        """Blocks of a share of the bound; what a third of 9 lost in floating point is no block
+        less.
+        """
         return int(self.max_blocks * share + 1e-6)
 
     def _refusal(self, num_blocks: int, share: float) -> str:
-        # Says nothing of how many are pinned: they may be other tenants'. Nor, where tenants have shares, of all that
-        # is shared out: that would tell how many tenants there are.
-        bound = f"of the {self._pool.num_blocks} in the pool at most max_pinned_blocks={self.max_blocks} are"
+        # Says nothing of how many are pinned: they may be other tenants'. Nor, where tenants have
+        # shares, of all that is shared out: that would tell how many tenants there are.
+        bound = (
+            f"of the {self._pool.num_blocks} in the pool at most "
+            f"max_pinned_blocks={self.max_blocks} are"
+        )
         if share < 1:
             bound = f"this tenant's share of max_pinned_blocks is {self._most(share)}"
         return (
-            f"{num_blocks} more blocks cannot be pinned: {bound}; unpin, give a ttl, raise max_pinned_blocks (half of "
-            "the pool at most) or enlarge max_cache_bytes or num_blocks"
+            f"{num_blocks} more blocks cannot be pinned: {bound}; unpin, give a ttl, raise "
+            "max_pinned_blocks (half of the pool at most) or enlarge max_cache_bytes or num_blocks"
         )

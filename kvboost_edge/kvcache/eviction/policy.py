@@ -1,10 +1,12 @@
-"""Which free block is handed out next, as an object: the pool keeps counts, the policy keeps the order.
+"""Which free block is handed out next, as an object: the pool keeps counts, the policy keeps the
+order.
 
-A block is with the policy from the moment nobody references it until it is handed out or shared again. Two rules make
-the order of `LeastRecentlyUsed`:
+A block is with the policy from the moment nobody references it until it is handed out or shared
+again. Two rules make the order of `LeastRecentlyUsed`:
 
 1. A released block whose content may still be matched goes to the back: it lives longest.
-2. A released block with nothing to match goes to the front: it is handed out before anything cached is lost.
+2. A released block with nothing to match goes to the front: it is handed out before anything cached
+  is lost.
 
 Why not a deque: a shared prefix leaves the middle of the order, O(1) here and O(n) there.
 """
@@ -21,7 +23,9 @@ __all__ = ["EvictionPolicy", "LeastRecentlyUsed", "TenantFloors"]
 
 
 class EvictionPolicy(Protocol):
-    """The order of free blocks. The pool alone calls it, with ids it has checked, each free block once."""
+    """The order of free blocks. The pool alone calls it, with ids it has checked, each free block
+    once.
+    """
 
     def __len__(self) -> int:
         """Free blocks."""
@@ -32,8 +36,9 @@ class EvictionPolicy(Protocol):
         ...
 
     def put(self, block_id: int, *, matchable: bool, owner: bytes = ..., again: int = ...) -> None:
-        """A block was released by its last holder; `matchable`: its content can still be found, by `owner`; `again`: it
-        was used ONCE or AGAIN, or is RETAINED, see `CachedOrder`."""
+        """A block was released by its last holder; `matchable`: its content can still be found, by
+        `owner`; `again`: it was used ONCE or AGAIN, or is RETAINED, see `CachedOrder`.
+        """
         ...
 
     def remove(self, block_id: int) -> None:
@@ -49,7 +54,9 @@ class EvictionPolicy(Protocol):
         ...
 
     def take(self, count: int, owner: bytes = ...) -> list[int]:
-        """Hand out `count` blocks to an owner, not more than there are, those to be evicted first."""
+        """Hand out `count` blocks to an owner, not more than there are, those to be evicted
+        first.
+        """
         ...
 
     def protected(self, owner: bytes) -> int:
@@ -61,7 +68,9 @@ class EvictionPolicy(Protocol):
         ...
 
     def missed(self, *, once: int, again: int) -> None:
-        """A prompt lacks so many blocks that were cached and handed out: after one use, after more."""
+        """A prompt lacks so many blocks that were cached and handed out: after one use, after
+        more.
+        """
         ...
 
 
@@ -114,8 +123,9 @@ class LeastRecentlyUsed:
 
 
 class TenantFloors:
-    """First what nobody can match, then the cached blocks in a `CachedOrder`: the least recently used first, of those
-    used once only a share, what is retained last, and nobody's to others below a floor while there are more.
+    """First what nobody can match, then the cached blocks in a `CachedOrder`: the least recently
+    used first, of those used once only a share, what is retained last, and nobody's to others below
+    a floor while there are more.
 
     With one owner, and as long as nothing was missed or retained, it is `LeastRecentlyUsed`.
     """
@@ -123,7 +133,9 @@ class TenantFloors:
     __slots__ = ("_cached", "_plain")
 
     def __init__(self, block_ids: Iterable[int]) -> None:
-        self._plain: OrderedDict[int, None] = OrderedDict.fromkeys(block_ids)  # nothing to match, handed out first
+        self._plain: OrderedDict[int, None] = OrderedDict.fromkeys(
+            block_ids
+        )  # nothing to match, handed out first
         self._cached: CachedOrder[int] = CachedOrder(len(self._plain))
 
     def __len__(self) -> int:

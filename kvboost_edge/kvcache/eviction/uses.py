@@ -1,4 +1,6 @@
-"""What the manager knows of how blocks were used: what came again tells the eviction policy what is worth keeping."""
+"""What the manager knows of how blocks were used: what came again tells the eviction policy what is
+worth keeping.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,14 @@ __all__ = ["Uses"]
 class Uses:
     """Three facts of each block, from when it is handed out until it is handed out again.
 
-    A block was used again once a prompt found it in the cache. So were, from the beginning, the blocks of a chain that
-    goes on where a published one ended: that is the next turn of a conversation. A chain that branches off inside
-    another one, or shares nothing, is new: most of those that read one document each under a common head are.
+    A block was used again once a prompt found it in the cache. So were, from the beginning, the
+    blocks of a chain that goes on where a published one ended: that is the next turn of a
+    conversation. A chain that branches off inside another one, or shares nothing, is new: most of
+    those that read one document each under a common head are.
 
     again      1 for each block that was used again
-    retained   blocks that are to outlive the others of their owner, and until when, by the caller's clock. With a block
+    retained   blocks that are to outlive the others of their owner, and until when, by the caller's
+               clock. With a block
                all before it in its chain are retained, at least as long
     """
 

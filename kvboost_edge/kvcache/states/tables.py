@@ -1,10 +1,12 @@
-"""The states of the sequences that tables belong to: which slot a pass reads and writes, and where a snapshot is kept.
+"""The states of the sequences that tables belong to: which slot a pass reads and writes, and where
+a snapshot is kept.
 
-Keys and values can be taken up behind any token; a state only where it was kept. A table whose model has layers with
-states shares the blocks up to the deepest snapshot. Its first pass reads that snapshot and writes a slot of the table's
-own, every later one reads and writes that slot. Where a pass ends at a place to be kept, the slot it wrote becomes the
-snapshot, and the next pass reads that and writes another one. A snapshot never changes, and only those inside a pass
-are written beside the table's own state.
+Keys and values can be taken up behind any token; a state only where it was kept. A table whose
+model has layers with states shares the blocks up to the deepest snapshot. Its first pass reads that
+snapshot and writes a slot of the table's own, every later one reads and writes that slot. Where a
+pass ends at a place to be kept, the slot it wrote becomes the snapshot, and the next pass reads
+that and writes another one. A snapshot never changes, and only those inside a pass are written
+beside the table's own state.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 from kvboost_edge.kvcache.states.points import backbone_points, hint_points
-from kvboost_edge.kvcache.states.slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
+from kvboost_edge.kvcache.states.slots import (
+    ANSWER,
+    BACKBONE,
+    HINT,
+    JUNCTION,
+    PROMPT,
+    REASONS,
+    StateSlots,
+)
 from kvboost_edge.kvcache.twins import standing_for
 
 __all__ = ["PassSlots", "StateSizes", "TableStates"]
@@ -37,9 +47,11 @@ class StateSizes(NamedTuple):
 
 
 class PassSlots(NamedTuple):
-    """What a pass does with one table's state: the slot it reads (-1: zeros), the one it writes, and (rows, slot) for
-    each state inside the pass that is kept, behind so many rows. keeps: so is the one behind its last row, in the slot
-    that it writes, an answer's where there is another one by then."""
+    """What a pass does with one table's state: the slot it reads (-1: zeros), the one it writes,
+    and (rows, slot) for each state inside the pass that is kept, behind so many rows. keeps: so is
+    the one behind its last row, in the slot that it writes, an answer's where there is another one
+    by then.
+    """
 
     read: int
     write: int
@@ -52,14 +64,17 @@ class _State:
     """Of one table. Each slot named here is one reference.
 
     slot        holds the state behind `position` tokens; -1: the zeros before the first
-    following   where the next pass writes, if not into `slot`, which is a snapshot then; -1: none was taken
+    following   where the next pass writes, if not into `slot`, which is a snapshot then; -1: none
+                was taken
     wanted      position -> why a snapshot is to be kept there
     known       tokens known when the table was opened: what comes behind is the answer
     planned     the position behind the pass that runs, None: none runs
-    saves       (position, slot, reason) of that pass; a slot at its end is for the pass after it, -1: is taken then
+    saves       (position, slot, reason) of that pass; a slot at its end is for the pass after it,
+                -1: is taken then
     tail        (block, serial of its entry) with the snapshot of the answer so far, None: none
     replayed    tokens whose keys and values are there, and which are computed again for their state
-    awaited     blocks come from elsewhere, without a state, until that behind the last one comes too
+    awaited     blocks come from elsewhere, without a state, until that behind the last one comes
+                too
     """
 
     slot: int = -1
@@ -74,17 +89,24 @@ class _State:
     awaited: bool = False
 
     def references(self) -> list[int]:
-        return [slot for slot in (self.slot, self.following, *(slot for _, slot, _ in self.saves)) if slot >= 0]
+        return [
+            slot
+            for slot in (self.slot, self.following, *(slot for _, slot, _ in self.saves))
+            if slot >= 0
+        ]
 
 
 class TableStates:
     """The states of one manager's tables; `pinned` as in `StateSlots`.
 
     num_replayed   tokens computed again though their keys and values were there, since the start
-    num_released   counts tables' references that ended: while it stands, who found no slot finds none
+    num_released   counts tables' references that ended: while it stands, who found no slot finds
+                   none
     """
 
-    def __init__(self, sizes: StateSizes, block_size: int, index: PrefixIndex, pinned: Collection[int]) -> None:
+    def __init__(
+        self, sizes: StateSizes, block_size: int, index: PrefixIndex, pinned: Collection[int]
+    ) -> None:
         self.slots = StateSlots(sizes.num_slots, pinned)
         self._sizes = sizes
         self._size = block_size
@@ -92,7 +114,9 @@ class TableStates:
         self._states: dict[int, _State] = {}
         self._kept: dict[int, None] = {}
         self.num_replayed = self.num_released = 0
-        index.watch(self)  # before anybody else: of a snapshot's end others are told before its block's
+        index.watch(
+            self
+        )  # before anybody else: of a snapshot's end others are told before its block's
 
     @property
     def num_draft_rows(self) -> int:
@@ -114,10 +138,16 @@ class TableStates:
     def deepest(self, block_ids: Sequence[int]) -> int:
         """How many blocks of a published prefix lie before its deepest snapshot."""
         of_block = self.slots.of_block
-        return next((n for n in range(len(block_ids), 0, -1) if of_block(block_ids[n - 1]) is not None), 0)
+        return next(
+            (n for n in range(len(block_ids), 0, -1) if of_block(block_ids[n - 1]) is not None), 0
+        )
 
-    def open(self, table: BlockTable, num_tokens: int, match: PrefixMatch | None, hints: Iterable[int]) -> None:
-        """A table was opened for so many tokens on a match that ends with a snapshot, which it reads; None: on none."""
+    def open(
+        self, table: BlockTable, num_tokens: int, match: PrefixMatch | None, hints: Iterable[int]
+    ) -> None:
+        """A table was opened for so many tokens on a match that ends with a snapshot, which it
+        reads; None: on none.
+        """
         state = self._states[table._serial] = _State(known=num_tokens)
         size = self._size
         matched = 0
@@ -126,22 +156,29 @@ class TableStates:
             if match.block_ids:
                 slot = self.slots.of_block(match.block_ids[-1])
                 if slot is None:
-                    raise CacheCorruption(f"block {match.block_ids[-1]} ends a match and has no state")
+                    raise CacheCorruption(
+                        f"block {match.block_ids[-1]} ends a match and has no state"
+                    )
                 self.slots.use_first(match.block_ids[:-1])
                 self.slots.share(slot)
                 state.slot = slot
                 state.position = len(match.block_ids) * size
             state.replayed = match.beyond * size
         wanted = dict.fromkeys(self._backbone(state.position, num_tokens), BACKBONE)
-        # The same prompt again is served up to the block of its last token, one that goes on with all full blocks.
+        # The same prompt again is served up to the block of its last token, one that goes on with
+        # all full blocks.
         ends = {max(num_tokens - 1, 0) // size * size, num_tokens // size * size}
-        borders = sorted({position // size * size for position in hints if position <= num_tokens} - ends)
+        borders = sorted(
+            {position // size * size for position in hints if position <= num_tokens} - ends
+        )
         ahead = [position for position in borders if position > state.position]
         wanted |= dict.fromkeys(hint_points(ahead, self._sizes.num_slots), HINT)
         if matched > state.position:
             wanted[matched] = JUNCTION
         wanted |= dict.fromkeys(ends, PROMPT)
-        state.wanted = {position: why for position, why in wanted.items() if position > state.position}
+        state.wanted = {
+            position: why for position, why in wanted.items() if position > state.position
+        }
 
     def _backbone(self, start: int, stop: int) -> Iterable[int]:
         small = self._sizes.every_block
@@ -149,7 +186,9 @@ class TableStates:
         return backbone_points(start, stop, step, self._sizes.num_slots, small=small)
 
     def ask(self, table: BlockTable, index: int) -> None:
-        """Another prompt has this table's blocks up to `index` in common: the state behind that is wanted."""
+        """Another prompt has this table's blocks up to `index` in common: the state behind that is
+        wanted.
+        """
         state = self._states[table._serial]
         position = (index + 1) * self._size
         if (
@@ -163,15 +202,17 @@ class TableStates:
         return self._has_own(self._states[table._serial]) or self.slots.num_available > 0
 
     def prepare(self, table: BlockTable) -> None:
-        """Take the slot that the table's next pass writes, unless it has one; CapacityError where none can be had."""
+        """Take the slot that the table's next pass writes, unless it has one; CapacityError where
+        none can be had.
+        """
         state = self._states[table._serial]
         if self._has_own(state):
             return
         slot = self.slots.take(owner=table.owner)
         if slot is None:
             raise CapacityError(
-                f"all {self.slots.num_slots} slots of states belong to running sequences; lower max_num_seqs or "
-                "enlarge max_state_bytes"
+                f"all {self.slots.num_slots} slots of states belong to running sequences; lower "
+                "max_num_seqs or enlarge max_state_bytes"
             )
         state.following = slot
         self.num_replayed += state.replayed
@@ -181,56 +222,82 @@ class TableStates:
         return state.following >= 0 or (state.slot >= 0 and self.slots.is_own(state.slot))
 
     def plan(self, table: BlockTable, start: int, stop: int) -> PassSlots:
-        """The slots of a pass over tokens start .. stop - 1. It ends with `commit`, or with `free` if it failed."""
+        """The slots of a pass over tokens start .. stop - 1. It ends with `commit`, or with `free`
+        if it failed.
+        """
         state = self._states[table._serial]
         if state.planned is not None or state.position != start or stop <= start:
-            raise CacheCorruption(f"a pass from {start} to {stop} does not go on from the state at {state.position}")
+            raise CacheCorruption(
+                f"a pass from {start} to {stop} does not go on from the state at {state.position}"
+            )
         write = state.following if state.following >= 0 else state.slot
         if write < 0 or (write == state.slot and not self.slots.is_own(write)):
-            raise CacheCorruption(f"the state behind {start} tokens is not the table's own, and no slot was taken")
+            raise CacheCorruption(
+                f"the state behind {start} tokens is not the table's own, and no slot was taken"
+            )
         state.planned = stop
         if table._publishes:
-            # The deepest first: where slots lack, a message border takes none from the prompt's end. A backbone last.
+            # The deepest first: where slots lack, a message border takes none from the prompt's
+            # end. A backbone last.
             points = self._save_points(state, start, stop).items()
-            for position, reason in sorted(points, key=lambda point: (point[1] != BACKBONE, point[0]), reverse=True):
+            for position, reason in sorted(
+                points, key=lambda point: (point[1] != BACKBONE, point[0]), reverse=True
+            ):
                 state.wanted.pop(position, None)
                 self._save(table, state, position, reason)
             state.saves.sort()
-        inside = tuple((position - start, slot) for position, slot, _ in state.saves if position < stop)
+        inside = tuple(
+            (position - start, slot) for position, slot, _ in state.saves if position < stop
+        )
         return PassSlots(state.slot, write, inside, keeps=len(inside) < len(state.saves))
 
     def _save_points(self, state: _State, start: int, stop: int) -> dict[int, str]:
-        """Where in (start, stop] the state is to be kept, and why: of an answer behind its last full block, of small
-        states behind the others too, as a backbone."""
-        found = {position: why for position, why in state.wanted.items() if start < position <= stop}
+        """Where in (start, stop] the state is to be kept, and why: of an answer behind its last
+        full block, of small states behind the others too, as a backbone.
+        """
+        found = {
+            position: why for position, why in state.wanted.items() if start < position <= stop
+        }
         last = stop // self._size * self._size
         size = self._size
         known = max(start, state.known)
         if last > known:
             found.setdefault(last, ANSWER)
             if self._sizes.every_block:
-                found = dict.fromkeys(range(known // size * size + size, last, size), BACKBONE) | found
+                found = (
+                    dict.fromkeys(range(known // size * size + size, last, size), BACKBONE) | found
+                )
         return found
 
     def _save(self, table: BlockTable, state: _State, position: int, reason: str) -> None:
         """Keep the state there if a slot can be had; nobody waits for one."""
         if reason == ANSWER:
-            if position == state.planned:  # the pass needs no slot for it: one is taken when the old snapshot goes
+            if (
+                position == state.planned
+            ):  # the pass needs no slot for it: one is taken when the old snapshot goes
                 state.saves.append((position, -1, reason))
                 return
-            # Drafts that were right run over the block's end. Where no slot is free the old snapshot's is taken before
-            # the new one is there: else somebody else's would go, for each answer that runs, to hold two for a moment.
-            # One that the pass itself reads would leave no slot.
-            if not self.slots.num_free and state.tail is not None and self.slots.of_block(state.tail[0]) != state.slot:
+            # Drafts that were right run over the block's end. Where no slot is free the old
+            # snapshot's is taken before the new one is there: else somebody else's would go, for
+            # each answer that runs, to hold two for a moment. One that the pass itself reads would
+            # leave no slot.
+            if (
+                not self.slots.num_free
+                and state.tail is not None
+                and self.slots.of_block(state.tail[0]) != state.slot
+            ):
                 self._pass_tail(state)
         slot = self.slots.take(reason, table.owner)
         if slot is not None:
             state.saves.append((position, slot, reason))
 
     def wait(self, table: BlockTable) -> None:
-        """A table was opened that computes nothing: blocks come from elsewhere, and then the state behind one of all it
-        has. Until then the deepest that is here stays."""
-        state = self._states[table._serial] = _State(position=table.num_computed_tokens, awaited=True)
+        """A table was opened that computes nothing: blocks come from elsewhere, and then the state
+        behind one of all it has. Until then the deepest that is here stays.
+        """
+        state = self._states[table._serial] = _State(
+            position=table.num_computed_tokens, awaited=True
+        )
         if depth := self.deepest(table.block_ids):
             slot = self.slots.of_block(table.block_ids[depth - 1])
             assert slot is not None  # that is what deepest looks for
@@ -238,13 +305,17 @@ class TableStates:
             state.slot = slot
 
     def arrive(self, table: BlockTable, num_blocks: int, write: Callable[[int], None]) -> None:
-        """The awaited state came, behind so many of the table's blocks, all of which are there: `write` puts it into a
-        slot; CapacityError where none can be had. Where that or `write` raises, the table waits on. One behind the last
-        block is the table's; another is a snapshot for whoever opens a table next, and this one has none."""
+        """The awaited state came, behind so many of the table's blocks, all of which are there:
+        `write` puts it into a slot; CapacityError where none can be had. Where that or `write`
+        raises, the table waits on. One behind the last block is the table's; another is a snapshot
+        for whoever opens a table next, and this one has none.
+        """
         state = self._states[table._serial]
         position = num_blocks * self._size
         if not state.awaited or not 0 < position <= state.position:
-            raise CacheCorruption(f"a state arrived behind {position} tokens, and nobody waits for it there")
+            raise CacheCorruption(
+                f"a state arrived behind {position} tokens, and nobody waits for it there"
+            )
         self.prepare(table)
         write(state.following if state.following >= 0 else state.slot)
         self._move_on(state)
@@ -268,7 +339,9 @@ class TableStates:
             state.following = -1
 
     def drain_kept(self) -> list[int]:
-        """Blocks with a snapshot that was kept since the last call, but for those of a backbone; some may be gone."""
+        """Blocks with a snapshot that was kept since the last call, but for those of a backbone;
+        some may be gone.
+        """
         kept = self._kept
         self._kept = {}
         return list(kept)
@@ -281,8 +354,8 @@ class TableStates:
             return
         if num_computed != (state.position if state.planned is None else state.planned):
             raise CacheCorruption(
-                f"a state is behind {state.position} tokens, its pass ends at {state.planned}, and {num_computed} are "
-                "committed"
+                f"a state is behind {state.position} tokens, its pass ends at {state.planned}, and "
+                f"{num_computed} are committed"
             )
         if state.planned is None:
             return
@@ -294,8 +367,14 @@ class TableStates:
         for position, slot, reason in saves:
             self._keep(state, table, position, slot, reason)
 
-    def _keep(self, state: _State, table: BlockTable, position: int, slot: int, reason: str) -> None:
-        block_id = standing_for(table, position // self._size - 1, self._index) if table._publishes else None
+    def _keep(
+        self, state: _State, table: BlockTable, position: int, slot: int, reason: str
+    ) -> None:
+        block_id = (
+            standing_for(table, position // self._size - 1, self._index)
+            if table._publishes
+            else None
+        )
         if block_id is None:
             self._release(slot)
             return
@@ -311,7 +390,10 @@ class TableStates:
         if is_own:  # the slot that was taken is where the table goes on
             state.following = slot
             slot = state.slot
-        if reason not in (BACKBONE, ANSWER):  # of an answer the last one goes to tiers, when it ends
+        if reason not in (
+            BACKBONE,
+            ANSWER,
+        ):  # of an answer the last one goes to tiers, when it ends
             self._kept[block_id] = None
         is_new = self.slots.attach(slot, block_id, reason, table.owner, moved=moved)
         if is_own:
@@ -321,8 +403,9 @@ class TableStates:
             state.tail = (block_id, entry.serial) if entry is not None and is_new else None
 
     def _pass_tail(self, state: _State) -> None:
-        """Of an answer one snapshot is enough, the last; the one before stays if others went on from it, and where it
-        is small as one of a backbone."""
+        """Of an answer one snapshot is enough, the last; the one before stays if others went on
+        from it, and where it is small as one of a backbone.
+        """
         if state.tail is not None:
             block_id, serial = state.tail
             entry = self._index.entry(block_id)
@@ -338,7 +421,11 @@ class TableStates:
         if state.tail is not None:
             block_id, serial = state.tail
             entry = self._index.entry(block_id)
-            if entry is not None and entry.serial == serial and self.slots.of_block(block_id) is not None:
+            if (
+                entry is not None
+                and entry.serial == serial
+                and self.slots.of_block(block_id) is not None
+            ):
                 self._kept[block_id] = None
 
     def fork(self, table: BlockTable, child: BlockTable) -> None:
@@ -349,11 +436,14 @@ class TableStates:
         if state.slot >= 0:
             self.slots.share(state.slot)
         wanted = dict(state.wanted)
-        self._states[child._serial] = _State(state.slot, state.position, wanted=wanted, known=state.known)
+        self._states[child._serial] = _State(
+            state.slot, state.position, wanted=wanted, known=state.known
+        )
 
     def free(self, table: BlockTable) -> None:
-        """Give a table's slots back. A state that stands behind a published block is kept there: the same sequence goes
-        on from it if it was preempted. That of a pass that failed is not."""
+        """Give a table's slots back. A state that stands behind a published block is kept there:
+        the same sequence goes on from it if it was preempted. That of a pass that failed is not.
+        """
         state = self._states.pop(table._serial)
         slot = state.slot
         at_border = state.position > 0 and state.position % self._size == 0
@@ -382,23 +472,33 @@ class TableStates:
             self.num_released += 1
 
     def unwritten(self) -> list[int]:
-        """Slots that hold nothing yet: free ones, and those that a table's first pass will write."""
-        return self.slots.free_ids() + [one.following for one in self._states.values() if one.following >= 0]
+        """Slots that hold nothing yet: free ones, and those that a table's first pass will
+        write.
+        """
+        return self.slots.free_ids() + [
+            one.following for one in self._states.values() if one.following >= 0
+        ]
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Recompute the references from all live tables, and look each snapshot's block up; CacheCorruption on any
-        difference."""
+        """Recompute the references from all live tables, and look each snapshot's block up;
+        CacheCorruption on any difference.
+        """
         tables = list(tables)
         if {table._serial for table in tables} != set(self._states):
-            raise CacheCorruption(f"{len(tables)} tables are live, {len(self._states)} have a state")
+            raise CacheCorruption(
+                f"{len(tables)} tables are live, {len(self._states)} have a state"
+            )
         for table in tables:
             state = self._states[table._serial]
             if state.position != table.num_computed_tokens:
                 raise CacheCorruption(
-                    f"a state is behind {state.position} tokens of a table that has {table.num_computed_tokens}"
+                    f"a state is behind {state.position} tokens of a table that has "
+                    f"{table.num_computed_tokens}"
                 )
             if not state.awaited and (state.slot < 0) != (state.position == 0):
-                raise CacheCorruption(f"the state behind {state.position} tokens is in slot {state.slot}")
+                raise CacheCorruption(
+                    f"the state behind {state.position} tokens is in slot {state.slot}"
+                )
         self.slots.check(slot for state in self._states.values() for slot in state.references())
         for block_id in self.slots.snapshots():
             if self._index.entry(block_id) is None:

@@ -1,4 +1,6 @@
-"""Which model families run, which are tested, and why others are refused. Decided from the config alone."""
+"""Which model families run, which are tested, and why others are refused. Decided from the config
+alone.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,34 @@ from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 
 __all__ = [
-    "LATENT", "LONG_RANGE", "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport",
-    "PinnedContext", "attends_both_ways", "check_model_compatibility", "has_two_ranges", "is_static_dynamic",
-    "pin_notice", "pinned_context", "states_refusal",
-]  # fmt: skip
+    "LATENT",
+    "LONG_RANGE",
+    "PHI3_LENGTH",
+    "SUPPORTED_ARCHITECTURES",
+    "Architecture",
+    "CompatibilityReport",
+    "PinnedContext",
+    "attends_both_ways",
+    "check_model_compatibility",
+    "has_two_ranges",
+    "is_static_dynamic",
+    "pin_notice",
+    "pinned_context",
+    "states_refusal",
+]
 
 LONG_RANGE = "kvboost-edge: rope_range=long"
-"""The key of a config that was read for sequences beyond the original length of longrope; no file has it."""
+"""The key of a config that was read for sequences beyond the original length of longrope; no file
+has it.
+"""
 PHI3_LENGTH = 4096
 """original_max_position_embeddings of a Phi-3 whose config does not give it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model family: `tested` when its results are compared with transformers' own in the test suite.
+    """A model family: `tested` when its results are compared with transformers' own in the test
+    suite.
 
     runners  "native", "torch": those that compute it, of a tested family those it is tested with
     files    what the native runner reads it from, else what transformers does
@@ -50,7 +66,9 @@ class Architecture:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompatibilityReport:
-    """Whether a model runs here. `reason` says why not, or what to know; empty when there is nothing to say."""
+    """Whether a model runs here. `reason` says why not, or what to know; empty when there is
+    nothing to say.
+    """
 
     model_type: str
     supported: bool
@@ -60,7 +78,9 @@ class CompatibilityReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PinnedContext:
-    """The engine takes sequences up to `length` tokens: beyond, rope of this type changes with their length."""
+    """The engine takes sequences up to `length` tokens: beyond, rope of this type changes with
+    their length.
+    """
 
     rope_type: str
     length: int
@@ -74,7 +94,10 @@ _TESTED = {
     "gemma": "Gemma 1, scaled embeddings",
     "gemma2": "Gemma 2, softcaps, local and global layers",
     "gemma3_text": "Gemma 3, local and global layers with their own rope",
-    "gemma4_text": "Gemma 4, heads by kind of layer, shared keys and values, embeddings of layers, experts beside MLPs",
+    "gemma4_text": (
+        "Gemma 4, heads by kind of layer, shared keys and values, embeddings of layers, experts "
+        "beside MLPs"
+    ),
     "gemma4_unified_text": "the same without embeddings of the layers",
     "gemma4": "the language part of a vision and audio model; text only",
     "gemma4_unified": "the language part of a vision and audio model; text only",
@@ -85,7 +108,10 @@ _TESTED = {
     "ernie4_5": "the dense models of ERNIE 4.5",
     "glm4": "GLM-4, partial rotary, norms before and behind the blocks",
     "granite": "Granite, scaled attention, residual and logits",
-    "granitemoehybrid": "Granite 4, Mamba2 beside attention, on torch without, mixture of experts beside a shared one",
+    "granitemoehybrid": (
+        "Granite 4, Mamba2 beside attention, on torch without, mixture of experts beside a "
+        "shared one"
+    ),
     "smollm3": "SmolLM3, layers without rope",
     "hunyuan_v1_dense": "Hunyuan, dense; queries and keys normalized behind rope",
     "ministral3": "Ministral 3, queries scaled by position",
@@ -107,7 +133,10 @@ _TESTED = {
     "qwen3_5_text": "Qwen3.5 and kin, gated delta rule beside gated attention",
     "qwen3_5_moe_text": "the same, mixture of experts with a shared one behind a gate",
     "falcon_h1": "Falcon-H1, Mamba2 and attention beside each other in each layer",
-    "nemotron_h": "Nemotron-H and Nemotron 3 Nano, each layer Mamba2, attention, an MLP or experts; without gates",
+    "nemotron_h": (
+        "Nemotron-H and Nemotron 3 Nano, each layer Mamba2, attention, an MLP or experts; "
+        "without gates"
+    ),
     "lfm2_vl": "the language part of a vision model; text only",
     "qwen3_5": "the language part of a vision model; text only",
     "qwen3_5_moe": "the language part of a vision model; text only",
@@ -134,11 +163,12 @@ _UNTESTED = {
 _TORCH_ALONE = frozenset("stablelm starcoder2 gpt_neox".split())
 _NATIVE_ALONE = frozenset(
     "qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text minicpm "
-    "lfm2 lfm2_moe lfm2_vl qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text nemotron_h falcon_h1".split()
+    "lfm2 lfm2_moe lfm2_vl qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text nemotron_h "
+    "falcon_h1".split()
 )
 _GGUF = frozenset(
-    "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe gpt_oss qwen3_vl "
-    "qwen3_vl_text gemma gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
+    "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe gpt_oss "
+    "qwen3_vl qwen3_vl_text gemma gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
     "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3 minicpm "
     "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text nemotron_h falcon_h1".split()
 )
@@ -156,43 +186,64 @@ def _architecture(name: str, note: str, *, tested: bool) -> Architecture:
 
 
 SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {name: _architecture(name, note, tested=tested) for group, tested in ((_TESTED, True), (_UNTESTED, False))
-     for name, note in group.items()}
-)  # fmt: skip
+    {
+        name: _architecture(name, note, tested=tested)
+        for group, tested in ((_TESTED, True), (_UNTESTED, False))
+        for name, note in group.items()
+    }
+)
 
 _STATE_SPACE = (
-    "its layers keep a recurrent state of a kind that is not built (convolutions, delta rules and Mamba2 are)"
+    "its layers keep a recurrent state of a kind that is not built (convolutions, delta rules and "
+    "Mamba2 are)"
 )
 _ARRANGED = "its states are known, but not how its layers and tensors are arranged"
 LATENT = "its latent attention (MLA) stores keys and values of different widths, which is not built"
 """Why a model with latent attention is refused."""
-_LATENT_RANK = "kv_lora_rank"  # a config with this key has latent attention, whatever it calls itself
-_OWN_ATTENTION = "it computes attention inside its own modules (alibi or older code) and cannot be given another one"
+_LATENT_RANK = (
+    "kv_lora_rank"  # a config with this key has latent attention, whatever it calls itself
+)
+_OWN_ATTENTION = (
+    "it computes attention inside its own modules (alibi or older code) and cannot be given "
+    "another one"
+)
 _BIDIRECTIONAL = (
-    "its attention is bidirectional, which is known of gemma3_text (EmbeddingGemma) alone; for embeddings use that, or "
-    "a causal model such as Qwen3-Embedding"
+    "its attention is bidirectional, which is known of gemma3_text (EmbeddingGemma) alone; for "
+    "embeddings use that, or a causal model such as Qwen3-Embedding"
 )
 _BOTH_WAYS = ("gemma3_text",)
 _KEEP_STATES: dict[str, str] = {
     **dict.fromkeys(
-        "mamba falcon_mamba rwkv xlstm jamba zamba recurrent_gemma minimax bailing_hybrid".split(), _STATE_SPACE
+        "mamba falcon_mamba rwkv xlstm jamba zamba recurrent_gemma minimax bailing_hybrid".split(),
+        _STATE_SPACE,
     ),
     **dict.fromkeys("bamba zamba2 qwen3_next olmo_hybrid".split(), _ARRANGED),
     "mamba2": "no layer of it attends, and models of states alone are not built",
-    "kimi_linear": "its states have a decay for each channel, and its other layers latent attention; neither is built",
-    "lfm3": "beside short convolutions its layers have norms on both sides and gates of heads, which are not built",
+    "kimi_linear": (
+        "its states have a decay for each channel, and its other layers latent attention; "
+        "neither is built"
+    ),
+    "lfm3": (
+        "beside short convolutions its layers have norms on both sides and gates of heads, which "
+        "are not built"
+    ),
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"),
-        "beside linear attention its layers pass several streams of states between them, which is not built",
+        "beside linear attention its layers pass several streams of states between them, which "
+        "is not built",
     ),
 }
 _REFUSED: dict[str, str] = {
     **_KEEP_STATES,
     **dict.fromkeys(
-        "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2 minicpm3 longcat_flash".split(), LATENT
+        "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2 minicpm3 "
+        "longcat_flash".split(),
+        LATENT,
     ),
     **dict.fromkeys("falcon bloom mpt gptj codegen gpt_neo xglm".split(), _OWN_ATTENTION),
-    **dict.fromkeys("bert roberta distilbert albert electra deberta modernbert".split(), "it is an encoder"),
+    **dict.fromkeys(
+        "bert roberta distilbert albert electra deberta modernbert".split(), "it is an encoder"
+    ),
     "llama4": "its chunked attention is not built",
     "gemma3n": "its layers pass several streams of states between them (AltUp), which is not built",
 }
@@ -201,9 +252,10 @@ _REFUSED: dict[str, str] = {
 def check_model_compatibility(model: Any, *, strict: bool = True) -> CompatibilityReport:
     """Decide whether a model can run, without loading its weights.
 
-    `model`: a model directory, the config as a dict, or a transformers config or model. With `strict` an unsupported
-    model raises ModelFormatError with the reason, and an untested family warns (UserWarning, once per family).
-    Without, the report says so and nothing else happens. A directory without a sound config always raises.
+    `model`: a model directory, the config as a dict, or a transformers config or model. With
+      `strict` an unsupported model raises ModelFormatError with the reason, and an untested family
+      warns (UserWarning, once per family). Without, the report says so and nothing else happens. A
+      directory without a sound config always raises.
     """
     config = _config_of(model)
     model_type = _model_type(config)
@@ -215,26 +267,35 @@ def check_model_compatibility(model: Any, *, strict: bool = True) -> Compatibili
         return CompatibilityReport(model_type, False, False, reason)
     tested = known is not None and known.tested
     if not tested:
-        reason = f"model_type={model_type!r} should run but is not tested here; check it with verify_correctness()"
+        reason = (
+            f"model_type={model_type!r} should run but is not tested here; check it with "
+            "verify_correctness()"
+        )
         if strict:
             _warn_once(reason)
     notices = [reason, pin_notice(config)]
-    return CompatibilityReport(model_type, True, tested, "; ".join(notice for notice in notices if notice))
+    return CompatibilityReport(
+        model_type, True, tested, "; ".join(notice for notice in notices if notice)
+    )
 
 
 def states_refusal(config: Mapping[str, Any]) -> str:
-    """Why no runner takes a model of this type, whatever its files are, where that is the states its layers keep; empty
-    where it is not."""
+    """Why no runner takes a model of this type, whatever its files are, where that is the states
+    its layers keep; empty where it is not.
+    """
     types = [str(part.get("model_type")) for part in (config, text_config(config))]
-    return next((f"model_type={one!r}: {_KEEP_STATES[one]}" for one in types if one in _KEEP_STATES), "")
+    return next(
+        (f"model_type={one!r}: {_KEEP_STATES[one]}" for one in types if one in _KEEP_STATES), ""
+    )
 
 
 def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
-    """The range to which rope of types 'dynamic' and 'longrope' is pinned, where its frequencies are constant and
-    cached keys stay right; None for other types and where the config gives no other length than its longest.
+    """The range to which rope of types 'dynamic' and 'longrope' is pinned, where its frequencies
+    are constant and cached keys stay right; None for other types and where the config gives no
+    other length than its longest.
 
-    `config` is the object of config.json or `to_dict()` of a transformers config. ModelFormatError for a length that
-    is no positive integer.
+    `config` is the object of config.json or `to_dict()` of a transformers config. ModelFormatError
+    for a length that is no positive integer.
     """
     inner = text_config(config)
     found = []
@@ -277,10 +338,12 @@ def pin_notice(config: Mapping[str, Any]) -> str:
     longest = text_config(config).get("max_position_embeddings")
     if pinned is None or (isinstance(longest, int) and longest <= pinned.length):
         return ""
-    hint = "; rope_range='long' takes the factors for longer ones (native runner)" * has_two_ranges(config)
+    hint = "; rope_range='long' takes the factors for longer ones (native runner)" * has_two_ranges(
+        config
+    )
     return (
-        f"the context is pinned to {pinned.length} tokens, beyond which rope of type {pinned.rope_type!r} changes with "
-        f"the length of the sequence{hint}"
+        f"the context is pinned to {pinned.length} tokens, beyond which rope of type "
+        f"{pinned.rope_type!r} changes with the length of the sequence{hint}"
     )
 
 
@@ -298,7 +361,8 @@ def _config_of(model: Any) -> Mapping[str, Any]:
     to_dict = getattr(config, "to_dict", None)
     if not callable(to_dict):
         raise ModelFormatError(
-            f"a {type(model).__name__} has no config; give a model directory, a config dict, or a transformers model"
+            f"a {type(model).__name__} has no config; give a model directory, a config dict, or a "
+            "transformers model"
         )
     fields = to_dict()
     return dict(fields)
@@ -333,8 +397,13 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
         try:
             packed_layout(config)
         except ModelFormatError as error:
-            yield f"its weights are quantized in a way that is not read ({error}); use the float checkpoint"
-    if (attends_both_ways(config) and model_type not in _BOTH_WAYS) or inner.get("is_causal") is False:
+            yield (
+                f"its weights are quantized in a way that is not read ({error}); use the float "
+                "checkpoint"
+            )
+    if (attends_both_ways(config) and model_type not in _BOTH_WAYS) or inner.get(
+        "is_causal"
+    ) is False:
         yield _BIDIRECTIONAL
     if inner.get("alibi"):
         yield _OWN_ATTENTION
@@ -346,7 +415,9 @@ def attends_both_ways(config: Mapping[str, Any]) -> bool:
 
 
 def _remote_code(config: Mapping[str, Any]) -> str:
-    """The model class in `auto_map`, or empty. A family known here always runs the code of the installed library."""
+    """The model class in `auto_map`, or empty. A family known here always runs the code of the
+    installed library.
+    """
     auto_map = config.get("auto_map")
     if not isinstance(auto_map, Mapping):
         return ""
@@ -362,13 +433,19 @@ def is_static_dynamic(model_type: object, rope: Mapping[str, Any]) -> bool:
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:
-    """Types of rope that a config names, for some or all of its layers; empty where it names none."""
+    """Types of rope that a config names, for some or all of its layers; empty where it names
+    none.
+    """
     parts = _rope_parts(text_config(config))
-    return {str(kind) for part in parts if (kind := part.get("rope_type", part.get("type"))) is not None}
+    return {
+        str(kind) for part in parts if (kind := part.get("rope_type", part.get("type"))) is not None
+    }
 
 
 def _rope_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Every description of rope in the config: one for all layers, or one for each kind of layer."""
+    """Every description of rope in the config: one for all layers, or one for each kind of
+    layer.
+    """
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
         if not isinstance(rope, Mapping):

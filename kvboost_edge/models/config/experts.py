@@ -1,4 +1,6 @@
-"""Mixtures of experts as configs of the families say them: how many, how a router chooses, what stands beside them."""
+"""Mixtures of experts as configs of the families say them: how many, how a router chooses, what
+stands beside them.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +38,27 @@ GRANITE_SHARED = ("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.outp
 # inputs quantized together, rows of a tile: see kernels/linear/tiles.py
 _GROUP = 32
 _TILE = 16
-_ALSO = {"num_experts": "num_local_experts", "moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
+_ALSO = {
+    "num_experts": "num_local_experts",
+    "moe_num_experts": "num_experts",
+    "moe_k": "num_experts_per_tok",
+}
 _MOST = 1 << 12  # experts, beyond any model
 
 
 class ExpertNames(NamedTuple):
     """What the checkpoint calls them inside a layer, without ".weight".
 
-    experts       the prefix of an expert's number; parts: gate, if it has one, up and down behind it
+    experts       the prefix of an expert's number; parts: gate, if it has one, up and down behind
+                  it
     bias          of the choice, all of the name; "" where there is none
     shared        the same of the expert that all tokens share; () where there is none
     shared_gate   the row whose sigmoid is the shared expert's share; "": its share is 1
-    scales        vectors: what the router's inputs are multiplied with, and what each expert's share is; all of the
+    scales        vectors: what the router's inputs are multiplied with, and what each expert's
+                  share is; all of the
                   names; () where there are none
-    norms         of a mixture beside an MLP: behind the MLP, before the experts, behind them; () elsewhere
+    norms         of a mixture beside an MLP: behind the MLP, before the experts, behind them; ()
+                  elsewhere
     """
 
     router: str = "mlp.gate"
@@ -70,7 +79,8 @@ class Experts:
     score, renorm, eps, scale   as in `kernels.reference.experts.Routing`
     shared        width of the expert that all tokens share, 0 without one
     sparse        by layer: whether it has experts, or an MLP as other models
-    beside        experts stand beside an MLP of the layer's own width: each reads the hidden state through a norm of
+    beside        experts stand beside an MLP of the layer's own width: each reads the hidden state
+                  through a norm of
                   its own, has one behind it, and their sum is the layer's
     biased        the router and every matrix of an expert have a bias
     activation    of experts, where it is another than the model's
@@ -92,10 +102,15 @@ class Experts:
 
 
 def experts_of(
-    config: Config, keys: Sequence[str], usual: Sequence[int | None], sparse: Sequence[bool], **rest: Any
+    config: Config,
+    keys: Sequence[str],
+    usual: Sequence[int | None],
+    sparse: Sequence[bool],
+    **rest: Any,
 ) -> Experts:
-    """The mixture of a config. keys: of the number of experts, of those a token goes to, and of the width of one;
-    usual: what they are where the config does not say."""
+    """The mixture of a config. keys: of the number of experts, of those a token goes to, and of the
+    width of one; usual: what they are where the config does not say.
+    """
     # One name became another in later versions of transformers.
     keys = [_ALSO[key] if key not in config and _ALSO.get(key) in config else key for key in keys]
     config = {**dict(zip(keys, usual, strict=True)), **config}
@@ -104,21 +119,27 @@ def experts_of(
     if count > _MOST:
         raise ModelFormatError(f"{of_count}={count} is above {_MOST}, the most that are read")
     if used > count:
-        raise ModelFormatError(f"{of_used}={used} is above {of_count}={count}: a token cannot go to more experts")
+        raise ModelFormatError(
+            f"{of_used}={used} is above {of_count}={count}: a token cannot go to more experts"
+        )
     if width % _GROUP:
         raise ModelFormatError(
-            f"{of_width}={width} of the experts is no multiple of {_GROUP}, which their kernels need"
+            f"{of_width}={width} of the experts is no multiple of {_GROUP}, which their kernels "
+            "need"
         )
     hidden = integer_of(config, "hidden_size", 1)
     if hidden % _TILE:
         raise ModelFormatError(
-            f"hidden_size={hidden} beside experts is no multiple of {_TILE}, which their kernels need"
+            f"hidden_size={hidden} beside experts is no multiple of {_TILE}, which their kernels "
+            "need"
         )
     return Experts(count, used, width, tuple(sparse), rest.pop("names", ExpertNames()), **rest)
 
 
 def flag_of(config: Config, key: str, default: bool) -> bool:
-    """The truth value under a key, `default` where the config does not say. ModelFormatError if it is none."""
+    """The truth value under a key, `default` where the config does not say. ModelFormatError if it
+    is none.
+    """
     value = config.get(key, default)
     if not isinstance(value, bool):
         raise ModelFormatError(f"config: {key}={value!r} must be true or false")
@@ -131,7 +152,9 @@ def _by_step(config: Config, layers: int) -> list[bool]:
     if not isinstance(dense, (list, tuple)) or any(
         isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers for i in dense
     ):
-        raise ModelFormatError(f"mlp_only_layers={dense!r:.200} must be numbers of layers below {layers}")
+        raise ModelFormatError(
+            f"mlp_only_layers={dense!r:.200} must be numbers of layers below {layers}"
+        )
     step = integer_of({"decoder_sparse_step": 1, **config}, "decoder_sparse_step", 1)
     return [(index + 1) % step == 0 and index not in dense for index in range(layers)]
 
@@ -149,9 +172,15 @@ def qwen2_experts(config: Config, layers: int) -> Experts:
     """The same beside an expert that all tokens share, by a gate of its own."""
     found = _qwen(config, layers, (60, 4, 1408))
     config = {"shared_expert_intermediate_size": 5632, **config}
-    parts = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
+    parts = (
+        "mlp.shared_expert.gate_proj",
+        "mlp.shared_expert.up_proj",
+        "mlp.shared_expert.down_proj",
+    )
     names = ExpertNames(shared=parts, shared_gate="mlp.shared_expert_gate")
-    return dataclasses.replace(found, shared=integer_of(config, "shared_expert_intermediate_size", 1), names=names)
+    return dataclasses.replace(
+        found, shared=integer_of(config, "shared_expert_intermediate_size", 1), names=names
+    )
 
 
 def _qwen(config: Config, layers: int, usual: tuple[int, int, int]) -> Experts:
@@ -164,24 +193,41 @@ def _renorm(config: Config) -> str:
 
 def qwen3_5_experts(config: Config, layers: int) -> Experts:
     """As Qwen2's in all layers; shares are divided by their sum whatever the config says."""
-    usual = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
-             "shared_expert_intermediate_size": 512}  # fmt: skip
-    full = {**usual, **config, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    usual = {
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    }
+    full = {
+        **usual,
+        **config,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     return qwen2_experts(full, layers)
 
 
 def lfm2_experts(config: Config, layers: int) -> Experts:
-    """The sigmoid of each logit, with a bias where experts are chosen, which are divided by their sum and scaled; the
-    first num_dense_layers layers have none."""
+    """The sigmoid of each logit, with a bias where experts are chosen, which are divided by their
+    sum and scaled; the first num_dense_layers layers have none.
+    """
     full = {"num_dense_layers": 2, "routed_scaling_factor": 1.0, **config}
     dense = integer_of(full, "num_dense_layers", 0)
     bias = "feed_forward.expert_bias" if flag_of(config, "use_expert_bias", True) else ""
     names = ExpertNames("feed_forward.gate", "feed_forward.experts.", ("w1", "w3", "w2"), bias)
     return experts_of(
-        full, _QWEN_KEYS, (32, 4, 1792), [index >= dense for index in range(layers)], names=names, score="sigmoid",
-        renorm="add" if flag_of(config, "norm_topk_prob", True) else "", eps=1e-6,
+        full,
+        _QWEN_KEYS,
+        (32, 4, 1792),
+        [index >= dense for index in range(layers)],
+        names=names,
+        score="sigmoid",
+        renorm="add" if flag_of(config, "norm_topk_prob", True) else "",
+        eps=1e-6,
         scale=number_of(full, "routed_scaling_factor", 1e-6, 1e6),
-    )  # fmt: skip
+    )
 
 
 def olmoe_experts(config: Config, layers: int) -> Experts:
@@ -199,16 +245,22 @@ def mixtral_experts(config: Config, layers: int) -> Experts:
 def granite_experts(config: Config, layers: int) -> Experts:
     """The softmax of the chosen logits."""
     names = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts.")
-    return experts_of(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names)
+    return experts_of(
+        config, _LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names
+    )
 
 
 def granite_hybrid_experts(config: Config, layers: int) -> Experts | None:
-    """The same beside an expert that all tokens share. None where the config says that there are none."""
+    """The same beside an expert that all tokens share. None where the config says that there are
+    none.
+    """
     if integer_of(config, "num_local_experts", 0) == 0:
         return None
     found = granite_experts(config, layers)
     width = integer_of(config, "shared_intermediate_size", 1)
-    return dataclasses.replace(found, shared=width, names=found.names._replace(shared=GRANITE_SHARED))
+    return dataclasses.replace(
+        found, shared=width, names=found.names._replace(shared=GRANITE_SHARED)
+    )
 
 
 def gpt_oss_experts(config: Config, layers: int) -> Experts:
@@ -220,29 +272,55 @@ def gpt_oss_experts(config: Config, layers: int) -> Experts:
 
 
 def ernie_experts(config: Config, layers: int) -> Experts:
-    """A bias of the choice; shares are the softmax of all logits, divided by the sum of the chosen; shared experts are
-    one of their widths together."""
-    usual = {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
-             "moe_layer_interval": 1, "moe_norm_min": 1e-12}  # fmt: skip
+    """A bias of the choice; shares are the softmax of all logits, divided by the sum of the chosen;
+    shared experts are one of their widths together.
+    """
+    usual = {
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "moe_norm_min": 1e-12,
+    }
     full = {**usual, **{key: value for key, value in config.items() if value is not None}}
     start, step, shared = (
         integer_of(full, key, low)
-        for key, low in (("moe_layer_start_index", 0), ("moe_layer_interval", 1), ("moe_num_shared_experts", 0))
+        for key, low in (
+            ("moe_layer_start_index", 0),
+            ("moe_layer_interval", 1),
+            ("moe_num_shared_experts", 0),
+        )
     )
-    end = layers - 1 if full["moe_layer_end_index"] == -1 else integer_of(full, "moe_layer_end_index", 0)
+    end = (
+        layers - 1
+        if full["moe_layer_end_index"] == -1
+        else integer_of(full, "moe_layer_end_index", 0)
+    )
     sparse = [(index + 1) % step == 0 and start <= index <= end for index in range(layers)]
-    parts = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj")
-    names = ExpertNames(bias="mlp.moe_statics.e_score_correction_bias", shared=parts if shared else ())
+    parts = (
+        "mlp.shared_experts.gate_proj",
+        "mlp.shared_experts.up_proj",
+        "mlp.shared_experts.down_proj",
+    )
+    names = ExpertNames(
+        bias="mlp.moe_statics.e_score_correction_bias", shared=parts if shared else ()
+    )
     found = experts_of(
-        full, ("moe_num_experts", "moe_k", "moe_intermediate_size"), (64, 6, 1536), sparse, names=names,
-        renorm="least", eps=number_of(full, "moe_norm_min", 0.0, 1.0),
-    )  # fmt: skip
+        full,
+        ("moe_num_experts", "moe_k", "moe_intermediate_size"),
+        (64, 6, 1536),
+        sparse,
+        names=names,
+        renorm="least",
+        eps=number_of(full, "moe_norm_min", 0.0, 1.0),
+    )
     return dataclasses.replace(found, shared=shared * found.width)
 
 
 def gemma4_experts(config: Config, layers: int) -> Experts | None:
-    """Beside the MLP: shares are the softmax of all logits, divided by the sum of the chosen, times a number of each
-    expert. The router has a norm of its own. None without enable_moe_block."""
+    """Beside the MLP: shares are the softmax of all logits, divided by the sum of the chosen, times
+    a number of each expert. The router has a norm of its own. None without enable_moe_block.
+    """
     if not flag_of(config, "enable_moe_block", False):
         return None
     after = "post_feedforward_layernorm"
@@ -253,4 +331,6 @@ def gemma4_experts(config: Config, layers: int) -> Experts | None:
         norms=(f"{after}_1", "pre_feedforward_layernorm_2", f"{after}_2"),
     )
     keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
-    return experts_of(config, keys, (None, None, None), [True] * layers, renorm="add", names=names, beside=True)
+    return experts_of(
+        config, keys, (None, None, None), [True] * layers, renorm="add", names=names, beside=True
+    )

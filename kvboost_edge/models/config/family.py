@@ -28,36 +28,50 @@ class Family:
     output_bias  False: the output projection never has a bias
     fused        queries, keys, values are one tensor, and so are gate and up
     gated        False: MLPs and experts have no gate: act(up)
-    mlp          names of gate and up, which are one tensor, and of down; or of all three, which are (): the usual ones
-    mlp_whole    a stored matrix of which gate and up are pieces; files may have them apart all the same
+    mlp          names of gate and up, which are one tensor, and of down; or of all three, which are
+                 (): the usual ones
+    mlp_whole    a stored matrix of which gate and up are pieces; files may have them apart all the
+                 same
     inner        the config's key of the MLP's width
-    norm_names   norms before attention, behind it, before the MLP, behind it, those it has, where they are not called
-                 as usual;  last_norm: the one behind all layers;  out: the projection behind attention
+    norm_names   norms before attention, behind it, before the MLP, behind it, those it has, where
+                 they are not called
+                 as usual;  last_norm: the one behind all layers;  out: the projection behind
+                            attention
     paired_rope  channels (2i, 2i + 1) turn together in the checkpoint, instead of (i, i + half)
     partial      the part of each head that turns, where the config does not say
-    no_rope      layers without rope: "" none, "listed" by no_rope_layers, "full" those without a window in a model
+    no_rope      layers without rope: "" none, "listed" by no_rope_layers, "full" those without a
+                 window in a model
                  that has windows, "typed" all or none by position_embedding_type
-    local_rope   layers with a window have a rope of their own, local_theta where the config does not say its base
+    local_rope   layers with a window have a rope of their own, local_theta where the config does
+                 not say its base
     windows      windows by layer, from the config and the number of layers; None: no layer has one
     shapes       layers' shapes, from the config and the windows; None: they are all alike
     scale        of scores; None: 1 / sqrt(head_dim), or as the family's other flags say
     capped       logits have a cap where the config gives one
     value_norm   each head of the values is normed, without weights
     layer_scalar each layer's result is multiplied by a number of its own
-    complete     fills in what the config leaves out, and says in Llama's words what it says in others
+    complete     fills in what the config leaves out, and says in Llama's words what it says in
+                 others
     late_norm    norms of queries and keys stand behind rope
     query_scaled queries are multiplied with a factor of their position
-    sinks        each head of queries has a logit that joins the denominator of its softmax and has no value
-    layer_thetas layers have bases of rope of their own, 0 for none, by layer_rope_theta
-    experts      the mixture of experts, from the config and the number of layers; None, or where it returns None:
+    sinks        each head of queries has a logit that joins the denominator of its softmax and has
+                 no value layer_thetas layers have bases of rope of their own, 0 for none, by
+                 layer_rope_theta
+    experts      the mixture of experts, from the config and the number of layers; None, or where it
+                 returns None:
                  MLPs alone
-    in_columns   safetensors have the matrices of all experts as columns, see weights/columns/experts.py
-    hybrid       which layers keep a state instead of keys and values, from the same; None, or where it returns None:
+    in_columns   safetensors have the matrices of all experts as columns, see
+                 weights/columns/experts.py
+    hybrid       which layers keep a state instead of keys and values, from the same; None, or where
+                 it returns None:
                  none does
-    output_gate  rows of queries are twice as many, in each head its query and behind it a gate, whose sigmoid
+    output_gate  rows of queries are twice as many, in each head its query and behind it a gate,
+                 whose sigmoid
                  multiplies what attention returns
-    factors      what results of layers' matrices are multiplied with, from the config; None: nothing
-    unless       config keys that must have one of the given values, else the family is another model
+    factors      what results of layers' matrices are multiplied with, from the config; None:
+                 nothing
+    unless       config keys that must have one of the given values, else the family is another
+                 model
     """
 
     norms: str = "pre"

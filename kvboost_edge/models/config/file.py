@@ -41,20 +41,37 @@ _KV_HEADS = {"nemotron_h": 8, "falcon_h1": 8}
 _KINDS_OF_LAYERS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 # Numbers that spoil every result when they are damaged, whichever runner it is.
-_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+_MULTIPLIERS = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
 _NUMBERS = {"rms_norm_eps": (0.0, 1.0), **dict.fromkeys(_MULTIPLIERS, (1e-6, 1e6))}
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
-# Larger than any real model by far: a number beyond it is a damaged file, and must not size an allocation.
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+)
+# Larger than any real model by far: a number beyond it is a damaged file, and must not size an
+# allocation.
 _MAX_SIZE = 1 << 31
 MAX_LAYERS = 10_000
-"""Layers beyond any real model: lists of one entry for each are made before the weights are looked at."""
+"""Layers beyond any real model: lists of one entry for each are made before the weights are looked
+at.
+"""
 _LIMITS = dict.fromkeys(_ALIASES["num_hidden_layers"], MAX_LAYERS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What ends a generation, and the special ids: `eos_token_ids` sorted, without repetition, possibly empty;
-    `suppressed_token_ids`, such as places of images, likewise: they are never generated."""
+    """What ends a generation, and the special ids: `eos_token_ids` sorted, without repetition,
+    possibly empty; `suppressed_token_ids`, such as places of images, likewise: they are never
+    generated.
+    """
 
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
@@ -63,8 +80,9 @@ class GenerationDefaults:
 
 
 def read_config(model_dir: Path | str) -> dict[str, Any]:
-    """The object in config.json. For a supported family the keys that every causal language model needs are checked;
-    another one's are left to `check_model_compatibility`, which says more than that a key is missing.
+    """The object in config.json. For a supported family the keys that every causal language model
+    needs are checked; another one's are left to `check_model_compatibility`, which says more than
+    that a key is missing.
 
     Raises ModelFormatError that names the file and the key.
     """
@@ -72,7 +90,9 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
     config = read_config_object(Path(model_dir))
     settings = config.get("quantization_config")
     if settings is not None and not isinstance(settings, dict):
-        raise ModelFormatError(f"{path}: quantization_config must be an object, got {type(settings).__name__}")
+        raise ModelFormatError(
+            f"{path}: quantization_config must be an object, got {type(settings).__name__}"
+        )
     if config["model_type"] not in SUPPORTED_ARCHITECTURES or config.get("is_encoder_decoder"):
         return config
     _complete(config)
@@ -95,13 +115,19 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
 
 
 def kinds_of_layers(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """What says of each layer of Nemotron-H which kind it is, a list or a text of letters: its key and its value."""
-    key = next((key for key in _KINDS_OF_LAYERS if config.get(key) is not None), _KINDS_OF_LAYERS[-1])
+    """What says of each layer of Nemotron-H which kind it is, a list or a text of letters: its key
+    and its value.
+    """
+    key = next(
+        (key for key in _KINDS_OF_LAYERS if config.get(key) is not None), _KINDS_OF_LAYERS[-1]
+    )
     return key, config.get(key)
 
 
 def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -> int | None:
-    """A size under any of its names, or None when the config does not give it. ModelFormatError if it is no size."""
+    """A size under any of its names, or None when the config does not give it. ModelFormatError if
+    it is no size.
+    """
     for key in _ALIASES.get(name, (name,)):
         value = config.get(key)
         if value is not None:
@@ -109,8 +135,12 @@ def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -
     return None
 
 
-def number_of(config: Mapping[str, Any], key: str, low: float, high: float, path: Path | str = "config") -> float:
-    """The number under a key. ModelFormatError that names the key unless it is one from `low` to `high`."""
+def number_of(
+    config: Mapping[str, Any], key: str, low: float, high: float, path: Path | str = "config"
+) -> float:
+    """The number under a key. ModelFormatError that names the key unless it is one from `low` to
+    `high`.
+    """
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise ModelFormatError(f"{path}: {key}={value!r} must be a number from {low:g} to {high:g}")
@@ -118,29 +148,42 @@ def number_of(config: Mapping[str, Any], key: str, low: float, high: float, path
 
 
 def integer_of(config: Mapping[str, Any], key: str, low: int, path: Path | str = "config") -> int:
-    """The integer under a key, from `low` to 2^31. ModelFormatError that names the key if it is none."""
+    """The integer under a key, from `low` to 2^31. ModelFormatError that names the key if it is
+    none.
+    """
     return _integer(key, config.get(key), low, _MAX_SIZE, path)
 
 
 def context_length(config: Mapping[str, Any], path: Path | str = "config") -> int:
-    """Longest sequence in tokens that the model was made for. A sliding window does not limit it."""
+    """Longest sequence in tokens that the model was made for. A sliding window does not limit
+    it.
+    """
     inner = text_config(config)
     for key in _CONTEXT_KEYS:
         if inner.get(key) is not None:
             return _positive(key, inner[key], path)
-    raise ModelFormatError(f"{path} lacks the context length; none of the keys {', '.join(_CONTEXT_KEYS)} is there")
+    raise ModelFormatError(
+        f"{path} lacks the context length; none of the keys {', '.join(_CONTEXT_KEYS)} is there"
+    )
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
     """Name of the dtype the config gives for its weights, "" where it gives none."""
-    named = [part.get(key) for part in (text_config(config), config) for key in ("dtype", "torch_dtype")]
+    named = [
+        part.get(key) for part in (text_config(config), config) for key in ("dtype", "torch_dtype")
+    ]
     return next((str(name) for name in named if name), "")
 
 
 def read_generation_config(
-    model_dir: Path | str, config: Mapping[str, Any] | None = None, *, tokenizer_eos: int | None = None
+    model_dir: Path | str,
+    config: Mapping[str, Any] | None = None,
+    *,
+    tokenizer_eos: int | None = None,
 ) -> GenerationDefaults:
-    """EOS ids and special ids of a model directory, of which generation_config.json may be missing."""
+    """EOS ids and special ids of a model directory, of which generation_config.json may be
+    missing.
+    """
     path = Path(model_dir) / "generation_config.json"
     generation = read_json_object(path) if path.is_file() else {}
     if config is None:
@@ -155,7 +198,9 @@ def generation_defaults(
     tokenizer_eos: int | None = None,
     path: Path | str = "generation_config.json",
 ) -> GenerationDefaults:
-    """All ids that end a generation: those of the generation config, of the model's config and of the tokenizer."""
+    """All ids that end a generation: those of the generation config, of the model's config and of
+    the tokenizer.
+    """
     inner = text_config(config)
     eos = {*_ids(generation, "eos_token_id", path), *_ids(inner, "eos_token_id", "config.json")}
     eos.update(_ids(config, "eos_token_id", "config.json"))
@@ -163,18 +208,25 @@ def generation_defaults(
         eos.add(tokenizer_eos)
     first: dict[str, int | None] = {}
     for key in ("bos_token_id", "pad_token_id"):
-        first[key] = next(iter([*_ids(generation, key, path), *_ids(inner, key, "config.json")]), None)
+        first[key] = next(
+            iter([*_ids(generation, key, path), *_ids(inner, key, "config.json")]), None
+        )
     suppressed = sorted(set(_ids(generation, "suppress_tokens", path)))
     vocab_size = size_of(inner, "vocab_size")
     if suppressed and vocab_size is not None and suppressed[-1] >= vocab_size:
         raise ModelFormatError(
-            f"{path}: suppress_tokens has the id {suppressed[-1]}, which is beyond the vocabulary of {vocab_size}"
+            f"{path}: suppress_tokens has the id {suppressed[-1]}, which is beyond the vocabulary "
+            f"of {vocab_size}"
         )
-    return GenerationDefaults(tuple(sorted(eos)), first["bos_token_id"], first["pad_token_id"], tuple(suppressed))
+    return GenerationDefaults(
+        tuple(sorted(eos)), first["bos_token_id"], first["pad_token_id"], tuple(suppressed)
+    )
 
 
 def _complete(config: dict[str, Any]) -> None:
-    """Sizes that families leave out. Nemotron-H has as many layers as their kinds, whatever else a config says."""
+    """Sizes that families leave out. Nemotron-H has as many layers as their kinds, whatever else a
+    config says.
+    """
     model_type = config["model_type"]
     if model_type in _KV_HEADS:
         config.setdefault("num_key_value_heads", _KV_HEADS[model_type])
@@ -192,12 +244,17 @@ def _check_heads(config: Mapping[str, Any], path: Path) -> None:
         return
     if kv_heads is not None and heads % kv_heads:
         raise ModelFormatError(
-            f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+            f"{path}: num_attention_heads={heads} is not a multiple of "
+            f"num_key_value_heads={kv_heads}"
         )
     if config.get("head_dim") is not None:
         _positive("head_dim", config["head_dim"], path)
-    elif hidden % heads and config.get("model_type") != "nemotron_h":  # which has attention_head_dim, or 128
-        raise ModelFormatError(f"{path}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    elif (
+        hidden % heads and config.get("model_type") != "nemotron_h"
+    ):  # which has attention_head_dim, or 128
+        raise ModelFormatError(
+            f"{path}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}"
+        )
 
 
 def _positive(key: str, value: object, path: Path | str) -> int:
@@ -213,11 +270,15 @@ def _integer(key: str, value: object, low: int, high: int, path: Path | str) -> 
 def _ids(fields: Mapping[str, Any], key: str, path: Path | str) -> list[int]:
     """Token ids under a key: one, a list, or none. Negative ids mean 'none' in some configs."""
     value = fields.get(key)
-    values: Iterable[Any] = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    values: Iterable[Any] = (
+        value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    )
     found: list[int] = []
     for item in values:
         if isinstance(item, bool) or not isinstance(item, int):
-            raise ModelFormatError(f"{path}: {key}={value!r} must be an integer or a list of integers")
+            raise ModelFormatError(
+                f"{path}: {key}={value!r} must be an integer or a list of integers"
+            )
         if item >= 0:
             found.append(item)
     return found

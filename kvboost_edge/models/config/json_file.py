@@ -17,7 +17,9 @@ def read_config_object(model_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         single = sorted(model_dir.glob("*.gguf"))
         hint = f"; give the file {single[0]} as the model" if len(single) == 1 else ""
-        raise ModelFormatError(f"{path} is missing; {model_dir} is not a Hugging Face model directory{hint}")
+        raise ModelFormatError(
+            f"{path} is missing; {model_dir} is not a Hugging Face model directory{hint}"
+        )
     config = read_json_object(path)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:

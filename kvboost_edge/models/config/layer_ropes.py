@@ -1,8 +1,10 @@
-"""The ropes of a model's layers: one for all, one for each kind of layer, by a list of bases, or none in some; and
-which of longrope's two ranges a model is loaded for: up to its original length, or beyond it as well.
+"""The ropes of a model's layers: one for all, one for each kind of layer, by a list of bases, or
+none in some; and which of longrope's two ranges a model is loaded for: up to its original length,
+or beyond it as well.
 
-transformers takes other factors once a sequence is longer than the original length, which would change keys that are
-cached. Here an engine has one range for all its sequences, so results stay exact whatever their lengths.
+transformers takes other factors once a sequence is longer than the original length, which would
+change keys that are cached. Here an engine has one range for all its sequences, so results stay
+exact whatever their lengths.
 """
 
 from __future__ import annotations
@@ -51,12 +53,17 @@ class RopeTraits(Protocol):
 def layer_ropes(
     config: Config, family: RopeTraits, head_dims: Sequence[int]
 ) -> tuple[tuple[RopeKind, ...], Callable[[int, int], int]]:
-    """The ropes of a model, and which one (layer, window) has. head_dims: of layers without a window and with one."""
+    """The ropes of a model, and which one (layer, window) has. head_dims: of layers without a
+    window and with one.
+    """
     longest = context_length(config)
     (head_dim, local_dim) = head_dims
     if family.local_rope:
         full, local = _local_rope_settings(config, family)
-        return (rope_kind(full, head_dim, longest), rope_kind(local, local_dim, longest)), lambda i, w: int(w > 0)
+        return (
+            rope_kind(full, head_dim, longest),
+            rope_kind(local, local_dim, longest),
+        ), lambda i, w: int(w > 0)
     if family.layer_thetas:
         return _ropes_by_theta(config, rope_settings(config, family), head_dim)
     ropes = (rope_kind(rope_settings(config, family), head_dim, longest),)
@@ -71,8 +78,14 @@ def layer_ropes(
     layers = _num_layers(config)
     step = given_step(config, ("no_rope_layer_interval",), 4)
     uses = config.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(layers)]
-    if not isinstance(uses, (list, tuple)) or len(uses) != layers or any(use not in (0, 1) for use in uses):
-        raise ModelFormatError(f"no_rope_layers={uses!r:.200} must be 0 or 1 for each of the {layers} layers")
+    if (
+        not isinstance(uses, (list, tuple))
+        or len(uses) != layers
+        or any(use not in (0, 1) for use in uses)
+    ):
+        raise ModelFormatError(
+            f"no_rope_layers={uses!r:.200} must be 0 or 1 for each of the {layers} layers"
+        )
     return ropes, lambda i, w: 0 if uses[i] else -1
 
 
@@ -82,21 +95,34 @@ def _ropes_by_theta(
     layers = _num_layers(config)
     thetas = config.get("layer_rope_theta") or [settings["rope_theta"]] * layers
     if not isinstance(thetas, (list, tuple)) or len(thetas) != layers:
-        raise ModelFormatError(f"layer_rope_theta={thetas!r:.200} must be a number for each of the {layers} layers")
-    found = [number_of({"layer_rope_theta": theta}, "layer_rope_theta", 0.0, 1e12) for theta in thetas]
+        raise ModelFormatError(
+            f"layer_rope_theta={thetas!r:.200} must be a number for each of the {layers} layers"
+        )
+    found = [
+        number_of({"layer_rope_theta": theta}, "layer_rope_theta", 0.0, 1e12) for theta in thetas
+    ]
     bases = sorted({theta for theta in found if theta}) or [settings["rope_theta"]]
-    kinds = [rope_kind({**settings, "rope_theta": theta}, head_dim, context_length(config)) for theta in bases]
+    kinds = [
+        rope_kind({**settings, "rope_theta": theta}, head_dim, context_length(config))
+        for theta in bases
+    ]
     return tuple(kinds), lambda i, w: bases.index(found[i]) if found[i] else -1
 
 
 def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
-    """The newer key rope_parameters, or the older rope_theta, rope_scaling and partial_rotary_factor."""
+    """The newer key rope_parameters, or the older rope_theta, rope_scaling and
+    partial_rotary_factor.
+    """
     older = {"rope_theta": config.get("rope_theta", family.theta)}
     if config.get("partial_rotary_factor") is not None:
         older["partial_rotary_factor"] = config["partial_rotary_factor"]
     newer = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(newer, Mapping) or any(isinstance(value, Mapping) for value in newer.values()):
-        raise ModelFormatError(f"rope settings {newer!r} are not known to the native runner for this family")
+    if not isinstance(newer, Mapping) or any(
+        isinstance(value, Mapping) for value in newer.values()
+    ):
+        raise ModelFormatError(
+            f"rope settings {newer!r} are not known to the native runner for this family"
+        )
     merged = {
         "partial_rotary_factor": family.partial,
         **older,
@@ -107,15 +133,20 @@ def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
     if family.fused and merged.get("rope_type", merged.get("type")) in ("su", "yarn"):
         merged["rope_type"] = "longrope"  # Phi-3's first names of it
     if merged.get("rope_type", merged.get("type")) == "longrope":
-        # For this rope transformers takes the length beside the settings first, and Phi-3 has one without being told.
-        merged[name] = outer or (PHI3_LENGTH if family.fused else merged.get(name)) or context_length(config)
+        # For this rope transformers takes the length beside the settings first, and Phi-3 has one
+        # without being told.
+        merged[name] = (
+            outer or (PHI3_LENGTH if family.fused else merged.get(name)) or context_length(config)
+        )
         merged[LONG_RANGE] = bool(config.get(LONG_RANGE))
     else:
         merged[name] = merged.get(name) or outer or context_length(config)
     return merged
 
 
-def _local_rope_settings(config: Config, family: RopeTraits) -> tuple[dict[str, Any], dict[str, Any]]:
+def _local_rope_settings(
+    config: Config, family: RopeTraits
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rope of the full layers and of the sliding ones."""
     newer = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
@@ -123,8 +154,8 @@ def _local_rope_settings(config: Config, family: RopeTraits) -> tuple[dict[str, 
     found = [newer.get(kind) or {} for kind in kinds] if isinstance(newer, Mapping) else [newer]
     if not all(isinstance(part, Mapping) for part in (*found, scaling)) or set(newer) - set(kinds):
         raise ModelFormatError(
-            f"rope settings {newer or scaling!r:.200} are not known to the native runner: this family has those of "
-            f"{kinds[0]} and of {kinds[1]}"
+            f"rope settings {newer or scaling!r:.200} are not known to the native runner: this "
+            f"family has those of {kinds[0]} and of {kinds[1]}"
         )
     full, local = ({**part, **more} for part, more in zip(found, (scaling, {}), strict=True))
     if not newer:
@@ -143,7 +174,9 @@ def _num_layers(config: Config) -> int:
 
 
 def with_long_rope(config: Config) -> Config:
-    """The config of the same model for rope_range="long". ConfigError where rope has one range only."""
+    """The config of the same model for rope_range="long". ConfigError where rope has one range
+    only.
+    """
     if not has_two_ranges(config):
         raise ConfigError(
             f"rope_range='long' takes the long factors of rope of type longrope, and model_type="

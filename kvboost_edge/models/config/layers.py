@@ -1,4 +1,6 @@
-"""What may differ from layer to layer of a model: shapes, windows, ropes, and whose keys and values a layer reads."""
+"""What may differ from layer to layer of a model: shapes, windows, ropes, and whose keys and values
+a layer reads.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,22 @@ __all__ = [
 ]
 
 STATE_KINDS = ("conv", "delta", "ssd")
-"""What keeps a state: a short convolution; the gated delta rule; a state space with a scalar decay."""
+"""What keeps a state: a short convolution; the gated delta rule; a state space with a scalar decay.
+"""
 ATTENTION = "attention"
 PARALLEL = "parallel"
 NO_MIXER = "none"
-"""Other kinds of layers: one that attends; one that attends and keeps a state, each of the same inputs; one that mixes
-no tokens."""
+"""Other kinds of layers: one that attends; one that attends and keeps a state, each of the same
+inputs; one that mixes no tokens.
+"""
 
 
 class LayerFactors(NamedTuple):
     """What results of a layer's matrices are multiplied with.
 
     attention    queries, keys and values;  attention_out: what attention adds to the hidden state
-    mixer        the inputs of a mixer with a state;  mixer_conv: taps of its convolution beside that, of x, B and C;
+    mixer        the inputs of a mixer with a state;  mixer_conv: taps of its convolution beside
+                 that, of x, B and C;
                  mixer_gates: what its steps of time are made of;  mixer_out: what it adds
     mlp          gate and up;  mlp_out: what the MLP adds
     """
@@ -55,7 +60,8 @@ class LayerShape(NamedTuple):
     """Sizes of one layer, in elements, and its place in the pool of keys and values.
 
     intermediate_size   of its MLP, or of what stands beside its experts; 0 where there is none
-    kv          which of the pool's layers holds the keys and values it attends to; -1 where it does not attend
+    kv          which of the pool's layers holds the keys and values it attends to; -1 where it does
+                not attend
     owns_kv     False: these are an earlier layer's, and this one computes none
     has_values  False: its values are its keys before their norm and rope
     state       which of the pool's states is its own; -1 where it keeps none
@@ -72,8 +78,9 @@ class LayerShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """`window` 0: all tokens before; `rope`: index into ModelSpec.ropes, -1 none; `ahead`: so many tokens behind a
-    query are seen too; the rest as in LayerShape."""
+    """`window` 0: all tokens before; `rope`: index into ModelSpec.ropes, -1 none; `ahead`: so many
+    tokens behind a query are seen too; the rest as in LayerShape.
+    """
 
     window: int
     rope: int
@@ -98,20 +105,29 @@ class LayerSpec:
 
     @classmethod
     def of(cls, window: int, rope: int, shape: LayerShape, ahead: int = 0) -> LayerSpec:
-        """A layer that sees `ahead` tokens behind a query where it has no window; half of that to either side else."""
+        """A layer that sees `ahead` tokens behind a query where it has no window; half of that to
+        either side else.
+        """
         if window and ahead:
             window, ahead = window // 2 + 1, window // 2
         return cls(window, rope, *shape[:6], ahead, shape.state)
 
 
-def same_shapes(num_layers: int, head_dim: int, num_kv_heads: int, intermediate_size: int) -> Sequence[LayerShape]:
+def same_shapes(
+    num_layers: int, head_dim: int, num_kv_heads: int, intermediate_size: int
+) -> Sequence[LayerShape]:
     """Layers that are all alike, with keys and values of their own."""
-    return [LayerShape(head_dim, num_kv_heads, intermediate_size, index) for index in range(num_layers)]
+    return [
+        LayerShape(head_dim, num_kv_heads, intermediate_size, index) for index in range(num_layers)
+    ]
 
 
-def mixed_shapes(shapes: Sequence[LayerShape], kinds: Sequence[str], *, alone: bool = False) -> Sequence[LayerShape]:
-    """The same layers by their kinds: ATTENTION, one of STATE_KINDS, PARALLEL or NO_MIXER. alone: those that mix tokens
-    have no MLP."""
+def mixed_shapes(
+    shapes: Sequence[LayerShape], kinds: Sequence[str], *, alone: bool = False
+) -> Sequence[LayerShape]:
+    """The same layers by their kinds: ATTENTION, one of STATE_KINDS, PARALLEL or NO_MIXER. alone:
+    those that mix tokens have no MLP.
+    """
     found = []
     kv = 0
     state = 0
@@ -120,7 +136,9 @@ def mixed_shapes(shapes: Sequence[LayerShape], kinds: Sequence[str], *, alone: b
         keeps = kind in (*STATE_KINDS, PARALLEL)
         if alone and kind != NO_MIXER:
             shape = shape._replace(intermediate_size=0)
-        found.append(shape._replace(kv=kv if attends else -1, owns_kv=attends, state=state if keeps else -1))
+        found.append(
+            shape._replace(kv=kv if attends else -1, owns_kv=attends, state=state if keeps else -1)
+        )
         kv = kv + attends
         state = state + keeps
     return found

@@ -1,4 +1,6 @@
-"""Configs of models of several parts: the language model's is nested inside, and must not contradict what is around."""
+"""Configs of models of several parts: the language model's is nested inside, and must not
+contradict what is around.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,15 @@ class Wrapper:
 
 # Gemma's files name only what differs from these.
 _GEMMA3 = {
-    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-}  # fmt: skip
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+}
 WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
     {
         "gemma3": Wrapper(("gemma3_text",), tied=True, defaults=_GEMMA3),
@@ -47,10 +55,22 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
 
 # What both configs may say, but only alike.
 _SHARED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act", "sliding_window",
-    "rope_theta", "rope_scaling", "rope_parameters", "quantization_config",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "hidden_act",
+    "sliding_window",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "quantization_config",
+)
 
 
 def is_nested(config: Mapping[str, Any]) -> bool:
@@ -59,25 +79,36 @@ def is_nested(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of the config that describes the language model: the config itself, or its 'text_config', for a known
-    wrapper with what the files leave out and what stands around it. ModelFormatError where the two contradict."""
+    """The part of the config that describes the language model: the config itself, or its
+    'text_config', for a known wrapper with what the files leave out and what stands around it.
+    ModelFormatError where the two contradict.
+    """
     inner = config.get("text_config")
     outer = str(config.get("model_type"))
     wrapper = WRAPPERS.get(outer)
     if wrapper is None:
         return inner if isinstance(inner, Mapping) else config
     if not isinstance(inner, Mapping):
-        what = "lacks the key 'text_config'" if inner is None else f"has text_config={inner!r:.60}, not an object"
-        raise ModelFormatError(f"the config of model_type={outer!r} {what}, which describes its language model")
+        what = (
+            "lacks the key 'text_config'"
+            if inner is None
+            else f"has text_config={inner!r:.60}, not an object"
+        )
+        raise ModelFormatError(
+            f"the config of model_type={outer!r} {what}, which describes its language model"
+        )
     text = inner.get("model_type") or wrapper.texts[0]
     if text not in wrapper.texts:
         raise ModelFormatError(
-            f"the text_config of model_type={outer!r} has model_type={text!r}; known are {', '.join(wrapper.texts)}"
+            f"the text_config of model_type={outer!r} has model_type={text!r}; known are "
+            f"{', '.join(wrapper.texts)}"
         )
     for key in _SHARED:
         both = (config.get(key), inner.get(key))
         if None not in both and both[0] != both[1]:
-            raise ModelFormatError(f"the config says {key}={both[0]!r:.60}, but its text_config {key}={both[1]!r:.60}")
+            raise ModelFormatError(
+                f"the config says {key}={both[0]!r:.60}, but its text_config {key}={both[1]!r:.60}"
+            )
     merged = {**wrapper.defaults, **inner, "model_type": text}
     merged["tie_word_embeddings"] = _tied(config, inner, wrapper)
     if config.get("quantization_config"):
@@ -87,5 +118,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], wrapper: Wrapper) -> Any:
     """The whole model has the head, so what it says counts, whatever that is."""
-    said = (part["tie_word_embeddings"] for part in (config, inner) if part.get("tie_word_embeddings") is not None)
+    said = (
+        part["tie_word_embeddings"]
+        for part in (config, inner)
+        if part.get("tie_word_embeddings") is not None
+    )
     return next(said, wrapper.tied)

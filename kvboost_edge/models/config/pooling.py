@@ -1,4 +1,6 @@
-"""How an embedding model makes one vector of a text: as its files say, sentence-transformers' or the keys of GGUF."""
+"""How an embedding model makes one vector of a text: as its files say, sentence-transformers' or
+the keys of GGUF.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,18 @@ POOLING_FILES = ("modules.json", "1_Pooling/config.json")
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")  # of Dense as many as there are
 _NO_CLS = "pools the first token, which in a causal model has seen nothing; no encoder runs here"
 _NO_RANK = (
-    "is a reranker with a head of its own (cls.output), which is not read; convert it as a model that generates text, "
-    "whose yes and no are compared"
+    "is a reranker with a head of its own (cls.output), which is not read; convert it as a model "
+    "that generates text, whose yes and no are compared"
 )
 _GGUF = {1: "mean", 3: "last"}
 _GGUF_REFUSED = {2: _NO_CLS, 4: _NO_RANK}
 
 
 class Pooling(NamedTuple):
-    """`kind`: "last", the state of the last token, or "mean", that of all of them. `source`: what says so; "" where
-    nothing does, and the model is one that generates text. `dense`: folders of the matrices behind it, in order."""
+    """`kind`: "last", the state of the last token, or "mean", that of all of them. `source`: what
+    says so; "" where nothing does, and the model is one that generates text. `dense`: folders of
+    the matrices behind it, in order.
+    """
 
     kind: str
     source: str
@@ -36,7 +40,9 @@ UNSAID = Pooling("last", "")
 
 
 def read_pooling(model_dir: Path) -> Pooling:
-    """The pooling of a model directory. ModelFormatError names the file of one that is not supported or damaged."""
+    """The pooling of a model directory. ModelFormatError names the file of one that is not
+    supported or damaged.
+    """
     path = model_dir / POOLING_FILES[0]
     if not path.is_file():
         return UNSAID
@@ -48,14 +54,20 @@ def read_pooling(model_dir: Path) -> Pooling:
         folder = model_dir / str(module.get("path"))
         if kind not in _ORDER:
             raise ModelFormatError(
-                f"{path}: the module {kind!r} behind the model is not supported (known: {', '.join(_ORDER)}); its "
-                "vectors would be others"
+                f"{path}: the module {kind!r} behind the model is not supported (known: "
+                f"{', '.join(_ORDER)}); its vectors would be others"
             )
         kinds.append(kind)
         if kind not in ("Pooling", "Dense"):
             continue
-        if folder.parent != model_dir or folder.name == ".." or not (folder / "config.json").is_file():
-            raise ModelFormatError(f"{path} names {folder.name}/config.json, which is missing in {model_dir}")
+        if (
+            folder.parent != model_dir
+            or folder.name == ".."
+            or not (folder / "config.json").is_file()
+        ):
+            raise ModelFormatError(
+                f"{path} names {folder.name}/config.json, which is missing in {model_dir}"
+            )
         if kind == "Pooling":
             pooling = _described(folder / "config.json")
         else:
@@ -66,7 +78,9 @@ def read_pooling(model_dir: Path) -> Pooling:
 
 
 def gguf_pooling(values: Mapping[str, Any], path: Path) -> Pooling:
-    """The pooling that the keys of a GGUF file say. ModelFormatError for one that is not supported."""
+    """The pooling that the keys of a GGUF file say. ModelFormatError for one that is not
+    supported.
+    """
     key = f"{values.get('general.architecture')}.pooling_type"
     number = values.get(key, 0)
     if number in _GGUF_REFUSED:
@@ -74,7 +88,9 @@ def gguf_pooling(values: Mapping[str, Any], path: Path) -> Pooling:
     if number == 0:
         return UNSAID
     if number not in _GGUF:
-        raise ModelFormatError(f"{path}: {key}={number!r} is not known (0 none, 1 mean, 2 cls, 3 last, 4 rank)")
+        raise ModelFormatError(
+            f"{path}: {key}={number!r} is not known (0 none, 1 mean, 2 cls, 3 last, 4 rank)"
+        )
     return Pooling(_GGUF[number], f"key {key}")
 
 
@@ -89,14 +105,24 @@ def _modules(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _described(path: Path) -> Pooling:
-    """From the settings of sentence-transformers' Pooling: one switch for each kind, or one name."""
+    """From the settings of sentence-transformers' Pooling: one switch for each kind, or one
+    name.
+    """
     settings = read_json_object(path)
     prefix = "pooling_mode_"
     named = settings.get("pooling_mode")
-    on = [named] if named else [key.removeprefix(prefix) for key in settings if settings[key] is True and prefix in key]
+    on = (
+        [named]
+        if named
+        else [
+            key.removeprefix(prefix) for key in settings if settings[key] is True and prefix in key
+        ]
+    )
     kinds = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
     if len(on) != 1 or on[0] not in kinds:
         found = ", ".join(map(str, on)) or "nothing"
         reason = f"; it {_NO_CLS}" if on in (["cls_token"], ["cls"]) else ""
-        raise ModelFormatError(f"{path} says {found}; supported are lasttoken or mean_tokens alone{reason}")
+        raise ModelFormatError(
+            f"{path} says {found}; supported are lasttoken or mean_tokens alone{reason}"
+        )
     return Pooling(kinds[on[0]], f"{path.parent.name}/{path.name}")

@@ -1,4 +1,6 @@
-"""What the quantization_config of a checkpoint says about its 4-bit weights: AWQ, GPTQ, or MXFP4 of gpt-oss."""
+"""What the quantization_config of a checkpoint says about its 4-bit weights: AWQ, GPTQ, or MXFP4 of
+gpt-oss.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +26,40 @@ class PackedLayout:
 
 
 def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
-    """The layout that a config's quantization_config describes. ModelFormatError names a method or setting that is not
-    read."""
+    """The layout that a config's quantization_config describes. ModelFormatError names a method or
+    setting that is not read.
+    """
     settings = config.get("quantization_config")
     if not isinstance(settings, Mapping):
-        raise ModelFormatError(f"quantization_config must be an object, got {type(settings).__name__}")
+        raise ModelFormatError(
+            f"quantization_config must be an object, got {type(settings).__name__}"
+        )
     method = settings.get("quant_method")
     if method not in ("awq", "gptq", "mxfp4"):
         raise ModelFormatError(
-            f"quantization_config: quant_method={method!r} is not known to the native runner (known: awq, gptq, mxfp4)"
+            f"quantization_config: quant_method={method!r} is not known to the native runner "
+            "(known: awq, gptq, mxfp4)"
         )
     if (method == "mxfp4") != (config.get("model_type") == "gpt_oss"):
         raise ModelFormatError(
-            f"quantization_config: quant_method={method!r} is not read of model_type={config.get('model_type')!r}: "
-            "mxfp4 is of gpt_oss, and gpt_oss as mxfp4 or floats"
+            f"quantization_config: quant_method={method!r} is not read of "
+            f"model_type={config.get('model_type')!r}: mxfp4 is of gpt_oss, and gpt_oss as mxfp4 "
+            "or floats"
         )
     if method == "mxfp4":
         return PackedLayout("mxfp4", GROUP, 0)
     _allow(settings, "bits" if "bits" in settings else "w_bit", (4,))
     key = "group_size" if "group_size" in settings else "q_group_size"
     group_size = settings.get(key)
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < GROUP or group_size % GROUP:
+    if (
+        isinstance(group_size, bool)
+        or not isinstance(group_size, int)
+        or group_size < GROUP
+        or group_size % GROUP
+    ):
         raise ModelFormatError(
-            f"quantization_config: {key}={group_size!r} must be a multiple of {GROUP}; -1 is not read"
+            f"quantization_config: {key}={group_size!r} must be a multiple of {GROUP}; -1 is not "
+            "read"
         )
     if method == "awq":
         _allow(settings, "version", (None, "gemm", "GEMM"))
@@ -60,4 +73,6 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
 def _allow(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
     if settings.get(key) not in allowed:
         known = ", ".join(repr(value) for value in allowed if value not in (None, ""))
-        raise ModelFormatError(f"quantization_config: {key}={settings.get(key)!r} is not read; known: {known}")
+        raise ModelFormatError(
+            f"quantization_config: {key}={settings.get(key)!r} is not read; known: {known}"
+        )

@@ -1,5 +1,6 @@
-"""Frequencies of the rope kinds whose angles do not depend on the length of the sequence, and of longrope up to its
-original length, where they do not either."""
+"""Frequencies of the rope kinds whose angles do not depend on the length of the sequence, and of
+longrope up to its original length, where they do not either.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from kvboost_edge.models.config.file import integer_of, number_of
 
 __all__ = ["QueryScale", "RopeKind", "query_scale", "rope_kind"]
 
-# What a setting of rope can be: a number beyond is damage, and would make infinity or NaN of an angle.
+# What a setting of rope can be: a number beyond is damage, and would make infinity or NaN of an
+# angle.
 _LEAST = 1e-9
 _MOST = 1e12
 
@@ -26,7 +28,9 @@ Floats = npt.NDArray[np.float32]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeKind:
-    """`frequencies` in radians per position, one for each rotated pair; `factor` multiplies cosines and sines."""
+    """`frequencies` in radians per position, one for each rotated pair; `factor` multiplies cosines
+    and sines.
+    """
 
     frequencies: tuple[float, ...]
     factor: float = 1.0
@@ -58,23 +62,30 @@ def query_scale(settings: Mapping[str, Any]) -> QueryScale:
 
 
 def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeKind:
-    """The rope of a `rope_parameters` entry: default, linear, llama3, yarn or longrope, possibly of a part of the head;
-    "proportional", where the exponents are those of the whole head and pairs beyond the part stand still; or "factors",
-    where the frequencies are those of default, each divided by its entry of the list `factors`.
+    """The rope of a `rope_parameters` entry: default, linear, llama3, yarn or longrope, possibly of
+    a part of the head; "proportional", where the exponents are those of the whole head and pairs
+    beyond the part stand still; or "factors", where the frequencies are those of default, each
+    divided by its entry of the list `factors`.
 
-    max_positions: the longest sequence of the config. longrope is that of its short factors, right for sequences up to
-    original_max_position_embeddings, or with LONG_RANGE that of its long ones. ModelFormatError names a kind that is
-    not one of these, or the setting that is missing.
+    max_positions: the longest sequence of the config. longrope is that of its short factors, right
+    for sequences up to original_max_position_embeddings, or with LONG_RANGE that of its long ones.
+    ModelFormatError names a kind that is not one of these, or the setting that is missing.
     """
     kind = str(settings.get("rope_type", settings.get("type", "default")))
     theta = _number(settings, "rope_theta", kind)
     part = "partial_rotary_factor"
-    share = 1.0 if settings.get(part) is None else number_of(settings, part, 0.0, 1.0, f"rope of type {kind!r}")
+    share = (
+        1.0
+        if settings.get(part) is None
+        else number_of(settings, part, 0.0, 1.0, f"rope of type {kind!r}")
+    )
     if kind == "proportional":
         return _proportional(theta, share, head_dim)
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ModelFormatError(f"rope: {rotary_dim} rotated channels of {head_dim} are not an even part of a head")
+        raise ModelFormatError(
+            f"rope: {rotary_dim} rotated channels of {head_dim} are not an even part of a head"
+        )
     base = _default(theta, rotary_dim)
     if kind == "default":
         return _kind(base)
@@ -89,22 +100,26 @@ def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) ->
     if kind == "longrope":
         return _longrope(base, settings, max_positions)
     raise ModelFormatError(
-        f"rope of type {kind!r} is not known to the native runner (known: default, linear, llama3, longrope, "
-        "proportional, yarn)"
+        f"rope of type {kind!r} is not known to the native runner (known: default, linear, llama3, "
+        "longrope, proportional, yarn)"
     )
 
 
 def _proportional(theta: float, share: float, head_dim: int) -> RopeKind:
     if head_dim % 2:
-        raise ModelFormatError(f"rope of type 'proportional': a head of {head_dim} channels has no pairs")
+        raise ModelFormatError(
+            f"rope of type 'proportional': a head of {head_dim} channels has no pairs"
+        )
     frequencies = _default(theta, head_dim)
     frequencies[int(share * head_dim // 2) :] = 0.0
     return _kind(frequencies)
 
 
 def _default(theta: float, rotary_dim: int) -> Floats:
-    """1 / theta ** (2i / rotary_dim) of every pair i. The power is rounded from float64: NumPy's own of float32 differs
-    between processors, by the last bit in a tenth of the pairs where there is AVX-512, and a cache may move."""
+    """1 / theta ** (2i / rotary_dim) of every pair i. The power is rounded from float64: NumPy's
+    own of float32 differs between processors, by the last bit in a tenth of the pairs where there
+    is AVX-512, and a cache may move.
+    """
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     powers = np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
     return (np.float32(1.0) / powers).astype(np.float32)
@@ -126,24 +141,34 @@ def _optional(settings: Mapping[str, Any], key: str, default: float, kind: str) 
 def _factors(settings: Mapping[str, Any], key: str, kind: str, count: int) -> Floats:
     values = settings.get(key)
     if not isinstance(values, list) or len(values) != count:
-        raise ModelFormatError(f"rope of type {kind!r}: {key} must be a list of {count} numbers, got {values!r:.60}")
+        raise ModelFormatError(
+            f"rope of type {kind!r}: {key} must be a list of {count} numbers, got {values!r:.60}"
+        )
     return np.array([_number({key: value}, key, kind) for value in values], dtype=np.float32)
 
 
 def _llama3(base: Floats, settings: Mapping[str, Any]) -> Floats:
     factor, low, high, old = (
         _number(settings, key, "llama3")
-        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        for key in (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        )
     )
     if high <= low:
         raise ModelFormatError(
-            f"rope of type 'llama3': high_freq_factor={high:g} must be above low_freq_factor={low:g}"
+            f"rope of type 'llama3': high_freq_factor={high:g} must be above "
+            f"low_freq_factor={low:g}"
         )
     wavelength = 2 * math.pi / base.astype(np.float64)
     smooth = (old / wavelength - low) / (high - low)
     slow = base / factor
     blended = (1 - smooth) * slow + smooth * base
-    scaled = np.where(wavelength > old / low, slow, np.where(wavelength < old / high, base, blended))
+    scaled = np.where(
+        wavelength > old / low, slow, np.where(wavelength < old / high, base, blended)
+    )
     return scaled.astype(np.float32)
 
 
@@ -157,7 +182,10 @@ def _yarn(base: Floats, theta: float, settings: Mapping[str, Any], max_positions
     def border(rotations: float) -> float:
         return dim * math.log(old / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (border(_optional(settings, *beta, "yarn")) for beta in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    low, high = (
+        border(_optional(settings, *beta, "yarn"))
+        for beta in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
     if settings.get("truncate", True):
         low = math.floor(low)
         high = math.ceil(high)
@@ -166,7 +194,9 @@ def _yarn(base: Floats, theta: float, settings: Mapping[str, Any], max_positions
     if low == high:
         high += 0.001
     ramp = np.clip((np.arange(base.size, dtype=np.float64) - low) / (high - low), 0, 1)
-    return _kind((base / scale * ramp + base * (1 - ramp)).astype(np.float32), _yarn_factor(settings, scale))
+    return _kind(
+        (base / scale * ramp + base * (1 - ramp)).astype(np.float32), _yarn_factor(settings, scale)
+    )
 
 
 def _yarn_factor(settings: Mapping[str, Any], scale: float) -> float:
@@ -176,14 +206,20 @@ def _yarn_factor(settings: Mapping[str, Any], scale: float) -> float:
     if settings.get("attention_factor") is not None:
         return _number(settings, "attention_factor", "yarn")
     if settings.get("mscale") and settings.get("mscale_all_dim"):
-        return mscale(_number(settings, "mscale", "yarn")) / mscale(_number(settings, "mscale_all_dim", "yarn"))
+        return mscale(_number(settings, "mscale", "yarn")) / mscale(
+            _number(settings, "mscale_all_dim", "yarn")
+        )
     return mscale(1.0)
 
 
 def _longrope(base: Floats, settings: Mapping[str, Any], max_positions: int) -> RopeKind:
-    old = number_of(settings, "original_max_position_embeddings", 2, _MOST, "rope of type 'longrope'")
+    old = number_of(
+        settings, "original_max_position_embeddings", 2, _MOST, "rope of type 'longrope'"
+    )
     scale = _optional(settings, "factor", max_positions / old, "longrope")
     factor = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(old))
-    factors = [_factors(settings, key, "longrope", base.size) for key in ("short_factor", "long_factor")]
+    factors = [
+        _factors(settings, key, "longrope", base.size) for key in ("short_factor", "long_factor")
+    ]
     frequencies = base / factors[bool(settings.get(LONG_RANGE))]
     return _kind(frequencies, _optional(settings, "attention_factor", factor, "longrope"))

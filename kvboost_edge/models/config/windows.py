@@ -1,4 +1,6 @@
-"""Which layers attend to all tokens before and which through a window, as configs of the families say it."""
+"""Which layers attend to all tokens before and which through a window, as configs of the families
+say it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -
     rule = ["sliding_attention" if default(i) else "full_attention" for i in range(layers)]
     types = config.get("layer_types") or rule
     known = {"sliding_attention": window, "full_attention": 0}
-    if not isinstance(types, (list, tuple)) or len(types) != layers or any(kind not in list(known) for kind in types):
+    if (
+        not isinstance(types, (list, tuple))
+        or len(types) != layers
+        or any(kind not in list(known) for kind in types)
+    ):
         raise ModelFormatError(f"layer_types={types!r:.200} must be {layers} of {sorted(known)}")
     if "sliding_attention" in types and window < 1:
         raise ModelFormatError("layer_types has sliding_attention, but sliding_window is not given")
@@ -43,7 +49,9 @@ def given_window(config: Config, default: int) -> int:
 
 def given_step(config: Config, keys: tuple[str, ...], default: int) -> int:
     """The first of the keys that the config gives, as an integer of at least 1."""
-    return next((integer_of(config, key, 1) for key in keys if config.get(key) is not None), default)
+    return next(
+        (integer_of(config, key, 1) for key in keys if config.get(key) is not None), default
+    )
 
 
 def same_window(default: int) -> Callable[[Config, int], list[int]]:
@@ -69,7 +77,9 @@ def every_second(config: Config, layers: int) -> list[int]:
 
 
 def all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]]:
-    """Every layer has a window but each n-th; n is under one of the keys, or `default`. None without sliding_window."""
+    """Every layer has a window but each n-th; n is under one of the keys, or `default`. None
+    without sliding_window.
+    """
 
     def windows(config: Config, layers: int) -> list[int]:
         config = {"sliding_window": 4096, **config}
@@ -84,7 +94,9 @@ def all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]
 
 
 def all_but_first_of(period: int, default: int) -> Callable[[Config, int], list[int]]:
-    """Every layer has a window but the first of each `period`; `default` where the config does not say how long."""
+    """Every layer has a window but the first of each `period`; `default` where the config does not
+    say how long.
+    """
     return lambda config, layers: layer_windows(
         {"sliding_window": default, **config}, layers, lambda i: i % period != 0
     )

@@ -1,7 +1,8 @@
 """The block formats of GGUF tensors: to float32, and to the codes of this package's packed formats.
 
-A row is a whole number of blocks. `data` is uint8 [rows, bytes of a row] everywhere. Formulas and the order of the
-float operations are llama.cpp's, so float32 values equal those of the `gguf` package to the bit.
+A row is a whole number of blocks. `data` is uint8 [rows, bytes of a row] everywhere. Formulas and
+the order of the float operations are llama.cpp's, so float32 values equal those of the `gguf`
+package to the bit.
 
     Q4_0 -> int4, Q5_0 and Q8_0 -> int8, Q4_1 -> int4-asym   exact
     Q4_K -> q4k, Q5_K -> q5k, Q6_K -> q6k   exact: the file's blocks in another order
@@ -22,7 +23,15 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.gguf.tables import TABLES, float_scales, half_scales, table_codes
 from kvboost_edge.models.weights.source import QuantRows
 
-__all__ = ["BLOCKS", "TYPE_NAMES", "BlockFormat", "dequantize", "quant_rows_of", "refusal", "scales_of"]
+__all__ = [
+    "BLOCKS",
+    "TYPE_NAMES",
+    "BlockFormat",
+    "dequantize",
+    "quant_rows_of",
+    "refusal",
+    "scales_of",
+]
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -32,8 +41,10 @@ _LOW = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 
 class BlockFormat(NamedTuple):
-    """weights, nbytes: of a block;  kind: the packed format it goes to, None for floats;  exact: without any error.
-    halves: offsets of the float16 numbers in a block, which may not be NaN or infinite."""
+    """weights, nbytes: of a block;  kind: the packed format it goes to, None for floats;  exact:
+                                     without any error.
+    halves: offsets of the float16 numbers in a block, which may not be NaN or infinite.
+    """
 
     weights: int
     nbytes: int
@@ -62,26 +73,66 @@ BLOCKS: dict[str, BlockFormat] = {
 """The formats that are read, by name."""
 
 TYPE_NAMES: dict[int, str] = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
-    12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    30: "BF16",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+    41: "Q1_0",
     42: "Q2_0",
-}  # fmt: skip
+}
 """Numbers of tensor types in the file, also of those that are not read."""
 
 _INSTEAD = "take a Q4_K_M or IQ4_XS file of this model"
 # Beginning of a type's name -> why it is not read, and what to take.
 _REFUSED = {
-    "Q2_K": "it has a scale and a minimum for every 16 weights, and in the packed formats would be larger and less "
-    f"exact; {_INSTEAD}, or a Q3_K_M one",
+    "Q2_K": (
+        "it has a scale and a minimum for every 16 weights, and in the packed formats would be "
+        f"larger and less exact; {_INSTEAD}, or a Q3_K_M one"
+    ),
     **dict.fromkeys(
         ("IQ1", "IQ2", "IQ3"),
-        f"its weights are points of a lattice, and as 4 or 8 bits would be larger and less exact; {_INSTEAD}",
+        "its weights are points of a lattice, and as 4 or 8 bits would be larger and less exact; "
+        f"{_INSTEAD}",
     ),
-    **dict.fromkeys(("TQ", "Q1_0", "Q2_0"), f"it is for models trained with two or three values; {_INSTEAD}"),
-    "NVFP4": f"its scales have 8 bits for every 16 weights, for which there is no packed format; {_INSTEAD}",
-    **dict.fromkeys(("Q8_1", "Q8_K"), "it is for numbers inside a computation, not for files; take another file"),
+    **dict.fromkeys(
+        ("TQ", "Q1_0", "Q2_0"), f"it is for models trained with two or three values; {_INSTEAD}"
+    ),
+    "NVFP4": (
+        "its scales have 8 bits for every 16 weights, for which there is no packed format; "
+        f"{_INSTEAD}"
+    ),
+    **dict.fromkeys(
+        ("Q8_1", "Q8_K"), "it is for numbers inside a computation, not for files; take another file"
+    ),
 }
 
 
@@ -105,7 +156,9 @@ def dequantize(name: str, data: Bytes) -> Floats:
 
 
 def quant_rows_of(name: str, data: Bytes) -> QuantRows:
-    """Codes and scales of rows of a quantized format, or its blocks; the kind is BLOCKS[name].kind."""
+    """Codes and scales of rows of a quantized format, or its blocks; the kind is
+    BLOCKS[name].kind.
+    """
     rows = len(data)
     blocks = _blocks(name, data)
     if name in ("Q4_K", "Q5_K", "Q6_K", "Q3_K"):
@@ -117,7 +170,9 @@ def quant_rows_of(name: str, data: Bytes) -> QuantRows:
     if name == "Q4_0":
         return _rows_of(rows, "int4", _nibbles(blocks[:, 2:]), _half(blocks, 0))
     if name == "Q4_1":
-        return _rows_of(rows, "int4-asym", _nibbles(blocks[:, 4:]), _half(blocks, 0), -_half(blocks, 2))
+        return _rows_of(
+            rows, "int4-asym", _nibbles(blocks[:, 4:]), _half(blocks, 0), -_half(blocks, 2)
+        )
     if name == "Q5_0":
         return _rows_of(rows, "int8", _fives(blocks, 2) + np.uint8(112), _half(blocks, 0))
     if name == "Q8_0":
@@ -145,9 +200,14 @@ def _rows_of(
     scales: npt.NDArray[np.float16],
     minima: npt.NDArray[np.float16] | None = None,
 ) -> QuantRows:
-    """From one group, or one block of groups, per row of the arguments to whole rows of the tensor."""
+    """From one group, or one block of groups, per row of the arguments to whole rows of the
+    tensor.
+    """
     return QuantRows(
-        kind, codes.reshape(rows, -1), scales.reshape(rows, -1), None if minima is None else minima.reshape(rows, -1)
+        kind,
+        codes.reshape(rows, -1),
+        scales.reshape(rows, -1),
+        None if minima is None else minima.reshape(rows, -1),
     )
 
 
@@ -175,7 +235,8 @@ def _scale(blocks: Bytes, at: int) -> Floats:
 
 def _nibbles(packed: Bytes) -> Bytes:
     """Low nibbles, then high ones: [blocks, 16] -> [blocks, 32]."""
-    # Sixteen bytes are moved as one item and eight are masked at once: NumPy's loops over bytes take six times as long.
+    # Sixteen bytes are moved as one item and eight are masked at once: NumPy's loops over bytes
+    # take six times as long.
     words = np.ascontiguousarray(packed.view(_SIXTEEN)).view(np.uint64)
     both = np.empty((len(packed), 2), dtype=_SIXTEEN)
     both[:, 0] = (words & _LOW).view(_SIXTEEN)[:, 0]
@@ -203,11 +264,15 @@ def _k_nibbles(packed: Bytes) -> Bytes:
 
 
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Scales and minima of the 8 groups of Q4_K and Q5_K blocks: 6-bit factors of two float16, float32 [blocks, 8]."""
+    """Scales and minima of the 8 groups of Q4_K and Q5_K blocks: 6-bit factors of two float16,
+    float32 [blocks, 8].
+    """
     low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)
     minima = np.concatenate([middle & 63, (high >> 4) | ((middle >> 2) & 48)], axis=1)
-    return _scale(blocks, 0) * scales.astype(np.float32), _scale(blocks, 2) * minima.astype(np.float32)
+    return _scale(blocks, 0) * scales.astype(np.float32), _scale(blocks, 2) * minima.astype(
+        np.float32
+    )
 
 
 def _q4_0(blocks: Bytes) -> Floats:
@@ -238,7 +303,9 @@ def _q4_k(blocks: Bytes) -> Floats:
 
 def _q5_k(blocks: Bytes) -> Floats:
     scales, minima = _k_scales(blocks)
-    bits = (blocks[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)) & np.uint8(1)
+    bits = (
+        blocks[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    ) & np.uint8(1)
     codes = _k_nibbles(blocks[:, 48:]).reshape(len(blocks), 8, 32) | (bits << np.uint8(4))
     return scales[:, :, None] * codes.astype(np.float32) - minima[:, :, None]
 
@@ -255,12 +322,16 @@ def _q6_k(blocks: Bytes) -> Floats:
 
 
 def _q3_k_parts(blocks: Bytes) -> tuple[Bytes, Bytes]:
-    """Of Q3_K the codes 0..7, [blocks, 256], for the weights -4..3, and 6-bit scales, [blocks, 16], 32 too large."""
+    """Of Q3_K the codes 0..7, [blocks, 256], for the weights -4..3, and 6-bit scales, [blocks, 16],
+    32 too large.
+    """
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
     low = (blocks[:, 32:96].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)).reshape(-1, 256)
     bits = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
     high = (blocks[:, None, :32] >> bits & np.uint8(1)).reshape(-1, 256)
-    nibbles = np.concatenate([blocks[:, 96:104] & np.uint8(15), blocks[:, 96:104] >> np.uint8(4)], axis=1)
+    nibbles = np.concatenate(
+        [blocks[:, 96:104] & np.uint8(15), blocks[:, 96:104] >> np.uint8(4)], axis=1
+    )
     above = (blocks[:, None, 104:108] >> shifts.reshape(1, 4, 1) & np.uint8(3)).reshape(-1, 16)
     return low | high << np.uint8(2), nibbles | above << np.uint8(4)
 
@@ -268,16 +339,22 @@ def _q3_k_parts(blocks: Bytes) -> tuple[Bytes, Bytes]:
 def _q3_k(blocks: Bytes) -> Floats:
     codes, scales = _q3_k_parts(blocks)
     factors = _scale(blocks, 108) * (scales.astype(np.float32) - np.float32(32))
-    weights: Floats = factors[:, :, None] * (codes.astype(np.float32) - np.float32(4)).reshape(-1, 16, 16)
+    weights: Floats = factors[:, :, None] * (codes.astype(np.float32) - np.float32(4)).reshape(
+        -1, 16, 16
+    )
     return weights
 
 
 def _q3_k_as_q6_k(blocks: Bytes) -> Bytes:
-    """The same weights as blocks of Q6_K, [blocks, 210]: codes 28 higher are 32 above the weight."""
+    """The same weights as blocks of Q6_K, [blocks, 210]: codes 28 higher are 32 above the
+    weight.
+    """
     codes, scales = _q3_k_parts(blocks)
     halves = (codes + np.uint8(28)).reshape(-1, 2, 2, 64)
     low = halves[:, :, 0] & np.uint8(15) | halves[:, :, 1] << np.uint8(4)
-    high = (halves >> np.uint8(4)).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
+    high = (halves >> np.uint8(4)).reshape(-1, 2, 4, 32) << np.array(
+        [0, 2, 4, 6], dtype=np.uint8
+    ).reshape(1, 1, 4, 1)
     planes = [low.reshape(-1, 128), np.bitwise_or.reduce(high, axis=2).reshape(-1, 64)]
     return np.concatenate([*planes, scales - np.uint8(32), blocks[:, 108:110]], axis=1)
 
@@ -285,13 +362,23 @@ def _q3_k_as_q6_k(blocks: Bytes) -> Bytes:
 def _from_table(name: str) -> Callable[[Bytes], Floats]:
     def to_float(blocks: Bytes) -> Floats:
         with np.errstate(over="ignore"):  # of MXFP4, as in the package
-            weights: Floats = float_scales(name, blocks)[:, None] * TABLES[name][table_codes(name, blocks)]
+            weights: Floats = (
+                float_scales(name, blocks)[:, None] * TABLES[name][table_codes(name, blocks)]
+            )
         return weights
 
     return to_float
 
 
 _TO_FLOAT: dict[str, Callable[[Bytes], Floats]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k,
-    "Q6_K": _q6_k, "Q3_K": _q3_k, **{name: _from_table(name) for name in TABLES},
-}  # fmt: skip
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "Q3_K": _q3_k,
+    **{name: _from_table(name) for name in TABLES},
+}

@@ -1,4 +1,6 @@
-"""A GGUF file looked over before anything is loaded: its tensors fit the config, and no number in it is NaN."""
+"""A GGUF file looked over before anything is loaded: its tensors fit the config, and no number in
+it is NaN.
+"""
 
 from __future__ import annotations
 
@@ -28,40 +30,52 @@ _CHUNK_BYTES = 1 << 18  # stays in the second-level cache
 _EXPONENT = np.uint16(0x7C00)  # all bits of it set means NaN or infinity
 
 
-def check_gguf(header: GgufHeader, config: Mapping[str, Any], *, cache_dir: Path | None = None) -> WeightSummary:
+def check_gguf(
+    header: GgufHeader, config: Mapping[str, Any], *, cache_dir: Path | None = None
+) -> WeightSummary:
     """Check a GGUF model against its own config, as `check_weights` does a directory.
 
-    All floats and all scales of quantized tensors are searched for NaN and infinity; that a file is sound is
-    remembered in the cache directory.
+    All floats and all scales of quantized tensors are searched for NaN and infinity; that a file is
+    sound is remembered in the cache directory.
     """
     path = header.path
     with GgufSource(header) as source:
         check_shapes(
-            {name: (source.file_of(name), source.shape(name)) for name in source.names()}, config, path, path.name
+            {name: (source.file_of(name), source.shape(name)) for name in source.names()},
+            config,
+            path,
+            path.name,
         )
         _check_finite(header, cache_dir)
     dtypes: dict[str, int] = {}
     for tensor in header.tensors.values():
         dtypes[tensor.type] = dtypes.get(tensor.type, 0) + math.prod(tensor.shape)
     nbytes = sum(tensor.stop - tensor.start for tensor in header.tensors.values())
-    return WeightSummary(tuple(part.path for part in header.parts), sum(dtypes.values()), nbytes, dtypes)
+    return WeightSummary(
+        tuple(part.path for part in header.parts), sum(dtypes.values()), nbytes, dtypes
+    )
 
 
 def _check_finite(header: GgufHeader, cache_dir: Path | None) -> None:
     for number, part in enumerate(header.parts):
         if recall(part.stamp, cache_dir).get("finite") is not True:
-            _check_part(part.path, [tensor for tensor in header.tensors.values() if tensor.part == number])
+            _check_part(
+                part.path, [tensor for tensor in header.tensors.values() if tensor.part == number]
+            )
             remember(part.stamp, {"finite": True}, cache_dir)
 
 
 def _check_part(path: Path, tensors: Sequence[GgufTensor]) -> None:
     try:
         with ThreadPoolExecutor(default_num_threads()) as pool:
-            for tensor, where in zip(tensors, pool.map(lambda t: _first_damaged(path, t), tensors), strict=True):
+            for tensor, where in zip(
+                tensors, pool.map(lambda t: _first_damaged(path, t), tensors), strict=True
+            ):
                 if where is not None:
                     raise ModelFormatError(
-                        f"{path}: tensor {tensor.name!r} ({tensor.type}) holds NaN or infinity, first in block {where} "
-                        f"of {BLOCKS[tensor.type].weights} weights; the file is damaged"
+                        f"{path}: tensor {tensor.name!r} ({tensor.type}) holds NaN or infinity, "
+                        f"first in block {where} of {BLOCKS[tensor.type].weights} weights; the "
+                        "file is damaged"
                     )
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
@@ -89,8 +103,9 @@ def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:
 
 
 def _first_non_finite_half(blocks: npt.NDArray[np.uint8], halves: Sequence[int]) -> int | None:
-    """The first block of uint8 [blocks, bytes of a block] with a float16, at one of the bytes `halves`, that is NaN or
-    infinite."""
+    """The first block of uint8 [blocks, bytes of a block] with a float16, at one of the bytes
+    `halves`, that is NaN or infinite.
+    """
     exponents = [blocks[:, at : at + 2].view("<u2")[:, 0] & _EXPONENT for at in halves]
     if all(bits.max() < _EXPONENT for bits in exponents):
         return None

@@ -1,4 +1,6 @@
-"""From the metadata of a GGUF file to a config as transformers writes it. What is not understood is refused by name."""
+"""From the metadata of a GGUF file to a config as transformers writes it. What is not understood is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from kvboost_edge.models.gguf.blocks import dequantize
 from kvboost_edge.models.gguf.file import GgufHeader
 from kvboost_edge.models.gguf.keys import Keys
 from kvboost_edge.models.gguf.names import GgufArchitecture
-from kvboost_edge.models.gguf.source import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, architecture_of
+from kvboost_edge.models.gguf.source import (
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    architecture_of,
+)
 from kvboost_edge.models.gguf.special import SPECIAL
 
 __all__ = ["TOKENS", "gguf_config", "gguf_generation"]
@@ -24,41 +31,76 @@ TOKENS = "tokenizer.ggml.tokens"
 
 _SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 _ROPE_KEYS = {
-    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_ext_factor",
-    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
-}  # fmt: skip
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+}
 _COMMON_KEYS = _ROPE_KEYS | {
-    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "tensor_data_layout",
-    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    "attention.layer_norm_rms_epsilon", "attention.causal", "expert_count", "expert_used_count",
+    "vocab_size",
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "tensor_data_layout",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.causal",
+    "expert_count",
+    "expert_used_count",
     "pooling_type",
-}  # fmt: skip
+}
 # Keys of the parts for images and sound, in files that hold these too.
 _OTHER_KEYS = ("vision.", "audio.", "mm.")
 # Keys that only some architectures have, with the values that change nothing in the others.
 _NEUTRAL = {
-    "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0,
+    "attention.sliding_window": 0,
+    "rope.scaling.attn_factor": 1.0,
+    "logit_scale": 1.0,
     "expert_gating_func": 1,  # softmax, which is what families that are read have
-}  # fmt: skip
+}
 # Models whose layers have sizes of their own.
 _BY_LAYER = ("gemma4_text",)
 _FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 # Tokens that end an answer in some chat format, where the file names only one of them.
-_ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
-            "<turn|>", "<|tool_response>", "<|return|>", "<|call|>")  # fmt: skip
+_ENDINGS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<turn|>",
+    "<|tool_response>",
+    "<|return|>",
+    "<|call|>",
+)
 # Where these are, "<|end|>" ends a message of the turn, and the answer goes on (gpt-oss).
 _TURN_ENDINGS = {"<|return|>", "<|call|>"}
 _MESSAGE_ENDING = "<|end|>"
-# Of these, what Gemma 4's files say is text that is seen: it stands where the caller has to answer a call.
+# Of these, what Gemma 4's files say is text that is seen: it stands where the caller has to answer
+# a call.
 _SEEN_ENDINGS = ("<|tool_response>",)
 _CONTROL = 3
 _USER_DEFINED = 4
 
 
 def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
-    """A config for `describe_model`. `vocabulary`: the tokens of the file, empty where it has none. ModelFormatError
-    names a key that is missing, contradicts another or the tensors, or whose meaning is not known."""
+    """A config for `describe_model`. `vocabulary`: the tokens of the file, empty where it has none.
+    ModelFormatError names a key that is missing, contradicts another or the tensors, or whose
+    meaning is not known.
+    """
     architecture = architecture_of(header)
     keys = Keys(header)
     _refuse_unknown(keys, architecture)
@@ -72,13 +114,17 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     if eps is None and architecture.alone:
         eps = keys.number("attention.layer_norm_epsilon")
     if eps is None:
-        raise ModelFormatError(f"{header.path} lacks the key {keys.name('attention.layer_norm_rms_epsilon')!r}")
+        raise ModelFormatError(
+            f"{header.path} lacks the key {keys.name('attention.layer_norm_rms_epsilon')!r}"
+        )
     tensors = header.tensors
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "vocab_size": _vocab_size(keys, hidden),
         "hidden_size": hidden,
-        "intermediate_size": keys.sizes("feed_forward_length")[0] if by_layer else _mlp_width(keys, architecture),
+        "intermediate_size": keys.sizes("feed_forward_length")[0]
+        if by_layer
+        else _mlp_width(keys, architecture),
         "num_hidden_layers": keys.layers(),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or heads,
@@ -92,7 +138,11 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
         **_token_ids(header, vocabulary),
     }
     if config["num_attention_heads"] % config["num_key_value_heads"]:
-        raise keys.error("attention.head_count", heads, f"is no multiple of {config['num_key_value_heads']} key heads")
+        raise keys.error(
+            "attention.head_count",
+            heads,
+            f"is no multiple of {config['num_key_value_heads']} key heads",
+        )
     if not architecture.alone:
         config.update(_rope(keys, head_dim))
     special = SPECIAL.get(architecture.model_type)
@@ -104,20 +154,28 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
 
 
 def _kv_heads(keys: Keys, architecture: GgufArchitecture) -> int | None:
-    """Key heads of the layers, of the first one where layers differ; of those that have some where not all do."""
+    """Key heads of the layers, of the first one where layers differ; of those that have some where
+    not all do.
+    """
     name = "attention.head_count_kv"
     if architecture.model_type in _BY_LAYER:
         return keys.sizes(name)[0]
-    if not architecture.no_keys or not isinstance(keys.header.values.get(keys.name(name)), np.ndarray):
+    if not architecture.no_keys or not isinstance(
+        keys.header.values.get(keys.name(name)), np.ndarray
+    ):
         return keys.optional_size(name)
     heads = keys.sizes(name, 0)
     if len({*heads, 0}) != 2:
-        raise keys.error(name, heads, "must be one number for all layers that attend, and 0 for the others")
+        raise keys.error(
+            name, heads, "must be one number for all layers that attend, and 0 for the others"
+        )
     return max(heads)
 
 
 def _mlp_width(keys: Keys, architecture: GgufArchitecture) -> int:
-    """Width of the MLPs; where a mixture's file says none, as no layer has one, that of the shared expert."""
+    """Width of the MLPs; where a mixture's file says none, as no layer has one, that of the shared
+    expert.
+    """
     if architecture.alone:
         return max(keys.sizes("feed_forward_length", 0)) or 1  # a width, though no layer has it
     if architecture.experts and keys.name("feed_forward_length") not in keys.header.values:
@@ -128,29 +186,39 @@ def _mlp_width(keys: Keys, architecture: GgufArchitecture) -> int:
 def gguf_generation(
     header: GgufHeader, config: Mapping[str, Any], tokenizer_eos: int | None = None
 ) -> GenerationDefaults:
-    """What ends a generation, and tokens that are never generated. ModelFormatError where these are no list of ids."""
+    """What ends a generation, and tokens that are never generated. ModelFormatError where these are
+    no list of ids.
+    """
     found = header.values.get(_SUPPRESSED)
     if found is not None and (not isinstance(found, np.ndarray) or found.dtype.kind not in "iu"):
-        raise ModelFormatError(f"{header.path}: {_SUPPRESSED}={found!r:.200} must be a list of token ids")
+        raise ModelFormatError(
+            f"{header.path}: {_SUPPRESSED}={found!r:.200} must be a list of token ids"
+        )
     fields = {} if found is None else {"suppress_tokens": found.tolist()}
     return generation_defaults(config, fields, tokenizer_eos=tokenizer_eos, path=header.path)
 
 
 def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
-    """bos_token_id, pad_token_id and all of eos_token_id that the file has. Ids beyond the vocabulary are refused."""
+    """bos_token_id, pad_token_id and all of eos_token_id that the file has. Ids beyond the
+    vocabulary are refused.
+    """
     found: dict[str, Any] = {}
     for name, key in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
         value = _token_id(header, key)
         if value is not None:
             found[name] = value
-    endings = {value for key in ("eos", "eot", "eom") if (value := _token_id(header, key)) is not None}
+    endings = {
+        value for key in ("eos", "eot", "eom") if (value := _token_id(header, key)) is not None
+    }
     types = header.values.get("tokenizer.ggml.token_type")
     kinds = types.tolist() if isinstance(types, np.ndarray) else []
     in_messages = set(vocabulary) >= _TURN_ENDINGS
     for index, (token, kind) in enumerate(zip(vocabulary, kinds, strict=False)):
         if in_messages and token == _MESSAGE_ENDING:
             continue
-        if (token in _ENDINGS and kind == _CONTROL) or (token in _SEEN_ENDINGS and kind == _USER_DEFINED):
+        if (token in _ENDINGS and kind == _CONTROL) or (
+            token in _SEEN_ENDINGS and kind == _USER_DEFINED
+        ):
             endings.add(index)
     if endings:
         found["eos_token_id"] = sorted(endings)
@@ -167,7 +235,9 @@ def _token_id(header: GgufHeader, key: str) -> int | None:
         # llama.cpp's converters write 2**32 - 1 for "none".
         if value == (1 << 32) - 1:
             return None
-        raise ModelFormatError(f"{header.path}: {name}={value} is beyond the vocabulary of {embedding.shape[0]}")
+        raise ModelFormatError(
+            f"{header.path}: {name}={value} is beyond the vocabulary of {embedding.shape[0]}"
+        )
     return int(value)
 
 
@@ -179,11 +249,16 @@ def _refuse_unknown(keys: Keys, architecture: GgufArchitecture) -> None:
             continue
         if not _is_neutral(inner, keys.header.values[key]):
             raise ModelFormatError(
-                f"{keys.header.path}: key {key!r} is not understood for this architecture; without it the model "
-                "would compute something else"
+                f"{keys.header.path}: key {key!r} is not understood for this architecture; without "
+                "it the model would compute something else"
             )
-    if not architecture.experts and keys.header.values.get(keys.name("expert_count")) not in (None, 0):
-        raise keys.error("expert_count", keys.header.values[keys.name("expert_count")], "is a mixture of experts")
+    if not architecture.experts and keys.header.values.get(keys.name("expert_count")) not in (
+        None,
+        0,
+    ):
+        raise keys.error(
+            "expert_count", keys.header.values[keys.name("expert_count")], "is a mixture of experts"
+        )
     causal = keys.header.value(keys.name("attention.causal"), bool)
     if causal is architecture.both_ways:
         wanted = "contradicts the architecture" if causal else "is not a model that generates text"
@@ -196,7 +271,9 @@ def _is_neutral(key: str, value: Any) -> bool:
 
 def _head_dim(keys: Keys, hidden: int, heads: int) -> int:
     if hidden % heads:
-        raise keys.error("embedding_length", hidden, f"is no multiple of attention.head_count={heads}")
+        raise keys.error(
+            "embedding_length", hidden, f"is no multiple of attention.head_count={heads}"
+        )
     return hidden // heads
 
 
@@ -204,10 +281,14 @@ def _vocab_size(keys: Keys, hidden: int) -> int:
     header = keys.header
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise ModelFormatError(f"{header.path}: tensor 'token_embd.weight' must be there, with two dimensions")
+        raise ModelFormatError(
+            f"{header.path}: tensor 'token_embd.weight' must be there, with two dimensions"
+        )
     rows, columns = embedding.shape
     if columns != hidden:
-        raise keys.error("embedding_length", hidden, f"but tensor 'token_embd.weight' has {columns} columns")
+        raise keys.error(
+            "embedding_length", hidden, f"but tensor 'token_embd.weight' has {columns} columns"
+        )
     given = keys.optional_size("vocab_size")
     if given not in (None, rows):
         raise keys.error("vocab_size", given, f"but tensor 'token_embd.weight' has {rows} rows")
@@ -215,7 +296,8 @@ def _vocab_size(keys: Keys, hidden: int) -> int:
         count = header.length(TOKENS)
         if count > rows:
             raise ModelFormatError(
-                f"{header.path}: {TOKENS} has {count} tokens, but tensor 'token_embd.weight' {rows} rows"
+                f"{header.path}: {TOKENS} has {count} tokens, but tensor 'token_embd.weight' "
+                f"{rows} rows"
             )
     return rows
 
@@ -225,7 +307,9 @@ def _rope(keys: Keys, head_dim: int) -> dict[str, Any]:
     settings: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base") or 10000.0}
     rotated = keys.optional_size("rope.dimension_count", 0) or head_dim
     if rotated > head_dim or rotated % 2:
-        raise keys.error("rope.dimension_count", rotated, f"is not an even part of head_dim={head_dim}")
+        raise keys.error(
+            "rope.dimension_count", rotated, f"is not an even part of head_dim={head_dim}"
+        )
     settings["partial_rotary_factor"] = rotated / head_dim
     kind = keys.header.value(keys.name("rope.scaling.type"), str) or "none"
     linear = keys.number("rope.scale_linear")
@@ -239,22 +323,37 @@ def _rope(keys: Keys, head_dim: int) -> dict[str, Any]:
     elif short is not None and long is not None:
         if kind not in ("none", "longrope"):
             raise keys.error("rope.scaling.type", kind, f"contradicts the tensor {SHORT_FACTORS!r}")
-        settings |= {"rope_type": "longrope", "short_factor": short, "long_factor": long, **_longrope(keys)}
+        settings |= {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            **_longrope(keys),
+        }
     elif short is not None or long is not None:
         missing = LONG_FACTORS if long is None else SHORT_FACTORS
-        raise ModelFormatError(f"{keys.header.path} lacks tensor {missing!r}, which rope of type longrope needs")
+        raise ModelFormatError(
+            f"{keys.header.path} lacks tensor {missing!r}, which rope of type longrope needs"
+        )
     elif kind == "linear":
-        settings |= {"rope_type": "linear", "factor": keys.number("rope.scaling.factor") or linear or 1.0}
+        settings |= {
+            "rope_type": "linear",
+            "factor": keys.number("rope.scaling.factor") or linear or 1.0,
+        }
     elif kind == "yarn":
         settings |= _yarn(keys)
     elif kind != "none":
-        raise keys.error("rope.scaling.type", kind, "is not known (known: none, linear, yarn, longrope with tensors)")
+        raise keys.error(
+            "rope.scaling.type",
+            kind,
+            "is not known (known: none, linear, yarn, longrope with tensors)",
+        )
     return {"rope_parameters": settings}
 
 
 def _longrope(keys: Keys) -> dict[str, Any]:
-    """Some converters write the original length, which llama.cpp else takes for the whole context, and what the factors
-    multiply cosines and sines by; else that follows from the two lengths."""
+    """Some converters write the original length, which llama.cpp else takes for the whole context,
+    and what the factors multiply cosines and sines by; else that follows from the two lengths.
+    """
     old = keys.optional_size("rope.scaling.original_context_length") or keys.size("context_length")
     found: dict[str, Any] = {"original_max_position_embeddings": old}
     factor = keys.number("rope.scaling.attn_factor")
@@ -264,16 +363,27 @@ def _longrope(keys: Keys) -> dict[str, Any]:
 def _yarn(keys: Keys) -> dict[str, Any]:
     factor = keys.number("rope.scaling.factor")
     old = keys.optional_size("rope.scaling.original_context_length")
-    # Converters copy what a config spells out, which may be the factor that yarn has anyway (OLMo 3's does).
+    # Converters copy what a config spells out, which may be the factor that yarn has anyway (OLMo
+    # 3's does).
     usual = 1 + 0.1 * math.log(factor) if factor is not None and factor > 1 else 1.0
     for key, allowed in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", usual)):
         value = keys.number(f"rope.scaling.{key}", -math.inf)
         if value is not None and value != 1.0 and abs(value - allowed) > 1e-6:
-            raise keys.error(f"rope.scaling.{key}", value, f"is not understood; only 1 and {allowed:g} are")
+            raise keys.error(
+                f"rope.scaling.{key}", value, f"is not understood; only 1 and {allowed:g} are"
+            )
     if factor is None or old is None:
-        missing = "rope.scaling.factor" if factor is None else "rope.scaling.original_context_length"
-        raise ModelFormatError(f"{keys.header.path} lacks the key {keys.name(missing)!r}, which yarn needs")
-    settings: dict[str, Any] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": old}
+        missing = (
+            "rope.scaling.factor" if factor is None else "rope.scaling.original_context_length"
+        )
+        raise ModelFormatError(
+            f"{keys.header.path} lacks the key {keys.name(missing)!r}, which yarn needs"
+        )
+    settings: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": old,
+    }
     for key in ("beta_fast", "beta_slow"):
         value = keys.number(f"rope.scaling.yarn_{key}")
         if value is not None:
@@ -288,7 +398,8 @@ def _rope_factors(keys: Keys, name: str, count: int) -> list[float] | None:
         return None
     if tensor.shape != (count,) or tensor.type != "F32":
         raise ModelFormatError(
-            f"{keys.header.path}: tensor {name!r} is {tensor.type} {tensor.shape}, expected F32 ({count},)"
+            f"{keys.header.path}: tensor {name!r} is {tensor.type} {tensor.shape}, expected F32 "
+            f"({count},)"
         )
     try:
         with open(keys.header.path_of(tensor), "rb") as file:
@@ -298,5 +409,7 @@ def _rope_factors(keys: Keys, name: str, count: int) -> list[float] | None:
         raise ModelFormatError(f"{keys.header.path} cannot be read: {error}") from error
     values = dequantize("F32", data.reshape(1, -1))[0]
     if len(values) != count or not (np.isfinite(values) & (values > 0)).all():
-        raise ModelFormatError(f"{keys.header.path}: tensor {name!r} holds values that are not positive numbers")
+        raise ModelFormatError(
+            f"{keys.header.path}: tensor {name!r} holds values that are not positive numbers"
+        )
     return [float(value) for value in values]

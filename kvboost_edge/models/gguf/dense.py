@@ -27,9 +27,9 @@ def gguf_dense(header: GgufHeader, config: Mapping[str, Any]) -> Matrices:
     missing = [name for name in names if name not in header.tensors]
     if missing:
         raise ModelFormatError(
-            f"{header.path} lacks the tensors {', '.join(missing)}: it was converted without the Dense layers behind "
-            "the pooling, and its vectors would not be the model's; convert it with "
-            "--sentence-transformers-dense-modules, or use the safetensors"
+            f"{header.path} lacks the tensors {', '.join(missing)}: it was converted without the "
+            "Dense layers behind the pooling, and its vectors would not be the model's; convert "
+            "it with --sentence-transformers-dense-modules, or use the safetensors"
         )
     found = tuple(_read(header, name) for name in names)
     check_dense(found, config, [f"{header.path}: tensor {name!r}" for name in names])
@@ -46,4 +46,6 @@ def _read(header: GgufHeader, name: str) -> Floats:
         raise ModelFormatError(f"{header.path} cannot be read: {error}") from error
     if done < len(data):
         raise ModelFormatError(f"{header.path} ends inside tensor {name!r}")
-    return np.asarray(dequantize(tensor.type, data.reshape(tensor.shape[0], -1)), np.float32).reshape(tensor.shape)
+    return np.asarray(
+        dequantize(tensor.type, data.reshape(tensor.shape[0], -1)), np.float32
+    ).reshape(tensor.shape)

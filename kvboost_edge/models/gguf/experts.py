@@ -1,5 +1,6 @@
-"""What a file says of a mixture of experts, as fields of transformers' config. Of each architecture llama.cpp knows how
-shares are made; the files do not say it."""
+"""What a file says of a mixture of experts, as fields of transformers' config. Of each architecture
+llama.cpp knows how shares are made; the files do not say it.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +13,30 @@ __all__ = ["ernie_moe", "experts", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "
 _LEADING = "leading_dense_block_count"
 
 
-def experts(keys: Keys, count: str = "num_experts", used: str = "num_experts_per_tok") -> dict[str, Any]:
+def experts(
+    keys: Keys, count: str = "num_experts", used: str = "num_experts_per_tok"
+) -> dict[str, Any]:
     """The number of experts, and of those a token goes to."""
     return {count: keys.size("expert_count"), used: keys.size("expert_used_count")}
 
 
 def qwen3_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Shares are divided by their sum."""
-    return {**experts(keys), "moe_intermediate_size": keys.size("expert_feed_forward_length"), "norm_topk_prob": True}
+    return {
+        **experts(keys),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
 
 
 def qwen2_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Shares are not divided by their sum."""
     shared = keys.size("expert_shared_feed_forward_length")
-    return {**qwen3_moe(keys, config), "shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+    return {
+        **qwen3_moe(keys, config),
+        "shared_expert_intermediate_size": shared,
+        "norm_topk_prob": False,
+    }
 
 
 def olmoe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +52,9 @@ def mixtral(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def gpt_oss(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Its yarn has borders that are no whole numbers, which files do not say: config.json has "truncate": false."""
+    """Its yarn has borders that are no whole numbers, which files do not say: config.json has
+    "truncate": false.
+    """
     rope = config["rope_parameters"]
     if rope.get("rope_type") == "yarn":
         rope["truncate"] = False
@@ -53,8 +66,9 @@ def gpt_oss(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def ernie_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Converters make the width of the shared experts from other numbers, so it follows from how many they are; of
-    another width the tensors are refused."""
+    """Converters make the width of the shared experts from other numbers, so it follows from how
+    many they are; of another width the tensors are refused.
+    """
     shared = keys.optional_size("expert_shared_count", 0) or 0
     return {
         **experts(keys, "moe_num_experts", "moe_k"),

@@ -1,9 +1,12 @@
-"""GGUF files (version 2 and 3) read with every length, offset, type and count checked against the file first.
+"""GGUF files (version 2 and 3) read with every length, offset, type and count checked against the
+file first.
 
-    "GGUF" | u32 version | u64 tensors | u64 keys | keys and values | tensor infos | padding | data of the tensors
+    "GGUF" | u32 version | u64 tensors | u64 keys | keys and values | tensor infos | padding | data
+    of the tensors
 
-The `gguf` package is not used for reading: its reader trusts counts, offsets and string lengths, so a damaged file
-becomes an endless loop, a huge allocation or a wrong view instead of an error. The tests use it as the oracle.
+The `gguf` package is not used for reading: its reader trusts counts, offsets and string lengths, so
+a damaged file becomes an endless loop, a huge allocation or a wrong view instead of an error. The
+tests use it as the oracle.
 """
 
 from __future__ import annotations
@@ -42,23 +45,37 @@ _STRING = 8
 _ARRAY = 9
 _FLOAT32 = 6
 _SCALARS: dict[int, npt.DTypeLike] = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", _FLOAT32: "<f4", _BOOL: "<u1",
-    10: "<u8", 11: "<i8", 12: "<f8",
-}  # fmt: skip
-# A key takes a length, a type and a value; a tensor info a length, a number of dimensions, one of them, type, offset.
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    _FLOAT32: "<f4",
+    _BOOL: "<u1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+# A key takes a length, a type and a value; a tensor info a length, a number of dimensions, one of
+# them, type, offset.
 _MIN_KEY_BYTES = 8 + 4 + 1
 _MIN_INFO_BYTES = 8 + 4 + 8 + 4 + 8
 _LENGTH = struct.Struct("<Q")
 
 
 class _Nested(NamedTuple):
-    """An array of arrays, passed over: of no key that is asked for. Whoever asks for it gets an error."""
+    """An array of arrays, passed over: of no key that is asked for. Whoever asks for it gets an
+    error.
+    """
 
     length: int
 
 
 class _Strings(NamedTuple):
-    """An array of strings left in the file: its bytes [start, stop). Vocabularies are large and needed once."""
+    """An array of strings left in the file: its bytes [start, stop). Vocabularies are large and
+    needed once.
+    """
 
     start: int
     stop: int
@@ -67,8 +84,9 @@ class _Strings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor: `shape` with the outermost axis first; its data are bytes [start, stop) of the model's file number
-    `part`."""
+    """One tensor: `shape` with the outermost axis first; its data are bytes [start, stop) of the
+    model's file number `part`.
+    """
 
     name: str
     type: str
@@ -79,8 +97,9 @@ class GgufTensor:
 
 
 class GgufPart(NamedTuple):
-    """A file of a model. `stamp`: of what was read; with another one at `path` the places in the header mean
-    nothing."""
+    """A file of a model. `stamp`: of what was read; with another one at `path` the places in the
+    header mean nothing.
+    """
 
     path: Path
     stamp: FileStamp
@@ -88,9 +107,11 @@ class GgufPart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """All of a GGUF model but the data. Values are int, float, bool, str, a NumPy array, an array of strings, which
-    `strings` reads, or an array of arrays, which is not kept; of a split model they are the first part's. `tensors` are
-    in the order of their data. `parts`: the files, one unless the model is split."""
+    """All of a GGUF model but the data. Values are int, float, bool, str, a NumPy array, an array
+    of strings, which `strings` reads, or an array of arrays, which is not kept; of a split model
+    they are the first part's. `tensors` are in the order of their data. `parts`: the files, one
+    unless the model is split.
+    """
 
     parts: tuple[GgufPart, ...]
     version: int
@@ -106,10 +127,14 @@ class GgufHeader:
         return self.parts[tensor.part].path
 
     def strings(self, key: str) -> list[str]:
-        """An array of strings, read from the file. ModelFormatError when the key is missing or of another type."""
+        """An array of strings, read from the file. ModelFormatError when the key is missing or of
+        another type.
+        """
         found = self.values.get(key)
         if not isinstance(found, _Strings):
-            raise ModelFormatError(f"{self.path}: key {key!r} must be an array of strings, {_described(found)}")
+            raise ModelFormatError(
+                f"{self.path}: key {key!r} must be an array of strings, {_described(found)}"
+            )
         try:
             with open(self.path, "rb") as file:
                 file.seek(found.start)
@@ -121,9 +146,13 @@ class GgufHeader:
         return _decoded(self.path, key, data, found.length)
 
     def value(self, key: str, *kinds: type) -> Any:
-        """The value of a key, None when it is not there. ModelFormatError unless it is of one of `kinds`."""
+        """The value of a key, None when it is not there. ModelFormatError unless it is of one of
+        `kinds`.
+        """
         found = self.values.get(key)
-        if found is None or (isinstance(found, kinds) and not (isinstance(found, bool) and bool not in kinds)):
+        if found is None or (
+            isinstance(found, kinds) and not (isinstance(found, bool) and bool not in kinds)
+        ):
             return found
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ModelFormatError(f"{self.path}: key {key!r} must be {wanted}, {_described(found)}")
@@ -137,13 +166,17 @@ class GgufHeader:
 
 
 def read_gguf(path: Path | str) -> GgufHeader:
-    """Header of one GGUF file. ModelFormatError names the file and the key or tensor that is wrong."""
+    """Header of one GGUF file. ModelFormatError names the file and the key or tensor that is
+    wrong.
+    """
     path = Path(path)
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
             if size < 24:
-                raise ModelFormatError(f"{path} has {size} bytes, too few for a GGUF file; it is truncated")
+                raise ModelFormatError(
+                    f"{path} has {size} bytes, too few for a GGUF file; it is truncated"
+                )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 return _read(path, FileStamp.of_open(file, path), mapped)
     except OSError as error:
@@ -166,8 +199,8 @@ class _Cursor:
         """Where `count` bytes begin; they are passed over."""
         if count > self.left():
             raise ModelFormatError(
-                f"{self.path}: {what} takes {count} bytes at {self.at}, but the header can have {self.left()} more; "
-                "the file is truncated or damaged"
+                f"{self.path}: {what} takes {count} bytes at {self.at}, but the header can have "
+                f"{self.left()} more; the file is truncated or damaged"
             )
         at = self.at
         self.at += count
@@ -180,7 +213,9 @@ class _Cursor:
     def text(self, what: str, limit: int) -> str:
         length = self.number(8, what)
         if length > limit:
-            raise ModelFormatError(f"{self.path}: {what} has a length of {length} bytes, over the limit of {limit}")
+            raise ModelFormatError(
+                f"{self.path}: {what} has a length of {length} bytes, over the limit of {limit}"
+            )
         at = self.take(length, what)
         try:
             return str(self.data[at : at + length], "utf-8")
@@ -205,7 +240,9 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
     size = len(mapped)
     cursor = _Cursor(path, mapped, min(size, _MAX_HEADER_BYTES))
     if mapped[:4] != _MAGIC:
-        raise ModelFormatError(f"{path} is not a GGUF file: it begins with {bytes(mapped[:4])!r}, not {_MAGIC!r}")
+        raise ModelFormatError(
+            f"{path} is not a GGUF file: it begins with {bytes(mapped[:4])!r}, not {_MAGIC!r}"
+        )
     cursor.take(4, "the magic")
     version = cursor.number(4, "the version")
     if version not in _VERSIONS:
@@ -213,22 +250,33 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
         why = "it is big-endian" if swapped in _VERSIONS else f"known are {_VERSIONS}"
         raise ModelFormatError(f"{path} is of GGUF version {version}, which is not read: {why}")
     counts = cursor.number(8, "the number of tensors"), cursor.number(8, "the number of keys")
-    for count, least, what in zip(counts, (_MIN_INFO_BYTES, _MIN_KEY_BYTES), ("tensors", "keys"), strict=True):
+    for count, least, what in zip(
+        counts, (_MIN_INFO_BYTES, _MIN_KEY_BYTES), ("tensors", "keys"), strict=True
+    ):
         if count > cursor.left() // least:
             raise ModelFormatError(
-                f"{path} claims {count} {what}, more than its {size} bytes can hold; it is truncated or damaged"
+                f"{path} claims {count} {what}, more than its {size} bytes can hold; it is "
+                "truncated or damaged"
             )
     values = _read_values(cursor, counts[1])
     alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise ModelFormatError(f"{path}: general.alignment={alignment!r} is not a power of two up to {_MAX_ALIGNMENT}")
+    if (
+        not isinstance(alignment, int)
+        or not 1 <= alignment <= _MAX_ALIGNMENT
+        or alignment & (alignment - 1)
+    ):
+        raise ModelFormatError(
+            f"{path}: general.alignment={alignment!r} is not a power of two up to {_MAX_ALIGNMENT}"
+        )
     infos = [_read_info(cursor, alignment) for _ in range(counts[0])]
     start = -(-cursor.at // alignment) * alignment
     tensors = _place(path, infos, start, alignment, size)
     end = max((tensor.stop for tensor in tensors.values()), default=start)
     if size - end >= alignment and (size - end > _MAX_PADDING or mapped[end:].strip(b"\0")):
         raise ModelFormatError(f"{path}: {size - end} bytes behind the last tensor belong to none")
-    return GgufHeader((GgufPart(path, stamp),), version, MappingProxyType(values), MappingProxyType(tensors))
+    return GgufHeader(
+        (GgufPart(path, stamp),), version, MappingProxyType(values), MappingProxyType(tensors)
+    )
 
 
 def _read_values(cursor: _Cursor, count: int) -> dict[str, Any]:
@@ -263,7 +311,9 @@ def _read_array(cursor: _Cursor, key: str) -> Any:
 
 
 def _skip_arrays(cursor: _Cursor, key: str, count: int) -> None:
-    """Pass over `count` arrays, of arrays possibly; all are counted, so that a damaged count ends soon."""
+    """Pass over `count` arrays, of arrays possibly; all are counted, so that a damaged count ends
+    soon.
+    """
     left = [count]
     num_skipped = 0
     while left:
@@ -273,7 +323,9 @@ def _skip_arrays(cursor: _Cursor, key: str, count: int) -> None:
         left[-1] -= 1
         num_skipped += 1
         if num_skipped > _MAX_NESTED:
-            raise ModelFormatError(f"{cursor.path}: key {key!r} has more than {_MAX_NESTED} arrays in its array")
+            raise ModelFormatError(
+                f"{cursor.path}: key {key!r} has more than {_MAX_NESTED} arrays in its array"
+            )
         kind = cursor.number(4, f"the element type of an array in key {key!r}")
         inner = cursor.number(8, f"the length of an array in key {key!r}")
         if kind == _ARRAY:
@@ -293,7 +345,9 @@ def _read_numbers(cursor: _Cursor, key: str, kind: int, count: int) -> npt.NDArr
     if kind != _BOOL:
         return values
     if count and values.max() > 1:
-        raise ModelFormatError(f"{cursor.path}: key {key!r} has the value {values.max()}, which is no truth value")
+        raise ModelFormatError(
+            f"{cursor.path}: key {key!r} has the value {values.max()}, which is no truth value"
+        )
     return values.astype(np.bool_)
 
 
@@ -303,29 +357,44 @@ def _read_info(cursor: _Cursor, alignment: int) -> tuple[str, str, tuple[int, ..
     what = f"tensor {name!r}"
     num_dims = cursor.number(4, what)
     if not 1 <= num_dims <= _MAX_DIMS:
-        raise ModelFormatError(f"{cursor.path}: {what} has {num_dims} dimensions; 1 to {_MAX_DIMS} are known")
+        raise ModelFormatError(
+            f"{cursor.path}: {what} has {num_dims} dimensions; 1 to {_MAX_DIMS} are known"
+        )
     inner_first = [cursor.number(8, what) for _ in range(num_dims)]
     number = cursor.number(4, what)
     offset = cursor.number(8, what)
     kind = TYPE_NAMES.get(number)
     if kind not in BLOCKS:
         raise ModelFormatError(
-            f"{cursor.path}: {what} has the type {kind or number}, which is not read: {refusal(kind or '')}"
+            f"{cursor.path}: {what} has the type {kind or number}, which is not read: "
+            f"{refusal(kind or '')}"
         )
-    if min(inner_first) < 1 or math.prod(inner_first) >= 1 << 62 or inner_first[0] % BLOCKS[kind].weights:
+    if (
+        min(inner_first) < 1
+        or math.prod(inner_first) >= 1 << 62
+        or inner_first[0] % BLOCKS[kind].weights
+    ):
         raise ModelFormatError(
-            f"{cursor.path}: {what} of type {kind} has the bad shape {tuple(inner_first)} (innermost first; rows are "
-            f"multiples of {BLOCKS[kind].weights})"
+            f"{cursor.path}: {what} of type {kind} has the bad shape {tuple(inner_first)} "
+            f"(innermost first; rows are multiples of {BLOCKS[kind].weights})"
         )
     if offset % alignment:
-        raise ModelFormatError(f"{cursor.path}: {what} is at offset {offset}, not a multiple of {alignment}")
+        raise ModelFormatError(
+            f"{cursor.path}: {what} is at offset {offset}, not a multiple of {alignment}"
+        )
     return name, kind, tuple(reversed(inner_first)), offset
 
 
 def _place(
-    path: Path, infos: list[tuple[str, str, tuple[int, ...], int]], start: int, alignment: int, size: int
+    path: Path,
+    infos: list[tuple[str, str, tuple[int, ...], int]],
+    start: int,
+    alignment: int,
+    size: int,
 ) -> dict[str, GgufTensor]:
-    """Tensors by name, in the order of their data, which must stand from `start` on, aligned, without holes."""
+    """Tensors by name, in the order of their data, which must stand from `start` on, aligned,
+    without holes.
+    """
     tensors: dict[str, GgufTensor] = {}
     for name, kind, shape, offset in sorted(infos, key=lambda info: info[3]):
         if name in tensors:
@@ -335,17 +404,21 @@ def _place(
         stop = at + math.prod(shape) // block.weights * block.nbytes
         if stop > size:
             raise ModelFormatError(
-                f"{path}: tensor {name!r} ends at byte {stop}, the file at {size}; the file is truncated or damaged"
+                f"{path}: tensor {name!r} ends at byte {stop}, the file at {size}; the file is "
+                "truncated or damaged"
             )
         tensors[name] = GgufTensor(name, kind, shape, at, stop)
     end = start
     for tensor in tensors.values():
         if tensor.start < end:
             raise ModelFormatError(
-                f"{path}: tensor {tensor.name!r} at byte {tensor.start} overlaps the one before, which ends at {end}"
+                f"{path}: tensor {tensor.name!r} at byte {tensor.start} overlaps the one before, "
+                f"which ends at {end}"
             )
         if tensor.start - end >= alignment:
-            raise ModelFormatError(f"{path}: {tensor.start - end} bytes before tensor {tensor.name!r} belong to none")
+            raise ModelFormatError(
+                f"{path}: {tensor.start - end} bytes before tensor {tensor.name!r} belong to none"
+            )
         end = tensor.stop
     return tensors
 
@@ -361,7 +434,9 @@ def _decoded(path: Path, key: str, data: bytes, count: int) -> list[str]:
             at = start + unpack(data, at)[0]
             found.append(data[start:at].decode())
     except (UnicodeDecodeError, struct.error) as error:
-        raise ModelFormatError(f"{path}: entry {len(found)} of key {key!r} is not UTF-8: {error}") from error
+        raise ModelFormatError(
+            f"{path}: entry {len(found)} of key {key!r} is not UTF-8: {error}"
+        ) from error
     return found
 
 

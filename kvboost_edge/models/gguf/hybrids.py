@@ -17,7 +17,9 @@ _SIGMOID = 2  # of expert_gating_func
 
 
 def lfm2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers without key heads are convolutions. The width of the MLP is what follows from transformers' already."""
+    """Layers without key heads are convolutions. The width of the MLP is what follows from
+    transformers' already.
+    """
     heads = keys.sizes("attention.head_count_kv", 0)
     return {
         "layer_types": ["full_attention" if count else "conv" for count in heads],
@@ -42,15 +44,18 @@ def lfm2_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def qwen35(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Heads of keys and of values have one size. Value heads stand in the order of tiles: that of key head 0, then of
-    1, and so on, again and again."""
+    """Heads of keys and of values have one size. Value heads stand in the order of tiles: that of
+    key head 0, then of 1, and so on, again and again.
+    """
     dim = keys.size("ssm.state_size")
     value_heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     if inner != dim * value_heads:
         raise keys.error("ssm.inner_size", inner, f"must be {value_heads} value heads of {dim}")
     return {
-        "layer_types": ["linear_attention" if own else "full_attention" for own in _recurrent(keys)],
+        "layer_types": [
+            "linear_attention" if own else "full_attention" for own in _recurrent(keys)
+        ],
         "linear_conv_kernel_dim": keys.size("ssm.conv_kernel"),
         "linear_num_key_heads": keys.size("ssm.group_count"),
         "linear_num_value_heads": value_heads,
@@ -71,8 +76,9 @@ def qwen35_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers without key heads keep a state. The width of the MLPs is that of the shared expert, where a file says it;
-    a file of a model without experts may say that there are none."""
+    """Layers without key heads keep a state. The width of the MLPs is that of the shared expert,
+    where a file says it; a file of a model without experts may say that there are none.
+    """
     heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     hidden = config["hidden_size"]
@@ -97,7 +103,9 @@ def granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recurrent(keys: Keys) -> list[bool]:
-    """Whether each of the model's own layers keeps a state: a list says so, or every n-th layer attends."""
+    """Whether each of the model's own layers keeps a state: a list says so, or every n-th layer
+    attends.
+    """
     key = "attention.recurrent_layers"
     layers = keys.layers()
     given = keys.header.values.get(keys.name(key))
@@ -111,7 +119,9 @@ def _recurrent(keys: Keys) -> list[bool]:
 
 
 def nemotron_h(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """A layer with key heads attends, one with an MLP's width has an MLP or experts, one with neither keeps a state."""
+    """A layer with key heads attends, one with an MLP's width has an MLP or experts, one with
+    neither keeps a state.
+    """
     tensors = keys.header.tensors
     (heads, dim) = _ssm_heads(keys)
     found = {
@@ -140,11 +150,25 @@ def _ssm_heads(keys: Keys) -> tuple[int, int]:
 def _kinds_of_nemotron(keys: Keys) -> list[str]:
     found = []
     places = ("attention.head_count_kv", "feed_forward_length")
-    for index, (count, width) in enumerate(zip(*(keys.sizes(place, 0) for place in places), strict=True)):
+    for index, (count, width) in enumerate(
+        zip(*(keys.sizes(place, 0) for place in places), strict=True)
+    ):
         if count and width:
-            raise keys.error("feed_forward_length", width, f"of layer {index}, which has {count} key heads as well")
+            raise keys.error(
+                "feed_forward_length",
+                width,
+                f"of layer {index}, which has {count} key heads as well",
+            )
         has_router = f"blk.{index}.ffn_gate_inp.weight" in keys.header.tensors
-        found.append("full_attention" if count else "moe" if has_router else "mlp" if width else "linear_attention")
+        found.append(
+            "full_attention"
+            if count
+            else "moe"
+            if has_router
+            else "mlp"
+            if width
+            else "linear_attention"
+        )
     return found
 
 
@@ -166,15 +190,16 @@ def _nemotron_experts(keys: Keys) -> dict[str, Any]:
 
 
 def falcon_h1(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """The converter multiplies weights with what the config says, so nothing is left to be multiplied where the head is
-    a tensor of its own; an embedding has its own number in it, and a file does not say that of the head. Where there is
-    a norm, llama.cpp has it behind the gate."""
+    """The converter multiplies weights with what the config says, so nothing is left to be
+    multiplied where the head is a tensor of its own; an embedding has its own number in it, and a
+    file does not say that of the head. Where there is a norm, llama.cpp has it behind the gate.
+    """
     tensors = keys.header.tensors
     (heads, dim) = _ssm_heads(keys)
     if "output.weight" not in tensors:
         raise ModelFormatError(
-            f"{keys.header.path} lacks tensor 'output.weight': the head is the embedding, of which the file holds a "
-            "multiple, and does not say which"
+            f"{keys.header.path} lacks tensor 'output.weight': the head is the embedding, of which "
+            "the file holds a multiple, and does not say which"
         )
     return {
         "mamba_d_ssm": heads * dim,

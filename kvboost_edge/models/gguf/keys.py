@@ -63,8 +63,9 @@ class Keys:
         return value
 
     def sizes(self, key: str, least: int = 1) -> list[int]:
-        """A size that must be there, of each of the model's own layers: an array with as many entries, or as many as
-        there are blocks, or one number for all."""
+        """A size that must be there, of each of the model's own layers: an array with as many
+        entries, or as many as there are blocks, or one number for all.
+        """
         value = self.header.values.get(self.name(key))
         layers = self.layers()
         if not isinstance(value, np.ndarray):
@@ -85,14 +86,20 @@ class Keys:
         if not isinstance(given, np.ndarray) or given.dtype != np.bool_:
             return None
         if len(given) != layers:
-            raise self.error(key, given.tolist(), f"must have an entry for each of the {layers} layers")
+            raise self.error(
+                key, given.tolist(), f"must have an entry for each of the {layers} layers"
+            )
         return [bool(one) for one in given]
 
     def check_values(self, suffix: str, head_dim: int) -> None:
         """Values are as long as keys, or the file does not say how long they are."""
         found = self.optional_size(f"attention.value_length{suffix}")
         if found not in (None, head_dim):
-            raise self.error(f"attention.value_length{suffix}", found, f"must equal the length of keys, {head_dim}")
+            raise self.error(
+                f"attention.value_length{suffix}",
+                found,
+                f"must equal the length of keys, {head_dim}",
+            )
 
     def number(self, key: str, least: float = 0.0) -> float | None:
         """A finite number above `least`."""

@@ -1,4 +1,6 @@
-"""The tensors of a GGUF file under transformers' names, with llama.cpp's reordering of rows undone."""
+"""The tensors of a GGUF file under transformers' names, with llama.cpp's reordering of rows
+undone.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,31 @@ from kvboost_edge.models.config.architectures import LATENT
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.keys import Keys
-from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name, is_ahead, is_other_part
+from kvboost_edge.models.gguf.names import (
+    ARCHITECTURES,
+    GgufArchitecture,
+    hf_name,
+    is_ahead,
+    is_other_part,
+)
 from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
 from kvboost_edge.models.weights.columns.mxfp4 import LEAST_WEIGHT
 from kvboost_edge.models.weights.experts import ExpertRows, expert_rows
 from kvboost_edge.models.weights.file_bytes import open_stamped
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
-__all__ = ["LONG_FACTORS", "ROPE_FACTORS", "SHORT_FACTORS", "GgufSource", "architecture_of", "own_layers"]
+__all__ = [
+    "LONG_FACTORS",
+    "ROPE_FACTORS",
+    "SHORT_FACTORS",
+    "GgufSource",
+    "architecture_of",
+    "own_layers",
+]
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Divisors of the rope's frequencies, a setting stored as a tensor; it becomes part of the config."""
+"""Divisors of the rope's frequencies, a setting stored as a tensor; it becomes part of the config.
+"""
 
 SHORT_FACTORS = "rope_factors_short.weight"
 LONG_FACTORS = "rope_factors_long.weight"
@@ -36,7 +52,9 @@ _LOG = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 _QUERY = (".self_attn.q_proj.weight", ".self_attn.q_proj.bias")
-_PLAIN_NORM = ".linear_attn.norm.weight"  # stands in files as it is, whatever the other norms have on top
+_PLAIN_NORM = (
+    ".linear_attn.norm.weight"  # stands in files as it is, whatever the other norms have on top
+)
 _KEY = (".self_attn.k_proj.weight", ".self_attn.k_proj.bias")
 
 
@@ -44,21 +62,29 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
     """The architecture of a file. ModelFormatError for one that is not known."""
     name = header.value("general.architecture", str)
     if name is None:
-        raise ModelFormatError(f"{header.path} lacks the key 'general.architecture'; it holds no model")
+        raise ModelFormatError(
+            f"{header.path} lacks the key 'general.architecture'; it holds no model"
+        )
     if name not in ARCHITECTURES:
         is_latent = f"{name}.attention.kv_lora_rank" in header.values
         why = LATENT if is_latent else f"known: {', '.join(sorted(ARCHITECTURES))}"
-        raise ModelFormatError(f"{header.path}: general.architecture={name!r} is not read from GGUF ({why})")
+        raise ModelFormatError(
+            f"{header.path}: general.architecture={name!r} is not read from GGUF ({why})"
+        )
     return ARCHITECTURES[name]
 
 
 def own_layers(header: GgufHeader) -> int:
-    """The model's layers: files count those behind them, which guess more than the next token, among the blocks."""
+    """The model's layers: files count those behind them, which guess more than the next token,
+    among the blocks.
+    """
     return Keys(header).layers()
 
 
 class GgufSource:
-    """A `WeightSource` over the files of one GGUF model, which must still be those that its header was read of."""
+    """A `WeightSource` over the files of one GGUF model, which must still be those that its header
+    was read of.
+    """
 
     def __init__(self, header: GgufHeader) -> None:
         self._path = header.path
@@ -67,7 +93,10 @@ class GgufSource:
         self._tensors: dict[str, GgufTensor] = {}
         layers = own_layers(header)
         for name, tensor in header.tensors.items():
-            is_outside = name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS) or name in self.architecture.dense
+            is_outside = (
+                name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+                or name in self.architecture.dense
+            )
             if is_outside or is_other_part(name) or is_ahead(name, layers):
                 continue
             found = hf_name(self.architecture, name)
@@ -78,9 +107,13 @@ class GgufSource:
                 )
             for piece in expert_rows(found, tensor.shape) or [ExpertRows(found, 0, tensor.shape)]:
                 if piece.name in self._tensors:
-                    raise ModelFormatError(f"{self._path}: tensor {name!r} is there a second time, as {piece.name!r}")
+                    raise ModelFormatError(
+                        f"{self._path}: tensor {name!r} is there a second time, as {piece.name!r}"
+                    )
                 start, stop = piece.bytes_in(tensor.start, tensor.stop, tensor.shape)
-                self._tensors[piece.name] = dataclasses.replace(tensor, shape=piece.shape, start=start, stop=stop)
+                self._tensors[piece.name] = dataclasses.replace(
+                    tensor, shape=piece.shape, start=start, stop=stop
+                )
         self._lock = threading.Lock()
         self._lost = set[str]()
         self._files = open_stamped(header.parts, "header")
@@ -89,7 +122,10 @@ class GgufSource:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._close()
 
@@ -115,7 +151,11 @@ class GgufSource:
         tensor = self._tensor(name)
         stop = tensor.shape[0] if stop is None else stop
         values = dequantize(tensor.type, self._bytes(name, tensor, start, stop))
-        if self.architecture.norm_offset and name.endswith("norm.weight") and not name.endswith(_PLAIN_NORM):
+        if (
+            self.architecture.norm_offset
+            and name.endswith("norm.weight")
+            and not name.endswith(_PLAIN_NORM)
+        ):
             values = values - np.float32(self.architecture.norm_offset)
         return values.reshape(stop - start, *tensor.shape[1:])
 
@@ -125,11 +165,14 @@ class GgufSource:
         found = quant_rows_of(tensor.type, data)
         if tensor.type in WORKED_OUT and not np.isfinite(found.scales).all():
             raise ModelFormatError(
-                f"{self._path}: tensor {name!r} ({tensor.type}) has scales above 65504 in rows {start} to {stop - 1}, "
-                f"the largest that {found.kind!r} holds; give weights='f32' or 'bf16'"
+                f"{self._path}: tensor {name!r} ({tensor.type}) has scales above 65504 in rows "
+                f"{start} to {stop - 1}, the largest that {found.kind!r} holds; give weights='f32' "
+                "or 'bf16'"
             )
         if tensor.type in WORKED_OUT:
-            self._note_lost(name, count_lost(tensor.type, data.reshape(-1, BLOCKS[tensor.type].nbytes)))
+            self._note_lost(
+                name, count_lost(tensor.type, data.reshape(-1, BLOCKS[tensor.type].nbytes))
+            )
         return found
 
     def _note_lost(self, name: str, groups: int) -> None:
@@ -138,8 +181,10 @@ class GgufSource:
             is_new = groups > 0 and name not in self._lost
             self._lost |= {name} if is_new else set()
         if is_new:
-            _LOG.warning("%s: tensor %r has weights below %.1g, which become 0 (scales of 2**-25 and less)",
-                         *(self._path, name, LEAST_WEIGHT))  # fmt: skip
+            _LOG.warning(
+                "%s: tensor %r has weights below %.1g, which become 0 (scales of 2**-25 and less)",
+                *(self._path, name, LEAST_WEIGHT),
+            )
 
     def file_of(self, name: str) -> Path:
         return self._files[self._tensor(name).part].path
@@ -148,7 +193,9 @@ class GgufSource:
         tensor = self._tensor(name)
         file = self._files[tensor.part]
         if len(tensor.shape) != 2 or name.endswith(tuple(self._heads)):
-            raise ModelFormatError(f"{file.path}: tensor {name!r} of shape {tensor.shape} has no rows to be read alone")
+            raise ModelFormatError(
+                f"{file.path}: tensor {name!r} of shape {tensor.shape} has no rows to be read alone"
+            )
         row_bytes = (tensor.stop - tensor.start) // tensor.shape[0]
         return StoredRows(file.path, file.stamp, tensor.type, tensor.start, row_bytes)
 
@@ -159,9 +206,13 @@ class GgufSource:
         return found
 
     def _bytes(self, name: str, tensor: GgufTensor, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Bytes of rows [start, stop) in transformers' order, uint8 [rows, bytes of a row], copied from the file."""
+        """Bytes of rows [start, stop) in transformers' order, uint8 [rows, bytes of a row], copied
+        from the file.
+        """
         if not 0 <= start < stop <= tensor.shape[0]:
-            raise ModelFormatError(f"{self._path}: tensor {name!r} has no rows {start} to {stop} of {tensor.shape[0]}")
+            raise ModelFormatError(
+                f"{self._path}: tensor {name!r} has no rows {start} to {stop} of {tensor.shape[0]}"
+            )
         first = start
         last = stop
         pick = None
@@ -182,13 +233,24 @@ def _head_counts(header: GgufHeader, architecture: GgufArchitecture) -> dict[str
     keys = Keys(header)
     name = "attention.head_count_kv"
     heads = keys.size("attention.head_count")
-    kv_heads = (max(keys.sizes(name, 0)) if architecture.no_keys else keys.optional_size(name)) or heads
+    kv_heads = (
+        max(keys.sizes(name, 0)) if architecture.no_keys else keys.optional_size(name)
+    ) or heads
     return {**dict.fromkeys(_QUERY, heads), **dict.fromkeys(_KEY, kv_heads)}
 
 
 def _stored_rows(name: str, tensor: GgufTensor, heads: int) -> npt.NDArray[np.int64]:
-    """Where each row of transformers' order is in the file: (head, half, i) is stored at (head, i, half)."""
+    """Where each row of transformers' order is in the file: (head, half, i) is stored at (head, i,
+    half).
+    """
     rows = tensor.shape[0]
     if rows % (2 * heads):
-        raise ModelFormatError(f"tensor {name!r} has {rows} rows, which are not {heads} heads of an even size")
-    return np.arange(rows, dtype=np.int64).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+        raise ModelFormatError(
+            f"tensor {name!r} has {rows} rows, which are not {heads} heads of an even size"
+        )
+    return (
+        np.arange(rows, dtype=np.int64)
+        .reshape(heads, rows // heads // 2, 2)
+        .swapaxes(1, 2)
+        .reshape(-1)
+    )

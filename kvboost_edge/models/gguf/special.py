@@ -6,7 +6,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kvboost_edge.models.gguf.experts import ernie_moe, experts, gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe
+from kvboost_edge.models.gguf.experts import (
+    ernie_moe,
+    experts,
+    gpt_oss,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from kvboost_edge.models.gguf.gemma4 import gemma4
 from kvboost_edge.models.gguf.hybrids import (
     falcon_h1,
@@ -21,7 +29,8 @@ from kvboost_edge.models.gguf.keys import Keys
 
 __all__ = ["SPECIAL"]
 
-# Models of these depths scale attention by hidden_size / heads instead of head_dim; llama.cpp knows them so, too.
+# Models of these depths scale attention by hidden_size / heads instead of head_dim; llama.cpp knows
+# them so, too.
 _WIDE_SCALE_LAYERS = {"gemma2": 46, "gemma3_text": 62}
 # EXAONE 4 of this depth has windows whether the file says it or not; llama.cpp knows it so, too.
 _EXAONE4_WINDOWED = 64
@@ -58,12 +67,18 @@ def _olmo2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     if not window:
         return {}
     full = config["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa") or full["rope_theta"]}
+    local = {
+        "rope_type": "default",
+        "rope_theta": keys.number("rope.freq_base_swa") or full["rope_theta"],
+    }
     return {
         **_layer_types(keys, config, default_period=4),
         "model_type": "olmo3",
         "sliding_window": window,
-        "rope_parameters": {"full_attention": {"rope_type": "default", **full}, "sliding_attention": local},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", **full},
+            "sliding_attention": local,
+        },
     }
 
 
@@ -84,18 +99,24 @@ def _attention_scale(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(keys: Keys, config: dict[str, Any], *, default_period: int) -> dict[str, Any]:
-    """Every `period`-th layer sees everything, the others a window; or as a list of truth values says."""
+    """Every `period`-th layer sees everything, the others a window; or as a list of truth values
+    says.
+    """
     key = "attention.sliding_window_pattern"
     layers = config["num_hidden_layers"]
     sliding = keys.sliding(key)
     if sliding is None:
         period = keys.optional_size(key) or default_period
         sliding = [(index + 1) % period != 0 for index in range(layers)]
-    return {"layer_types": ["sliding_attention" if local else "full_attention" for local in sliding]}
+    return {
+        "layer_types": ["sliding_attention" if local else "full_attention" for local in sliding]
+    }
 
 
 def _ministral3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Mistral 3 where queries have no scale. Its yarn leaves cosines and sines alone, as mscale_all_dim says."""
+    """Mistral 3 where queries have no scale. Its yarn leaves cosines and sines alone, as
+    mscale_all_dim says.
+    """
     rope = config["rope_parameters"]
     rotated = keys.optional_size("rope.dimension_count", 0)
     if rotated not in (None, config["head_dim"]):
@@ -127,7 +148,9 @@ def _granite(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
     }
-    found: dict[str, Any] = {name: value for name, key in names.items() if (value := keys.number(key)) is not None}
+    found: dict[str, Any] = {
+        name: value for name, key in names.items() if (value := keys.number(key)) is not None
+    }
     return found if turned is not False else {**found, "position_embedding_type": "nope"}
 
 
@@ -156,18 +179,37 @@ def _granite_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """With rope, as its older kin, unless a file says otherwise; those of the makers' models do. One that says no scale
-    of scores, as Bamba's, has the usual one, as llama.cpp computes it."""
+    """With rope, as its older kin, unless a file says otherwise; those of the makers' models do.
+    One that says no scale of scores, as Bamba's, has the usual one, as llama.cpp computes it.
+    """
     usual = {"position_embedding_type": "rope", "attention_multiplier": config["head_dim"] ** -0.5}
     return {**usual, **_granite(keys, config), **granite_hybrid(keys, config)}
 
 
 SPECIAL: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {
-    "gemma2": _gemma2, "gemma3_text": _gemma3, "phi3": _phi3, "granite": _granite, "smollm3": _smollm3,
-    "olmo2": _olmo2, "exaone4": _exaone4, "ministral3": _ministral3, "minicpm": _minicpm, "gemma4_text": gemma4,
-    "llama": mixtral, "qwen3_moe": qwen3_moe, "qwen2_moe": qwen2_moe, "olmoe": olmoe, "granitemoe": _granite_moe,
-    "ernie4_5_moe": ernie_moe, "gpt_oss": _gpt_oss, "lfm2": lfm2, "lfm2_moe": lfm2_moe, "qwen3_5_text": qwen35,
-    "qwen3_5_moe_text": qwen35_moe, "granitemoehybrid": _granite_hybrid, "nemotron_h": nemotron_h,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "granite": _granite,
+    "smollm3": _smollm3,
+    "olmo2": _olmo2,
+    "exaone4": _exaone4,
+    "ministral3": _ministral3,
+    "minicpm": _minicpm,
+    "gemma4_text": gemma4,
+    "llama": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "qwen2_moe": qwen2_moe,
+    "olmoe": olmoe,
+    "granitemoe": _granite_moe,
+    "ernie4_5_moe": ernie_moe,
+    "gpt_oss": _gpt_oss,
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
+    "qwen3_5_text": qwen35,
+    "qwen3_5_moe_text": qwen35_moe,
+    "granitemoehybrid": _granite_hybrid,
+    "nemotron_h": nemotron_h,
     "falcon_h1": falcon_h1,
-}  # fmt: skip
+}
 """What only one family has in its config: from the keys of a file and the config that all have."""

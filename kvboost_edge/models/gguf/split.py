@@ -1,4 +1,5 @@
-"""A GGUF model as one header, whether it is one file or was split into parts (`-00001-of-00003.gguf`).
+"""A GGUF model as one header, whether it is one file or was split into parts
+(`-00001-of-00003.gguf`).
 
 The first part holds all metadata; each part holds tensors of its own, at offsets of its own.
 """
@@ -17,8 +18,10 @@ __all__ = ["read_gguf_model"]
 
 
 def read_gguf_model(path: Path | str) -> GgufHeader:
-    """Header of the model that a file, or any of its parts, belongs to. ModelFormatError names the file and what is
-    wrong: also a part that is missing, one of another model, or one that is not what its name says."""
+    """Header of the model that a file, or any of its parts, belongs to. ModelFormatError names the
+    file and what is wrong: also a part that is missing, one of another model, or one that is not
+    what its name says.
+    """
     path = Path(path)
     header = read_gguf(path)
     count = header.value("split.count", int)
@@ -33,7 +36,9 @@ def read_gguf_model(path: Path | str) -> GgufHeader:
     paths = [path.with_name(other) for other in name.names()]
     missing = [other.name for other in paths if not other.is_file()]
     if missing:
-        raise ModelFormatError(f"{path} is one of {count} parts, and beside it is no {', '.join(missing[:5])}")
+        raise ModelFormatError(
+            f"{path} is one of {count} parts, and beside it is no {', '.join(missing[:5])}"
+        )
     return _joined([header if other == path else read_gguf(other) for other in paths])
 
 
@@ -56,5 +61,6 @@ def _check_key(header: GgufHeader, key: str, expected: int) -> None:
     value = header.value(key, int)
     if value != expected:
         raise ModelFormatError(
-            f"{header.path}: key {key!r} is {value}, but with all parts together it must be {expected}"
+            f"{header.path}: key {key!r} is {value}, but with all parts together it must be "
+            f"{expected}"
         )

@@ -1,4 +1,6 @@
-"""Where models are: names, directories, files, the hub, and the stores of other programs on this machine."""
+"""Where models are: names, directories, files, the hub, and the stores of other programs on this
+machine.
+"""
 
 from kvboost_edge.models.locate.model import BUNDLED_MODEL, locate_model
 from kvboost_edge.models.locate.names import model_name

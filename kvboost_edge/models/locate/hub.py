@@ -1,4 +1,5 @@
-"""Models of the Hugging Face hub, through `huggingface_hub` and its cache: whole snapshots, and single GGUF files.
+"""Models of the Hugging Face hub, through `huggingface_hub` and its cache: whole snapshots, and
+single GGUF files.
 
 `huggingface_hub` shows the progress and goes on where a download was cut off.
 """
@@ -22,8 +23,8 @@ __all__ = ["HubName", "gguf_file", "gguf_models", "snapshot"]
 
 _LOG = logging.getLogger(__name__)
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-# Subfolders hold other formats of the same weights, but for what sentence-transformers numbers (1_Pooling, 2_Dense);
-# `consolidated` is a second copy of them.
+# Subfolders hold other formats of the same weights, but for what sentence-transformers numbers
+# (1_Pooling, 2_Dense); `consolidated` is a second copy of them.
 _UNWANTED = ["[!0-9]*/*", "[0-9][!_]*/*", "[0-9]_[!PD]*/*", "consolidated*"]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # GGUF files beside a model that are none themselves: of its images, and of its quantization.
@@ -45,15 +46,18 @@ class HubName(NamedTuple):
 
 
 def snapshot(model: HubName) -> Path:
-    """Directory with configuration, tokenizer and safetensors files of a hub model, fetched if need be."""
+    """Directory with configuration, tokenizer and safetensors files of a hub model, fetched if need
+    be.
+    """
     return _fetched(model, _WANTED, _UNWANTED)
 
 
 def gguf_file(model: HubName, wanted: str | None) -> Path:
-    """A GGUF file of a hub model, its first part where it is split; nothing else is fetched, and its digest is checked.
+    """A GGUF file of a hub model, its first part where it is split; nothing else is fetched, and
+    its digest is checked.
 
-    wanted: a quantization such as Q4_K_M, or a file's name; None: the only one there is. ModelFormatError names what
-    the hub has instead.
+    wanted: a quantization such as Q4_K_M, or a file's name; None: the only one there is.
+    ModelFormatError names what the hub has instead.
     """
     digests = _listed(model)
     names = _chosen(model, gguf_models(digests), wanted)
@@ -64,7 +68,9 @@ def gguf_file(model: HubName, wanted: str | None) -> Path:
 
 
 def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
-    """GGUF files by model: what a split one is called without its ending, or the file's name, to the names there."""
+    """GGUF files by model: what a split one is called without its ending, or the file's name, to
+    the names there.
+    """
     found: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf") and not _NO_MODELS.search(PurePosixPath(name).name):
@@ -75,15 +81,19 @@ def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _chosen(model: HubName, models: Mapping[str, list[str]], wanted: str | None) -> list[str]:
     """The files of the one model that is meant, all of its parts."""
-    found = [stem for stem, names in models.items() if wanted is None or _is_meant(stem, names, wanted)]
+    found = [
+        stem for stem, names in models.items() if wanted is None or _is_meant(stem, names, wanted)
+    ]
     there = ", ".join([PurePosixPath(stem).name for stem in models][:_MAX_NAMED]) or "none"
     if not found:
-        raise ModelFormatError(f"hub model {model.at} has no GGUF file for {wanted!r}; it has: {there}")
+        raise ModelFormatError(
+            f"hub model {model.at} has no GGUF file for {wanted!r}; it has: {there}"
+        )
     if len(found) > 1:
         several = ", ".join(PurePosixPath(stem).name for stem in found[:_MAX_NAMED])
         raise ModelFormatError(
-            f"hub model {model.at} has {len(found)} GGUF files that this can mean: {several}; add the quantization or "
-            f"the name, as in {model.name}:{PurePosixPath(found[0]).name}"
+            f"hub model {model.at} has {len(found)} GGUF files that this can mean: {several}; add "
+            f"the quantization or the name, as in {model.name}:{PurePosixPath(found[0]).name}"
         )
     names = models[found[0]]
     part = part_name(names[0])
@@ -91,12 +101,16 @@ def _chosen(model: HubName, models: Mapping[str, list[str]], wanted: str | None)
         return names
     missing = sorted(set(part.names()) - set(names))
     if missing:
-        raise ModelFormatError(f"hub model {model.at} lacks {', '.join(missing[:5])} of a model in {part.total} parts")
+        raise ModelFormatError(
+            f"hub model {model.at} lacks {', '.join(missing[:5])} of a model in {part.total} parts"
+        )
     return part.names()
 
 
 def _is_meant(stem: str, names: Iterable[str], wanted: str) -> bool:
-    """Whether a model is meant by a file's name, or by the quantization at the end of its name or its folder's."""
+    """Whether a model is meant by a file's name, or by the quantization at the end of its name or
+    its folder's.
+    """
     wanted = wanted.lower()
     if wanted.endswith(".gguf"):
         return any(wanted in (name.lower(), PurePosixPath(name).name.lower()) for name in names)
@@ -106,8 +120,9 @@ def _is_meant(stem: str, names: Iterable[str], wanted: str) -> bool:
 
 
 def _listed(model: HubName) -> dict[str, str | None]:
-    """Files of a hub model with their SHA-256 where it is known; of the cache where the hub is not or cannot be
-    asked."""
+    """Files of a hub model with their SHA-256 where it is known; of the cache where the hub is not
+    or cannot be asked.
+    """
     import huggingface_hub
     from huggingface_hub import constants, errors
 
@@ -117,7 +132,9 @@ def _listed(model: HubName) -> dict[str, str | None]:
     try:
         with _clear_errors(model):
             api = huggingface_hub.HfApi()
-            info = api.model_info(model.name, revision=model.revision, token=model.token, files_metadata=True)
+            info = api.model_info(
+                model.name, revision=model.revision, token=model.token, files_metadata=True
+            )
     except ModelFormatError as error:
         if isinstance(error.__cause__, known):
             raise
@@ -135,7 +152,9 @@ def _cached(model: HubName) -> dict[str, str | None]:
     files = [path for path in folder.rglob("*.gguf") if path.is_file()]
     # A large file lies in the cache under its digest.
     return {
-        path.relative_to(folder).as_posix(): path.resolve().name if _SHA256.fullmatch(path.resolve().name) else None
+        path.relative_to(folder).as_posix(): path.resolve().name
+        if _SHA256.fullmatch(path.resolve().name)
+        else None
         for path in files
     }
 
@@ -168,8 +187,8 @@ def _check_digest(path: Path, expected: str | None) -> None:
             path.resolve().unlink()
             path.unlink(missing_ok=True)
             raise ModelFormatError(
-                f"{path.name} was damaged on its way: its SHA-256 is {found}, the hub's {expected}; it was removed, "
-                "fetch it again"
+                f"{path.name} was damaged on its way: its SHA-256 is {found}, the hub's "
+                f"{expected}; it was removed, fetch it again"
             )
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
@@ -184,17 +203,25 @@ def _clear_errors(model: HubName) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError as error:
-        raise ModelFormatError(f"hub model {model.at} is gated: accept its terms there and give token=...") from error
+        raise ModelFormatError(
+            f"hub model {model.at} is gated: accept its terms there and give token=..."
+        ) from error
     except errors.RevisionNotFoundError as error:
-        raise ModelFormatError(f"hub model {model.name} has no revision {model.revision!r}; check revision=") from error
+        raise ModelFormatError(
+            f"hub model {model.name} has no revision {model.revision!r}; check revision="
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelFormatError(
-            f"there is no directory {model.at} and no hub model of that name that this token may read; "
-            "check the name, or give token=..."
+            f"there is no directory {model.at} and no hub model of that name that this token may "
+            "read; check the name, or give token=..."
         ) from error
     except errors.HFValidationError as error:
-        raise ModelFormatError(f"{model.name!r} is neither a directory nor a valid hub id: {error}") from error
-    except Exception as error:  # of the HTTP library, which is another one in each version of the client
+        raise ModelFormatError(
+            f"{model.name!r} is neither a directory nor a valid hub id: {error}"
+        ) from error
+    except (
+        Exception
+    ) as error:  # of the HTTP library, which is another one in each version of the client
         raise ModelFormatError(_unreachable(model, error)) from error
 
 
@@ -203,12 +230,13 @@ def _unreachable(model: HubName, error: Exception) -> str:
 
     if model.local_files_only:
         return (
-            f"there is no directory {model.at}, it is not in the local hub cache, and local_files_only=True forbids to "
-            "fetch it; set local_files_only=False, or give a directory"
+            f"there is no directory {model.at}, it is not in the local hub cache, and "
+            "local_files_only=True forbids to fetch it; set local_files_only=False, or give a "
+            "directory"
         )
     if constants.HF_HUB_OFFLINE:
         return (
-            f"there is no directory {model.at}, it is not in the local hub cache, and HF_HUB_OFFLINE forbids to fetch "
-            "it; unset HF_HUB_OFFLINE, or give a directory"
+            f"there is no directory {model.at}, it is not in the local hub cache, and "
+            "HF_HUB_OFFLINE forbids to fetch it; unset HF_HUB_OFFLINE, or give a directory"
         )
     return f"there is no directory {model.at}, and it could not be fetched from the hub: {error}"

@@ -1,4 +1,5 @@
-"""Where a model is: the bundled one, a local directory or file, one of Ollama's, or one of the Hugging Face hub.
+"""Where a model is: the bundled one, a local directory or file, one of Ollama's, or one of the
+Hugging Face hub.
 
 The network is touched only for a name that is none of the others, and never in offline mode.
 """
@@ -17,7 +18,9 @@ __all__ = ["BUNDLED_MODEL", "bundled_directory", "locate_model"]
 BUNDLED_MODEL = "kvboost-edge/demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # A file of a repository: owner/name:Q4_K_M or owner/name:folder/file.gguf.
-_HUB_FILE = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*):(?P<wanted>[A-Za-z0-9][\w.+ /-]*)")
+_HUB_FILE = re.compile(
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*):(?P<wanted>[A-Za-z0-9][\w.+ /-]*)"
+)
 _GGUF_MAGIC = b"GGUF"
 
 
@@ -28,19 +31,25 @@ def locate_model(
     token: str | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """Directory that holds the model's files, or the GGUF file that is the model (any part of a split one).
+    """Directory that holds the model's files, or the GGUF file that is the model (any part of a
+    split one).
 
-    `path_or_id`: 'kvboost-edge/demo' (part of the package); a directory; a GGUF file; 'ollama:NAME:TAG', a model that
-    Ollama has on this machine; or a hub id: of 'owner/name' only configuration, tokenizer and safetensors files are
-    fetched, of 'owner/name:Q4_K_M' and 'owner/name:file.gguf' only that GGUF file, of 'owner/name-GGUF' the only one
-    it has. Raises ConfigError for what is neither a string nor a path, ModelFormatError when there is no such model or
-    it cannot be fetched.
+    `path_or_id`: 'kvboost-edge/demo' (part of the package); a directory; a GGUF file;
+      'ollama:NAME:TAG', a model that Ollama has on this machine; or a hub id: of 'owner/name' only
+      configuration, tokenizer and safetensors files are fetched, of 'owner/name:Q4_K_M' and
+      'owner/name:file.gguf' only that GGUF file, of 'owner/name-GGUF' the only one it has. Raises
+      ConfigError for what is neither a string nor a path, ModelFormatError when there is no such
+      model or it cannot be fetched.
     """
     if not isinstance(path_or_id, (str, Path)):
-        raise ConfigError(f"the model {path_or_id!r} must be a string or a Path: a directory or a hub id")
+        raise ConfigError(
+            f"the model {path_or_id!r} must be a string or a Path: a directory or a hub id"
+        )
     name = str(path_or_id)
     if not name:
-        raise ModelFormatError("the model's name is empty; give a directory or a hub id such as 'owner/name'")
+        raise ModelFormatError(
+            "the model's name is empty; give a directory or a hub id such as 'owner/name'"
+        )
     if name == BUNDLED_MODEL:
         return bundled_directory()
     path = Path(name).expanduser()
@@ -56,14 +65,17 @@ def locate_model(
     if path.suffix.lower() in (".gguf", ".onnx"):
         raise ModelFormatError(f"there is no file {name}")
     if isinstance(path_or_id, Path) or not _HUB_ID.fullmatch(name) or ".." in name:
-        raise ModelFormatError(f"there is no model directory {name}, and it is not a hub id such as 'owner/name'")
+        raise ModelFormatError(
+            f"there is no model directory {name}, and it is not a hub id such as 'owner/name'"
+        )
     model = HubName(name, revision, token, local_files_only)
     return gguf_file(model, None) if name.lower().endswith("-gguf") else snapshot(model)
 
 
 def _file(path: Path) -> Path:
-    """A GGUF file, told by its name or its first bytes (Ollama's have no name), or an ONNX file. The
-    hub's cache holds links whose names matter, so they are not followed."""
+    """A GGUF file, told by its name or its first bytes (Ollama's have no name), or an ONNX file.
+    The hub's cache holds links whose names matter, so they are not followed.
+    """
     try:
         with open(path, "rb") as file:
             is_gguf = file.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
@@ -72,7 +84,8 @@ def _file(path: Path) -> Path:
     if is_gguf or path.suffix.lower() in (".gguf", ".onnx"):
         return path.absolute()
     raise ModelFormatError(
-        f"{path} is a file; give the model directory with config.json and model.safetensors, or a .gguf or .onnx file"
+        f"{path} is a file; give the model directory with config.json and model.safetensors, or a "
+        ".gguf or .onnx file"
     )
 
 
@@ -80,5 +93,7 @@ def bundled_directory() -> Path:
     """Where the bundled model lies."""
     directory = Path(__file__).resolve().parents[2] / "assets" / "demo"
     if not (directory / "config.json").is_file():
-        raise ModelFormatError(f"the bundled model is missing from {directory}; reinstall the package")
+        raise ModelFormatError(
+            f"the bundled model is missing from {directory}; reinstall the package"
+        )
     return directory

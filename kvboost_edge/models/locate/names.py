@@ -1,4 +1,6 @@
-"""What a model is called for people, told by where it lies: nothing else of this machine's paths is in a name."""
+"""What a model is called for people, told by where it lies: nothing else of this machine's paths is
+in a name.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ _BLOB = "sha256-"
 
 
 def model_name(path: Path) -> str:
-    """As `locate_model` takes it for the bundled model, the hub's (owner/name, owner/name:FILE) and Ollama's; else the
-    last part of the path."""
+    """As `locate_model` takes it for the bundled model, the hub's (owner/name, owner/name:FILE) and
+    Ollama's; else the last part of the path.
+    """
     real = Path(os.path.abspath(path))
     if real == bundled_directory():
         return BUNDLED_MODEL

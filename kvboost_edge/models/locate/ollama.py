@@ -1,7 +1,8 @@
-"""Ollama's store: manifests name blobs by digest, and the blob of a model is a GGUF file, read where it lies.
+"""Ollama's store: manifests name blobs by digest, and the blob of a model is a GGUF file, read
+where it lies.
 
-manifests/registry.ollama.ai/library/NAME/TAG -> {"layers": [{"mediaType": "...model", "digest": "sha256:..."}]}
-blobs/sha256-...
+manifests/registry.ollama.ai/library/NAME/TAG -> {"layers": [{"mediaType": "...model", "digest":
+"sha256:..."}]} blobs/sha256-...
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ _SERVICE = Path("/usr/share/ollama/.ollama/models")
 
 
 def ollama_model(name: str) -> Path:
-    """The GGUF file of a model that Ollama has on this machine, such as 'qwen3:0.6b'. ModelFormatError says what is
-    missing."""
+    """The GGUF file of a model that Ollama has on this machine, such as 'qwen3:0.6b'.
+    ModelFormatError says what is missing.
+    """
     found = _NAME.fullmatch(name)
     if found is None:
         raise ModelFormatError(f"{OLLAMA}{name} is no name of Ollama's such as {OLLAMA}qwen3:0.6b")
@@ -46,8 +48,8 @@ def ollama_model(name: str) -> Path:
             return _blob(root, manifest, name)
     places = " and ".join(str(root) for root in _roots())
     raise ModelFormatError(
-        f"Ollama has no model {name} in {places}; fetch it with `ollama pull {name}`, or point OLLAMA_MODELS to its "
-        "store"
+        f"Ollama has no model {name} in {places}; fetch it with `ollama pull {name}`, or point "
+        "OLLAMA_MODELS to its store"
     )
 
 
@@ -58,7 +60,13 @@ def ollama_names() -> Iterator[str]:
         manifests = root / "manifests"
         for path in sorted(manifests.glob("*/*/*/*")):
             host, namespace, name, tag = path.relative_to(manifests).parts
-            place = (host, namespace) if host != _HOST else (namespace,) if namespace != _NAMESPACE else ()
+            place = (
+                (host, namespace)
+                if host != _HOST
+                else (namespace,)
+                if namespace != _NAMESPACE
+                else ()
+            )
             full = f"{OLLAMA}{'/'.join((*place, name))}:{tag}"
             if path.is_file() and not path.name.startswith(".") and full not in seen:
                 seen.add(full)
@@ -75,20 +83,26 @@ def _blob(root: Path, manifest: Path, name: str) -> Path:
         with open(manifest, "rb") as file:
             fields = json.loads(file.read(_MAX_MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{manifest} is not a readable manifest of Ollama's: {error}") from error
+        raise ModelFormatError(
+            f"{manifest} is not a readable manifest of Ollama's: {error}"
+        ) from error
     layers = fields.get("layers") if isinstance(fields, dict) else None
     digests = [_digest(manifest, layer) for layer in _models(layers)]
     if len(digests) != 1:
         raise ModelFormatError(f"{manifest} names {len(digests)} model files; one is read")
     blob = root / "blobs" / f"sha256-{digests[0]}"
     if not blob.is_file():
-        raise ModelFormatError(f"{blob} is missing, which {manifest} names; fetch it with `ollama pull {name}`")
+        raise ModelFormatError(
+            f"{blob} is missing, which {manifest} names; fetch it with `ollama pull {name}`"
+        )
     return blob
 
 
 def _models(layers: Any) -> list[dict[str, Any]]:
     found = layers if isinstance(layers, list) else []
-    return [layer for layer in found if isinstance(layer, dict) and layer.get("mediaType") == _MODEL]
+    return [
+        layer for layer in found if isinstance(layer, dict) and layer.get("mediaType") == _MODEL
+    ]
 
 
 def _digest(manifest: Path, layer: dict[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""Names of the files of a split GGUF model: NAME-00001-of-00003.gguf and so on, beside each other."""
+"""Names of the files of a split GGUF model: NAME-00001-of-00003.gguf and so on, beside each
+other.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,10 @@ from typing import NamedTuple
 
 __all__ = ["PartName", "part_name"]
 
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.IGNORECASE | re.DOTALL)
+_PART = re.compile(
+    r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.gguf)",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 class PartName(NamedTuple):
@@ -20,7 +25,10 @@ class PartName(NamedTuple):
 
     def names(self) -> list[str]:
         """The names of all parts, in order."""
-        return [f"{self.stem}-{number:05d}-of-{self.total:05d}{self.ending}" for number in range(1, self.total + 1)]
+        return [
+            f"{self.stem}-{number:05d}-of-{self.total:05d}{self.ending}"
+            for number in range(1, self.total + 1)
+        ]
 
 
 def part_name(name: str) -> PartName | None:

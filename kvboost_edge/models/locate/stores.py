@@ -1,6 +1,8 @@
-"""The models that are on this machine already: our own, the hub's cache, llama.cpp's, LM Studio's and Ollama's.
+"""The models that are on this machine already: our own, the hub's cache, llama.cpp's, LM Studio's
+and Ollama's.
 
-Directories are listed and nothing is read of what lies in them, so that thousands of models cost nothing.
+Directories are listed and nothing is read of what lies in them, so that thousands of models cost
+nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ _MAX_DEPTH = 6  # of folders below a store
 
 
 class StoredModel(NamedTuple):
-    """A model on this machine. `name`: what `locate_model` takes; `path`: the directory or file, None where `problem`
-    says why there is none."""
+    """A model on this machine. `name`: what `locate_model` takes; `path`: the directory or file,
+    None where `problem` says why there is none.
+    """
 
     name: str
     store: str
@@ -45,8 +48,9 @@ def real_model() -> Path:
 
 
 def stored_models() -> Iterator[StoredModel]:
-    """Every model that was found, store by store; the same file is listed once. A store that cannot be listed is an
-    entry with its problem."""
+    """Every model that was found, store by store; the same file is listed once. A store that cannot
+    be listed is an entry with its problem.
+    """
     seen: set[Path] = set()
     for store, listed in _STORES.items():
         try:

@@ -1,4 +1,6 @@
-"""An ONNX file looked over before anything is loaded: its tensors fit the config, and no number in it is NaN."""
+"""An ONNX file looked over before anything is loaded: its tensors fit the config, and no number in
+it is NaN.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,17 @@ __all__ = ["check_onnx", "onnx_types"]
 
 
 def check_onnx(
-    model: OnnxModel, decoder: OnnxDecoder | None, config: Mapping[str, Any], *, cache_dir: Path | None = None
+    model: OnnxModel,
+    decoder: OnnxDecoder | None,
+    config: Mapping[str, Any],
+    *,
+    cache_dir: Path | None = None,
 ) -> WeightSummary:
     """Check a model against its config, as `check_weights` does a directory.
 
-    All floats and scales of a decoder that was recognised are searched for NaN and infinity; that the files are sound
-    is remembered in the cache directory. Of another graph nothing says which numbers may be infinite (masks are), so
-    its results are looked at instead.
+    All floats and scales of a decoder that was recognised are searched for NaN and infinity; that
+    the files are sound is remembered in the cache directory. Of another graph nothing says which
+    numbers may be infinite (masks are), so its results are looked at instead.
     """
     files = tuple(part.path for part in model.files)
     if decoder is None:
@@ -39,7 +45,9 @@ def check_onnx(
     with decoder.open_source() as source:
         shapes = {name: (source.file_of(name), source.shape(name)) for name in source.names()}
     check_shapes(shapes, config, model.path, model.path.name)
-    matrices = {rows.matrix.weight.name: rows.matrix for parts in decoder.tensors.values() for rows in parts}
+    matrices = {
+        rows.matrix.weight.name: rows.matrix for parts in decoder.tensors.values() for rows in parts
+    }
     if any(recall(part.stamp, cache_dir).get("finite") is not True for part in model.files):
         _check_finite(matrices.values())
         for part in model.files:
@@ -48,14 +56,18 @@ def check_onnx(
     for matrix in matrices.values():
         count = matrix.shape[0] * (matrix.shape[1] if len(matrix.shape) > 1 else 1)
         dtypes[matrix.label] = dtypes.get(matrix.label, 0) + count
-    nbytes = sum(tensor.stop - tensor.start for matrix in matrices.values() for tensor in _tensors(matrix))
+    nbytes = sum(
+        tensor.stop - tensor.start for matrix in matrices.values() for tensor in _tensors(matrix)
+    )
     return WeightSummary(files, sum(dtypes.values()), nbytes, dtypes)
 
 
 def onnx_types(model: OnnxModel) -> set[str]:
     """What its weights are stored as, by the operators that use them and their dtypes."""
     bits = {node.attributes.get("bits", 4) for node in model.nodes if node.op == "MatMulNBits"}
-    return {f"{count} bit" for count in bits} or {t.dtype for t in model.tensors.values() if len(t.shape) > 1}
+    return {f"{count} bit" for count in bits} or {
+        t.dtype for t in model.tensors.values() if len(t.shape) > 1
+    }
 
 
 def _tensors(matrix: Matrix) -> Iterable[OnnxTensor]:
@@ -63,15 +75,17 @@ def _tensors(matrix: Matrix) -> Iterable[OnnxTensor]:
 
 
 def _check_finite(matrices: Iterable[Matrix]) -> None:
-    tensors = [tensor for matrix in matrices for tensor in _tensors(matrix) if tensor.dtype in FLOATS]
+    tensors = [
+        tensor for matrix in matrices for tensor in _tensors(matrix) if tensor.dtype in FLOATS
+    ]
     try:
         with ThreadPoolExecutor(default_num_threads()) as pool:
             places = pool.map(lambda t: first_non_finite(t.path, t.dtype, t.start, t.stop), tensors)
             for tensor, where in zip(tensors, places, strict=True):
                 if where is not None:
                     raise ModelFormatError(
-                        f"{tensor.path}: tensor {tensor.name!r} ({tensor.dtype}) holds NaN or infinity, first at "
-                        f"element {where} of {tensor.count}; the file is damaged"
+                        f"{tensor.path}: tensor {tensor.name!r} ({tensor.dtype}) holds NaN or "
+                        f"infinity, first at element {where} of {tensor.count}; the file is damaged"
                     )
     except OSError as error:
         raise ModelFormatError(f"the weights cannot be read: {error}") from error

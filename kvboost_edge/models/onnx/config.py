@@ -1,7 +1,9 @@
-"""What is known of an ONNX model besides its graph, as a config that transformers would write; and whether both agree.
+"""What is known of an ONNX model besides its graph, as a config that transformers would write; and
+whether both agree.
 
-A folder of onnxruntime-genai has no config.json: sizes, norms, scales and rope are then read off the graph, ids and
-context length off genai_config.json. Where there is a config.json, it is used if the graph computes the same.
+A folder of onnxruntime-genai has no config.json: sizes, norms, scales and rope are then read off
+the graph, ids and context length off genai_config.json. Where there is a config.json, it is used if
+the graph computes the same.
 """
 
 from __future__ import annotations
@@ -24,8 +26,13 @@ __all__ = ["check_spec", "onnx_config", "outer_config"]
 # What genai_config.json calls a model -> model_type of transformers, where they differ.
 _TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_SIZES = {"head_size": "head_dim", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
-          "num_key_value_heads": "num_key_value_heads", "num_hidden_layers": "num_hidden_layers"}  # fmt: skip
+_SIZES = {
+    "head_size": "head_dim",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "num_hidden_layers": "num_hidden_layers",
+}
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _CLOSE = 1e-5
 _CLOSE_FACTOR = 1e-3
@@ -47,7 +54,9 @@ def outer_config(folder: OnnxFolder) -> dict[str, Any]:
     found: dict[str, Any] = {"model_type": _TYPES.get(kind, kind)}
     found |= {name: integer_of(decoder, key, 1, path) for key, name in _SIZES.items()}
     if found["num_hidden_layers"] > MAX_LAYERS:
-        raise ModelFormatError(f"{path}: num_hidden_layers={found['num_hidden_layers']} is over {MAX_LAYERS}")
+        raise ModelFormatError(
+            f"{path}: num_hidden_layers={found['num_hidden_layers']} is over {MAX_LAYERS}"
+        )
     found["vocab_size"] = integer_of(model, "vocab_size", 1, path)
     found["max_position_embeddings"] = integer_of(model, "context_length", 1, path)
     found |= {name: model[name] for name in _IDS if model.get(name) is not None}
@@ -55,10 +64,14 @@ def outer_config(folder: OnnxFolder) -> dict[str, Any]:
 
 
 def onnx_config(folder: OnnxFolder, decoder: Decoder) -> dict[str, Any]:
-    """The config of a recognised decoder. Whether head and embedding are one tensor, the graph says in any case."""
+    """The config of a recognised decoder. Whether head and embedding are one tensor, the graph says
+    in any case.
+    """
     config = outer_config(folder)
     if "text_config" in config:
-        raise ModelFormatError(f"{folder.root}: the config is of several parts, of which the graph is one")
+        raise ModelFormatError(
+            f"{folder.root}: the config is of several parts, of which the graph is one"
+        )
     config["tie_word_embeddings"] = decoder.head is None
     return config if folder.has_config else {**config, **_of_graph(config, decoder)}
 
@@ -68,7 +81,9 @@ def _of_graph(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     layer = decoder.layers[0]
     kind = config["model_type"]
     if layer.activation not in _ACTIVATIONS:
-        raise ModelFormatError(f"the activation {layer.activation} is not known to the native runner")
+        raise ModelFormatError(
+            f"the activation {layer.activation} is not known to the native runner"
+        )
     found: dict[str, Any] = {
         "intermediate_size": _rows(layer, "mlp.gate_proj"),
         "rms_norm_eps": _plain(layer.eps[0]),
@@ -81,7 +96,9 @@ def _of_graph(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
         **_ropes(config, decoder),
     }
     if kind in ("gemma2", "gemma3_text"):
-        found |= {"query_pre_attn_scalar": _plain(1 / layer.scale**2) if layer.scale else layer.head_dim}
+        found |= {
+            "query_pre_attn_scalar": _plain(1 / layer.scale**2) if layer.scale else layer.head_dim
+        }
         found |= {"attn_logit_softcapping": _plain(layer.softcap) or None}
         found |= {"final_logit_softcapping": _plain(decoder.logit_cap) or None}
     if kind == "granite":
@@ -97,10 +114,16 @@ def _of_graph(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
 def _windows(decoder: Decoder) -> dict[str, Any]:
     windows = {layer.window for layer in decoder.layers} - {0}
     if len(windows) > 1:
-        raise ModelFormatError(f"the layers have several windows ({sorted(windows)[:5]}), which no known family has")
+        raise ModelFormatError(
+            f"the layers have several windows ({sorted(windows)[:5]}), which no known family has"
+        )
     kinds = ["sliding_attention" if layer.window else "full_attention" for layer in decoder.layers]
     window = next(iter(windows), None)
-    return {"sliding_window": window, "layer_types": kinds, "use_sliding_window": window is not None}
+    return {
+        "sliding_window": window,
+        "layer_types": kinds,
+        "use_sliding_window": window is not None,
+    }
 
 
 def _ropes(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
@@ -109,7 +132,9 @@ def _ropes(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     found = {rope: rope_settings(rope, layer.head_dim, length) for rope, layer in tables.items()}
     if config["model_type"] != "gemma3_text":
         if len(found) > 1:
-            raise ModelFormatError(f"the layers are turned by {len(found)} ropes, which this family does not have")
+            raise ModelFormatError(
+                f"the layers are turned by {len(found)} ropes, which this family does not have"
+            )
         return {"rope_parameters": next(iter(found.values()))}
     local = next((found[layer.rope] for layer in decoder.layers if layer.window), None)
     full = next((found[layer.rope] for layer in decoder.layers if not layer.window), local)
@@ -117,15 +142,25 @@ def _ropes(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
 
 
 def check_spec(spec: ModelSpec, decoder: Decoder) -> None:
-    """ModelFormatError with the first thing that the native runner would compute in another way than the graph."""
+    """ModelFormatError with the first thing that the native runner would compute in another way
+    than the graph.
+    """
     for what, ours, theirs, close in _facts(spec, decoder):
-        equal = math.isclose(ours, theirs, rel_tol=close, abs_tol=1e-12) if isinstance(ours, float) else ours == theirs
+        equal = (
+            math.isclose(ours, theirs, rel_tol=close, abs_tol=1e-12)
+            if isinstance(ours, float)
+            else ours == theirs
+        )
         if not equal:
-            raise ModelFormatError(f"the config means {what}={ours!r:.60}, and the graph computes {theirs!r:.60}")
+            raise ModelFormatError(
+                f"the config means {what}={ours!r:.60}, and the graph computes {theirs!r:.60}"
+            )
     for index, layer in enumerate(decoder.layers):
         rope = spec.layers[index].rope
         if rope < 0:
-            raise ModelFormatError(f"the config means no rope in layer {index}, and the graph turns its queries")
+            raise ModelFormatError(
+                f"the config means no rope in layer {index}, and the graph turns its queries"
+            )
         problem = rope_difference(layer.rope, spec.ropes[rope], spec.max_context)
         if problem:
             raise ModelFormatError(f"the rope of layer {index} is not the config's: {problem}")
@@ -136,7 +171,12 @@ def _facts(spec: ModelSpec, decoder: Decoder) -> Iterator[tuple[str, Any, Any, f
     yield "num_hidden_layers", len(spec.layers), len(decoder.layers), 0
     yield "vocab_size", spec.vocab_size, decoder.embedding.shape[0], 0
     yield "hidden_size", spec.hidden_size, decoder.embedding.shape[1], 0
-    yield "the factor of embeddings", float(spec.embedding_factor), decoder.embedding_factor, _CLOSE_FACTOR
+    yield (
+        "the factor of embeddings",
+        float(spec.embedding_factor),
+        decoder.embedding_factor,
+        _CLOSE_FACTOR,
+    )
     yield "the factor of logits", float(spec.logit_factor), decoder.logit_factor, _CLOSE
     yield "the cap of logits", float(spec.logit_cap), decoder.logit_cap, _CLOSE
     yield "rms_norm_eps", float(spec.eps), decoder.norm.eps, _CLOSE
@@ -151,8 +191,18 @@ def _facts(spec: ModelSpec, decoder: Decoder) -> Iterator[tuple[str, Any, Any, f
         yield f"the softcap{name}", float(spec.softcap), layer.softcap, _CLOSE
         yield f"the window{name}", spec.layers[index].window, layer.window, 0
         yield f"the activation{name}", spec.activation, layer.activation, 0
-        yield f"the factor of the residual{name}", float(spec.residual_factor), layer.residual_factor, _CLOSE
-        yield f"norms behind the blocks{name}", spec.family.norms == "both", layer.has_outer_norms, 0
+        yield (
+            f"the factor of the residual{name}",
+            float(spec.residual_factor),
+            layer.residual_factor,
+            _CLOSE,
+        )
+        yield (
+            f"norms behind the blocks{name}",
+            spec.family.norms == "both",
+            layer.has_outer_norms,
+            0,
+        )
         for eps in layer.eps:
             yield f"rms_norm_eps{name}", float(spec.eps), eps, _CLOSE
 

@@ -1,8 +1,10 @@
-"""A decoder recognised in a graph: every operator from the logits back to the token ids has its place, or is refused.
+"""A decoder recognised in a graph: every operator from the logits back to the token ids has its
+place, or is refused.
 
 The form is that of onnxruntime-genai's builder and of graphs that were fused to the same operators:
 
-    embedding -> layers -> norm -> head;  a layer: norm -> q, k, v -> GroupQueryAttention -> o -> add, then
+    embedding -> layers -> norm -> head;  a layer: norm -> q, k, v -> GroupQueryAttention -> o ->
+                                          add, then
     norm -> gate, up -> act(gate) * up -> down -> add
 
 What the graph computes is read off it; nothing is taken from names.
@@ -22,7 +24,18 @@ from kvboost_edge.models.onnx.tensors import FLOATS, Matrix, bit_matrix, float_m
 __all__ = ["Decoder", "DecoderLayer", "recognise"]
 
 _MAX_LAYERS = 10_000
-_LENGTHS = ("ReduceSum", "Sub", "Cast", "Shape", "Gather", "Constant", "Squeeze", "Unsqueeze", "ReduceMax", "Add")
+_LENGTHS = (
+    "ReduceSum",
+    "Sub",
+    "Cast",
+    "Shape",
+    "Gather",
+    "Constant",
+    "Squeeze",
+    "Unsqueeze",
+    "ReduceMax",
+    "Add",
+)
 _INPUTS = ("attention_mask", "input_ids", "position_ids")
 _MATRICES = ("MatMulNBits", "MatMul")
 # Inputs of GroupQueryAttention.
@@ -33,7 +46,8 @@ _PAST_KEY, _PAST_VALUE, _LENGTH, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS, _SINK = 
 class DecoderLayer:
     """What one layer computes.
 
-    weights     by transformers' names inside a layer, such as "self_attn.q_proj": the rows of its matrix
+    weights     by transformers' names inside a layer, such as "self_attn.q_proj": the rows of its
+                matrix
     vectors     biases and norms likewise, "self_attn.q_proj.bias", "input_layernorm.weight"
     window      tokens a query sees, itself included; 0: all before it
     rope        tables of cosines and sines [positions, pairs]
@@ -68,7 +82,9 @@ class Decoder:
 
 
 class _Branch(NamedTuple):
-    """What is added to the residual stream: factor * norm(linear); `before`: what all of it is added to."""
+    """What is added to the residual stream: factor * norm(linear); `before`: what all of it is
+    added to.
+    """
 
     linear: Linear
     norm: Norm | None
@@ -80,7 +96,9 @@ def recognise(model: OnnxModel) -> Decoder:
     """The decoder that a graph computes. ModelFormatError names the node that is not known."""
     for node in model.nodes:
         if node.has_graph:
-            raise ModelFormatError(f"{model.path}: {node} has a graph of its own, which is not read")
+            raise ModelFormatError(
+                f"{model.path}: {node} has a graph of its own, which is not read"
+            )
     return _Search(model).decoder()
 
 
@@ -92,11 +110,15 @@ class _Search:
     def decoder(self) -> Decoder:
         graph = self.graph
         if "logits" not in self.model.outputs:
-            raise graph.error(f"no output is called 'logits'; there are {sorted(self.model.outputs)[:5]}")
+            raise graph.error(
+                f"no output is called 'logits'; there are {sorted(self.model.outputs)[:5]}"
+            )
         value, cap, factor = self._logits("logits")
         head = graph.linear(value)
         if head.bias is not None or head.size != head.matrix.shape[0]:
-            raise graph.error("the head has a bias or is cut, which is not known to the native runner")
+            raise graph.error(
+                "the head has a bias or is cut, which is not known to the native runner"
+            )
         norm = graph.norm(head.source)
         layers: list[DecoderLayer] = []
         stream = norm.source
@@ -112,7 +134,9 @@ class _Search:
         graph.check_all_seen()
         self._check_past(layers)
         tied = embedding.weight == head.matrix.weight and embedding.bits == head.matrix.bits
-        return Decoder(tuple(layers), embedding, scale, norm, None if tied else head.matrix, factor, cap)
+        return Decoder(
+            tuple(layers), embedding, scale, norm, None if tied else head.matrix, factor, cap
+        )
 
     def _logits(self, value: str) -> tuple[str, float, float]:
         """The head's output, the cap on logits (0: none) and the factor."""
@@ -124,7 +148,9 @@ class _Search:
         graph.seen.add(found[0].index)
         source, divided = graph.scaled(graph.input(found[0], 0))
         if abs(factor * divided - 1) > 1e-6:
-            raise graph.error(f"{found[0]} caps logits at {factor:g} but divides by {1 / divided:g}")
+            raise graph.error(
+                f"{found[0]} caps logits at {factor:g} but divides by {1 / divided:g}"
+            )
         return source, factor, 1.0
 
     def _layer(self, stream: str) -> tuple[DecoderLayer, str]:
@@ -141,13 +167,22 @@ class _Search:
             raise graph.error(f"{node}: queries, keys and values have different inputs")
         attn_norm = self._norm_of(queries.linear.source, attention.before)
         linears = {
-            "self_attn.q_proj": queries.linear, "self_attn.k_proj": keys.linear, "self_attn.v_proj": values.linear,
-            "self_attn.o_proj": attention.linear, "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": mlp.linear,
-        }  # fmt: skip
+            "self_attn.q_proj": queries.linear,
+            "self_attn.k_proj": keys.linear,
+            "self_attn.v_proj": values.linear,
+            "self_attn.o_proj": attention.linear,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": mlp.linear,
+        }
         outer = attention.norm is not None
         if outer != (mlp.norm is not None) or attention.factor != mlp.factor:
             raise graph.error(f"{node}: attention and MLP are added in different ways")
-        norms = {"input_layernorm": attn_norm, "self_attn.q_norm": queries.norm, "self_attn.k_norm": keys.norm}
+        norms = {
+            "input_layernorm": attn_norm,
+            "self_attn.q_norm": queries.norm,
+            "self_attn.k_norm": keys.norm,
+        }
         if outer:
             norms |= {
                 "post_attention_layernorm": attention.norm,
@@ -156,7 +191,11 @@ class _Search:
             }
         else:
             norms["post_attention_layernorm"] = mlp_norm
-        vectors = {f"{name}.weight": _all_of(norm.weight) for name, norm in norms.items() if norm is not None}
+        vectors = {
+            f"{name}.weight": _all_of(norm.weight)
+            for name, norm in norms.items()
+            if norm is not None
+        }
         for name, linear in linears.items():
             if linear.bias is not None:
                 vectors[f"{name}.bias"] = Rows(linear.bias, linear.start, linear.stop)
@@ -184,16 +223,25 @@ class _Search:
         graph = self.graph
         found = graph.summands(stream)
         if found is None:
-            raise graph.error(f"value {stream!r} is no sum, where a layer adds to the residual stream")
+            raise graph.error(
+                f"value {stream!r} is no sum, where a layer adds to the residual stream"
+            )
         for older, younger in (found, found[::-1]):
             seen = set(graph.seen)
             inner, factor = graph.scaled(younger)
             norm = graph.norm(inner) if graph.is_norm(inner) else None
             made = graph.maker(inner if norm is None else norm.source)
             if made is not None and (made[0].op in _MATRICES or self._is_biased(made[0])):
-                return _Branch(graph.linear(inner if norm is None else norm.source), norm, factor, graph.stream(older))
+                return _Branch(
+                    graph.linear(inner if norm is None else norm.source),
+                    norm,
+                    factor,
+                    graph.stream(older),
+                )
             graph.seen = seen
-        raise graph.error(f"neither {found[0]!r} nor {found[1]!r}, which are added, comes from a matrix")
+        raise graph.error(
+            f"neither {found[0]!r} nor {found[1]!r}, which are added, comes from a matrix"
+        )
 
     def _is_biased(self, node: OnnxNode) -> bool:
         return node.op == "Add" and any(self.graph.tensor(name) is not None for name in node.inputs)
@@ -202,7 +250,9 @@ class _Search:
         """The norm that makes a value, which must be one of the residual stream as it is there."""
         norm = self.graph.norm(value)
         if norm.source != stream:
-            raise self.graph.error(f"the norm that makes {value!r} is not of the residual stream before its layer")
+            raise self.graph.error(
+                f"the norm that makes {value!r} is not of the residual stream before its layer"
+            )
         return norm
 
     def _gated(self, product: OnnxNode) -> tuple[Linear, Linear, str]:
@@ -251,9 +301,17 @@ class _Search:
                 raise graph.error(f"{node} has {what}, which is not known to the native runner")
         for name in ("smooth_softmax", "rotary_interleaved", "qk_output"):
             if graph.integer(node, name, 0) > 0:
-                raise graph.error(f"{node} has {name}={node.attributes[name]}, which is not known to the native runner")
-        if any(str(node.attributes.get(name) or "NONE") != "NONE" for name in ("k_quant_type", "v_quant_type")):
-            raise graph.error(f"{node} has quantized keys or values, which is not known to the native runner")
+                raise graph.error(
+                    f"{node} has {name}={node.attributes[name]}, which is not known to the native "
+                    "runner"
+                )
+        if any(
+            str(node.attributes.get(name) or "NONE") != "NONE"
+            for name in ("k_quant_type", "v_quant_type")
+        ):
+            raise graph.error(
+                f"{node} has quantized keys or values, which is not known to the native runner"
+            )
         for index in (_LENGTH, _TOTAL, _POSITIONS):
             if graph.optional(node, index):
                 graph.mark_ancestors(node.inputs[index], _LENGTHS, _INPUTS)
@@ -267,7 +325,9 @@ class _Search:
         whole = graph.linear(graph.input(node, 0))
         dim, rest = divmod(whole.size, heads + 2 * kv_heads)
         if rest:
-            raise graph.error(f"{node} has {whole.size} packed rows for {heads} and twice {kv_heads} heads")
+            raise graph.error(
+                f"{node} has {whole.size} packed rows for {heads} and twice {kv_heads} heads"
+            )
         ends = (0, heads * dim, (heads + kv_heads) * dim, whole.size)
         cut = [
             _Heads(whole._replace(start=whole.start + start, stop=whole.start + stop), None, None)
@@ -276,7 +336,9 @@ class _Search:
         return node, cut[0], cut[1], cut[2]
 
     def _heads(self, value: str) -> _Heads:
-        """Queries, keys or values: a matrix, then possibly a norm of each head, then possibly rope."""
+        """Queries, keys or values: a matrix, then possibly a norm of each head, then possibly
+        rope.
+        """
         graph = self.graph
         rope: OnnxNode | None = None
         found = graph.maker(value)
@@ -291,23 +353,32 @@ class _Search:
             inner = graph.expect(norm.source, "Reshape")
             sizes = graph.sizes(graph.input(inner, 1))
             if not sizes or sizes[-1] != norm.weight.shape[0]:
-                raise graph.error(f"{inner} makes heads of {sizes[-1:]}, their norm has {norm.weight.shape[0]} weights")
+                raise graph.error(
+                    f"{inner} makes heads of {sizes[-1:]}, their norm has {norm.weight.shape[0]} "
+                    "weights"
+                )
             value = graph.input(inner, 0)
         return _Heads(graph.linear(value), norm, rope)
 
     def _rope(self, node: OnnxNode, queries: _Heads, keys: _Heads) -> tuple[OnnxTensor, OnnxTensor]:
-        """The tables of cosines and sines, from attention itself or from the operators before it."""
+        """The tables of cosines and sines, from attention itself or from the operators before
+        it.
+        """
         graph = self.graph
         if graph.integer(node, "do_rotary", 0):
             if queries.rope is not None or keys.rope is not None:
                 raise graph.error(f"{node} turns queries and keys that were turned before")
             return self._table(node, _COS), self._table(node, _SIN)
         if queries.rope is None or keys.rope is None:
-            raise graph.error(f"{node} has no rope, or on queries or keys alone; not known to the native runner")
+            raise graph.error(
+                f"{node} has no rope, or on queries or keys alone; not known to the native runner"
+            )
         tables = set()
         for rope in (queries.rope, keys.rope):
             if graph.integer(rope, "interleaved", 0) or graph.number(rope, "scale", 1.0) != 1:
-                raise graph.error(f"{rope} is interleaved or scaled, which is not known to the native runner")
+                raise graph.error(
+                    f"{rope} is interleaved or scaled, which is not known to the native runner"
+                )
             graph.mark_ancestors(graph.input(rope, 1), _LENGTHS, _INPUTS)
             tables.add((self._table(rope, 2), self._table(rope, 3)))
         if len(tables) != 1:
@@ -317,7 +388,9 @@ class _Search:
     def _table(self, node: OnnxNode, index: int) -> OnnxTensor:
         table = self.graph.weight(node, index)
         if table.dtype not in FLOATS or len(table.shape) != 2 or not table.count:
-            raise self.graph.error(f"{node}: table {table.name!r} is {table.dtype} {table.shape}, expected two axes")
+            raise self.graph.error(
+                f"{node}: table {table.name!r} is {table.dtype} {table.shape}, expected two axes"
+            )
         return table
 
     def _check_sizes(self, node: OnnxNode, layer: DecoderLayer) -> None:
@@ -327,11 +400,14 @@ class _Search:
         dim, rest = divmod(q, layer.num_heads)
         if rest or k != v or k != dim * layer.num_kv_heads or not dim:
             raise self.graph.error(
-                f"{node}: {q} queries, {k} keys and {v} values are not {layer.num_heads} and {layer.num_kv_heads} heads"
+                f"{node}: {q} queries, {k} keys and {v} values are not {layer.num_heads} and "
+                f"{layer.num_kv_heads} heads"
             )
         for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
             if name in layer.vectors and layer.vectors[name].stop != dim:
-                raise self.graph.error(f"{node}: a norm of heads has {layer.vectors[name].stop} weights, not {dim}")
+                raise self.graph.error(
+                    f"{node}: a norm of heads has {layer.vectors[name].stop} weights, not {dim}"
+                )
 
     def _embedding(self, value: str) -> tuple[Matrix, float]:
         graph = self.graph
@@ -342,7 +418,10 @@ class _Search:
         where = f"{self.model.path}: {node}"
         if node.op == "Gather":
             return float_matrix(where, graph.weight(node, 0), transposed=False), factor
-        if graph.integer(node, "gather_axis", 0) or graph.integer(node, "quantize_axis", 1) not in (1, -1):
+        if graph.integer(node, "gather_axis", 0) or graph.integer(node, "quantize_axis", 1) not in (
+            1,
+            -1,
+        ):
             raise graph.error(f"{node} has other axes than rows and columns")
         source = graph.input(node, 0)
         if graph.tensor(source) is None:  # rows of blocks, seen as rows of bytes
@@ -364,7 +443,8 @@ class _Search:
         inputs = [name for name in self.model.inputs if name not in _INPUTS]
         if len(inputs) != 2 * len(layers):
             raise self.graph.error(
-                f"{len(inputs)} inputs are past keys and values, but there are {len(layers)} layers of attention"
+                f"{len(inputs)} inputs are past keys and values, but there are {len(layers)} "
+                "layers of attention"
             )
 
 

@@ -1,13 +1,16 @@
-"""ONNX files: the graph, and where the bytes of each tensor lie. Everything is checked against the sizes of the files.
+"""ONNX files: the graph, and where the bytes of each tensor lie. Everything is checked against the
+sizes of the files.
 
 The fields that are read, by number (onnx.proto):
     ModelProto      1 ir_version, 2 producer_name, 7 graph, 8 opset_import
     GraphProto      1 node, 5 initializer, 11 input, 12 output, 15 sparse_initializer
     NodeProto       1 input, 2 output, 3 name, 4 op_type, 5 attribute, 7 domain
     AttributeProto  1 name, 2 f, 3 i, 4 s, 5 t, 6 g, 7 floats, 8 ints, 11 graphs
-    TensorProto     1 dims, 2 data_type, 4 float_data, 5 int32_data, 7 int64_data, 8 name, 9 raw_data, 13 external_data
+    TensorProto     1 dims, 2 data_type, 4 float_data, 5 int32_data, 7 int64_data, 8 name, 9
+                    raw_data, 13 external_data
                     (1 key, 2 value), 14 data_location
-    ValueInfoProto  1 name, 2 type: 1 tensor_type: 1 elem_type, 2 shape: 1 dim: 1 dim_value, 2 dim_param
+    ValueInfoProto  1 name, 2 type: 1 tensor_type: 1 elem_type, 2 shape: 1 dim: 1 dim_value, 2
+                    dim_param
 """
 
 from __future__ import annotations
@@ -24,7 +27,15 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
 from kvboost_edge.models.onnx.wire import Message
 
-__all__ = ["DTYPE_BITS", "OnnxFile", "OnnxModel", "OnnxNode", "OnnxTensor", "OnnxValue", "read_onnx"]
+__all__ = [
+    "DTYPE_BITS",
+    "OnnxFile",
+    "OnnxModel",
+    "OnnxNode",
+    "OnnxTensor",
+    "OnnxValue",
+    "read_onnx",
+]
 
 _MAX_PROTO_BYTES = (1 << 31) - 1  # what protobuf itself allows: weights beyond it are external data
 _MAX_NAME = 4096
@@ -34,17 +45,48 @@ _MAX_DIMS = 8
 _EXTERNAL = 1
 _LOCATION_BYTES = 1024
 
-_DTYPES = {1: "F32", 2: "U8", 3: "I8", 4: "U16", 5: "I16", 6: "I32", 7: "I64", 9: "BOOL", 10: "F16", 11: "F64",
-           12: "U32", 13: "U64", 16: "BF16", 21: "U4", 22: "I4"}  # fmt: skip
-DTYPE_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
-              "U16": 16, "U8": 8, "I8": 8, "BOOL": 8, "U4": 4, "I4": 4}  # fmt: skip
+_DTYPES = {
+    1: "F32",
+    2: "U8",
+    3: "I8",
+    4: "U16",
+    5: "I16",
+    6: "I32",
+    7: "I64",
+    9: "BOOL",
+    10: "F16",
+    11: "F64",
+    12: "U32",
+    13: "U64",
+    16: "BF16",
+    21: "U4",
+    22: "I4",
+}
+DTYPE_BITS = {
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "F32": 32,
+    "I32": 32,
+    "U32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I16": 16,
+    "U16": 16,
+    "U8": 8,
+    "I8": 8,
+    "BOOL": 8,
+    "U4": 4,
+    "I4": 4,
+}
 """Bits of an element of the types whose data are read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxTensor:
-    """One tensor. Its data are bytes [start, stop) of `path`, little-endian; `values` are those of a small integer
-    tensor that is written as numbers, whose range of bytes is empty."""
+    """One tensor. Its data are bytes [start, stop) of `path`, little-endian; `values` are those of
+    a small integer tensor that is written as numbers, whose range of bytes is empty.
+    """
 
     name: str
     dtype: str
@@ -61,7 +103,9 @@ class OnnxTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxNode:
-    """One operator. Attributes are int, float, str, lists of numbers, an OnnxTensor, or None for what is not read."""
+    """One operator. Attributes are int, float, str, lists of numbers, an OnnxTensor, or None for
+    what is not read.
+    """
 
     index: int
     name: str
@@ -78,7 +122,9 @@ class OnnxNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxValue:
-    """An input or output of the graph: `shape` with names where a size is open, None where nothing is said."""
+    """An input or output of the graph: `shape` with names where a size is open, None where nothing
+    is said.
+    """
 
     name: str
     dtype: str
@@ -86,7 +132,9 @@ class OnnxValue:
 
 
 class OnnxFile(NamedTuple):
-    """A file of a model. `stamp`: of what was read; with another one at `path` the ranges of bytes mean nothing."""
+    """A file of a model. `stamp`: of what was read; with another one at `path` the ranges of bytes
+    mean nothing.
+    """
 
     path: Path
     stamp: FileStamp
@@ -106,17 +154,22 @@ class OnnxModel:
 
 
 def read_onnx(path: Path | str) -> OnnxModel:
-    """The graph of an ONNX file. ModelFormatError names the file and the tensor or node that is wrong."""
+    """The graph of an ONNX file. ModelFormatError names the file and the tensor or node that is
+    wrong.
+    """
     path = Path(path)
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
             if size < 16:
-                raise ModelFormatError(f"{path} has {size} bytes, too few for an ONNX file; it is truncated")
+                raise ModelFormatError(
+                    f"{path} has {size} bytes, too few for an ONNX file; it is truncated"
+                )
             if size > _MAX_PROTO_BYTES:
                 raise ModelFormatError(
-                    f"{path} has {size} bytes; an ONNX file has at most {_MAX_PROTO_BYTES} (2 GB, protobuf's limit), "
-                    "and larger weights lie beside it as external data: export it again"
+                    f"{path} has {size} bytes; an ONNX file has at most {_MAX_PROTO_BYTES} (2 GB, "
+                    "protobuf's limit), and larger weights lie beside it as external data: export "
+                    "it again"
                 )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 return _Reader(path, FileStamp.of_open(file, path), mapped).model()
@@ -165,7 +218,13 @@ class _Reader:
         for name in tensors:
             inputs.pop(name, None)  # older files list the weights among the inputs
         return OnnxModel(
-            self.path, tuple(self.files.values()), opsets, tuple(nodes), MappingProxyType(tensors), inputs, outputs
+            self.path,
+            tuple(self.files.values()),
+            opsets,
+            tuple(nodes),
+            MappingProxyType(tensors),
+            inputs,
+            outputs,
         )
 
     def _opset(self, message: Message) -> dict[str, int]:
@@ -190,13 +249,17 @@ class _Reader:
             elif field.number in (1, 2):
                 (inputs if field.number == 1 else outputs).append(message.text(field, _MAX_NAME))
             elif field.number == 5:
-                name, value, is_graph = self._attribute(message.inner(field, f"an attribute of node {index}"))
+                name, value, is_graph = self._attribute(
+                    message.inner(field, f"an attribute of node {index}")
+                )
                 attributes[name] = value
                 has_graph |= is_graph
             if max(len(inputs), len(outputs), len(attributes)) > _MAX_ITEMS:
                 raise message.error(f"has more than {_MAX_ITEMS} inputs, outputs or attributes")
         domain = "" if texts[7] == "ai.onnx" else texts[7]
-        return OnnxNode(index, texts[3], texts[4], domain, tuple(inputs), tuple(outputs), attributes, has_graph)
+        return OnnxNode(
+            index, texts[3], texts[4], domain, tuple(inputs), tuple(outputs), attributes, has_graph
+        )
 
     def _attribute(self, message: Message) -> tuple[str, Any, bool]:
         name = ""
@@ -261,14 +324,17 @@ class _Reader:
             raise ModelFormatError(f"{what} has data_location={location}, which is not known")
         elif raw is None and values is not None:
             if len(values) != math.prod(dims):
-                raise ModelFormatError(f"{what} has {len(values)} numbers, its shape {tuple(dims)} another count")
+                raise ModelFormatError(
+                    f"{what} has {len(values)} numbers, its shape {tuple(dims)} another count"
+                )
             return OnnxTensor(name, dtype, tuple(dims), self.path, 0, 0, tuple(values))
         else:
             path = self.path
             (start, stop) = raw or (0, 0)
         if needed is not None and stop - start != needed:
             raise ModelFormatError(
-                f"{what} of type {dtype} and shape {tuple(dims)} takes {needed} bytes, and {stop - start} are given"
+                f"{what} of type {dtype} and shape {tuple(dims)} takes {needed} bytes, and "
+                f"{stop - start} are given"
             )
         return OnnxTensor(name, dtype, tuple(dims), path, start, stop)
 
@@ -279,17 +345,23 @@ class _Reader:
                 texts[field.number] = message.text(field, _LOCATION_BYTES)
         return {texts[1]: texts[2]}
 
-    def _external(self, what: str, fields: Mapping[str, str], needed: int | None) -> tuple[Path, int, int]:
-        """File and range of a tensor that lies outside; only beside the model, by its plain name."""
+    def _external(
+        self, what: str, fields: Mapping[str, str], needed: int | None
+    ) -> tuple[Path, int, int]:
+        """File and range of a tensor that lies outside; only beside the model, by its plain
+        name.
+        """
         location = fields.get("location", "")
         if not location or location in (".", "..") or any(char in location for char in "/\\:\0"):
             raise ModelFormatError(
-                f"{what} lies in {location!r}; external data are read only from a file of the model's own folder, "
-                "given by its name alone"
+                f"{what} lies in {location!r}; external data are read only from a file of the "
+                "model's own folder, given by its name alone"
             )
         if location not in self.files:
             if len(self.files) > _MAX_NAME:
-                raise ModelFormatError(f"{self.path} names more than {_MAX_NAME} files of external data")
+                raise ModelFormatError(
+                    f"{self.path} names more than {_MAX_NAME} files of external data"
+                )
             path = self.path.parent / location
             if not path.is_file():
                 raise ModelFormatError(f"{what} lies in {path}, which is missing; fetch it, too")
@@ -301,15 +373,17 @@ class _Reader:
         count = left if length is None else self._size(what, length, "length")
         if start + count > size:
             raise ModelFormatError(
-                f"{what} lies at bytes {start} to {start + count} of {location}, which has {size}; it is truncated or "
-                "belongs to another model"
+                f"{what} lies at bytes {start} to {start + count} of {location}, which has {size}; "
+                "it is truncated or belongs to another model"
             )
         return self.path.parent / location, start, start + count
 
     @staticmethod
     def _size(what: str, text: str, key: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 19):
-            raise ModelFormatError(f"{what} has the external data {key}={text!r:.40}, which is no size")
+            raise ModelFormatError(
+                f"{what} has the external data {key}={text!r:.40}, which is no size"
+            )
         return int(text)
 
     def _value(self, message: Message) -> OnnxValue:

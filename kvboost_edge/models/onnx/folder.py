@@ -1,4 +1,6 @@
-"""Folders with ONNX files: onnxruntime-genai's (genai_config.json), the hub's (config.json and onnx/model_q4.onnx)."""
+"""Folders with ONNX files: onnxruntime-genai's (genai_config.json), the hub's (config.json and
+onnx/model_q4.onnx).
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,16 @@ from kvboost_edge.host.json_file import read_json_object
 __all__ = ["GENAI_CONFIG", "OnnxFolder", "find_onnx"]
 
 GENAI_CONFIG = "genai_config.json"
-# Of several files of the same weights the smallest that loses little; others are named by whoever wants them.
+# Of several files of the same weights the smallest that loses little; others are named by whoever
+# wants them.
 _PREFERRED = ("model_q4.onnx", "model_q4f16.onnx", "model.onnx", "model_fp16.onnx")
 _MAX_NAMED = 10
 
 
 class OnnxFolder(NamedTuple):
-    """Where a model is. `root`: of the configs and the tokenizer; `genai`: genai_config.json, if it is there."""
+    """Where a model is. `root`: of the configs and the tokenizer; `genai`: genai_config.json, if it
+    is there.
+    """
 
     root: Path
     model: Path
@@ -30,9 +35,11 @@ class OnnxFolder(NamedTuple):
 
 
 def find_onnx(path: Path) -> OnnxFolder | None:
-    """The ONNX model that a path is: a file, or a folder that holds no other weights; None where it is something else.
+    """The ONNX model that a path is: a file, or a folder that holds no other weights; None where it
+    is something else.
 
-    ModelFormatError where it is one but cannot be told: no config beside it, or several files of no known name.
+    ModelFormatError where it is one but cannot be told: no config beside it, or several files of no
+    known name.
     """
     if path.is_file():
         return _of_file(path)
@@ -40,13 +47,19 @@ def find_onnx(path: Path) -> OnnxFolder | None:
         return _of_genai(path)
     if not (path / "config.json").is_file() or any(path.glob("*.safetensors")):
         return None
-    found = {file.name: file for folder in (path / "onnx", path) for file in sorted(folder.glob("*.onnx"))}
+    found = {
+        file.name: file
+        for folder in (path / "onnx", path)
+        for file in sorted(folder.glob("*.onnx"))
+    }
     for name in _PREFERRED:
         if name in found:
             return OnnxFolder(path, found[name], None)
     if len(found) > 1:
         names = ", ".join(sorted(found)[:_MAX_NAMED])
-        raise ModelFormatError(f"{path} holds several ONNX files ({names}); give the one that is meant as the model")
+        raise ModelFormatError(
+            f"{path} holds several ONNX files ({names}); give the one that is meant as the model"
+        )
     return OnnxFolder(path, next(iter(found.values())), None) if found else None
 
 
@@ -59,7 +72,9 @@ def _of_file(path: Path) -> OnnxFolder | None:
             return OnnxFolder(root, path, read_json_object(root / GENAI_CONFIG))
         if (root / "config.json").is_file():
             return OnnxFolder(root, path, None)
-    raise ModelFormatError(f"{path} has neither config.json nor {GENAI_CONFIG} beside it, which say what it computes")
+    raise ModelFormatError(
+        f"{path} has neither config.json nor {GENAI_CONFIG} beside it, which say what it computes"
+    )
 
 
 def _of_genai(path: Path) -> OnnxFolder:
@@ -68,10 +83,15 @@ def _of_genai(path: Path) -> OnnxFolder:
     model = fields.get("model")
     decoder = model.get("decoder") if isinstance(model, Mapping) else None
     name = decoder.get("filename") if isinstance(decoder, Mapping) else None
-    if not isinstance(name, str) or not name or name in (".", "..") or any(char in name for char in "/\\:\0"):
+    if (
+        not isinstance(name, str)
+        or not name
+        or name in (".", "..")
+        or any(char in name for char in "/\\:\0")
+    ):
         raise ModelFormatError(
-            f"{config}: model.decoder.filename={name!r:.80} must be the name of a file in that folder; models of "
-            "several files are not read"
+            f"{config}: model.decoder.filename={name!r:.80} must be the name of a file in that "
+            "folder; models of several files are not read"
         )
     if not (path / name).is_file():
         raise ModelFormatError(f"{path / name} is missing, which {config} names")

@@ -1,6 +1,8 @@
-"""A graph with the questions that recognising a decoder asks: what makes a value, is it a constant, a norm, a matrix.
+"""A graph with the questions that recognising a decoder asks: what makes a value, is it a constant,
+a norm, a matrix.
 
-What fits is marked as seen; an operator that nothing asked for is one that is not understood, and refuses the model.
+What fits is marked as seen; an operator that nothing asked for is one that is not understood, and
+refuses the model.
 """
 
 from __future__ import annotations
@@ -54,21 +56,34 @@ class Norm(NamedTuple):
 
 
 class Graph:
-    """Questions to the graph of one model. ModelFormatError names the node that is not what was expected."""
+    """Questions to the graph of one model. ModelFormatError names the node that is not what was
+    expected.
+    """
 
     def __init__(self, model: OnnxModel) -> None:
         self.model = model
-        self._maker = {value: (node, i) for node in model.nodes for i, value in enumerate(node.outputs) if value}
+        self._maker = {
+            value: (node, i)
+            for node in model.nodes
+            for i, value in enumerate(node.outputs)
+            if value
+        }
         self.seen: set[int] = set()
 
     def error(self, problem: str) -> ModelFormatError:
         return ModelFormatError(f"{self.model.path}: {problem}")
 
     def maker(self, value: str) -> tuple[OnnxNode, int] | None:
-        """The node that makes a value, and as which of its outputs; casts between floats are looked through."""
+        """The node that makes a value, and as which of its outputs; casts between floats are looked
+        through.
+        """
         for _ in range(_MAX_CASTS):
             found = self._maker.get(value)
-            if found is None or found[0].op != "Cast" or found[0].attributes.get("to") not in _CASTS:
+            if (
+                found is None
+                or found[0].op != "Cast"
+                or found[0].attributes.get("to") not in _CASTS
+            ):
                 return found
             self.seen.add(found[0].index)
             value = found[0].inputs[0] if found[0].inputs else ""
@@ -128,7 +143,9 @@ class Graph:
         return [int(size) for size in read_whole(tensor).reshape(-1)]
 
     def scaled(self, value: str) -> tuple[str, float]:
-        """A value without the constant factor it is multiplied by, and the factor; 1 where there is none."""
+        """A value without the constant factor it is multiplied by, and the factor; 1 where there is
+        none.
+        """
         found = self.maker(value)
         if found is None or found[0].op not in ("Mul", "Div") or len(found[0].inputs) != 2:
             return value, 1.0
@@ -174,7 +191,10 @@ class Graph:
             bias = self.weight(node, 5)
         added = None if bias is None else float_matrix(str(node), bias, transposed=False)
         if added is not None and added.shape != matrix.shape[:1]:
-            raise self.error(f"{node}: its bias {added.weight.name!r} has shape {added.shape}, not {matrix.shape[:1]}")
+            raise self.error(
+                f"{node}: its bias {added.weight.name!r} has shape {added.shape}, not "
+                f"{matrix.shape[:1]}"
+            )
         return Linear(matrix, added, self.input(node, 0), 0, matrix.shape[0])
 
     def _bits(self, node: OnnxNode) -> Matrix:
@@ -186,12 +206,20 @@ class Graph:
         zeros = self.weight(node, 3) if self.optional(node, 3) else None
         where = f"{self.model.path}: {node}"
         bits = size[2] or 4
-        return bit_matrix(where, (size[0], size[1], bits, size[3]), self.weight(node, 1), self.weight(node, 2), zeros)
+        return bit_matrix(
+            where,
+            (size[0], size[1], bits, size[3]),
+            self.weight(node, 1),
+            self.weight(node, 2),
+            zeros,
+        )
 
     def _floats(self, node: OnnxNode) -> Matrix:
         weight = self.weight(node, 1)
         if len(weight.shape) != 2:
-            raise self.error(f"{node}: tensor {weight.name!r} has shape {weight.shape}, expected two dimensions")
+            raise self.error(
+                f"{node}: tensor {weight.name!r} has shape {weight.shape}, expected two dimensions"
+            )
         return float_matrix(f"{self.model.path}: {node}", weight, transposed=True)
 
     def integer(self, node: OnnxNode, name: str, default: int) -> int:
@@ -210,11 +238,16 @@ class Graph:
         """Which of `size` outputs a Split along the last axis gives as its output `index`."""
         self.seen.add(node.index)
         axis = self.integer(node, "axis", 0)
-        given = self.sizes(node.inputs[1]) if self.optional(node, 1) else node.attributes.get("split")
+        given = (
+            self.sizes(node.inputs[1]) if self.optional(node, 1) else node.attributes.get("split")
+        )
         count = len(node.outputs)
         parts = given if isinstance(given, list) and given else [size // count] * count
         if axis not in (-1, 2) or len(parts) != count or sum(parts) != size or min(parts) < 0:
-            raise self.error(f"{node} cuts {size} outputs along axis {axis} into {parts}, which is not understood")
+            raise self.error(
+                f"{node} cuts {size} outputs along axis {axis} into {parts}, which is not "
+                "understood"
+            )
         return sum(parts[:index]), sum(parts[: index + 1])
 
     def is_norm(self, value: str) -> bool:
@@ -228,7 +261,9 @@ class Graph:
         if is_skip and self.optional(node, 3):
             raise self.error(f"{node} has a bias, which is not read")
         if not is_skip and self.integer(node, "axis", -1) not in (-1, 2):
-            raise self.error(f"{node} has axis={node.attributes.get('axis')}, expected the last one")
+            raise self.error(
+                f"{node} has axis={node.attributes.get('axis')}, expected the last one"
+            )
         weight = float_matrix(str(node), self.weight(node, 2 if is_skip else 1), transposed=False)
         source = _sum_of(node) if is_skip else self.stream(self.input(node, 0))
         return Norm(weight, self.number(node, "epsilon", 1e-5), source)
@@ -246,13 +281,19 @@ class Graph:
             node = self.model.nodes[int(key[1:])]
             return self.input(node, 0), self.input(node, 1)
         found = self.maker(key)
-        if found is None or found[0].op != "Add" or any(self.tensor(name) is not None for name in found[0].inputs):
+        if (
+            found is None
+            or found[0].op != "Add"
+            or any(self.tensor(name) is not None for name in found[0].inputs)
+        ):
             return None
         self.seen.add(found[0].index)
         return self.input(found[0], 0), self.input(found[0], 1)
 
     def mark_ancestors(self, value: str, ops: tuple[str, ...], inputs: tuple[str, ...]) -> None:
-        """Everything that makes a value is of these types, and begins at these inputs of the graph."""
+        """Everything that makes a value is of these types, and begins at these inputs of the
+        graph.
+        """
         waiting = [value]
         known = set()
         while waiting:
@@ -263,11 +304,15 @@ class Graph:
             found = self._maker.get(name)
             if found is None:
                 if name not in inputs and name not in self.model.tensors:
-                    raise self.error(f"value {name!r} is made by no node and is not one of the inputs {inputs}")
+                    raise self.error(
+                        f"value {name!r} is made by no node and is not one of the inputs {inputs}"
+                    )
                 continue
             node = found[0]
             if node.op not in ops:
-                raise self.error(f"{node} is not known among what makes the lengths of the sequences")
+                raise self.error(
+                    f"{node} is not known among what makes the lengths of the sequences"
+                )
             self.seen.add(node.index)
             waiting += node.inputs
 

@@ -1,4 +1,6 @@
-"""An ONNX decoder as the native runner takes it: recognised, described by a config, and both compared."""
+"""An ONNX decoder as the native runner takes it: recognised, described by a config, and both
+compared.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ __all__ = ["OnnxDecoder", "native_decoder"]
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxDecoder:
     """tensors  the rows of the file's matrices that make each tensor of the family in transformers
-    zeros    sizes of biases that the family has and the file has not: its makers leave out those of zeros
+    zeros    sizes of biases that the family has and the file has not: its makers leave out those of
+             zeros
     """
 
     model: OnnxModel
@@ -31,17 +34,22 @@ class OnnxDecoder:
     zeros: Mapping[str, int]
 
     def open_source(self) -> OnnxSource:
-        return OnnxSource(self.model, self.tensors, zeros=self.zeros, norm_offset=self.spec.family.norm_offset)
+        return OnnxSource(
+            self.model, self.tensors, zeros=self.zeros, norm_offset=self.spec.family.norm_offset
+        )
 
 
 def native_decoder(folder: OnnxFolder, model: OnnxModel) -> OnnxDecoder:
-    """The decoder of a file. ModelFormatError names what the native runner does not know, or would compute in another
-    way than the graph."""
+    """The decoder of a file. ModelFormatError names what the native runner does not know, or would
+    compute in another way than the graph.
+    """
     found = recognise(model)
     config = onnx_config(folder, found)
     spec = describe_model(config)
     if spec.family.paired_rope or (spec.family.mlp and not spec.family.fused):
-        raise ModelFormatError(f"{model.path}: model_type={spec.model_type!r} is not read from ONNX")
+        raise ModelFormatError(
+            f"{model.path}: model_type={spec.model_type!r} is not read from ONNX"
+        )
     check_spec(spec, found)
     tensors = tensors_of(found, fused=spec.family.fused)
     return OnnxDecoder(model, config, spec, tensors, _left_out(spec, tensors))

@@ -1,4 +1,6 @@
-"""How an ONNX decoder takes keys and values of earlier tokens and gives them back: what a runner has to bind."""
+"""How an ONNX decoder takes keys and values of earlier tokens and gives them back: what a runner
+has to bind.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class LayerPast(NamedTuple):
 class PastLayout(NamedTuple):
     """dtype     of keys and values, "float32" or "float16"
     inputs    the other inputs: name -> "I64" or "I32"
-    shared    past and present may be one buffer, longer than its content; else present is past with the new tokens
+    shared    past and present may be one buffer, longer than its content; else present is past with
+              the new tokens
     """
 
     layers: tuple[LayerPast, ...]
@@ -40,8 +43,9 @@ class PastLayout(NamedTuple):
 
 
 def past_layout(model: OnnxModel, config: Mapping[str, Any]) -> PastLayout:
-    """The layout of a graph; the width of a head is the config's where the graph leaves it open. ModelFormatError names
-    the input, output or operator that is not supported."""
+    """The layout of a graph; the width of a head is the config's where the graph leaves it open.
+    ModelFormatError names the input, output or operator that is not supported.
+    """
     _refuse_operators(model)
     found: dict[tuple[int, str], OnnxValue] = {}
     others: dict[str, str] = {}
@@ -52,28 +56,41 @@ def past_layout(model: OnnxModel, config: Mapping[str, Any]) -> PastLayout:
         elif name in _INPUTS and value.dtype in ("I64", "I32"):
             others[name] = value.dtype
         else:
-            raise ModelFormatError(f"{model.path}: the input {name!r} of type {value.dtype} is not known")
+            raise ModelFormatError(
+                f"{model.path}: the input {name!r} of type {value.dtype} is not known"
+            )
     if "input_ids" not in others:
-        raise ModelFormatError(f"{model.path} has no input 'input_ids': it does not begin at token ids")
+        raise ModelFormatError(
+            f"{model.path} has no input 'input_ids': it does not begin at token ids"
+        )
     if not found:
         raise ModelFormatError(
-            f"{model.path} has no inputs past_key_values.N.key and .value: a decoder without them computes every token "
-            "again; export it with its cache"
+            f"{model.path} has no inputs past_key_values.N.key and .value: a decoder without them "
+            "computes every token again; export it with its cache"
         )
     if "logits" not in model.outputs:
         raise ModelFormatError(f"{model.path} has no output 'logits'")
     num_layers = len(found) // 2
     layers = tuple(_layer(model, config, found, index) for index in range(num_layers))
     if len(found) != 2 * num_layers:
-        raise ModelFormatError(f"{model.path} has {len(found)} inputs of past keys and values, not two for each layer")
+        raise ModelFormatError(
+            f"{model.path} has {len(found)} inputs of past keys and values, not two for each layer"
+        )
     dtypes = {value.dtype for value in found.values()}
     if len(dtypes) != 1 or not dtypes <= set(_DTYPES):
-        raise ModelFormatError(f"{model.path}: past keys and values are of type {sorted(dtypes)}; F32 or F16 are taken")
-    return PastLayout(layers, _DTYPES[dtypes.pop()], others, _is_shared(model, {v.name for v in found.values()}))
+        raise ModelFormatError(
+            f"{model.path}: past keys and values are of type {sorted(dtypes)}; F32 or F16 are taken"
+        )
+    return PastLayout(
+        layers, _DTYPES[dtypes.pop()], others, _is_shared(model, {v.name for v in found.values()})
+    )
 
 
 def _layer(
-    model: OnnxModel, config: Mapping[str, Any], found: Mapping[tuple[int, str], OnnxValue], index: int
+    model: OnnxModel,
+    config: Mapping[str, Any],
+    found: Mapping[tuple[int, str], OnnxValue],
+    index: int,
 ) -> LayerPast:
     heads = size_of(config, "num_attention_heads")
     hidden = size_of(config, "hidden_size")
@@ -88,11 +105,14 @@ def _layer(
         shape = value.shape or ()
         if len(shape) != 4 or not isinstance(shape[1], int) or shape[1] < 1:
             raise ModelFormatError(
-                f"{model.path}: input {value.name!r} has shape {shape}, expected [1, heads, past, dim]"
+                f"{model.path}: input {value.name!r} has shape {shape}, expected [1, heads, past, "
+                "dim]"
             )
         shapes.add((shape[1], shape[3] if isinstance(shape[3], int) else head_dim))
     if len(shapes) != 1 or min(shapes)[1] < 1:
-        raise ModelFormatError(f"{model.path}: keys and values of layer {index} have the shapes {sorted(shapes)}")
+        raise ModelFormatError(
+            f"{model.path}: keys and values of layer {index} have the shapes {sorted(shapes)}"
+        )
     num_kv_heads, dim = shapes.pop()
     return LayerPast(
         (f"past_key_values.{index}.key", f"past_key_values.{index}.value"),
@@ -106,8 +126,8 @@ def _refuse_operators(model: OnnxModel) -> None:
     for node in model.nodes:
         if node.has_graph:
             raise ModelFormatError(
-                f"{model.path}: {node} runs a part of the graph by a condition, so keys could depend on the length "
-                "of the sequence; such graphs are not shared between prompts"
+                f"{model.path}: {node} runs a part of the graph by a condition, so keys could "
+                "depend on the length of the sequence; such graphs are not shared between prompts"
             )
         if node.op == _SHARED:
             _refuse_cache(model, node)
@@ -118,7 +138,8 @@ def _refuse_cache(model: OnnxModel, node: OnnxNode) -> None:
         value = node.attributes.get(name)
         if value not in (None, 0, "", "NONE"):
             raise ModelFormatError(
-                f"{model.path}: {node} has {name}={value!r:.20}: its cache is not plain keys and values"
+                f"{model.path}: {node} has {name}={value!r:.20}: its cache is not plain keys and "
+                "values"
             )
 
 

@@ -1,4 +1,6 @@
-"""Rope as an ONNX graph has it: tables of cosines and sines, from which the settings are recovered and checked."""
+"""Rope as an ONNX graph has it: tables of cosines and sines, from which the settings are recovered
+and checked.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,18 @@ Tables = tuple[OnnxTensor, OnnxTensor]
 
 
 def rope_difference(tables: Tables, kind: RopeKind, max_context: int) -> str:
-    """How the tables differ from a rope at positions below `max_context`; "" where they are equal but for rounding."""
+    """How the tables differ from a rope at positions below `max_context`; "" where they are equal
+    but for rounding.
+    """
     cosines, sines = tables
     for table in tables:
         if table.shape != cosines.shape or table.shape[1] != kind.half:
             return f"table {table.name!r} has shape {table.shape}, the rope turns {kind.half} pairs"
     if cosines.shape[0] < max_context:
-        return f"table {cosines.name!r} ends at position {cosines.shape[0]}, the context at {max_context}"
+        return (
+            f"table {cosines.name!r} ends at position {cosines.shape[0]}, the context at "
+            f"{max_context}"
+        )
     frequencies = np.array(kind.frequencies, dtype=np.float64)
     for row in _sample(min(cosines.shape[0], max_context)):
         angles = row * frequencies
@@ -43,23 +50,28 @@ def rope_difference(tables: Tables, kind: RopeKind, max_context: int) -> str:
             if not (off <= allowed).all():
                 pair = int(np.argmax(np.nan_to_num(off - allowed, nan=np.inf)))
                 return (
-                    f"table {table.name!r} has {_row(table, row)[pair]:.6g} at position {row}, pair {pair}, the rope "
-                    f"{kind.factor * wanted[pair]:.6g}"
+                    f"table {table.name!r} has {_row(table, row)[pair]:.6g} at position {row}, "
+                    f"pair {pair}, the rope {kind.factor * wanted[pair]:.6g}"
                 )
     return ""
 
 
 def rope_settings(tables: Tables, head_dim: int, max_context: int) -> dict[str, Any]:
-    """`rope_parameters` that make these tables: of kind default, linear, or with a divisor for each frequency.
+    """`rope_parameters` that make these tables: of kind default, linear, or with a divisor for each
+    frequency.
 
     ModelFormatError where none does: frequencies that change with the position, or scaled cosines.
     """
     cosines, sines = tables
     if min(cosines.shape[0], sines.shape[0]) < 2 or cosines.shape != sines.shape:
-        raise ModelFormatError(f"{cosines.path}: tables {cosines.name!r} and {sines.name!r} are no tables of rope")
+        raise ModelFormatError(
+            f"{cosines.path}: tables {cosines.name!r} and {sines.name!r} are no tables of rope"
+        )
     frequencies = np.arctan2(_row(sines, 1), _row(cosines, 1))
     if not ((frequencies > 0) & (frequencies < math.pi)).all():
-        raise ModelFormatError(f"{cosines.path}: tables {cosines.name!r} and {sines.name!r} hold no angles of rope")
+        raise ModelFormatError(
+            f"{cosines.path}: tables {cosines.name!r} and {sines.name!r} hold no angles of rope"
+        )
     problem = ""
     for settings in _candidates(frequencies):
         if 2 * cosines.shape[1] != head_dim:
@@ -74,8 +86,8 @@ def rope_settings(tables: Tables, head_dim: int, max_context: int) -> dict[str, 
             return settings
         problem = difference
     raise ModelFormatError(
-        f"{cosines.path}: the rope's tables are not of one frequency for each pair, as scaled rope has that changes "
-        f"with the length ({problem}); put the model's config.json beside the file"
+        f"{cosines.path}: the rope's tables are not of one frequency for each pair, as scaled rope "
+        f"has that changes with the length ({problem}); put the model's config.json beside the file"
     )
 
 
@@ -89,7 +101,11 @@ def _candidates(frequencies: Doubles) -> Iterator[dict[str, Any]]:
         if abs(first - 1) > 1e-3:
             yield {"rope_type": "linear", "rope_theta": base, "factor": _rounded(1 / first)}
     exact = np.power(theta, -np.arange(half) / half)
-    yield {"rope_type": "factors", "rope_theta": theta, "factors": [float(f) for f in exact / frequencies]}
+    yield {
+        "rope_type": "factors",
+        "rope_theta": theta,
+        "factors": [float(f) for f in exact / frequencies],
+    }
 
 
 def _rounded(value: float) -> float:

@@ -1,12 +1,14 @@
 """The tensors of a recognised ONNX decoder under transformers' names, as a weight source.
 
-What becomes of a matrix of MatMulNBits in the packed formats (float32 scales are rounded to float16, an error of at
-most 2^-11 of a weight):
+What becomes of a matrix of MatMulNBits in the packed formats (float32 scales are rounded to
+float16, an error of at most 2^-11 of a weight):
 
-    4 bit, blocks of 32 and more     -> int4: codes as they are, a scale for each of the block's groups of 32
+    4 bit, blocks of 32 and more     -> int4: codes as they are, a scale for each of the block's
+                                     groups of 32
       with zero points               -> int4-asym: minimum = scale * zero point, rounded to float16
     8 bit, blocks of 32 and more     -> int8: codes as they are
-    8 bit with zero points, and everything in blocks of 16 -> int8, quantized again: scale = max|w| / 127 of each 32
+    8 bit with zero points, and everything in blocks of 16 -> int8, quantized again: scale = max|w|
+    / 127 of each 32
 """
 
 from __future__ import annotations
@@ -40,11 +42,14 @@ _FUSED = {
 
 
 def tensors_of(decoder: Decoder, *, fused: bool) -> dict[str, tuple[Rows, ...]]:
-    """Names as transformers' -> the rows that make each tensor. `fused`: queries, keys and values are one, and so are
-    gate and up."""
+    """Names as transformers' -> the rows that make each tensor. `fused`: queries, keys and values
+    are one, and so are gate and up.
+    """
     found: dict[str, tuple[Rows, ...]] = {"model.embed_tokens.weight": (_whole(decoder.embedding),)}
     for index, layer in enumerate(decoder.layers):
-        own: dict[str, tuple[Rows, ...]] = {f"{name}.weight": (rows,) for name, rows in layer.weights.items()}
+        own: dict[str, tuple[Rows, ...]] = {
+            f"{name}.weight": (rows,) for name, rows in layer.weights.items()
+        }
         own |= {name: (rows,) for name, rows in layer.vectors.items()}
         for name, parts in _FUSED.items() if fused else ():
             for ending in (".weight", ".bias"):
@@ -52,7 +57,9 @@ def tensors_of(decoder: Decoder, *, fused: bool) -> dict[str, tuple[Rows, ...]]:
                 if len(rows) == len(parts):
                     own[name + ending] = tuple(part for one in rows for part in one)
                 elif rows:
-                    raise ModelFormatError(f"layer {index}: only some of {', '.join(parts)} have a bias")
+                    raise ModelFormatError(
+                        f"layer {index}: only some of {', '.join(parts)} have a bias"
+                    )
         found |= {f"model.layers.{index}.{name}": rows for name, rows in own.items()}
     found["model.norm.weight"] = (_whole(decoder.norm.weight),)
     if decoder.head is not None:
@@ -65,10 +72,11 @@ def _whole(matrix: Matrix) -> Rows:
 
 
 class OnnxSource:
-    """A `WeightSource` over the files of one ONNX model, which must still be those that its graph was read of.
+    """A `WeightSource` over the files of one ONNX model, which must still be those that its graph
+    was read of.
 
-    zeros: names and sizes of vectors of zeros that the file leaves out. norm_offset: what the file's norms have on top
-    of transformers' (Gemma's norms multiply by 1 + weight).
+    zeros: names and sizes of vectors of zeros that the file leaves out. norm_offset: what the
+    file's norms have on top of transformers' (Gemma's norms multiply by 1 + weight).
     """
 
     def __init__(
@@ -91,7 +99,10 @@ class OnnxSource:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._close()
 
@@ -118,7 +129,9 @@ class OnnxSource:
         return self._path if name in self._zeros else self._parts(name)[0].matrix.weight.path
 
     def stored_rows(self, name: str) -> StoredRows:
-        raise ModelFormatError(f"{self.file_of(name)}: tensor {name!r} is of an ONNX file: no row is read alone")
+        raise ModelFormatError(
+            f"{self.file_of(name)}: tensor {name!r} is of an ONNX file: no row is read alone"
+        )
 
     def kind(self, name: str) -> str | None:
         if name in self._zeros:
@@ -134,16 +147,23 @@ class OnnxSource:
             return np.zeros((self._zeros[name] if stop is None else stop) - start, dtype=np.float32)
         size = self.shape(name)[0]
         found = [
-            self._floats(part.matrix, *ends) for part, ends in self._cut(name, start, size if stop is None else stop)
+            self._floats(part.matrix, *ends)
+            for part, ends in self._cut(name, start, size if stop is None else stop)
         ]
         values = found[0] if len(found) == 1 else np.concatenate(found)
-        return values - self._norm_offset if self._norm_offset and name.endswith("norm.weight") else values
+        return (
+            values - self._norm_offset
+            if self._norm_offset and name.endswith("norm.weight")
+            else values
+        )
 
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
         kind = self.kind(name)
         if kind is None:
             raise ModelFormatError(f"tensor {name!r} is not stored quantized in one way")
-        parts = [self._quantized(part.matrix, kind, *ends) for part, ends in self._cut(name, start, stop)]
+        parts = [
+            self._quantized(part.matrix, kind, *ends) for part, ends in self._cut(name, start, stop)
+        ]
         if len(parts) == 1:
             return parts[0]
         lowest = [part.minima for part in parts if part.minima is not None]
@@ -161,10 +181,14 @@ class OnnxSource:
         return found
 
     def _cut(self, name: str, start: int, stop: int) -> list[tuple[Rows, tuple[int, int]]]:
-        """The parts that hold rows [start, stop), each with its own first and last row in its matrix."""
+        """The parts that hold rows [start, stop), each with its own first and last row in its
+        matrix.
+        """
         size = self.shape(name)[0]
         if not 0 <= start < stop <= size:
-            raise ModelFormatError(f"{self._path}: tensor {name!r} has no rows {start} to {stop} of {size}")
+            raise ModelFormatError(
+                f"{self._path}: tensor {name!r} has no rows {start} to {stop} of {size}"
+            )
         found = []
         first = 0
         for part in self._parts(name):
@@ -186,11 +210,15 @@ class OnnxSource:
         if not matrix.bits:
             if matrix.transposed:
                 return np.ascontiguousarray(self._transposed(matrix.weight)[:, start:stop].T)
-            return self._numbers(matrix.weight, start, stop, matrix.shape[0]).reshape(stop - start, *matrix.shape[1:])
+            return self._numbers(matrix.weight, start, stop, matrix.shape[0]).reshape(
+                stop - start, *matrix.shape[1:]
+            )
         codes, scales, zeros = self._read(matrix, start, stop)
         inputs = matrix.shape[1]
         wide = np.repeat(scales, matrix.block, axis=1)[:, :inputs]
-        return wide * (codes.astype(np.float32) - np.repeat(zeros, matrix.block, axis=1)[:, :inputs])
+        return wide * (
+            codes.astype(np.float32) - np.repeat(zeros, matrix.block, axis=1)[:, :inputs]
+        )
 
     def _quantized(self, matrix: Matrix, kind: str, start: int, stop: int) -> QuantRows:
         own = self._kind(matrix)
@@ -215,13 +243,17 @@ class OnnxSource:
         assert matrix.scales is not None
         packed = self._bytes(matrix.weight, start, stop, outputs)
         codes = _nibbles(packed) if matrix.bits == 4 else packed
-        scales = self._numbers(matrix.scales, start, stop, outputs).reshape(stop - start, matrix.blocks)
+        scales = self._numbers(matrix.scales, start, stop, outputs).reshape(
+            stop - start, matrix.blocks
+        )
         zeros = np.full(scales.shape, 1 << (matrix.bits - 1), dtype=np.float32)
         if matrix.zeros is not None and matrix.has_float_zeros:
             zeros = self._numbers(matrix.zeros, start, stop, outputs).reshape(scales.shape)
         elif matrix.zeros is not None:
             points = self._bytes(matrix.zeros, start, stop, outputs)
-            zeros = (_nibbles(points) if matrix.bits == 4 else points)[:, : matrix.blocks].astype(np.float32)
+            zeros = (_nibbles(points) if matrix.bits == 4 else points)[:, : matrix.blocks].astype(
+                np.float32
+            )
         return np.ascontiguousarray(codes[:, :inputs]), scales, zeros
 
     def _find_middle_zeros(self, matrix: Matrix) -> bool:
@@ -233,7 +265,9 @@ class OnnxSource:
         if matrix.has_float_zeros:
             return bool((self._numbers(matrix.zeros, 0, rows, rows) == middle).all())
         points = self._bytes(matrix.zeros, 0, rows, rows)
-        return bool(((_nibbles(points) if matrix.bits == 4 else points)[:, : matrix.blocks] == middle).all())
+        return bool(
+            ((_nibbles(points) if matrix.bits == 4 else points)[:, : matrix.blocks] == middle).all()
+        )
 
     def _read_transposed(self, tensor: OnnxTensor) -> Floats:
         return self._numbers(tensor, 0, tensor.shape[0], tensor.shape[0]).reshape(tensor.shape)

@@ -1,8 +1,10 @@
-"""The values of ONNX tensors: floats of every width as float32, and the matrices that MatMulNBits multiplies by.
+"""The values of ONNX tensors: floats of every width as float32, and the matrices that MatMulNBits
+multiplies by.
 
-MatMulNBits (com.microsoft) holds B as uint8 [N, blocks, block_size * bits / 8], low nibble first, where
-blocks = ceil(K / block_size); scales [N, blocks]; zero points, if any, [N, ceil(blocks * bits / 8)] packed like the
-codes, or in the dtype of the scales. weight[n, k] = scale * (code - zero), zero = 2^(bits - 1) where none is given.
+MatMulNBits (com.microsoft) holds B as uint8 [N, blocks, block_size * bits / 8], low nibble first,
+where blocks = ceil(K / block_size); scales [N, blocks]; zero points, if any, [N, ceil(blocks * bits
+/ 8)] packed like the codes, or in the dtype of the scales. weight[n, k] = scale * (code - zero),
+zero = 2^(bits - 1) where none is given.
 """
 
 from __future__ import annotations
@@ -17,14 +19,30 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.onnx.file import DTYPE_BITS, OnnxTensor
 
-__all__ = ["BLOCK_SIZES", "FLOATS", "Matrix", "as_float32", "bit_matrix", "float_matrix", "read_rows", "read_whole"]
+__all__ = [
+    "BLOCK_SIZES",
+    "FLOATS",
+    "Matrix",
+    "as_float32",
+    "bit_matrix",
+    "float_matrix",
+    "read_rows",
+    "read_whole",
+]
 
 Floats = npt.NDArray[np.float32]
 FLOATS = ("F32", "F16", "BF16")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 _STORED: dict[str, npt.DTypeLike] = {
-    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "u1", "I8": "i1",
-}  # fmt: skip
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "F64": "<f8",
+    "I64": "<i8",
+    "I32": "<i4",
+    "U8": "u1",
+    "I8": "i1",
+}
 _SMALL = 1 << 16
 
 
@@ -69,8 +87,10 @@ def bit_matrix(
     scales: OnnxTensor,
     zeros: OnnxTensor | None,
 ) -> Matrix:
-    """The matrix of a MatMulNBits or GatherBlockQuantized. `size`: outputs, inputs, bits and block size.
-    ModelFormatError that begins with `where` for tensors that do not fit them, and for forms that are not read."""
+    """The matrix of a MatMulNBits or GatherBlockQuantized. `size`: outputs, inputs, bits and block
+    size. ModelFormatError that begins with `where` for tensors that do not fit them, and for forms
+    that are not read.
+    """
     outputs, inputs, bits, block = size
     if bits not in (4, 8):
         raise ModelFormatError(f"{where}: bits={bits} are not read; 4 and 8 are")
@@ -80,21 +100,27 @@ def bit_matrix(
         raise ModelFormatError(f"{where}: {outputs} outputs of {inputs} inputs are no matrix")
     found = Matrix(weight, (outputs, inputs), bits, block, scales, zeros)
     groups = found.blocks
-    if weight.dtype not in ("U8", "U4") or weight.stop - weight.start != outputs * groups * block * bits // 8:
+    if (
+        weight.dtype not in ("U8", "U4")
+        or weight.stop - weight.start != outputs * groups * block * bits // 8
+    ):
         raise ModelFormatError(
-            f"{where}: tensor {weight.name!r} is {weight.dtype} {weight.shape}, which does not hold {outputs} rows of "
-            f"{groups} blocks of {block} codes of {bits} bit"
+            f"{where}: tensor {weight.name!r} is {weight.dtype} {weight.shape}, which does not "
+            f"hold {outputs} rows of {groups} blocks of {block} codes of {bits} bit"
         )
     if scales.dtype not in FLOATS or scales.count != outputs * groups:
         raise ModelFormatError(
-            f"{where}: tensor {scales.name!r} is {scales.dtype} {scales.shape}, expected {outputs} x {groups} floats"
+            f"{where}: tensor {scales.name!r} is {scales.dtype} {scales.shape}, expected {outputs} "
+            f"x {groups} floats"
         )
     if zeros is not None:
-        packed = zeros.dtype in ("U8", "U4") and zeros.stop - zeros.start == outputs * -(-groups * bits // 8)
+        packed = zeros.dtype in ("U8", "U4") and zeros.stop - zeros.start == outputs * -(
+            -groups * bits // 8
+        )
         if not packed and not (zeros.dtype in FLOATS and zeros.count == outputs * groups):
             raise ModelFormatError(
-                f"{where}: tensor {zeros.name!r} is {zeros.dtype} {zeros.shape}, expected a zero point for each of "
-                f"{outputs} x {groups} blocks"
+                f"{where}: tensor {zeros.name!r} is {zeros.dtype} {zeros.shape}, expected a zero "
+                f"point for each of {outputs} x {groups} blocks"
             )
     return found
 
@@ -102,20 +128,27 @@ def bit_matrix(
 def float_matrix(where: str, weight: OnnxTensor, *, transposed: bool) -> Matrix:
     """A float tensor as a matrix or a vector."""
     if weight.dtype not in FLOATS or not 1 <= len(weight.shape) <= 2 or not weight.count:
-        raise ModelFormatError(f"{where}: tensor {weight.name!r} is {weight.dtype} {weight.shape}, expected floats")
+        raise ModelFormatError(
+            f"{where}: tensor {weight.name!r} is {weight.dtype} {weight.shape}, expected floats"
+        )
     shape = tuple(reversed(weight.shape)) if transposed else weight.shape
     return Matrix(weight, shape, transposed=transposed)
 
 
 def read_whole(tensor: OnnxTensor, limit: int = _SMALL) -> npt.NDArray[Any]:
-    """A small tensor, floats as float32. ModelFormatError where it has more than `limit` elements."""
+    """A small tensor, floats as float32. ModelFormatError where it has more than `limit`
+    elements.
+    """
     if tensor.values is not None:
         return np.array(tensor.values, dtype=np.int64).reshape(tensor.shape)
     if tensor.dtype not in _STORED or tensor.count > limit:
         raise ModelFormatError(
-            f"{tensor.path}: tensor {tensor.name!r} is {tensor.dtype} {tensor.shape}, expected up to {limit} numbers"
+            f"{tensor.path}: tensor {tensor.name!r} is {tensor.dtype} {tensor.shape}, expected up "
+            f"to {limit} numbers"
         )
-    return as_float32(tensor.dtype, _bytes(tensor.path, tensor.start, tensor.stop)).reshape(tensor.shape)
+    return as_float32(tensor.dtype, _bytes(tensor.path, tensor.start, tensor.stop)).reshape(
+        tensor.shape
+    )
 
 
 def as_float32(dtype: str, data: bytes | npt.NDArray[np.uint8]) -> npt.NDArray[Any]:

@@ -1,7 +1,8 @@
-"""Protobuf's wire format, as far as ONNX files use it: fields with their numbers, never past the end of a message.
+"""Protobuf's wire format, as far as ONNX files use it: fields with their numbers, never past the
+end of a message.
 
-Nothing is copied and nothing is nested here: a field that is a message or a string is a range of bytes, which its
-reader reads or passes over.
+Nothing is copied and nothing is nested here: a field that is a message or a string is a range of
+bytes, which its reader reads or passes over.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class Field(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Bytes [start, stop) of a file, read as a message. ModelFormatError names file and place of what cannot be read;
-    `what` is what it is, for messages."""
+    """Bytes [start, stop) of a file, read as a message. ModelFormatError names file and place of
+    what cannot be read; `what` is what it is, for messages.
+    """
 
     data: mmap.mmap | bytes
     path: str
@@ -64,12 +66,16 @@ class Message(NamedTuple):
             else:
                 raise self.error(f"has a field of the unknown kind {wire} before byte {at}")
             if size > self.stop - at:
-                raise self.error(f"has a field of {size} bytes at {at}, where {self.stop - at} are left")
+                raise self.error(
+                    f"has a field of {size} bytes at {at}, where {self.stop - at} are left"
+                )
             yield Field(number, wire, 0, at, at + size)
             at += size
 
     def error(self, problem: str) -> ModelFormatError:
-        return ModelFormatError(f"{self.path}: {self.what} {problem}; the file is truncated or damaged, or is not ONNX")
+        return ModelFormatError(
+            f"{self.path}: {self.what} {problem}; the file is truncated or damaged, or is not ONNX"
+        )
 
     def inner(self, field: Field, what: str) -> Message:
         """A field as a message."""
@@ -80,7 +86,9 @@ class Message(NamedTuple):
         """A field as a string of at most `limit` bytes."""
         self._expect(field, _BYTES)
         if field.stop - field.start > limit:
-            raise self.error(f"has a text of {field.stop - field.start} bytes, over the limit of {limit}")
+            raise self.error(
+                f"has a text of {field.stop - field.start} bytes, over the limit of {limit}"
+            )
         try:
             return str(self.data[field.start : field.stop], "utf-8")
         except UnicodeDecodeError as error:
@@ -118,12 +126,17 @@ class Message(NamedTuple):
         self._expect(field, _BYTES)
         count, rest = divmod(field.stop - field.start, _FLOAT.size)
         if rest or count > limit:
-            raise self.error(f"has a list of {field.stop - field.start} bytes of floats (at most {limit} are read)")
+            raise self.error(
+                f"has a list of {field.stop - field.start} bytes of floats (at most {limit} are "
+                "read)"
+            )
         return [value for (value,) in _FLOAT.iter_unpack(self.data[field.start : field.stop])]
 
     def _expect(self, field: Field, wire: int) -> None:
         if field.wire != wire:
-            raise self.error(f"has {_NAMES[field.wire]} as field {field.number}, where {_NAMES[wire]} belongs")
+            raise self.error(
+                f"has {_NAMES[field.wire]} as field {field.number}, where {_NAMES[wire]} belongs"
+            )
 
     def _varint(self, at: int) -> tuple[int, int]:
         value = shift = 0

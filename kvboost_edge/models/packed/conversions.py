@@ -1,4 +1,6 @@
-"""What becomes of the tensors of a quantized checkpoint in the packed formats, and how far that is from the file."""
+"""What becomes of the tensors of a quantized checkpoint in the packed formats, and how far that is
+from the file.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, NUMBERS, pack_rows, packed_sizes
+from kvboost_edge.kernels.linear.weights import (
+    BLOCK_FORMATS,
+    KINDS,
+    NUMBERS,
+    pack_rows,
+    packed_sizes,
+)
 from kvboost_edge.models.config.quant_config import GROUP
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, holds_exactly, is_quantized
@@ -26,8 +34,9 @@ _INPUTS = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConversionError:
-    """How far a tensor of a type is from what the file says in a packed format: |difference| / |tensor| in the
-    Euclidean norm, 0 where it is taken over exactly."""
+    """How far a tensor of a type is from what the file says in a packed format: |difference| /
+    |tensor| in the Euclidean norm, 0 where it is taken over exactly.
+    """
 
     type: str
     kind: str
@@ -35,7 +44,9 @@ class ConversionError:
 
 
 def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionError:
-    """The error of a matrix in the packed format `kind`, measured on its first rows (up to 4 MB of floats)."""
+    """The error of a matrix in the packed format `kind`, measured on its first rows (up to 4 MB of
+    floats).
+    """
     if kind in BLOCK_FORMATS:
         return ConversionError(source.type_of(name), kind, 0.0)  # the file's own bits
     count, width = source.shape(name)
@@ -46,7 +57,10 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
         if packed.table is not None:
             codes = packed.table[packed.codes].astype(np.float32)
         else:
-            codes = packed.codes.astype(np.float32) - {"int8": 128, "int4": 8, "int4-asym": 0}[packed.kind]
+            codes = (
+                packed.codes.astype(np.float32)
+                - {"int8": 128, "int4": 8, "int4-asym": 0}[packed.kind]
+            )
         values = np.repeat(packed.scales.astype(np.float32), GROUP, axis=1)[:, :width] * codes
         if packed.minima is not None:
             values -= np.repeat(packed.minima.astype(np.float32), GROUP, axis=1)[:, :width]
@@ -60,10 +74,11 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
 
 
 def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
-    """One line for each (type in the file, packed format) of a quantized checkpoint that is not exact: how many
-    tensors, and the error of the first one. A tensor beside a wider one in one matrix takes the wider one's format.
-    Of those that are exact a line where they take more than `_MUCH` times their bytes in the file; floats were asked
-    for."""
+    """One line for each (type in the file, packed format) of a quantized checkpoint that is not
+    exact: how many tensors, and the error of the first one. A tensor beside a wider one in one
+    matrix takes the wider one's format. Of those that are exact a line where they take more than
+    `_MUCH` times their bytes in the file; floats were asked for.
+    """
     if not is_quantized(source):
         return
     found: dict[tuple[str, str], list[str]] = {}
@@ -73,12 +88,16 @@ def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
     for (kind, packed), names in sorted(found.items()):
         error = conversion_error(source, names[0], packed).relative
         if error > 0:
-            _LOG.info("%s: %d tensors become %s with a relative error of %.2g (%s)",
-                      *(kind, len(names), packed, error, names[0]))  # fmt: skip
+            _LOG.info(
+                "%s: %d tensors become %s with a relative error of %.2g (%s)",
+                *(kind, len(names), packed, error, names[0]),
+            )
             continue
         block = BLOCKS.get(kind)
         stored = 0.0 if block is None or block.kind is None else block.nbytes / block.weights
         each = sum(packed_sizes(_ROWS, _INPUTS, NUMBERS[packed])) / (_ROWS * _INPUTS)
         if stored and packed not in ("f32", "bf16") and each > _MUCH * stored:
-            _LOG.info("%s: %d tensors become %s exactly, in %.2f bytes a weight; the file has %.2f (%s)",
-                      *(kind, len(names), packed, each, stored, names[0]))  # fmt: skip
+            _LOG.info(
+                "%s: %d tensors become %s exactly, in %.2f bytes a weight; the file has %.2f (%s)",
+                *(kind, len(names), packed, each, stored, names[0]),
+            )

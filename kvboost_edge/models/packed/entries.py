@@ -1,4 +1,6 @@
-"""Which compiled entries (see kernels/entry.py) pack the weights of a plan, and read what is not packed."""
+"""Which compiled entries (see kernels/entry.py) pack the weights of a plan, and read what is not
+packed.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,22 @@ from collections.abc import Sequence
 from kvboost_edge.kernels.block_rows import FORMATS, decode_rows_entry
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.linear.blocks import blocks_entry
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, QUANTIZED, codes_entry, fit_entry, floats_entry
+from kvboost_edge.kernels.linear.weights import (
+    BLOCK_FORMATS,
+    QUANTIZED,
+    codes_entry,
+    fit_entry,
+    floats_entry,
+)
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, holds_exactly
 from kvboost_edge.models.weights.source import WeightSource
 
 __all__ = ["packing_entries"]
 
 
-def packing_entries(plan: Sequence[PackEntry], source: WeightSource, tables: Sequence[PackEntry] = ()) -> list[Entry]:
+def packing_entries(
+    plan: Sequence[PackEntry], source: WeightSource, tables: Sequence[PackEntry] = ()
+) -> list[Entry]:
     """The entries, those that take longest to compile first. `tables`: what is read row by row."""
     found = set()
     for entry in plan:

@@ -1,11 +1,12 @@
 """Packed weights: one file per (model, format) in the cache directory, mapped; or in memory alone.
 
-    8 bytes magic | u32 version | u32 header length | JSON header | sections, each at a multiple of 64 | digest
+    8 bytes magic | u32 version | u32 header length | JSON header | sections, each at a multiple of
+    64 | digest
 
-The header names the model's fingerprint, the format, and every section; the digest at the end, xxh3-128 over the
-xxh3-128 of every 8 MB, covers all bytes before it. A file is written under another name and renamed when complete. It
-is checked against its digest whenever its stamp (size, times, inode) is not that of the last check; a file that fails
-any check is written again.
+The header names the model's fingerprint, the format, and every section; the digest at the end,
+xxh3-128 over the xxh3-128 of every 8 MB, covers all bytes before it. A file is written under
+another name and renamed when complete. It is checked against its digest whenever its stamp (size,
+times, inode) is not that of the last check; a file that fails any check is written again.
 """
 
 from __future__ import annotations
@@ -43,11 +44,20 @@ from kvboost_edge.models.packed.plan import PackEntry
 from kvboost_edge.models.packed.stream import Piece, pack_stream
 from kvboost_edge.models.weights.source import WeightSource
 
-__all__ = ["MODEL_FACT", "Packable", "PackedWeights", "Progress", "free_bytes", "load_packed", "packed_path"]
+__all__ = [
+    "MODEL_FACT",
+    "Packable",
+    "PackedWeights",
+    "Progress",
+    "free_bytes",
+    "load_packed",
+    "packed_path",
+]
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBPACK\0"
-PACKED_VERSION = 4  # of the file's form and of the quantization: with either changed, older files are packed again
+# Of the file's form and of the quantization: with either changed, older files are packed again.
+PACKED_VERSION = 4
 MODEL_FACT = "model"
 """Under which the model's name is remembered of a file of its packed weights."""
 _ALIGN = 64
@@ -102,7 +112,9 @@ class PackedWeights:
         return self._data[start : start + size]
 
     def close(self) -> None:
-        """Unmap the file, unless arrays of it are still in use; then it is unmapped with the last of them."""
+        """Unmap the file, unless arrays of it are still in use; then it is unmapped with the last
+        of them.
+        """
         self._data = None
         with contextlib.suppress(BufferError):
             self._mapped.close()
@@ -131,14 +143,25 @@ def load_packed(
 ) -> PackedWeights:
     """The packed weights of a model, from the cache directory or packed now.
 
-    cache_dir: where they are kept; `NO_CACHE`, or one that cannot be written or is full: they are packed into memory,
-    the latter with a warning. progress: called with (bytes done, bytes in all) while packing. num_threads: of packing;
-    None: the machine's. Raises ModelFormatError where the checkpoint does not fit the plan, holds weights that the
-    format cannot hold or changes meanwhile, CapacityError where the system refuses the memory.
+    cache_dir: where they are kept; `NO_CACHE`, or one that cannot be written or is full: they are
+    packed into memory, the latter with a warning. progress: called with (bytes done, bytes in all)
+    while packing. num_threads: of packing; None: the machine's. Raises ModelFormatError where the
+    checkpoint does not fit the plan, holds weights that the format cannot hold or changes
+    meanwhile, CapacityError where the system refuses the memory.
     """
-    fingerprint = model.fingerprint(cache_dir=cache_dir)  # what is packed is what it was taken of, or refused
+    fingerprint = model.fingerprint(
+        cache_dir=cache_dir
+    )  # what is packed is what it was taken of, or refused
     header = _header(plan, fingerprint, weights)
-    job = _Job(model, plan, weights, header, num_threads or default_num_threads(), progress, model_name(model.path))
+    job = _Job(
+        model,
+        plan,
+        weights,
+        header,
+        num_threads or default_num_threads(),
+        progress,
+        model_name(model.path),
+    )
     if cache_dir == NO_CACHE:
         return _pack_into_memory(job)
     path = packed_path(fingerprint, weights, cache_dir)
@@ -149,8 +172,9 @@ def load_packed(
         return _pack_into_file(job, path, cache_dir)
     except OSError as error:
         _LOG.warning(
-            "packed weights (%.1f MB) cannot be kept in %s (%s); they stay in memory alone and are packed again at "
-            "every start. Make room, or point KVBOOST_EDGE_CACHE to another disk",
+            "packed weights (%.1f MB) cannot be kept in %s (%s); they stay in memory alone and "
+            "are packed again at every start. Make room, or point KVBOOST_EDGE_CACHE to another "
+            "disk",
             *(_size(header) / 1e6, path.parent, error),
         )
     return _pack_into_memory(job)
@@ -163,7 +187,9 @@ def packed_path(fingerprint: str, weights: str, cache_dir: Path | None = None) -
 
 
 def free_bytes(directory: Path) -> int:
-    """Room on the disk of a directory that may not be there yet; 0 where the system does not tell."""
+    """Room on the disk of a directory that may not be there yet; 0 where the system does not
+    tell.
+    """
     for path in (directory, *directory.parents):
         if path.is_dir():
             try:
@@ -195,7 +221,9 @@ def _pack_into_memory(job: _Job) -> PackedWeights:
 
 
 def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeights:
-    """Written under another name, read back, and renamed. OSError where the directory cannot be written."""
+    """Written under another name, read back, and renamed. OSError where the directory cannot be
+    written.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; remove it")
@@ -217,7 +245,9 @@ def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeig
 
 
 def _take(path: Path, own: FileStamp, job: _Job, cache_dir: Path | None) -> PackedWeights:
-    """The file just written, or what another process that packed the same has put in its place since."""
+    """The file just written, or what another process that packed the same has put in its place
+    since.
+    """
     with open(path, "rb") as file:
         stamp = FileStamp.of_open(file, path)
         if (stamp.inode, stamp.modified_ns, stamp.size) == (own.inode, own.modified_ns, own.size):
@@ -225,12 +255,16 @@ def _take(path: Path, own: FileStamp, job: _Job, cache_dir: Path | None) -> Pack
             return _map(file, job.header)
     found = _open_checked(path, job.header, cache_dir, job.name)
     if found is None:
-        raise ModelFormatError(f"{path} was replaced by another process while it was opened; start again")
+        raise ModelFormatError(
+            f"{path} was replaced by another process while it was opened; start again"
+        )
     return found
 
 
 def _header(plan: Sequence[PackEntry], fingerprint: str, weights: str) -> bytes:
-    """The bytes before the first section: they depend on the plan alone, so an old file is known by comparing them."""
+    """The bytes before the first section: they depend on the plan alone, so an old file is known by
+    comparing them.
+    """
     sections: dict[str, tuple[int, int]] = {}
     offset = 0
     for entry in plan:
@@ -238,7 +272,13 @@ def _header(plan: Sequence[PackEntry], fingerprint: str, weights: str) -> bytes:
             sections[name] = (offset, size)
             offset += -(-size // _ALIGN) * _ALIGN
     shapes = {entry.name: [entry.kind, entry.rows, entry.inputs, entry.offset] for entry in plan}
-    fields = {"fingerprint": fingerprint, "weights": weights, "entries": shapes, "sections": sections, "end": offset}
+    fields = {
+        "fingerprint": fingerprint,
+        "weights": weights,
+        "entries": shapes,
+        "sections": sections,
+        "end": offset,
+    }
     text = json.dumps(fields, sort_keys=True).encode()
     text += b" " * (-(len(text) + 16) % _ALIGN)
     return _MAGIC + PACKED_VERSION.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text
@@ -254,17 +294,23 @@ def _size(header: bytes) -> int:
 
 
 def _facts(name: str) -> dict[str, Any]:
-    """What is remembered of a sound file: the version that checked it, and whose weights it holds."""
+    """What is remembered of a sound file: the version that checked it, and whose weights it
+    holds.
+    """
     return {"packed": PACKED_VERSION, **({MODEL_FACT: name} if name else {})}
 
 
-def _open_checked(path: Path, header: bytes, cache_dir: Path | None, name: str = "") -> PackedWeights | None:
+def _open_checked(
+    path: Path, header: bytes, cache_dir: Path | None, name: str = ""
+) -> PackedWeights | None:
     """The file if it is there, of this header, and sound."""
     try:
         with open(path, "rb") as file:
             stamp = FileStamp.of_open(file, path)
             if stamp.size != _size(header) or file.read(len(header)) != header:
-                _LOG.warning("%s is of another version or damaged; the weights are packed again", path)
+                _LOG.warning(
+                    "%s is of another version or damaged; the weights are packed again", path
+                )
                 return None
             known = recall(stamp, cache_dir)
             facts = _facts(name)
@@ -293,7 +339,9 @@ def _sound(file: IO[bytes], size: int) -> bool:
 def _digest(file: IO[bytes], size: int) -> bytes:
     stop = size - _DIGEST_BYTES
     threads = default_num_threads()
-    found = digest_in_parts(file, stop, part_bytes=_PART_BYTES, num_threads=threads, algorithm=xxhash.xxh3_128)
+    found = digest_in_parts(
+        file, stop, part_bytes=_PART_BYTES, num_threads=threads, algorithm=xxhash.xxh3_128
+    )
     return bytes.fromhex(found)
 
 
@@ -309,7 +357,9 @@ def _map(file: IO[bytes], header: bytes) -> PackedWeights:
 
 
 def _write(file: IO[bytes], job: _Job, path: Path) -> None:
-    """Header, sections, and the digest of what is read back. Gaps between sections are holes, which read as zeros."""
+    """Header, sections, and the digest of what is read back. Gaps between sections are holes, which
+    read as zeros.
+    """
     size = _size(job.header)
     target = FileAt(file)
     own = threading.local()
@@ -321,7 +371,9 @@ def _write(file: IO[bytes], job: _Job, path: Path) -> None:
         target.write(data.data, at)
         count = target.read_into(back[: len(data)].data, at)
         if count != len(data) or not np.array_equal(back[:count], data):
-            raise ModelFormatError(f"{path} does not read back as it was written: the disk or the memory is faulty")
+            raise ModelFormatError(
+                f"{path} does not read back as it was written: the disk or the memory is faulty"
+            )
 
     file.truncate(size)
     with synced_meanwhile(file):
@@ -334,8 +386,9 @@ def _write(file: IO[bytes], job: _Job, path: Path) -> None:
 
 
 def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: str) -> None:
-    """Pack all entries and `put` them and the header where they belong, a few megabytes at a time, in any order and on
-    several threads at once."""
+    """Pack all entries and `put` them and the header where they belong, a few megabytes at a time,
+    in any order and on several threads at once.
+    """
     total = _size(job.header)
     places = _places(job.header)
     done = len(job.header)
@@ -361,7 +414,9 @@ def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: 
                 job.progress(done, total)
         log_conversions(job.plan, source)
     for path in job.model.changed_files():
-        raise ModelFormatError(f"{path} changed while its weights were packed; load it when it is complete")
+        raise ModelFormatError(
+            f"{path} changed while its weights were packed; load it when it is complete"
+        )
     if job.progress is not None:
         job.progress(total, total)
     rate = f"weight error {(error / energy) ** 0.5:.2%}" if energy else "otherwise kept as stored"

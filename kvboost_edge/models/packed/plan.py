@@ -1,4 +1,6 @@
-"""From a model's spec and a weight format to the list of packed entries: which tensors, in which format, how large."""
+"""From a model's spec and a weight format to the list of packed entries: which tensors, in which
+format, how large.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED, TABLE_FORMATS, packed_sizes
+from kvboost_edge.kernels.linear.weights import (
+    BLOCK_FORMATS,
+    NUMBERS,
+    QUANTIZED,
+    TABLE_FORMATS,
+    packed_sizes,
+)
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.experts import Experts
 from kvboost_edge.models.config.families import ModelSpec
@@ -40,22 +48,31 @@ _KINDS_OF = {
 }
 WEIGHT_FORMATS = tuple(_KINDS_OF)
 STORED = "auto"
-"""The format of each tensor is the one it is stored in: for checkpoints that are quantized already."""
+"""The format of each tensor is the one it is stored in: for checkpoints that are quantized already.
+"""
 VECTOR = "vector"
 ROUTER_KIND = "f32"
 """Of a router's matrix, whatever the others are: a wrong choice costs more than its bytes."""
-# From narrow to wide; what nothing else holds goes to int8. Float matrices of a quantized checkpoint do, too.
+# From narrow to wide; what nothing else holds goes to int8. Float matrices of a quantized
+# checkpoint do, too.
 _WIDENING = ("int4", "int4t", "int4-asym", "q4k", "q5k", "q6k", "int8")
 # (format of the tensor, format of the entry) where every stored weight keeps its value.
 _EXACT = {(kind, kind) for kind in (*QUANTIZED, *BLOCK_FORMATS, *TABLE_FORMATS)}
-_EXACT |= {("int4", "int4-asym"), ("int4", "int8"), ("q4k", "q5k"), ("int4", "int4t"), ("int4t", "int8")}
+_EXACT |= {
+    ("int4", "int4-asym"),
+    ("int4", "int8"),
+    ("q4k", "q5k"),
+    ("int4", "int4t"),
+    ("int4t", "int8"),
+}
 # Formats whose matrices read the same quantized inputs.
 _ALIKE = {*BLOCK_FORMATS, *TABLE_FORMATS}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackEntry:
-    """One packed thing: a matrix made of `parts` one below the other, or a vector of float32 made of parts.
+    """One packed thing: a matrix made of `parts` one below the other, or a vector of float32 made
+    of parts.
 
     parts   (tensor name, rows) each;  inputs: columns, 0 for a vector
     kind    "f32", "bf16", "int8", "int4", "int4-asym", "int4t", "q4k", "q5k", "q6k", or "vector"
@@ -74,7 +91,9 @@ class PackEntry:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Bytes of the codes (or floats), scales and minima; a vector is padded to a multiple of 32 with zeros."""
+        """Bytes of the codes (or floats), scales and minima; a vector is padded to a multiple of 32
+        with zeros.
+        """
         if self.kind == VECTOR:
             return -(-self.rows // 32) * 32 * 4, 0, 0
         return packed_sizes(self.rows, self.inputs, NUMBERS[self.kind])
@@ -89,16 +108,16 @@ class PackEntry:
 def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None) -> list[PackEntry]:
     """Entries of a model in the order of use. A tied head is the entry "embed" itself.
 
-    weights: one of WEIGHT_FORMATS; with int4 and int4-asym the head and the embedding are int8. Or STORED, for a
-    `source` that is quantized: each matrix keeps the format of its tensors; one made of several takes the widest of
-    theirs, but queries, keys and values in different block formats, int4t among them, become several entries, see
-    `run_name`.
+    weights: one of WEIGHT_FORMATS; with int4 and int4-asym the head and the embedding are int8. Or
+    STORED, for a `source` that is quantized: each matrix keeps the format of its tensors; one made
+    of several takes the widest of theirs, but queries, keys and values in different block formats,
+    int4t among them, become several entries, see `run_name`.
     """
     if weights == STORED:
         if source is None or not is_quantized(source):
             raise ConfigError(
-                f"weights={STORED!r} asks for the checkpoint's own quantized formats, and it has none; "
-                f"give one of {WEIGHT_FORMATS}"
+                f"weights={STORED!r} asks for the checkpoint's own quantized formats, and it has "
+                f"none; give one of {WEIGHT_FORMATS}"
             )
         return [run for entry in pack_plan(spec, "int8") for run in _as_stored(entry, source)]
     if weights not in _KINDS_OF:
@@ -107,14 +126,22 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
     vocab = (("model.embed_tokens.weight", spec.vocab_size),)
     plan = [PackEntry("embed", outer, vocab, spec.hidden_size)]
     if spec.per_layer is not None:
-        rows = (("model.per_layer_model_projection.weight", len(spec.layers) * spec.per_layer.width),)
+        rows = (
+            ("model.per_layer_model_projection.weight", len(spec.layers) * spec.per_layer.width),
+        )
         plan.append(PackEntry("ple_in", outer, rows, spec.hidden_size))
-        plan.append(_vector(spec, "ple_in_norm", "model.per_layer_projection_norm.weight", spec.per_layer.width))
+        plan.append(
+            _vector(
+                spec, "ple_in_norm", "model.per_layer_projection_norm.weight", spec.per_layer.width
+            )
+        )
     for index in range(len(spec.layers)):
         plan += _layer_plan(spec, inner, index)
     plan.append(_vector(spec, "norm", f"{spec.family.last_norm}.weight", spec.hidden_size))
     if not spec.tied:
-        plan.append(PackEntry("head", outer, (("lm_head.weight", spec.vocab_size),), spec.hidden_size))
+        plan.append(
+            PackEntry("head", outer, (("lm_head.weight", spec.vocab_size),), spec.hidden_size)
+        )
     return plan
 
 
@@ -124,7 +151,9 @@ def is_quantized(source: WeightSource) -> bool:
 
 
 def holds_exactly(kind: str, stored: str | None) -> bool:
-    """Whether the packed format `kind` holds a tensor whose own is `stored` (None: floats) as it is."""
+    """Whether the packed format `kind` holds a tensor whose own is `stored` (None: floats) as it
+    is.
+    """
     return (stored, kind) in _EXACT
 
 
@@ -139,14 +168,20 @@ def kinds_of(plan: Sequence[PackEntry]) -> set[int]:
 
 
 def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
-    """What to call the weights of a plan: the format asked for, or the formats that STORED came to ("int4+int8")."""
+    """What to call the weights of a plan: the format asked for, or the formats that STORED came to
+    ("int4+int8").
+    """
     if weights != STORED:
         return weights
-    return "+".join(sorted({entry.kind for entry in plan if entry.kind not in (VECTOR, ROUTER_KIND)}))
+    return "+".join(
+        sorted({entry.kind for entry in plan if entry.kind not in (VECTOR, ROUTER_KIND)})
+    )
 
 
 def run_name(name: str, index: int) -> str:
-    """The name of entry `index` of a matrix that is several: runs of its rows, of a block format or int4t each."""
+    """The name of entry `index` of a matrix that is several: runs of its rows, of a block format or
+    int4t each.
+    """
     return name if index == 0 else f"{name}+{index}"
 
 
@@ -156,7 +191,9 @@ def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
     kinds = [source.kind(tensor) or "int8" for tensor, _ in entry.parts]
     unknown = set(kinds) - set(_WIDENING)
     if unknown:
-        raise ModelFormatError(f"{entry.name}: a source says it stores {sorted(unknown)}, known are {_WIDENING}")
+        raise ModelFormatError(
+            f"{entry.name}: a source says it stores {sorted(unknown)}, known are {_WIDENING}"
+        )
     # Tensors may have different tables, and a tile of int4t has one.
     in_tiles = all(rows % LANES == 0 for _, rows in entry.parts[:-1])
     if entry.name.endswith((".qkv", ".mixer_in")) and set(kinds) <= _ALIKE:
@@ -167,7 +204,9 @@ def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
 
 
 def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
-    """Neighbouring tensors of one format each; the matrices read the same inputs, which these formats take alike."""
+    """Neighbouring tensors of one format each; the matrices read the same inputs, which these
+    formats take alike.
+    """
     runs: list[PackEntry] = []
     for kind, part in zip(kinds, entry.parts, strict=True):
         if runs and runs[-1].kind == kind:
@@ -179,7 +218,8 @@ def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
 
 
 def _widest(kinds: set[str], *, in_tiles: bool) -> str:
-    """The narrowest format that holds all of them; int8 does it with an error where nothing else is common.
+    """The narrowest format that holds all of them; int8 does it with an error where nothing else is
+    common.
 
     in_tiles: whether every tensor starts with a tile.
     """
@@ -192,7 +232,9 @@ def _vector(spec: ModelSpec, name: str, tensor: str, count: int) -> PackEntry:
 
 
 def row_tables(spec: ModelSpec) -> list[PackEntry]:
-    """What is read from the checkpoint row by row as tokens come, and never packed; `kind` has no meaning."""
+    """What is read from the checkpoint row by row as tokens come, and never packed; `kind` has no
+    meaning.
+    """
     if spec.per_layer is None:
         return []
     rows = (("model.embed_tokens_per_layer.weight", spec.per_layer.rows),)
@@ -218,9 +260,13 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
     if wide:  # of layers with experts that of the shared one, where there is one
         matrices.append((spec.family.way_in, way_in, hidden, spec.mlp_bias))
         matrices.append(("down", ((down, hidden),), wide, spec.mlp_bias))
-    norms = _norm_names(spec, mixes=layer.attends or layer.keeps_state, mlp=bool(wide) or experts is not None)
+    norms = _norm_names(
+        spec, mixes=layer.attends or layer.keeps_state, mlp=bool(wide) or experts is not None
+    )
     if experts is not None and experts.beside:
-        norms |= dict(zip(("beside_out", "experts_in", "experts_out"), experts.names.norms, strict=True))
+        norms |= dict(
+            zip(("beside_out", "experts_in", "experts_out"), experts.names.norms, strict=True)
+        )
     if spec.per_layer is not None:
         width = spec.per_layer.width
         matrices.append(("ple_gate", (("per_layer_input_gate", width),), hidden, False))
@@ -238,7 +284,9 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
     for name, tensor in norms.items():
         plan.append(_vector(spec, to + name, f"{source}{tensor}.weight", hidden))
     if spec.family.sinks and layer.attends:
-        plan.append(PackEntry(f"{to}sinks", VECTOR, ((f"{source}self_attn.sinks", spec.num_heads),)))
+        plan.append(
+            PackEntry(f"{to}sinks", VECTOR, ((f"{source}self_attn.sinks", spec.num_heads),))
+        )
     if spec.family.head_norm and layer.attends:
         every = spec.family.head_norm == "all"
         kv_rows = layer.num_kv_heads * layer.head_dim
@@ -251,8 +299,12 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
     return plan
 
 
-def _experts_plan(spec: ModelSpec, experts: Experts, kind: str, source: str, to: str) -> list[PackEntry]:
-    """The router, and the matrices of all experts as one each: an expert's rows behind those of the one before."""
+def _experts_plan(
+    spec: ModelSpec, experts: Experts, kind: str, source: str, to: str
+) -> list[PackEntry]:
+    """The router, and the matrices of all experts as one each: an expert's rows behind those of the
+    one before.
+    """
     names = experts.names
     hidden = spec.hidden_size
     way_in = f"{to}experts_{spec.family.way_in}"
@@ -264,7 +316,9 @@ def _experts_plan(spec: ModelSpec, experts: Experts, kind: str, source: str, to:
         plan.append(PackEntry(f"{to}choice", VECTOR, ((f"{source}{names.bias}", experts.count),)))
     if names.scales:
         sizes = zip(("router_in", "shares"), names.scales, (hidden, experts.count), strict=True)
-        plan += [PackEntry(to + name, VECTOR, ((source + tensor, size),)) for name, tensor, size in sizes]
+        plan += [
+            PackEntry(to + name, VECTOR, ((source + tensor, size),)) for name, tensor, size in sizes
+        ]
     *first, down = names.parts
     every = [f"{names.experts}{expert}." for expert in range(experts.count)]
     both = tuple((f"{one}{part}", experts.width) for one in every for part in first)
@@ -272,65 +326,100 @@ def _experts_plan(spec: ModelSpec, experts: Experts, kind: str, source: str, to:
     last = tuple((f"{one}{down}", hidden) for one in every)
     plan.append(PackEntry(f"{to}experts_down", kind, _named(source, last, "weight"), experts.width))
     if experts.biased:
-        biases = ((f"{to}router", ((names.router, experts.count),)), (way_in, both), (f"{to}experts_down", last))
-        plan += [PackEntry(f"{name}_bias", VECTOR, _named(source, parts, "bias")) for name, parts in biases]
+        biases = (
+            (f"{to}router", ((names.router, experts.count),)),
+            (way_in, both),
+            (f"{to}experts_down", last),
+        )
+        plan += [
+            PackEntry(f"{name}_bias", VECTOR, _named(source, parts, "bias"))
+            for name, parts in biases
+        ]
     return plan
 
 
 def _mixer_matrices(spec: ModelSpec) -> list[tuple[str, tuple[tuple[str, int], ...], int, bool]]:
-    """What a layer with a state has as others have "qkv" and "out": the inputs of its mixer, which all read the same
-    rows, and the way back."""
+    """What a layer with a state has as others have "qkv" and "out": the inputs of its mixer, which
+    all read the same rows, and the way back.
+    """
     (mixer, names) = spec.named_mixer
     hidden = spec.hidden_size
     values = mixer.value_heads * mixer.value_dim or mixer.channels
     rows = (3 * mixer.channels,) if mixer.kind == "conv" else (mixer.channels, values)
     inputs = tuple(zip(names.inputs, rows, strict=True))
-    return [("mixer_in", inputs, hidden, False), ("mixer_out", ((names.out, hidden),), values, False)]
+    return [
+        ("mixer_in", inputs, hidden, False),
+        ("mixer_out", ((names.out, hidden),), values, False),
+    ]
 
 
 def _mixer_rest(spec: ModelSpec, source: str, to: str) -> list[PackEntry]:
-    """What is small of a mixer: its gates, which are floats as routers are, the taps of its convolution from the oldest
-    input on, [taps + 1, channels], and vectors."""
+    """What is small of a mixer: its gates, which are floats as routers are, the taps of its
+    convolution from the oldest input on, [taps + 1, channels], and vectors.
+    """
     mixer, names = spec.named_mixer
     normed = mixer.value_dim * (mixer.value_heads if mixer.norm_groups else 1)
     vectors = {
-        "conv": (names.conv, (mixer.taps + 1) * mixer.channels), "conv_bias": (names.conv_bias, mixer.channels),
-        "decay": (names.decay, mixer.value_heads), "dt_bias": (names.dt_bias, mixer.value_heads),
-        "skip": (names.skip, mixer.value_heads), "mixer_norm": (names.norm, normed),
-    }  # fmt: skip
+        "conv": (names.conv, (mixer.taps + 1) * mixer.channels),
+        "conv_bias": (names.conv_bias, mixer.channels),
+        "decay": (names.decay, mixer.value_heads),
+        "dt_bias": (names.dt_bias, mixer.value_heads),
+        "skip": (names.skip, mixer.value_heads),
+        "mixer_norm": (names.norm, normed),
+    }
     gates = tuple((name, mixer.value_heads) for name in names.gates)
-    plan = [PackEntry(f"{to}mixer_gates", ROUTER_KIND, _named(source, gates, "weight"), spec.hidden_size)]
-    vectors_of = [(to + name, source + tensor, count) for name, (tensor, count) in vectors.items() if tensor]
-    return plan[: len(gates)] + [PackEntry(name, VECTOR, ((tensor, count),)) for name, tensor, count in vectors_of]
+    plan = [
+        PackEntry(
+            f"{to}mixer_gates", ROUTER_KIND, _named(source, gates, "weight"), spec.hidden_size
+        )
+    ]
+    vectors_of = [
+        (to + name, source + tensor, count) for name, (tensor, count) in vectors.items() if tensor
+    ]
+    return plan[: len(gates)] + [
+        PackEntry(name, VECTOR, ((tensor, count),)) for name, tensor, count in vectors_of
+    ]
 
 
 def _qkv(spec: ModelSpec, index: int) -> tuple[tuple[str, int], ...]:
-    """The tensors whose rows are a layer's queries, keys and values, those of them that it computes."""
+    """The tensors whose rows are a layer's queries, keys and values, those of them that it
+    computes.
+    """
     layer = spec.layers[index]
     q_rows = spec.num_heads * layer.head_dim
     kv_rows = layer.num_kv_heads * layer.head_dim
     if spec.family.fused:
         return (("self_attn.qkv_proj", q_rows + 2 * kv_rows),)
-    parts = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
+    parts = (
+        ("self_attn.q_proj", q_rows),
+        ("self_attn.k_proj", kv_rows),
+        ("self_attn.v_proj", kv_rows),
+    )
     if spec.family.output_gate:
         return (*parts, (OUTPUT_GATE, q_rows))
     return parts[: (3 if layer.has_values else 2) if layer.owns_kv else 1]
 
 
-def _named(source: str, parts: tuple[tuple[str, int], ...], what: str) -> tuple[tuple[str, int], ...]:
+def _named(
+    source: str, parts: tuple[tuple[str, int], ...], what: str
+) -> tuple[tuple[str, int], ...]:
     return tuple((f"{source}{tensor}.{what}", rows) for tensor, rows in parts)
 
 
 def _norm_names(spec: ModelSpec, *, mixes: bool, mlp: bool) -> dict[str, str]:
-    """Norms of a layer: where they stand -> what the checkpoint calls them. mixes, mlp: whether something in it mixes
-    tokens, and whether something is behind that."""
+    """Norms of a layer: where they stand -> what the checkpoint calls them. mixes, mlp: whether
+    something in it mixes tokens, and whether something is behind that.
+    """
     found = _all_norm_names(spec)
     return {to: name for to, name in found.items() if (mixes if to.startswith("attn_") else mlp)}
 
 
 def _all_norm_names(spec: ModelSpec) -> dict[str, str]:
     if spec.family.norm_names:
-        places = {"pre": ("attn_in", "mlp_in"), "both": ("attn_in", "attn_out", "mlp_in", "mlp_out")}
+        places = {
+            "pre": ("attn_in", "mlp_in"),
+            "both": ("attn_in", "attn_out", "mlp_in", "mlp_out"),
+        }
         return dict(zip(places[spec.family.norms], spec.family.norm_names, strict=True))
     if spec.family.norms == "pre":
         return {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm"}
@@ -340,32 +429,48 @@ def _all_norm_names(spec: ModelSpec) -> dict[str, str]:
     return {"attn_in": "input_layernorm", "mlp_in": "pre_feedforward_layernorm", **after}
 
 
-def check_tensors(plan: Sequence[PackEntry], source: WeightSource, tables: Sequence[PackEntry] = ()) -> None:
-    """Every tensor of the plan, and of the tables that are not packed, is there with its shape, and the checkpoint has
-    no weights that are not used."""
+def check_tensors(
+    plan: Sequence[PackEntry], source: WeightSource, tables: Sequence[PackEntry] = ()
+) -> None:
+    """Every tensor of the plan, and of the tables that are not packed, is there with its shape, and
+    the checkpoint has no weights that are not used.
+    """
     used = set()
     for entry in (*plan, *tables):
         for tensor, rows in entry.parts:
             expected = (rows, entry.inputs) if entry.kind != VECTOR else (rows,)
             if source.shape(tensor) != expected:
                 raise ModelFormatError(
-                    f"{source.file_of(tensor)}: tensor {tensor!r} has shape {source.shape(tensor)}, "
-                    f"expected {expected} by the config"
+                    f"{source.file_of(tensor)}: tensor {tensor!r} has shape "
+                    f"{source.shape(tensor)}, expected {expected} by the config"
                 )
             used.add(tensor)
     ignored = {"lm_head.weight"}  # a tied head that was saved all the same
-    left = {name for name in source.names() - used - ignored if not name.endswith(".rotary_emb.inv_freq")}
+    left = {
+        name
+        for name in source.names() - used - ignored
+        if not name.endswith(".rotary_emb.inv_freq")
+    }
     left -= {name for name in left if _is_of_sharing_layer(name, used)}
     surplus = min(left, default="")
     number = expert_number(surplus)
-    if number is not None and f".experts.{number - 1}.".join(surplus.split(f".experts.{number}.")) in used:
-        raise ModelFormatError(f"tensor {surplus!r} is of expert {number}, and layers have {number}: 0 to {number - 1}")
+    if (
+        number is not None
+        and f".experts.{number - 1}.".join(surplus.split(f".experts.{number}.")) in used
+    ):
+        raise ModelFormatError(
+            f"tensor {surplus!r} is of expert {number}, and layers have {number}: 0 to {number - 1}"
+        )
     if left:
-        raise ModelFormatError(f"tensor {min(left)!r} is not known to the native runner ({len(left)} such)")
+        raise ModelFormatError(
+            f"tensor {min(left)!r} is not known to the native runner ({len(left)} such)"
+        )
 
 
 def _is_of_sharing_layer(name: str, used: set[str]) -> bool:
-    """Whether a tensor makes keys and values of a layer that attends to another's: files have them all the same."""
+    """Whether a tensor makes keys and values of a layer that attends to another's: files have them
+    all the same.
+    """
     layer, _, rest = name.partition(".self_attn.")
     return (
         rest in ("k_proj.weight", "v_proj.weight", "k_norm.weight", "v_norm.weight")

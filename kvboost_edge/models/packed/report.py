@@ -11,7 +11,14 @@ from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.file import Packable, Progress
-from kvboost_edge.models.packed.plan import VECTOR, PackEntry, check_tensors, pack_plan, plan_bytes, row_tables
+from kvboost_edge.models.packed.plan import (
+    VECTOR,
+    PackEntry,
+    check_tensors,
+    pack_plan,
+    plan_bytes,
+    row_tables,
+)
 from kvboost_edge.models.packed.stream import pack_stream, read_rows
 from kvboost_edge.models.weights.source import WeightSource
 
@@ -43,7 +50,9 @@ class MatrixError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightReport:
-    """All matrices of a model in a weight format. `nbytes`: of the packed sections, vectors included."""
+    """All matrices of a model in a weight format. `nbytes`: of the packed sections, vectors
+    included.
+    """
 
     weights: str
     matrices: tuple[MatrixError, ...]
@@ -53,12 +62,18 @@ class WeightReport:
     def relative(self) -> float:
         """Relative L2 error over all matrices together."""
         energy = sum(matrix.energy for matrix in self.matrices)
-        return float((sum(matrix.error for matrix in self.matrices) / energy) ** 0.5) if energy else 0.0
+        return (
+            float((sum(matrix.error for matrix in self.matrices) / energy) ** 0.5)
+            if energy
+            else 0.0
+        )
 
     @property
     def bits_per_weight(self) -> float:
         """Packed bits of the matrices, scales and minima included, for each of their weights."""
-        return 8 * sum(m.nbytes for m in self.matrices) / sum(m.rows * m.inputs for m in self.matrices)
+        return (
+            8 * sum(m.nbytes for m in self.matrices) / sum(m.rows * m.inputs for m in self.matrices)
+        )
 
     @property
     def worst(self) -> MatrixError:
@@ -66,11 +81,14 @@ class WeightReport:
         return max(self.matrices, key=lambda matrix: matrix.relative)
 
 
-def weight_error(model: Packable, weights: str, *, progress: Progress | None = None) -> WeightReport:
+def weight_error(
+    model: Packable, weights: str, *, progress: Progress | None = None
+) -> WeightReport:
     """Pack a model's matrices in memory and compare each with the checkpoint's weights, in float64.
 
-    weights: as in `pack_plan`. progress: called with (bytes packed, bytes in all). Raises ModelFormatError for models
-    the native runner does not know and for weights the format cannot hold.
+    weights: as in `pack_plan`. progress: called with (bytes packed, bytes in all). Raises
+    ModelFormatError for models the native runner does not know and for weights the format cannot
+    hold.
     """
     with model.open_source() as source:
         spec = describe_model(model.config)
@@ -80,7 +98,11 @@ def weight_error(model: Packable, weights: str, *, progress: Progress | None = N
 
 
 def measure_plan(
-    plan: Sequence[PackEntry], source: WeightSource, weights: str, *, progress: Progress | None = None
+    plan: Sequence[PackEntry],
+    source: WeightSource,
+    weights: str,
+    *,
+    progress: Progress | None = None,
 ) -> WeightReport:
     """The report of a plan; `weights` is its name only."""
     matrices = [entry for entry in plan if entry.kind != VECTOR]
@@ -100,7 +122,16 @@ def measure_plan(
             progress(done, total)
         if piece.is_last:
             found.append(
-                MatrixError(entry.name, entry.kind, entry.rows, entry.inputs, sum(entry.sizes), error, energy, largest)
+                MatrixError(
+                    entry.name,
+                    entry.kind,
+                    entry.rows,
+                    entry.inputs,
+                    sum(entry.sizes),
+                    error,
+                    energy,
+                    largest,
+                )
             )
             error = energy = largest = 0.0
     return WeightReport(weights, tuple(found), plan_bytes(plan))

@@ -1,7 +1,9 @@
-"""The bytes of packed entries as a stream: rows are read and packed a few megabytes at a time, on several threads.
+"""The bytes of packed entries as a stream: rows are read and packed a few megabytes at a time, on
+several threads.
 
-Tensors that are stored quantized keep their codes wherever the entry's format holds them exactly; everything else is
-quantized from float32. Weights that a format cannot hold, NaN and infinity among them, raise ModelFormatError.
+Tensors that are stored quantized keep their codes wherever the entry's format holds them exactly;
+everything else is quantized from float32. Weights that a format cannot hold, NaN and infinity among
+them, raise ModelFormatError.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ __all__ = ["Piece", "pack_stream", "packing_bytes", "pieces_of", "read_rows"]
 
 _PIECE_BYTES = 4 << 20  # float32 bytes of rows that one thread packs at once
 _ALL_PIECES = 64 << 20  # that all threads do: many threads take smaller pieces
-_WORKING_PIECES = 8  # so much is a thread's own: what it reads, as floats, their codes, and what it makes of them
+_WORKING_PIECES = (
+    8  # so much is a thread's own: what it reads, as floats, their codes, and what it makes of them
+)
 _PIECES_PER_THREAD = 2  # so many are under way for each thread: none waits for the writer
 
 _NOTHING = np.empty(0, dtype=np.uint8)
@@ -81,12 +85,15 @@ def pieces_of(plan: Sequence[PackEntry], num_threads: int = 1) -> Iterator[Piece
         start = 0
         while start < entry.rows:
             stop = min(start + step, entry.rows)
-            stop = min([end for end in ends if start < end <= stop and end % LANES == 0], default=stop)
+            stop = min(
+                [end for end in ends if start < end <= stop and end % LANES == 0], default=stop
+            )
             yield Piece(entry, start, stop)
             start = stop
 
 
-# Kernels and what stays between two pieces: of one thread, whose pieces are 46 MB, 71 to 77 MB were measured.
+# Kernels and what stays between two pieces: of one thread, whose pieces are 46 MB, 71 to 77 MB were
+# measured.
 _BASE_BYTES = 32 << 20
 
 
@@ -95,10 +102,11 @@ def _piece_bytes(num_threads: int) -> int:
 
 
 def packing_bytes(num_threads: int) -> int:
-    """Memory that packing takes at most beside the packed weights, whatever the sizes of tensors: one that holds all
-    experts of a layer is read a few megabytes at a time, too. Vectors are small, and packed whole. Not counted are
-    matrices of experts whose rows are columns in the file (gpt-oss's as floats): two are kept whole as float32, beside
-    the one that is read."""
+    """Memory that packing takes at most beside the packed weights, whatever the sizes of tensors:
+    one that holds all experts of a layer is read a few megabytes at a time, too. Vectors are small,
+    and packed whole. Not counted are matrices of experts whose rows are columns in the file
+    (gpt-oss's as floats): two are kept whole as float32, beside the one that is read.
+    """
     waiting = _PIECES_PER_THREAD * num_threads + 1
     return _BASE_BYTES + (waiting + _WORKING_PIECES * num_threads) * _piece_bytes(num_threads)
 
@@ -109,8 +117,10 @@ def pack_stream(
     num_threads: int,
     put: Callable[[Piece, PackedRows], None] | None = None,
 ) -> Iterator[tuple[Piece, PackedRows]]:
-    """All pieces of a plan in order with their bytes. put: called with each on the thread that packed it, in any
-    order, before it is handed out: writing on one thread would be a third of the time on two cores."""
+    """All pieces of a plan in order with their bytes. put: called with each on the thread that
+    packed it, in any order, before it is handed out: writing on one thread would be a third of the
+    time on two cores.
+    """
 
     def pack(piece: Piece) -> PackedRows:
         packed = _pack(piece, source)
@@ -139,8 +149,9 @@ def _next(waiting: collections.deque[tuple[Piece, Future[PackedRows]]]) -> tuple
 
 
 def read_rows(piece: Piece, source: WeightSource) -> Floats:
-    """The rows as float32, parts one below the other; a vector's one behind the other. ModelFormatError for weights
-    that the entry's format cannot hold."""
+    """The rows as float32, parts one below the other; a vector's one behind the other.
+    ModelFormatError for weights that the entry's format cannot hold.
+    """
     rows = [_checked(source, *part, piece.entry.kind) for part in piece.parts]
     return _joined(rows)
 
@@ -156,7 +167,9 @@ def _pack(piece: Piece, source: WeightSource) -> PackedRows:
         return _pack_vector(piece, source)
     number = NUMBERS[entry.kind]
     if entry.kind in BLOCK_FORMATS:
-        return pack_blocks(_joined([_stored(source, *part, entry.kind).codes for part in piece.parts]), number)
+        return pack_blocks(
+            _joined([_stored(source, *part, entry.kind).codes for part in piece.parts]), number
+        )
     if entry.kind in TABLE_FORMATS:
         # Of one tensor: in these entries each starts with a tile, where pieces are cut.
         (part,) = piece.parts
@@ -195,7 +208,9 @@ def _pack_vector(piece: Piece, source: WeightSource) -> PackedRows:
 
 def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str) -> Floats:
     rows = source.rows(tensor, start, stop)
-    largest = LARGEST.get(kind, LARGEST["f32"])  # formats that floats are not packed in hold what the file holds
+    largest = LARGEST.get(
+        kind, LARGEST["f32"]
+    )  # formats that floats are not packed in hold what the file holds
     # both are NaN if any weight is
     low = float(rows.min())
     high = float(rows.max())
@@ -204,11 +219,13 @@ def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str
     where = f"tensor {tensor!r} in {source.file_of(tensor)}"
     if not np.isfinite([low, high]).all():
         raise ModelFormatError(
-            f"{where} holds NaN or infinity in rows {start} to {stop - 1}; the checkpoint is damaged"
+            f"{where} holds NaN or infinity in rows {start} to {stop - 1}; the checkpoint is "
+            "damaged"
         )
     top = high if high > largest else low
     raise ModelFormatError(
-        f"{where} holds the weight {top:.6g}; weights={kind!r} goes up to {largest:.6g}, give weights='f32'"
+        f"{where} holds the weight {top:.6g}; weights={kind!r} goes up to {largest:.6g}, give "
+        "weights='f32'"
     )
 
 
@@ -223,13 +240,15 @@ def _stored(source: WeightSource, tensor: str, start: int, stop: int, kind: str)
     elif rows.kind == "int4" and kind == "int4t":
         rows = rows._replace(kind=kind, table=np.arange(-8, 8, dtype=np.int8))
     elif rows.table is not None and kind == "int8":
-        rows = rows._replace(kind=kind, codes=rows.table.view(np.uint8)[rows.codes] ^ np.uint8(128), table=None)
+        rows = rows._replace(
+            kind=kind, codes=rows.table.view(np.uint8)[rows.codes] ^ np.uint8(128), table=None
+        )
     elif rows.kind == "q4k" and kind == "q5k":
         rows = rows._replace(kind=kind, codes=_with_fifth_bits(rows.codes))
     if not all(np.isfinite(halves).all() for halves in rows[2:] if halves is not None):
         raise ModelFormatError(
-            f"tensor {tensor!r} in {source.file_of(tensor)} has scales that are not finite in rows {start} to "
-            f"{stop - 1}; the checkpoint is damaged"
+            f"tensor {tensor!r} in {source.file_of(tensor)} has scales that are not finite in rows "
+            f"{start} to {stop - 1}; the checkpoint is damaged"
         )
     return rows
 

@@ -2,12 +2,13 @@
 
     weight[out, in] = scale[group, out] * (code - zero[group, out])
 
-AWQ (the "gemm" order): qweight int32 [in, out / 8], qzeros int32 [groups, out / 8]; the 8 nibbles of a word, lowest
-first, are columns 0 2 4 6 1 3 5 7. GPTQ: qweight int32 [in / 8, out], nibbles along the inputs in order; qzeros
-int32 [groups, out / 8] in order, less one ("gptq" format) or as they are ("gptq_v2"). scales float16 [groups, out].
+AWQ (the "gemm" order): qweight int32 [in, out / 8], qzeros int32 [groups, out / 8]; the 8 nibbles
+of a word, lowest first, are columns 0 2 4 6 1 3 5 7. GPTQ: qweight int32 [in / 8, out], nibbles
+along the inputs in order; qzeros int32 [groups, out / 8] in order, less one ("gptq" format) or as
+they are ("gptq_v2"). scales float16 [groups, out].
 
-A tensor whose zero points are all 8 is int4, exact. Any other is int4-asym with minimum = scale * zero rounded to
-float16: an error of at most scale * zero / 2048, the same for a whole group.
+A tensor whose zero points are all 8 is int4, exact. Any other is int4-asym with minimum = scale *
+zero rounded to float16: an error of at most scale * zero / 2048, the same for a whole group.
 """
 
 from __future__ import annotations
@@ -37,16 +38,21 @@ _MIDDLE = 8  # the zero point of a symmetric tensor
 
 
 class PackedQuantSource:
-    """A `WeightSource`: "m.qweight" and its fellows appear as "m.weight" [out, in]; other tensors as they are."""
+    """A `WeightSource`: "m.qweight" and its fellows appear as "m.weight" [out, in]; other tensors
+    as they are.
+    """
 
     def __init__(self, model_dir: Path | str, config: Mapping[str, Any]) -> None:
         self._layout = packed_layout(config)
         self._files = SafetensorsSource(model_dir)
-        # Rows are columns in these files: a tensor is read whole, and kept while its rows are asked for.
+        # Rows are columns in these files: a tensor is read whole, and kept while its rows are asked
+        # for.
         self._whole = functools.lru_cache(maxsize=_KEPT)(self._files.stored)
         try:
             names = self._files.names()
-            self._packed = {name.removesuffix(".qweight") for name in names if name.endswith(".qweight")}
+            self._packed = {
+                name.removesuffix(".qweight") for name in names if name.endswith(".qweight")
+            }
             self._zeros: dict[str, Bytes] = {}
             self._shapes = {module: self._check(module) for module in sorted(self._packed)}
         except BaseException:
@@ -57,7 +63,10 @@ class PackedQuantSource:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._files.__exit__(kind, error, trace)
 
@@ -78,7 +87,9 @@ class PackedQuantSource:
         return self._files.shape(name) if module is None else self._shapes[module]
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Rows [start, stop) as float32; packed ones as scale * (code - zero), without the rounding of minima."""
+        """Rows [start, stop) as float32; packed ones as scale * (code - zero), without the rounding
+        of minima.
+        """
         module = self._module(name)
         if module is None:
             return self._files.rows(name, start, stop)
@@ -86,7 +97,9 @@ class PackedQuantSource:
         codes, scales, zeros = self._read(module, start, stop)
         size = self._layout.group_size
         wide = np.repeat(scales.astype(np.float32), size, axis=1)[:, : codes.shape[1]]
-        return wide * (codes.astype(np.float32) - np.repeat(zeros, size, axis=1)[:, : codes.shape[1]])
+        return wide * (
+            codes.astype(np.float32) - np.repeat(zeros, size, axis=1)[:, : codes.shape[1]]
+        )
 
     def kind(self, name: str) -> str | None:
         module = self._module(name)
@@ -95,7 +108,9 @@ class PackedQuantSource:
         return "int4" if (self._zeros_of(module) == _MIDDLE).all() else "int4-asym"
 
     def type_of(self, name: str) -> str:
-        return self._files.type_of(name) if self._module(name) is None else self._layout.method.upper()
+        return (
+            self._files.type_of(name) if self._module(name) is None else self._layout.method.upper()
+        )
 
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
         module = self._module(name)
@@ -109,7 +124,9 @@ class PackedQuantSource:
             return QuantRows("int4", codes, spread)
         minima = (scales.astype(np.float32) * zeros.astype(np.float32)).astype(np.float16)
         if not np.isfinite(minima).all():
-            raise ModelFormatError(f"{self.file_of(name)}: tensor '{module}.scales' is too large for float16 minima")
+            raise ModelFormatError(
+                f"{self.file_of(name)}: tensor '{module}.scales' is too large for float16 minima"
+            )
         return QuantRows("int4-asym", codes, spread, np.repeat(minima, times, axis=1)[:, :groups])
 
     def file_of(self, name: str) -> Path:
@@ -133,18 +150,29 @@ class PackedQuantSource:
         inputs, outputs = (first, 8 * last) if awq else (8 * first, last)
         groups = -(-inputs // self._layout.group_size)
         if inputs % GROUP or outputs % 8:
-            raise self._error(module, "qweight", f"is for {inputs} inputs and {outputs} outputs: multiples of 32 and 8")
-        for part, dtype, shape in (("qzeros", "I32", (groups, outputs // 8)), ("scales", "F16", (groups, outputs))):
+            raise self._error(
+                module,
+                "qweight",
+                f"is for {inputs} inputs and {outputs} outputs: multiples of 32 and 8",
+            )
+        for part, dtype, shape in (
+            ("qzeros", "I32", (groups, outputs // 8)),
+            ("scales", "F16", (groups, outputs)),
+        ):
             found = self._files.stored_shape(f"{module}.{part}", dtype, 2)
             if found != shape:
                 raise self._error(module, part, f"has shape {found}, expected {shape}")
         if not awq and f"{module}.g_idx" in self._files.names():
             order = self._files.stored(f"{module}.g_idx", "I32", 1)
             if not np.array_equal(order, np.arange(inputs) // self._layout.group_size):
-                raise self._error(module, "g_idx", "is not in order: act-order (desc_act) is not read")
+                raise self._error(
+                    module, "g_idx", "is not in order: act-order (desc_act) is not read"
+                )
         return outputs, inputs
 
-    def _read(self, module: str, start: int, stop: int) -> tuple[Bytes, npt.NDArray[np.float16], Bytes]:
+    def _read(
+        self, module: str, start: int, stop: int
+    ) -> tuple[Bytes, npt.NDArray[np.float16], Bytes]:
         """Codes [rows, in], scales and zeros [rows, groups] of rows [start, stop)."""
         outputs = self._shapes[module][0]
         if not 0 <= start < stop <= outputs:
@@ -157,7 +185,11 @@ class PackedQuantSource:
         else:
             nibbles = np.stack([_nibble(qweight[:, start:stop], i) for i in range(8)], axis=1)
             codes = nibbles.reshape(-1, stop - start).T
-        return np.array(codes, order="C"), np.array(scales, order="C"), self._zeros_of(module)[start:stop]
+        return (
+            np.array(codes, order="C"),
+            np.array(scales, order="C"),
+            self._zeros_of(module)[start:stop],
+        )
 
     def _zeros_of(self, module: str) -> Bytes:
         """Zero points [out, groups], kept: they are small and tell the tensor's kind."""
@@ -166,8 +198,14 @@ class PackedQuantSource:
             words = self._files.stored(f"{module}.qzeros", "I32", 2)
             zeros = _nibbles(words, _AWQ_ORDER if self._layout.method == "awq" else range(8)).T
             if self._layout.zero_offset and (zeros == 15).any():
-                raise self._error(module, "qzeros", "holds 15, which stands for 16 or for 0: this format is ambiguous")
-            known = self._zeros[module] = np.ascontiguousarray(zeros + np.uint8(self._layout.zero_offset))
+                raise self._error(
+                    module,
+                    "qzeros",
+                    "holds 15, which stands for 16 or for 0: this format is ambiguous",
+                )
+            known = self._zeros[module] = np.ascontiguousarray(
+                zeros + np.uint8(self._layout.zero_offset)
+            )
         return known
 
     def _error(self, module: str, part: str, what: str) -> ModelFormatError:
@@ -180,7 +218,9 @@ def _nibble(words: npt.NDArray[np.int32], index: int) -> Bytes:
 
 
 def _nibbles(words: npt.NDArray[np.int32], order: tuple[int, ...] | range) -> Bytes:
-    """[n, words] -> [n, 8 * words]: nibble i, lowest first, is column order[i] of its word's eight."""
+    """[n, words] -> [n, 8 * words]: nibble i, lowest first, is column order[i] of its word's
+    eight.
+    """
     codes = np.empty((*words.shape, 8), dtype=np.uint8)
     for index, column in enumerate(order):
         codes[:, :, column] = _nibble(words, index)

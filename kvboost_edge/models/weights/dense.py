@@ -1,4 +1,6 @@
-"""The matrices behind the pooling of an embedding model, as sentence-transformers saves them: a folder for each."""
+"""The matrices behind the pooling of an embedding model, as sentence-transformers saves them: a
+folder for each.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,24 @@ _IDENTITY = "Identity"
 
 
 def read_dense(folders: Sequence[Path], config: Mapping[str, Any]) -> Matrices:
-    """The first is for states of the config's hidden size. ModelFormatError names the folder of one with a bias, an
-    activation, or a shape that does not follow the one before."""
+    """The first is for states of the config's hidden size. ModelFormatError names the folder of one
+    with a bias, an activation, or a shape that does not follow the one before.
+    """
     found = tuple(_read(folder) for folder in folders)
     check_dense(found, config, [str(folder) for folder in folders])
     return found
 
 
 def check_dense(matrices: Matrices, config: Mapping[str, Any], names: Sequence[str]) -> None:
-    """ModelFormatError, with the matrix's name, where its inputs are not what comes before, or a number is not
-    finite."""
+    """ModelFormatError, with the matrix's name, where its inputs are not what comes before, or a
+    number is not finite.
+    """
     inputs = size_of(text_config(config), "hidden_size")
     for matrix, name in zip(matrices, names, strict=True):
         if matrix.ndim != 2 or matrix.shape[1] != inputs:
-            raise ModelFormatError(f"{name}: a matrix of {matrix.shape} cannot follow {inputs} numbers")
+            raise ModelFormatError(
+                f"{name}: a matrix of {matrix.shape} cannot follow {inputs} numbers"
+            )
         if not np.isfinite(matrix).all():
             raise ModelFormatError(f"{name} holds NaN or infinity; the file is damaged")
         inputs = matrix.shape[0]
@@ -47,12 +53,18 @@ def check_dense(matrices: Matrices, config: Mapping[str, Any], names: Sequence[s
 def _read(folder: Path) -> Floats:
     path = folder / "config.json"
     settings = read_json_object(path)
-    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    activation = str(
+        settings.get("activation_function", "torch.nn.modules.activation.Tanh")
+    ).rpartition(".")[2]
     if activation != _IDENTITY:
-        raise ModelFormatError(f"{path}: activation_function {activation!r} is not supported, {_IDENTITY!r} alone is")
+        raise ModelFormatError(
+            f"{path}: activation_function {activation!r} is not supported, {_IDENTITY!r} alone is"
+        )
     if settings.get("bias", True):
         raise ModelFormatError(f"{path}: a Dense layer with a bias is not supported")
     with SafetensorsSource(folder) as source:
         if source.names() != {_NAME}:
-            raise ModelFormatError(f"{folder} holds the tensors {sorted(source.names())}, expected {_NAME!r} alone")
+            raise ModelFormatError(
+                f"{folder} holds the tensors {sorted(source.names())}, expected {_NAME!r} alone"
+            )
         return source.rows(_NAME)

@@ -1,5 +1,6 @@
-"""Tensors that hold all experts of a layer, as one tensor for each expert: matrices that lie one behind the other. And
-tensors beside them whose shape says the same in another way."""
+"""Tensors that hold all experts of a layer, as one tensor for each expert: matrices that lie one
+behind the other. And tensors beside them whose shape says the same in another way.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class ExpertRows(NamedTuple):
         return first, first + nbytes * math.prod(self.shape) // elements
 
 
-# What transformers calls the whole -> where an expert's number goes, and the matrices that lie in one expert's piece.
+# What transformers calls the whole -> where an expert's number goes, and the matrices that lie in
+# one expert's piece.
 _GATE_UP = ("gate_proj", "up_proj")
 _WHOLE = (
     (re.compile(r"(.*\.experts\.)gate_up_proj(?:\.weight)?"), _GATE_UP),
@@ -51,18 +53,25 @@ def expert_number(name: str) -> int | None:
 
 
 def expert_rows(name: str, shape: tuple[int, ...]) -> list[ExpertRows]:
-    """The matrices of the experts in a tensor [experts, rows, columns], or their biases in one of [experts, rows]; []
-    for a tensor that is something else. ModelFormatError where rows of two matrices are an odd number."""
+    """The matrices of the experts in a tensor [experts, rows, columns], or their biases in one of
+    [experts, rows]; [] for a tensor that is something else. ModelFormatError where rows of two
+    matrices are an odd number.
+    """
     if len(shape) == 2 and shape[0] == 1 and name.endswith(_BIAS):
         return [ExpertRows(name, 0, shape[1:])]
     if len(shape) == 1 and name.endswith(_SHARED_GATE):
         return [ExpertRows(name, 0, (1, *shape))]
-    if len(shape) == 2 and (_GROUPED.fullmatch(name) or (shape[1] == 1 and _COLUMN.fullmatch(name))):
+    if len(shape) == 2 and (
+        _GROUPED.fullmatch(name) or (shape[1] == 1 and _COLUMN.fullmatch(name))
+    ):
         return [ExpertRows(name, 0, (math.prod(shape),))]
     biases = _BIASES.fullmatch(name) if len(shape) == 2 else None
     if biases is not None:
         rows = shape[1]
-        return [ExpertRows(f"{biases[1]}{i}.{biases[2]}.bias", i * rows, (rows,)) for i in range(shape[0])]
+        return [
+            ExpertRows(f"{biases[1]}{i}.{biases[2]}.bias", i * rows, (rows,))
+            for i in range(shape[0])
+        ]
     if len(shape) != 3:
         return []
     for pattern, inside in _WHOLE:
@@ -72,11 +81,17 @@ def expert_rows(name: str, shape: tuple[int, ...]) -> list[ExpertRows]:
         parts = inside or (match[2],)
         experts, rows, columns = shape
         if rows % len(parts):
-            raise ModelFormatError(f"tensor {name!r} has {rows} rows an expert, which are not {len(parts)} matrices")
+            raise ModelFormatError(
+                f"tensor {name!r} has {rows} rows an expert, which are not {len(parts)} matrices"
+            )
         prefix = match[1] if match[1].endswith("experts.") else f"{match[1]}experts."
         each = rows // len(parts)
         return [
-            ExpertRows(f"{prefix}{expert}.{part}.weight", (expert * rows + index * each) * columns, (each, columns))
+            ExpertRows(
+                f"{prefix}{expert}.{part}.weight",
+                (expert * rows + index * each) * columns,
+                (each, columns),
+            )
             for expert in range(experts)
             for index, part in enumerate(parts)
         ]

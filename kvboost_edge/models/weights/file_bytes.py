@@ -1,7 +1,7 @@
 """Bytes of a large file read into own buffers.
 
-Nothing is mapped: a file that is cut short, or whose disk fails, while it is read raises an error instead of ending the
-process (SIGBUS), and its pages do not count as this process's memory.
+Nothing is mapped: a file that is cut short, or whose disk fails, while it is read raises an error
+instead of ending the process (SIGBUS), and its pages do not count as this process's memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ __all__ = ["FileBytes", "open_stamped"]
 
 
 class FileBytes:
-    """An open file, read at any place from any number of threads. All raise ModelFormatError that names it."""
+    """An open file, read at any place from any number of threads. All raise ModelFormatError that
+    names it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,24 +45,28 @@ class FileBytes:
             raise ModelFormatError(f"{self.path} cannot be read: {error}") from error
         if done < len(raw):
             raise ModelFormatError(
-                f"{self.path} was cut short while it was read: it ends {len(raw) - done} bytes early"
+                f"{self.path} was cut short while it was read: it ends {len(raw) - done} bytes "
+                "early"
             )
 
     def announce(self, starts: Iterable[int], count: int) -> None:
-        """Tell the system that `count` bytes from each of the places will be read: a disk reads them together then."""
+        """Tell the system that `count` bytes from each of the places will be read: a disk reads
+        them together then.
+        """
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):  # a file system may have no use for it
                 for start in starts:
                     os.posix_fadvise(self._file.fileno(), start, count, os.POSIX_FADV_WILLNEED)
 
     def check_unchanged(self) -> None:
-        """ModelFormatError where the file was written to, or cut short, since it was opened. One that was moved, or
-        whose name another has now, is still read."""
+        """ModelFormatError where the file was written to, or cut short, since it was opened. One
+        that was moved, or whose name another has now, is still read.
+        """
         now = os.fstat(self._file.fileno())
         if (now.st_size, now.st_mtime_ns) != (self.stamp.size, self.stamp.modified_ns):
             raise ModelFormatError(
-                f"{self.path} was changed while its model is open ({self.stamp.size} bytes then, {now.st_size} now); "
-                "put the file back and load the model again"
+                f"{self.path} was changed while its model is open ({self.stamp.size} bytes then, "
+                f"{now.st_size} now); put the file back and load the model again"
             )
 
     def close(self) -> None:
@@ -68,14 +74,17 @@ class FileBytes:
 
 
 def open_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> list[FileBytes]:
-    """All of these files, open, in their order; none stays open where one is missing, or is another file than when its
-    `what` was read (ModelFormatError)."""
+    """All of these files, open, in their order; none stays open where one is missing, or is another
+    file than when its `what` was read (ModelFormatError).
+    """
     with contextlib.ExitStack() as stack:
         opened: list[FileBytes] = []
         for path, stamp in files:
             opened.append(FileBytes(path))
             stack.callback(opened[-1].close)
             if opened[-1].stamp != stamp:
-                raise ModelFormatError(f"{path} changed since its {what} was read; load it when it is complete")
+                raise ModelFormatError(
+                    f"{path} changed since its {what} was read; load it when it is complete"
+                )
         stack.pop_all()
     return opened

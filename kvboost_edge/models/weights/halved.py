@@ -1,4 +1,6 @@
-"""Checkpoints whose rope turns neighbouring channels (2i, 2i + 1), read in the order that turns (i, i + half)."""
+"""Checkpoints whose rope turns neighbouring channels (2i, 2i + 1), read in the order that turns (i,
+i + half).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ _TURNED = tuple(f".self_attn.{name}_proj.{what}" for name in "qk" for what in ("
 
 
 class HalvedSource(WrappedSource):
-    """`source` with the rows of queries and keys reordered within each head of `head_dim`: of its first 2 * half
-    channels the even ones, then the odd ones; the rest stay. Scores are sums over channels, so nothing else changes.
+    """`source` with the rows of queries and keys reordered within each head of `head_dim`: of its
+    first 2 * half channels the even ones, then the odd ones; the rest stay. Scores are sums over
+    channels, so nothing else changes.
     """
 
     def __init__(self, source: WeightSource, head_dim: int, half: int) -> None:
@@ -50,7 +53,9 @@ class HalvedSource(WrappedSource):
 
     def stored_rows(self, name: str) -> StoredRows:
         if name.endswith(_TURNED):
-            raise ModelFormatError(f"{self.file_of(name)}: tensor {name!r} has its rows in another order")
+            raise ModelFormatError(
+                f"{self.file_of(name)}: tensor {name!r} has its rows in another order"
+            )
         return self._source.stored_rows(name)
 
     def _stored(self, name: str, start: int, stop: int) -> npt.NDArray[np.int64]:
@@ -58,7 +63,9 @@ class HalvedSource(WrappedSource):
         rows = self.shape(name)[0]
         dim = len(self._order)
         if rows % dim or not 0 <= start < stop <= rows:
-            raise ModelFormatError(f"tensor {name!r} has {rows} rows; asked for {start} to {stop}, heads of {dim}")
+            raise ModelFormatError(
+                f"tensor {name!r} has {rows} rows; asked for {start} to {stop}, heads of {dim}"
+            )
         index = np.arange(start, stop, dtype=np.int64)
         stored: npt.NDArray[np.int64] = index // dim * dim + self._order[index % dim]
         return stored

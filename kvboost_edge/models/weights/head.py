@@ -1,4 +1,6 @@
-"""Whether a model directory has a head of its own, where its config does not say it, or not as its files have it."""
+"""Whether a model directory has a head of its own, where its config does not say it, or not as its
+files have it.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,37 @@ _HEAD = "lm_head.weight"
 _BYTES_AT_ONCE = 1 << 24
 
 
-def with_found_head(config: Mapping[str, Any], model_dir: Path, *, is_embedding: bool) -> Mapping[str, Any]:
-    """The config with `tie_word_embeddings` as the files have it: of an embedding model, which may have been saved
-    without the head that nothing uses, of a nested config whose parts do not agree, and where the config has the
-    embedding as the head, or does not say, and the files have another head, as a model that was trained on may."""
+def with_found_head(
+    config: Mapping[str, Any], model_dir: Path, *, is_embedding: bool
+) -> Mapping[str, Any]:
+    """The config with `tie_word_embeddings` as the files have it: of an embedding model, which may
+    have been saved without the head that nothing uses, of a nested config whose parts do not agree,
+    and where the config has the embedding as the head, or does not say, and the files have another
+    head, as a model that was trained on may.
+    """
     said = [part.get("tie_word_embeddings") for part in _parts(config)]
     if is_nested(config):
-        unknown = None in said or said[0] != said[1]  # versions of transformers differ in which of them counts
+        unknown = (
+            None in said or said[0] != said[1]
+        )  # versions of transformers differ in which of them counts
     else:
         unknown = is_embedding and not said[0] and not config.get("quantization_config")
     if unknown:
         with SafetensorsSource(model_dir, split_experts=False) as source:
-            return {**config, "tie_word_embeddings": not any(name.startswith("lm_head.") for name in source.names())}
+            return {
+                **config,
+                "tie_word_embeddings": not any(
+                    name.startswith("lm_head.") for name in source.names()
+                ),
+            }
     other = _other_head(model_dir) if said[0] is not False else None
     if other is None:
         return config
-    _LOG.warning("%s holds a head that differs from the embedding: it is used, whatever the config says of it", other)
+    _LOG.warning(
+        "%s holds a head that differs from the embedding: it is used, whatever the config says "
+        "of it",
+        other,
+    )
     return {**config, "tie_word_embeddings": False}
 
 
@@ -45,8 +62,9 @@ def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _other_head(model_dir: Path) -> Path | None:
-    """The file with a head that is not the embedding; None: there is none, or no file that can be read, which is said
-    when weights are."""
+    """The file with a head that is not the embedding; None: there is none, or no file that can be
+    read, which is said when weights are.
+    """
     try:
         with SafetensorsSource(model_dir, split_experts=False) as source:
             has_both = {_EMBEDDING, _HEAD} <= source.names()
@@ -62,6 +80,10 @@ def _differ(source: SafetensorsSource) -> bool:
         return True
     step = max(1, _BYTES_AT_ONCE // (4 * max(1, shape[1])))
     return not all(
-        np.array_equal(source.rows(_HEAD, first, last), source.rows(_EMBEDDING, first, last), equal_nan=True)
-        for first, last in ((first, min(first + step, shape[0])) for first in range(0, shape[0], step))
+        np.array_equal(
+            source.rows(_HEAD, first, last), source.rows(_EMBEDDING, first, last), equal_nan=True
+        )
+        for first, last in (
+            (first, min(first + step, shape[0])) for first in range(0, shape[0], step)
+        )
     )

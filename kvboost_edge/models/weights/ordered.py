@@ -1,7 +1,10 @@
-"""A checkpoint's tensors in the order and the numbers that kernels take them in, where files have them otherwise.
+"""A checkpoint's tensors in the order and the numbers that kernels take them in, where files have
+them otherwise.
 
-    conv.conv.weight, linear_attn.conv1d.weight   [channels, 1, taps + 1] or without the 1: a vector, tap by tap
-    linear_attn.A_log                             linear_attn.decay = -exp(A_log); files that have that are read as well
+    conv.conv.weight, linear_attn.conv1d.weight   [channels, 1, taps + 1] or without the 1: a
+                                                  vector, tap by tap
+    linear_attn.A_log                             linear_attn.decay = -exp(A_log); files that have
+                                                  that are read as well
     mamba.in_proj                                 its rows as matrices of their own, see PieceSource
     shared_mlp.input_linear                       its rows as matrices of gate and up
     self_attn.q_proj, each head [query | gate]    self_attn.q_proj and self_attn.output_gate
@@ -35,9 +38,12 @@ _QUERY = ".self_attn.q_proj."
 _GATE = f".{OUTPUT_GATE}."
 
 
-def in_kernel_order(open_files: Callable[[], WeightSource], config: Mapping[str, Any]) -> WeightSource:
-    """The tensors that `open_files` gives: rows of queries and keys as the native runner's rope turns them, tensors of
-    mixers and of gated attention as its kernels take them."""
+def in_kernel_order(
+    open_files: Callable[[], WeightSource], config: Mapping[str, Any]
+) -> WeightSource:
+    """The tensors that `open_files` gives: rows of queries and keys as the native runner's rope
+    turns them, tensors of mixers and of gated attention as its kernels take them.
+    """
     family = FAMILIES.get(str(text_config(config).get("model_type")))
     if family is None or not (family.paired_rope or family.hybrid or family.output_gate):
         return open_files()
@@ -49,12 +55,16 @@ def in_kernel_order(open_files: Callable[[], WeightSource], config: Mapping[str,
         mixer, names = spec.named_mixer
         source = PieceSource(source, names.whole, mixer_pieces(mixer, names))
     if family.mlp_whole and any(f".{family.mlp_whole}." in name for name in source.names()):
-        source = PieceSource(source, family.mlp_whole, dict.fromkeys(family.mlp[:-1], spec.intermediate_size))
+        source = PieceSource(
+            source, family.mlp_whole, dict.fromkeys(family.mlp[:-1], spec.intermediate_size)
+        )
     return MixerSource(source, spec)
 
 
 class MixerSource(WrappedSource):
-    """`source` of a model with such tensors. Quantized queries and gates keep their codes: whole rows change places."""
+    """`source` of a model with such tensors. Quantized queries and gates keep their codes: whole
+    rows change places.
+    """
 
     def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
         super().__init__(source)
@@ -78,8 +88,8 @@ class MixerSource(WrappedSource):
             return stored
         if stored[0] % (2 * self._head_dim):
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {self._stored_as(name)!r} has {stored[0]} rows, which are not queries "
-                f"and gates of heads of {self._head_dim}"
+                f"{self.file_of(name)}: tensor {self._stored_as(name)!r} has {stored[0]} rows, "
+                f"which are not queries and gates of heads of {self._head_dim}"
             )
         return stored[0] // 2, *stored[1:]
 
@@ -109,7 +119,9 @@ class MixerSource(WrappedSource):
 
     def stored_rows(self, name: str) -> StoredRows:
         if self._is_conv(name) or self._is_interleaved(name) or self._stored_as(name) != name:
-            raise ModelFormatError(f"{self.file_of(name)}: tensor {name!r} is not stored as its rows are read")
+            raise ModelFormatError(
+                f"{self.file_of(name)}: tensor {name!r} is not stored as its rows are read"
+            )
         return self._source.stored_rows(name)
 
     def _stored_as(self, name: str) -> str:
@@ -127,17 +139,27 @@ class MixerSource(WrappedSource):
 
     def _conv_shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, int]:
         """Channels and taps, the token's own among them."""
-        if len(stored) not in (2, 3) or stored[1:-1] not in ((), (1,)) or stored[-1] != self._taps + 1:
+        if (
+            len(stored) not in (2, 3)
+            or stored[1:-1] not in ((), (1,))
+            or stored[-1] != self._taps + 1
+        ):
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {name!r} has shape {stored}; the config says that a channel has "
-                f"{self._taps + 1} taps"
+                f"{self.file_of(name)}: tensor {name!r} has shape {stored}; the config says that a "
+                f"channel has {self._taps + 1} taps"
             )
         return stored[0], stored[-1]
 
-    def _stored(self, name: str, start: int, stop: int) -> tuple[tuple[int, int], npt.NDArray[np.int64]]:
-        """The range of the source's rows that rows [start, stop) are in, and which of these they are."""
+    def _stored(
+        self, name: str, start: int, stop: int
+    ) -> tuple[tuple[int, int], npt.NDArray[np.int64]]:
+        """The range of the source's rows that rows [start, stop) are in, and which of these they
+        are.
+        """
         if not 0 <= start < stop <= self.shape(name)[0]:
-            raise ModelFormatError(f"tensor {name!r} has {self.shape(name)[0]} rows; asked for {start} to {stop}")
+            raise ModelFormatError(
+                f"tensor {name!r} has {self.shape(name)[0]} rows; asked for {start} to {stop}"
+            )
         index = np.arange(start, stop, dtype=np.int64)
         dim = self._head_dim
         places = index // dim * 2 * dim + index % dim + dim * (_GATE in name)
@@ -146,14 +168,18 @@ class MixerSource(WrappedSource):
 
 
 def mixer_pieces(mixer: Mixer, names: MixerNames) -> dict[str, int]:
-    """Pieces of `names.whole` in the order of its rows, [z | x | B | C | dt], and the rows of each."""
+    """Pieces of `names.whole` in the order of its rows, [z | x | B | C | dt], and the rows of
+    each.
+    """
     (xbc, z) = names.inputs
     (dt,) = names.gates
     return {z: mixer.value_heads * mixer.value_dim, xbc: mixer.channels, dt: mixer.value_heads}
 
 
 class PieceSource(WrappedSource):
-    """`source` with the matrices called `whole` inside a layer read as pieces, all formats as they are stored."""
+    """`source` with the matrices called `whole` inside a layer read as pieces, all formats as they
+    are stored.
+    """
 
     def __init__(self, source: WeightSource, whole: str, pieces: Mapping[str, int]) -> None:
         """pieces: their names and rows, in the order in which they lie."""
@@ -169,7 +195,11 @@ class PieceSource(WrappedSource):
     def names(self) -> set[str]:
         found = set()
         for name in self._source.names():
-            found |= {name.replace(self._whole, piece) for piece in self._pieces} if self._whole in name else {name}
+            found |= (
+                {name.replace(self._whole, piece) for piece in self._pieces}
+                if self._whole in name
+                else {name}
+            )
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -179,7 +209,8 @@ class PieceSource(WrappedSource):
             return shape
         if shape[0] != self._rows:
             raise ModelFormatError(
-                f"{self.file_of(name)}: tensor {stored!r} has {shape[0]} rows; by the config these are {self._rows}"
+                f"{self.file_of(name)}: tensor {stored!r} has {shape[0]} rows; by the config these "
+                f"are {self._rows}"
             )
         return rows, *shape[1:]
 
@@ -205,7 +236,9 @@ class PieceSource(WrappedSource):
         return self._place(name)[0]
 
     def _place(self, name: str) -> tuple[str, int, int]:
-        """What the source calls the tensor that a name is a piece of, and the piece's first row and rows there."""
+        """What the source calls the tensor that a name is a piece of, and the piece's first row and
+        rows there.
+        """
         for piece, (first, rows) in self._pieces.items():
             if piece in name:
                 return name.replace(piece, self._whole), first, rows

@@ -1,4 +1,6 @@
-"""Tensors of a model of several parts by their names: which are the language model's, and what it calls them alone."""
+"""Tensors of a model of several parts by their names: which are the language model's, and what it
+calls them alone.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,11 @@ from collections.abc import Iterable, Mapping
 
 __all__ = ["counted_parts", "is_other_part", "text_names"]
 
-_OTHER = re.compile(r"(?:^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector|embed_vision|embed_audio)\.|^(mtp)\.")
-# Where the language model stands in the whole: now, and in files of earlier versions of transformers.
+_OTHER = re.compile(
+    r"(?:^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector|embed_vision|embed_audio)\.|^(mtp)\."
+)
+# Where the language model stands in the whole: now, and in files of earlier versions of
+# transformers.
 _INSIDE = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
 _AHEAD = "mtp."  # layers that guess more than the next token, which nothing here uses
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
@@ -19,19 +24,28 @@ _NEMOTRON = (
     (re.compile(r"^(?:backbone|model)\.norm_f\."), "model.norm."),
     (re.compile(r"^backbone\."), "model."),
     (re.compile(r"^(model\.layers\.\d+)\.mixer\.(?=[qkvo]_proj\.)"), r"\1.self_attn."),
-    (re.compile(r"^(model\.layers\.\d+)\.mixer\.(?=(?:up_proj|down_proj|gate|experts|shared_experts)\.)"), r"\1.mlp."),
+    (
+        re.compile(
+            r"^(model\.layers\.\d+)\.mixer\.(?=(?:up_proj|down_proj|gate|experts|shared_experts)\.)"
+        ),
+        r"\1.mlp.",
+    ),
     (re.compile(r"^(model\.layers\.\d+)\.mixer\."), r"\1.mamba."),
 )
 
 
 def is_other_part(name: str) -> bool:
-    """Whether a tensor belongs to the part for images or sound, or to the layers that only guess tokens ahead."""
+    """Whether a tensor belongs to the part for images or sound, or to the layers that only guess
+    tokens ahead.
+    """
     return _OTHER.search(name) is not None
 
 
 def text_names(names: Iterable[str]) -> Mapping[str, str]:
-    """The file's name -> the name it has in the language model alone, for its tensors only. All names where no language
-    model stands inside another, but those of layers that guess tokens ahead; as they are, or in Llama's words."""
+    """The file's name -> the name it has in the language model alone, for its tensors only. All
+    names where no language model stands inside another, but those of layers that guess tokens
+    ahead; as they are, or in Llama's words.
+    """
     names = list(names)
     if not any(_INSIDE.match(name) for name in names):
         return {name: _in_llamas_words(name) for name in names if not name.startswith(_AHEAD)}

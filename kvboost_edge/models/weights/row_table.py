@@ -1,9 +1,11 @@
-"""A table with a row for each token, such as Gemma 4's embeddings of the layers: far larger than what is read of it.
+"""A table with a row for each token, such as Gemma 4's embeddings of the layers: far larger than
+what is read of it.
 
-The table is not packed, and the engine owns none of it: a row is read from the model's file when its token comes. Reads
-go through the file, not through a mapping: a file that is cut short meanwhile is an error then instead of the end of
-the process, and its pages never count as this process's memory. Measured on rows of 5 KB: 2.5 us a row that the system
-keeps, where a mapping takes 1.5 us, or 12 us at the first touch; from a disk 75 us one by one, 14 us when all are asked
+The table is not packed, and the engine owns none of it: a row is read from the model's file when
+its token comes. Reads go through the file, not through a mapping: a file that is cut short
+meanwhile is an error then instead of the end of the process, and its pages never count as this
+process's memory. Measured on rows of 5 KB: 2.5 us a row that the system keeps, where a mapping
+takes 1.5 us, or 12 us at the first touch; from a disk 75 us one by one, 14 us when all are asked
 for before the first is read.
 """
 
@@ -51,46 +53,59 @@ class RowTable:
 
     @classmethod
     def open(cls, model: Model, tensor: str, rows: int, width: int) -> RowTable:
-        """The tensor, which must have that many rows of that many weights, of a form in `ROW_TYPES`.
+        """The tensor, which must have that many rows of that many weights, of a form in
+        `ROW_TYPES`.
 
-        ModelFormatError names what is otherwise, and a file that is no longer the one the model's fingerprint was
-        taken of.
+        ModelFormatError names what is otherwise, and a file that is no longer the one the model's
+        fingerprint was taken of.
         """
         model.fingerprint()  # known already, but where nobody asked for it yet
         with model.open_source() as source:
             stored = source.stored_rows(tensor)
             shape = source.shape(tensor)
         if shape != (rows, width):
-            raise ModelFormatError(f"{stored.path}: tensor {tensor!r} has shape {shape}, expected {(rows, width)}")
+            raise ModelFormatError(
+                f"{stored.path}: tensor {tensor!r} has shape {shape}, expected {(rows, width)}"
+            )
         if stored.type not in ROW_TYPES:
             raise ModelFormatError(
-                f"{stored.path}: tensor {tensor!r} has the type {stored.type}; rows are read alone of "
-                f"{', '.join(ROW_TYPES)}"
+                f"{stored.path}: tensor {tensor!r} has the type {stored.type}; rows are read alone "
+                f"of {', '.join(ROW_TYPES)}"
             )
         file = FileBytes(stored.path)
-        changed = model.changed_files() or ([str(stored.path)] if file.stamp != stored.stamp else [])
+        changed = model.changed_files() or (
+            [str(stored.path)] if file.stamp != stored.stamp else []
+        )
         if changed:
             file.close()
-            raise ModelFormatError(f"{changed[0]} changed since the model was opened; load it when it is complete")
+            raise ModelFormatError(
+                f"{changed[0]} changed since the model was opened; load it when it is complete"
+            )
         return cls(file, stored, rows, width)
 
     def __enter__(self) -> RowTable:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
     def rows(self, token_ids: Tokens) -> Floats:
-        """float32 [n, width] of int64 [n]. RequestError for an id that has no row, else as `read_into`."""
+        """float32 [n, width] of int64 [n]. RequestError for an id that has no row, else as
+        `read_into`.
+        """
         out = np.empty((len(token_ids), self.width), dtype=np.float32)
         self.read_into(token_ids, out)
         return out
 
     def read_into(self, token_ids: Tokens, out: Floats) -> None:
-        """Fill out, float32 [n, width] and contiguous. ModelFormatError where the file was written to or cut short
-        since it was opened; out holds nothing of use then."""
+        """Fill out, float32 [n, width] and contiguous. ModelFormatError where the file was written
+        to or cut short since it was opened; out holds nothing of use then.
+        """
         if not len(token_ids):
             return
         lowest = int(token_ids.min())

@@ -1,7 +1,8 @@
-"""Safetensors looked over before anything is loaded: complete, inside their bounds, fitting the config, finite.
+"""Safetensors looked over before anything is loaded: complete, inside their bounds, fitting the
+config, finite.
 
-Only the headers are trusted with memory, up to a bound; tensor data is read in small pieces. Pickle files are never
-opened.
+Only the headers are trusted with memory, up to a bound; tensor data is read in small pieces. Pickle
+files are never opened.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # The format's own limit on the header.
 _MAX_HEADER_BYTES = 100_000_000
-# A mask constant that old GPT-NeoX and GPT-2 checkpoints carry along, -inf in half precision; no model reads it.
+# A mask constant that old GPT-NeoX and GPT-2 checkpoints carry along, -inf in half precision; no
+# model reads it.
 _MASK_CONSTANT = ".masked_bias"
-# Weights in an element, by the last word of a tensor's name and its dtype: of AWQ and GPTQ, and of MXFP4.
+# Weights in an element, by the last word of a tensor's name and its dtype: of AWQ and GPTQ, and of
+# MXFP4.
 _PACKED = {("qweight", "I32"): 8, ("blocks", "U8"): 2}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -46,12 +49,17 @@ class TensorEntry:
 
 
 def check_weights(
-    model_dir: Path | str, config: Mapping[str, Any], *, check_finite: bool = True, cache_dir: Path | None = None
+    model_dir: Path | str,
+    config: Mapping[str, Any],
+    *,
+    check_finite: bool = True,
+    cache_dir: Path | None = None,
 ) -> WeightSummary:
     """Check all weight files of a model directory against themselves and the config.
 
-    With `check_finite` every float tensor is searched for NaN and infinity; that a file is sound is remembered in
-    the cache directory, so that it is read through once. Raises ModelFormatError that names file and tensor.
+    With `check_finite` every float tensor is searched for NaN and infinity; that a file is sound is
+    remembered in the cache directory, so that it is read through once. Raises ModelFormatError that
+    names file and tensor.
     """
     directory = Path(model_dir)
     entries: dict[str, tuple[Path, TensorEntry]] = {}
@@ -59,27 +67,39 @@ def check_weights(
     for path in files:
         for entry in read_header(path):
             if entry.name in entries:
-                raise ModelFormatError(f"tensor {entry.name!r} is in both {entries[entry.name][0]} and {path}")
+                raise ModelFormatError(
+                    f"tensor {entry.name!r} is in both {entries[entry.name][0]} and {path}"
+                )
             entries[entry.name] = (path, entry)
     _check_index(directory, entries)
-    check_shapes({name: (path, entry.shape) for name, (path, entry) in entries.items()}, config, directory)
+    check_shapes(
+        {name: (path, entry.shape) for name, (path, entry) in entries.items()}, config, directory
+    )
     if check_finite:
         for path in files:
             _check_finite(
                 path,
-                [e for where, e in entries.values() if where == path and not e.name.endswith(_MASK_CONSTANT)],
+                [
+                    e
+                    for where, e in entries.values()
+                    if where == path and not e.name.endswith(_MASK_CONSTANT)
+                ],
                 cache_dir,
             )
     dtypes: dict[str, int] = {}
     for name, (_, entry) in entries.items():
-        count = _count(entry.shape) * _PACKED.get((name.rpartition(".")[2].rpartition("_")[2], entry.dtype), 1)
+        count = _count(entry.shape) * _PACKED.get(
+            (name.rpartition(".")[2].rpartition("_")[2], entry.dtype), 1
+        )
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + count
     nbytes = sum(entry.stop - entry.start for _, entry in entries.values())
     return WeightSummary(tuple(files), sum(dtypes.values()), nbytes, dtypes)
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a model directory: the single file, or the shards its index lists, by name."""
+    """The safetensors files of a model directory: the single file, or the shards its index lists,
+    by name.
+    """
     single = model_dir / SINGLE_FILE
     index = model_dir / INDEX_FILE
     if single.is_file():
@@ -88,19 +108,29 @@ def weight_files(model_dir: Path) -> list[Path]:
         names = sorted(set(_weight_map(index).values()))
         for name in names:
             if not (model_dir / name).is_file():
-                raise ModelFormatError(f"shard {model_dir / name} is missing; {index} lists {len(names)} shards")
+                raise ModelFormatError(
+                    f"shard {model_dir / name} is missing; {index} lists {len(names)} shards"
+                )
         return [model_dir / name for name in names]
-    pickles = sorted(p.name for p in model_dir.glob("*") if p.suffix in _PICKLES and "training_args" not in p.name)
+    pickles = sorted(
+        p.name
+        for p in model_dir.glob("*")
+        if p.suffix in _PICKLES and "training_args" not in p.name
+    )
     if pickles:
         raise ModelFormatError(
             f"{model_dir / pickles[0]} is a pickle, which can run any code and is never opened; "
             f"convert the weights to {SINGLE_FILE}"
         )
-    raise ModelFormatError(f"{model_dir} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+    raise ModelFormatError(
+        f"{model_dir} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+    )
 
 
 def read_header(path: Path) -> list[TensorEntry]:
-    """Tensors of a safetensors file, in the order of their data, every offset checked against the file's size."""
+    """Tensors of a safetensors file, in the order of their data, every offset checked against the
+    file's size.
+    """
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -112,7 +142,9 @@ def read_header(path: Path) -> list[TensorEntry]:
                     f"its header claims {length} bytes, the file has {size}"
                 )
             if length > _MAX_HEADER_BYTES:
-                raise ModelFormatError(f"{path}: header of {length} bytes is over the limit of {_MAX_HEADER_BYTES}")
+                raise ModelFormatError(
+                    f"{path}: header of {length} bytes is over the limit of {_MAX_HEADER_BYTES}"
+                )
             raw = file.read(length)
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
@@ -125,7 +157,9 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path}: the header is not readable JSON: {error}") from error
     if not isinstance(header, dict):
-        raise ModelFormatError(f"{path}: the header must be a JSON object, got {type(header).__name__}")
+        raise ModelFormatError(
+            f"{path}: the header must be a JSON object, got {type(header).__name__}"
+        )
     header.pop("__metadata__", None)
     if not header:
         raise ModelFormatError(f"{path} holds no tensor")
@@ -140,23 +174,33 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_layout(path: Path, header: dict[str, Any], data_start: int, size: int) -> list[TensorEntry]:
+def _check_layout(
+    path: Path, header: dict[str, Any], data_start: int, size: int
+) -> list[TensorEntry]:
     """Data must fill the file from the header to the end, without overlap or hole."""
     entries = sorted(
-        (_entry(path, name, fields, data_start) for name, fields in header.items()), key=lambda e: (e.start, e.stop)
+        (_entry(path, name, fields, data_start) for name, fields in header.items()),
+        key=lambda e: (e.start, e.stop),
     )
     end = data_start
     for entry in entries:
         if entry.stop > size:
             raise ModelFormatError(
-                f"{path}: tensor {entry.name!r} ends at byte {entry.stop}, the file at {size}; the file is truncated"
+                f"{path}: tensor {entry.name!r} ends at byte {entry.stop}, the file at {size}; the "
+                "file is truncated"
             )
         if entry.start != end:
-            what = "overlaps the tensor before it" if entry.start < end else "leaves a hole before it"
-            raise ModelFormatError(f"{path}: tensor {entry.name!r} {what} (starts at {entry.start}, expected {end})")
+            what = (
+                "overlaps the tensor before it" if entry.start < end else "leaves a hole before it"
+            )
+            raise ModelFormatError(
+                f"{path}: tensor {entry.name!r} {what} (starts at {entry.start}, expected {end})"
+            )
         end = entry.stop
     if end != size:
-        raise ModelFormatError(f"{path}: {size - end} bytes behind the last tensor {entries[-1].name!r} belong to none")
+        raise ModelFormatError(
+            f"{path}: {size - end} bytes behind the last tensor {entries[-1].name!r} belong to none"
+        )
     return entries
 
 
@@ -175,8 +219,8 @@ def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
     bits = _count(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
         raise ModelFormatError(
-            f"{path}: tensor {name!r} of shape {tuple(shape)} and dtype {dtype} takes {bits // 8} bytes, "
-            f"but its offsets span {offsets[1] - offsets[0]}"
+            f"{path}: tensor {name!r} of shape {tuple(shape)} and dtype {dtype} takes {bits // 8} "
+            f"bytes, but its offsets span {offsets[1] - offsets[0]}"
         )
     return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
@@ -199,8 +243,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(names, dict) or not names:
         raise ModelFormatError(f"{index} lacks the key 'weight_map'")
     for tensor, name in names.items():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelFormatError(f"{index}: tensor {tensor!r} is said to be in {name!r}, which is not a shard's name")
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+        ):
+            raise ModelFormatError(
+                f"{index}: tensor {tensor!r} is said to be in {name!r}, which is not a shard's name"
+            )
     return names
 
 
@@ -211,7 +261,9 @@ def _check_index(model_dir: Path, entries: Mapping[str, tuple[Path, TensorEntry]
     for tensor, name in _weight_map(index).items():
         found = entries.get(tensor)
         if found is None or found[0].name != name:
-            raise ModelFormatError(f"{model_dir / name} lacks tensor {tensor!r}, which {index} says is there")
+            raise ModelFormatError(
+                f"{model_dir / name} lacks tensor {tensor!r}, which {index} says is there"
+            )
 
 
 def _check_finite(path: Path, entries: list[TensorEntry], cache_dir: Path | None) -> None:
@@ -224,8 +276,8 @@ def _check_finite(path: Path, entries: list[TensorEntry], cache_dir: Path | None
             for entry, index in zip(entries, where, strict=True):
                 if index is not None:
                     raise ModelFormatError(
-                        f"{path}: tensor {entry.name!r} holds NaN or infinity (first at element {index} of "
-                        f"{_count(entry.shape)}); the weights are damaged"
+                        f"{path}: tensor {entry.name!r} holds NaN or infinity (first at element "
+                        f"{index} of {_count(entry.shape)}); the weights are damaged"
                     )
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error

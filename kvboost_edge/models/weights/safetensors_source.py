@@ -26,14 +26,17 @@ _STORED: dict[str, npt.DTypeLike] = {"F16": np.float16, "I32": np.int32, "U8": n
 
 
 class SafetensorsSource:
-    """The float tensors of a model directory, as float32. A context manager; headers are checked on opening.
+    """The float tensors of a model directory, as float32. A context manager; headers are checked on
+    opening.
 
-    Of a model of several parts those of its language model, under the names it has alone; `parts`: how many tensors
-    each other part has.
+    Of a model of several parts those of its language model, under the names it has alone; `parts`:
+    how many tensors each other part has.
     """
 
     def __init__(self, model_dir: Path | str, *, split_experts: bool = True) -> None:
-        """split_experts: each expert's matrices are tensors of their own, also where the files have them in one."""
+        """split_experts: each expert's matrices are tensors of their own, also where the files have
+        them in one.
+        """
         self._stack = contextlib.ExitStack()
         self._entries: _Entries = {}
         try:
@@ -45,7 +48,9 @@ class SafetensorsSource:
             self._entries = self._language_part(self._entries)
             if split_experts:
                 self._entries = _with_experts(self._entries)
-            if "embed_tokens.weight" in self._entries:  # of the model without its head, as embedding models are saved
+            if (
+                "embed_tokens.weight" in self._entries
+            ):  # of the model without its head, as embedding models are saved
                 self._entries = {_with_prefix(name): found for name, found in self._entries.items()}
         except BaseException:
             self._stack.close()
@@ -56,7 +61,9 @@ class SafetensorsSource:
         found: _Entries = {}
         for name, to in text_names(entries).items():
             if to in found:
-                raise ModelFormatError(f"{entries[name][1].path}: tensor {name!r} is there a second time as {to!r}")
+                raise ModelFormatError(
+                    f"{entries[name][1].path}: tensor {name!r} is there a second time as {to!r}"
+                )
             found[to] = entries[name]
         return found
 
@@ -64,7 +71,10 @@ class SafetensorsSource:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stack.close()
 
@@ -99,22 +109,30 @@ class SafetensorsSource:
         raise ModelFormatError(f"tensor {name!r} is not stored quantized")
 
     def stored_shape(self, name: str, dtype: str, num_dims: int) -> tuple[int, ...]:
-        """Shape of a tensor. ModelFormatError unless it is of that dtype ("I32", "F16" or "U8") and number of
-        dimensions."""
+        """Shape of a tensor. ModelFormatError unless it is of that dtype ("I32", "F16" or "U8") and
+        number of dimensions.
+        """
         entry, file = self._find(name)
         if entry.dtype != dtype or len(entry.shape) != num_dims:
             raise ModelFormatError(
-                f"{file.path}: tensor {name!r} is {entry.dtype} {entry.shape}, expected {dtype}, {num_dims} dimensions"
+                f"{file.path}: tensor {name!r} is {entry.dtype} {entry.shape}, expected {dtype}, "
+                f"{num_dims} dimensions"
             )
         return entry.shape
 
     def stored(self, name: str, dtype: str, num_dims: int) -> npt.NDArray[Any]:
         """A whole tensor as it is in the file, checked as `stored_shape` does."""
         shape = self.stored_shape(name, dtype, num_dims)
-        return self.stored_span(name, dtype, num_dims, 0, int(np.prod(shape, dtype=np.int64))).reshape(shape)
+        return self.stored_span(
+            name, dtype, num_dims, 0, int(np.prod(shape, dtype=np.int64))
+        ).reshape(shape)
 
-    def stored_span(self, name: str, dtype: str, num_dims: int, first: int, count: int) -> npt.NDArray[Any]:
-        """`count` elements of a tensor in the file's order, from element `first` on, checked as `stored_shape` does."""
+    def stored_span(
+        self, name: str, dtype: str, num_dims: int, first: int, count: int
+    ) -> npt.NDArray[Any]:
+        """`count` elements of a tensor in the file's order, from element `first` on, checked as
+        `stored_shape` does.
+        """
         self.stored_shape(name, dtype, num_dims)
         values = np.empty(count, dtype=_STORED[dtype])
         entry, file = self._find(name)
@@ -127,7 +145,9 @@ class SafetensorsSource:
     def stored_rows(self, name: str) -> StoredRows:
         entry, file = self._entry(name)
         if len(entry.shape) != 2 or not entry.shape[0]:
-            raise ModelFormatError(f"{file.path}: tensor {name!r} of shape {entry.shape} has no rows to be read alone")
+            raise ModelFormatError(
+                f"{file.path}: tensor {name!r} of shape {entry.shape} has no rows to be read alone"
+            )
         row_bytes = (entry.stop - entry.start) // entry.shape[0]
         return StoredRows(file.path, file.stamp, entry.dtype, entry.start, row_bytes)
 
@@ -135,7 +155,8 @@ class SafetensorsSource:
         found = self._find(name)
         if found[0].dtype not in _DTYPES:
             raise ModelFormatError(
-                f"tensor {name!r} has dtype {found[0].dtype}; the native runner reads {', '.join(_DTYPES)}"
+                f"tensor {name!r} has dtype {found[0].dtype}; the native runner reads "
+                f"{', '.join(_DTYPES)}"
             )
         return found
 
@@ -153,7 +174,9 @@ def _with_experts(entries: _Entries) -> _Entries:
         pieces = expert_rows(name, entry.shape) or [ExpertRows(name, 0, entry.shape)]
         for piece in pieces:
             if piece.name in found or (piece.name != name and piece.name in entries):
-                raise ModelFormatError(f"{file.path}: tensor {name!r} has {piece.name!r}, which is there a second time")
+                raise ModelFormatError(
+                    f"{file.path}: tensor {name!r} has {piece.name!r}, which is there a second time"
+                )
             start, stop = piece.bytes_in(entry.start, entry.stop, entry.shape)
             found[piece.name] = TensorEntry(piece.name, entry.dtype, piece.shape, start, stop), file
     return found

@@ -1,4 +1,6 @@
-"""Whether the tensors of a checkpoint are those its config describes: widths, rows and number of layers."""
+"""Whether the tensors of a checkpoint are those its config describes: widths, rows and number of
+layers.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,23 @@ __all__ = ["check_shapes"]
 
 Shapes = Mapping[str, tuple[Path, tuple[int, ...]]]
 
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings|embed_in|wte|word_embeddings|tok_embeddings)\.weight$")
+_EMBEDDING = re.compile(
+    r"(^|\.)(embed_tokens|embeddings|embed_in|wte|word_embeddings|tok_embeddings)\.weight$"
+)
 _HEAD = re.compile(r"^(language_model\.)?(lm_head|embed_out|output)\.weight$")
 _LAYER = re.compile(r"(^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _ATTENTION = re.compile(r"(^|\.)layers\.(\d+)\.self_attn\.([qkvo])_proj\.weight$")
 
 
-def check_shapes(shapes: Shapes, config: Mapping[str, Any], model: Path, said_by: str = "config.json") -> None:
-    """Compare with the config what the config says for sure; ModelFormatError names file, tensor and key.
+def check_shapes(
+    shapes: Shapes, config: Mapping[str, Any], model: Path, said_by: str = "config.json"
+) -> None:
+    """Compare with the config what the config says for sure; ModelFormatError names file, tensor
+    and key.
 
-    `shapes` maps each tensor's name to its file and shape. Tensors of other parts (vision) are left alone. In messages
-    `model` is the directory or file that is the whole model, `said_by` where the config comes from.
+    `shapes` maps each tensor's name to its file and shape. Tensors of other parts (vision) are left
+    alone. In messages `model` is the directory or file that is the whole model, `said_by` where the
+    config comes from.
     """
     inner = text_config(config)
     own = {name: found for name, found in shapes.items() if not is_other_part(name)}
@@ -41,19 +49,25 @@ def _check_vocabulary(shapes: Shapes, config: Mapping[str, Any], model: Path, sa
     hidden = size_of(config, "hidden_size")
     embeddings = [name for name in shapes if _EMBEDDING.search(name)]
     if not embeddings:
-        raise ModelFormatError(f"{model}: no file holds the token embedding; the weights are of another kind")
+        raise ModelFormatError(
+            f"{model}: no file holds the token embedding; the weights are of another kind"
+        )
     for name in (*embeddings, *(name for name in shapes if _HEAD.search(name))):
         path, shape = shapes[name]
         if len(shape) != 2:
-            raise ModelFormatError(f"{path}: tensor {name!r} has shape {shape}, expected two dimensions")
+            raise ModelFormatError(
+                f"{path}: tensor {name!r} has shape {shape}, expected two dimensions"
+            )
         if vocab is not None and shape[0] != vocab:
             raise ModelFormatError(
-                f"{path}: tensor {name!r} has {shape[0]} rows, but {said_by} says vocab_size={vocab}"
+                f"{path}: tensor {name!r} has {shape[0]} rows, but {said_by} says "
+                f"vocab_size={vocab}"
             )
         # Some families embed into a narrower space than they compute in.
         if hidden is not None and shape[1] != hidden and "word_embed_proj_dim" not in config:
             raise ModelFormatError(
-                f"{path}: tensor {name!r} has {shape[1]} columns, but {said_by} says hidden_size={hidden}"
+                f"{path}: tensor {name!r} has {shape[1]} columns, but {said_by} says "
+                f"hidden_size={hidden}"
             )
 
 
@@ -65,7 +79,8 @@ def _check_layers(shapes: Shapes, config: Mapping[str, Any], model: Path, said_b
     missing = next((layer for layer in range(expected) if layer not in found), None)
     if missing is not None:
         raise ModelFormatError(
-            f"{model}: no tensor of layer {missing} is there, but {said_by} says num_hidden_layers={expected}"
+            f"{model}: no tensor of layer {missing} is there, but {said_by} says "
+            f"num_hidden_layers={expected}"
         )
     last = max(found)
     extra = 0  # layers that only speculate, behind the others
@@ -83,7 +98,10 @@ def _check_attention(shapes: Shapes, config: Mapping[str, Any], said_by: str) ->
     heads = size_of(config, "num_attention_heads")
     if hidden is None or heads is None:
         return
-    of_all = size_of(config, "head_dim") or hidden // heads, size_of(config, "num_key_value_heads") or heads
+    of_all = (
+        size_of(config, "head_dim") or hidden // heads,
+        size_of(config, "num_key_value_heads") or heads,
+    )
     by_layer = heads_by_layer(config)
     family = FAMILIES.get(str(config.get("model_type")))
     gated = family is not None and family.output_gate

@@ -35,13 +35,17 @@ class Buffers:
         self._arrays: dict[int, npt.NDArray[Any]] = {}
         self._logits = aligned_empty((0, self.sizes.logits), np.float32)
         self._query_factors = np.empty(0, dtype=np.float32)
-        self._tables = [RopeTable(np.array(rope.frequencies, dtype=np.float32), rope.factor) for rope in spec.ropes]
+        self._tables = [
+            RopeTable(np.array(rope.frequencies, dtype=np.float32), rope.factor)
+            for rope in spec.ropes
+        ]
         self._num_positions = 0
         self._addresses = np.zeros(lt.B_TABLES + 2 * len(self._tables) + 1, dtype=np.int64)
 
     def addresses(self, num_tokens: int, num_positions: int) -> npt.NDArray[np.int64]:
-        """int64 [num_buffers] for a pass of so many tokens, at positions below num_positions. The caller fills in
-        tokens, positions, what attention returned, and the logits."""
+        """int64 [num_buffers] for a pass of so many tokens, at positions below num_positions. The
+        caller fills in tokens, positions, what attention returned, and the logits.
+        """
         if num_tokens > self._capacity:
             self._grow(num_tokens)
         if num_positions > self._num_positions:
@@ -49,9 +53,13 @@ class Buffers:
         return self._addresses.copy()
 
     def turning(self) -> dict[int, Any]:
-        """Columns of the attention rows, one number for all layers or one for each: where the queries of the pass are
-        before rotation, and the tables of each layer's rope. Valid until the next call of `addresses`."""
-        tables = [None if layer.rope < 0 else self._tables[layer.rope] for layer in self._spec.layers]
+        """Columns of the attention rows, one number for all layers or one for each: where the
+        queries of the pass are before rotation, and the tables of each layer's rope. Valid until
+        the next call of `addresses`.
+        """
+        tables = [
+            None if layer.rope < 0 else self._tables[layer.rope] for layer in self._spec.layers
+        ]
         return {
             la.R_UNROTATED: self._arrays[lt.B_WIDE].ctypes.data,
             la.R_UNROTATED_STEP: self.sizes.wide,
@@ -60,17 +68,24 @@ class Buffers:
             la.R_HALF: [0 if table is None else table.cos.shape[1] for table in tables],
         }
 
-    def turned(self, layer: int, keys: npt.NDArray[np.float32], deltas: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Keys of a layer [num_tokens, num_kv_heads, head_dim] as they would be `deltas` positions on. After
-        `addresses` of a pass whose queries attend to them."""
+    def turned(
+        self, layer: int, keys: npt.NDArray[np.float32], deltas: npt.NDArray[np.int64]
+    ) -> npt.NDArray[Any]:
+        """Keys of a layer [num_tokens, num_kv_heads, head_dim] as they would be `deltas` positions
+        on. After `addresses` of a pass whose queries attend to them.
+        """
         rope = self._spec.layers[layer].rope
         if rope < 0:
             return keys
         turning = Turning(keys, self._tables[rope].cos, self._tables[rope].sin)
-        return turn_keys(keys.transpose(1, 0, 2).astype(np.float64), deltas, turning).transpose(1, 0, 2)
+        return turn_keys(keys.transpose(1, 0, 2).astype(np.float64), deltas, turning).transpose(
+            1, 0, 2
+        )
 
     def rows(self, number: int, num_tokens: int, heads: int, dim: int) -> npt.NDArray[np.float32]:
-        """The first rows of the query, key or value buffer, float32 [num_tokens, heads, dim], contiguous."""
+        """The first rows of the query, key or value buffer, float32 [num_tokens, heads, dim],
+        contiguous.
+        """
         return self._arrays[number][: num_tokens * heads * dim].reshape(num_tokens, heads, dim)
 
     @property
@@ -86,7 +101,9 @@ class Buffers:
     def normed(self, num_tokens: int) -> npt.NDArray[np.float32]:
         """The first rows of what a norm left, float32 [num_tokens, hidden size]."""
         row = self.sizes.hidden
-        return self._arrays[lt.B_NORMED][: num_tokens * row].reshape(num_tokens, row)[:, : self._spec.hidden_size]
+        return self._arrays[lt.B_NORMED][: num_tokens * row].reshape(num_tokens, row)[
+            :, : self._spec.hidden_size
+        ]
 
     def per_layer(self, num_tokens: int) -> npt.NDArray[np.float32]:
         """The first rows of the layers' inputs, float32 [num_tokens, padded]."""
@@ -94,13 +111,18 @@ class Buffers:
         return self._arrays[lt.B_PER_LAYER][: num_tokens * row].reshape(num_tokens, row)
 
     def wide(self, num_tokens: int) -> npt.NDArray[np.float32]:
-        """The first of the rows that queries, keys and values of a layer are made in, float32 [num_tokens, padded]."""
+        """The first of the rows that queries, keys and values of a layer are made in, float32
+        [num_tokens, padded].
+        """
         row = self.sizes.wide
         return self._arrays[lt.B_WIDE][: num_tokens * row].reshape(num_tokens, row)
 
-    def copied(self, rows: tuple[int, int], num_tokens: int, which: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """A copy of some of the first rows of a buffer, a number and the floats in a row, for a pass of so many tokens:
-        float32, flat, as large as the buffer is for them."""
+    def copied(
+        self, rows: tuple[int, int], num_tokens: int, which: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
+        """A copy of some of the first rows of a buffer, a number and the floats in a row, for a
+        pass of so many tokens: float32, flat, as large as the buffer is for them.
+        """
         number, step = rows
         source = self._arrays[number][: num_tokens * step].reshape(num_tokens, step)
         each = -(-(len(self._arrays[number]) - _SLACK) // self._capacity)
@@ -109,7 +131,9 @@ class Buffers:
         return copy
 
     def logits(self, num_rows: int) -> npt.NDArray[np.float32]:
-        """float32 [num_rows, padded vocabulary], contents undefined; a few rows are the same memory each time."""
+        """float32 [num_rows, padded vocabulary], contents undefined; a few rows are the same memory
+        each time.
+        """
         if num_rows > _KEPT_ROWS:
             return aligned_empty((num_rows, self.sizes.logits), np.float32)
         if num_rows > len(self._logits):
@@ -117,8 +141,9 @@ class Buffers:
         return self._logits[:num_rows]
 
     def _cover(self, num_positions: int) -> None:
-        """Have rope and the factors of queries at so many positions, at least. The addresses are those of what is kept,
-        also behind a MemoryError."""
+        """Have rope and the factors of queries at so many positions, at least. The addresses are
+        those of what is kept, also behind a MemoryError.
+        """
         for index, table in enumerate(self._tables):
             table.cover(num_positions)
             self._addresses[lt.B_TABLES + 2 * index] = table.cos.ctypes.data
@@ -151,7 +176,8 @@ class Buffers:
             lt.B_PER_LAYER: sizes.per_layer,
         }
         arrays: dict[int, npt.NDArray[Any]] = {
-            number: aligned_empty((num_tokens * row + _SLACK,), np.float32) for number, row in floats.items()
+            number: aligned_empty((num_tokens * row + _SLACK,), np.float32)
+            for number, row in floats.items()
         }
         for number in (lt.B_PANEL, lt.B_INNER):
             arrays[number] = aligned_empty((num_tokens * sizes.groups * LARGEST_CELL,), np.int8)

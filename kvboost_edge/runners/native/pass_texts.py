@@ -1,7 +1,8 @@
-"""Keys and values of a pass whose texts attend both ways: a layer's at a time, as long as that layer's attention runs.
+"""Keys and values of a pass whose texts attend both ways: a layer's at a time, as long as that
+layer's attention runs.
 
-No backend's pool holds them and nothing of them is found again. Each text is whole in its pass, so blocks are numbered
-here, text after text, whatever the engine's bookkeeping calls them.
+No backend's pool holds them and nothing of them is found again. Each text is whole in its pass, so
+blocks are numbered here, text after text, whatever the engine's bookkeeping calls them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _BLOCK = 16  # tokens
 class PassTexts:
     """One pool of float32 for all layers, which grows to the largest pass and stays.
 
-    `whole`: the attention operations of a pass as one call of a kernel; None where `access` is, or where heads x
-    head_dim is no multiple of 32: then layer by layer, by `write_kv` and `attention`.
+    `whole`: the attention operations of a pass as one call of a kernel; None where `access` is, or
+      where heads x head_dim is no multiple of 32: then layer by layer, by `write_kv` and
+      `attention`.
     """
 
     def __init__(self, spec: ModelSpec, access: KernelAccess | None) -> None:
@@ -40,12 +42,14 @@ class PassTexts:
         self._grow(1)
 
     def prepare(self, layout: BatchLayout) -> PreparedBatch:
-        """Of the layout the lengths count; ConfigError unless all of each sequence is in the pass."""
+        """Of the layout the lengths count; ConfigError unless all of each sequence is in the
+        pass.
+        """
         lengths = np.diff(layout.cu_seqlens_q)
         if not np.array_equal(lengths, layout.seq_lens) or layout.parts is not None:
             raise ConfigError(
-                f"texts that attend both ways are computed whole: {lengths.tolist()} tokens are here of sequences of "
-                f"{layout.seq_lens.tolist()}"
+                f"texts that attend both ways are computed whole: {lengths.tolist()} tokens are "
+                f"here of sequences of {layout.seq_lens.tolist()}"
             )
         counts = -(-lengths // _BLOCK)
         first = np.cumsum(counts) - counts
@@ -53,8 +57,12 @@ class PassTexts:
         if total > len(self._pool.keys):
             self._grow(total)
         tables = first[:, None] + np.arange(counts.max())
-        slots = np.repeat(first * _BLOCK - layout.cu_seqlens_q[:-1], lengths) + np.arange(layout.cu_seqlens_q[-1])
-        own = BatchLayout(layout.cu_seqlens_q, layout.seq_lens, tables.astype(np.int32), slots.astype(np.int64))
+        slots = np.repeat(first * _BLOCK - layout.cu_seqlens_q[:-1], lengths) + np.arange(
+            layout.cu_seqlens_q[-1]
+        )
+        own = BatchLayout(
+            layout.cu_seqlens_q, layout.seq_lens, tables.astype(np.int32), slots.astype(np.int64)
+        )
         return PreparedBatch(own, 1 if self._access is None else self._access.workspace.num_threads)
 
     def write_kv(self, layer: int, keys: Floats, values: Floats, batch: PreparedBatch) -> None:
@@ -83,9 +91,12 @@ class PassTexts:
             layers = len(spec.layers)
             access = KernelAccess(self._access.workspace, [pool] * layers, None)
             options = [
-                AttentionOptions(spec.softmax_scale, one.window, spec.softcap, None, one.ahead) for one in spec.layers
+                AttentionOptions(spec.softmax_scale, one.window, spec.softcap, None, one.ahead)
+                for one in spec.layers
             ]
-            whole = WholePass(access, KVSpec((shape,) * layers, _BLOCK, "float32"), options, range(layers))
+            whole = WholePass(
+                access, KVSpec((shape,) * layers, _BLOCK, "float32"), options, range(layers)
+            )
         # together, or neither where memory does not suffice
         self._pool = pool
         self.whole = whole

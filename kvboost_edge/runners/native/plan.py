@@ -1,4 +1,6 @@
-"""What the native runner takes, in which weight format, and how it stores keys and values. Loads no kernel."""
+"""What the native runner takes, in which weight format, and how it stores keys and values. Loads no
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +40,31 @@ _LOG = logging.getLogger(__name__)
 
 WORKS_WITH = "backend='cpu'"
 AUTO_BACKEND = "cpu"
-AUTO_BACKEND_REASON = "compiled CPU kernels for the native runner; device='cuda' or 'mps' would take the torch runner"
-LATE_NORM = "queries and keys of this family are normed behind rope, so stored keys cannot be turned to other positions"
+AUTO_BACKEND_REASON = (
+    "compiled CPU kernels for the native runner; device='cuda' or 'mps' would take the torch runner"
+)
+LATE_NORM = (
+    "queries and keys of this family are normed behind rope, so stored keys cannot be turned to "
+    "other positions"
+)
 """Why its keys are attended only where they were computed."""
-RECURRENT = "recurrent: layers of this model keep a state of all tokens before, so none is taken at other positions"
+RECURRENT = (
+    "recurrent: layers of this model keep a state of all tokens before, so none is taken at other "
+    "positions"
+)
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
-STORES_NOTHING = "the model attends both ways, so each text is one pass whose keys and values are not stored"
+STORES_NOTHING = (
+    "the model attends both ways, so each text is one pass whose keys and values are not stored"
+)
 _GROUP = 32  # inputs quantized together, see kernels/linear/tiles.py, which brings the compiler
 _ANYWHERE = (8, 8)  # bits of keys and values that the torch runner has too
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
-    """The option, or the form of the checkpoint, that only this runner serves, empty if none does."""
+    """The option, or the form of the checkpoint, that only this runner serves, empty if none
+    does.
+    """
     wishes = {
         f"weights={config.weights!r}": config.weights != "auto",
         f"kv_cache_bits={config.kv_cache_bits!r}": config.kv_bits not in (_UNQUANTIZED, _ANYWHERE),
@@ -77,42 +91,55 @@ def missing_package(model_config: Mapping[str, Any]) -> str | None:
 
 
 def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
-    """Where a pass is one call of a kernel attention finds the queries before rotation, and turns them."""
+    """Where a pass is one call of a kernel attention finds the queries before rotation, and turns
+    them.
+    """
     spec = describe_model(model_config)
     if spec.both_ways:
         return STORES_NOTHING
     if spec.mixer is not None:
         return RECURRENT
     if backend != AUTO_BACKEND:
-        return f"the native runner on backend {backend!r} attends keys only where they were computed; use 'cpu'"
+        return (
+            f"the native runner on backend {backend!r} attends keys only where they were computed; "
+            "use 'cpu'"
+        )
     if spec.family.late_norm:
         return LATE_NORM
     width = next((n for layer in spec.layers if (n := spec.num_heads * layer.head_dim) % _GROUP), 0)
     if width:
-        return f"heads x head_dim = {width} is no multiple of {_GROUP}, so attention finds no queries before rotation"
+        return (
+            f"heads x head_dim = {width} is no multiple of {_GROUP}, so attention finds no queries "
+            "before rotation"
+        )
     return None
 
 
 def choose_weights(
-    config: EngineConfig, model: ModelTraits, plan_pool: Callable[[KVSpec, int], int], available: int
+    config: EngineConfig,
+    model: ModelTraits,
+    plan_pool: Callable[[KVSpec, int], int],
+    available: int,
 ) -> tuple[str, str]:
-    """The weight format, and why. `plan_pool`: gives what a pool for (KV spec, longest sequence) will take of the
-    `available` memory.
+    """The weight format, and why. `plan_pool`: gives what a pool for (KV spec, longest sequence)
+    will take of the `available` memory.
 
-    A quantized checkpoint keeps its own formats. Of a float one: int8 if weights and pool take at most half of the
-    memory, else int4; both with head and embedding at 8 bit.
+    A quantized checkpoint keeps its own formats. Of a float one: int8 if weights and pool take at
+    most half of the memory, else int4; both with head and embedding at 8 bit.
     """
     # The sizes of packed weights come with the layouts of the kernels, and so with numba.
     from kvboost_edge.models.packed.plan import STORED, pack_plan, plan_bytes
 
     spec = describe_model(model.config)
-    pool_bytes = plan_pool(native_kv_spec(spec, "", config.block_size, config.kv_bits), spec.max_context)
+    pool_bytes = plan_pool(
+        native_kv_spec(spec, "", config.block_size, config.kv_bits), spec.max_context
+    )
     named = _OF_DTYPE.get(config.dtype, "")
     if config.weights != "auto":
         if named not in ("", config.weights):
             raise ConfigError(
-                f"dtype={config.dtype!r} means weights={named!r} in the native runner, and weights={config.weights!r} "
-                "was given; leave one of them out"
+                f"dtype={config.dtype!r} means weights={named!r} in the native runner, and "
+                f"weights={config.weights!r} was given; leave one of them out"
             )
         return config.weights, "asked for"
     if named:
@@ -126,9 +153,13 @@ def choose_weights(
     return "int4", f"{sum_of} would be more than half of the {_mb(available)} available"
 
 
-def native_kv_spec(spec: ModelSpec, weights: str, block_size: int, bits: tuple[int, int] = _UNQUANTIZED) -> KVSpec:
-    """How the native runner stores KV: float32 beside float32 weights, else float16, or quantized to `bits`; of a model
-    that attends both ways nothing, and ConfigError for bits. States are float32 whatever the weights."""
+def native_kv_spec(
+    spec: ModelSpec, weights: str, block_size: int, bits: tuple[int, int] = _UNQUANTIZED
+) -> KVSpec:
+    """How the native runner stores KV: float32 beside float32 weights, else float16, or quantized
+    to `bits`; of a model that attends both ways nothing, and ConfigError for bits. States are
+    float32 whatever the weights.
+    """
     if spec.both_ways:
         if bits != _UNQUANTIZED:
             raise ConfigError(f"kv_cache_bits={bits} has no effect: {STORES_NOTHING}; leave it out")
@@ -139,7 +170,11 @@ def native_kv_spec(spec: ModelSpec, weights: str, block_size: int, bits: tuple[i
         for layer in spec.kv_layers
     )
     dtype = "float32" if weights == "f32" and bits == _UNQUANTIZED else "float16"
-    states = () if spec.mixer is None else (state_spec(spec.mixer),) * sum(layer.state >= 0 for layer in spec.layers)
+    states = (
+        ()
+        if spec.mixer is None
+        else (state_spec(spec.mixer),) * sum(layer.state >= 0 for layer in spec.layers)
+    )
     return KVSpec(layers, block_size, dtype, bits, states)
 
 

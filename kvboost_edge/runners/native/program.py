@@ -27,15 +27,17 @@ __all__ = ["LayerProgram", "attention_params", "build_program", "possible_operat
 class LayerProgram:
     """ops int64 [num_ops, NUM_FIELDS] and params float32 [num_ops, NUM_PARAMS].
 
-    `parts[i]` = (first, end): part 0 embeds and prepares layer 0's attention; part i > 0 finishes layer i - 1 and
-    prepares layer i. The last one finishes the last layer and computes logits; run up to `normed` it leaves the hidden
-    state behind the last norm in B_NORMED. Between two parts stand the layer's OP_CLOSE, where it has keys and values
-    of its own, and OP_ATTEND, for passes that run it in the program; nothing behind a layer that does not attend.
+    `parts[i]` = (first, end): part 0 embeds and prepares layer 0's attention; part i > 0 finishes
+    layer i - 1 and prepares layer i. The last one finishes the last layer and computes logits; run
+    up to `normed` it leaves the hidden state behind the last norm in B_NORMED. Between two parts
+    stand the layer's OP_CLOSE, where it has keys and values of its own, and OP_ATTEND, for passes
+    that run it in the program; nothing behind a layer that does not attend.
 
-    From part `narrow` on no keys, values and states are computed: it and all behind it need the rows of logits only.
-    border: the buffer that it reads beside the hidden state, what attention returned and B_PER_LAYER; None: no other
-    accept: (first, end) of what lets states take in rows of drafts; empty where there are no states
-    held: weights of norms that have none, to which operations point
+    From part `narrow` on no keys, values and states are computed: it and all behind it need the
+    rows of logits only. border: the buffer that it reads beside the hidden state, what attention
+    returned and B_PER_LAYER; None: no other accept: (first, end) of what lets states take in rows
+    of drafts; empty where there are no states held: weights of norms that have none, to which
+    operations point
     """
 
     ops: npt.NDArray[np.int64]
@@ -54,25 +56,38 @@ class LayerProgram:
 
 
 class _Builder(Emitter):
-    def __init__(self, spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int
+    ) -> None:
         super().__init__(spec, plan, packed, num_threads)
         self.ones = np.ones(max(layer.head_dim for layer in spec.layers), dtype=np.float32)
         self.states = None if spec.mixer is None else StateOperations(self, spec.mixer)
 
     def embed(self) -> None:
-        fields = {lt.F_DST: lt.B_HIDDEN, lt.F_DST_STEP: self.sizes.hidden, lt.F_COUNT: self.spec.hidden_size}
+        fields = {
+            lt.F_DST: lt.B_HIDDEN,
+            lt.F_DST_STEP: self.sizes.hidden,
+            lt.F_COUNT: self.spec.hidden_size,
+        }
         weights = {lt.F_KIND: self.kind("embed"), lt.F_WEIGHT: self.packed.address("embed")}
-        scale = {lt.F_SCALE: self.packed.address("embed.scales"), lt.F_MINIMA: self.packed.address("embed.minima")}
+        scale = {
+            lt.F_SCALE: self.packed.address("embed.scales"),
+            lt.F_MINIMA: self.packed.address("embed.minima"),
+        }
         self.add(lt.OP_EMBED, {**fields, **weights, **scale}, factor=self.spec.embedding_factor)
         if self.spec.per_layer is not None:
             self.per_layer_inputs(self.spec.per_layer.width)
 
     def per_layer_inputs(self, width: int) -> None:
-        """Of the embedding and of the rows of the table, which have a scale of their own: B_PER_LAYER."""
+        """Of the embedding and of the rows of the table, which have a scale of their own:
+        B_PER_LAYER.
+        """
         spec = self.spec
         hidden = (lt.B_HIDDEN, self.sizes.hidden)
         self.quantize(*hidden, spec.hidden_size, "ple_in")
-        self.linear("ple_in", hidden, (lt.B_PER_LAYER, self.sizes.per_layer), factor=spec.hidden_size**-0.5)
+        self.linear(
+            "ple_in", hidden, (lt.B_PER_LAYER, self.sizes.per_layer), factor=spec.hidden_size**-0.5
+        )
         fields = {lt.F_DST: lt.B_PER_LAYER, lt.F_DST_STEP: self.sizes.per_layer, lt.F_COUNT: width}
         fields |= {lt.F_BY: lt.B_TABLE_ROWS, lt.F_BY_STEP: len(spec.layers) * width}
         fields |= {lt.F_WEIGHT: self.packed.address("ple_in_norm")}
@@ -113,7 +128,9 @@ class _Builder(Emitter):
         self.add(lt.OP_ROPE, fields, eps=spec.eps)
 
     def gate(self, index: int, rows: Rows) -> None:
-        """What attention returned times the sigmoid of gates, in place, for the layer's output projection."""
+        """What attention returned times the sigmoid of gates, in place, for the layer's output
+        projection.
+        """
         own = self.spec.layers[index]
         count = self.spec.num_heads * self.spec.layers[index].head_dim
         gates = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.sizes.wide}
@@ -123,7 +140,9 @@ class _Builder(Emitter):
         self.add(lt.OP_ACT, {**gates, **steps, **act})
 
     def before_mixing(self, index: int) -> None:
-        """What a layer does before its attention, where it attends; what has a state is done behind it."""
+        """What a layer does before its attention, where it attends; what has a state is done behind
+        it.
+        """
         layer = self.spec.layers[index]
         if layer.keeps_state:
             assert self.states is not None
@@ -148,7 +167,9 @@ class _Builder(Emitter):
         return (lt.B_WIDE, self.sizes.wide) if self.spec.family.output_gate else None
 
     def after_mixing(self, index: int) -> None:
-        """The ways back of what mixed tokens into the hidden state, where a layer has something that does."""
+        """The ways back of what mixed tokens into the hidden state, where a layer has something
+        that does.
+        """
         spec = self.spec
         layer = f"layer{index}."
         own = self.spec.layers[index]
@@ -158,7 +179,9 @@ class _Builder(Emitter):
                 self.gate(index, rows)
             else:
                 self.quantize(*rows, spec.num_heads * own.head_dim, f"{layer}out")
-            self.into_hidden(f"{layer}out", rows, f"{layer}attn_out", factor=spec.factors.attention_out)
+            self.into_hidden(
+                f"{layer}out", rows, f"{layer}attn_out", factor=spec.factors.attention_out
+            )
         if own.keeps_state:
             assert self.states is not None
             rows = self.states.mixed
@@ -207,9 +230,22 @@ class _Builder(Emitter):
         rows = (lt.B_NORMED, padded(width, GROUP))
         self.quantize(*hidden, self.spec.hidden_size, names[0])
         self.linear(names[0], hidden, wide)
-        steps = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}
-        by = {lt.F_BY: lt.B_PER_LAYER, lt.F_BY_STEP: self.sizes.per_layer, lt.F_BY_FIRST: index * width}
-        fields = {lt.F_COUNT: width, lt.F_ACT: ACTIVATIONS[self.spec.activation], **self.panel(names[1], lt.B_INNER)}
+        steps = {
+            lt.F_SRC: wide[0],
+            lt.F_SRC_STEP: wide[1],
+            lt.F_DST: rows[0],
+            lt.F_DST_STEP: rows[1],
+        }
+        by = {
+            lt.F_BY: lt.B_PER_LAYER,
+            lt.F_BY_STEP: self.sizes.per_layer,
+            lt.F_BY_FIRST: index * width,
+        }
+        fields = {
+            lt.F_COUNT: width,
+            lt.F_ACT: ACTIVATIONS[self.spec.activation],
+            **self.panel(names[1], lt.B_INNER),
+        }
         self.add(lt.OP_ACT, {**steps, **by, **fields})
         self.into_hidden(names[1], rows, f"{layer}ple_norm", panel=lt.B_INNER, sum_factor=scalar)
 
@@ -223,12 +259,18 @@ class _Builder(Emitter):
         logits = (lt.B_LOGITS, sizes.logits)
         self.linear(name, (lt.B_NORMED, sizes.hidden), logits, factor=spec.logit_factor)
         if spec.logit_cap > 0:
-            fields = {lt.F_SRC: lt.B_LOGITS, lt.F_SRC_STEP: sizes.logits, lt.F_COUNT: spec.vocab_size}
+            fields = {
+                lt.F_SRC: lt.B_LOGITS,
+                lt.F_SRC_STEP: sizes.logits,
+                lt.F_COUNT: spec.vocab_size,
+            }
             self.add(lt.OP_CAP, fields, cap=spec.logit_cap)
         return normed
 
 
-def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int) -> LayerProgram:
+def build_program(
+    spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int
+) -> LayerProgram:
     """The program of a model; it holds addresses of `packed`, which must outlive it."""
     builder = _Builder(spec, plan, packed, num_threads)
     parts = []
@@ -254,12 +296,18 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
         params[index, list(floats)] = list(floats.values())
     border = builder.border(spec.first_shared - 1)
     entries_of(ops[:, lt.F_OP].tolist())  # raises where one has none
-    held = [builder.ones, *builder.scaled_vectors.values(), *(() if builder.states is None else builder.states.held)]
+    held = [
+        builder.ones,
+        *builder.scaled_vectors.values(),
+        *(() if builder.states is None else builder.states.held),
+    ]
     return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, border, accept, held)
 
 
 def possible_operations(spec: ModelSpec) -> list[int]:
-    """All that a program of the model may have: before its weights are packed there is none to look at."""
+    """All that a program of the model may have: before its weights are packed there is none to look
+    at.
+    """
     found = [lt.K_PROGRAM]
     if spec.experts is not None:
         found.append(lt.K_EXPERTS)
@@ -269,7 +317,9 @@ def possible_operations(spec: ModelSpec) -> list[int]:
 
 
 def attention_params(spec: ModelSpec, packed: PackedWeights) -> list[AttentionParams]:
-    """The constants of attention of each layer; sinks are float32 [num_heads], views of `packed`."""
+    """The constants of attention of each layer; sinks are float32 [num_heads], views of
+    `packed`.
+    """
 
     def sinks(layer: int) -> npt.NDArray[np.float32] | None:
         if not spec.family.sinks:

@@ -1,7 +1,8 @@
 """The native runner: a batch of tokens to logits on quantized or float weights, without torch.
 
-A token's logits depend on its own sequence and position only, to the bit: not on who shares the batch, how the prompt
-was cut, whether its keys and values came from the pool, or the number of threads.
+A token's logits depend on its own sequence and position only, to the bit: not on who shares the
+batch, how the prompt was cut, whether its keys and values came from the pool, or the number of
+threads.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
-from kvboost_edge.models.packed.plan import PackEntry, check_tensors, kinds_of, pack_plan, plan_label, row_tables
+from kvboost_edge.models.packed.plan import (
+    PackEntry,
+    check_tensors,
+    kinds_of,
+    pack_plan,
+    plan_label,
+    row_tables,
+)
 from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
@@ -37,7 +45,13 @@ from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.layerwise import attend_layer
 from kvboost_edge.runners.native.numerics import describe_numerics
 from kvboost_edge.runners.native.pass_texts import PassTexts
-from kvboost_edge.runners.native.plan import LATE_NORM, RECURRENT, STORES_NOTHING, log_notices, native_kv_spec
+from kvboost_edge.runners.native.plan import (
+    LATE_NORM,
+    RECURRENT,
+    STORES_NOTHING,
+    log_notices,
+    native_kv_spec,
+)
 from kvboost_edge.runners.native.program import attention_params, build_program, possible_operations
 from kvboost_edge.runners.native.states import accepted_rows, pass_states
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
@@ -50,8 +64,9 @@ Ints = npt.NDArray[np.int32]
 
 
 class _Rest(NamedTuple):
-    """What is left of a pass when some of its rows go on: the buffers, what attention returned for all rows, and the
-    layers that attend from there on."""
+    """What is left of a pass when some of its rows go on: the buffers, what attention returned for
+    all rows, and the layers that attend from there on.
+    """
 
     batch: ForwardBatch
     prepared: Any
@@ -61,7 +76,9 @@ class _Rest(NamedTuple):
 
 
 class NativeRunner:
-    """Implements `Runner` for the families in models/config/families.py, over a numpy backend. One thread at a time."""
+    """Implements `Runner` for the families in models/config/families.py, over a numpy backend. One
+    thread at a time.
+    """
 
     def __init__(
         self,
@@ -117,7 +134,8 @@ class NativeRunner:
         cache_dir: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> NativeRunner:
-        """Load a checkpoint, or the one at a path; its packed weights come from the cache directory, or are packed now.
+        """Load a checkpoint, or the one at a path; its packed weights come from the cache
+        directory, or are packed now.
 
         Raises ModelFormatError with the reason where the model is not known to this runner.
         """
@@ -128,8 +146,13 @@ class NativeRunner:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source, row_tables(spec))
             possible = possible_operations(spec)
-            program, *entries = pass_entries(kinds_of(plan), possible, quantized=kv_bits != (16, 16))
-            compile_ahead([program, *packing_entries(plan, source, row_tables(spec)), *entries], default_num_threads())
+            program, *entries = pass_entries(
+                kinds_of(plan), possible, quantized=kv_bits != (16, 16)
+            )
+            compile_ahead(
+                [program, *packing_entries(plan, source, row_tables(spec)), *entries],
+                default_num_threads(),
+            )
         packed = load_packed(
             checkpoint,
             plan,
@@ -138,7 +161,10 @@ class NativeRunner:
             num_threads=num_threads,
             progress=progress,
         )
-        tables = [RowTable.open(checkpoint, one.parts[0][0], one.rows, one.inputs) for one in row_tables(spec)]
+        tables = [
+            RowTable.open(checkpoint, one.parts[0][0], one.rows, one.inputs)
+            for one in row_tables(spec)
+        ]
         return cls(
             spec,
             plan,
@@ -162,20 +188,34 @@ class NativeRunner:
         if self._whole is not None:
             return None
         name = "no backend" if self._backend is None else f"backend {self._backend.name!r}"
-        return f"the native runner, layer by layer on {name}, attends keys only where they were computed; use 'cpu'"
+        return (
+            f"the native runner, layer by layer on {name}, attends keys only where they were "
+            "computed; use 'cpu'"
+        )
 
     @property
     def copied_bytes(self) -> int:
         return 0
 
     def bind(self, backend: Backend) -> None:
-        """Use this backend's pool. ConfigError unless it takes NumPy arrays and has this model's shapes."""
+        """Use this backend's pool. ConfigError unless it takes NumPy arrays and has this model's
+        shapes.
+        """
         if backend.array_kind != "numpy":
-            raise ConfigError(f"the native runner works with NumPy backends (cpu, reference), not {backend.name!r}")
-        if (backend.spec.layers, backend.spec.states) != (self.info.kv_spec.layers, self.info.kv_spec.states):
-            raise ConfigError(f"backend {backend.name!r} was made for other layers than those of this model")
+            raise ConfigError(
+                "the native runner works with NumPy backends (cpu, reference), not "
+                f"{backend.name!r}"
+            )
+        if (backend.spec.layers, backend.spec.states) != (
+            self.info.kv_spec.layers,
+            self.info.kv_spec.states,
+        ):
+            raise ConfigError(
+                f"backend {backend.name!r} was made for other layers than those of this model"
+            )
         self._backend = backend
-        # Two teams would wait for each other's cores: the kernels of both take turns, so one team serves them.
+        # Two teams would wait for each other's cores: the kernels of both take turns, so one team
+        # serves them.
         access = backend.kernel_access
         shared = access is not None and access.workspace.num_threads == self._own_team.num_threads
         self._team = access.workspace.team if access is not None and shared else self._own_team
@@ -183,24 +223,36 @@ class NativeRunner:
         self._texts = None
         if self._spec.both_ways:
             self._texts = PassTexts(self._spec, access)
-        elif all(self._spec.num_heads * layer.head_dim % GROUP == 0 for layer in self._spec.layers if layer.kv >= 0):
-            self._whole = WholePass.of(backend, self._params, [layer.kv for layer in self._spec.layers])
+        elif all(
+            self._spec.num_heads * layer.head_dim % GROUP == 0
+            for layer in self._spec.layers
+            if layer.kv >= 0
+        ):
+            self._whole = WholePass.of(
+                backend, self._params, [layer.kv for layer in self._spec.layers]
+            )
         whole = self._whole if self._texts is None else self._texts.whole
         quantized = None if whole is None else whole.is_quantized
         self._kernels = kernel_table(self.kinds, self._program.operations, quantized)
 
     def forward(self, batch: ForwardBatch) -> Floats:
-        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]. Fills `batch.states`."""
+        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]. Fills
+        `batch.states`.
+        """
         backend = self._backend
         if backend is None:
             raise ConfigError("forward before bind: the runner has no backend for its KV")
         spec = self._spec
         num_tokens = len(batch.token_ids)
-        tokens, positions = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions))
+        tokens, positions = (
+            np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions)
+        )
         if num_tokens == 0 or tokens.min() < 0 or tokens.max() >= spec.vocab_size:
             raise RequestError(f"token ids must be at least one, from 0 to {spec.vocab_size - 1}")
         if self._whole is None:
-            refuse_deltas(batch.layout, f"the native runner, layer by layer on backend {backend.name!r},")
+            refuse_deltas(
+                batch.layout, f"the native runner, layer by layer on backend {backend.name!r},"
+            )
         if spec.family.late_norm:
             refuse_deltas(batch.layout, f"the native runner with {spec.model_type}")
         prepared: Any = (self._texts or backend).prepare(batch.layout)
@@ -232,8 +284,9 @@ class NativeRunner:
         self._run(self._program.accept, addresses, rows.num_rows)
 
     def deviations(self, batch: ForwardBatch, rows: Longs, slots: Longs) -> Floats:
-        """See `Runner.deviations`: values are read where the rope of the second layer that has some left them, in its
-        wide row."""
+        """See `Runner.deviations`: values are read where the rope of the second layer that has some
+        left them, in its wide row.
+        """
         spec = self._spec
         if len(spec.kv_layers) < 2:
             return np.zeros(len(rows), dtype=np.float32)
@@ -256,10 +309,19 @@ class NativeRunner:
         if not len(rows):
             return np.zeros(len(stored.slots), dtype=np.float32)
         dim = self._spec.layers[layer].head_dim
-        queries = self._buffers.rows(lt.B_QUERY, len(batch.token_ids), self._spec.num_heads, dim)[rows]
-        keys = self._buffers.turned(layer, whole.stored_keys(layer, stored.slots), stored.deltas).astype(np.float32)
+        queries = self._buffers.rows(lt.B_QUERY, len(batch.token_ids), self._spec.num_heads, dim)[
+            rows
+        ]
+        keys = self._buffers.turned(
+            layer, whole.stored_keys(layer, stored.slots), stored.deltas
+        ).astype(np.float32)
         return attended_masses(
-            queries, memory.lse[rows], batch.positions[rows], keys, stored.positions, self._params[layer]
+            queries,
+            memory.lse[rows],
+            batch.positions[rows],
+            keys,
+            stored.positions,
+            self._params[layer],
         )
 
     def _run_begin(self, batch: ForwardBatch, layer: int, end: int) -> tuple[WholePass, PassMemory]:
@@ -268,14 +330,18 @@ class NativeRunner:
         whole = self._whole
         if backend is None or whole is None:
             raise ConfigError(f"no layer can be looked at alone: {self.moved_keys_refusal}")
-        tokens, positions = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions))
+        tokens, positions = (
+            np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions)
+        )
         addresses, _held = self._addresses(batch, tokens, positions)
         prepared = backend.prepare(batch.layout)
         memory = self._prepare_whole(whole, batch, prepared, addresses, (0, end), range(layer + 1))
         self._run((0, end), addresses, len(tokens), memory.counters)
         return whole, memory
 
-    def _addresses(self, batch: ForwardBatch, tokens: Longs, positions: Longs) -> tuple[Longs, list[Any]]:
+    def _addresses(
+        self, batch: ForwardBatch, tokens: Longs, positions: Longs
+    ) -> tuple[Longs, list[Any]]:
         """The buffers of a pass, and what must outlive it as `tokens` and `positions` must."""
         num_positions = int(positions.max()) + 1
         parts = batch.layout.parts
@@ -303,34 +369,46 @@ class NativeRunner:
         part: tuple[int, int],
         layers: range,
     ) -> PassMemory:
-        """Memory for operations [first, end), which attend in some layers, entered into the addresses."""
+        """Memory for operations [first, end), which attend in some layers, entered into the
+        addresses.
+        """
         turning = self._buffers.turning() if has_delta(batch.layout.parts) else {}
         heads = self._spec.num_heads
         widest = max(self._buffers.sizes.attended)
         counters = self._num_counters(*part)
-        memory = whole.prepare(self._buffers.query, heads, prepared, counters, turning, layers, widest)
+        memory = whole.prepare(
+            self._buffers.query, heads, prepared, counters, turning, layers, widest
+        )
         addresses[lt.B_ROWS] = memory.rows
         addresses[lt.B_ATTENDED] = memory.attended.ctypes.data
         return memory
 
-    def _forward_whole(self, whole: WholePass, batch: ForwardBatch, prepared: Any, addresses: Longs) -> Floats:
-        """The layers with their attention in one call of the program; a second one for what needs the rows of logits
-        only, where these are not all."""
+    def _forward_whole(
+        self, whole: WholePass, batch: ForwardBatch, prepared: Any, addresses: Longs
+    ) -> Floats:
+        """The layers with their attention in one call of the program; a second one for what needs
+        the rows of logits only, where these are not all.
+        """
         parts = self._program.parts
         narrow = self._program.narrow
         num_tokens = len(batch.token_ids)
         end = parts[-1][1]
         num_states = len(batch.state_rows)
         if len(batch.logit_rows) == num_tokens and not num_states:
-            memory = self._prepare_whole(whole, batch, prepared, addresses, (0, end), range(len(parts) - 1))
+            memory = self._prepare_whole(
+                whole, batch, prepared, addresses, (0, end), range(len(parts) - 1)
+            )
             logits = self._buffers.logits(num_tokens)
             addresses[lt.B_LOGITS] = logits.ctypes.data
             self._run((0, end), addresses, num_tokens, memory.counters)
             return logits[:, : self._spec.vocab_size]
-        # Attention before a part is its last operation: a piece of a prompt whose logits nobody wants needs none. What
-        # turns a state is needed always.
+        # Attention before a part is its last operation: a piece of a prompt whose logits nobody
+        # wants needs none. What turns a state is needed always.
         first = parts[narrow][0]
-        if len(batch.logit_rows) + num_states == 0 and self._program.ops[first - 1, lt.F_OP] == lt.OP_ATTEND:
+        if (
+            len(batch.logit_rows) + num_states == 0
+            and self._program.ops[first - 1, lt.F_OP] == lt.OP_ATTEND
+        ):
             first -= 1
         memory = self._prepare_whole(whole, batch, prepared, addresses, (0, first), range(narrow))
         self._run((0, first), addresses, num_tokens, memory.counters)
@@ -339,14 +417,22 @@ class NativeRunner:
         return self._outputs(batch, addresses, attended, narrow, prepared)
 
     def _outputs(
-        self, batch: ForwardBatch, addresses: Longs, attended: Floats, part: int, prepared: Any = None
+        self,
+        batch: ForwardBatch,
+        addresses: Longs,
+        attended: Floats,
+        part: int,
+        prepared: Any = None,
     ) -> Floats:
-        """What follows the attention before a part, for the rows whose logits or states are wanted only. prepared: the
-        pass, where layers behind it attend."""
+        """What follows the attention before a part, for the rows whose logits or states are wanted
+        only. prepared: the pass, where layers behind it attend.
+        """
         program = self._program
         first = program.parts[part][0]
         end = program.parts[-1][1]
-        rows, states = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.logit_rows, batch.state_rows))
+        rows, states = (
+            np.ascontiguousarray(a, dtype=np.int64) for a in (batch.logit_rows, batch.state_rows)
+        )
         logits = self._buffers.logits(len(rows))
         rest = _Rest(batch, prepared, addresses, attended, range(part, len(program.parts) - 1))
         if len(states):
@@ -358,7 +444,9 @@ class NativeRunner:
         return logits[:, : self._spec.vocab_size]
 
     def _run_rows(self, part: tuple[int, int], rows: Longs, rest: _Rest) -> None:
-        """Operations behind the attention before a part, on copies of these rows, in ascending order."""
+        """Operations behind the attention before a part, on copies of these rows, in ascending
+        order.
+        """
         addresses = rest.addresses.copy()
         num_tokens = len(rest.batch.token_ids)
         counters = None
@@ -369,7 +457,9 @@ class NativeRunner:
         if any(layer.attends for layer in self._spec.layers[rest.layers.start : rest.layers.stop]):
             assert self._whole is not None
             prepared = rest.prepared.narrowed(rows)
-            memory = self._prepare_whole(self._whole, rest.batch, prepared, addresses, part, rest.layers)
+            memory = self._prepare_whole(
+                self._whole, rest.batch, prepared, addresses, part, rest.layers
+            )
             counters = memory.counters
             memory.attended[: attended.size] = attended.reshape(-1)
             attended = memory.attended
@@ -386,16 +476,32 @@ class NativeRunner:
     def _num_counters(self, first: int, end: int) -> int:
         return lt.COUNTERS_PER_OP * (end - first + 1)
 
-    def _run(self, part: tuple[int, int], addresses: Longs, num_tokens: int, counters: Longs | None = None) -> None:
+    def _run(
+        self,
+        part: tuple[int, int],
+        addresses: Longs,
+        num_tokens: int,
+        counters: Longs | None = None,
+    ) -> None:
         """Operations [first, end); `counters`: zeros, at least as many as they need."""
         first, end = part
         if counters is None:
             counters = np.zeros(self._num_counters(first, end), dtype=np.int64)
         program = self._program
         job = lt.ProgramJob(
-            program.ops, program.params, addresses, counters, self._kernels, first, end, num_tokens, self._matrix
+            program.ops,
+            program.params,
+            addresses,
+            counters,
+            self._kernels,
+            first,
+            end,
+            num_tokens,
+            self._matrix,
         )
-        self._team.run(run_program, job, counters, lt.COUNTERS_PER_OP * (end - first), self._team.num_threads)
+        self._team.run(
+            run_program, job, counters, lt.COUNTERS_PER_OP * (end - first), self._team.num_threads
+        )
 
     def close(self) -> None:
         """End the helper threads, let go of the backend and unmap the weights."""

@@ -33,7 +33,8 @@ class MixtureSizes(NamedTuple):
 
     routed   floats in a row of the router's logits, padded to tiles
     numbers  of the dispatch before its slots
-    spread   bytes of a slot's row of inputs, as codes or as floats; inner: of what its gate and up leave
+    spread   bytes of a slot's row of inputs, as codes or as floats; inner: of what its gate and up
+             leave
     beside   floats in a row of the MLP beside them; 0 without one
     """
 
@@ -51,7 +52,14 @@ class MixtureSizes(NamedTuple):
         each = 4 * GROUP if floats else COARSE_BYTES + SEED_BYTES
         spread, inner = (count // GROUP * each for count in (hidden, experts.width))
         beside = hidden if experts.beside else 0
-        return cls(experts.used, padded(rows, LANES), dispatch_numbers(experts.count), spread, inner, beside)
+        return cls(
+            experts.used,
+            padded(rows, LANES),
+            dispatch_numbers(experts.count),
+            spread,
+            inner,
+            beside,
+        )
 
 
 class MixerSizes(NamedTuple):
@@ -72,32 +80,49 @@ class MixerSizes(NamedTuple):
     def of(cls, mixer: Mixer) -> MixerSizes:
         """ModelFormatError for sizes that the kernels do not take."""
         width = mixer.value_heads * mixer.value_dim or mixer.channels
-        uneven = mixer.channels % LANES or mixer.key_dim % LANES or mixer.value_dim % LANES or width % GROUP
-        if uneven or not 1 <= mixer.taps <= _MOST_TAPS or mixer.key_dim > MOST_KEYS or mixer.value_dim > _MOST_DIM:
+        uneven = (
+            mixer.channels % LANES
+            or mixer.key_dim % LANES
+            or mixer.value_dim % LANES
+            or width % GROUP
+        )
+        if (
+            uneven
+            or not 1 <= mixer.taps <= _MOST_TAPS
+            or mixer.key_dim > MOST_KEYS
+            or mixer.value_dim > _MOST_DIM
+        ):
             raise ModelFormatError(
-                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, those of keys at "
-                f"most {MOST_KEYS} and of values {_MOST_DIM}, values in all a multiple of {GROUP}, and taps from 1 to "
-                f"{_MOST_TAPS}"
+                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, "
+                f"those of keys at most {MOST_KEYS} and of values {_MOST_DIM}, values in all a "
+                f"multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
             )
         if mixer.kind == "conv":
             return cls(3 * mixer.channels, 0, width)
         _check_heads(mixer, width)
         gates = mixer.channels + width
         wide = gates + padded((2 if mixer.kind == "delta" else 1) * mixer.value_heads, LANES)
-        return cls(wide, gates, width, mixer.key_heads * mixer.key_dim, width + 2 * mixer.value_heads)
+        return cls(
+            wide, gates, width, mixer.key_heads * mixer.key_dim, width + 2 * mixer.value_heads
+        )
 
 
 def _check_heads(mixer: Mixer, width: int) -> None:
     """ModelFormatError for heads that do not go together; width: of all heads of values."""
     if mixer.key_heads < 1 or mixer.value_heads % mixer.key_heads:
-        raise ModelFormatError(f"{mixer.value_heads} heads of values do not share {mixer.key_heads} heads of keys")
+        raise ModelFormatError(
+            f"{mixer.value_heads} heads of values do not share {mixer.key_heads} heads of keys"
+        )
     if mixer.channels != width + 2 * mixer.key_heads * mixer.key_dim:
-        raise ModelFormatError(f"a convolution of {mixer.channels} channels is not one of values, keys and queries")
+        raise ModelFormatError(
+            f"a convolution of {mixer.channels} channels is not one of values, keys and queries"
+        )
     if mixer.norm not in MIXER_NORMS:
         raise ModelFormatError(f"a mixer's norm is one of {MIXER_NORMS}, not {mixer.norm!r}")
     if mixer.norm_groups and width % (LANES * mixer.norm_groups):
         raise ModelFormatError(
-            f"{width} values are normed in {mixer.norm_groups} groups, which are no multiples of {LANES}"
+            f"{width} values are normed in {mixer.norm_groups} groups, which are no multiples of "
+            f"{LANES}"
         )
     least, most = mixer.time_limit
     if not 0 <= least <= most:
@@ -106,9 +131,11 @@ def _check_heads(mixer: Mixer, width: int) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
-    """Floats in a row of each buffer, those of the widest layer, padded so that vectors and groups may run over the end
-    of what counts. What attention takes and leaves is as wide as the layer's heads, and `attended` that, padded. mixed:
-    of what a mixer with a state leaves where its layer attends as well, 0 where no layer does both."""
+    """Floats in a row of each buffer, those of the widest layer, padded so that vectors and groups
+    may run over the end of what counts. What attention takes and leaves is as wide as the layer's
+    heads, and `attended` that, padded. mixed: of what a mixer with a state leaves where its layer
+    attends as well, 0 where no layer does both.
+    """
 
     hidden: int
     normed: int
@@ -129,20 +156,46 @@ class Sizes:
         query = max(spec.num_heads * layer.head_dim for layer in spec.layers)
         key = max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
         gated = 2 if spec.family.output_gate else 1
-        qkv = max((gated * spec.num_heads + 2 * layer.num_kv_heads) * layer.head_dim for layer in spec.layers)
+        qkv = max(
+            (gated * spec.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+            for layer in spec.layers
+        )
         mixer = MixerSizes(0, 0, 0) if spec.mixer is None else MixerSizes.of(spec.mixer)
         inner = max(layer.intermediate_size for layer in spec.layers)
         width = 0 if spec.per_layer is None else spec.per_layer.width
         hidden = padded(spec.hidden_size, GROUP)
         normed = padded(max(spec.hidden_size, inner, width), GROUP)
-        wide = padded(max(qkv, (1 + spec.family.gated) * inner, spec.hidden_size, width, mixer.wide), GROUP) + 2 * GROUP
+        wide = (
+            padded(
+                max(qkv, (1 + spec.family.gated) * inner, spec.hidden_size, width, mixer.wide),
+                GROUP,
+            )
+            + 2 * GROUP
+        )
         query = max(query, mixer.key, mixer.mixed)
         value = max(key, mixer.value)
         key = max(key, mixer.key)
         attended = tuple(padded(spec.num_heads * layer.head_dim, GROUP) for layer in spec.layers)
-        mixed = mixer.mixed if any(layer.attends and layer.keeps_state for layer in spec.layers) else 0
+        mixed = (
+            mixer.mixed if any(layer.attends and layer.keeps_state for layer in spec.layers) else 0
+        )
         groups = max(normed, mixer.mixed, *attended) // GROUP
         per_layer = padded(len(spec.layers) * width, LANES) + GROUP * (width % GROUP > 0)
-        mixture = None if spec.experts is None else MixtureSizes.of(spec.experts, hidden, floats=floats)
+        mixture = (
+            None if spec.experts is None else MixtureSizes.of(spec.experts, hidden, floats=floats)
+        )
         logits = padded(spec.vocab_size, LANES)
-        return cls(hidden, normed, wide, query, key, value, attended, mixed, per_layer, logits, groups, mixture)
+        return cls(
+            hidden,
+            normed,
+            wide,
+            query,
+            key,
+            value,
+            attended,
+            mixed,
+            per_layer,
+            logits,
+            groups,
+            mixture,
+        )

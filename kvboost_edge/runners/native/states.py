@@ -1,4 +1,6 @@
-"""Layers that keep a state: their operations in a program, and the slots of a pass as those find them."""
+"""Layers that keep a state: their operations in a program, and the slots of a pass as those find
+them.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,17 @@ class StateOperations:
         self._sizes = MixerSizes.of(mixer)
         self._spec = state_spec(mixer)
         self._num_states = sum(layer.state >= 0 for layer in builder.spec.layers)
-        # B_QUERY: nobody has queries there, not of attention in this layer, and not of OP_SCAN any more.
+        # B_QUERY: nobody has queries there, not of attention in this layer, and not of OP_SCAN any
+        # more.
         self.mixed = (lt.B_MIXED if builder.sizes.mixed else lt.B_QUERY, self._sizes.mixed)
         self._taps = _tap_factors(mixer, builder.spec.factors.mixer_conv)
         dim = max(mixer.key_dim, 1)
         self.held = [np.full(dim, factor, dtype=np.float32) for factor in (1 / dim, dim**-0.5)]
 
     def before(self, layer: str, state: int) -> None:
-        """From the hidden state to the rows that the output projection reads; `state`: its number in the pool."""
+        """From the hidden state to the rows that the output projection reads; `state`: its number
+        in the pool.
+        """
         builder = self._builder
         mixer = self._mixer
         sizes = self._builder.sizes
@@ -59,20 +64,34 @@ class StateOperations:
         builder.linear(f"{layer}mixer_in", normed, wide, factor=factors.mixer)
         if not is_conv:
             gates = self._sizes.gates
-            builder.linear(f"{layer}mixer_gates", normed, wide, first=gates, factor=factors.mixer_gates)
-        conv = {**self._conv(layer, state), lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_GATED: int(is_conv)}
+            builder.linear(
+                f"{layer}mixer_gates", normed, wide, first=gates, factor=factors.mixer_gates
+            )
+        conv = {
+            **self._conv(layer, state),
+            lt.F_SRC: wide[0],
+            lt.F_SRC_STEP: wide[1],
+            lt.F_GATED: int(is_conv),
+        }
         conv |= {lt.F_DRAFT: state * draft_bytes, lt.F_DRAFT_STEP: self._num_states * draft_bytes}
         if is_conv:
             builder.add(lt.OP_CONV, conv)
             builder.add(lt.OP_TAILS, conv)
             return
         self._turn(layer, state, {**conv, lt.F_BY_FIRST: self._sizes.gates})
-        builder.add(lt.OP_GATE, {**conv, **self._heads(), **self._norm(layer)}, eps=builder.spec.eps)
+        builder.add(
+            lt.OP_GATE, {**conv, **self._heads(), **self._norm(layer)}, eps=builder.spec.eps
+        )
 
     def accept(self, layer: str, state: int) -> None:
         """What turns the state by tokens whose inputs and gates are rows of drafts."""
         first, step = (each * self._spec.draft_bytes // 4 for each in (state, self._num_states))
-        conv = {**self._conv(layer, state), lt.F_SRC: lt.B_DRAFTS, lt.F_SRC_STEP: step, lt.F_SRC_FIRST: first}
+        conv = {
+            **self._conv(layer, state),
+            lt.F_SRC: lt.B_DRAFTS,
+            lt.F_SRC_STEP: step,
+            lt.F_SRC_FIRST: first,
+        }
         if self._mixer.kind == "conv":
             self._builder.add(lt.OP_TAILS, conv)
         else:
@@ -82,52 +101,90 @@ class StateOperations:
         """Fields of the convolution, without those of where its inputs are."""
         mixer = self._mixer
         fields = {lt.F_DST: self.mixed[0], lt.F_DST_STEP: self.mixed[1]}
-        fields |= {lt.F_COUNT: mixer.channels, lt.F_TAPS: mixer.taps, lt.F_STATE: state * self._spec.nbytes}
+        fields |= {
+            lt.F_COUNT: mixer.channels,
+            lt.F_TAPS: mixer.taps,
+            lt.F_STATE: state * self._spec.nbytes,
+        }
         bias = self._builder.packed.address(f"{layer}conv_bias")
-        return fields | {lt.F_WEIGHT: self._builder.scaled(f"{layer}conv", self._taps), lt.F_BIAS: bias}
+        return fields | {
+            lt.F_WEIGHT: self._builder.scaled(f"{layer}conv", self._taps),
+            lt.F_BIAS: bias,
+        }
 
     def _heads(self) -> dict[int, int]:
         mixer = self._mixer
-        heads = {lt.F_KEY_HEADS: mixer.key_heads, lt.F_KEY_DIM: mixer.key_dim, lt.F_HEADS: mixer.value_heads}
-        return heads | {lt.F_DIM: mixer.value_dim, lt.F_TILED: int(mixer.tiled_heads), lt.F_RULE: lt.RULES[mixer.kind]}
+        heads = {
+            lt.F_KEY_HEADS: mixer.key_heads,
+            lt.F_KEY_DIM: mixer.key_dim,
+            lt.F_HEADS: mixer.value_heads,
+        }
+        return heads | {
+            lt.F_DIM: mixer.value_dim,
+            lt.F_TILED: int(mixer.tiled_heads),
+            lt.F_RULE: lt.RULES[mixer.kind],
+        }
 
     def _turn(self, layer: str, state: int, source: dict[int, int]) -> None:
-        """What goes through the matrices; source: the convolution, with its inputs and the gates."""
+        """What goes through the matrices; source: the convolution, with its inputs and the
+        gates.
+        """
         builder = self._builder
         mixer = self._mixer
         heads = self._heads()
-        norms = zip((lt.F_Q_NORM, lt.F_K_NORM), self.held, strict=True) if mixer.kind == "delta" else ()
+        norms = (
+            zip((lt.F_Q_NORM, lt.F_K_NORM), self.held, strict=True) if mixer.kind == "delta" else ()
+        )
         steps = {field: held.ctypes.data for field, held in norms}
         steps |= {field: builder.packed.address(layer + name) for field, name in _GATES.items()}
         least, most = mixer.time_limit
-        builder.add(lt.OP_STEPS, {**source, **heads, **steps}, eps=_L2_EPS / mixer.key_dim, least=least, most=most)
+        builder.add(
+            lt.OP_STEPS,
+            {**source, **heads, **steps},
+            eps=_L2_EPS / mixer.key_dim,
+            least=least,
+            most=most,
+        )
         builder.add(lt.OP_TAILS, source)
         offset = state * self._spec.nbytes + self._spec.tail_bytes
         skip = builder.packed.address(f"{layer}skip")
         builder.add(lt.OP_SCAN, {**heads, lt.F_STATE: offset, lt.F_SKIP: skip})
 
     def _norm(self, layer: str) -> dict[int, int]:
-        """Fields of what the heads result in: where its gates are in a row, and how it is normed."""
+        """Fields of what the heads result in: where its gates are in a row, and how it is
+        normed.
+        """
         mixer = self._mixer
-        fields = {lt.F_SRC_FIRST: mixer.channels, lt.F_GATE_FIRST: int(mixer.norm == "gated_before")}
+        fields = {
+            lt.F_SRC_FIRST: mixer.channels,
+            lt.F_GATE_FIRST: int(mixer.norm == "gated_before"),
+        }
         if mixer.norm == "none":
             return fields
         fields |= {lt.F_WEIGHT: self._builder.packed.address(f"{layer}mixer_norm")}
         if mixer.norm_groups == 0:
             return fields | {lt.F_GROUPS: mixer.value_heads}
-        return fields | {lt.F_GROUPS: mixer.norm_groups, lt.F_WEIGHT_STEP: self._sizes.mixed // mixer.norm_groups}
+        return fields | {
+            lt.F_GROUPS: mixer.norm_groups,
+            lt.F_WEIGHT_STEP: self._sizes.mixed // mixer.norm_groups,
+        }
 
 
 def _tap_factors(mixer: Mixer, factors: tuple[float, float, float]) -> npt.NDArray[np.float32]:
-    """What each tap of a convolution is multiplied with: of channels of values, of keys and of queries, as "ssd" has
-    them in this order."""
+    """What each tap of a convolution is multiplied with: of channels of values, of keys and of
+    queries, as "ssd" has them in this order.
+    """
     keys = mixer.key_heads * mixer.key_dim
-    channels = np.repeat(np.array(factors, dtype=np.float32), (mixer.channels - 2 * keys, keys, keys))
+    channels = np.repeat(
+        np.array(factors, dtype=np.float32), (mixer.channels - 2 * keys, keys, keys)
+    )
     return np.tile(channels, mixer.taps + 1)
 
 
 def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:
-    """B_STATES of a checked layout, see program/states/sequences.py; it holds addresses of itself and of the pool."""
+    """B_STATES of a checked layout, see program/states/sequences.py; it holds addresses of itself
+    and of the pool.
+    """
     assert layout.states is not None
     states = layout.states
     lengths = [end - first for first, end in pairwise(layout.cu_seqlens_q.tolist())]
@@ -141,16 +198,21 @@ def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:
 
 
 class AcceptedRows(NamedTuple):
-    """A pass over rows of drafts: their B_STATES, the address of the first one, and how many rows it has."""
+    """A pass over rows of drafts: their B_STATES, the address of the first one, and how many rows
+    it has.
+    """
 
     numbers: npt.NDArray[np.int64]
     drafts: int
     num_rows: int
 
 
-def accepted_rows(layout: BatchLayout, pool: StatePool, accepted: Ints, states: PassStates) -> AcceptedRows:
-    """Of the sequences of a layout with drafts those of which some are accepted, at least one: the first ones of their
-    rows of drafts. Rows in between, which were not, are nobody's."""
+def accepted_rows(
+    layout: BatchLayout, pool: StatePool, accepted: Ints, states: PassStates
+) -> AcceptedRows:
+    """Of the sequences of a layout with drafts those of which some are accepted, at least one: the
+    first ones of their rows of drafts. Rows in between, which were not, are nobody's.
+    """
     assert layout.states is not None
     assert layout.states.certain is not None
     drafted = np.diff(layout.cu_seqlens_q) - layout.states.certain
@@ -159,26 +221,32 @@ def accepted_rows(layout: BatchLayout, pool: StatePool, accepted: Ints, states: 
     firsts = (np.cumsum(drafted) - drafted)[which]
     saves = states.saves.copy()
     saves[:, 0] = np.searchsorted(which, saves[:, 0])
-    # Each row up to the next sequence's first has a sequence that begins before it: all read memory that is there.
+    # Each row up to the next sequence's first has a sequence that begins before it: all read memory
+    # that is there.
     lengths = np.diff(firsts, append=firsts[-1] + own[-1])
     taken = PassStates(states.state_in[which], states.state_out[which], saves)
     found = _numbers(lengths.tolist(), taken, pool, own.tolist(), [0] * len(which))
     found[: len(which) * ls.SEQUENCE_NUMBERS].reshape(-1, ls.SEQUENCE_NUMBERS)[:, ls.S_ROWS] = own
-    return AcceptedRows(found, pool.drafts_address + int(firsts[0]) * pool.draft_row_bytes, int(lengths.sum()))
+    return AcceptedRows(
+        found, pool.drafts_address + int(firsts[0]) * pool.draft_row_bytes, int(lengths.sum())
+    )
 
 
 def _numbers(
     lengths: list[int], states: PassStates, pool: StatePool, certain: list[int], drafts: list[int]
 ) -> npt.NDArray[np.int64]:
-    """B_STATES of sequences with so many rows each, of which so many are certain; drafts: addresses of their rows of
-    drafts, 0 for none."""
+    """B_STATES of sequences with so many rows each, of which so many are certain; drafts: addresses
+    of their rows of drafts, 0 for none.
+    """
     read = states.state_in.tolist()
     written = states.state_out.tolist()
     saves = states.saves.tolist()
     num_tokens = sum(lengths)
     first = pool.address(0)
     size = pool.slot_bytes
-    found = np.empty(len(lengths) * ls.SEQUENCE_NUMBERS + num_tokens + 2 * len(saves), dtype=np.int64)
+    found = np.empty(
+        len(lengths) * ls.SEQUENCE_NUMBERS + num_tokens + 2 * len(saves), dtype=np.int64
+    )
     rows = []
     tokens = []
     pairs = []
@@ -187,7 +255,12 @@ def _numbers(
     counts = Counter(sequence for sequence, _, _ in saves)
     for index, length in enumerate(lengths):
         # In the order of the S_* constants.
-        rows += [start, length, first + size * read[index] if read[index] >= 0 else 0, first + size * written[index]]
+        rows += [
+            start,
+            length,
+            first + size * read[index] if read[index] >= 0 else 0,
+            first + size * written[index],
+        ]
         rows += [saved, counts[index], certain[index], drafts[index]]
         tokens += [index] * length
         start = start + length

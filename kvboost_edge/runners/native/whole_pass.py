@@ -1,4 +1,5 @@
-"""A pass as one call of a kernel: writing keys and values and attention become operations of the program.
+"""A pass as one call of a kernel: writing keys and values and attention become operations of the
+program.
 
 Python between the layers of a decode step would cost a tenth of it.
 """
@@ -16,7 +17,13 @@ from kvboost_edge.backends.cpu import PreparedBatch
 from kvboost_edge.backends.kernel_access import CodedBlocks, KernelAccess
 from kvboost_edge.kernels.attention.call import AttentionCall
 from kvboost_edge.kernels.attention.launch import make_call
-from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, WorkPlan, aligned_empty
+from kvboost_edge.kernels.attention.paged import (
+    AttentionOptions,
+    KVPool,
+    PagedBatch,
+    WorkPlan,
+    aligned_empty,
+)
 from kvboost_edge.kernels.attention.storage import from_storage
 from kvboost_edge.kernels.coded.attend import coded_scratch_floats
 from kvboost_edge.kernels.program import attend as la
@@ -31,7 +38,8 @@ Longs = npt.NDArray[np.int64]
 class PassMemory(NamedTuple):
     """What the operations of one pass write to and read from.
 
-    counters  int64: those of the program, then the attention rows, then the counters of the attention calls
+    counters  int64: those of the program, then the attention rows, then the counters of the
+              attention calls
     rows      address of the attention row that layer 0 has, or would have
     attended  float32, where attention writes; of a layer [num_tokens, num_heads * head_dim]
     lse       float32 [num_tokens, num_heads], and there
@@ -72,11 +80,12 @@ class _Storage(NamedTuple):
 
 
 class _AlikeRows(NamedTuple):
-    """Rows of a range of layers for passes whose attention is cut alike, as steps of decoding are for a while: what
-    only a pass knows is 0 in them.
+    """Rows of a range of layers for passes whose attention is cut alike, as steps of decoding are
+    for a while: what only a pass knows is 0 in them.
 
     key   of such a pass, see `WholePass._alike_rows`
-    rows  int64 [num_layers, ROW_NUMBERS]; counters are how far they lie from those of the first layer
+    rows  int64 [num_layers, ROW_NUMBERS]; counters are how far they lie from those of the first
+          layer
     each  counters of a layer
     held  what the key and the rows point to
     """
@@ -103,8 +112,9 @@ class _Members(NamedTuple):
 
 
 class WholePass:
-    """The attention operations of all layers on one backend. `kv`: the pool's layer that each of them reads, -1 where a
-    layer does not attend."""
+    """The attention operations of all layers on one backend. `kv`: the pool's layer that each of
+    them reads, -1 where a layer does not attend.
+    """
 
     def __init__(
         self,
@@ -133,14 +143,18 @@ class WholePass:
             for index, numbers in enumerate(np.array([layouts[index] for index in kv]).T):
                 fixed[la.R_LAYOUT + index] = numbers
         self._sinks = [one.sinks for one in params]  # to be kept: the rows have their addresses
-        fixed[la.R_SINKS] = np.array([0 if sinks is None else sinks.ctypes.data for sinks in self._sinks])
+        fixed[la.R_SINKS] = np.array(
+            [0 if sinks is None else sinks.ctypes.data for sinks in self._sinks]
+        )
         self._fixed = np.zeros((len(kv), la.ROW_NUMBERS), dtype=np.int64)
         self._fixed[:, list(fixed)] = np.stack(list(fixed.values()), axis=1)
         self._ranges: dict[range, list[_Members]] = {}
         self._kept: dict[range, _AlikeRows] = {}
 
     @classmethod
-    def of(cls, backend: Backend, params: Sequence[AttentionParams], kv: Sequence[int]) -> WholePass | None:
+    def of(
+        cls, backend: Backend, params: Sequence[AttentionParams], kv: Sequence[int]
+    ) -> WholePass | None:
         """None where the backend has other kernels."""
         access = backend.kernel_access
         return None if access is None else cls(access, backend.spec, params, kv)
@@ -151,8 +165,9 @@ class WholePass:
         return self._coded is not None
 
     def stored_keys(self, layer: int, slots: Longs) -> Floats:
-        """What the pool holds of a layer's keys at slots of full blocks, float32 [num_slots, num_kv_heads, head_dim],
-        whichever layer computed them."""
+        """What the pool holds of a layer's keys at slots of full blocks, float32 [num_slots,
+        num_kv_heads, head_dim], whichever layer computed them.
+        """
         if self._coded is None:
             blocks, offsets = np.divmod(slots, self._spec.block_size)
             return from_storage(self._pools[self._kv[layer]].keys[blocks, :, :, offsets])
@@ -173,7 +188,9 @@ class WholePass:
         layout = layouts[self._kv[layer]]
         found = np.empty((len(slots), pool.shape[1], layout.head_dim), dtype=np.float32)
         for block in np.unique(blocks).tolist():
-            heads = [decode_block(pool[block, head], layout)[which] for head in range(pool.shape[1])]
+            heads = [
+                decode_block(pool[block, head], layout)[which] for head in range(pool.shape[1])
+            ]
             found[blocks == block] = np.stack(heads, axis=1)[offsets[blocks == block]]
         return found
 
@@ -187,15 +204,17 @@ class WholePass:
         layers: range,
         attended_floats: int,
     ) -> PassMemory:
-        """Memory for a pass over some layers whose program needs `num_counters` counters, and whose attention leaves up
-        to `attended_floats` floats a token.
+        """Memory for a pass over some layers whose program needs `num_counters` counters, and whose
+        attention leaves up to `attended_floats` floats a token.
 
         query    float32, where the queries of a layer are, [num_tokens, num_heads, head_dim]
         turning  see `Buffers.turning`; empty where no part of the batch has a delta
         """
         num_layers = len(layers)
         num_tokens = len(prepared.slot_mapping)
-        storages = [(members, self._storage(members, layers, prepared)) for members in self._members(layers)]
+        storages = [
+            (members, self._storage(members, layers, prepared)) for members in self._members(layers)
+        ]
         alike = self._alike_rows(query, num_heads, prepared, storages, layers)
         out = np.empty(num_tokens * attended_floats, dtype=np.float32)
         lse = np.empty((num_tokens, num_heads), dtype=np.float32)
@@ -219,7 +238,9 @@ class WholePass:
             for index, numbers in storage.layered.items():
                 rows[members.layers, index] = numbers
         for index, numbers in turning.items():
-            rows[:, index] = numbers[layers.start : layers.stop] if isinstance(numbers, list) else numbers
+            rows[:, index] = (
+                numbers[layers.start : layers.stop] if isinstance(numbers, list) else numbers
+            )
         held = [alike, *(storage.held for _, storage in storages)]
         return PassMemory(memory, first - 8 * la.ROW_NUMBERS * layers.start, out, lse, held)
 
@@ -234,7 +255,12 @@ class WholePass:
         """The rows of a range of layers, those of the last pass where it was cut alike."""
         num_tokens = len(prepared.slot_mapping)
         plans = [
-            prepared.plan(num_heads // of.shape.num_kv_heads, of.shape.num_kv_heads, options.window, options.ahead)
+            prepared.plan(
+                num_heads // of.shape.num_kv_heads,
+                of.shape.num_kv_heads,
+                options.window,
+                options.ahead,
+            )
             for of, _ in storages
             for options in of.kinds
         ]
@@ -260,7 +286,9 @@ class WholePass:
         for (of, storage, options), plan in zip(kinds, plans, strict=True):
             dim = of.shape.head_dim
             queries = query[: num_tokens * num_heads * dim].reshape(num_tokens, num_heads, dim)
-            calls.append(make_call(queries, storage.pool, storage.batch, options, self._space, plan, more))
+            calls.append(
+                make_call(queries, storage.pool, storage.batch, options, self._space, plan, more)
+            )
         return calls
 
     def _rows_of(
@@ -287,14 +315,20 @@ class WholePass:
             for layer in (one for one in layers if self._kv[one] >= 0):
                 kinds = by_shape.setdefault(self._spec.layers[self._kv[layer]], {})
                 kinds.setdefault(self._params[layer], []).append(layer - layers.start)
-            found = self._ranges[layers] = [self._one_shape(shape, kinds, layers) for shape, kinds in by_shape.items()]
+            found = self._ranges[layers] = [
+                self._one_shape(shape, kinds, layers) for shape, kinds in by_shape.items()
+            ]
         return found
 
-    def _one_shape(self, shape: LayerKVSpec, kinds: dict[AttentionOptions, list[int]], layers: range) -> _Members:
+    def _one_shape(
+        self, shape: LayerKVSpec, kinds: dict[AttentionOptions, list[int]], layers: range
+    ) -> _Members:
         own = sorted(layer for members in kinds.values() for layer in members)
         places = [self._spec.layers[: self._kv[layers.start + layer]].count(shape) for layer in own]
         of_kinds = {params: _which(members, len(layers)) for params, members in kinds.items()}
-        return _Members(shape, own[0], _which(own, len(layers)), np.array(places, dtype=np.int64), of_kinds)
+        return _Members(
+            shape, own[0], _which(own, len(layers)), np.array(places, dtype=np.int64), of_kinds
+        )
 
     def _storage(self, members: _Members, layers: range, prepared: PreparedBatch) -> _Storage:
         if self._coded is not None:
@@ -332,7 +366,10 @@ class WholePass:
             la.R_CONTINUED: places.continued,
             la.R_CLOSED: places.closed,
         }
-        layered = {index: array.ctypes.data + array.strides[0] * members.places for index, array in of_layer.items()}
+        layered = {
+            index: array.ctypes.data + array.strides[0] * members.places
+            for index, array in of_layer.items()
+        }
         return _Storage(own.pool, batch, columns, layered, [tables, first, places, own, batch])
 
 

@@ -1,11 +1,12 @@
 """Keys and values of running sequences in one piece each, as onnxruntime takes them.
 
-The pool is the store of record; a buffer is a copy of the blocks of one table, gathered when a sequence comes and
-longer by each token that is computed. Before it is used again it is known to equal them: each block has a count of its
-changes.
+The pool is the store of record; a buffer is a copy of the blocks of one table, gathered when a
+sequence comes and longer by each token that is computed. Before it is used again it is known to
+equal them: each block has a count of its changes.
 
-Of a graph with shared past and present, a buffer of a layer is [1, heads, capacity, dim] and grows in place. Else the
-past is one array [1, heads, count, dim], the present the next one, in two pieces of memory by turns.
+Of a graph with shared past and present, a buffer of a layer is [1, heads, capacity, dim] and grows
+in place. Else the past is one array [1, heads, count, dim], the present the next one, in two pieces
+of memory by turns.
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ class Buffer:
 
 
 class Buffers:
-    """The buffers of the sequences that ran last. Together they take at most `most_bytes`, or one buffer alone.
+    """The buffers of the sequences that ran last. Together they take at most `most_bytes`, or one
+    buffer alone.
 
-    gather(blocks): keys and values of these blocks, layer by layer, [heads, len(blocks) * block_size, dim] each.
+    gather(blocks): keys and values of these blocks, layer by layer, [heads, len(blocks) *
+    block_size, dim] each.
     """
 
     def __init__(
@@ -72,10 +75,14 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in tuple(self._kept))  # a copy: others read it while the engine runs
+        return sum(
+            buffer.nbytes for buffer in tuple(self._kept)
+        )  # a copy: others read it while the engine runs
 
     def take(self, table: npt.NDArray[np.int32], start: int, stop: int, marks: Ints) -> Buffer:
-        """A buffer that holds the first `start` tokens of a table and has room for `stop`; `marks` of all blocks."""
+        """A buffer that holds the first `start` tokens of a table and has room for `stop`; `marks`
+        of all blocks.
+        """
         buffer = self._find(table, start, marks)
         if buffer is not None and stop <= buffer.capacity:
             self._cut(buffer, start)
@@ -86,7 +93,9 @@ class Buffers:
         found = self._make(stop)
         if buffer is not None:
             for layer, index in self._pieces():
-                self._past(found, layer, index, start)[...] = self._past(buffer, layer, index, start)
+                self._past(found, layer, index, start)[...] = self._past(
+                    buffer, layer, index, start
+                )
         elif start:
             self._fill(found, table, start)
         found.count = start
@@ -100,7 +109,9 @@ class Buffers:
         return self._past(buffer, layer, index, buffer.count)
 
     def present(self, buffer: Buffer, layer: int, index: int, stop: int) -> Array:
-        """The array to bind as a layer's present keys or values, which will hold the first `stop` tokens."""
+        """The array to bind as a layer's present keys or values, which will hold the first `stop`
+        tokens.
+        """
         if self._layout.shared:
             return buffer.memory[2 * layer + index][0]
         return self._view(buffer.memory[2 * layer + index][1 - buffer.turn], layer, stop)
@@ -143,7 +154,9 @@ class Buffers:
         needed = capacity * per_token * self._dtype.itemsize * copies
         while self._kept and self.nbytes + needed > self._most_bytes:
             self._kept.pop(0)
-        memory = [[self._empty(layer, capacity) for _ in range(copies)] for layer, _ in self._named()]
+        memory = [
+            [self._empty(layer, capacity) for _ in range(copies)] for layer, _ in self._named()
+        ]
         return Buffer(capacity, memory)
 
     def _named(self) -> list[tuple[LayerPast, int]]:

@@ -1,4 +1,6 @@
-"""What the ONNX runner takes, what must be installed for it, and how it stores keys. Loads no onnxruntime."""
+"""What the ONNX runner takes, what must be installed for it, and how it stores keys. Loads no
+onnxruntime.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ __all__ = [
     "wish",
 ]
 
-MOVED_KEYS_REFUSAL = "the ONNX runner attends keys only at the positions they were computed at; use runner='native'"
+MOVED_KEYS_REFUSAL = (
+    "the ONNX runner attends keys only at the positions they were computed at; use runner='native'"
+)
 WORKS_WITH = "backend='cpu' and 'reference'"
 AUTO_BACKEND = "cpu"
 AUTO_BACKEND_REASON = "blocks in NumPy arrays, between which and onnxruntime the ONNX runner copies"
@@ -44,13 +48,18 @@ def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | N
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """Why the graph cannot be run; None where it can, as far as it tells. One of a model with states would begin each
-    pass without them."""
+    """Why the graph cannot be run; None where it can, as far as it tells. One of a model with
+    states would begin each pass without them.
+    """
     if model.onnx_refusal is None:
         return "the model is no ONNX file"
     if refusal := states_refusal(model.config):
         return refusal
-    return KEEPS_STATES if may_keep_states(model.config, model.onnx_layers) else model.onnx_refusal or None
+    return (
+        KEEPS_STATES
+        if may_keep_states(model.config, model.onnx_layers)
+        else model.onnx_refusal or None
+    )
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:
@@ -61,18 +70,23 @@ def missing_package(model_config: Mapping[str, Any]) -> str | None:
 
 
 def choose_weights(
-    config: EngineConfig, model: ModelTraits, plan_pool: Callable[[KVSpec, int], int], available: int
+    config: EngineConfig,
+    model: ModelTraits,
+    plan_pool: Callable[[KVSpec, int], int],
+    available: int,
 ) -> tuple[str, str]:
-    """No format of its own: the weights and the compute are the file's. ConfigError for a dtype, or bits of the
-    cache, that were asked for."""
+    """No format of its own: the weights and the compute are the file's. ConfigError for a dtype, or
+    bits of the cache, that were asked for.
+    """
     if config.dtype != "auto":
         raise ConfigError(
-            f"dtype={config.dtype!r} does not apply to the ONNX runner, which computes as the file says; leave it out"
+            f"dtype={config.dtype!r} does not apply to the ONNX runner, which computes as the file "
+            "says; leave it out"
         )
     if config.kv_bits != (16, 16):
         raise ConfigError(
-            f"kv_cache_bits={config.kv_cache_bits!r} does not apply to the ONNX runner, whose graphs read floats; "
-            "leave it out"
+            f"kv_cache_bits={config.kv_cache_bits!r} does not apply to the ONNX runner, whose "
+            "graphs read floats; leave it out"
         )
     return "", ""
 

@@ -1,4 +1,6 @@
-"""Runs any ONNX decoder with past inputs on onnxruntime, its keys and values kept in the block pool."""
+"""Runs any ONNX decoder with past inputs on onnxruntime, its keys and values kept in the block
+pool.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,10 @@ _WARNINGS = 3  # of onnxruntime: errors alone
 class OnnxRunner:
     """Implements `Runner` over a session of onnxruntime. Sequences are computed one after another.
 
-    The promise is that of the torch runner: the same greedy tokens, logits within 1e-4 in float32; onnxruntime's
-    kernels depend on the shape of a call, so bits do not repeat. A run of one token at construction finds the width of
-    the logits. ModelFormatError where onnxruntime cannot load or run the file.
+    The promise is that of the torch runner: the same greedy tokens, logits within 1e-4 in float32;
+    onnxruntime's kernels depend on the shape of a call, so bits do not repeat. A run of one token
+    at construction finds the width of the logits. ModelFormatError where onnxruntime cannot load or
+    run the file.
     """
 
     def __init__(
@@ -60,9 +63,14 @@ class OnnxRunner:
         self._session: Any = _session(path, num_threads)
         logits = next(value for value in self._session.get_outputs() if value.name == "logits")
         if logits.type not in _FLOATS:
-            raise ModelFormatError(f"{path}: the output 'logits' is {logits.type}; one of {sorted(_FLOATS)} is taken")
+            raise ModelFormatError(
+                f"{path}: the output 'logits' is {logits.type}; one of {sorted(_FLOATS)} is taken"
+            )
         self._logit_type = _FLOATS[logits.type]
-        self._ones = {kind: np.ones(max_context, dtype=_INTEGERS[kind]) for kind in set(layout.inputs.values())}
+        self._ones = {
+            kind: np.ones(max_context, dtype=_INTEGERS[kind])
+            for kind in set(layout.inputs.values())
+        }
         self._range = {kind: np.arange(max_context, dtype=_INTEGERS[kind]) for kind in self._ones}
         spec = onnx_kv_spec(layout, block_size)
         self.info = RunnerInfo(
@@ -86,7 +94,9 @@ class OnnxRunner:
     def copied_bytes(self) -> int:
         return 0 if self._backend is None else self._buffers.nbytes
 
-    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates) -> None:
+    def accept_drafts(
+        self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates
+    ) -> None:
         raise BackendUnavailable("the ONNX runner runs no model that keeps states")
 
     def deviations(
@@ -95,14 +105,21 @@ class OnnxRunner:
         raise BackendUnavailable(str(self.moved_keys_refusal))
 
     def bind(self, backend: Backend) -> None:
-        """Use this backend for the KV of the following passes. ConfigError for one whose blocks are no NumPy arrays."""
+        """Use this backend for the KV of the following passes. ConfigError for one whose blocks are
+        no NumPy arrays.
+        """
         if not isinstance(backend, NumpyBlocks) or backend.spec != self.info.kv_spec:
-            raise ConfigError(f"the ONNX runner works with backend='cpu' and 'reference', not with {backend.name!r}")
+            raise ConfigError(
+                "the ONNX runner works with backend='cpu' and 'reference', not with "
+                f"{backend.name!r}"
+            )
         self._backend = backend
         self._blocks = backend
         self._written = np.zeros(backend.num_blocks, dtype=np.int64)
         # Beside the pool as much again at most: what is running is in both.
-        self._buffers = Buffers(self._layout, self.info.kv_spec.block_size, backend.pool_bytes, backend.gather_kv)
+        self._buffers = Buffers(
+            self._layout, self.info.kv_spec.block_size, backend.pool_bytes, backend.gather_kv
+        )
 
     @property
     def buffers(self) -> Buffers:
@@ -116,7 +133,9 @@ class OnnxRunner:
         layout = batch.layout
         refuse_deltas(layout, "the ONNX runner")
         if layout.parts is not None:
-            raise ConfigError("the ONNX runner attends whole prefixes only, and a table has several parts")
+            raise ConfigError(
+                "the ONNX runner attends whole prefixes only, and a table has several parts"
+            )
         logits = np.empty((len(batch.logit_rows), self.info.vocab_size), dtype=np.float32)
         for index in range(len(layout.seq_lens)):
             first = int(layout.cu_seqlens_q[index])
@@ -127,7 +146,9 @@ class OnnxRunner:
                 logits[wanted] = found
         return logits
 
-    def _sequence(self, batch: ForwardBatch, index: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    def _sequence(
+        self, batch: ForwardBatch, index: int, rows: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
         """Run one sequence's tokens, store their KV, and return the logits of `rows` of them."""
         assert self._backend is not None
         layout = batch.layout
@@ -137,7 +158,8 @@ class OnnxRunner:
         start = stop - (last - first)
         table = layout.block_tables[index]
         buffer = self._buffers.take(table, start, stop, self._marks())
-        # Whatever happens to this call, the buffer is known by nothing until its blocks are written.
+        # Whatever happens to this call, the buffer is known by nothing until its blocks are
+        # written.
         buffer.blocks = buffer.blocks[:0]
         logits = np.empty((len(rows), self.info.vocab_size), dtype=np.float32)
         for at in range(start, stop, self._most_tokens):
@@ -157,8 +179,12 @@ class OnnxRunner:
         """How often each block was changed, by passes and by copies."""
         return self._written + self._blocks.changes
 
-    def _run(self, buffer: Buffer, token_ids: npt.NDArray[np.int64], start: int) -> npt.NDArray[Any]:
-        """Run tokens from position `start` on: logits [tokens, vocab_size]; the buffer holds them afterwards."""
+    def _run(
+        self, buffer: Buffer, token_ids: npt.NDArray[np.int64], start: int
+    ) -> npt.NDArray[Any]:
+        """Run tokens from position `start` on: logits [tokens, vocab_size]; the buffer holds them
+        afterwards.
+        """
         count = len(token_ids)
         stop = start + count
         binding = self._binding(buffer, stop)
@@ -178,14 +204,20 @@ class OnnxRunner:
         return found
 
     def _binding(self, buffer: Buffer, stop: int) -> Any:
-        """Past and present of all layers, bound; what a call has besides is bound over that of the call before."""
+        """Past and present of all layers, bound; what a call has besides is bound over that of the
+        call before.
+        """
         if buffer.binding is not None:
             return buffer.binding
         binding = self._session.io_binding()
         for layer, names in enumerate(self._layout.layers):
             for kind in (0, 1):
                 _bind(binding.bind_input, names.past[kind], self._buffers.past(buffer, layer, kind))
-                _bind(binding.bind_output, names.present[kind], self._buffers.present(buffer, layer, kind, stop))
+                _bind(
+                    binding.bind_output,
+                    names.present[kind],
+                    self._buffers.present(buffer, layer, kind, stop),
+                )
         if self._layout.shared:
             buffer.binding = binding
         return binding
@@ -205,7 +237,9 @@ class OnnxRunner:
         sound = True
         for layer in range(len(self._layout.layers)):
             keys, values = (
-                np.ascontiguousarray(self._buffers.added(buffer, layer, kind, start).swapaxes(0, 1), dtype=np.float32)
+                np.ascontiguousarray(
+                    self._buffers.added(buffer, layer, kind, start).swapaxes(0, 1), dtype=np.float32
+                )
                 for kind in (0, 1)
             )
             sound = sound and bool(np.isfinite(keys).all() and np.isfinite(values).all())
@@ -213,7 +247,9 @@ class OnnxRunner:
         return sound
 
     def _probe(self) -> int:
-        """Run one token; the width of the logits. ModelFormatError for what onnxruntime refuses or gives otherwise."""
+        """Run one token; the width of the logits. ModelFormatError for what onnxruntime refuses or
+        gives otherwise.
+        """
         feeds: dict[str, npt.NDArray[Any]] = {
             name: (self._range if name != "attention_mask" else self._ones)[kind][None, :1]
             for name, kind in self._layout.inputs.items()
@@ -221,22 +257,30 @@ class OnnxRunner:
         wanted = ["logits"]
         for layer in self._layout.layers:
             for past in layer.past:
-                feeds[past] = np.zeros((1, layer.num_kv_heads, 0, layer.head_dim), dtype=self._layout.dtype)
+                feeds[past] = np.zeros(
+                    (1, layer.num_kv_heads, 0, layer.head_dim), dtype=self._layout.dtype
+                )
             wanted += layer.present
         try:
             logits, *presents = self._session.run(wanted, feeds)
         except Exception as error:  # onnxruntime's errors have no common class but this one
-            raise ModelFormatError(f"{self._path}: onnxruntime cannot run this model: {error}") from error
+            raise ModelFormatError(
+                f"{self._path}: onnxruntime cannot run this model: {error}"
+            ) from error
         if logits.ndim != 3 or logits.shape[:2] != (1, 1):
             raise ModelFormatError(
-                f"{self._path}: logits of one token have shape {logits.shape}, expected (1, 1, vocab)"
+                f"{self._path}: logits of one token have shape {logits.shape}, expected (1, 1, "
+                "vocab)"
             )
-        for layer, keys, values in zip(self._layout.layers, presents[::2], presents[1::2], strict=True):
+        for layer, keys, values in zip(
+            self._layout.layers, presents[::2], presents[1::2], strict=True
+        ):
             shape = (1, layer.num_kv_heads, 1, layer.head_dim)
             if keys.shape != shape or values.shape != shape:
                 raise ModelFormatError(
-                    f"{self._path}: output {layer.present[0]!r} of one token has shape {keys.shape}, expected {shape}: "
-                    "present keys and values must be the past ones with the new ones behind"
+                    f"{self._path}: output {layer.present[0]!r} of one token has shape "
+                    f"{keys.shape}, expected {shape}: present keys and values must be the past "
+                    "ones with the new ones behind"
                 )
         return int(logits.shape[2])
 

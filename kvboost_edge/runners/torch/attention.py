@@ -1,13 +1,16 @@
-"""Paged attention for transformers models through its own `AttentionInterface`; no module is replaced or patched.
+"""Paged attention for transformers models through its own `AttentionInterface`; no module is
+replaced or patched.
 
-While an `AttentionHook` is active, the model's configs name our attention function and mask function. Transformers
-then calls `_paged_mask` where it would build a mask tensor, and `_paged_attention` in each layer with q, k and v after
-rope. What the call means is decided by the pass that is active in this thread:
+While an `AttentionHook` is active, the model's configs name our attention function and mask
+function. Transformers then calls `_paged_mask` where it would build a mask tensor, and
+`_paged_attention` in each layer with q, k and v after rope. What the call means is decided by the
+pass that is active in this thread:
 
-- `ProbePass` (once, at load) records each layer's shapes, constants and keys, and proves that the mask transformers
-  asked for is causal with at most a sliding window, by evaluating its mask function at points around every edge.
-- `PagedPass` (each forward) writes k, v into the backend and returns its attention, counts that every layer came by
-  exactly once, and notes which sequences wrote NaN or infinite values.
+- `ProbePass` (once, at load) records each layer's shapes, constants and keys, and proves that the
+  mask transformers asked for is causal with at most a sliding window, by evaluating its mask
+  function at points around every edge.
+- `PagedPass` (each forward) writes k, v into the backend and returns its attention, counts that
+  every layer came by exactly once, and notes which sequences wrote NaN or infinite values.
 - `LookPass` is one that ends in the middle of the model.
 """
 
@@ -30,10 +33,22 @@ from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError, ModelFormatError
 
-__all__ = ["ATTENTION_NAME", "AttentionHook", "LayerPlan", "LookPass", "PagedPass", "ProbePass", "Seen"]
+__all__ = [
+    "ATTENTION_NAME",
+    "AttentionHook",
+    "LayerPlan",
+    "LookPass",
+    "PagedPass",
+    "ProbePass",
+    "Seen",
+]
 
 ATTENTION_NAME = "kvboost_edge_paged"
-_KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}  # others, such as a position bias, would change the scores
+_KNOWN_TENSORS = {
+    "s_aux",
+    "position_ids",
+    "cache_position",
+}  # others, such as a position bias, would change the scores
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,34 +63,46 @@ class LayerPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _MaskSpec:
-    """Travels through the model in place of a mask tensor: causal, and `window` keys wide unless 0. `problem` says why
-    a layer that uses the mask is not supported; models also build masks that no layer uses."""
+    """Travels through the model in place of a mask tensor: causal, and `window` keys wide unless 0.
+    `problem` says why a layer that uses the mask is not supported; models also build masks that no
+    layer uses.
+    """
 
     window: int
     problem: str | None
 
 
 class AttentionPass(Protocol):
-    """What the active pass does with one layer's tensors. q is [num_q_heads, num_tokens, head_dim], k and v
-    [num_kv_heads, num_tokens, head_dim]; the result is [num_tokens, num_q_heads, head_dim]."""
+    """What the active pass does with one layer's tensors. q is [num_q_heads, num_tokens, head_dim],
+    k and v [num_kv_heads, num_tokens, head_dim]; the result is [num_tokens, num_q_heads, head_dim].
+    """
 
-    def find_mask_problem(self, mask_function: Callable[..., torch.Tensor], window: int) -> str | None: ...
+    def find_mask_problem(
+        self, mask_function: Callable[..., torch.Tensor], window: int
+    ) -> str | None: ...
 
     def attend(
-        self, layer: int, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], params: AttentionParams | None
+        self,
+        layer: int,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        params: AttentionParams | None,
     ) -> torch.Tensor: ...
 
     def wants_params(self) -> bool: ...
 
 
-# The name of the attention function stands in the model's config: passes of engines that share a model take turns.
+# The name of the attention function stands in the model's config: passes of engines that share a
+# model take turns.
 _locks: weakref.WeakKeyDictionary[PreTrainedModel, threading.Lock] = weakref.WeakKeyDictionary()
-_active: contextvars.ContextVar[AttentionPass | None] = contextvars.ContextVar("kvboost_edge_pass", default=None)
+_active: contextvars.ContextVar[AttentionPass | None] = contextvars.ContextVar(
+    "kvboost_edge_pass", default=None
+)
 
 
 class ProbePass:
-    """Records a `LayerPlan` per layer, and its keys and values, during a pass of tokens that see only themselves: the
-    attention of one is its own value."""
+    """Records a `LayerPlan` per layer, and its keys and values, during a pass of tokens that see
+    only themselves: the attention of one is its own value.
+    """
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerPlan] = {}
@@ -84,7 +111,9 @@ class ProbePass:
     def wants_params(self) -> bool:
         return True
 
-    def find_mask_problem(self, mask_function: Callable[..., torch.Tensor], window: int) -> str | None:
+    def find_mask_problem(
+        self, mask_function: Callable[..., torch.Tensor], window: int
+    ) -> str | None:
         """None if the mask is causal with that window."""
         points = {0, 1, 2, 3, 7, 64}
         if window:
@@ -97,7 +126,9 @@ class ProbePass:
         if window:
             expected = expected & (key > query - window)
         try:
-            actual = torch.broadcast_to(torch.as_tensor(mask_function(zero, zero, query, key)), expected.shape)
+            actual = torch.broadcast_to(
+                torch.as_tensor(mask_function(zero, zero, query, key)), expected.shape
+            )
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             return f"its attention mask cannot be checked: {error}"
         if torch.equal(actual.bool(), expected):
@@ -106,15 +137,23 @@ class ProbePass:
         return f"its attention mask is not {kind}; such masks are not supported"
 
     def attend(
-        self, layer: int, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], params: AttentionParams | None
+        self,
+        layer: int,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        params: AttentionParams | None,
     ) -> torch.Tensor:
         query, key, value = tensors
         if layer in self.layers:
             raise ModelFormatError(f"two attention modules call themselves layer {layer}")
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[0] % key.shape[0]:
+        if (
+            key.shape != value.shape
+            or query.shape[-1] != key.shape[-1]
+            or query.shape[0] % key.shape[0]
+        ):
             raise ModelFormatError(
-                f"layer {layer} of queries {tuple(query.shape)}, keys {tuple(key.shape)} values {tuple(value.shape)}: "
-                "head_dim must be the same and query heads a multiple of kv heads"
+                f"layer {layer} of queries {tuple(query.shape)}, keys {tuple(key.shape)} values "
+                f"{tuple(value.shape)}: head_dim must be the same and query heads a multiple of kv "
+                "heads"
             )
         assert params is not None
         self.layers[layer] = LayerPlan(query.shape[0], key.shape[0], key.shape[2], params)
@@ -138,41 +177,56 @@ class PagedPass:
         self._turning = turning
         self._calls = [0] * len(layers)
         self._starts = layout.cu_seqlens_q
-        # Sums over all that a token wrote; None in a pass of single tokens, each of which attends to what it wrote.
+        # Sums over all that a token wrote; None in a pass of single tokens, each of which attends
+        # to what it wrote.
         self._checks_rows = len(layout.slot_mapping) > len(layout.seq_lens)
         self._row_sums: torch.Tensor | None = None
 
     def wants_params(self) -> bool:
         return False
 
-    def find_mask_problem(self, mask_function: Callable[..., torch.Tensor], window: int) -> str | None:
-        """None: the probe looked. The function here also tells sequences apart, which is the backend's part."""
+    def find_mask_problem(
+        self, mask_function: Callable[..., torch.Tensor], window: int
+    ) -> str | None:
+        """None: the probe looked. The function here also tells sequences apart, which is the
+        backend's part.
+        """
         return None
 
     def attend(
-        self, layer: int, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], params: AttentionParams | None
+        self,
+        layer: int,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        params: AttentionParams | None,
     ) -> torch.Tensor:
         self._calls[layer] += 1
         backend = self._backend
         query, key, value = (tensor.transpose(0, 1) for tensor in tensors)
         if self._checks_rows:
-            # In float32 nothing finite adds up to infinity, and nothing makes NaN or infinity finite again.
+            # In float32 nothing finite adds up to infinity, and nothing makes NaN or infinity
+            # finite again.
             sums = key.sum((1, 2), dtype=torch.float32) + value.sum((1, 2), dtype=torch.float32)
             self._row_sums = sums if self._row_sums is None else self._row_sums + sums
         if isinstance(backend, TorchBackend):
             backend.write_kv(layer, key, value, self._batch)
             return self._attend(backend, layer, query)[0]
         backend.write_kv(layer, _to_numpy(key), _to_numpy(value), self._batch)
-        array, _ = backend.attention(layer, _to_numpy(query), self._batch, self._layers[layer].params)
+        array, _ = backend.attention(
+            layer, _to_numpy(query), self._batch, self._layers[layer].params
+        )
         return torch.from_numpy(array).to(device=query.device, dtype=query.dtype)
 
-    def _attend(self, backend: TorchBackend, layer: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend(
+        self, backend: TorchBackend, layer: int, query: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         frequencies = self._turning[layer] if self._turning else None
         return backend.attention(layer, query, self._batch, self._layers[layer].params, frequencies)
 
     def blank_broken(self, logits: np.ndarray, logit_rows: np.ndarray) -> None:
-        """Make the logits of each sequence that wrote a NaN or infinite key or value NaN. Without that its last row
-        might not show it: with sliding windows it does not see all rows before it."""
+        """Make the logits of each sequence that wrote a NaN or infinite key or value NaN. Without
+        that its last row might not show it: with sliding windows it does not see all rows before
+        it.
+        """
         if self._row_sums is None:
             return
         broken = np.flatnonzero(~torch.isfinite(self._row_sums).cpu().numpy())
@@ -184,8 +238,9 @@ class PagedPass:
         wrong = [layer for layer, count in enumerate(self._calls) if count != 1]
         if wrong:
             raise ModelFormatError(
-                f"{architecture}: layer {wrong[0]} called the attention function {self._calls[wrong[0]]} times in one "
-                "pass instead of once; its results cannot be trusted"
+                f"{architecture}: layer {wrong[0]} called the attention function "
+                f"{self._calls[wrong[0]]} times in one pass instead of once; its results cannot be "
+                "trusted"
             )
 
 
@@ -209,7 +264,10 @@ class LookPass(PagedPass):
         self._last = last
 
     def attend(
-        self, layer: int, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], params: AttentionParams | None
+        self,
+        layer: int,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        params: AttentionParams | None,
     ) -> torch.Tensor:
         if layer < self._last:
             return super().attend(layer, tensors, params)
@@ -227,7 +285,9 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 class AttentionHook:
-    """Makes a model use the paged attention inside `active`, and only there; otherwise the model is as it was."""
+    """Makes a model use the paged attention inside `active`, and only there; otherwise the model is
+    as it was.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         AttentionInterface.register(ATTENTION_NAME, _paged_attention)
@@ -255,7 +315,9 @@ class AttentionHook:
         return self._named("eager")
 
     def rename(self, name: str) -> list[str | None]:
-        """Make the model call the attention function of that name from now on; the names before, for `restore`."""
+        """Make the model call the attention function of that name from now on; the names before,
+        for `restore`.
+        """
         with self._lock:
             before = [config._attn_implementation for config in self._configs]
             self._set_names([name] * len(before))
@@ -285,13 +347,17 @@ def _current() -> AttentionPass:
     attention_pass = _active.get()
     if attention_pass is None:
         raise ConfigError(
-            "an engine is running this transformers model; call it through the engine, or close that first"
+            "an engine is running this transformers model; call it through the engine, or close "
+            "that first"
         )
     return attention_pass
 
 
 def _paged_mask(
-    *args: Any, mask_function: Callable[..., torch.Tensor], local_size: int | None = None, **kwargs: Any
+    *args: Any,
+    mask_function: Callable[..., torch.Tensor],
+    local_size: int | None = None,
+    **kwargs: Any,
 ) -> _MaskSpec:
     """The mask function transformers calls. `local_size` is the window of a sliding layer."""
     window = int(local_size or 0)
@@ -307,12 +373,15 @@ def _paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function transformers calls: q, k, v are [1, heads, num_tokens, head_dim] after rope. Returns
-    [1, num_tokens, num_q_heads, head_dim]."""
+    """The attention function transformers calls: q, k, v are [1, heads, num_tokens, head_dim] after
+    rope. Returns [1, num_tokens, num_q_heads, head_dim].
+    """
     attention_pass = _current()
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise ModelFormatError(f"{type(module).__name__} has no layer_idx, so its keys and values have no place")
+        raise ModelFormatError(
+            f"{type(module).__name__} has no layer_idx, so its keys and values have no place"
+        )
     params = None
     if attention_pass.wants_params():
         params = _read_params(module, query.shape[-1], attention_mask, scaling, kwargs)
@@ -321,23 +390,36 @@ def _paged_attention(
 
 
 def _read_params(
-    module: torch.nn.Module, head_dim: int, attention_mask: object, scaling: float | None, kwargs: dict[str, Any]
+    module: torch.nn.Module,
+    head_dim: int,
+    attention_mask: object,
+    scaling: float | None,
+    kwargs: dict[str, Any],
 ) -> AttentionParams:
     """The constants of a layer, or ModelFormatError for what paged attention does not do."""
     kind = type(module).__name__
     if not isinstance(attention_mask, _MaskSpec):
-        raise ModelFormatError(f"{kind} does not take its mask from transformers' mask functions; it is not supported")
+        raise ModelFormatError(
+            f"{kind} does not take its mask from transformers' mask functions; it is not supported"
+        )
     if attention_mask.problem is not None:
         raise ModelFormatError(f"{kind} layer {module.layer_idx}: {attention_mask.problem}")
-    foreign = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in _KNOWN_TENSORS]
+    foreign = [
+        name
+        for name, value in kwargs.items()
+        if isinstance(value, torch.Tensor) and name not in _KNOWN_TENSORS
+    ]
     if foreign:
-        raise ModelFormatError(f"{kind} passes {foreign[0]!r} to its attention function; that is not supported")
+        raise ModelFormatError(
+            f"{kind} passes {foreign[0]!r} to its attention function; that is not supported"
+        )
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ModelFormatError(f"{kind} is not causal; only decoder-only models are supported")
     window = kwargs.get("sliding_window") or 0
     if window and window != attention_mask.window:
         raise ModelFormatError(
-            f"{kind} layer {module.layer_idx} names a window of {window}, its mask one of {attention_mask.window}"
+            f"{kind} layer {module.layer_idx} names a window of {window}, its mask one of "
+            f"{attention_mask.window}"
         )
     sinks = kwargs.get("s_aux")
     return AttentionParams(

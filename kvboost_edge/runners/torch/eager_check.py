@@ -1,8 +1,8 @@
 """A loaded model against transformers' own eager attention, for families that no test covers.
 
-Attention layers are checked one by one when a model is loaded; what a model does between them is not visible there. A
-convolution or a recurrent state would mix the sequences of a flat batch and forget what earlier passes computed. Two
-short sequences in two mixed passes show it.
+Attention layers are checked one by one when a model is loaded; what a model does between them is
+not visible there. A convolution or a recurrent state would mix the sequences of a flat batch and
+forget what earlier passes computed. Two short sequences in two mixed passes show it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from kvboost_edge.runners.base import ForwardBatch, Runner
 __all__ = ["check_against_eager"]
 
 _LENGTHS = (13, 9)
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # rounding is 10 times below, mixed-up tokens far above
+_TOLERANCE = {
+    "float32": 1e-3,
+    "bfloat16": 0.1,
+    "float16": 0.1,
+}  # rounding is 10 times below, mixed-up tokens far above
 
 
 class EagerRunner(Runner, Protocol):
@@ -40,8 +44,9 @@ class EagerRunner(Runner, Protocol):
 
 
 def check_against_eager(runner: EagerRunner) -> float:
-    """Relative L2 distance of the paged logits from the eager ones. Raises ModelFormatError when it is more than
-    rounding. Leaves the runner without a backend."""
+    """Relative L2 distance of the paged logits from the eager ones. Raises ModelFormatError when it
+    is more than rounding. Leaves the runner without a backend.
+    """
     info = runner.info
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, info.vocab_size, length) for length in _LENGTHS]
@@ -54,7 +59,9 @@ def check_against_eager(runner: EagerRunner) -> float:
     for cut in (slice(0, 5), slice(5, None)):
         batch = _flat_batch(sequences, tables, cut, info.kv_spec.block_size)
         logits = runner.forward(batch)
-        for part, first, stop in zip(parts, batch.layout.cu_seqlens_q, batch.layout.cu_seqlens_q[1:], strict=False):
+        for part, first, stop in zip(
+            parts, batch.layout.cu_seqlens_q, batch.layout.cu_seqlens_q[1:], strict=False
+        ):
             part.append(logits[first:stop].copy())
     runner.unbind()
     backend.close()
@@ -63,19 +70,24 @@ def check_against_eager(runner: EagerRunner) -> float:
     distance = float(np.linalg.norm(paged - eager) / np.linalg.norm(eager))
     if not distance <= _TOLERANCE[info.dtype]:
         raise ModelFormatError(
-            f"{info.architecture}: paged logits are {distance:.2g} (relative) away from transformers' eager attention, "
-            f"limit {_TOLERANCE[info.dtype]:g}; the model keeps state between tokens outside of its attention layers"
+            f"{info.architecture}: paged logits are {distance:.2g} (relative) away from "
+            f"transformers' eager attention, limit {_TOLERANCE[info.dtype]:g}; the model keeps "
+            "state between tokens outside of its attention layers"
         )
     return distance
 
 
 def _flat_batch(
-    sequences: Sequence[npt.NDArray[np.int64]], tables: Sequence[npt.NDArray[np.int64]], cut: slice, block_size: int
+    sequences: Sequence[npt.NDArray[np.int64]],
+    tables: Sequence[npt.NDArray[np.int64]],
+    cut: slice,
+    block_size: int,
 ) -> ForwardBatch:
     """The tokens `cut` of each sequence as one pass."""
     positions = [np.arange(len(token_ids))[cut] for token_ids in sequences]
     slots = [
-        table[at // block_size] * block_size + at % block_size for table, at in zip(tables, positions, strict=True)
+        table[at // block_size] * block_size + at % block_size
+        for table, at in zip(tables, positions, strict=True)
     ]
     layout = BatchLayout(
         cu_seqlens_q=np.cumsum([0, *map(len, positions)]).astype(np.int32),

@@ -1,8 +1,10 @@
-"""A flash-attention kernel for a transformers model that its owner runs himself, put in by name and taken out again.
+"""A flash-attention kernel for a transformers model that its owner runs himself, put in by name and
+taken out again.
 
-As in `attention`, no module is replaced: the model's configs name our attention function and mask function. The mask
-function compares the mask that transformers would build with the causal one (its window, aligned bottom right): calls
-with that mask go to the kernel, all others (padding, packed sequences, chunks, no mask) to torch with their mask.
+As in `attention`, no module is replaced: the model's configs name our attention function and mask
+function. The mask function compares the mask that transformers would build with the causal one (its
+window, aligned bottom right): calls with that mask go to the kernel, all others (padding, packed
+sequences, chunks, no mask) to torch with their mask.
 """
 
 from __future__ import annotations
@@ -31,14 +33,18 @@ _NAME = "kvboost_edge_flash"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Causal:
-    """Travels through a model in place of a mask: causal, aligned bottom right, and `window` keys wide unless 0."""
+    """Travels through a model in place of a mask: causal, aligned bottom right, and `window` keys
+    wide unless 0.
+    """
 
     window: int
 
 
 @dataclasses.dataclass(slots=True)
 class _Installed:
-    """What an installed model was before: its configs' names; the tier; the modules that our function serves."""
+    """What an installed model was before: its configs' names; the tier; the modules that our
+    function serves.
+    """
 
     hook: AttentionHook
     before: list[str | None]
@@ -56,11 +62,12 @@ def is_model(model: object) -> bool:
 
 
 def install(model: PreTrainedModel) -> int:
-    """Make the model's attention modules call the kernel of its device; how many do that now and did not before.
+    """Make the model's attention modules call the kernel of its device; how many do that now and
+    did not before.
 
-    A pass of one token shows which modules come by: that is the count, not a guess by class names. 0, and nothing
-    changed, where the tier is "vanilla" or the kernel is installed already. Raises ModelFormatError, and changes
-    nothing, where the model does not run with it.
+    A pass of one token shows which modules come by: that is the count, not a guess by class names.
+    0, and nothing changed, where the tier is "vanilla" or the kernel is installed already. Raises
+    ModelFormatError, and changes nothing, where the model does not run with it.
     """
     tier = find_tier(model.device)
     if tier == "vanilla" or model in _installed:
@@ -73,10 +80,15 @@ def install(model: PreTrainedModel) -> int:
         _tiers[module] = found
     try:
         with torch.inference_mode():
-            model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=False)
+            model(
+                input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device),
+                use_cache=False,
+            )
     except Exception as error:
         _take_out(model, found)
-        raise ModelFormatError(f"{type(model).__name__} does not run with flash attention: {error}") from error
+        raise ModelFormatError(
+            f"{type(model).__name__} does not run with flash attention: {error}"
+        ) from error
     if not found.modules:
         _take_out(model, found)
         return 0
@@ -85,7 +97,9 @@ def install(model: PreTrainedModel) -> int:
 
 
 def uninstall(model: PreTrainedModel) -> int:
-    """Give the model's attention modules back what they called before; how many. 0 where nothing is installed."""
+    """Give the model's attention modules back what they called before; how many. 0 where nothing is
+    installed.
+    """
     found = _installed.pop(model, None)
     if found is None:
         return 0
@@ -108,9 +122,13 @@ def _flash_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> _Causal | torch.Tensor:
-    """The mask function transformers calls: `_Causal` where its mask is that, else bool [batch, 1, q, kv]."""
+    """The mask function transformers calls: `_Causal` where its mask is that, else bool [batch, 1,
+    q, kv].
+    """
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask = sdpa_mask(batch_size, q_length, kv_length, *args, local_size=local_size, device=device, **kwargs)
+    mask = sdpa_mask(
+        batch_size, q_length, kv_length, *args, local_size=local_size, device=device, **kwargs
+    )
     assert mask is not None
     for window in dict.fromkeys((int(local_size or 0), 0)):
         if bool((mask == _visible(q_length, kv_length, window, mask.device)).all()):
@@ -136,8 +154,9 @@ def _flash_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function transformers calls: q [batch, heads, seqlen_q, head_dim], k and v likewise over keys.
-    Returns [batch, seqlen_q, heads, head_dim]."""
+    """The attention function transformers calls: q [batch, heads, seqlen_q, head_dim], k and v
+    likewise over keys. Returns [batch, seqlen_q, heads, head_dim].
+    """
     found = _tiers[module]
     found.modules.add(id(module))
     call = _Call(
@@ -148,11 +167,15 @@ def _flash_attention(
     )
     foreign = kwargs.get("position_bias")
     if foreign is not None:
-        raise ModelFormatError(f"{type(module).__name__} adds a position bias to its scores; that is not supported")
+        raise ModelFormatError(
+            f"{type(module).__name__} adds a position bias to its scores; that is not supported"
+        )
     tensors = (query, key, value)
     if isinstance(attention_mask, _Causal):
         attend = _KERNELS[found.tier]
-        return (attend if _is_served(query, dropout) else _attend_plainly)(tensors, attention_mask, call), None
+        return (attend if _is_served(query, dropout) else _attend_plainly)(
+            tensors, attention_mask, call
+        ), None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         attention_mask = _Causal(0) if causal and query.shape[2] > 1 else None
@@ -176,7 +199,13 @@ def _is_served(query: torch.Tensor, dropout: float) -> bool:
     """Whether kernels take such a call; there is no backward pass, and f32 is torch's."""
     half = str(query.dtype).removeprefix("torch.") in kernel_dtypes(query.device)
     wants_gradient = torch.is_grad_enabled() and query.requires_grad
-    return half and not dropout and not wants_gradient and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return (
+        half
+        and not dropout
+        and not wants_gradient
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+    )
 
 
 def _attend_by_kvboost(tensors: _Tensors, mask: _Causal, call: _Call) -> torch.Tensor:
@@ -206,7 +235,9 @@ def _attend_by_torch(tensors: _Tensors, mask: _Causal, call: _Call) -> torch.Ten
     return out.transpose(1, 2)
 
 
-def _attend_plainly(tensors: _Tensors, mask: torch.Tensor | _Causal | None, call: _Call) -> torch.Tensor:
+def _attend_plainly(
+    tensors: _Tensors, mask: torch.Tensor | _Causal | None, call: _Call
+) -> torch.Tensor:
     """Any mask (bool: which keys are seen; else added), softcap and sinks, in torch."""
     query, key, value = _repeated(tensors)
     seen = mask
@@ -221,7 +252,9 @@ def _attend_plainly(tensors: _Tensors, mask: torch.Tensor | _Causal | None, call
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype == torch.bool else scores + seen
+        scores = (
+            scores.masked_fill(~seen, float("-inf")) if seen.dtype == torch.bool else scores + seen
+        )
     if call.sinks is not None:
         sinks = call.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)
@@ -233,7 +266,11 @@ def _repeated(tensors: _Tensors) -> _Tensors:
     """Keys and values once for each query head."""
     query, key, value = tensors
     times = query.shape[1] // key.shape[1]
-    return (query, key, value) if times == 1 else (query, *(x.repeat_interleave(times, dim=1) for x in (key, value)))
+    return (
+        (query, key, value)
+        if times == 1
+        else (query, *(x.repeat_interleave(times, dim=1) for x in (key, value)))
+    )
 
 
 _KERNELS: dict[str, Callable[[_Tensors, _Causal, _Call], torch.Tensor]] = {

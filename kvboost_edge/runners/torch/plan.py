@@ -1,4 +1,6 @@
-"""What the torch runner takes, what must be installed for it, and in which dtype it computes. Loads no torch."""
+"""What the torch runner takes, what must be installed for it, and in which dtype it computes. Loads
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ AUTO_BACKEND_REASON = ""
 BOTH_WAYS = "the torch runner attends causally, and the model both ways; the native runner takes it"
 _PACKAGES = ("torch", "transformers")
 # What transformers needs to load weights that are quantized so.
-_QUANTIZERS = {"awq": ("gptqmodel", "accelerate"), "gptq": ("optimum", "gptqmodel"), "mxfp4": ("accelerate",)}
+_QUANTIZERS = {
+    "awq": ("gptqmodel", "accelerate"),
+    "gptq": ("optimum", "gptqmodel"),
+    "mxfp4": ("accelerate",),
+}
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
@@ -46,8 +52,9 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """Of an ONNX file, a model that attends both ways, and one with states; else None: what transformers cannot run
-    shows when it is loaded."""
+    """Of an ONNX file, a model that attends both ways, and one with states; else None: what
+    transformers cannot run shows when it is loaded.
+    """
     if model.onnx_refusal is not None:
         return "transformers does not load ONNX files"
     if attends_both_ways(model.config):
@@ -56,36 +63,55 @@ def unsupported_reason(model: ModelTraits) -> str | None:
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:
-    """What has to be installed to load this model, None where nothing is missing; of a quantized one transformers
-    asks for more."""
+    """What has to be installed to load this model, None where nothing is missing; of a quantized
+    one transformers asks for more.
+    """
     method = str((model_config.get("quantization_config") or {}).get("quant_method"))
     for package in (*_PACKAGES, *_QUANTIZERS.get(method, ())):
         if importlib.util.find_spec(package) is None:
-            how = "install the extra [torch]" if package in _PACKAGES else f"it reads {method} weights; install it"
+            how = (
+                "install the extra [torch]"
+                if package in _PACKAGES
+                else f"it reads {method} weights; install it"
+            )
             return f"needs {package}, which is not installed; {how}"
     return None
 
 
 def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
-    """Of what only a loaded model shows, pairs of neighbouring channels and learned positions, nothing is known."""
+    """Of what only a loaded model shows, pairs of neighbouring channels and learned positions,
+    nothing is known.
+    """
     others = sorted(rope_types(model_config) - {"default"})
     if others:
-        return f"rope of type {others[0]!r} is not turned on the torch runner, plain rope alone is; use runner='native'"
+        return (
+            f"rope of type {others[0]!r} is not turned on the torch runner, plain rope alone is; "
+            "use runner='native'"
+        )
     if array_kind_of(backend) != "torch":
-        return f"the torch runner on backend {backend!r} attends keys only where they were computed; use 'torch'"
+        return (
+            f"the torch runner on backend {backend!r} attends keys only where they were computed; "
+            "use 'torch'"
+        )
     return None
 
 
 def choose_weights(
-    config: EngineConfig, model: ModelTraits, plan_pool: Callable[[KVSpec, int], int], available: int
+    config: EngineConfig,
+    model: ModelTraits,
+    plan_pool: Callable[[KVSpec, int], int],
+    available: int,
 ) -> tuple[str, str]:
-    """No format of its own: the weights stay as the checkpoint has them, in the dtype of the compute."""
+    """No format of its own: the weights stay as the checkpoint has them, in the dtype of the
+    compute.
+    """
     return "", ""
 
 
 def compute_dtype(asked: str, stored: str, device: str) -> str:
-    """The name of the dtype to compute in. "auto" is the stored one ("" where nothing says which), but float16 becomes
-    float32 on the CPU, where half precision arithmetic is slow."""
+    """The name of the dtype to compute in. "auto" is the stored one ("" where nothing says which),
+    but float16 becomes float32 on the CPU, where half precision arithmetic is slow.
+    """
     if asked != "auto":
         return asked
     return "float32" if stored == "float16" and device.partition(":")[0] == "cpu" else stored

@@ -24,12 +24,29 @@ from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.backends.torch_backend import TorchBackend, turn_keys
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, attends_both_ways, pinned_context
+from kvboost_edge.models.config.architectures import (
+    SUPPORTED_ARCHITECTURES,
+    attends_both_ways,
+    pinned_context,
+)
 from kvboost_edge.models.config.families import may_keep_states
 from kvboost_edge.models.config.file import context_length
 from kvboost_edge.runners.attended import asked_layer, attended_masses
-from kvboost_edge.runners.base import KEEPS_STATES, ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
-from kvboost_edge.runners.torch.attention import AttentionHook, LayerPlan, LookPass, PagedPass, ProbePass, Seen
+from kvboost_edge.runners.base import (
+    KEEPS_STATES,
+    ForwardBatch,
+    LoadOptions,
+    RunnerInfo,
+    StoredKeys,
+)
+from kvboost_edge.runners.torch.attention import (
+    AttentionHook,
+    LayerPlan,
+    LookPass,
+    PagedPass,
+    ProbePass,
+    Seen,
+)
 from kvboost_edge.runners.torch.eager_check import check_against_eager
 from kvboost_edge.runners.torch.plan import BOTH_WAYS, compute_dtype
 from kvboost_edge.runners.torch.turning import NUM_PROBED, Turning, find_turning
@@ -39,16 +56,25 @@ __all__ = ["TorchRunner", "load"]
 _LOG = logging.getLogger(__name__)
 _PROBED_TOKEN = 1  # any; 0 pads in some vocabularies, and is embedded as nothing
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_LOADING_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
+_LOADING_ERRORS = (
+    OSError,
+    KeyError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TorchRunner:
     """Implements `Runner` over a loaded transformers model.
 
-    A pass at construction finds each layer's KV shape, window, scale, softcap, sinks and rope as transformers itself
-    uses them, and refuses with ModelFormatError what paged attention cannot do; a family that no test covers
-    is compared with eager attention as well. Between forward passes the model is unchanged and usable by its owner.
+    A pass at construction finds each layer's KV shape, window, scale, softcap, sinks and rope as
+    transformers itself uses them, and refuses with ModelFormatError what paged attention cannot do;
+    a family that no test covers is compared with eager attention as well. Between forward passes
+    the model is unchanged and usable by its owner.
     """
 
     def __init__(
@@ -71,10 +97,14 @@ class TorchRunner:
         self._backend: Backend | None = None
         self.device = str(model.device)
         if model.dtype not in _NAMES:
-            raise ModelFormatError(f"{self._kind} computes in {model.dtype}; supported: {', '.join(_DTYPES)}")
+            raise ModelFormatError(
+                f"{self._kind} computes in {model.dtype}; supported: {', '.join(_DTYPES)}"
+            )
         longest = _context_length(config, max_context)
         with self._watched() as states:
-            self._layers, self._turning, vocab_size = self._probe(int(config.num_hidden_layers), longest)
+            self._layers, self._turning, vocab_size = self._probe(
+                int(config.num_hidden_layers), longest
+            )
         self.info = RunnerInfo(
             name="torch",
             architecture=model_type or model.config.model_type,
@@ -89,7 +119,10 @@ class TorchRunner:
                 kv_bits,
             ),
             hidden_size=_state_size(model, states),
-            numerics=f"torch {torch.__version__} transformers {version('transformers')} {torch.get_num_threads()}",
+            numerics=(
+                f"torch {torch.__version__} transformers {version('transformers')} "
+                f"{torch.get_num_threads()}"
+            ),
         )
         known = SUPPORTED_ARCHITECTURES.get(self.info.architecture)
         if known is None or not known.tested:
@@ -102,13 +135,18 @@ class TorchRunner:
         if isinstance(self._backend, TorchBackend):
             return None
         name = "no backend" if self._backend is None else f"backend {self._backend.name!r}"
-        return f"the torch runner on {name} attends keys only where they were computed; use backend='torch'"
+        return (
+            f"the torch runner on {name} attends keys only where they were computed; use "
+            "backend='torch'"
+        )
 
     @property
     def copied_bytes(self) -> int:
         return 0
 
-    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates) -> None:
+    def accept_drafts(
+        self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates
+    ) -> None:
         raise BackendUnavailable("the torch runner runs no model that keeps states")
 
     def deviations(
@@ -121,7 +159,9 @@ class TorchRunner:
         computed = seen.values[torch.from_numpy(rows).to(seen.values.device)].float()
         return _numpy((computed - backend.stored(1, slots)[1]).square().sum((1, 2)))
 
-    def masses(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys) -> npt.NDArray[np.float32]:
+    def masses(
+        self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys
+    ) -> npt.NDArray[np.float32]:
         """See `Runner.masses`."""
         layer = asked_layer([one.params.window for one in self._layers])
         backend, seen = self._look(batch, layer)
@@ -159,14 +199,17 @@ class TorchRunner:
     ) -> TorchRunner:
         """Load a model directory (safetensors only, no remote code, no network).
 
-        dtype "auto": see `compute_dtype`. Raises ModelFormatError when the directory cannot be loaded completely.
+        dtype "auto": see `compute_dtype`. Raises ModelFormatError when the directory cannot be
+        loaded completely.
         """
         if dtype != "auto" and dtype not in _DTYPES:
             raise ConfigError(f"dtype={dtype!r} is not one of {('auto', *_DTYPES)}")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         try:
-            config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(
+                model_dir, local_files_only=True, trust_remote_code=False
+            )
             with _no_progress_bars():
                 model, report = AutoModelForCausalLM.from_pretrained(
                     model_dir,
@@ -178,32 +221,45 @@ class TorchRunner:
                     output_loading_info=True,
                 )
         except _LOADING_ERRORS as error:
-            raise ModelFormatError(f"{model_dir}: transformers cannot load this model: {error}") from error
+            raise ModelFormatError(
+                f"{model_dir}: transformers cannot load this model: {error}"
+            ) from error
         missing = sorted(report["missing_keys"])
         if missing:
-            raise ModelFormatError(f"{model_dir}: {len(missing)} weights are missing, first {missing[0]!r}")
-        return cls(model.to(device), max_context=max_context, block_size=block_size, kv_bits=kv_bits)
+            raise ModelFormatError(
+                f"{model_dir}: {len(missing)} weights are missing, first {missing[0]!r}"
+            )
+        return cls(
+            model.to(device), max_context=max_context, block_size=block_size, kv_bits=kv_bits
+        )
 
     def _probe(self, num_layers: int, longest: int) -> tuple[list[LayerPlan], Turning, int]:
-        """Run one token at some positions; return the layers' plans, how they turn keys, and the logits' width."""
+        """Run one token at some positions; return the layers' plans, how they turn keys, and the
+        logits' width.
+        """
         probe = ProbePass()
         positions = np.arange(min(NUM_PROBED, longest))
         try:
             with torch.inference_mode(), self._hook.active(probe):
-                logits = self._run(np.full_like(positions, _PROBED_TOKEN), positions, np.zeros(1, np.int64))
+                logits = self._run(
+                    np.full_like(positions, _PROBED_TOKEN), positions, np.zeros(1, np.int64)
+                )
         except ModelFormatError as error:
             raise ModelFormatError(f"{self._kind}: {error}") from error
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise ModelFormatError(
-                f"{self._kind} does not run on paged attention: its layers handle their mask or cache apart from "
-                f"transformers' attention interface ({error})"
+                f"{self._kind} does not run on paged attention: its layers handle their mask or "
+                f"cache apart from transformers' attention interface ({error})"
             ) from error
         if sorted(probe.layers) != list(range(num_layers)):
             raise ModelFormatError(
-                f"{self._kind}: {len(probe.layers)} of {num_layers} layers use transformers' attention interface; "
-                "layers of another kind keep state that the block pool does not hold"
+                f"{self._kind}: {len(probe.layers)} of {num_layers} layers use transformers' "
+                "attention interface; layers of another kind keep state that the block pool does "
+                "not hold"
             )
-        if may_keep_states(self.model.config.to_dict()):  # beside attention, where the layers above do not show it
+        if may_keep_states(
+            self.model.config.to_dict()
+        ):  # beside attention, where the layers above do not show it
             raise ModelFormatError(f"{self._kind}: {KEEPS_STATES}")
         kv = [probe.kv[layer] for layer in range(num_layers)]
         with torch.inference_mode():
@@ -213,26 +269,40 @@ class TorchRunner:
     def bind(self, backend: Backend) -> None:
         """Use this backend for the KV of the following passes."""
         if backend.spec.layers != self.info.kv_spec.layers:
-            raise ConfigError(f"the backend has layers {backend.spec.layers}, the model {self.info.kv_spec.layers}")
-        if backend.array_kind == "torch" and torch.device(backend.device).type != self.model.device.type:
-            raise ConfigError(f"the backend is on device={backend.device!r}, the model on {self.device!r}")
+            raise ConfigError(
+                f"the backend has layers {backend.spec.layers}, the model "
+                f"{self.info.kv_spec.layers}"
+            )
+        if (
+            backend.array_kind == "torch"
+            and torch.device(backend.device).type != self.model.device.type
+        ):
+            raise ConfigError(
+                f"the backend is on device={backend.device!r}, the model on {self.device!r}"
+            )
         self._backend = backend
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]. Fills `batch.states`."""
+        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]. Fills
+        `batch.states`.
+        """
         backend = self._backend
         if backend is None:
             raise ConfigError("forward before bind: the runner has no backend for its KV")
         refusal = self.moved_keys_refusal
         if refusal is not None:
             refuse_deltas(batch.layout, "the torch runner")
-        paged = PagedPass(backend, batch.layout, self._layers, [] if refusal else self._turning.layers)
+        paged = PagedPass(
+            backend, batch.layout, self._layers, [] if refusal else self._turning.layers
+        )
         wanted = self._watched() if len(batch.state_rows) else contextlib.nullcontext()
         with torch.inference_mode(), self._hook.active(paged), wanted as states:
             logits = self._run(batch.token_ids, batch.positions, batch.logit_rows)
             paged.check_complete(self._kind)
             if states is not None:
-                batch.states[:] = _numpy(states[-1][0][torch.from_numpy(batch.state_rows).to(self.device)])
+                batch.states[:] = _numpy(
+                    states[-1][0][torch.from_numpy(batch.state_rows).to(self.device)]
+                )
                 paged.blank_broken(batch.states, batch.state_rows)
             result: npt.NDArray[np.float32] = logits.to(device="cpu", dtype=torch.float32).numpy()
             paged.blank_broken(result, batch.logit_rows)
@@ -240,7 +310,9 @@ class TorchRunner:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[list[torch.Tensor]]:
-        """What passes of this thread find behind the last norm, [1, num_tokens, hidden_size] each."""
+        """What passes of this thread find behind the last norm, [1, num_tokens, hidden_size]
+        each.
+        """
         found: list[torch.Tensor] = []
         thread = threading.get_ident()  # the owner of the model may run it in another one
 
@@ -255,22 +327,34 @@ class TorchRunner:
             handle.remove()
 
     def _run(
-        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logit_rows: npt.NDArray[np.int64]
+        self,
+        token_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        logit_rows: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Logits [num_logits, vocab_size] of a flat batch through the model's own forward, which applies the logit
-        scales and softcaps of its family. `logits_to_keep` spares the head for the other rows."""
-        ids, at, rows = (torch.from_numpy(array).to(self.device) for array in (token_ids, positions, logit_rows))
+        """Logits [num_logits, vocab_size] of a flat batch through the model's own forward, which
+        applies the logit scales and softcaps of its family. `logits_to_keep` spares the head for
+        the other rows.
+        """
+        ids, at, rows = (
+            torch.from_numpy(array).to(self.device) for array in (token_ids, positions, logit_rows)
+        )
         keep = {"logits_to_keep": rows} if self._keeps_rows else {}
-        output = self.model(input_ids=ids[None], position_ids=at[None], use_cache=False, return_dict=True, **keep)
+        output = self.model(
+            input_ids=ids[None], position_ids=at[None], use_cache=False, return_dict=True, **keep
+        )
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[rows]
 
     def eager_logits(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """float32 logits [num_tokens, vocab_size] of one sequence from transformers' own eager attention, dense and
-        without any cache: the oracle."""
+        """float32 logits [num_tokens, vocab_size] of one sequence from transformers' own eager
+        attention, dense and without any cache: the oracle.
+        """
         rows = np.arange(len(token_ids), dtype=np.int64)
         with torch.inference_mode(), self._hook.eager():
-            result: npt.NDArray[np.float32] = self._run(token_ids, rows, rows).to("cpu", torch.float32).numpy()
+            result: npt.NDArray[np.float32] = (
+                self._run(token_ids, rows, rows).to("cpu", torch.float32).numpy()
+            )
         return result
 
     def unbind(self) -> None:
@@ -278,14 +362,17 @@ class TorchRunner:
         self._backend = None
 
     def close(self) -> None:
-        """Let go of backend and model: weights nobody else holds are freed, a model with an owner stays his. Only
-        `info` may be read afterwards."""
+        """Let go of backend and model: weights nobody else holds are freed, a model with an owner
+        stays his. Only `info` may be read afterwards.
+        """
         self.unbind()
         vars(self).pop("model", None)
 
 
 def _state_size(model: PreTrainedModel, states: list[torch.Tensor]) -> int:
-    """Numbers of a state that the head reads as it is; 0 where the model keeps no such thing apart."""
+    """Numbers of a state that the head reads as it is; 0 where the model keeps no such thing
+    apart.
+    """
     head = model.get_output_embeddings()
     if model.base_model is model or head is None or not states:
         return 0
@@ -311,8 +398,10 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> TorchRunner:
 
 
 def _context_length(config: PreTrainedConfig, asked: int | None) -> int:
-    """Longest sequence in tokens. Rope kinds whose frequencies depend on the longest position in the call (dynamic,
-    longrope) are pinned to their first range, where they are constant, so that a batch cannot change a result."""
+    """Longest sequence in tokens. Rope kinds whose frequencies depend on the longest position in
+    the call (dynamic, longrope) are pinned to their first range, where they are constant, so that a
+    batch cannot change a result.
+    """
     fields = config.to_dict()
     length = context_length(fields)
     if asked is not None:
@@ -320,7 +409,8 @@ def _context_length(config: PreTrainedConfig, asked: int | None) -> int:
     pinned = pinned_context(fields)
     if pinned is not None and pinned.length < length:
         _LOG.warning(
-            "rope_type=%r: the context is pinned to %d of %d tokens, beyond which its frequencies depend on the batch",
+            "rope_type=%r: the context is pinned to %d of %d tokens, beyond which its "
+            "frequencies depend on the batch",
             pinned.rope_type,
             pinned.length,
             length,
@@ -335,7 +425,11 @@ def _resolve_dtype(name: str, config: PreTrainedConfig, device: str) -> torch.dt
     stored_name = _NAMES.get(stored, "")
     chosen = compute_dtype(name, stored_name, device)
     if name == "auto" and chosen != stored_name:
-        _LOG.info("the %s checkpoint is computed in %s: half precision is slow on the CPU", stored_name, chosen)
+        _LOG.info(
+            "the %s checkpoint is computed in %s: half precision is slow on the CPU",
+            stored_name,
+            chosen,
+        )
     return _DTYPES[chosen] if chosen else stored or "auto"
 
 

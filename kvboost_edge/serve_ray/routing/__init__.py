@@ -1,1 +1,3 @@
-"""Which replica a request goes to: what each holds, how busy it is, what a first token would cost there. No network."""
+"""Which replica a request goes to: what each holds, how busy it is, what a first token would cost
+there. No network.
+"""

@@ -1,4 +1,6 @@
-"""A prompt as the router sees it: the prefix hashes of its full blocks, made by the engine's own code."""
+"""A prompt as the router sees it: the prefix hashes of its full blocks, made by the engine's own
+code.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.kvcache.hashing import HASH_BYTES, STATE_MASK, STATE_WORD, narrowed_root, prefix_hashes
+from kvboost_edge.kvcache.hashing import (
+    HASH_BYTES,
+    STATE_MASK,
+    STATE_WORD,
+    narrowed_root,
+    prefix_hashes,
+)
 from kvboost_edge.serve_ray.routing.records import KEY_BYTES, OUTSIDE_MASK, Place
 
 __all__ = ["Outside", "PromptChain", "key_of", "prefix_hashes"]
@@ -21,8 +29,9 @@ def key_of(prefix_hash: bytes, place: Place = Place.POOL) -> int:
 
 
 class Outside(NamedTuple):
-    """Those blocks of a chain that are told of at a place outside of pools (`OUTSIDE_MASK`): their keys there, in
-    order, and how many blocks of the chain end with each."""
+    """Those blocks of a chain that are told of at a place outside of pools (`OUTSIDE_MASK`): their
+    keys there, in order, and how many blocks of the chain end with each.
+    """
 
     keys: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
@@ -34,9 +43,11 @@ class PromptChain(NamedTuple):
     keys         of its full blocks, in order
     num_tokens   of the whole prompt, at least 1
     block_size   tokens of a block
-    cache_key    of the caller's `prompt_cache_key`, None without one: such prompts lean to one replica
+    cache_key    of the caller's `prompt_cache_key`, None without one: such prompts lean to one
+                 replica
     disk, shared   of the same blocks, in those places
-    states       of a model that keeps some: by `Place`, the keys of the states behind all these blocks; else ()
+    states       of a model that keeps some: by `Place`, the keys of the states behind all these
+                 blocks; else ()
     """
 
     keys: tuple[int, ...]
@@ -57,9 +68,13 @@ class PromptChain(NamedTuple):
         *,
         has_states: bool = False,
     ) -> PromptChain:
-        """From a prompt's tokens. `root`: where the chains of its tenant and salt start, see `hashing.shared_root`."""
+        """From a prompt's tokens. `root`: where the chains of its tenant and salt start, see
+        `hashing.shared_root`.
+        """
         hashes = prefix_hashes(token_ids, root, block_size)
-        return cls.of_hashes(hashes, len(token_ids), block_size, root, prompt_cache_key, has_states=has_states)
+        return cls.of_hashes(
+            hashes, len(token_ids), block_size, root, prompt_cache_key, has_states=has_states
+        )
 
     @classmethod
     def of_hashes(
@@ -72,11 +87,19 @@ class PromptChain(NamedTuple):
         *,
         has_states: bool = False,
     ) -> PromptChain:
-        """From hashes that are known already; `root` matters for a `prompt_cache_key` alone: it is the tenant's own.
-        has_states: the model keeps states, without which blocks cannot be used."""
+        """From hashes that are known already; `root` matters for a `prompt_cache_key` alone: it is
+        the tenant's own. has_states: the model keeps states, without which blocks cannot be used.
+        """
         if num_tokens < 1 or len(hashes) != num_tokens // block_size:
-            raise RequestError(f"{len(hashes)} hashes of blocks of {block_size} tokens do not fit {num_tokens} tokens")
-        cache_key = None if not prompt_cache_key else key_of(narrowed_root(root, "cache_key", prompt_cache_key))
+            raise RequestError(
+                f"{len(hashes)} hashes of blocks of {block_size} tokens do not fit {num_tokens} "
+                "tokens"
+            )
+        cache_key = (
+            None
+            if not prompt_cache_key
+            else key_of(narrowed_root(root, "cache_key", prompt_cache_key))
+        )
         words = np.frombuffer(b"".join(hashes), "<u8").reshape(len(hashes), HASH_BYTES // KEY_BYTES)
         keys = tuple(words[:, Place.POOL].tolist())
         disk, shared = (_outside(words[:, place]) for place in (Place.DISK, Place.SHARED))
@@ -84,8 +107,9 @@ class PromptChain(NamedTuple):
         return cls(keys, num_tokens, block_size, cache_key, disk, shared, states)
 
     def servable_states(self, place: Place) -> tuple[int, ...]:
-        """The keys at a place of those states that this prompt could go on from: at least its last token is computed,
-        so that the state behind that is of no use."""
+        """The keys at a place of those states that this prompt could go on from: at least its last
+        token is computed, so that the state behind that is of no use.
+        """
         return self.states[place][: (self.num_tokens - 1) // self.block_size]
 
 

@@ -18,7 +18,9 @@ Slots = npt.NDArray[np.intp]
 
 def seed_of(replica_id: str) -> int:
     """What stands for a replica in rendezvous hashing, the same in every process."""
-    return int.from_bytes(hashlib.sha256(replica_id.encode("utf-8", "surrogatepass")).digest()[:8], "little")
+    return int.from_bytes(
+        hashlib.sha256(replica_id.encode("utf-8", "surrogatepass")).digest()[:8], "little"
+    )
 
 
 def home(key: int, slots: Slots, seeds: Seeds) -> int:
@@ -29,9 +31,12 @@ def home(key: int, slots: Slots, seeds: Seeds) -> int:
     return int(slots[np.argmax(mixed ^ (mixed >> np.uint64(31)))])
 
 
-def choose(seconds: npt.NDArray[np.float64], depths: npt.NDArray[np.int64], key: int, seeds: Seeds) -> int:
-    """The slot of the least `seconds`, inf where it may not be used; of those that take hardly longer the one that
-    holds most, and of equals the home of `key`."""
+def choose(
+    seconds: npt.NDArray[np.float64], depths: npt.NDArray[np.int64], key: int, seeds: Seeds
+) -> int:
+    """The slot of the least `seconds`, inf where it may not be used; of those that take hardly
+    longer the one that holds most, and of equals the home of `key`.
+    """
     least = float(seconds.min())
     near = np.flatnonzero(seconds <= least * (1 + _TIE_SHARE) + _TIE_SECONDS)
     if len(near) == 1:

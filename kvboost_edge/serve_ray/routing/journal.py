@@ -1,5 +1,6 @@
-"""A replica's side of the events: numbered batches, kept for a while, so that several routers can ask each at its own
-pace, and late ones be told all there is."""
+"""A replica's side of the events: numbered batches, kept for a while, so that several routers can
+ask each at its own pace, and late ones be told all there is.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from collections import deque
 from collections.abc import Iterable
 
 from kvboost_edge.kvcache.events import CacheEvents
-from kvboost_edge.serve_ray.routing.records import KEY_BYTES, OUTSIDE_MASK, Cursor, EventBatch, Place
+from kvboost_edge.serve_ray.routing.records import (
+    KEY_BYTES,
+    OUTSIDE_MASK,
+    Cursor,
+    EventBatch,
+    Place,
+)
 
 __all__ = ["Journal"]
 
@@ -29,14 +36,16 @@ class Journal:
         self._held: dict[Place, set[bytes]] = {place: set() for place in Place}
 
     def add(self, events: CacheEvents, place: Place = Place.POOL) -> EventBatch | None:
-        """What the engine's `take_cache_events` gave, or its `take_tier_events` of the tier at a place; the batch it
-        became, None where nothing changed."""
+        """What the engine's `take_cache_events` gave, or its `take_tier_events` of the tier at a
+        place; the batch it became, None where nothing changed.
+        """
         held = self._held[place]
         published = _keys(events.published, place)
         if events.is_whole:
             evicted = held - published
         else:
-            # Of two hashes with one key, one that came outweighs one that left: a belief too many costs time only.
+            # Of two hashes with one key, one that came outweighs one that left: a belief too many
+            # costs time only.
             evicted = (_keys(events.evicted, place) - published) & held
         published -= held
         if not published and not evicted and self._serial >= 0:
@@ -53,8 +62,9 @@ class Journal:
         return batch
 
     def since(self, cursor: Cursor) -> list[EventBatch]:
-        """The batches after those somebody knows, in order; one whole batch where those are not kept, or the cursor is
-        of another epoch; [] where nothing is new."""
+        """The batches after those somebody knows, in order; one whole batch where those are not
+        kept, or the cursor is of another epoch; [] where nothing is new.
+        """
         if self._serial < 0:
             return []
         missing = self._serial - cursor.serial if cursor.epoch == self._epoch else -1

@@ -1,4 +1,6 @@
-"""How busy each replica is, and what a first token would cost there: one number a replica in each array."""
+"""How busy each replica is, and what a first token would cost there: one number a replica in each
+array.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,19 @@ __all__ = ["Loads"]
 Vector = npt.NDArray[np.float64]
 
 _ASSUMED_SECONDS = 1e-3  # of a token, before any replica has reported
-_FIGURES = """busy_until seconds_per_token decode_seconds step_tokens num_running num_waiting max_running free_blocks
-answer_seconds disk_token_seconds shared_token_seconds""".split()
+_FIGURES = """busy_until seconds_per_token decode_seconds step_tokens num_running num_waiting
+max_running free_blocks answer_seconds disk_token_seconds shared_token_seconds""".split()
 
 
 class Loads:
-    """Figures of the replicas in slots 0, 1, ..., brought forward from each report by what was routed since.
+    """Figures of the replicas in slots 0, 1, ..., brought forward from each report by what was
+    routed since.
 
-    A replica works through its queue by itself: what is kept is not its length but the time at which it is empty, so
-    that it needs no report to grow shorter.
+    A replica works through its queue by itself: what is kept is not its length but the time at
+    which it is empty, so that it needs no report to grow shorter.
 
-    report_seconds   how old a report may be when it arrives: what was routed since then is not in it
+    report_seconds   how old a report may be when it arrives: what was routed since then is not in
+                     it
 
     usable           bool [slots]: there, and not draining
     """
@@ -32,7 +36,9 @@ class Loads:
     def __init__(self, report_seconds: float) -> None:
         self._report_seconds = report_seconds
         self._serials: dict[int, int] = {}
-        self._underway: dict[int, deque[tuple[float, float, float]]] = {}  # (when, tokens, blocks) routed lately
+        self._underway: dict[
+            int, deque[tuple[float, float, float]]
+        ] = {}  # (when, tokens, blocks) routed lately
         self.usable = np.zeros(0, bool)
         self._figures: dict[str, Vector] = {name: np.zeros(0) for name in _FIGURES}
 
@@ -41,8 +47,12 @@ class Loads:
         if slot >= len(self.usable):
             more = max(64, slot)
             self.usable = np.concatenate([self.usable, np.zeros(more, bool)])
-            self._figures = {name: np.concatenate([old, np.zeros(more)]) for name, old in self._figures.items()}
-        reported = self._figures["seconds_per_token"][[one for one, serial in self._serials.items() if serial >= 0]]
+            self._figures = {
+                name: np.concatenate([old, np.zeros(more)]) for name, old in self._figures.items()
+            }
+        reported = self._figures["seconds_per_token"][
+            [one for one, serial in self._serials.items() if serial >= 0]
+        ]
         self._serials[slot] = -1
         self._underway[slot] = deque()
         speed = float(np.median(reported)) if len(reported) else _ASSUMED_SECONDS
@@ -60,7 +70,9 @@ class Loads:
         self.usable[slot] = not report.is_draining
 
     def take(self, slot: int, report: ReplicaReport, now: float) -> None:
-        """A replica's own figures, and on top of them what it cannot have seen. Late reports change nothing."""
+        """A replica's own figures, and on top of them what it cannot have seen. Late reports change
+        nothing.
+        """
         if report.serial <= self._serials[slot]:
             return
         self._serials[slot] = report.serial
@@ -93,21 +105,32 @@ class Loads:
         figures["free_blocks"][slot] -= num_blocks
 
     def token_seconds(self, place: Place) -> Vector:
-        """A token that is read from a disk or a shared server, [slots]; 0: that replica reads nothing there."""
-        return self._figures["disk_token_seconds" if place is Place.DISK else "shared_token_seconds"]
+        """A token that is read from a disk or a shared server, [slots]; 0: that replica reads
+        nothing there.
+        """
+        return self._figures[
+            "disk_token_seconds" if place is Place.DISK else "shared_token_seconds"
+        ]
 
     def seconds(
-        self, missing_tokens: Vector, missing_blocks: Vector, now: float, restoring: Vector | float = 0.0
+        self,
+        missing_tokens: Vector,
+        missing_blocks: Vector,
+        now: float,
+        restoring: Vector | float = 0.0,
     ) -> tuple[Vector, Vector]:
-        """(expected time to the first token, the part of it for its own tokens) in each slot, [slots], of a prompt that
-        lacks so much there. The rest is the queue before it, the step that runs, and where the replica is full the time
-        until somebody leaves. While blocks are read, which takes `restoring` seconds, those in the queue are computed.
+        """(expected time to the first token, the part of it for its own tokens) in each slot,
+        [slots], of a prompt that lacks so much there. The rest is the queue before it, the step
+        that runs, and where the replica is full the time until somebody leaves. While blocks are
+        read, which takes `restoring` seconds, those in the queue are computed.
         """
         figures = self._figures
         running = figures["num_running"]
         step_tokens = figures["step_tokens"]
         wait = np.maximum(figures["busy_until"] - now, restoring)
-        share = np.maximum(1.0 - running / np.maximum(step_tokens, 1.0), 0.125)  # of a step, left to prompts
+        share = np.maximum(
+            1.0 - running / np.maximum(step_tokens, 1.0), 0.125
+        )  # of a step, left to prompts
         own = missing_tokens * figures["seconds_per_token"] / share
         too_many = np.maximum(running + figures["num_waiting"] + 1.0 - figures["max_running"], 0.0)
         leaving = np.maximum(too_many, missing_blocks > figures["free_blocks"])

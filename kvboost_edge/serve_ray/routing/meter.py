@@ -15,14 +15,16 @@ _REMEMBERED_ANSWERS = 20.0
 
 
 class Meter:
-    """Counts and measures what a `ReplicaReport` says. Not for several threads at once; `now` as in `PrefixRouter`.
+    """Counts and measures what a `ReplicaReport` says. Not for several threads at once; `now` as in
+    `PrefixRouter`.
 
-    Prompts are taken as computed one after the other: a request's tokens took the time from its beginning, or from the
-    first token before its own where that was later.
+    Prompts are taken as computed one after the other: a request's tokens took the time from its
+    beginning, or from the first token before its own where that was later.
 
     seconds_per_token   what is taken as known before anything was measured
     step_tokens, max_running   see ReplicaReport
-    tiers               places outside the pool that are read, and what a token takes from there before one was measured
+    tiers               places outside the pool that are read, and what a token takes from there
+                        before one was measured
     """
 
     def __init__(
@@ -34,13 +36,21 @@ class Meter:
         tiers: Mapping[Place, float] | None = None,
     ) -> None:
         # ConfigError for figures that are none.
-        ReplicaReport(serial=0, seconds_per_token=seconds_per_token, step_tokens=step_tokens, max_running=max_running)
+        ReplicaReport(
+            serial=0,
+            seconds_per_token=seconds_per_token,
+            step_tokens=step_tokens,
+            max_running=max_running,
+        )
         self._step_tokens = step_tokens
         self._max_running = max_running
         self._tokens = _PRIOR_TOKENS
         self._seconds = _PRIOR_TOKENS * seconds_per_token
         # Of each place read: (tokens, the seconds they took).
-        self._read = {place: (_PRIOR_TOKENS, _PRIOR_TOKENS * seconds) for place, seconds in (tiers or {}).items()}
+        self._read = {
+            place: (_PRIOR_TOKENS, _PRIOR_TOKENS * seconds)
+            for place, seconds in (tiers or {}).items()
+        }
         # Without a first token: (since when, missing tokens, whether its time is theirs alone).
         self._begun: dict[Hashable, tuple[float, int, bool]] = {}
         self._running: dict[Hashable, float] = {}  # since their first token
@@ -49,9 +59,12 @@ class Meter:
         self._answer_seconds = self._step_seconds = 0.0
         self._serial = -1
 
-    def begin(self, request: Hashable, missing_tokens: int, now: float, restored_tokens: int = 0) -> None:
-        """A request arrived that has so many prompt tokens to compute, and to read first (see `Choice`). One
-        that had begun before begins anew."""
+    def begin(
+        self, request: Hashable, missing_tokens: int, now: float, restored_tokens: int = 0
+    ) -> None:
+        """A request arrived that has so many prompt tokens to compute, and to read first (see
+        `Choice`). One that had begun before begins anew.
+        """
         before = self._begun.pop(request, None)
         self._queued_tokens -= 0 if before is None else before[1]
         self._running.pop(request, None)
@@ -115,7 +128,9 @@ class Meter:
         return max(seconds / tokens, 1e-9) if place in self._read else 0.0
 
 
-def _faded(tokens: float, seconds: float, more_tokens: int, more_seconds: float) -> tuple[float, float]:
+def _faded(
+    tokens: float, seconds: float, more_tokens: int, more_seconds: float
+) -> tuple[float, float]:
     """Sums of tokens and of the time they took, in which what is older counts for less."""
     fades = math.exp(-more_tokens / _REMEMBERED_TOKENS)
     return tokens * fades + more_tokens, seconds * fades + more_seconds

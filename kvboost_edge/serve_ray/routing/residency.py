@@ -1,12 +1,16 @@
-"""What each replica is believed to hold: a bounded map from keys of blocks to the replicas that have them.
+"""What each replica is believed to hold: a bounded map from keys of blocks to the replicas that
+have them.
 
-Replicas are numbers here, their slots. The holders of a block are one integer with a bit for each slot, so that "who
-holds all blocks up to here" is an `and` of two integers, however many replicas there are.
+Replicas are numbers here, their slots. The holders of a block are one integer with a bit for each
+slot, so that "who holds all blocks up to here" is an `and` of two integers, however many replicas
+there are.
 
-Beliefs come from the replicas' events, in order and without gaps, or from what was sent there and expires. After a gap
-all that a replica told becomes such a belief, until it has told everything anew. A wrong belief costs time only.
+Beliefs come from the replicas' events, in order and without gaps, or from what was sent there and
+expires. After a gap all that a replica told becomes such a belief, until it has told everything
+anew. A wrong belief costs time only.
 
-States have keys beside those of the blocks they are behind (`hashing.state_hash`), and are held as these are.
+States have keys beside those of the blocks they are behind (`hashing.state_hash`), and are held as
+these are.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ MOST_LEVELS = 32
 
 
 class Level(NamedTuple):
-    """The replicas whose bits are set in `holders` hold the first `num_blocks` blocks of a chain."""
+    """The replicas whose bits are set in `holders` hold the first `num_blocks` blocks of a
+    chain.
+    """
 
     num_blocks: int
     holders: int
@@ -53,7 +59,9 @@ class _Known:
 
 
 class _Expiry(NamedTuple):
-    """At `at` the beliefs in `keys` end that were not renewed; None: all of that replica that it did not tell since."""
+    """At `at` the beliefs in `keys` end that were not renewed; None: all of that replica that it
+    did not tell since.
+    """
 
     at: float
     slot: int
@@ -64,9 +72,12 @@ class _Expiry(NamedTuple):
 class Residency:
     """Beliefs about the replicas in slots 0, 1, ... Not for several threads at once.
 
-    max_entries        most (replica, block) pairs. With more, blocks whose key has one more zero bit at its end are
-                       kept alone: half of them, the same ones for all replicas, so that matches lose precision and
-                       nothing is forgotten from a prompt's beginning. The others go little by little; states, of which
+    max_entries        most (replica, block) pairs. With more, blocks whose key has one more zero
+                       bit at its end are
+                       kept alone: half of them, the same ones for all replicas, so that matches
+                       lose precision and
+                       nothing is forgotten from a prompt's beginning. The others go little by
+                       little; states, of which
                        8 bits are zero, when one block in 256 is left
     believed_seconds   so long a belief lasts that no replica told
     """
@@ -105,13 +116,19 @@ class Residency:
         return known.cursor if known.is_synced else NOTHING_KNOWN
 
     def apply(self, slot: int, batch: EventBatch, now: float) -> bool:
-        """Believe a batch; False where others are missing before it. Repeated and late ones change nothing."""
+        """Believe a batch; False where others are missing before it. Repeated and late ones change
+        nothing.
+        """
         known = self._known[slot]
-        if batch.epoch != known.cursor.epoch:  # another process: nothing of the old one's cache is left
+        if (
+            batch.epoch != known.cursor.epoch
+        ):  # another process: nothing of the old one's cache is left
             self._forget(slot)
             known = self._known[slot]
             known.is_synced = not batch.is_whole and batch.serial == 0
-        elif batch.serial < known.cursor.serial or (batch.serial == known.cursor.serial and not batch.is_whole):
+        elif batch.serial < known.cursor.serial or (
+            batch.serial == known.cursor.serial and not batch.is_whole
+        ):
             return known.is_synced
         elif known.is_synced and not batch.is_whole and batch.serial != known.cursor.serial + 1:
             self._doubt(slot, now)
@@ -123,12 +140,18 @@ class Residency:
             self._hold(slot, told, _TOLD)
         else:
             self._drop(slot, _keys(batch.evicted))
-            self._hold(slot, _keys(batch.published), _TOLD if known.is_synced else self._expire_at(slot, batch, now))
+            self._hold(
+                slot,
+                _keys(batch.published),
+                _TOLD if known.is_synced else self._expire_at(slot, batch, now),
+            )
         self._bound()
         return known.is_synced
 
     def _expire_at(self, slot: int, batch: EventBatch, now: float) -> float:
-        """What a replica tells while batches are missing is true now, and no later batch may say when it ends."""
+        """What a replica tells while batches are missing is true now, and no later batch may say
+        when it ends.
+        """
         at = now + self._believed_seconds
         self._expiries.append(_Expiry(at, slot, self._known[slot], tuple(_keys(batch.published))))
         return at
@@ -144,8 +167,9 @@ class Residency:
         self._expiries.append(_Expiry(at, slot, known, None))
 
     def believe(self, slot: int, keys: Sequence[int], num_matched: int, now: float) -> None:
-        """These blocks of a prompt are about to be there: it was sent there. `num_matched` were believed to be: they
-        are looked at only if the last of them is about to expire."""
+        """These blocks of a prompt are about to be there: it was sent there. `num_matched` were
+        believed to be: they are looked at only if the last of them is about to expire.
+        """
         until = self._known[slot].until
         at = now + self._believed_seconds
         renewed_before = now + 0.75 * self._believed_seconds
@@ -163,11 +187,19 @@ class Residency:
             _, slot, known, keys = self._expiries.popleft()
             if self._known.get(slot) is known:
                 until = known.until
-                self._drop(slot, [key for key in (until if keys is None else keys) if until.get(key, _TOLD) <= now])
+                self._drop(
+                    slot,
+                    [
+                        key
+                        for key in (until if keys is None else keys)
+                        if until.get(key, _TOLD) <= now
+                    ],
+                )
 
     def levels(self, keys: Sequence[int], most: int = MOST_LEVELS) -> list[Level]:
-        """Who holds how much of a chain, from its beginning: ever more blocks, ever fewer holders; [] if nobody does.
-        At most `most` levels: finer differences between replicas are that part of the chain.
+        """Who holds how much of a chain, from its beginning: ever more blocks, ever fewer holders;
+        [] if nobody does. At most `most` levels: finer differences between replicas are that part
+        of the chain.
 
         Blocks are looked up by halving, as if a replica that holds a block held all before it.
         """
@@ -197,9 +229,10 @@ class Residency:
         return found
 
     def deepest(self, keys: Sequence[int], most: int = MOST_LEVELS) -> list[Level]:
-        """Of the states behind a chain's blocks, which is the last that each replica has: as `levels`, where nobody
-        need have those before it. The deepest of all is exact; others in the same of `most` parts of the chain count as
-        the first one there."""
+        """Of the states behind a chain's blocks, which is the last that each replica has: as
+        `levels`, where nobody need have those before it. The deepest of all is exact; others in the
+        same of `most` parts of the chain count as the first one there.
+        """
         found: list[Level] = []
         seen = 0
         step = max(1, -(-len(keys) // most))
@@ -218,10 +251,16 @@ class Residency:
 
     def _places(self, keys: Sequence[int]) -> Sequence[int]:
         """Which of some keys are remembered if anybody told of them."""
-        return range(len(keys)) if not self._coarse else [i for i, key in enumerate(keys) if not key & self._coarse]
+        return (
+            range(len(keys))
+            if not self._coarse
+            else [i for i, key in enumerate(keys) if not key & self._coarse]
+        )
 
     def reach(self, keys: Sequence[int]) -> int:
-        """How many blocks of a chain somebody told of, whoever it was, from its beginning; looked up as `levels`."""
+        """How many blocks of a chain somebody told of, whoever it was, from its beginning; looked
+        up as `levels`.
+        """
         places = self._places(keys)
         holders = self._holders
         held = bisect.bisect_left(places, True, key=lambda index: keys[index] not in holders)
@@ -229,18 +268,29 @@ class Residency:
 
     def keys_of(self, slot: int) -> dict[int, bool]:
         """What a replica is believed to hold, and whether it told so."""
-        return {key: until == _TOLD for key, until in self._known[slot].until.items() if not key & self._coarse}
+        return {
+            key: until == _TOLD
+            for key, until in self._known[slot].until.items()
+            if not key & self._coarse
+        }
 
     def num_bytes(self) -> int:
-        """Memory of what is believed and of what expires, object by object: walks through all of it."""
-        tables: list[Mapping[int, object]] = [self._holders, *(known.until for known in self._known.values())]
+        """Memory of what is believed and of what expires, object by object: walks through all of
+        it.
+        """
+        tables: list[Mapping[int, object]] = [
+            self._holders,
+            *(known.until for known in self._known.values()),
+        ]
         parts: list[object] = [*(one for table in tables for one in table), *self._holders.values()]
         parts += [expiry.keys for expiry in self._expiries if expiry.keys is not None]
         sizes = {id(one): sys.getsizeof(one) for one in parts}
         return sum(map(sys.getsizeof, tables)) + sum(sizes.values())
 
     def check(self) -> None:
-        """Recompute the map from what is known of each replica; AssertionError on any difference."""
+        """Recompute the map from what is known of each replica; AssertionError on any
+        difference.
+        """
         holders: dict[int, int] = {}
         for slot, known in self._known.items():
             for key in known.until:

@@ -1,4 +1,6 @@
-"""The router's one face: replicas come and go, tell what they hold and how busy they are, and requests are placed."""
+"""The router's one face: replicas come and go, tell what they hold and how busy they are, and
+requests are placed.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,26 @@ _FEW_HOLDERS = 8  # so many bits are looked at one by one
 
 
 class PrefixRouter:
-    """Chooses replicas by the expected time to the first token: what is in no pool and no tier is computed, what is in
-    a tier is read. Of a model with states, what is behind the deepest state that a replica has is computed too. Not for
-    several threads at once.
+    """Chooses replicas by the expected time to the first token: what is in no pool and no tier is
+    computed, what is in a tier is read. Of a model with states, what is behind the deepest state
+    that a replica has is computed too. Not for several threads at once.
 
-    `now` is seconds of one clock that never goes back (`time.monotonic`). What the router believes may be wrong: that
-    costs time. Which replica may be used at all is never a belief: only those added, not removed, not draining.
+    `now` is seconds of one clock that never goes back (`time.monotonic`). What the router believes
+    may be wrong: that costs time. Which replica may be used at all is never a belief: only those
+    added, not removed, not draining.
 
     max_entries        most (replica, block) pairs remembered, see `Residency`
-    believed_seconds   so long a replica is believed to hold what was sent there, unless it says otherwise
+    believed_seconds   so long a replica is believed to hold what was sent there, unless it says
+                       otherwise
     report_seconds     how old a report may be when it arrives
     """
 
     def __init__(
-        self, *, max_entries: int = 4_000_000, believed_seconds: float = 120.0, report_seconds: float = 0.05
+        self,
+        *,
+        max_entries: int = 4_000_000,
+        believed_seconds: float = 120.0,
+        report_seconds: float = 0.05,
     ) -> None:
         self._residency = Residency(max_entries, believed_seconds)
         self._loads = Loads(report_seconds)
@@ -48,7 +56,9 @@ class PrefixRouter:
         self._num_routed = 0
 
     def set_members(self, replica_ids: Iterable[str]) -> None:
-        """These replicas there are; others are forgotten with all that was known of them, new ones hold nothing."""
+        """These replicas there are; others are forgotten with all that was known of them, new ones
+        hold nothing.
+        """
         members = dict.fromkeys(replica_ids)
         for replica_id in self._slots.keys() - members.keys():
             self.remove(replica_id)
@@ -86,13 +96,17 @@ class PrefixRouter:
         self._free.append(slot)
 
     def cursor(self, replica_id: str) -> Cursor:
-        """What of a replica's events is known: ask its `Journal.since` from here. After a gap, NOTHING_KNOWN."""
+        """What of a replica's events is known: ask its `Journal.since` from here. After a gap,
+        NOTHING_KNOWN.
+        """
         return self._residency.cursor(self._slots[replica_id])
 
     def take_events(self, replica_id: str, batches: Iterable[EventBatch], now: float) -> bool:
-        """Believe what a replica tells; False where batches are missing, and `cursor` says from where to ask again.
+        """Believe what a replica tells; False where batches are missing, and `cursor` says from
+        where to ask again.
 
-        Repeated and late batches change nothing. Of a replica that is not there they are ignored (True).
+        Repeated and late batches change nothing. Of a replica that is not there they are ignored
+        (True).
         """
         slot = self._slots.get(replica_id)
         if slot is None:
@@ -111,8 +125,9 @@ class PrefixRouter:
     def choose(
         self, chain: PromptChain, now: float, among: Collection[str] | None = None, count: int = 1
     ) -> list[Choice]:
-        """At most `count` replicas, the best first; of those `among` if given. [] where none takes requests. Changes
-        nothing but what has expired."""
+        """At most `count` replicas, the best first; of those `among` if given. [] where none takes
+        requests. Changes nothing but what has expired.
+        """
         self._residency.expire(now)
         usable = self._usable(among)
         slots = np.flatnonzero(usable)
@@ -121,7 +136,8 @@ class PrefixRouter:
         levels = self._residency.levels(chain.keys)
         depths = ties = held = _depths(levels, len(usable))
         if chain.states:
-            # Of equals the one that holds more blocks all the same: their end is where the next state is to be kept.
+            # Of equals the one that holds more blocks all the same: their end is where the next
+            # state is to be kept.
             depths = self._state_ends(chain, Place.POOL, len(usable))
             ties = depths * (len(chain.keys) + 1) + held
         most = chain.num_tokens - 1  # the last token of a prompt is always computed
@@ -133,7 +149,8 @@ class PrefixRouter:
         missing_blocks = (-(-chain.num_tokens // chain.block_size) - shared).astype(np.float64)
         missing_tokens = (chain.num_tokens - served).astype(np.float64)
         seconds, own = self._loads.seconds(missing_tokens, missing_blocks, now, restoring)
-        # What is computed here keeps others waiting too: a token to be computed weighs more than a moment of waiting.
+        # What is computed here keeps others waiting too: a token to be computed weighs more than a
+        # moment of waiting.
         ranks = np.where(usable, seconds + _OTHERS * own, np.inf)
         if chain.cache_key is not None:
             ranks[home(chain.cache_key, slots, self._seeds)] *= _KEY_SHARE
@@ -148,22 +165,38 @@ class PrefixRouter:
             there = int(served[slot])
             assert replica_id is not None  # only members are usable
             expected = float(seconds[slot])
-            found.append(Choice(replica_id, here, chain.num_tokens - there, expected, there - here, int(present[slot])))
+            found.append(
+                Choice(
+                    replica_id,
+                    here,
+                    chain.num_tokens - there,
+                    expected,
+                    there - here,
+                    int(present[slot]),
+                )
+            )
         return found
 
     def _restoring(
         self, chain: PromptChain, depths: Depths, held: Depths
     ) -> tuple[Depths, npt.NDArray[np.float64] | float]:
-        """(blocks of a chain that each slot will have once its tiers were read, [slots], seconds that takes). A disk is
-        read before a shared server, and each from where the blocks `held` in the pool, or the disk, end. Of states
-        the deepest alone is read, as long as a block."""
-        on_disk, on_server = (self._loads.token_seconds(place) for place in (Place.DISK, Place.SHARED))
+        """(blocks of a chain that each slot will have once its tiers were read, [slots], seconds
+        that takes). A disk is read before a shared server, and each from where the blocks `held` in
+        the pool, or the disk, end. Of states the deepest alone is read, as long as a block.
+        """
+        on_disk, on_server = (
+            self._loads.token_seconds(place) for place in (Place.DISK, Place.SHARED)
+        )
         disk_end: Depths = depths
         if (chain.disk.keys or chain.states) and on_disk.any():
-            disk_end = np.where(on_disk > 0, np.maximum(self._on_disk(chain, len(depths)), depths), depths)
+            disk_end = np.where(
+                on_disk > 0, np.maximum(self._on_disk(chain, len(depths)), depths), depths
+            )
         reached = disk_end
         if (chain.shared.keys or chain.states) and on_server.any():
-            reached = np.where(on_server > 0, np.maximum(self._on_server(chain), disk_end), disk_end)
+            reached = np.where(
+                on_server > 0, np.maximum(self._on_server(chain), disk_end), disk_end
+            )
         if reached is depths:
             return depths, 0.0
         from_disk = disk_end - np.minimum(held, disk_end)
@@ -171,11 +204,15 @@ class PrefixRouter:
         if chain.states:
             from_disk += (depths < disk_end) & (disk_end == reached)
             from_server += disk_end < reached
-        return reached, from_disk * chain.block_size * on_disk + from_server * chain.block_size * on_server
+        return (
+            reached,
+            from_disk * chain.block_size * on_disk + from_server * chain.block_size * on_server,
+        )
 
     def _on_disk(self, chain: PromptChain, num_slots: int) -> Depths:
-        """Blocks of a chain that each slot's disk has, as far as they can be used, [num_slots]. No block leaves a disk
-        before what is behind it."""
+        """Blocks of a chain that each slot's disk has, as far as they can be used, [num_slots]. No
+        block leaves a disk before what is behind it.
+        """
         if chain.states:
             return self._state_ends(chain, Place.DISK, num_slots)
         told = _depths(self._residency.levels(chain.disk.keys, _DISK_LEVELS), num_slots)
@@ -183,8 +220,10 @@ class PrefixRouter:
         return ends[told]
 
     def _on_server(self, chain: PromptChain) -> int:
-        """Blocks of a chain that the shared server has, as far as they can be used. A state was written behind its
-        blocks and gets more time to live with them; blocks nobody saw lately are no longer told of, and are there."""
+        """Blocks of a chain that the shared server has, as far as they can be used. A state was
+        written behind its blocks and gets more time to live with them; blocks nobody saw lately are
+        no longer told of, and are there.
+        """
         if not chain.states:
             return (0, *chain.shared.ends)[self._residency.reach(chain.shared.keys)]
         levels = self._residency.deepest(chain.servable_states(Place.SHARED))
@@ -202,17 +241,22 @@ class PrefixRouter:
         return asked & self._loads.usable
 
     def _tie_key(self, chain: PromptChain, levels: Sequence[Level]) -> int:
-        """What of the prompt is new has a home: prompts that go on alike behind what is known meet there."""
+        """What of the prompt is new has a home: prompts that go on alike behind what is known meet
+        there.
+        """
         if chain.cache_key is not None:
             return chain.cache_key
         if not chain.keys:
-            return self._num_routed * 0x9E3779B97F4A7C15 % 2**64  # nothing to be found again: anywhere
+            return (
+                self._num_routed * 0x9E3779B97F4A7C15 % 2**64
+            )  # nothing to be found again: anywhere
         known = levels[-1].num_blocks if levels else 0
         return chain.keys[min(known, len(chain.keys) - 1)]
 
     def note_routed(self, choice: Choice, chain: PromptChain, now: float) -> None:
-        """The request went there: until the next report its tokens count as queued, and its blocks are believed to be
-        there for `believed_seconds`."""
+        """The request went there: until the next report its tokens count as queued, and its blocks
+        are believed to be there for `believed_seconds`.
+        """
         self._num_routed += 1
         slot = self._slots.get(choice.replica_id)
         if slot is None:
@@ -240,7 +284,9 @@ class PrefixRouter:
         return self._residency.num_bytes()
 
     def beliefs(self, replica_id: str) -> dict[int, bool]:
-        """Keys of the blocks, at any `Place`, that a replica is believed to hold, and whether it told so."""
+        """Keys of the blocks, at any `Place`, that a replica is believed to hold, and whether it
+        told so.
+        """
         return self._residency.keys_of(self._slots[replica_id])
 
     def check(self) -> None:
@@ -257,8 +303,12 @@ def _depths(levels: Sequence[Level], num_slots: int) -> Depths:
     many = [level for level in levels if level.holders.bit_count() > _FEW_HOLDERS]
     if many:
         size = -(-num_slots // 8)
-        packed = np.frombuffer(b"".join(level.holders.to_bytes(size, "little") for level in many), np.uint8)
-        bits = np.unpackbits(packed.reshape(len(many), size), axis=1, count=num_slots, bitorder="little")
+        packed = np.frombuffer(
+            b"".join(level.holders.to_bytes(size, "little") for level in many), np.uint8
+        )
+        bits = np.unpackbits(
+            packed.reshape(len(many), size), axis=1, count=num_slots, bitorder="little"
+        )
         ends = np.array([0, *(level.num_blocks for level in many)])
         # Who holds a level holds those before it: how many there are says which is the last.
         depths = ends[bits.sum(axis=0, dtype=np.uint8)]

@@ -1,1 +1,3 @@
-"""Which replicas there are, and how they are: told by Ray, asked again and again, seen from within."""
+"""Which replicas there are, and how they are: told by Ray, asked again and again, seen from
+within.
+"""

@@ -14,7 +14,8 @@ __all__ = ["Looks"]
 class Looks:
     """At most one look at each replica at a time; all on one event loop.
 
-    look   looks at the replica of a name, in bounded time; what it raises is logged and ends that look alone
+    look   looks at the replica of a name, in bounded time; what it raises is logged and ends that
+           look alone
     """
 
     def __init__(self, look: Callable[[str], Awaitable[None]]) -> None:

@@ -17,9 +17,10 @@ _watchers: dict[str, Callable[[Members], frozenset[str]]] = {}
 
 
 def watch_members(ingress: str, watcher: Callable[[Members], frozenset[str]] | None) -> None:
-    """Have `watcher` told of all replicas and their metadata, now if they are known and whenever they change; it says
-    which of them may be used. It is called in any thread, by one at a time, and must not wait. None: nobody watches any
-    more."""
+    """Have `watcher` told of all replicas and their metadata, now if they are known and whenever
+    they change; it says which of them may be used. It is called in any thread, by one at a time,
+    and must not wait. None: nobody watches any more.
+    """
     with _lock:
         if watcher is None:
             _watchers.pop(ingress, None)
@@ -40,5 +41,7 @@ def tell_members(ingress: str, members: Members) -> None:
 
 
 def usable_members(ingress: str) -> frozenset[str]:
-    """Those that may be used. Without a watcher none is refused: one that comes later may yet do so."""
+    """Those that may be used. Without a watcher none is refused: one that comes later may yet do
+    so.
+    """
     return _usable.get(ingress, frozenset())

@@ -11,8 +11,9 @@ _UNWATCHED_SECONDS = 60.0  # looks that far apart: the process itself was stoppe
 
 
 def major_faults() -> int:
-    """Pages that this process has waited for a disk for since it began: an engine that waits for its weights uses no
-    processor. 0 where the system does not tell."""
+    """Pages that this process has waited for a disk for since it began: an engine that waits for
+    its weights uses no processor. 0 where the system does not tell.
+    """
     try:
         import resource
     except ImportError:  # Windows
@@ -21,11 +22,12 @@ def major_faults() -> int:
 
 
 class Stillness:
-    """Told again and again how far an engine is, it knows for how long nothing has happened there. Not for several
-    threads at once.
+    """Told again and again how far an engine is, it knows for how long nothing has happened there.
+    Not for several threads at once.
 
-    A slow engine is not a still one: where a step takes minutes, its process uses processor time. Nor is one that
-    was frozen with its whole process: after a long time without a look everything begins anew.
+    A slow engine is not a still one: where a step takes minutes, its process uses processor time.
+    Nor is one that was frozen with its whole process: after a long time without a look everything
+    begins anew.
     """
 
     def __init__(self) -> None:
@@ -33,7 +35,8 @@ class Stillness:
         self._since = self._cpu_seconds = self._looked = 0.0
 
     def look(self, figures: Hashable, has_work: bool, cpu_seconds: float, now: float) -> float:
-        """Seconds up to `now` in which there was work, no figure moved and the process computed next to nothing.
+        """Seconds up to `now` in which there was work, no figure moved and the process computed
+        next to nothing.
 
         figures       whatever moves when an engine computes
         cpu_seconds   processor time that the process has used since it began
@@ -41,7 +44,12 @@ class Stillness:
         used = cpu_seconds - self._cpu_seconds
         was_frozen = now - self._looked > _UNWATCHED_SECONDS
         self._looked = now
-        if was_frozen or not has_work or figures != self._figures or used > _CPU_SHARE * (now - self._since):
+        if (
+            was_frozen
+            or not has_work
+            or figures != self._figures
+            or used > _CPU_SHARE * (now - self._since)
+        ):
             self._figures = figures
             self._since = now
             self._cpu_seconds = cpu_seconds

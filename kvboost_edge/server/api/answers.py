@@ -1,5 +1,6 @@
-"""What the answers look like, for the OpenAPI document: they are written by hand, not through these models. A test asks
-every route and compares the keys."""
+"""What the answers look like, for the OpenAPI document: they are written by hand, not through these
+models. A test asks every route and compares the keys.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,10 @@ class ErrorAnswer(_Answer):
     error: ErrorDetail
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer},
+    "5XX": {"model": ErrorAnswer},
+}
 
 
 class PromptTokensDetails(_Answer):
@@ -67,7 +71,9 @@ class Usage(_Answer):
 
 
 class Timings(_Answer):
-    """llama.cpp's figures. `draft_n` tokens were guessed ahead, `draft_n_accepted` of them were right."""
+    """llama.cpp's figures. `draft_n` tokens were guessed ahead, `draft_n_accepted` of them were
+    right.
+    """
 
     cache_n: int
     prompt_n: int
@@ -88,9 +94,11 @@ def _only_when_asked(name: str) -> ConfigDict:
 
 
 class Costs(_Answer):
-    """What ran, where the time went, and where the cached tokens came from. `approximate`: some tokens were shared at
-    other positions, `reused_span_tokens` of them; `recomputed_tokens` were found there and computed all the same. Of
-    `matched_tokens` the keys and values were cached: of models with states more than those of `hit_tokens`."""
+    """What ran, where the time went, and where the cached tokens came from. `approximate`: some
+    tokens were shared at other positions, `reused_span_tokens` of them; `recomputed_tokens` were
+    found there and computed all the same. Of `matched_tokens` the keys and values were cached: of
+    models with states more than those of `hit_tokens`.
+    """
 
     mode: str
     approximate: bool
@@ -189,7 +197,9 @@ class ToolCall(_Answer):
 
 
 class ChatMessageAnswer(_Answer):
-    """`reasoning_content` and `tool_calls` only where there are any; `content` is null beside calls without a text."""
+    """`reasoning_content` and `tool_calls` only where there are any; `content` is null beside calls
+    without a text.
+    """
 
     role: Literal["assistant"]
     content: str | None
@@ -234,8 +244,10 @@ class Detokenized(_Answer):
 
 
 class Warmed(_Answer):
-    """What a warmed text, or documents, left in the cache; `alignment_warning` says what of it was not kept, if it
-    matters. `timings` and `kvboost` are null where documents are there already and nothing had to be computed."""
+    """What a warmed text, or documents, left in the cache; `alignment_warning` says what of it was
+    not kept, if it matters. `timings` and `kvboost` are null where documents are there already and
+    nothing had to be computed.
+    """
 
     object: Literal["warm"]
     usage: Usage
@@ -271,8 +283,9 @@ class Queue(_Answer):
 
 
 class TierFigures(_Answer):
-    """A tier below the pool: blocks and bytes it holds (null: only its server knows), its cap, counters since the
-    start, whether it stores, and what is wrong."""
+    """A tier below the pool: blocks and bytes it holds (null: only its server knows), its cap,
+    counters since the start, whether it stores, and what is wrong.
+    """
 
     blocks: int | None
     bytes: int | None
@@ -310,9 +323,10 @@ class ReplicaStats(_Answer):
 
 
 class Stats(_Answer):
-    """Queue, cache, pool, tiers, memory and throughput of one model; those of cache, pool and memory are the engine's
-    own names. replicas: of each, by name, where several serve the model and the others are their sums. models: which
-    are loaded, and what they take."""
+    """Queue, cache, pool, tiers, memory and throughput of one model; those of cache, pool and
+    memory are the engine's own names. replicas: of each, by name, where several serve the model and
+    the others are their sums. models: which are loaded, and what they take.
+    """
 
     object: Literal["stats"]
     model: str
@@ -327,7 +341,9 @@ class Stats(_Answer):
 
 
 class BlockCounts(_Answer):
-    """By state, in the order of the numbers in `Blocks.states`; span: in use at another position."""
+    """By state, in the order of the numbers in `Blocks.states`; span: in use at another
+    position.
+    """
 
     free: int
     cached: int
@@ -345,8 +361,10 @@ class Memory(_Answer):
 
 
 class TierView(_Answer):
-    """What a tier holds, null where only its server knows; max_bytes null: somebody else's cap. `state` says what is
-    wrong, "" when all is well; `recent_hit_tokens` are prompt tokens of the last minute that came from it."""
+    """What a tier holds, null where only its server knows; max_bytes null: somebody else's cap.
+    `state` says what is wrong, "" when all is well; `recent_hit_tokens` are prompt tokens of the
+    last minute that came from it.
+    """
 
     blocks: int | None
     bytes: int | None
@@ -369,9 +387,11 @@ class ReplicaPool(_Answer):
 
 
 class Blocks(_Answer):
-    """The pool, and the tiers from the pool outwards; `states`, `refs` and `tokens` are base64 of one byte a block. The
-    slots are those of a model that keeps states beside keys and values. replicas: by name, where several serve the
-    model; the pool is then theirs in a row, in this order."""
+    """The pool, and the tiers from the pool outwards; `states`, `refs` and `tokens` are base64 of
+    one byte a block. The slots are those of a model that keeps states beside keys and values.
+    replicas: by name, where several serve the model; the pool is then theirs in a row, in this
+    order.
+    """
 
     num_blocks: int
     block_size: int

@@ -1,4 +1,5 @@
-"""The one table of bounds: every number and every count that a client may send. Schemas and their tests read it.
+"""The one table of bounds: every number and every count that a client may send. Schemas and their
+tests read it.
 
 What depends on the loaded model (its context, its vocabulary) is checked where the model is known.
 """
@@ -64,14 +65,17 @@ BOUNDS: dict[str, Bound] = {
     "token_id": Bound(0, 2**31 - 1),
     "template_number": Bound(-(2**53), 2**53, integer=False),
 }
-"""Numbers. "logit_bias" bounds its values, "token_id" each id in prompts, stop_token_ids and tokens, "template_number"
-the numbers in chat_template_kwargs."""
+"""Numbers. "logit_bias" bounds its values, "token_id" each id in prompts, stop_token_ids and
+tokens, "template_number" the numbers in chat_template_kwargs.
+"""
 
 COUNTS: dict[str, Bound] = {
     "prompts": Bound(1, 256),
     "prompt_tokens": Bound(1, 2**18),
     "sequences": Bound(1, 256),  # prompts x best_of, all computed at once
-    "logprob_entries": Bound(0, 2**19),  # tokens of an answer x (log probabilities of each + 1); some 40 bytes each
+    "logprob_entries": Bound(
+        0, 2**19
+    ),  # tokens of an answer x (log probabilities of each + 1); some 40 bytes each
     "messages": Bound(1, 10_000),
     "continued": Bound(0, 20_000),  # items of all the responses that one continues
     "documents": Bound(1, 256),
@@ -80,9 +84,13 @@ COUNTS: dict[str, Bound] = {
     "text": Bound(0, 2**20),  # characters of one text; a tokenizer reads as many in about a second
     "tokens": Bound(0, 2**18),  # to turn back into text
     "pieces": Bound(0, 2**16),  # tokens that /tokenize shows one by one
-    "json_values": Bound(0, 5 * 2**16),  # in a body; reading as many takes some 30 ms, in which nothing else runs
+    "json_values": Bound(
+        0, 5 * 2**16
+    ),  # in a body; reading as many takes some 30 ms, in which nothing else runs
     "json_containers": Bound(0, 2**18),  # lists and objects among them, which cost more
-    "json_strings": Bound(0, 2**16),  # strings among them and names of fields, which cost more still
+    "json_strings": Bound(
+        0, 2**16
+    ),  # strings among them and names of fields, which cost more still
     "parts": Bound(1, 10_000),
     "role": Bound(1, 64),
     "tools": Bound(0, 512),

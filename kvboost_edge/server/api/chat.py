@@ -28,14 +28,19 @@ from kvboost_edge.text.turns.reader import TurnReader
 
 __all__ = ["chat_order", "encode_asked"]
 
-_ANSWER_SHARE = 8  # of the context: what an answer without a limit must have room for when turns are left out
+_ANSWER_SHARE = (
+    8  # of the context: what an answer without a limit must have room for when turns are left out
+)
 _SPELLING = Spelling("chatcmpl", "chat.completion", "chat.completion.chunk")
-_AROUND: weakref.WeakKeyDictionary[Tokenizer, int] = weakref.WeakKeyDictionary()  # that of an unloaded model goes
+_AROUND: weakref.WeakKeyDictionary[Tokenizer, int] = (
+    weakref.WeakKeyDictionary()
+)  # that of an unloaded model goes
 
 
 def chat_order(state: ModelState, body: ChatRequest, writer: AnswerWriter | None = None) -> Order:
-    """How to run a chat request, and to answer it: with `writer`, or as OpenAI does. ApiError for fields that do not go
-    together."""
+    """How to run a chat request, and to answer it: with `writer`, or as OpenAI does. ApiError for
+    fields that do not go together.
+    """
     body.check_together()
     body.check_vocabulary(state.engine.runner_info.vocab_size)
     wanted = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -46,7 +51,9 @@ def chat_order(state: ModelState, body: ChatRequest, writer: AnswerWriter | None
     def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
         def encoded(messages: Sequence[ChatMessage]) -> EncodedPrompt:
             generates = body.add_generation_prompt is not False
-            ids, asked = encode_asked(state, answers, messages, body, generates, continues=body.continues)
+            ids, asked = encode_asked(
+                state, answers, messages, body, generates, continues=body.continues
+            )
             return EncodedPrompt(ids, asked=asked, dropped=len(body.messages) - len(messages))
 
         prompt = encoded(body.messages)
@@ -63,7 +70,9 @@ def chat_order(state: ModelState, body: ChatRequest, writer: AnswerWriter | None
 
     def choice(index: int, run: Running) -> ChatChoice:
         turn = run.prompts[0].turn
-        reader = None if turn is None else TurnReader(turn, tokenizer, body.stop or (), run.answers.keep)
+        reader = (
+            None if turn is None else TurnReader(turn, tokenizer, body.stop or (), run.answers.keep)
+        )
         return ChatChoice(index, tokenizer, texts, reader, with_ids=bool(body.return_token_ids))
 
     limit = min(body.token_limit or 0, state.engine.runner_info.max_context)
@@ -80,7 +89,9 @@ def _fitting(
     prompt: EncodedPrompt,
     encoded: Callable[[Sequence[ChatMessage]], EncodedPrompt],
 ) -> EncodedPrompt:
-    """The prompt, or one without its oldest turns that leaves room for an answer; the smallest where none does."""
+    """The prompt, or one without its oldest turns that leaves room for an answer; the smallest
+    where none does.
+    """
     context = state.engine.runner_info.max_context
     pool = state.admission.pool_tokens
     limit = min(context, pool + 1) - (body.token_limit or context // _ANSWER_SHARE)
@@ -90,7 +101,9 @@ def _fitting(
     messages = body.messages
     around = _tokens_around(tokenizer)
     sizes = [len(tokenizer.encode(message.text, False)) + around for message in messages]
-    for gone in ranges_to_drop([message.role for message in messages], sizes, len(prompt.token_ids), limit):
+    for gone in ranges_to_drop(
+        [message.role for message in messages], sizes, len(prompt.token_ids), limit
+    ):
         prompt = encoded([*messages[: gone.start], *messages[gone.stop :]])
         if len(prompt.token_ids) <= limit:
             break
@@ -108,7 +121,11 @@ def _tokens_around(tokenizer: Tokenizer) -> int:
 def _counted_around(tokenizer: Tokenizer) -> int:
     one = [{"role": "user", "content": "x"}]
     both = [*one, {"role": "assistant", "content": "x"}, *one]
-    return max(1, (len(encode_plain(tokenizer, both, None)) - len(encode_plain(tokenizer, one, None))) // 2 - 1)
+    return max(
+        1,
+        (len(encode_plain(tokenizer, both, None)) - len(encode_plain(tokenizer, one, None))) // 2
+        - 1,
+    )
 
 
 def encode_asked(
@@ -120,10 +137,14 @@ def encode_asked(
     *,
     continues: bool = False,
 ) -> tuple[list[int], Asked]:
-    """Token ids of messages with the tools and variables of a body, as the model is asked; slow for long ones."""
+    """Token ids of messages with the tools and variables of a body, as the model is asked; slow for
+    long ones.
+    """
     plain = [message.for_template() for message in messages]
     tokenizer = state.engine.tokenizer
-    asked = normal(state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs)
+    asked = normal(
+        state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs
+    )
     ids = encode_plain(
         tokenizer,
         asked.messages,
@@ -137,11 +158,18 @@ def encode_asked(
 
 
 class ChatChoice:
-    """One choice of a chat answer; `texts` is None unless log probabilities are asked for, `reader` where the answer is
-    text alone."""
+    """One choice of a chat answer; `texts` is None unless log probabilities are asked for, `reader`
+    where the answer is text alone.
+    """
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, texts: TokenTexts | None, reader: TurnReader | None, *, with_ids: bool
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        texts: TokenTexts | None,
+        reader: TurnReader | None,
+        *,
+        with_ids: bool,
     ) -> None:
         self._index = index
         self._codec = tokenizer.codec
@@ -165,14 +193,18 @@ class ChatChoice:
         self._shown = len(result.output_text)
         for token in result.logprobs or ():
             self._add(token)
-        logprobs = None if self._texts is None else chat_logprobs(self._texts, self._tokens_of_text())
+        logprobs = (
+            None if self._texts is None else chat_logprobs(self._texts, self._tokens_of_text())
+        )
         return self._piece("message", message, logprobs, list(result.output_token_ids), reason)
 
     def waiting(self) -> dict[str, Any]:
         return self._piece("delta", {"role": "assistant", "content": None}, None, [], None)
 
     def opening(self, prompt_logprobs: PromptLogprobs) -> dict[str, Any]:
-        return self._piece("delta", {"role": "assistant", "content": "", "refusal": None}, None, [], None)
+        return self._piece(
+            "delta", {"role": "assistant", "content": "", "refusal": None}, None, [], None
+        )
 
     def push(self, event: TokenEvent) -> dict[str, Any] | None:
         self._ids.append(event.token_id)
@@ -188,7 +220,9 @@ class ChatChoice:
         if self._reader is None:
             return self._flush({}, result.finish_reason)
         parts = self._reader.close()
-        return self._flush(self._reader.message.delta(parts), self._reader.reason(result.finish_reason))
+        return self._flush(
+            self._reader.message.delta(parts), self._reader.reason(result.finish_reason)
+        )
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -201,7 +235,9 @@ class ChatChoice:
             self._logprobs.append((self._offsets.add(token.token_id), token))
 
     def _tokens_of_text(self) -> list[TokenLogprobs]:
-        """Those that begin in the text shown; others wait, or belong to the stop string that was cut off."""
+        """Those that begin in the text shown; others wait, or belong to the stop string that was
+        cut off.
+        """
         tokens = [token for start, token in self._logprobs if start < self._shown]
         del self._logprobs[: len(tokens)]
         return tokens
@@ -210,11 +246,18 @@ class ChatChoice:
         tokens = self._tokens_of_text()
         ids = self._ids
         self._ids = []
-        logprobs = chat_logprobs(self._texts, tokens) if self._texts is not None and tokens else None
+        logprobs = (
+            chat_logprobs(self._texts, tokens) if self._texts is not None and tokens else None
+        )
         return self._piece("delta", delta, logprobs, ids, reason)
 
     def _piece(
-        self, name: str, content: dict[str, Any], logprobs: dict[str, Any] | None, ids: list[int], reason: str | None
+        self,
+        name: str,
+        content: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        ids: list[int],
+        reason: str | None,
     ) -> dict[str, Any]:
         piece = {"index": self._index, name: content, "logprobs": logprobs, "finish_reason": reason}
         return {**piece, "token_ids": ids} if self._with_ids else piece

@@ -1,4 +1,6 @@
-"""What a body asks for against what this server has: its model, its context and pool, its tenants."""
+"""What a body asks for against what this server has: its model, its context and pool, its
+tenants.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ def answered(
     work: Callable[[ModelState, Send], Awaitable[None]],
     keep_alive: float | None = None,
 ) -> Answer:
-    """The answer that `work` sends, with the model that the body names, which stays loaded meanwhile; keep_alive: how
-    long afterwards, see `Models.lease`."""
+    """The answer that `work` sends, with the model that the body names, which stays loaded
+    meanwhile; keep_alive: how long afterwards, see `Models.lease`.
+    """
 
     async def whole(send: Send) -> None:
         served = served_model(request, model)
@@ -55,7 +58,9 @@ def answered(
 
 
 def served_model(request: Request, name: str | None) -> ServedModel:
-    """The model of this name; None: the first one. ApiError 404 for a model that is not served here."""
+    """The model of this name; None: the first one. ApiError 404 for a model that is not served
+    here.
+    """
     models = server_of(request).models
     served = models.find(name)
     if served is None:
@@ -69,14 +74,22 @@ def loaded_model(request: Request, name: str | None) -> ModelState:
     """The same for who looks at it only: ApiError 503 where it is not loaded."""
     served = served_model(request, name)
     if served.state is None:
-        message = f"the model {served.name!r} is not loaded ({served.phase}); a request for it loads it"
-        raise ApiError(503, message, code="model_not_loaded", headers={"Retry-After": "1", "Cache-Control": "no-store"})
+        message = (
+            f"the model {served.name!r} is not loaded ({served.phase}); a request for it loads it"
+        )
+        raise ApiError(
+            503,
+            message,
+            code="model_not_loaded",
+            headers={"Retry-After": "1", "Cache-Control": "no-store"},
+        )
     return served.state
 
 
 async def looked_up(state: ModelState, work: Callable[[], T]) -> T:
-    """What `work` finds out of the model's engine, beside the event loop; it is not unloaded meanwhile. EngineStopped
-    or NoReplica (503) where it has stopped."""
+    """What `work` finds out of the model's engine, beside the event loop; it is not unloaded
+    meanwhile. EngineStopped or NoReplica (503) where it has stopped.
+    """
     try:
         with state.looks.begin():
             return await off_loop(work)
@@ -86,40 +99,52 @@ async def looked_up(state: ModelState, work: Callable[[], T]) -> T:
         raise stopped(state.engine) from error
 
 
-def room_for(state: ModelState, num_prompt_tokens: int, param: str, wanted: int | None, wanted_param: str) -> int:
-    """New tokens a prompt may have: `wanted`, or (None) all that context and pool leave. ApiError 400 if it has no
-    room; 0 wanted tokens need none."""
+def room_for(
+    state: ModelState, num_prompt_tokens: int, param: str, wanted: int | None, wanted_param: str
+) -> int:
+    """New tokens a prompt may have: `wanted`, or (None) all that context and pool leave. ApiError
+    400 if it has no room; 0 wanted tokens need none.
+    """
     context = state.engine.runner_info.max_context
     pool = state.admission.pool_tokens
     # The last token's keys and values are never computed.
     room = min(context, pool + 1) - num_prompt_tokens
     limit = f"the model's context is {context} tokens and the cache holds {pool}"
     if room < (0 if wanted == 0 else 1):
-        message = f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer: {limit}; shorten it"
+        message = (
+            f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer: {limit}; "
+            "shorten it"
+        )
         raise ApiError(400, message, code="context_length_exceeded", param=param)
     if wanted is None:
         return room
     if wanted > room:
-        message = f"{num_prompt_tokens} prompt tokens and {wanted_param}={wanted} are too many: {limit}"
+        message = (
+            f"{num_prompt_tokens} prompt tokens and {wanted_param}={wanted} are too many: {limit}"
+        )
         raise ApiError(400, message, code="context_length_exceeded", param=wanted_param)
     return wanted
 
 
 def check_logprobs(num_tokens: int, logprobs: int | None, param: str) -> None:
-    """ApiError 400 where the tokens of an answer, all its sequences and echoed prompts, have too many log
-    probabilities to write down."""
+    """ApiError 400 where the tokens of an answer, all its sequences and echoed prompts, have too
+    many log probabilities to write down.
+    """
     limit = int(COUNTS["logprob_entries"].high)
     total = 0 if logprobs is None else num_tokens * (logprobs + 1)
     if total > limit:
         message = (
-            f"{param}={logprobs} for {num_tokens} tokens makes {num_tokens} x {(logprobs or 0) + 1} = {total} log "
-            f"probabilities; at most {limit} are answered; lower {param}, n or max_tokens, or send shorter prompts"
+            f"{param}={logprobs} for {num_tokens} tokens makes {num_tokens} x "
+            f"{(logprobs or 0) + 1} = {total} log probabilities; at most {limit} are answered; "
+            f"lower {param}, n or max_tokens, or send shorter prompts"
         )
         raise ApiError(400, message, code="request_too_large", param=param)
 
 
 def most_with_logprobs(num_sequences: int, logprobs: int) -> int:
-    """New tokens of each sequence that `check_logprobs` lets pass: the most of an answer without a limit of its own."""
+    """New tokens of each sequence that `check_logprobs` lets pass: the most of an answer without a
+    limit of its own.
+    """
     return int(COUNTS["logprob_entries"].high) // (num_sequences * (logprobs + 1))
 
 
@@ -133,11 +158,16 @@ def check_mode(state: ModelState, mode: GenerationMode) -> GenerationMode:
 
 
 def check_priority(state: ModelState, priority: int | None) -> int:
-    """The priority to run with, 0 for None. ApiError 400 for one below 0 where there are several API keys: it would go
-    before the requests of other tenants. Above 0 a request lets others go first, and that anybody may."""
+    """The priority to run with, 0 for None. ApiError 400 for one below 0 where there are several
+    API keys: it would go before the requests of other tenants. Above 0 a request lets others go
+    first, and that anybody may.
+    """
     if priority is None:
         return 0
     if priority < 0 and len(state.settings.all_keys) > 1:
-        message = f"priority={priority} would go before other tenants; with several API keys it must be 0 or more"
+        message = (
+            f"priority={priority} would go before other tenants; with several API keys it must be "
+            "0 or more"
+        )
         raise ApiError(400, message, code="invalid_value", param="priority")
     return priority

@@ -1,4 +1,6 @@
-"""/v1/completions: text or token ids in, choices with text out; echo, best_of and log probabilities of the prompt."""
+"""/v1/completions: text or token ids in, choices with text out; echo, best_of and log probabilities
+of the prompt.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,15 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 def completion_order(
-    state: ModelState, body: CompletionRequest, writer: AnswerWriter | None = None, *, fills: bool = False
+    state: ModelState,
+    body: CompletionRequest,
+    writer: AnswerWriter | None = None,
+    *,
+    fills: bool = False,
 ) -> Order:
-    """How to run a completion request, and to answer it: with `writer`, or as OpenAI does. fills: without a limit the
-    answer may fill the context. ApiError for fields that do not go together."""
+    """How to run a completion request, and to answer it: with `writer`, or as OpenAI does. fills:
+    without a limit the answer may fill the context. ApiError for fields that do not go together.
+    """
     body.check_together()
     vocab_size = state.engine.runner_info.vocab_size
     body.check_vocabulary(vocab_size)
@@ -43,7 +50,9 @@ def completion_order(
 
     def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
         prompts = [_encode(tokenizer, prompt, body, vocab_size) for prompt in body.prompt]
-        rows = sum((len(prompt.token_ids) if body.echo else 0) + (wanted or 0) for prompt in prompts)
+        rows = sum(
+            (len(prompt.token_ids) if body.echo else 0) + (wanted or 0) for prompt in prompts
+        )
         check_logprobs(rows * body.num_sequences, body.logprobs, "logprobs")
         return prompts
 
@@ -52,11 +61,15 @@ def completion_order(
         if wanted is None and body.logprobs is not None:
             room = min(room, most_with_logprobs(body.num_sequences, body.logprobs))
         logprobs = 0 if ranked and body.logprobs is None else body.logprobs
-        return body.sampling(room, logprobs, choice, prompt_logprobs=body.logprobs if body.echo else None)
+        return body.sampling(
+            room, logprobs, choice, prompt_logprobs=body.logprobs if body.echo else None
+        )
 
     def choice(index: int, run: Running) -> CompletionChoice:
         prompt = run.prompts[index // body.num_choices] if body.echo else None
-        return CompletionChoice(index, prompt, tokenizer, texts, with_ids=bool(body.return_token_ids))
+        return CompletionChoice(
+            index, prompt, tokenizer, texts, with_ids=bool(body.return_token_ids)
+        )
 
     def chosen(results: Sequence[GenerationResult]) -> list[GenerationResult]:
         return _best(results, body.num_sequences, body.num_choices) if ranked else list(results)
@@ -66,26 +79,43 @@ def completion_order(
     own = OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage, chosen=chosen)
     size = sum(map(len, body.prompt))
     prompts = len(body.prompt)
-    estimate = sum(estimate_tokens(p) if isinstance(p, str) else len(p) for p in body.prompt) + sequences * limit
-    shape = {"size": size, "estimate": estimate, "num_prompts": prompts, "per_prompt": body.num_sequences}
+    estimate = (
+        sum(estimate_tokens(p) if isinstance(p, str) else len(p) for p in body.prompt)
+        + sequences * limit
+    )
+    shape = {
+        "size": size,
+        "estimate": estimate,
+        "num_prompts": prompts,
+        "per_prompt": body.num_sequences,
+    }
     return order_of(state, body, own, writer, **shape, encode=encode, params=params)
 
 
-def _encode(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRequest, vocab_size: int) -> EncodedPrompt:
+def _encode(
+    tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRequest, vocab_size: int
+) -> EncodedPrompt:
     if isinstance(prompt, str):
         ids = encode_text(tokenizer, prompt, body.add_special_tokens, "prompt")
         return EncodedPrompt(ids, prompt, asked=Asked((Field("prompt", prompt),)))
     if max(prompt) >= vocab_size:
-        raise bad_field("prompt", f"token id {max(prompt)} is outside of the model's vocabulary 0..{vocab_size - 1}")
+        raise bad_field(
+            "prompt",
+            f"token id {max(prompt)} is outside of the model's vocabulary 0..{vocab_size - 1}",
+        )
     text = tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""
     return EncodedPrompt(prompt, text, from_text=False)
 
 
-def _best(results: Sequence[GenerationResult], per_prompt: int, keep: int) -> list[GenerationResult]:
+def _best(
+    results: Sequence[GenerationResult], per_prompt: int, keep: int
+) -> list[GenerationResult]:
     """Of each prompt the sequences with the highest mean log probability, the best first."""
     chosen: list[GenerationResult] = []
     for first in range(0, len(results), per_prompt):
-        chosen += sorted(results[first : first + per_prompt], key=_mean_logprob, reverse=True)[:keep]
+        chosen += sorted(results[first : first + per_prompt], key=_mean_logprob, reverse=True)[
+            :keep
+        ]
     return chosen
 
 
@@ -95,13 +125,20 @@ def _mean_logprob(result: GenerationResult) -> float:
 
 
 class CompletionChoice:
-    """One choice of a completion; `echo` is the prompt to begin with, `texts` None unless log probabilities are asked
-    for."""
+    """One choice of a completion; `echo` is the prompt to begin with, `texts` None unless log
+    probabilities are asked for.
+    """
 
     num_reasoning_tokens = 0  # a completion is text alone
 
     def __init__(
-        self, index: int, echo: EncodedPrompt | None, tokenizer: Tokenizer, texts: TokenTexts | None, *, with_ids: bool
+        self,
+        index: int,
+        echo: EncodedPrompt | None,
+        tokenizer: Tokenizer,
+        texts: TokenTexts | None,
+        *,
+        with_ids: bool,
     ) -> None:
         self._index = index
         self._echo = echo
@@ -146,8 +183,13 @@ class CompletionChoice:
         if not event.text:
             return None
         self._shown += len(event.text)
-        # A token that begins in text held back, which a stop string may still cut off, waits: so does its offset.
-        count = len(self._ids) if self._texts is None else sum(start < self._shown for start in self._starts)
+        # A token that begins in text held back, which a stop string may still cut off, waits: so
+        # does its offset.
+        count = (
+            len(self._ids)
+            if self._texts is None
+            else sum(start < self._shown for start in self._starts)
+        )
         return self._flush(event.text, count, None)
 
     def close(self, result: GenerationResult) -> dict[str, Any]:
@@ -165,7 +207,9 @@ class CompletionChoice:
             logprobs = completion_logprobs(self._texts, ids, tokens, starts)
         return self._piece(text, logprobs, ids, reason)
 
-    def _prompt_tokens(self, logprobs: PromptLogprobs) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def _prompt_tokens(
+        self, logprobs: PromptLogprobs
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
         if self._echo is None:
             return [], []
         return self._echo.token_ids, list(logprobs or [None] * len(self._echo.token_ids))
@@ -175,8 +219,12 @@ class CompletionChoice:
             return []
         # A text's own special tokens, such as BOS, are no part of the text.
         counter = OffsetCounter(self._tokenizer, 0, skip_special=self._echo.from_text)
-        return [min(counter.add(token_id), len(self._echo.text)) for token_id in self._echo.token_ids]
+        return [
+            min(counter.add(token_id), len(self._echo.text)) for token_id in self._echo.token_ids
+        ]
 
-    def _piece(self, text: str, logprobs: Any, ids: list[int], reason: str | None) -> dict[str, Any]:
+    def _piece(
+        self, text: str, logprobs: Any, ids: list[int], reason: str | None
+    ) -> dict[str, Any]:
         piece = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         return {**piece, "token_ids": ids} if self._with_ids else piece

@@ -1,4 +1,6 @@
-"""The course of a generating request, the same for every API: admit, run, answer whole or as a stream."""
+"""The course of a generating request, the same for every API: admit, run, answer whole or as a
+stream.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,32 @@ from kvboost_edge.server.doctor.records import Diagnosis
 from kvboost_edge.server.errors import ClientGone, as_api_error, log_failure
 from kvboost_edge.server.state import state_of
 from kvboost_edge.server.work.admission import Ticket
-from kvboost_edge.server.work.bridge import Job, Running, finished, merged, off_loop, running, wait_all
+from kvboost_edge.server.work.bridge import (
+    Job,
+    Running,
+    finished,
+    merged,
+    off_loop,
+    running,
+    wait_all,
+)
 from kvboost_edge.server.work.streams import EventStream, send_json
 
 __all__ = ["AnswerWriter", "Order", "respond", "watched"]
 
 _PROGRESS_SECONDS = 0.5  # between two looks at a prompt that is being read
-_PING_SECONDS = 10.0  # clients, and proxies before them, give up a stream that is silent for half a minute or more
+# Clients, and proxies before them, give up a stream that is silent for half a minute or more.
+_PING_SECONDS = 10.0
 _FEW_TOKENS = 2000  # as many are taken apart in some 10 ms
 
 
 class AnswerWriter(Protocol):
     """Writes the answer of one request in the shape of an API, whole or as a stream.
 
-    Of a stream: `events`, then `begin` once the request runs, then for each sequence `open` before its first token,
-    `push` for each token and `close` with its result, and `end` behind the last. All of them add to the stream only; it
-    is flushed in between, and unless the order asks for progress nothing before a first token or an end.
+    Of a stream: `events`, then `begin` once the request runs, then for each sequence `open` before
+    its first token, `push` for each token and `close` with its result, and `end` behind the last.
+    All of them add to the stream only; it is flushed in between, and unless the order asks for
+    progress nothing before a first token or an end.
     """
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
@@ -71,9 +83,11 @@ class Order:
     num_prompts, job  what is computed
     streams           the answer is a stream
     writer            writes it
-    explain           is told what became of the first prompt, before its end is written; None: nobody asks
+    explain           is told what became of the first prompt, before its end is written; None:
+                      nobody asks
     tells_progress    a stream says how far its prompts are, twice a second until they are computed
-    pings             else it gives a sign of life now and then until there is a token; false: it sends nothing
+    pings             else it gives a sign of life now and then until there is a token; false: it
+                      sends nothing
     """
 
     estimate: int
@@ -99,8 +113,13 @@ async def respond(request: Request, send: Send, order: Order) -> None:
     ):
         results = await wait_all(ticket, run.handles)
         await _diagnosed(order, run, results[0])
-        if len(results) > 1 or results[0].logprobs is not None or results[0].generated_tokens > _FEW_TOKENS:
-            # Ten thousands of tokens take a while to write down with their alternatives, or to take apart.
+        if (
+            len(results) > 1
+            or results[0].logprobs is not None
+            or results[0].generated_tokens > _FEW_TOKENS
+        ):
+            # Ten thousands of tokens take a while to write down with their alternatives, or to take
+            # apart.
             body = await off_loop(lambda: order.writer.whole(run, results))
         else:
             body = order.writer.whole(run, results)
@@ -112,7 +131,9 @@ async def _respond_stream(request: Request, order: Order, stream: EventStream) -
     state = state_of(request)
     try:
         async with (
-            state.admit(request, order.estimate, order.num_prompts * order.job.per_prompt) as ticket,
+            state.admit(
+                request, order.estimate, order.num_prompts * order.job.per_prompt
+            ) as ticket,
             running(state.engine, order.job, ticket) as started,
             watched(request, ticket, order.job, started) as run,
         ):
@@ -129,11 +150,21 @@ async def _respond_stream(request: Request, order: Order, stream: EventStream) -
 
 
 @asynccontextmanager
-async def watched(request: Request, ticket: Ticket, job: Job, run: Running) -> AsyncGenerator[Running]:
-    """The same with the doctor's eye on the first prompt; one that does not end inside is left to it."""
+async def watched(
+    request: Request, ticket: Ticket, job: Job, run: Running
+) -> AsyncGenerator[Running]:
+    """The same with the doctor's eye on the first prompt; one that does not end inside is left to
+    it.
+    """
     prompt = run.prompts[0]
     doctor = state_of(request).doctor
-    watch = doctor.watch(request.scope["kvboost"]["id"], ticket.tenant, job.cache_salt, prompt.token_ids, prompt.asked)
+    watch = doctor.watch(
+        request.scope["kvboost"]["id"],
+        ticket.tenant,
+        job.cache_salt,
+        prompt.token_ids,
+        prompt.asked,
+    )
     try:
         yield dataclasses.replace(run, watch=watch)
     finally:
@@ -161,10 +192,14 @@ async def _stream(ticket: Ticket, order: Order, run: Running, stream: EventStrea
     opened: set[int] = set()
     num_open = len(run.handles)
     every = _PROGRESS_SECONDS if order.tells_progress else _PING_SECONDS if order.pings else None
-    prompts = range(0, num_open, run.per_prompt)  # of the sequences of a prompt the first one computes it
+    prompts = range(
+        0, num_open, run.per_prompt
+    )  # of the sequences of a prompt the first one computes it
     async with aclosing(merged(run.handles, every=every, followed=prompts)) as batches:
         async for batch in batches:
-            latest = {index: item for index, item in batch if isinstance(item, Progress)}  # a slow reader gets that
+            latest = {
+                index: item for index, item in batch if isinstance(item, Progress)
+            }  # a slow reader gets that
             for index, item in batch:
                 if isinstance(item, Progress):
                     if index not in opened and latest[index] is item:

@@ -1,4 +1,6 @@
-"""Log probabilities in OpenAI's two shapes: lists side by side for completions, one object per token for chat."""
+"""Log probabilities in OpenAI's two shapes: lists side by side for completions, one object per
+token for chat.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _LOWEST = -9999.0
 
 
 class TokenTexts:
-    """Tokens as OpenAI's API shows them. Remembers those it has seen; one object serves one request."""
+    """Tokens as OpenAI's API shows them. Remembers those it has seen; one object serves one
+    request.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -30,7 +34,9 @@ class TokenTexts:
             if codec.stream_kind is StreamKind.BYTES:
                 self._bytes[token_id] = codec.token_bytes(token_id)
             else:
-                self._bytes[token_id] = None if codec.joins_run(token_id) else codec.piece((token_id,)).encode()
+                self._bytes[token_id] = (
+                    None if codec.joins_run(token_id) else codec.piece((token_id,)).encode()
+                )
         return self._bytes[token_id]
 
     def text(self, token_id: int) -> str:
@@ -41,7 +47,9 @@ class TokenTexts:
         return raw.decode("utf-8", "replace")
 
     def key(self, token_id: int) -> str:
-        """The token's text where it must tell tokens apart: half a character is written `bytes:\\xe2\\x80`."""
+        """The token's text where it must tell tokens apart: half a character is written
+        `bytes:\\xe2\\x80`.
+        """
         raw = self.raw(token_id)
         if raw is None:
             return self.text(token_id)
@@ -80,7 +88,9 @@ def completion_logprobs(
     tokens: Sequence[TokenLogprobs | None],
     offsets: Sequence[int],
 ) -> dict[str, Any]:
-    """`logprobs` of a completion choice; an entry is None where nothing predicts the token, at a prompt's first."""
+    """`logprobs` of a completion choice; an entry is None where nothing predicts the token, at a
+    prompt's first.
+    """
     return {
         "tokens": [texts.key(token_id) for token_id in ids],
         "token_logprobs": [None if token is None else _finite(token.logprob) for token in tokens],

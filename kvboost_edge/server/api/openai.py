@@ -1,4 +1,6 @@
-"""How OpenAI's completions and chat completions are answered: choices in one object, or in chunks."""
+"""How OpenAI's completions and chat completions are answered: choices in one object, or in
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Choice(Protocol):
         ...
 
     def push(self, event: TokenEvent) -> Json | None:
-        """The next piece; None while there is no text to show. What belongs to the token waits for it."""
+        """The next piece; None while there is no text to show. What belongs to the token waits for
+        it.
+        """
         ...
 
     def close(self, result: GenerationResult) -> Json:
@@ -104,15 +108,20 @@ class OpenAIWriter:
         return self._num_reasoning
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
-        # One choice after the other, each as bytes at once: with their log probabilities they are large.
-        writers = [(self._choice(index, run), result) for index, result in enumerate(self._chosen(results))]
+        # One choice after the other, each as bytes at once: with their log probabilities they are
+        # large.
+        writers = [
+            (self._choice(index, run), result) for index, result in enumerate(self._chosen(results))
+        ]
         choices = [dumps_long(writer.whole(result)) for writer, result in writers]
         figures = dumps(self._figures(results, run, [writer for writer, _ in writers]))
         head = dumps(self._head(self._spelling.kind))
         return head[:-1] + b',"choices":[' + b",".join(choices) + b"]," + figures[1:]
 
     def events(self, send: Send) -> EventStream:
-        self._stream = ChunkStream(send, self._head(self._spelling.chunk_kind), include_usage=self._include_usage)
+        self._stream = ChunkStream(
+            send, self._head(self._spelling.chunk_kind), include_usage=self._include_usage
+        )
         return self._stream
 
     def begin(self, run: Running) -> None:
@@ -160,7 +169,9 @@ class OpenAIWriter:
         results = [self._results[index] for index in range(len(self._results))]
         return self._figures(results, self._run, self._choices)
 
-    def _figures(self, results: Sequence[GenerationResult], run: Running, choices: Sequence[Choice]) -> Json:
+    def _figures(
+        self, results: Sequence[GenerationResult], run: Running, choices: Sequence[Choice]
+    ) -> Json:
         """usage, timings and kvboost."""
         self._num_reasoning = reasoning = sum(choice.num_reasoning_tokens for choice in choices)
         told = costs(results, run.per_prompt, run.tokenize_ms, run.prompts[0].dropped)
@@ -171,7 +182,10 @@ class OpenAIWriter:
     def _head(self, kind: str) -> Json:
         """The members that an answer, and every chunk of one, begins with."""
         info = self._state.engine.runner_info
-        described = f"{kvboost_edge.__version__} {self._state.model_name} {info.name} {info.architecture} {info.dtype}"
+        described = (
+            f"{kvboost_edge.__version__} {self._state.model_name} {info.name} {info.architecture} "
+            f"{info.dtype}"
+        )
         return {
             "id": f"{self._spelling.id_prefix}-{secrets.token_hex(16)}",
             "object": kind,

@@ -1,4 +1,6 @@
-"""From what clients send, text or messages, to token ids; and before that, about how many they will be."""
+"""From what clients send, text or messages, to token ids; and before that, about how many they will
+be.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from kvboost_edge.server.api.turns import offered
 from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["encode_messages", "encode_plain", "encode_text", "estimate_messages", "estimate_tokens", "size_of"]
+__all__ = [
+    "encode_messages",
+    "encode_plain",
+    "encode_text",
+    "estimate_messages",
+    "estimate_tokens",
+    "size_of",
+]
 
 _CHARACTERS_PER_TOKEN = 4
 _TEMPLATE_TOKENS = 3  # around each message
@@ -25,7 +34,9 @@ def estimate_tokens(text: str) -> int:
     return len(text) // _CHARACTERS_PER_TOKEN + 1
 
 
-def estimate_messages(messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None) -> int:
+def estimate_messages(
+    messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None
+) -> int:
     """About how many tokens these are."""
     sizes = [message.size // _CHARACTERS_PER_TOKEN + 1 + _TEMPLATE_TOKENS for message in messages]
     return size_of_tools(tools) // _CHARACTERS_PER_TOKEN + sum(sizes)
@@ -37,7 +48,9 @@ def size_of(messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None 
 
 
 def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: str) -> list[int]:
-    """Token ids of a text; slow for long ones. ApiError names the field of a text that makes none."""
+    """Token ids of a text; slow for long ones. ApiError names the field of a text that makes
+    none.
+    """
     try:
         ids = tokenizer.encode(text, add_special_tokens)
     except RequestError as error:
@@ -57,7 +70,9 @@ def encode_messages(
     continue_final: bool = False,
     find_answer: FindAnswer | None = None,
 ) -> list[int]:
-    """Token ids of messages by the model's template; slow for long ones. ApiError for what the template refuses."""
+    """Token ids of messages by the model's template; slow for long ones. ApiError for what the
+    template refuses.
+    """
     return encode_plain(
         tokenizer,
         [message.for_template() for message in messages],

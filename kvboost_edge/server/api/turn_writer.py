@@ -1,4 +1,6 @@
-"""One assistant's turn taken apart while it comes: what the APIs build on that answer in blocks, not in choices."""
+"""One assistant's turn taken apart while it comes: what the APIs build on that answer in blocks,
+not in choices.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ __all__ = ["TurnWriter"]
 
 
 class TurnWriter(ABC):
-    """An `AnswerWriter` of requests with one sequence. Subclasses say how a turn is written whole, and what a stream
-    shows when it opens, of its parts, and when it closes.
+    """An `AnswerWriter` of requests with one sequence. Subclasses say how a turn is written whole,
+    and what a stream shows when it opens, of its parts, and when it closes.
 
     message   what was said so far
     run       the running request
@@ -71,7 +73,8 @@ class TurnWriter(ABC):
             self._reader = TurnReader(turn, tokenizer, self._stop, run.answers.keep)
             self.message = self._reader.message
 
-    def wait(self, index: int, progress: Progress) -> None:  # noqa: B027 - for APIs that have room for it
+    # For APIs that have room for it.
+    def wait(self, index: int, progress: Progress) -> None:  # noqa: B027
         """Nothing is said of a prompt that is being read."""
 
     async def open(self, index: int) -> None:
@@ -99,7 +102,11 @@ class TurnWriter(ABC):
 
     def _reason(self, result: GenerationResult) -> str:
         """ "stop", "length" or "tool_calls"."""
-        return result.finish_reason if self._reader is None else self._reader.reason(result.finish_reason)
+        return (
+            result.finish_reason
+            if self._reader is None
+            else self._reader.reason(result.finish_reason)
+        )
 
     def calls(self) -> list[dict[str, Any]]:
         """The calls of the message: id, and function with name and arguments (JSON text)."""

@@ -1,4 +1,5 @@
-"""What the answers to a chat are made of: what tools bind them to, and whether they begin with reasoning.
+"""What the answers to a chat are made of: what tools bind them to, and whether they begin with
+reasoning.
 
 How a model marks these is found from its chat template, see text/turns/.
 """
@@ -28,11 +29,17 @@ Json = dict[str, Any]
 
 
 def offered(
-    tokenizer: Tokenizer, messages: list[Json], tools: list[Json] | None, find_answer: FindAnswer | None
+    tokenizer: Tokenizer,
+    messages: list[Json],
+    tools: list[Json] | None,
+    find_answer: FindAnswer | None,
 ) -> tuple[list[Json], list[Json] | None]:
-    """Messages and tools as the chat template takes them; where it knows none, they are told in words. ApiError where
-    it writes calls in a way that is not known here."""
-    if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+    """Messages and tools as the chat template takes them; where it knows none, they are told in
+    words. ApiError where it writes calls in a way that is not known here.
+    """
+    if not tools and not any(
+        message["role"] == "tool" or "tool_calls" in message for message in messages
+    ):
         return messages, None
     if _calls_of(tokenizer) is not GENERIC:
         return messages, tools
@@ -48,7 +55,9 @@ def _as_written(tokenizer: Tokenizer, message: Json, find_answer: FindAnswer | N
 
 def _takes_system(tokenizer: Tokenizer) -> bool:
     try:
-        tokenizer.apply_chat_template([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
+        tokenizer.apply_chat_template(
+            [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}]
+        )
     except RequestError:
         return False
     return True
@@ -62,12 +71,16 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
     if not body.tools:
         return _plain_turn(tokenizer, format, reasoning, body.answer_format)
     calls = _calls_of(tokenizer)
-    tools = tuple(Tool(one["function"]["name"], one["function"]["parameters"]) for one in body.tools)
+    tools = tuple(
+        Tool(one["function"]["name"], one["function"]["parameters"]) for one in body.tools
+    )
     format = format._replace(calls=calls)
     choice = body.called
     answer = _object_schema(body.answer_format)
     if body.answer_format and answer is None:
-        raise bad_field("tools", "tools go with an answer in JSON whose schema is an object, not true or false")
+        raise bad_field(
+            "tools", "tools go with an answer in JSON whose schema is an object, not true or false"
+        )
     grammar = calls_grammar(
         format,
         [tool for tool in tools if choice.names is None or tool.name in choice.names],
@@ -80,13 +93,19 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
     return Turn(format, tools, reasoning, choice.mode != "none", {"grammar": MadeGrammar(grammar)})
 
 
-def _plain_turn(tokenizer: Tokenizer, format: TurnFormat, reasoning: str, fits: Mapping[str, Any]) -> Turn | None:
-    """Without tools: a JSON schema binds behind the reasoning, any other form from the first token on."""
+def _plain_turn(
+    tokenizer: Tokenizer, format: TurnFormat, reasoning: str, fits: Mapping[str, Any]
+) -> Turn | None:
+    """Without tools: a JSON schema binds behind the reasoning, any other form from the first token
+    on.
+    """
     schema = _object_schema(fits)
     if reasoning == "closed" or (fits and schema is None):
         return None
     if schema is not None:
-        grammar = answer_grammar(format, schema, reasoning=reasoning, special_id=tokenizer.marker_id)
+        grammar = answer_grammar(
+            format, schema, reasoning=reasoning, special_id=tokenizer.marker_id
+        )
         fits = {"grammar": MadeGrammar(grammar)}
     return Turn(format, (), reasoning, False, fits)
 
@@ -102,17 +121,22 @@ def named_by_field(error: RequestError, body: ChatRequest) -> Exception:
     about, _, message = str(error).partition(" ")
     if not body.tools or about not in ("grammar", "json_schema"):
         return error
-    return bad_field("tools", f"the parameters of a tool cannot be enforced: their schema {message}")
+    return bad_field(
+        "tools", f"the parameters of a tool cannot be enforced: their schema {message}"
+    )
 
 
 def _calls_of(tokenizer: Tokenizer) -> CallFormat:
-    """How the model is to write calls: as its chat template has them, or in general terms where that has none. ApiError
-    where it has them in a way that is not known here."""
+    """How the model is to write calls: as its chat template has them, or in general terms where
+    that has none. ApiError where it has them in a way that is not known here.
+    """
     format = tokenizer.turn_format
     if not format.shows_tools:
         return GENERIC
     if format.calls is None:
         raise bad_field(
-            "tools", "the model's chat template shows tools, and calls in a way that is not known here or not at all"
+            "tools",
+            "the model's chat template shows tools, and calls in a way that is not known here or "
+            "not at all",
         )
     return format.calls

@@ -1,4 +1,6 @@
-"""What a request cost: OpenAI's `usage`, llama.cpp's `timings`, and where the cached tokens came from."""
+"""What a request cost: OpenAI's `usage`, llama.cpp's `timings`, and where the cached tokens came
+from.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,15 @@ from kvboost_edge.engine.results import GenerationResult
 __all__ = ["costs", "progress_of", "usage_of"]
 
 
-def usage_of(results: Sequence[GenerationResult], per_prompt: int, reasoning_tokens: int = 0) -> dict[str, Any]:
+def usage_of(
+    results: Sequence[GenerationResult], per_prompt: int, reasoning_tokens: int = 0
+) -> dict[str, Any]:
     """OpenAI's usage of all sequences, `per_prompt` of them for each prompt, prompt by prompt.
 
-    A prompt counts once however many sequences continue it; its cached tokens are what the cache held before the
-    request itself filled it, so the least of its sequences; what was shared at other positions is not among them. Every
-    generated token counts, of unchosen sequences too; `reasoning_tokens` of them are reasoning.
+    A prompt counts once however many sequences continue it; its cached tokens are what the cache
+    held before the request itself filled it, so the least of its sequences; what was shared at
+    other positions is not among them. Every generated token counts, of unchosen sequences too;
+    `reasoning_tokens` of them are reasoning.
     """
     firsts = first_comers(results, per_prompt)
     prompt = sum(result.prompt_tokens for result in firsts)
@@ -30,15 +35,22 @@ def usage_of(results: Sequence[GenerationResult], per_prompt: int, reasoning_tok
     }
 
 
-def costs(results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: float, dropped: int = 0) -> dict[str, Any]:
-    """The `timings` and `kvboost` members of an answer; `dropped` messages were left out of the prompt.
+def costs(
+    results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: float, dropped: int = 0
+) -> dict[str, Any]:
+    """The `timings` and `kvboost` members of an answer; `dropped` messages were left out of the
+    prompt.
 
-    All times are wall-clock milliseconds. Those of `kvboost` are of the sequence that took longest and add up to its
-    total_ms, from the complete request to the last token; ttft_ms is the first token of any sequence. Where one of them
-    is approximate the answer is; of each prompt the sequence counts that shared most at other positions.
+    All times are wall-clock milliseconds. Those of `kvboost` are of the sequence that took longest
+    and add up to its total_ms, from the complete request to the last token; ttft_ms is the first
+    token of any sequence. Where one of them is approximate the answer is; of each prompt the
+    sequence counts that shared most at other positions.
     """
     firsts = first_comers(results, per_prompt)
-    shared = [max(group, key=lambda result: result.reused_span_tokens) for group in _groups(results, per_prompt)]
+    shared = [
+        max(group, key=lambda result: result.reused_span_tokens)
+        for group in _groups(results, per_prompt)
+    ]
     slowest = max(results, key=lambda result: result.total_ms)
     # Before the engine's queue it waited for the batch window, or for a thread.
     waited = slowest.queue_ms + max(0.0, slowest.tokenize_ms - tokenize_ms)
@@ -46,13 +58,17 @@ def costs(results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: flo
     return {
         "timings": _timings(results, firsts),
         "kvboost": {
-            "mode": next((result.mode for result in shared if result.approximate), slowest.mode).value,
+            "mode": next(
+                (result.mode for result in shared if result.approximate), slowest.mode
+            ).value,
             "approximate": any(result.approximate for result in shared),
             "reused_span_tokens": sum(result.reused_span_tokens for result in shared),
             "recomputed_tokens": sum(result.recomputed_tokens for result in shared),
             "hit_tokens": _by_tier(firsts),
             "matched_tokens": sum(result.matched_tokens for result in firsts),
-            "miss_reason": next((result.miss_reason for result in firsts if result.miss_reason), ""),
+            "miss_reason": next(
+                (result.miss_reason for result in firsts if result.miss_reason), ""
+            ),
             **{f"{name}_ms": round(milliseconds, 3) for name, milliseconds in phases.items()},
             "ttft_ms": round(min(result.ttft_ms for result in results), 3),
             "total_ms": round(slowest.total_ms, 3),
@@ -64,7 +80,9 @@ def costs(results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: flo
 
 
 def progress_of(progress: Progress) -> dict[str, Any]:
-    """llama.cpp's figures of a prompt that is being read, and how many milliseconds are left until the first token."""
+    """llama.cpp's figures of a prompt that is being read, and how many milliseconds are left until
+    the first token.
+    """
     left = progress.seconds_left
     return {
         "total": progress.total,
@@ -77,10 +95,15 @@ def progress_of(progress: Progress) -> dict[str, Any]:
 
 def first_comers(results: Sequence[GenerationResult], per_prompt: int) -> list[GenerationResult]:
     """Of each prompt the sequence that found the least in the cache."""
-    return [min(group, key=lambda result: result.cached_tokens) for group in _groups(results, per_prompt)]
+    return [
+        min(group, key=lambda result: result.cached_tokens)
+        for group in _groups(results, per_prompt)
+    ]
 
 
-def _groups(results: Sequence[GenerationResult], per_prompt: int) -> list[Sequence[GenerationResult]]:
+def _groups(
+    results: Sequence[GenerationResult], per_prompt: int
+) -> list[Sequence[GenerationResult]]:
     """The sequences of each prompt."""
     return [results[first : first + per_prompt] for first in range(0, len(results), per_prompt)]
 
@@ -93,11 +116,15 @@ def _by_tier(results: Sequence[GenerationResult]) -> dict[str, int]:
     return tiers
 
 
-def _timings(results: Sequence[GenerationResult], firsts: Sequence[GenerationResult]) -> dict[str, float]:
-    """llama.cpp's figures. The prompt's are those of `usage`: each prompt once, as its first sequence met it; prompt_n
-    were computed, cache_n were not, and what was shared at other positions is in neither. predicted_n counts all
-    sequences. prompt_ms and predicted_ms are the longest of them, so with several sequences, which are computed side by
-    side, the speeds are those of all together."""
+def _timings(
+    results: Sequence[GenerationResult], firsts: Sequence[GenerationResult]
+) -> dict[str, float]:
+    """llama.cpp's figures. The prompt's are those of `usage`: each prompt once, as its first
+    sequence met it; prompt_n were computed, cache_n were not, and what was shared at other
+    positions is in neither. predicted_n counts all sequences. prompt_ms and predicted_ms are the
+    longest of them, so with several sequences, which are computed side by side, the speeds are
+    those of all together.
+    """
     cached = sum(result.cached_tokens for result in firsts)
     computed = sum(result.computed_prompt_tokens for result in firsts)
     predicted = sum(result.generated_tokens for result in results)

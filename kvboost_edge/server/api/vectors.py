@@ -1,4 +1,6 @@
-"""What /v1/embeddings (OpenAI's shape) and /v1/rerank (Cohere's) answer, and the OpenAPI document's models of it."""
+"""What /v1/embeddings (OpenAI's shape) and /v1/rerank (Cohere's) answer, and the OpenAPI document's
+models of it.
+"""
 
 from __future__ import annotations
 
@@ -64,20 +66,37 @@ class RerankAnswer(_Answer):
 
 
 def embedding_answer(
-    model: str, vectors: npt.NDArray[np.float32], results: Sequence[GenerationResult], *, as_base64: bool
+    model: str,
+    vectors: npt.NDArray[np.float32],
+    results: Sequence[GenerationResult],
+    *,
+    as_base64: bool,
 ) -> dict[str, Any]:
     """Of vectors [num_inputs, dimensions], each as a list or as base64."""
-    rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() if as_base64 else row.tolist() for row in vectors]
-    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
+    rows = [
+        base64.b64encode(row.astype("<f4").tobytes()).decode() if as_base64 else row.tolist()
+        for row in vectors
+    ]
+    data = [
+        {"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)
+    ]
     return {"object": "list", "data": data, "model": model, "usage": _usage(results)}
 
 
 def rerank_answer(
-    model: str, scores: Sequence[float], texts: Sequence[str] | None, top_n: int, results: Sequence[GenerationResult]
+    model: str,
+    scores: Sequence[float],
+    texts: Sequence[str] | None,
+    top_n: int,
+    results: Sequence[GenerationResult],
 ) -> dict[str, Any]:
-    """The `top_n` best, the best first and equal ones in their order; with their texts if these are given."""
+    """The `top_n` best, the best first and equal ones in their order; with their texts if these are
+    given.
+    """
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
-    ranked: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
+    ranked: list[dict[str, Any]] = [
+        {"index": index, "relevance_score": scores[index]} for index in order
+    ]
     for item in ranked if texts is not None else ():
         item["document"] = {"text": (texts or ())[item["index"]]}
     return {"object": "list", "model": model, "results": ranked, "usage": _usage(results)}
@@ -86,4 +105,8 @@ def rerank_answer(
 def _usage(results: Sequence[GenerationResult]) -> dict[str, Any]:
     tokens = sum(result.prompt_tokens for result in results)
     cached = sum(result.cached_tokens for result in results)
-    return {"prompt_tokens": tokens, "total_tokens": tokens, "prompt_tokens_details": {"cached_tokens": cached}}
+    return {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

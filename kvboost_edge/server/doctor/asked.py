@@ -1,4 +1,6 @@
-"""A chat request as the model is asked: what clients change without meaning anything by it is as it was before."""
+"""A chat request as the model is asked: what clients change without meaning anything by it is as it
+was before.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _PRESERVE = "preserve_thinking"
 
 
 class Normal(NamedTuple):
-    """Messages and tools as templates know them, with the template's variables; and what the doctor keeps of them."""
+    """Messages and tools as templates know them, with the template's variables; and what the doctor
+    keeps of them.
+    """
 
     messages: list[Json]
     tools: list[Json] | None
@@ -36,8 +40,9 @@ def normal(
     tools: list[Json] | None,
     variables: Mapping[str, Any] | None,
 ) -> Normal:
-    """What to ask of the model. messages: as templates know them; answers: of the tenant and salt, whose earlier
-    requests count. variables: the template's, as the client gives them."""
+    """What to ask of the model. messages: as templates know them; answers: of the tenant and salt,
+    whose earlier requests count. variables: the template's, as the client gives them.
+    """
     same_tools, reordered = normaliser.tools(answers, tools)
     plain, changed = normaliser.messages(answers, messages)
     given = dict(variables or {})
@@ -55,14 +60,18 @@ def normal(
 def _with_thoughts(
     tokenizer: Tokenizer, answers: KeptAnswers, messages: list[Json], given: Json
 ) -> tuple[list[Json], Json, bool]:
-    """The model's own turns with the thinking they were generated with, and the variable by which the template shows
-    it; all as it was where the template has none, or the client says itself what it wants."""
+    """The model's own turns with the thinking they were generated with, and the variable by which
+    the template shows it; all as it was where the template has none, or the client says itself what
+    it wants.
+    """
     if not any(message["role"] == "assistant" for message in messages):
         return messages, given, False
     format = tokenizer.turn_format
     if format.reasoning is None or not format.preserves or not given.get(_PRESERVE, True):
         return messages, given, False
-    found, kept = with_thoughts(messages, format.reasoning, lambda ids: tokenizer.decode(ids, False), answers.find)
+    found, kept = with_thoughts(
+        messages, format.reasoning, lambda ids: tokenizer.decode(ids, False), answers.find
+    )
     if not kept or (given.get(_PRESERVE) and found == messages):
         return messages, given, False
     return found, {**given, _PRESERVE: True}, True
@@ -70,5 +79,7 @@ def _with_thoughts(
 
 def _field(number: int, message: Json) -> Field:
     name = f"message {number} ({message['role']})"
-    text = message["content"] or "".join(call["function"]["name"] for call in message.get("tool_calls") or ()[:1])
+    text = message["content"] or "".join(
+        call["function"]["name"] for call in message.get("tool_calls") or ()[:1]
+    )
     return Field(name, text)

@@ -17,10 +17,25 @@ _SPACE = 2  # characters in front of a message that its first token may have in 
 _PROBE = 48  # characters, which are at most as many tokens, by which a field is found in a prompt
 
 CAUSES = (
-    "none", "bypassed", "not_started", "not_compared", "first_seen", "new_text", "tail", "evicted", "state", "not_kept",
-    "tool_order", "tools", "template", "thinking", "retokenized", "other_message",
-    "changed_text", "other_position",
-)  # fmt: skip
+    "none",
+    "bypassed",
+    "not_started",
+    "not_compared",
+    "first_seen",
+    "new_text",
+    "tail",
+    "evicted",
+    "state",
+    "not_kept",
+    "tool_order",
+    "tools",
+    "template",
+    "thinking",
+    "retokenized",
+    "other_message",
+    "changed_text",
+    "other_position",
+)
 """Why the rest of a prompt was computed:
 
 none            nothing was
@@ -28,18 +43,23 @@ bypassed        the mode or prompt_logprobs ask for computing
 not_started     the request ended while it waited
 not_compared    requests are not kept (--request-history 0), so nothing is known of earlier ones
 first_seen      the tenant asked nothing lately that begins alike
-new_text        the prompt goes on where an earlier one, with its answer, ended: what is new is computed once
+new_text        the prompt goes on where an earlier one, with its answer, ended: what is new is
+                computed once
 tail            the last block, which is not full, is computed again
 evicted         it was cached and was dropped since: for room, by a reset, or with its model
-state           its keys and values are cached, and the state that the model keeps beside them is not, or only further
-                ahead: up to hit_tokens it was taken over, up to `position` computed again. From now on it is kept there
-not_kept        it was asked before and is not there all the same: that request still runs, or its mode keeps nothing
+state           its keys and values are cached, and the state that the model keeps beside them is
+                not, or only further
+                ahead: up to hit_tokens it was taken over, up to `position` computed again. From now
+                  on it is kept there
+not_kept        it was asked before and is not there all the same: that request still runs, or its
+                mode keeps nothing
 tool_order      the same tools in another order
 tools           other tools
 template        the chat template was given other variables
 thinking        the earlier prompt or answer has reasoning there, this one has not
 retokenized     the same text in other tokens
-other_message   another last message behind what was asked before: a new conversation of an assistant, the same prompt
+other_message   another last message behind what was asked before: a new conversation of an
+                assistant, the same prompt
                 with another question, a message written anew. All before it was taken over
 changed_text    another text
 other_position  tokens were shared at other positions; the rest was computed
@@ -60,9 +80,11 @@ def diagnose(
     thinks: str,
     compares: bool = True,
 ) -> Diagnosis:
-    """What became of a prompt, compared with the tenant's closest earlier request, with which it has `common` first
-    tokens in common; without the texts, see `placed`. thinks: how reasoning begins, "" where the template has none.
-    compares: requests are kept; else only what the engine knows is said."""
+    """What became of a prompt, compared with the tenant's closest earlier request, with which it
+    has `common` first tokens in common; without the texts, see `placed`. thinks: how reasoning
+    begins, "" where the template has none. compares: requests are kept; else only what the engine
+    knows is said.
+    """
     found = Diagnosis(
         request_id=record.request_id,
         at=record.at,
@@ -85,17 +107,26 @@ def diagnose(
     if result.reused_span_tokens:
         return dataclasses.replace(found, cause="other_position")
     if closest is None or common < block_size or result.cached_tokens > common:
-        # Nothing that is kept begins so; the cache may know more, such as other choices of an answer.
-        cause = found.cause if found.cause != "first_seen" or not result.cached_tokens else "new_text"
+        # Nothing that is kept begins so; the cache may know more, such as other choices of an
+        # answer.
+        cause = (
+            found.cause if found.cause != "first_seen" or not result.cached_tokens else "new_text"
+        )
         position = max(common, result.cached_tokens)
-        return dataclasses.replace(found, cause=cause, position=position, evicted_from=result.evicted_from)
+        return dataclasses.replace(
+            found, cause=cause, position=position, evicted_from=result.evicted_from
+        )
     found = dataclasses.replace(found, compared_with=closest.request_id)
     if result.cached_tokens + block_size <= common // block_size * block_size:
         # A pool goes with its model: what it held is gone, and the new one cannot know of it.
         pool = ("pool",) if record.loading != closest.loading else ()
         dropped = tuple(dict.fromkeys((*pool, *result.evicted_from)))
-        return dataclasses.replace(found, cause="evicted" if dropped else "not_kept", evicted_from=dropped)
-    return dataclasses.replace(found, cause=_cause(record, closest, common, decode, thinks), position=common)
+        return dataclasses.replace(
+            found, cause="evicted" if dropped else "not_kept", evicted_from=dropped
+        )
+    return dataclasses.replace(
+        found, cause=_cause(record, closest, common, decode, thinks), position=common
+    )
 
 
 def _cause(record: Record, other: Record, common: int, decode: Decode, thinks: str) -> str:
@@ -132,8 +163,9 @@ def _is_in_last_message(record: Record, position: int, decode: Decode) -> bool:
 
 
 def placed(found: Diagnosis, record: Record, other: Record | None, decode: Decode) -> Diagnosis:
-    """The same with what stands at the place where the two prompts go apart; takes some 10 ms for 30,000 tokens. other:
-    the request that it was compared with, None where it is no longer kept."""
+    """The same with what stands at the place where the two prompts go apart; takes some 10 ms for
+    30,000 tokens. other: the request that it was compared with, None where it is no longer kept.
+    """
     prompt = record.ids[: record.num_prompt]
     return dataclasses.replace(
         found,
@@ -149,8 +181,9 @@ def _around(ids: Ids, position: int, decode: Decode) -> str:
 
 
 def _field_at(record: Record, ids: Ids, position: int, decode: Decode) -> str:
-    """The field whose text begins last before the position; behind the last of them "answer", in front of all of them
-    "template", "prompt" where nothing is known but tokens."""
+    """The field whose text begins last before the position; behind the last of them "answer", in
+    front of all of them "template", "prompt" where nothing is known but tokens.
+    """
     if position >= record.num_prompt:
         return "answer" if position < len(ids) else ""
     if not record.asked.fields:

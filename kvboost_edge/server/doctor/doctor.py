@@ -29,11 +29,14 @@ class Doctor:
     """One loaded model's; only the event loop's thread touches it.
 
     model     its name
-    history   what was asked before; one that keeps nothing: only what the engine says itself is known
+    history   what was asked before; one that keeps nothing: only what the engine says itself is
+              known
     count     is told the cause of each request
     """
 
-    def __init__(self, engine: Engine, model: str, history: History, count: Callable[[str], None]) -> None:
+    def __init__(
+        self, engine: Engine, model: str, history: History, count: Callable[[str], None]
+    ) -> None:
         self.history = history
         self._engine = engine
         self._model = model
@@ -42,7 +45,12 @@ class Doctor:
         self._loading = next(_loadings)
 
     def watch(
-        self, request_id: str, tenant: str | None, salt: str | None, token_ids: Sequence[int], asked: Asked
+        self,
+        request_id: str,
+        tenant: str | None,
+        salt: str | None,
+        token_ids: Sequence[int],
+        asked: Asked,
     ) -> Watch:
         """A request that begins to run."""
         self.settle()
@@ -52,7 +60,9 @@ class Doctor:
         self.history.add(tenant, salt, record)
         return Watch(self, tenant, salt, record)
 
-    def diagnose(self, tenant: str | None, salt: str | None, record: Record, result: GenerationResult) -> Diagnosis:
+    def diagnose(
+        self, tenant: str | None, salt: str | None, record: Record, result: GenerationResult
+    ) -> Diagnosis:
         """What became of a request, counted."""
         closest, common = self.history.closest(tenant, salt, record)
         tokenizer = self._engine.tokenizer
@@ -71,7 +81,9 @@ class Doctor:
         return found
 
     def left(self, watch: Watch, handle: RequestHandle) -> None:
-        """A request that nobody waits for: it was cancelled, and what became of it is known within a step."""
+        """A request that nobody waits for: it was cancelled, and what became of it is known within
+        a step.
+        """
         self._left.append((watch, handle))
 
     def explained(self, tenant: str | None, record: Record) -> Callable[[], Diagnosis] | None:
@@ -83,11 +95,14 @@ class Doctor:
         if found.cause in ("none", "bypassed", "not_started"):
             return lambda: found
         other = self.history.find(tenant, found.compared_with) if found.compared_with else None
-        return lambda: placed(found, record, other, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+        return lambda: placed(
+            found, record, other, lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+        )
 
     def settle(self) -> None:
-        """Requests that were left and have ended: what was computed of them is in the cache, so they count; one that
-        never began, or broke, is forgotten."""
+        """Requests that were left and have ended: what was computed of them is in the cache, so
+        they count; one that never began, or broke, is forgotten.
+        """
         left = self._left
         self._left = []
         for watch, handle in left:
@@ -113,7 +128,9 @@ class Doctor:
 class Watch:
     """One request under observation."""
 
-    def __init__(self, doctor: Doctor, tenant: str | None, salt: str | None, record: Record) -> None:
+    def __init__(
+        self, doctor: Doctor, tenant: str | None, salt: str | None, record: Record
+    ) -> None:
         self._doctor = doctor
         self._tenant = tenant
         self._salt = salt
@@ -121,8 +138,12 @@ class Watch:
 
     def finish(self, result: GenerationResult) -> None:
         """The end of the request."""
-        self._record.diagnosis = self._doctor.diagnose(self._tenant, self._salt, self._record, result)
-        computed = result.output_token_ids[:-1]  # the last was said, and nothing was computed behind it
+        self._record.diagnosis = self._doctor.diagnose(
+            self._tenant, self._salt, self._record, result
+        )
+        computed = result.output_token_ids[
+            :-1
+        ]  # the last was said, and nothing was computed behind it
         self._doctor.history.extend(self._tenant, self._record, computed)
 
     @property

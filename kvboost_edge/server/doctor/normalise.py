@@ -1,7 +1,8 @@
-"""What clients change from turn to turn without meaning anything by it, put back as it was before: the prompt then
-begins as the last one did.
+"""What clients change from turn to turn without meaning anything by it, put back as it was before:
+the prompt then begins as the last one did.
 
-The model sees the same tools, the same arguments and all of the text but lines that are known to be for somebody else.
+The model sees the same tools, the same arguments and all of the text but lines that are known to be
+for somebody else.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ Json = dict[str, Any]
 
 
 class Normaliser:
-    """Remembers how things were spelled first, for each root (tenant and salt) apart, bounded as `FairStore`. Safe to
-    use from any thread.
+    """Remembers how things were spelled first, for each root (tenant and salt) apart, bounded as
+    `FairStore`. Safe to use from any thread.
 
     kinds: which of `NORMALISERS` are done:
 
-    tools      tools that were given before, in another order or with keys in another order, are taken in the first
+    tools      tools that were given before, in another order or with keys in another order, are
+               taken in the first
     arguments  so are the keys of the arguments of past calls
-    billing    lines of system messages that begin with one of `_BILLING` are left out: they change with each request
-    thinking   the model's own turns keep their thinking, where its template shows it with preserve_thinking
+    billing    lines of system messages that begin with one of `_BILLING` are left out: they change
+               with each request
+    thinking   the model's own turns keep their thinking, where its template shows it with
+               preserve_thinking
     """
 
     def __init__(self, kinds: Collection[str] = NORMALISERS) -> None:
@@ -41,16 +45,23 @@ class Normaliser:
         self._first: FairStore[Any] = FairStore()
         self._lock = threading.Lock()
 
-    def tools(self, answers: KeptAnswers, tools: list[Json] | None) -> tuple[list[Json] | None, bool]:
-        """The tools as they were given first, and whether that is another order of them or of their keys."""
+    def tools(
+        self, answers: KeptAnswers, tools: list[Json] | None
+    ) -> tuple[list[Json] | None, bool]:
+        """The tools as they were given first, and whether that is another order of them or of their
+        keys.
+        """
         if not tools or "tools" not in self.kinds:
             return tools, False
         parts = sorted(_canonical(tool) for tool in tools)
         return self._as_first(answers, b"tools" + "\0".join(parts).encode(), tools)
 
-    def messages(self, answers: KeptAnswers, messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
-        """Messages as templates know them, with the arguments of calls as they were given first and without billing
-        lines; and which kinds changed something."""
+    def messages(
+        self, answers: KeptAnswers, messages: Sequence[Json]
+    ) -> tuple[list[Json], list[str]]:
+        """Messages as templates know them, with the arguments of calls as they were given first and
+        without billing lines; and which kinds changed something.
+        """
         done: list[str] = []
         found = []
         for message in messages:
@@ -68,7 +79,9 @@ class Normaliser:
 
     def _call(self, answers: KeptAnswers, call: Mapping[str, Any]) -> tuple[Json, bool]:
         function = call["function"]
-        arguments, changed = self._as_first(answers, b"call" + _canonical(function).encode(), function["arguments"])
+        arguments, changed = self._as_first(
+            answers, b"call" + _canonical(function).encode(), function["arguments"]
+        )
         return {**call, "function": {**function, "arguments": arguments}}, changed
 
     def _as_first(self, whose: KeptAnswers, what: bytes, value: Any) -> tuple[Any, bool]:
@@ -84,11 +97,14 @@ class Normaliser:
 
 
 def without_billing(text: str) -> str:
-    """A system message without the lines that tell who pays: they are for the service the client was made for, and
-    change with each request."""
+    """A system message without the lines that tell who pays: they are for the service the client
+    was made for, and change with each request.
+    """
     if not any(mark in text for mark in _BILLING):
         return text
-    return "".join(line for line in text.splitlines(keepends=True) if not line.lstrip().startswith(_BILLING))
+    return "".join(
+        line for line in text.splitlines(keepends=True) if not line.lstrip().startswith(_BILLING)
+    )
 
 
 def _canonical(value: Any) -> str:

@@ -1,7 +1,7 @@
 """What a tenant asked lately, in memory and for a bounded time: what a new prompt is compared with.
 
-Token ids and the texts of a request's fields are kept, never on disk and never in logs; no tenant's are compared with
-another's. `--request-history 0` keeps nothing.
+Token ids and the texts of a request's fields are kept, never on disk and never in logs; no tenant's
+are compared with another's. `--request-history 0` keeps nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _OBJECT_BYTES = 500
 
 
 class Field(NamedTuple):
-    """A text that stands in the prompt, and what the request calls it: "system", "tool 3 (search)", "message 7"."""
+    """A text that stands in the prompt, and what the request calls it: "system", "tool 3 (search)",
+    "message 7".
+    """
 
     name: str
     text: str
@@ -41,7 +43,8 @@ class Asked(NamedTuple):
     fields     in the order of the request
     tools      their names, in its order
     settings   what else the template was given, as text
-    normalised what was put into another order or left out so that the prompt begins as before, see normalise.py
+    normalised what was put into another order or left out so that the prompt begins as before, see
+    normalise.py
     """
 
     fields: tuple[Field, ...] = ()
@@ -55,9 +58,10 @@ NOT_SAID = Asked()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Record:
-    """One request. `ids` are the prompt's, with those computed of the answer behind them once it is there;
-    `num_reasoning` of these are reasoning. `loading`: which loading of its model answers it. `diagnosis`: what became
-    of it."""
+    """One request. `ids` are the prompt's, with those computed of the answer behind them once it is
+    there; `num_reasoning` of these are reasoning. `loading`: which loading of its model answers it.
+    `diagnosis`: what became of it.
+    """
 
     request_id: str
     asked: Asked
@@ -70,7 +74,11 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        return int(self.ids.nbytes) + 4 * sum(len(field.text) for field in self.asked.fields) + _OBJECT_BYTES
+        return (
+            int(self.ids.nbytes)
+            + 4 * sum(len(field.text) for field in self.asked.fields)
+            + _OBJECT_BYTES
+        )
 
     def common(self, ids: Ids) -> int:
         """How many first tokens both have in common."""
@@ -92,7 +100,8 @@ class Diagnosis:
     """What became of one prompt in the cache. `cause`: one of `diagnosis.CAUSES`.
 
     position         the token at which it left the longest prefix that was asked before
-    field            the part of the request it lies in, such as "message 7"; before: where the earlier one was then
+    field            the part of the request it lies in, such as "message 7"; before: where the
+                     earlier one was then
     text, text_before    what stands there, and what stood there
     compared_with    the id of that earlier request, "" without one
     computed_tokens  prompt tokens computed; seconds: the time that took
@@ -130,13 +139,16 @@ class _Kept(NamedTuple):
 
 
 class History:
-    """Records by tenant; only the event loop's thread touches it. A tenant's bounds are of all its salts together, so
-    that no number of salts makes the others' records leave, or what is done here slow.
+    """Records by tenant; only the event loop's thread touches it. A tenant's bounds are of all its
+    salts together, so that no number of salts makes the others' records leave, or what is done here
+    slow.
 
     `seconds`: how long a record is kept, 0: nothing is.
     """
 
-    def __init__(self, seconds: float, max_bytes: int = _MAX_BYTES, max_tenant_bytes: int = _MAX_TENANT_BYTES) -> None:
+    def __init__(
+        self, seconds: float, max_bytes: int = _MAX_BYTES, max_tenant_bytes: int = _MAX_TENANT_BYTES
+    ) -> None:
         self.seconds = seconds
         self.nbytes = 0  # that all records take, about
         self._max_bytes = max_bytes
@@ -146,8 +158,9 @@ class History:
         self._sweep: asyncio.TimerHandle | None = None
 
     def add(self, tenant: str | None, salt: str | None, record: Record) -> None:
-        """Keep a record, of an id that is new; the oldest of the tenant, and then the tenant that asked longest ago,
-        make room."""
+        """Keep a record, of an id that is new; the oldest of the tenant, and then the tenant that
+        asked longest ago, make room.
+        """
         if not self.seconds:
             return
         kept = self._tenants.setdefault(tenant, OrderedDict())
@@ -167,13 +180,18 @@ class History:
             self._grow(tenant, 4 * len(answer))
             record.ids = np.concatenate([record.ids, np.asarray(answer, dtype=np.int32)])
 
-    def closest(self, tenant: str | None, salt: str | None, record: Record) -> tuple[Record | None, int]:
-        """The earlier record of the same salt that begins like this one for the most tokens, of equal ones the latest,
-        and how many."""
+    def closest(
+        self, tenant: str | None, salt: str | None, record: Record
+    ) -> tuple[Record | None, int]:
+        """The earlier record of the same salt that begins like this one for the most tokens, of
+        equal ones the latest, and how many.
+        """
         best = None
         most = 0
         ids = record.ids[: record.num_prompt]
-        earlier = list(itertools.takewhile(lambda kept: kept.record is not record, self._of(tenant)))
+        earlier = list(
+            itertools.takewhile(lambda kept: kept.record is not record, self._of(tenant))
+        )
         for other in (kept.record for kept in reversed(earlier) if kept.salt == salt):
             # One token tells most that cannot be better, without reading all before it.
             if most < min(len(other.ids), len(ids)) and other.ids[most] == ids[most]:
@@ -192,11 +210,15 @@ class History:
         """Forget what is older than `seconds`."""
         before = time.time() - self.seconds
         for tenant in list(self._tenants):
-            for kept in list(itertools.takewhile(lambda kept: kept.record.at < before, self._of(tenant))):
+            for kept in list(
+                itertools.takewhile(lambda kept: kept.record.at < before, self._of(tenant))
+            ):
                 self._drop(tenant, kept.record.request_id)
 
     def sweep_later(self) -> None:
-        """Records end in time where no request comes either, and whether or not their model is still loaded."""
+        """Records end in time where no request comes either, and whether or not their model is
+        still loaded.
+        """
         if self.seconds and self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(self.seconds, self._swept)
 
@@ -215,7 +237,9 @@ class History:
     def latest(self, tenant: str | None) -> list[Record]:
         """The tenant's requests, the latest first."""
         self.forget_old()
-        return sorted((kept.record for kept in self._of(tenant)), key=lambda record: record.at, reverse=True)
+        return sorted(
+            (kept.record for kept in self._of(tenant)), key=lambda record: record.at, reverse=True
+        )
 
     def _of(self, tenant: str | None) -> Iterable[_Kept]:
         """What is kept of a tenant, the oldest first."""

@@ -1,4 +1,6 @@
-"""What the doctor says, for the OpenAPI document: it is written by `Diagnosis.as_json`, not through these models."""
+"""What the doctor says, for the OpenAPI document: it is written by `Diagnosis.as_json`, not through
+these models.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ class _Answer(BaseModel):
 
 
 class PromptCache(_Answer):
-    """Where a prompt left what its API key asked before, and why. The two texts are of that place, `text_before` of the
-    request `compared_with`; `seconds`: what computing `computed_tokens` took; `evicted_from`: the pool and tiers that
-    had it and dropped it."""
+    """Where a prompt left what its API key asked before, and why. The two texts are of that place,
+    `text_before` of the request `compared_with`; `seconds`: what computing `computed_tokens` took;
+    `evicted_from`: the pool and tiers that had it and dropped it.
+    """
 
     request_id: str
     at: float
@@ -42,8 +45,9 @@ class PromptCache(_Answer):
 
 
 class PromptCaches(_Answer):
-    """What became of the last prompts of this API key, the latest first and without texts; `kept_seconds` 0: requests
-    are not kept (--request-history 0)."""
+    """What became of the last prompts of this API key, the latest first and without texts;
+    `kept_seconds` 0: requests are not kept (--request-history 0).
+    """
 
     object: Literal["list"]
     data: list[PromptCache]

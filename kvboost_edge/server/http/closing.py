@@ -1,8 +1,10 @@
-"""The end of a connection: a client that is still sending must be able to read what it was answered.
+"""The end of a connection: a client that is still sending must be able to read what it was
+answered.
 
-Closing a socket with bytes that nobody read makes the kernel reset the connection, and a reset takes away what the
-client has not read yet, such as the reason why its body is too large. So the writing half is closed first, and what
-still comes is read and dropped: for a time, up to a number of bytes, and not from who falls silent.
+Closing a socket with bytes that nobody read makes the kernel reset the connection, and a reset
+takes away what the client has not read yet, such as the reason why its body is too large. So the
+writing half is closed first, and what still comes is read and dropped: for a time, up to a number
+of bytes, and not from who falls silent.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class LingeringTransport:
         return self.is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
-        """Close once what was written has gone and the client sends no more; at once if it cannot be sending."""
+        """Close once what was written has gone and the client sends no more; at once if it cannot
+        be sending.
+        """
         if self.is_closing():
             return
         if self._may_send():

@@ -13,8 +13,8 @@ SECURITY_HEADERS = {
     "X-Frame-Options": "DENY",
 }
 
-# Scripts, styles, images and connections from this server only; no inline script or style, no frame around the page,
-# and no string that becomes markup (trusted types without any policy).
+# Scripts, styles, images and connections from this server only; no inline script or style, no frame
+# around the page, and no string that becomes markup (trusted types without any policy).
 _PAGE_POLICY = "; ".join(
     (
         "default-src 'self'",

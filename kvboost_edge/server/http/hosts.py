@@ -1,5 +1,7 @@
-"""Which names a request may call this server by. A page of another site that points its own name at this address
-(DNS rebinding) is refused by its Host header, and one that posts from a browser by its Origin header."""
+"""Which names a request may call this server by. A page of another site that points its own name at
+this address (DNS rebinding) is refused by its Host header, and one that posts from a browser by its
+Origin header.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ _HOST = re.compile(r"(?:\[(?P<address>[^\[\]]+)\]|(?P<name>[^\[\]:@/]+))(?::[0-9
 
 
 class HostList:
-    """The accepted hosts: loopback names, the bind address, `allowed_hosts`, and the address that the connection
-    itself came to (nobody can make a browser send that under a foreign name)."""
+    """The accepted hosts: loopback names, the bind address, `allowed_hosts`, and the address that
+    the connection itself came to (nobody can make a browser send that under a foreign name).
+    """
 
     def __init__(self, settings: ServerSettings) -> None:
         named = {host.lower() for host in (*_LOOPBACK, *settings.allowed_hosts)}
@@ -30,18 +33,28 @@ class HostList:
         self._origins = frozenset(settings.cors_origins)
 
     def check(self, scope: Scope) -> None:
-        """ApiError 400 without exactly one Host header, 421 for a host, 403 for an origin that is not accepted."""
+        """ApiError 400 without exactly one Host header, 421 for a host, 403 for an origin that is
+        not accepted.
+        """
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or not hosts[0]:
             raise ApiError(400, "send one Host header", code="invalid_host")
         host = _without_port(hosts[0])
         address = (scope.get("server") or ("", 0))[0]
         if _ANY not in self._hosts and host not in self._hosts and host != address.lower():
-            raise ApiError(421, "this server does not answer to that host; see --allowed-host", code="invalid_host")
+            raise ApiError(
+                421,
+                "this server does not answer to that host; see --allowed-host",
+                code="invalid_host",
+            )
         for origin in _values(scope, b"origin"):
             own = (f"http://{hosts[0].lower()}", f"https://{hosts[0].lower()}")
             if origin.lower() not in own and origin not in self._origins:
-                raise ApiError(403, "pages of that origin may not call this server; see --cors-origin", code="origin")
+                raise ApiError(
+                    403,
+                    "pages of that origin may not call this server; see --cors-origin",
+                    code="origin",
+                )
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
@@ -50,6 +63,8 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def _without_port(host: str) -> str:
-    """The host in lower case without brackets and port: "[::1]:8000" is "::1". "" for what is no host."""
+    """The host in lower case without brackets and port: "[::1]:8000" is "::1". "" for what is no
+    host.
+    """
     match = _HOST.fullmatch(host)
     return (match["address"] or match["name"]).lower() if match else ""

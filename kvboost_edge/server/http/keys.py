@@ -1,6 +1,8 @@
-"""API keys. They are compared as digests, all of them, in constant time; a key is never kept in text nor logged.
+"""API keys. They are compared as digests, all of them, in constant time; a key is never kept in
+text nor logged.
 
-The digest of a request's key is its tenant: the root of its hash chain, so that no key sees what another one cached.
+The digest of a request's key is its tenant: the root of its hash chain, so that no key sees what
+another one cached.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ _MAX_HEADER = 4096
 
 
 class KeyRing:
-    """The accepted keys, as SHA-256 digests. An empty ring lets everybody in as one and the same tenant. Admin keys are
-    keys like the others, and more."""
+    """The accepted keys, as SHA-256 digests. An empty ring lets everybody in as one and the same
+    tenant. Admin keys are keys like the others, and more.
+    """
 
     def __init__(self, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
         self._admins = frozenset(map(tenant_of_key, admin_keys))
@@ -30,9 +33,12 @@ class KeyRing:
         return bool(self._digests)
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """The tenant of a request by its header Authorization or x-api-key; raises ApiError 401. Takes as long for a
-        wrong key as for a right one, whichever it is."""
-        given = [(name, value) for name, value in headers if name in (b"authorization", b"x-api-key")]
+        """The tenant of a request by its header Authorization or x-api-key; raises ApiError 401.
+        Takes as long for a wrong key as for a right one, whichever it is.
+        """
+        given = [
+            (name, value) for name, value in headers if name in (b"authorization", b"x-api-key")
+        ]
         found_keys = {_key_of(name, value) for name, value in given}
         if len(found_keys) != 1 or len(given) != len(dict(given)):
             raise _unauthorized("send one key, as Authorization: Bearer KEY or as x-api-key: KEY")
@@ -46,11 +52,14 @@ class KeyRing:
         return digest.hex()
 
     def check_admin(self, tenant: str) -> None:
-        """ApiError 403 unless this key may see what all tenants share: an admin key, or the only key there is."""
+        """ApiError 403 unless this key may see what all tenants share: an admin key, or the only
+        key there is.
+        """
         if len(self._digests) > 1 and tenant not in self._admins:
             raise ApiError(
                 403,
-                "this route shows or changes what several API keys share; it needs a key of --admin-api-key",
+                "this route shows or changes what several API keys share; it needs a key of "
+                "--admin-api-key",
                 code="admin_key_required",
             )
 

@@ -1,8 +1,10 @@
-"""What every request passes before it reaches a route. Plain ASGI: nothing here hides a disconnect or holds a stream.
+"""What every request passes before it reaches a route. Plain ASGI: nothing here hides a disconnect
+or holds a stream.
 
-`Envelope` (outermost) gives the request its id, checks host and origin, adds the security headers, turns whatever
-fails into an OpenAI-shaped answer, and writes the log line. `Gate` answers OPTIONS, asks for the key, bounds the
-body, and turns generating requests away while the queue is full, before their bodies are read.
+`Envelope` (outermost) gives the request its id, checks host and origin, adds the security headers,
+turns whatever fails into an OpenAI-shaped answer, and writes the log line. `Gate` answers OPTIONS,
+asks for the key, bounds the body, and turns generating requests away while the queue is full,
+before their bodies are read.
 """
 
 from __future__ import annotations
@@ -82,7 +84,10 @@ class Envelope:
                 headers = list(message["headers"])
                 names = {name.lower() for name, _ in headers}
                 headers += [header for header in _RAW_HEADERS if header[0] not in names]
-                message["headers"] = [*headers, *((name, facts["id"].encode()) for name in id_headers(scope["path"]))]
+                message["headers"] = [
+                    *headers,
+                    *((name, facts["id"].encode()) for name in id_headers(scope["path"])),
+                ]
             await send(message)
 
         try:
@@ -99,10 +104,13 @@ class Envelope:
         finally:
             facts.pop(MODEL_FACT, None)
             facts = {name: value for name, value in facts.items() if name != "tenant"}
-            # What the connection itself answered, because the rest of the body did not come or was malformed.
+            # What the connection itself answered, because the rest of the body did not come or was
+            # malformed.
             status = facts.pop("refused", status)
             route = getattr(scope.get("route"), "path", "unmatched")
-            account(self._state, route, status, time.perf_counter() - started, method=method, **facts)
+            account(
+                self._state, route, status, time.perf_counter() - started, method=method, **facts
+            )
 
 
 def new_request_id() -> str:
@@ -110,7 +118,9 @@ def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
-def account(state: ServerState, route: str, status: int, seconds: float, *, id: str, **facts: object) -> None:
+def account(
+    state: ServerState, route: str, status: int, seconds: float, *, id: str, **facts: object
+) -> None:
     """One answer in the metrics and in the log."""
     state.metrics.observe_http(route, status, seconds)
     shown = {"route": route, "status": status, "ms": round(seconds * 1e3, 2)}
@@ -120,12 +130,17 @@ def account(state: ServerState, route: str, status: int, seconds: float, *, id: 
 class Gate:
     """Key, size of the body, and a place in the queue.
 
-    `open_paths` need no key. They are compared with the raw path, byte by byte: whatever needs decoding or
-    normalising to become one of them needs a key.
+    `open_paths` need no key. They are compared with the raw path, byte by byte: whatever needs
+    decoding or normalising to become one of them needs a key.
     """
 
     def __init__(
-        self, app: ASGIApp, state: ServerState, keys: KeyRing, open_paths: Iterable[str], routes: Iterable[BaseRoute]
+        self,
+        app: ASGIApp,
+        state: ServerState,
+        keys: KeyRing,
+        open_paths: Iterable[str],
+        routes: Iterable[BaseRoute],
     ) -> None:
         self._app = app
         self._routes = [route for route in routes if isinstance(route, Route)]
@@ -153,8 +168,15 @@ class Gate:
             self._state.bodies.free(body.tenant, body.num_bytes)
 
     def _methods(self, path: str) -> set[str]:
-        """What the routes of a path take; empty for none. Everybody may know it: the README lists the routes."""
-        found = {method for route in self._routes if route.path_regex.match(path) for method in route.methods or ()}
+        """What the routes of a path take; empty for none. Everybody may know it: the README lists
+        the routes.
+        """
+        found = {
+            method
+            for route in self._routes
+            if route.path_regex.match(path)
+            for method in route.methods or ()
+        }
         if "GET" in found:
             found.add("HEAD")
         return found | {"OPTIONS"} if found else found
@@ -174,7 +196,9 @@ class Gate:
 
 
 class _Body:
-    """A request's body: bounded whatever was declared, and counted among all bodies until the request has ended."""
+    """A request's body: bounded whatever was declared, and counted among all bodies until the
+    request has ended.
+    """
 
     def __init__(self, receive: Receive, state: ServerState, tenant: str | None) -> None:
         self.tenant = tenant
@@ -184,7 +208,9 @@ class _Body:
         self._limit = state.settings.max_body_bytes
 
     async def receive(self) -> Message:
-        """The next message; ApiError 413 for a body over the limit, 503 when the bodies of all requests are."""
+        """The next message; ApiError 413 for a body over the limit, 503 when the bodies of all
+        requests are.
+        """
         message = await self._receive()
         size = len(message.get("body", b""))
         if self.num_bytes + size > self._limit:

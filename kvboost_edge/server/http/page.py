@@ -1,7 +1,9 @@
-"""The web page at `/`: a fixed table of files from the package, served with headers that allow nothing else.
+"""The web page at `/`: a fixed table of files from the package, served with headers that allow
+nothing else.
 
-The files are read once, when the module is imported, and every path is a route of its own: no path of a request ever
-reaches a file system. They hold nothing secret and need no API key; what the page asks of the server does.
+The files are read once, when the module is imported, and every path is a route of its own: no path
+of a request ever reaches a file system. They hold nothing secret and need no API key; what the page
+asks of the server does.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ STATIC_FILES = {
 
 
 class _Asset(NamedTuple):
-    """A file as it is sent: its bytes, its media type, and a strong entity tag made from the bytes."""
+    """A file as it is sent: its bytes, its media type, and a strong entity tag made from the
+    bytes.
+    """
 
     body: bytes
     media_type: str
@@ -80,7 +84,9 @@ def _answer(asset: _Asset, request: Request) -> Response:
 
 
 def _matches(if_none_match: str, etag: str) -> bool:
-    """Whether the header names this entity tag; the weak form counts too, as RFC 9110 wants for this header."""
+    """Whether the header names this entity tag; the weak form counts too, as RFC 9110 wants for
+    this header.
+    """
     tags = [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]
     return etag in tags or "*" in tags
 
@@ -96,7 +102,9 @@ def _build() -> APIRouter:
     made = APIRouter()
     for name in STATIC_FILES:
         path = "/" if name == "index.html" else f"/static/{name}"
-        made.add_api_route(path, _handler(_read(name)), methods=["GET", "HEAD"], include_in_schema=False)
+        made.add_api_route(
+            path, _handler(_read(name)), methods=["GET", "HEAD"], include_in_schema=False
+        )
     return made
 
 

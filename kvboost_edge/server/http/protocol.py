@@ -1,9 +1,10 @@
 """uvicorn's HTTP/1.1 protocol with the deadlines that it lacks, and nothing lenient.
 
-A head must be complete within `header_seconds`, a body within `body_seconds`; a client that takes nothing for
-`write_seconds` is dropped; connections are counted. A request that could be read in two ways (Content-Length beside
-Transfer-Encoding, more headers than anybody sends) is refused. Each deadline is one timer of the event loop, so slow
-clients cost others nothing. Line ends are CR LF, no header is folded, and chunks have a size worth their framing.
+A head must be complete within `header_seconds`, a body within `body_seconds`; a client that takes
+nothing for `write_seconds` is dropped; connections are counted. A request that could be read in two
+ways (Content-Length beside Transfer-Encoding, more headers than anybody sends) is refused. Each
+deadline is one timer of the event loop, so slow clients cost others nothing. Line ends are CR LF,
+no header is folded, and chunks have a size worth their framing.
 """
 
 from __future__ import annotations
@@ -33,17 +34,22 @@ __all__ = ["make_protocol"]
 _MAX_HEADERS = 100
 _MAX_HEAD_BYTES = 16 * 1024
 _MAX_PIPELINED = 64 * 1024  # bytes kept of requests that follow the one in progress
-_FEW_CHUNKS = 1000  # of a body; more must have _MEAN_CHUNK bytes on the average: each costs some 12 us of everybody's
+# Of a body; more must have _MEAN_CHUNK bytes on the average: each costs some 12 us of everybody's.
+_FEW_CHUNKS = 1000
 _MEAN_CHUNK = 64
 _VERSIONS = (b"1.0", b"1.1")
-_WAITING = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]  # public, not in its __all__
+# Public, not in its __all__.
+_WAITING = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]
 _MESSAGES = {
     400: ("the HTTP request is malformed", "malformed_request"),
     408: ("the request did not arrive in time", "request_timeout"),
     417: ("the server meets no other expectation than 100-continue", "unknown_expectation"),
     431: ("the request's head is too large", "headers_too_large"),
     505: ("the server speaks HTTP/1.0 and HTTP/1.1", "http_version"),
-    503: ("the server has as many connections as it takes; see --max-connections", "too_many_connections"),
+    503: (
+        "the server has as many connections as it takes; see --max-connections",
+        "too_many_connections",
+    ),
 }
 
 
@@ -52,7 +58,9 @@ _AMBIGUOUS = re.compile(rb"(?<!\r)\n|\n[ \t]")
 
 
 class _StrictBuffer(ReceiveBuffer):
-    """h11's buffer takes heads and trailers with bare line feeds, and folded headers; this one does not."""
+    """h11's buffer takes heads and trailers with bare line feeds, and folded headers; this one does
+    not.
+    """
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         searched = max(0, self._multiple_lines_search - 3)
@@ -60,8 +68,11 @@ class _StrictBuffer(ReceiveBuffer):
             self._extract(2)
             return []
         end = self._data.find(b"\r\n\r\n", searched)
-        # By position, not in a slice: what stands before a line feed that is looked at first still counts.
-        if _AMBIGUOUS.search(self._data, max(0, searched - 1), len(self._data) if end < 0 else end + 2):
+        # By position, not in a slice: what stands before a line feed that is looked at first still
+        # counts.
+        if _AMBIGUOUS.search(
+            self._data, max(0, searched - 1), len(self._data) if end < 0 else end + 2
+        ):
             raise h11.RemoteProtocolError("a bare line feed, or a folded header")
         if end < 0:
             self._multiple_lines_search = len(self._data)
@@ -70,7 +81,9 @@ class _StrictBuffer(ReceiveBuffer):
 
 
 class _StrictConnection(h11.Connection):
-    """h11's server side that refuses ambiguous requests and tells its protocol how far a request has come."""
+    """h11's server side that refuses ambiguous requests and tells its protocol how far a request
+    has come.
+    """
 
     def __init__(self, protocol: DeadlineProtocol) -> None:
         super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
@@ -93,7 +106,9 @@ class _StrictConnection(h11.Connection):
             elif isinstance(event, h11.Data):
                 self._count(event)
         except h11.RemoteProtocolError as error:
-            self.error_status = error.error_status_hint if error.error_status_hint in _MESSAGES else 400
+            self.error_status = (
+                error.error_status_hint if error.error_status_hint in _MESSAGES else 400
+            )
             raise
         if isinstance(event, h11.Request):
             self._chunks = self._chunk_bytes = 0
@@ -126,7 +141,8 @@ class DeadlineProtocol(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.conn = _StrictConnection(self)
         self.access_log = False
-        self.timeout_keep_alive = self.settings.keep_alive_seconds  # type: ignore[assignment]  # a timer takes floats
+        # A timer takes floats.
+        self.timeout_keep_alive = self.settings.keep_alive_seconds  # type: ignore[assignment]
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._surplus: int | None = None  # bytes of a body whose answer was sent before its end
@@ -175,16 +191,18 @@ class DeadlineProtocol(H11Protocol):
             self._read_within(self.settings.header_seconds)
         super().data_received(data)
         if self.flow.read_paused and self.conn.their_state in _WAITING:
-            # h11 waits for our answer before it looks at what follows. Reading goes on nevertheless: only who reads
-            # learns that the client has gone. Who sends more ahead than a client would is not read, so not served.
+            # h11 waits for our answer before it looks at what follows. Reading goes on
+            # nevertheless: only who reads learns that the client has gone. Who sends more ahead
+            # than a client would is not read, so not served.
             if self.conn.num_buffered > _MAX_PIPELINED:
                 self.transport.abort()
                 return
             self.flow.resume_reading()
 
     def head_complete(self) -> None:
-        """The request line and headers are there; the body's clock starts. What was written before is taken, unless
-        the transport says otherwise."""
+        """The request line and headers are there; the body's clock starts. What was written before
+        is taken, unless the transport says otherwise.
+        """
         self._read_within(self.settings.body_seconds)
         if not self.flow.write_paused:
             self._stop_writing_clock()
@@ -241,7 +259,9 @@ class DeadlineProtocol(H11Protocol):
         self._drain_before_idle()
 
     def _drain_before_idle(self) -> None:
-        """Nothing more will be written soon; what the client has not taken must go within the same time."""
+        """Nothing more will be written soon; what the client has not taken must go within the same
+        time.
+        """
         if self.transport.get_write_buffer_size():
             self._drain_within(self.settings.write_seconds)
 
@@ -256,8 +276,9 @@ class DeadlineProtocol(H11Protocol):
             self._write_timer = None
 
     def _check_progress(self, seconds: float, size: int) -> None:
-        """Drop a client that took nothing since `size` bytes waited; a slow one gets as much time again. Nothing is
-        written while the clock runs, so what waits can only become less."""
+        """Drop a client that took nothing since `size` bytes waited; a slow one gets as much time
+        again. Nothing is written while the clock runs, so what waits can only become less.
+        """
         self._write_timer = None
         waiting = self.transport.get_write_buffer_size()
         if waiting >= size > 0:
@@ -275,8 +296,9 @@ class DeadlineProtocol(H11Protocol):
         self._refuse(self.conn.error_status)
 
     def _refuse(self, status: int) -> None:
-        """Answer if no answer has begun, in the shape of the API that was asked, in OpenAI's if no head was read; and
-        close."""
+        """Answer if no answer has begun, in the shape of the API that was asked, in OpenAI's if no
+        head was read; and close.
+        """
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self._close(QUIET_SECONDS)
             return
@@ -284,8 +306,15 @@ class DeadlineProtocol(H11Protocol):
         path = "" if self._between_requests() else self.cycle.scope["path"]
         body = json.dumps(error_body(ApiError(status, message, code=code), path)).encode()
         request_id = self._account(status)
-        headers = {**SECURITY_HEADERS, "Content-Type": "application/json", "Content-Length": str(len(body))}
-        headers |= {"Connection": "close", **{name.decode(): request_id for name in id_headers(path)}}
+        headers = {
+            **SECURITY_HEADERS,
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+        }
+        headers |= {
+            "Connection": "close",
+            **{name.decode(): request_id for name in id_headers(path)},
+        }
         if status == 503:
             headers["Retry-After"] = str(self.kv.retry_after())
         start = h11.Response(
@@ -298,9 +327,12 @@ class DeadlineProtocol(H11Protocol):
         self._close(QUIET_SECONDS)
 
     def _account(self, status: int) -> str:
-        """Count and log a refusal; the request's id. A request that the app works on already is counted there."""
+        """Count and log a refusal; the request's id. A request that the app works on already is
+        counted there.
+        """
         if not self._between_requests():
-            facts: dict[str, Any] = self.cycle.scope.setdefault("kvboost", {"id": new_request_id()})  # type: ignore[typeddict-item]
+            scope: Any = self.cycle.scope
+            facts: dict[str, Any] = scope.setdefault("kvboost", {"id": new_request_id()})
             facts["refused"] = status
             return str(facts["id"])
         request_id = new_request_id()
@@ -308,8 +340,9 @@ class DeadlineProtocol(H11Protocol):
         return request_id
 
     def _close(self, seconds: float) -> None:
-        """Close; what the client still sends is dropped for `seconds`. Who works on its request learns that it has
-        gone."""
+        """Close; what the client still sends is dropped for `seconds`. Who works on its request
+        learns that it has gone.
+        """
         self._stop_reading_clock()
         self._closing.linger(seconds)
         if not self._between_requests():
@@ -324,7 +357,9 @@ def make_protocol(state: ServerState) -> type[DeadlineProtocol]:
 
 
 def _origin_form(request: h11.Request) -> h11.Request:
-    """A request for "http://host/path" as one for "/path" of that host, whatever its Host header says (RFC 9112)."""
+    """A request for "http://host/path" as one for "/path" of that host, whatever its Host header
+    says (RFC 9112).
+    """
     scheme, separator, rest = request.target.partition(b"://")
     if not separator or scheme.lower() not in (b"http", b"https"):
         return request
@@ -333,7 +368,9 @@ def _origin_form(request: h11.Request) -> h11.Request:
     return h11.Request(
         method=request.method,
         target=path if path.startswith(b"/") else b"/" + path,
-        headers=[(name, rest[:end] if name == b"host" else value) for name, value in request.headers],
+        headers=[
+            (name, rest[:end] if name == b"host" else value) for name, value in request.headers
+        ],
         http_version=request.http_version,
     )
 
@@ -343,11 +380,19 @@ def _check_head(request: h11.Request) -> None:
     if request.http_version not in _VERSIONS:
         raise h11.RemoteProtocolError("an HTTP version from elsewhere", error_status_hint=505)
     names = [name for name, _ in request.headers]
-    if len(request.target) + sum(len(name) + len(value) for name, value in request.headers) > _MAX_HEAD_BYTES:
-        raise h11.RemoteProtocolError(f"a head of more than {_MAX_HEAD_BYTES} bytes", error_status_hint=431)
+    if (
+        len(request.target) + sum(len(name) + len(value) for name, value in request.headers)
+        > _MAX_HEAD_BYTES
+    ):
+        raise h11.RemoteProtocolError(
+            f"a head of more than {_MAX_HEAD_BYTES} bytes", error_status_hint=431
+        )
     if len(names) > _MAX_HEADERS:
         raise h11.RemoteProtocolError(f"more than {_MAX_HEADERS} headers", error_status_hint=431)
     if b"transfer-encoding" in names and b"content-length" in names:
         raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
-    if any(name == b"expect" and value.strip().lower() != b"100-continue" for name, value in request.headers):
+    if any(
+        name == b"expect" and value.strip().lower() != b"100-continue"
+        for name, value in request.headers
+    ):
         raise h11.RemoteProtocolError("an unknown expectation", error_status_hint=417)

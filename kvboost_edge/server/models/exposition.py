@@ -1,4 +1,6 @@
-"""What Prometheus reads: the metrics of all models in one text, HTTP answers, the process, and what is loaded."""
+"""What Prometheus reads: the metrics of all models in one text, HTTP answers, the process, and what
+is loaded.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,24 @@ __all__ = ["CONTENT_TYPE", "ServerMetrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_HTTP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_HTTP = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+)
 
 _GAUGES = {
     "model_loaded": "1 while the model is loaded.",
@@ -36,9 +55,15 @@ class ServerMetrics:
     def __init__(self, models: Models, bodies: Bodies) -> None:
         self._models = models
         self.registry = CollectorRegistry()
-        self._http = Counter("kvboost:http_requests", "HTTP answers.", ["route", "status"], registry=self.registry)
+        self._http = Counter(
+            "kvboost:http_requests", "HTTP answers.", ["route", "status"], registry=self.registry
+        )
         self._http_seconds = Histogram(
-            "kvboost:http_request_seconds", "Time of an HTTP request.", ["route"], buckets=_HTTP, registry=self.registry
+            "kvboost:http_request_seconds",
+            "Time of an HTTP request.",
+            ["route"],
+            buckets=_HTTP,
+            registry=self.registry,
         )
         self.registry.register(_ModelsCollector(models, bodies))
 
@@ -49,14 +74,19 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""
-        registries = [self.registry, *(one.metrics.registry for one in self._models.all if one.metrics is not None)]
+        registries = [
+            self.registry,
+            *(one.metrics.registry for one in self._models.all if one.metrics is not None),
+        ]
         merged = CollectorRegistry()
         merged.register(_Merged(registries))
         return generate_latest(merged)
 
 
 class _Merged(Collector):
-    """Families of one name, of several registries, as one family; their samples differ in labels."""
+    """Families of one name, of several registries, as one family; their samples differ in
+    labels.
+    """
 
     def __init__(self, registries: list[CollectorRegistry]) -> None:
         self._registries = registries
@@ -90,18 +120,33 @@ class _ModelsCollector(Collector):
         figures = {
             "kvboost:process_resident_bytes": ("Resident memory.", process_rss()),
             "kvboost:process_peak_bytes": ("Most resident memory so far.", process_peak()),
-            "kvboost:body_bytes": ("Bytes of request bodies that are held.", self._bodies.num_bytes),
-            "kvboost:models_max_bytes": ("Memory that all loaded models may take.", models.loader.budget),
-            "kvboost:models_waiting": ("Requests that wait for a model to be loaded.", models.num_waiting),
+            "kvboost:body_bytes": (
+                "Bytes of request bodies that are held.",
+                self._bodies.num_bytes,
+            ),
+            "kvboost:models_max_bytes": (
+                "Memory that all loaded models may take.",
+                models.loader.budget,
+            ),
+            "kvboost:models_waiting": (
+                "Requests that wait for a model to be loaded.",
+                models.num_waiting,
+            ),
         }
         for name, (text, value) in figures.items():
             yield GaugeMetricFamily(name, text, value=value)
         refused = models.num_refused + self._bodies.refused
-        yield CounterMetricFamily("kvboost:server_refused", "Requests refused before a model took them.", value=refused)
+        yield CounterMetricFamily(
+            "kvboost:server_refused", "Requests refused before a model took them.", value=refused
+        )
         for name, text in _GAUGES.items():
-            yield _by_model(GaugeMetricFamily(f"kvboost:{name}", text, labels=["model_name"]), models, name)
+            yield _by_model(
+                GaugeMetricFamily(f"kvboost:{name}", text, labels=["model_name"]), models, name
+            )
         for name, text in _COUNTERS.items():
-            yield _by_model(CounterMetricFamily(f"kvboost:{name}", text, labels=["model_name"]), models, name)
+            yield _by_model(
+                CounterMetricFamily(f"kvboost:{name}", text, labels=["model_name"]), models, name
+            )
 
 
 def _by_model(family: GaugeMetricFamily | CounterMetricFamily, models: Models, name: str) -> Metric:

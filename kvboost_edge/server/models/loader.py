@@ -1,7 +1,7 @@
 """Loading models and unloading them, within one budget of memory.
 
-Where one has to be loaded and there is no room, those leave that were not used for longest, if they are enough, and
-none that a request holds. Models are loaded one after the other, in a thread.
+Where one has to be loaded and there is no room, those leave that were not used for longest, if they
+are enough, and none that a request holds. Models are loaded one after the other, in a thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ __all__ = ["Loader", "reserved_bytes"]
 _PINNED_SECONDS = 1.0  # an idle model with pinned blocks is looked at again after so long
 _SOON = 0.01  # a clock may run out a little early
 _FAILED_SECONDS = 15.0  # a model whose loading failed is not tried again for so long
-_ENDING_SECONDS = 5.0  # for loadings under way when the server ends; packing ends by itself, a download may not
+_ENDING_SECONDS = (
+    5.0  # for loadings under way when the server ends; packing ends by itself, a download may not
+)
 
 _FOLDERS = re.compile(r"(?:/[^\s/:'\"]+)+/(?=[^\s/:'\"])")
 
@@ -92,8 +94,9 @@ class Loader:
         served.loaded_at = served.idle_since = time.monotonic()
 
     def begin(self, served: ServedModel) -> asyncio.Task[None]:
-        """Load a model, or go on with that. The task never fails: afterwards the model has a state, or a refusal, or
-        nobody wanted it any more."""
+        """Load a model, or go on with that. The task never fails: afterwards the model has a state,
+        or a refusal, or nobody wanted it any more.
+        """
         if served.loading is not None:
             return served.loading
         served.phase = "loading" if served.phase == "not_loaded" else served.phase
@@ -116,7 +119,9 @@ class Loader:
             served.clock = loop.call_later(max(0.0, end - time.monotonic()), self._expire, served)
 
     async def close(self) -> None:
-        """Unload what was loaded here. Loadings in progress get a few seconds to end; what does not is left behind."""
+        """Unload what was loaded here. Loadings in progress get a few seconds to end; what does not
+        is left behind.
+        """
         self._ended.set()
         self._changed.set()
         for served in self._all:
@@ -142,12 +147,19 @@ class Loader:
                     raise _NobodyWaits
                 if served.unloading is not None:
                     served.waits_for = "it is being unloaded"
-                    await asyncio.shield(served.unloading)  # closing goes on though this is cancelled
+                    await asyncio.shield(
+                        served.unloading
+                    )  # closing goes on though this is cancelled
                 served.phase = "loading"
                 self._under_way = served
                 await self._adopt_new(served, await self._loaded(served))
             served.num_loads += 1
-            self._log("model loaded", served, seconds=round(served.load_seconds, 1), bytes=served.num_bytes)
+            self._log(
+                "model loaded",
+                served,
+                seconds=round(served.load_seconds, 1),
+                bytes=served.num_bytes,
+            )
             await self._keep_within(served)
         except _NobodyWaits:
             pass
@@ -158,7 +170,9 @@ class Loader:
             served.waits_for = ""
             if self._under_way is served:
                 self._under_way = None
-            if served.state is None and served.unloading is None:  # what is being unloaded still takes its memory
+            if (
+                served.state is None and served.unloading is None
+            ):  # what is being unloaded still takes its memory
                 served.phase = "not_loaded"
                 served.num_bytes = 0
             self._changed.set()
@@ -189,9 +203,12 @@ class Loader:
             self._log("model loading", served, bytes=served.planned)
             started = time.monotonic()
             try:
-                return await in_thread(lambda: source.load(self._ended), unwanted=lambda engine: engine.close())
+                return await in_thread(
+                    lambda: source.load(self._ended), unwanted=lambda engine: engine.close()
+                )
             except CapacityError:
-                # The machine has less than the budget. Without those that are idle there may be enough.
+                # The machine has less than the budget. Without those that are idle there may be
+                # enough.
                 served.num_bytes = 0
                 leaving = self._idle(besides=served)
                 if not leaving or self._ended.is_set():
@@ -201,12 +218,15 @@ class Loader:
                 served.load_seconds = time.monotonic() - started
 
     async def _make_room(self, served: ServedModel, needed: int) -> None:
-        """Wait until it fits, and unload what is idle if that is enough. CapacityError for what never fits."""
+        """Wait until it fits, and unload what is idle if that is enough. CapacityError for what
+        never fits.
+        """
         if needed > self.budget:
             raise CapacityError(
-                f"the model {served.name!r} does not fit: weights, pool and states take {_gb(needed)}, and all models "
-                f"together may take {_gb(self.budget)} (--max-model-bytes); make its pool smaller (--max-cache-bytes, "
-                "--num-blocks), or use smaller weights (--weights int4)"
+                f"the model {served.name!r} does not fit: weights, pool and states take "
+                f"{_gb(needed)}, and all models together may take {_gb(self.budget)} "
+                "(--max-model-bytes); make its pool smaller (--max-cache-bytes, --num-blocks), or "
+                "use smaller weights (--weights int4)"
             )
         while self.taken + needed > self.budget:
             if self._ended.is_set() or not served.in_use:
@@ -238,7 +258,9 @@ class Loader:
             if one.may_leave:  # a request may have come for it while another one left
                 await self._unload(one, "room for another")
         if self.taken > self.budget:
-            log_facts(logging.WARNING, "models over budget", bytes=self.taken, max_model_bytes=self.budget)
+            log_facts(
+                logging.WARNING, "models over budget", bytes=self.taken, max_model_bytes=self.budget
+            )
 
     async def _change(self, seconds: float | None) -> None:
         """Until something may have changed."""
@@ -254,8 +276,8 @@ class Loader:
         """The arithmetic, and why nobody leaves."""
         others = ", ".join(f"{one.name} {_gb(one.num_bytes)}" for one in self._all if one.num_bytes)
         return (
-            f"it takes {_gb(needed)}, of {_gb(self.budget)} for all models (--max-model-bytes) {_gb(self.taken)} are "
-            f"taken: {others}; {why}"
+            f"it takes {_gb(needed)}, of {_gb(self.budget)} for all models (--max-model-bytes) "
+            f"{_gb(self.taken)} are taken: {others}; {why}"
         )
 
     def _refuse(self, served: ServedModel, error: Exception) -> None:
@@ -268,7 +290,13 @@ class Loader:
         code = "model_failed" if fits else "model_does_not_fit"
         served.refusal = Refusal(message[:2000], code, time.monotonic() + _FAILED_SECONDS)
         facts = {"error": type(error).__name__, "place": failure_place(error)}
-        self._log("model not loaded", served, level=logging.ERROR, reason=str(error) if ours else None, **facts)
+        self._log(
+            "model not loaded",
+            served,
+            level=logging.ERROR,
+            reason=str(error) if ours else None,
+            **facts,
+        )
 
     def _expire(self, served: ServedModel) -> None:
         served.clock = None
@@ -280,7 +308,10 @@ class Loader:
             return
         engine = served.state.engine
         pinned = 0
-        with served.state.looks.begin(), contextlib.suppress(KVBoostError):  # of one that has stopped nothing is pinned
+        with (
+            served.state.looks.begin(),
+            contextlib.suppress(KVBoostError),
+        ):  # of one that has stopped nothing is pinned
             pinned = (await in_thread(engine.paged_stats))["pinned_blocks"]
         if self._ended.is_set() or not served.may_leave or served.state.engine is not engine:
             return
@@ -289,7 +320,9 @@ class Loader:
             return
         if pinned:  # somebody was promised that they stay
             loop = asyncio.get_running_loop()
-            served.clock = loop.call_later(max(_PINNED_SECONDS, served.keep_alive), self._expire, served)
+            served.clock = loop.call_later(
+                max(_PINNED_SECONDS, served.keep_alive), self._expire, served
+            )
         else:
             await self._unload(served, "idle")
 
@@ -298,8 +331,14 @@ class Loader:
         await asyncio.shield(self._begin_unloading(served, why))
 
     def let_go_if_stopped(self, served: ServedModel) -> None:
-        """Unload a model whose engine stopped after an error, if it can be loaded again: the next request does that."""
-        if served.source is not None and served.state is not None and not served.state.engine.is_alive():
+        """Unload a model whose engine stopped after an error, if it can be loaded again: the next
+        request does that.
+        """
+        if (
+            served.source is not None
+            and served.state is not None
+            and not served.state.engine.is_alive()
+        ):
             self._begin_unloading(served, "its engine stopped")
 
     def _begin_unloading(self, served: ServedModel, why: str) -> asyncio.Task[None]:
@@ -346,7 +385,9 @@ class Loader:
 
 
 def reserved_bytes(engine: Engine) -> int:
-    """Bytes that a loaded model's weights, pool and states take, read or not yet read, written or not yet written."""
+    """Bytes that a loaded model's weights, pool and states take, read or not yet read, written or
+    not yet written.
+    """
     stats = engine.paged_stats()
     return sum(int(stats[name]) for name in ("weight_bytes", "pool_bytes", "state_bytes"))
 

@@ -1,6 +1,8 @@
-"""The models of a server by their names: a request holds its model while it runs, and one that nobody holds may leave.
+"""The models of a server by their names: a request holds its model while it runs, and one that
+nobody holds may leave.
 
-A request for a model that is not loaded waits until it is, its time is up, the client goes or the server ends.
+A request for a model that is not loaded waits until it is, its time is up, the client goes or the
+server ends.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Models:
         self.num_refused = 0
         self._shared = shared
         self._by_name = {name: one for one in self.all for name in one.names}
-        self._waiting = Shares(max(1, shared.settings.max_queue_size), shared.settings.tenant_weights, least=1)
+        self._waiting = Shares(
+            max(1, shared.settings.max_queue_size), shared.settings.tenant_weights, least=1
+        )
         self._told: set[asyncio.Future[None]] = set()
 
     @property
@@ -66,19 +70,22 @@ class Models:
         return self.first if name is None else self._by_name.get(name)
 
     def heeds(self, served: ServedModel) -> bool:
-        """Whether a request may say how long a model stays: not where other API keys use it, too, or where it was given
-        to stay."""
+        """Whether a request may say how long a model stays: not where other API keys use it, too,
+        or where it was given to stay.
+        """
         return served.source is not None and len(self._shared.settings.all_keys) < 2
 
     @contextlib.asynccontextmanager
     async def lease(
         self, request: Request, served: ServedModel, keep_alive: float | None = None
     ) -> AsyncGenerator[ModelState]:
-        """The loaded model, which stays while the block runs; it is loaded first if need be. The body of the request
-        must have been read. ApiError 503 with the reason where that is not possible, or takes too long.
+        """The loaded model, which stays while the block runs; it is loaded first if need be. The
+        body of the request must have been read. ApiError 503 with the reason where that is not
+        possible, or takes too long.
 
-        keep_alive: seconds that it stays afterwards, unless a later request says otherwise; None: as the server was
-        told. It has no effect where `heeds` says so."""
+        keep_alive: seconds that it stays afterwards, unless a later request says otherwise; None:
+        as the server was told. It has no effect where `heeds` says so.
+        """
         served.in_use += 1
         if keep_alive is None or not self.heeds(served):
             keep_alive = served.default_keep_alive
@@ -118,8 +125,8 @@ class Models:
             self.num_refused += 1
             used = self._waiting.used_by(tenant) if self._waiting.are_kept else self._waiting.used
             raise QueueFull(
-                f"{used} requests wait for models to be loaded, as many as may wait (--max-queue-size); "
-                "try again later",
+                f"{used} requests wait for models to be loaded, as many as may wait "
+                "(--max-queue-size); try again later",
                 _retry_seconds(served.load_seconds),
             )
         self._waiting.take(tenant, 1)
@@ -128,7 +135,9 @@ class Models:
         told = asyncio.get_running_loop().create_future()
         self._told.add(told)
         try:
-            return await self._wait(served, gone, told, started + self._shared.settings.request_timeout)
+            return await self._wait(
+                served, gone, told, started + self._shared.settings.request_timeout
+            )
         finally:
             self._told.discard(told)
             gone.cancel()
@@ -136,14 +145,20 @@ class Models:
             facts["load_wait_seconds"] = round(time.monotonic() - started, 3)
 
     async def _wait(
-        self, served: ServedModel, gone: asyncio.Future[None], told: asyncio.Future[None], end: float
+        self,
+        served: ServedModel,
+        gone: asyncio.Future[None],
+        told: asyncio.Future[None],
+        end: float,
     ) -> ModelState:
         while served.state is None:
             if self._shared.draining or self.loader.ended:
                 raise ShuttingDown
             loading = self.loader.begin(served)
             left = max(0.0, end - time.monotonic())
-            await asyncio.wait({loading, gone, told}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {loading, gone, told}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
             if gone.done():
                 raise ClientGone
             if served.state is not None:
@@ -155,8 +170,8 @@ class Models:
                 timeout = self._shared.settings.request_timeout
                 raise ApiError(
                     503,
-                    f"the model {served.name!r} was not loaded within {timeout:g} seconds (--request-timeout): "
-                    f"{self._told_of(served)}; try again later",
+                    f"the model {served.name!r} was not loaded within {timeout:g} seconds "
+                    f"(--request-timeout): {self._told_of(served)}; try again later",
                     code="model_loading",
                     headers={"Retry-After": str(_retry_seconds(served.load_seconds))},
                 )
@@ -165,7 +180,9 @@ class Models:
     def _told_of(self, served: ServedModel) -> str:
         """What its loading waits for, without what other keys use."""
         several = len(self._shared.settings.all_keys) > 1
-        return "other models take the memory" if several and not served.num_bytes else served.waits_for
+        return (
+            "other models take the memory" if several and not served.num_bytes else served.waits_for
+        )
 
 
 async def _until_gone(request: Request) -> None:

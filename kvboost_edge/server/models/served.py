@@ -51,7 +51,14 @@ class Known(NamedTuple):
     @classmethod
     def of(cls, engine: Engine) -> Known:
         info = engine.runner_info
-        fields = (info.architecture, info.dtype, info.vocab_size, info.max_context, info.weight_bytes, info.hidden_size)
+        fields = (
+            info.architecture,
+            info.dtype,
+            info.vocab_size,
+            info.max_context,
+            info.weight_bytes,
+            info.hidden_size,
+        )
         return cls(info.name, *fields, engine.tokenizer.chat_template or "")
 
 
@@ -74,15 +81,18 @@ class ServedModel:
 
     names        requests may use each; answers tell the first
     source       loads it; None: it was given loaded, and stays
-    keep_alive   seconds that it stays loaded while nobody uses it, as the last request wanted it, else the default;
+    keep_alive   seconds that it stays loaded while nobody uses it, as the last request wanted it,
+                 else the default;
                  infinite: until another one needs the room
     history      what was asked of it, which outlives its being loaded
     state        what requests work with; None while it is not loaded
-    known, abilities    what stays known of it; abilities are Ollama's words, () before they were asked for
+    known, abilities    what stays known of it; abilities are Ollama's words, () before they were
+                        asked for
     planned      bytes that it will take, once that was looked up
     num_bytes    what it takes of the server's memory, or will once it is loaded
     in_use       requests that hold it or wait for it
-    idle_since   when the last one went; loaded_at, load_seconds: when it was loaded last, and how long that took
+    idle_since   when the last one went; loaded_at, load_seconds: when it was loaded last, and how
+                 long that took
     waits_for    what its loading waits for, for people
     """
 
@@ -125,14 +135,19 @@ class ServedModel:
 
     @property
     def rested_at(self) -> float:
-        """When it may make room for another one: it stays for as long as its loading took, so that of two models that
-        take turns at most half of the time is spent on that."""
+        """When it may make room for another one: it stays for as long as its loading took, so that
+        of two models that take turns at most half of the time is spent on that.
+        """
         return self.loaded_at + self.load_seconds
 
     @property
     def unloads_at(self) -> float | None:
         """When it will be unloaded unless somebody comes; None: no time is set."""
-        return self.idle_since + self.keep_alive if self.may_leave and self.keep_alive < math.inf else None
+        return (
+            self.idle_since + self.keep_alive
+            if self.may_leave and self.keep_alive < math.inf
+            else None
+        )
 
     def stop_clock(self) -> None:
         if self.clock is not None:
@@ -141,7 +156,9 @@ class ServedModel:
 
 
 def abilities_of(engine: Engine) -> tuple[str, ...]:
-    """What a model can do, in Ollama's words. Reads its chat template, which may take a while the first time."""
+    """What a model can do, in Ollama's words. Reads its chat template, which may take a while the
+    first time.
+    """
     if not engine.tokenizer.chat_template:
         return ("completion",)
     try:
@@ -149,4 +166,8 @@ def abilities_of(engine: Engine) -> tuple[str, ...]:
     except KVBoostError:  # a template that is not understood
         return ("completion",)
     calls = not format.shows_tools or format.calls is not None
-    return ("completion", *(["tools"] if calls else []), *(["thinking"] if format.reasoning else []))
+    return (
+        "completion",
+        *(["tools"] if calls else []),
+        *(["thinking"] if format.reasoning else []),
+    )

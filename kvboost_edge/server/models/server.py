@@ -57,14 +57,21 @@ class ServerState:
 
     @staticmethod
     def engine_alive(scope: Scope) -> bool:
-        """Whether the engine of a request's model computes requests; True of a request that has none."""
+        """Whether the engine of a request's model computes requests; True of a request that has
+        none.
+        """
         state = model_of(scope)
         return state is None or state.engine.is_alive()
 
     def stopped(self) -> ApiError | None:
-        """What is told of the first engine that has stopped for good, or None: a model that can be loaded again is, by
-        the next request for it."""
-        lasting = (one.state.engine for one in self.models.all if one.state is not None and one.source is None)
+        """What is told of the first engine that has stopped for good, or None: a model that can be
+        loaded again is, by the next request for it.
+        """
+        lasting = (
+            one.state.engine
+            for one in self.models.all
+            if one.state is not None and one.source is None
+        )
         return next((stopped(engine) for engine in lasting if not engine.is_alive()), None)
 
     def trouble(self) -> str | None:
@@ -75,8 +82,9 @@ class ServerState:
         return "the server is shutting down" if self.draining else None
 
     def check_queue(self, tenant: str | None) -> None:
-        """QueueFull where no model has room for a request; which one it is for is not known yet. Of several full
-        models none counts it as its own."""
+        """QueueFull where no model has room for a request; which one it is for is not known yet. Of
+        several full models none counts it as its own.
+        """
         refusals: list[QueueFull] = []
         for one in self.models.all:
             refusal = None if one.state is None else one.state.admission.refusal(tenant)

@@ -29,8 +29,9 @@ class ModelMeta(_Answer):
 
 
 class Model(_Answer):
-    """One name of a model, `root` the one that answers tell. Of one that was never loaded max_model_len and meta are
-    null. failure: why its last loading failed."""
+    """One name of a model, `root` the one that answers tell. Of one that was never loaded
+    max_model_len and meta are null. failure: why its last loading failed.
+    """
 
     id: str
     object: Literal["model"]
@@ -50,8 +51,9 @@ class ModelList(_Answer):
 
 
 class ModelFigures(_Answer):
-    """bytes: what its weights, pool and states take; in_use: requests that hold it or wait for it; unloads_in_seconds:
-    null while no time is set; waits_for: what its loading waits for, else ""."""
+    """bytes: what its weights, pool and states take; in_use: requests that hold it or wait for it;
+    unloads_in_seconds: null while no time is set; waits_for: what its loading waits for, else "".
+    """
 
     id: str
     state: Phase
@@ -108,7 +110,9 @@ def memory_of(models: Models) -> dict[str, Any]:
                 "state": one.phase,
                 "bytes": one.num_bytes,
                 "in_use": one.in_use,
-                "unloads_in_seconds": None if one.unloads_at is None else round(max(0.0, one.unloads_at - now), 3),
+                "unloads_in_seconds": None
+                if one.unloads_at is None
+                else round(max(0.0, one.unloads_at - now), 3),
                 "waits_for": one.waits_for,
             }
             for one in models.all

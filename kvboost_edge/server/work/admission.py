@@ -1,7 +1,9 @@
-"""Who may come in: the bounded queue, the deadline, and the end of the work when the client has gone.
+"""Who may come in: the bounded queue, the deadline, and the end of the work when the client has
+gone.
 
-`async with state.admit(request, num_tokens) as ticket` encloses the whole life of a generating request. Entering
-costs microseconds and comes before anything dear, so a full server says so at once.
+`async with state.admit(request, num_tokens) as ticket` encloses the whole life of a generating
+request. Entering costs microseconds and comes before anything dear, so a full server says so at
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.requests import Request
 
 from kvboost_edge.server.engines import replicas_of
-from kvboost_edge.server.errors import ApiError, ClientGone, DeadlineExceeded, QueueFull, ShuttingDown
+from kvboost_edge.server.errors import (
+    ApiError,
+    ClientGone,
+    DeadlineExceeded,
+    QueueFull,
+    ShuttingDown,
+)
 from kvboost_edge.server.work.grouping import PrefixGroups
 from kvboost_edge.server.work.shares import Shares
 
@@ -42,7 +50,9 @@ class Observer(Protocol):
 
 
 class Admission:
-    """Counts what is in flight, tenant by tenant (see shares.py); only the event loop's thread touches it."""
+    """Counts what is in flight, tenant by tenant (see shares.py); only the event loop's thread
+    touches it.
+    """
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         # Once, for as long as the server runs: one that is busy just now counts too.
@@ -76,21 +86,23 @@ class Admission:
         return self._tokens.used
 
     def check(self, tenant: str | None, num_sequences: int = 1, num_tokens: int = 0) -> None:
-        """QueueFull (503) when these do not fit beside what is in flight, ApiError 400 when they never could."""
+        """QueueFull (503) when these do not fit beside what is in flight, ApiError 400 when they
+        never could.
+        """
         most_sequences = self._places.most(tenant)
         most_tokens = self._tokens.most(tenant)
         if num_sequences > most_sequences:
             raise ApiError(
                 400,
-                f"the request asks for {num_sequences} sequences, the server takes {most_sequences} at once; "
-                "ask for fewer, or raise --max-queue-size",
+                f"the request asks for {num_sequences} sequences, the server takes "
+                f"{most_sequences} at once; ask for fewer, or raise --max-queue-size",
                 code="request_too_large",
             )
         if num_tokens > most_tokens:
             raise ApiError(
                 400,
-                f"the request holds about {num_tokens} tokens, the server takes {most_tokens} at once; "
-                "send less, or raise --max-queue-tokens",
+                f"the request holds about {num_tokens} tokens, the server takes {most_tokens} at "
+                "once; send less, or raise --max-queue-tokens",
                 code="request_too_large",
             )
         refusal = self.refusal(tenant, num_sequences, num_tokens)
@@ -98,7 +110,9 @@ class Admission:
             self.refused += 1
             raise refusal
 
-    def refusal(self, tenant: str | None, num_sequences: int = 1, num_tokens: int = 0) -> QueueFull | None:
+    def refusal(
+        self, tenant: str | None, num_sequences: int = 1, num_tokens: int = 0
+    ) -> QueueFull | None:
         """Why these do not fit beside what is in flight, or None where they do. Counts nothing."""
         if not self._places.fit(tenant, num_sequences):
             return self._full(tenant, self._places, "{} requests{} are in flight")
@@ -127,8 +141,9 @@ class Admission:
         self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
 
     def retry_after(self, tenant: str | None = None) -> int:
-        """Seconds until a place is likely free: one batch of those in flight, by the time requests took lately. Of
-        several tenants each one's own count: nothing tells of the others' requests."""
+        """Seconds until a place is likely free: one batch of those in flight, by the time requests
+        took lately. Of several tenants each one's own count: nothing tells of the others' requests.
+        """
         in_flight = self._places.used_by(tenant) if self._places.are_kept else self.sequences
         seconds = self._mean_seconds * max(1, in_flight) / self.batch
         return max(1, min(_MAX_RETRY_AFTER, math.ceil(seconds)))
@@ -138,7 +153,9 @@ class Admission:
 
 
 class Bodies:
-    """Counts the bytes of bodies that are held, of requests for any model; only the event loop's thread touches it."""
+    """Counts the bytes of bodies that are held, of requests for any model; only the event loop's
+    thread touches it.
+    """
 
     def __init__(self, settings: ServerSettings) -> None:
         self._held = Shares(_LARGEST_BODIES * settings.max_body_bytes, settings.tenant_weights)
@@ -167,28 +184,40 @@ def _full(tenant: str | None, shares: Shares, what: str, retry_after: int) -> Qu
         reason += f"; its share is {shares.kept_for(tenant)}, and there is no room beyond it"
     else:
         reason = f"{what.format(shares.used, '')}, the limit is {shares.limit}"
-    return QueueFull(f"{reason}; try again later (--max-queue-size, --max-queue-tokens)", retry_after)
+    return QueueFull(
+        f"{reason}; try again later (--max-queue-size, --max-queue-tokens)", retry_after
+    )
 
 
 class Ticket:
-    """One admitted request. When the client goes or the deadline passes, the task inside the `async with` is
-    cancelled, and leaving the block raises the ApiError that says why.
+    """One admitted request. When the client goes or the deadline passes, the task inside the `async
+    with` is cancelled, and leaving the block raises the ApiError that says why.
 
-    `facts` is what the log tells of the request; the gate left there whose it is. `tenant` is None when no key is asked
-    for, `weight` its share beside others, `pin_share` the part of what can be pinned that is its own, by weight too.
-    Entering raises QueueFull (503), or ApiError 400 for what could never fit.
+    `facts` is what the log tells of the request; the gate left there whose it is. `tenant` is None
+    when no key is asked for, `weight` its share beside others, `pin_share` the part of what can be
+    pinned that is its own, by weight too. Entering raises QueueFull (503), or ApiError 400 for what
+    could never fit.
     """
 
     def __init__(
-        self, admission: Admission, observer: Observer, request: Request, num_tokens: int, num_sequences: int
+        self,
+        admission: Admission,
+        observer: Observer,
+        request: Request,
+        num_tokens: int,
+        num_sequences: int,
     ) -> None:
         self.facts: dict[str, Any] = request.scope.setdefault("kvboost", {})
         self.tenant: str | None = self.facts.get("tenant")
         self.weight = 1.0 if self.tenant is None else admission.weights[self.tenant]
-        self.pin_share = 1.0 if self.tenant is None else self.weight / sum(admission.weights.values())
+        self.pin_share = (
+            1.0 if self.tenant is None else self.weight / sum(admission.weights.values())
+        )
         self.timeout = admission.request_timeout
         # Its time began when it started to wait for its model.
-        self.deadline = time.monotonic() + self.timeout - float(self.facts.get("load_wait_seconds", 0.0))
+        self.deadline = (
+            time.monotonic() + self.timeout - float(self.facts.get("load_wait_seconds", 0.0))
+        )
         self._admission = admission
         self._observer = observer
         self._request = request
@@ -209,12 +238,17 @@ class Ticket:
         loop = asyncio.get_running_loop()
         self._entered = time.monotonic()
         self._task = asyncio.current_task()
-        self._timer = loop.call_later(self.deadline - self._entered, self.cancel, DeadlineExceeded(self.timeout))
+        self._timer = loop.call_later(
+            self.deadline - self._entered, self.cancel, DeadlineExceeded(self.timeout)
+        )
         self._watch = loop.create_task(self._await_disconnect())
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         admission = self._admission
         admission.leave(self.tenant, self._num_sequences, self._num_tokens)
@@ -227,14 +261,17 @@ class Ticket:
             self._timer.cancel()
         if self._watch is not None:
             self._watch.cancel()
-        # A task that was cancelled keeps the error, and its traceback leads to this ticket. Holding the task as well
-        # would make a circle of all that belongs to the request, which only the garbage collector could free.
+        # A task that was cancelled keeps the error, and its traceback leads to this ticket. Holding
+        # the task as well would make a circle of all that belongs to the request, which only the
+        # garbage collector could free.
         self._watch = None
         if self._reason is None or self._task is None:
             return
         if not isinstance(error, asyncio.CancelledError):
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(0)  # the block ended by itself; take the cancellation that is still on its way
+                await asyncio.sleep(
+                    0
+                )  # the block ended by itself; take the cancellation that is still on its way
         if not self._task.uncancel() and isinstance(error, asyncio.CancelledError):
             raise self._reason from None
 
@@ -252,8 +289,9 @@ class Ticket:
             self.facts[name] = self.facts.get(name, 0) + getattr(result, name)
 
     async def group(self, prompt_ids: Sequence[int]) -> None:
-        """Wait, at most the batch window, while another request computes the same first block. Call it right before
-        the prompt is submitted."""
+        """Wait, at most the batch window, while another request computes the same first block. Call
+        it right before the prompt is submitted.
+        """
         if self._group is None:
             self._group = await self._admission.groups.join(self.tenant, prompt_ids)
 
@@ -264,7 +302,9 @@ class Ticket:
             self._group = None
 
     async def _await_disconnect(self) -> None:
-        """The body was read before, so the next thing that can arrive is the end of the connection."""
+        """The body was read before, so the next thing that can arrive is the end of the
+        connection.
+        """
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
         self.cancel(ClientGone())

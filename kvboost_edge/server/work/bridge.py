@@ -1,7 +1,9 @@
-"""From the event loop to the engine and back: nothing here blocks the loop, and nothing runs on once nobody waits.
+"""From the event loop to the engine and back: nothing here blocks the loop, and nothing runs on
+once nobody waits.
 
-Tokenizing, chat templates and submitting happen in worker threads, short prompts excepted; results and tokens arrive
-through the handles. A cancelled task (client gone, deadline, shutdown) cancels its requests in every phase.
+Tokenizing, chat templates and submitting happen in worker threads, short prompts excepted; results
+and tokens arrive through the handles. A cancelled task (client gone, deadline, shutdown) cancels
+its requests in every phase.
 """
 
 from __future__ import annotations
@@ -50,16 +52,19 @@ T = TypeVar("T")
 
 Item = TokenEvent | GenerationResult | Progress
 
-_SHORT = 1000  # characters or tokens; reading as many takes a fraction of a millisecond, a hop to a thread as long
+# Characters or tokens; reading as many takes a fraction of a millisecond, a hop to a thread as
+# long.
+_SHORT = 1000
 _FEW = 8  # sequences submitted without such a hop
 _LONG = 1 << 16  # characters; as many take a tokenizer about 50 ms
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt's tokens, and its text as `echo` shows it ("" where nobody asks). turn: what its answers are made of;
-    None: text alone. pins: of its beginnings, see the engine's `Terms`. asked: what the prompt was made of. dropped:
-    messages that were left out as they did not fit."""
+    """A prompt's tokens, and its text as `echo` shows it ("" where nobody asks). turn: what its
+    answers are made of; None: text alone. pins: of its beginnings, see the engine's `Terms`. asked:
+    what the prompt was made of. dropped: messages that were left out as they did not fit.
+    """
 
     token_ids: list[int]
     text: str = ""
@@ -74,8 +79,10 @@ class EncodedPrompt:
 class Job:
     """What a request body asks of the engine.
 
-    encode         tokenizes, given the ids of earlier answers; runs in a worker thread unless the prompts are short
-    params         (prompt, number of the sequence) -> sampling; may raise ApiError; runs where `encode` does
+    encode         tokenizes, given the ids of earlier answers; runs in a worker thread unless the
+                   prompts are short
+    params         (prompt, number of the sequence) -> sampling; may raise ApiError; runs where
+                   `encode` does
     per_prompt     sequences computed for each prompt
     options        other keywords of the engine's `submit`
     cache_key, retention, pin, ttl    how long it is kept, see the engine's `Terms`
@@ -98,7 +105,9 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Running:
-    """Requests in the engine: those of prompt 0 first, `per_prompt` of each. `watch`: what observes the first."""
+    """Requests in the engine: those of prompt 0 first, `per_prompt` of each. `watch`: what observes
+    the first.
+    """
 
     prompts: list[EncodedPrompt]
     handles: list[RequestHandle]
@@ -109,8 +118,9 @@ class Running:
 
 
 class Answer(Response):
-    """A response that does its work while it is sent: all of it happens in the request's own task, inside the app's
-    error handlers, so an error before the first byte still gets its status."""
+    """A response that does its work while it is sent: all of it happens in the request's own task,
+    inside the app's error handlers, so an error before the first byte still gets its status.
+    """
 
     def __init__(self, work: Callable[[Send], Awaitable[None]]) -> None:
         super().__init__()
@@ -123,8 +133,8 @@ class Answer(Response):
 async def off_loop(work: Callable[[], T], size: int = 0) -> T:
     """Run in a worker thread. A cancelled caller does not wait for it; the work must end by itself.
 
-    `size` is the number of characters or tokens to read: long ones have threads of their own, so that a short request
-    never waits until somebody's book is tokenized.
+    `size` is the number of characters or tokens to read: long ones have threads of their own, so
+    that a short request never waits until somebody's book is tokenized.
     """
     if size > _LONG:
         return await asyncio.get_running_loop().run_in_executor(_long_workers(), work)
@@ -132,14 +142,18 @@ async def off_loop(work: Callable[[], T], size: int = 0) -> T:
 
 
 async def to_its_end(work: Callable[[], T], size: int, handles: Handles) -> T:
-    """The same for work that computes, which puts what it queues into `handles`: a cancelled caller stops it, and waits
-    for it all the same, unless it is cancelled once more, as at the server's end."""
+    """The same for work that computes, which puts what it queues into `handles`: a cancelled caller
+    stops it, and waits for it all the same, unless it is cancelled once more, as at the server's
+    end.
+    """
     task = asyncio.ensure_future(off_loop(work, size))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         handles.stop()
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else asks for it
+        task.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # nobody else asks for it
         await asyncio.wait([task])
         raise
 
@@ -170,12 +184,18 @@ async def running(engine: Engine, job: Job, ticket: Ticket) -> AsyncGenerator[Ru
 async def _submit(
     engine: Engine, job: Job, ticket: Ticket, prompts: Sequence[EncodedPrompt], entry: Entry
 ) -> list[RequestHandle]:
-    """Queue every sequence, or none: an error or a cancel meanwhile takes back those that were queued."""
+    """Queue every sequence, or none: an error or a cancel meanwhile takes back those that were
+    queued.
+    """
     handles: list[RequestHandle] = []
     abandoned = False
 
     def plan() -> list[tuple[EncodedPrompt, SamplingParams]]:
-        return [(prompt, job.params(prompt, choice)) for prompt in prompts for choice in range(job.per_prompt)]
+        return [
+            (prompt, job.params(prompt, choice))
+            for prompt in prompts
+            for choice in range(job.per_prompt)
+        ]
 
     def submit(planned: Sequence[tuple[EncodedPrompt, SamplingParams]] | None = None) -> None:
         try:
@@ -229,7 +249,9 @@ async def _submit(
 
 
 async def wait_all(ticket: Ticket, handles: Sequence[RequestHandle]) -> list[GenerationResult]:
-    """All results in order. The first error is raised; the caller's `running` block cancels the rest."""
+    """All results in order. The first error is raised; the caller's `running` block cancels the
+    rest.
+    """
     results = []
     for handle in handles:
         results.append(finished(ticket, await handle.aresult()))
@@ -250,9 +272,10 @@ def finished(ticket: Ticket, result: GenerationResult) -> GenerationResult:
 async def merged(
     handles: Sequence[RequestHandle], *, every: float | None = None, followed: Sequence[int] = (0,)
 ) -> AsyncGenerator[list[tuple[int, Item]]]:
-    """Events of all handles as they come, with the handle's number, in lists of all that is there; the last item of
-    each handle is its result. An error of any handle is raised. With `every`, in seconds, progress of the `followed`
-    handles that often until their first event."""
+    """Events of all handles as they come, with the handle's number, in lists of all that is there;
+    the last item of each handle is its result. An error of any handle is raised. With `every`, in
+    seconds, progress of the `followed` handles that often until their first event.
+    """
     if len(handles) == 1:
         while every is not None and not await handles[0].astarted(every):
             yield [(0, handles[0].progress())]

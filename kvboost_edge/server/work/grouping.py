@@ -1,8 +1,8 @@
 """The batch window: requests that share a prefix which is being computed right now start together.
 
-The engine computes a shared prefix once in any case: a later request waits for the blocks of the first. What the
-window adds is that those who arrive meanwhile are handed over together, so that their own suffixes fall into one
-step. A request without such company is never held.
+The engine computes a shared prefix once in any case: a later request waits for the blocks of the
+first. What the window adds is that those who arrive meanwhile are handed over together, so that
+their own suffixes fall into one step. A request without such company is never held.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ __all__ = ["PrefixGroups"]
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """Requests with one first block whose prompts are not computed yet, and the gate where later ones wait."""
+    """Requests with one first block whose prompts are not computed yet, and the gate where later
+    ones wait.
+    """
 
     members: int = 0
     gate: asyncio.Event | None = None
@@ -26,7 +28,9 @@ class _Group:
 
 
 class PrefixGroups:
-    """`join` before a prompt is submitted, `leave` at its first token or its end. Event loop's thread only."""
+    """`join` before a prompt is submitted, `leave` at its first token or its end. Event loop's
+    thread only.
+    """
 
     def __init__(self, window_seconds: float, block_size: int) -> None:
         self.held = 0  # requests that waited, since the start
@@ -35,8 +39,10 @@ class PrefixGroups:
         self._groups: dict[bytes, _Group] = {}
 
     async def join(self, tenant: str | None, prompt_ids: Sequence[int]) -> bytes | None:
-        """Wait while another member computes the same first block, at most the window from the first that waits.
-        Returns the key to `leave` with; None when there is no full block to share or the window is off."""
+        """Wait while another member computes the same first block, at most the window from the
+        first that waits. Returns the key to `leave` with; None when there is no full block to share
+        or the window is off.
+        """
         if not self._window or len(prompt_ids) <= self._block_size:
             return None
         first = array.array("Q", prompt_ids[: self._block_size]).tobytes()

@@ -15,10 +15,15 @@ __all__ = ["prepare"]
 
 
 def prepare(
-    engine: CPUPagedEngine, warm: Sequence[str], warm_documents: Sequence[str], tenants: Sequence[str | None]
+    engine: CPUPagedEngine,
+    warm: Sequence[str],
+    warm_documents: Sequence[str],
+    tenants: Sequence[str | None],
 ) -> None:
-    """Run the model once, so that the first client does not wait for kernels to load, and cache the warm texts, for
-    each tenant its own copy: none shares with another. No tenants: for who comes without a key."""
+    """Run the model once, so that the first client does not wait for kernels to load, and cache the
+    warm texts, for each tenant its own copy: none shares with another. No tenants: for who comes
+    without a key.
+    """
     if engine.pooling.source:
         engine.embed([[0, 0]])
     else:
@@ -28,4 +33,6 @@ def prepare(
         if warm_documents:
             warmed.append(engine.warm(documents=warm_documents, tenant=tenant))
         for stored in warmed:
-            log_facts(logging.INFO, "warmed", tokens=stored.token_count, chunks=stored.chunks_stored)
+            log_facts(
+                logging.INFO, "warmed", tokens=stored.token_count, chunks=stored.chunks_stored
+            )

@@ -1,4 +1,6 @@
-"""Conversations that clients asked to be remembered: in memory only, each tenant's for itself, bounded in every way."""
+"""Conversations that clients asked to be remembered: in memory only, each tenant's for itself,
+bounded in every way.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _OVERHEAD = 512  # bytes of an entry beside its texts
 
 
 class Turn(NamedTuple):
-    """One turn of a conversation, as JSON: its answer, and the list of what was sent; `previous` is the turn before."""
+    """One turn of a conversation, as JSON: its answer, and the list of what was sent; `previous` is
+    the turn before.
+    """
 
     answer: bytes
     sent: bytes
@@ -31,8 +35,9 @@ class Turn(NamedTuple):
 
 
 class Remembered:
-    """Turns by tenant and id. Each tenant has an equal part of the bytes and entries, so nobody's turns leave for
-    another's; of its own those go first that were not used for longest. Any thread may call.
+    """Turns by tenant and id. Each tenant has an equal part of the bytes and entries, so nobody's
+    turns leave for another's; of its own those go first that were not used for longest. Any thread
+    may call.
 
     num_tenants   API keys, or 1
     """
@@ -55,7 +60,9 @@ class Remembered:
         self._bytes: dict[str | None, int] = {}
 
     def keep(self, tenant: str | None, name: str, turn: Turn) -> bool:
-        """Remember a turn under a new id. False: it is larger than the tenant's part and was not kept."""
+        """Remember a turn under a new id. False: it is larger than the tenant's part and was not
+        kept.
+        """
         if turn.size > self.max_bytes:
             return False
         with self._lock:
@@ -68,7 +75,9 @@ class Remembered:
         return True
 
     def conversation(self, tenant: str | None, name: str) -> list[Turn]:
-        """The turns up to this one, the first one first. KeyError with the id of one that is not remembered."""
+        """The turns up to this one, the first one first. KeyError with the id of one that is not
+        remembered.
+        """
         with self._lock:
             self._forget_old()
             turns = self._turns.get(tenant, OrderedDict())
@@ -104,7 +113,9 @@ class Remembered:
         self._bytes[tenant] -= self._turns[tenant].pop(name).size
 
     def _forget_old(self) -> None:
-        """Of all tenants. What was used again stands behind others, so each has to be looked at; there are few."""
+        """Of all tenants. What was used again stands behind others, so each has to be looked at;
+        there are few.
+        """
         oldest = self._clock() - self.seconds
         for tenant, turns in self._turns.items():
             for name in [name for name, turn in turns.items() if turn.kept_at < oldest]:

@@ -1,8 +1,9 @@
-"""A bounded amount that tenants share: none takes it all, and each finds its own share whenever it comes.
+"""A bounded amount that tenants share: none takes it all, and each finds its own share whenever it
+comes.
 
-Half of the amount is divided among the tenants by their weights and kept for them, used or not; the other half belongs
-to whoever comes first. So of R a tenant with the share S gets at least S and at most R/2 + S. With one tenant, or
-without keys, the bound is R and nothing else.
+Half of the amount is divided among the tenants by their weights and kept for them, used or not; the
+other half belongs to whoever comes first. So of R a tenant with the share S gets at least S and at
+most R/2 + S. With one tenant, or without keys, the bound is R and nothing else.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ __all__ = ["Shares"]
 class Shares:
     """limit    the whole amount
     weights  of each tenant; fewer than two: nothing is kept for anybody
-    least    what each tenant has in any case, as long as that is no more than the whole; else nobody has a share
+    least    what each tenant has in any case, as long as that is no more than the whole; else
+             nobody has a share
 
-    Requests of no tenant (None) have no share of their own where there are several. Every call takes constant time.
+    Requests of no tenant (None) have no share of their own where there are several. Every call
+    takes constant time.
     """
 
     def __init__(self, limit: int, weights: Mapping[str, float], least: int = 0) -> None:
@@ -29,7 +32,9 @@ class Shares:
             least = least if least * len(weights) <= limit else 0
             rest = max(0, limit // 2 - least * len(weights))
             whole = sum(weights.values())
-            self._kept = {tenant: least + int(rest * weight / whole) for tenant, weight in weights.items()}
+            self._kept = {
+                tenant: least + int(rest * weight / whole) for tenant, weight in weights.items()
+            }
         # What is used or kept: of each tenant the greater of the two. Never above the limit.
         self._committed = sum(self._kept.values())
         self.used = 0

@@ -13,8 +13,15 @@ from starlette.types import Send
 from kvboost_edge.server.errors import ApiError, error_body
 
 __all__ = [
-    "EVENTS", "ChunkStream", "EventStream", "dumps", "dumps_long", "event", "json_response", "send_json",
-]  # fmt: skip
+    "EVENTS",
+    "ChunkStream",
+    "EventStream",
+    "dumps",
+    "dumps_long",
+    "event",
+    "json_response",
+    "send_json",
+]
 
 EVENTS = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
@@ -25,15 +32,20 @@ _DEPTH = 2  # a choice's members and those of its logprobs
 
 
 class EventStream:
-    """An answer that is sent piece by piece. Nothing is sent before the first `flush`, so an error before it can still
-    have its own status.
+    """An answer that is sent piece by piece. Nothing is sent before the first `flush`, so an error
+    before it can still have its own status.
 
     failure   what an error that comes later is told as
     last      bytes behind everything
     """
 
     def __init__(
-        self, send: Send, failure: Callable[[ApiError], bytes], *, last: bytes = b"", content_type: str = EVENTS
+        self,
+        send: Send,
+        failure: Callable[[ApiError], bytes],
+        *,
+        last: bytes = b"",
+        content_type: str = EVENTS,
     ) -> None:
         self.started = False
         self._send = send
@@ -64,7 +76,10 @@ class EventStream:
     async def _write(self, *, more: bool) -> None:
         if not self.started:
             self.started = True
-            headers = [(b"content-type", self._content_type.encode()), (b"cache-control", b"no-store")]
+            headers = [
+                (b"content-type", self._content_type.encode()),
+                (b"cache-control", b"no-store"),
+            ]
             # Asks proxies such as nginx to pass each event on at once.
             headers.append((b"x-accel-buffering", b"no"))
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -76,8 +91,8 @@ class EventStream:
 class ChunkStream(EventStream):
     """Server-sent events in OpenAI's format.
 
-    `head`: the members that every chunk begins with. `include_usage`: every chunk has a usage member, null in all but
-    the last.
+    `head`: the members that every chunk begins with. `include_usage`: every chunk has a usage
+      member, null in all but the last.
     """
 
     def __init__(self, send: Send, head: Mapping[str, Any], *, include_usage: bool) -> None:
@@ -86,7 +101,9 @@ class ChunkStream(EventStream):
         self._head = f"data: {members[:-1]},".encode()
         self._include_usage = include_usage
 
-    def chunk(self, choices: Sequence[Mapping[str, Any]], *, long: bool = False, **members: Any) -> None:
+    def chunk(
+        self, choices: Sequence[Mapping[str, Any]], *, long: bool = False, **members: Any
+    ) -> None:
         """Add one chunk to what is sent next; a long one is written as `dumps_long` does."""
         if self._include_usage:
             members.setdefault("usage", None)
@@ -101,7 +118,9 @@ def event(data: Mapping[str, Any], name: str = "") -> bytes:
     return kind + b"data: " + dumps(data) + b"\n\n"
 
 
-def json_response(value: Mapping[str, Any], *, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(
+    value: Mapping[str, Any], *, headers: Mapping[str, str] | None = None
+) -> Response:
     """A JSON answer of a route that does not stream."""
     return Response(dumps(value), headers=dict(headers or {}), media_type="application/json")
 
@@ -111,8 +130,16 @@ async def send_json(send: Send, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for start in range(0, len(body) - _SEND_BYTES, _SEND_BYTES):
-        await send({"type": "http.response.body", "body": body[start : start + _SEND_BYTES], "more_body": True})
-        await asyncio.sleep(0)  # others go on, and a connection that was lost meanwhile is known before more is written
+        await send(
+            {
+                "type": "http.response.body",
+                "body": body[start : start + _SEND_BYTES],
+                "more_body": True,
+            }
+        )
+        await asyncio.sleep(
+            0
+        )  # others go on, and a connection that was lost meanwhile is known before more is written
     rest = body[(len(body) - 1) // _SEND_BYTES * _SEND_BYTES :]
     await send({"type": "http.response.body", "body": rest, "more_body": False})
 
@@ -123,7 +150,9 @@ def dumps(value: Mapping[str, Any]) -> bytes:
 
 
 def dumps_long(value: Mapping[str, Any]) -> bytes:
-    """`dumps` of an object with long texts and lists, for worker threads: between slices other threads run."""
+    """`dumps` of an object with long texts and lists, for worker threads: between slices other
+    threads run.
+    """
     return b"".join(_sliced(value, 0))
 
 

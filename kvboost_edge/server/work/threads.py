@@ -16,10 +16,11 @@ _LOOK_SECONDS = 1.0  # after so long it is looked again whether the loop has end
 
 
 async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | None = None) -> T:
-    """Run in a thread of its own: loading a model takes longer than those that requests share may be held. A caller
-    that is cancelled meanwhile does not wait.
+    """Run in a thread of its own: loading a model takes longer than those that requests share may
+    be held. A caller that is cancelled meanwhile does not wait.
 
-    unwanted   is given, in that thread, a result that nobody waits for any more; the process may end without it
+    unwanted   is given, in that thread, a result that nobody waits for any more; the process may
+               end without it
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -54,8 +55,9 @@ async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | 
 
 
 def _taken(told: queue.SimpleQueue[bool], loop: asyncio.AbstractEventLoop) -> bool:
-    """What a loop tells, however long it takes: a result must not be both handed over and given back. False where it
-    was closed before it told anything."""
+    """What a loop tells, however long it takes: a result must not be both handed over and given
+    back. False where it was closed before it told anything.
+    """
     while True:
         ended = loop.is_closed()  # read first: what was told before that is in the queue by now
         try:

@@ -19,10 +19,13 @@ _LONGEST_KEY = 256
 
 
 class CallReader:
-    """Passes calls in a text and appends their parts. A call counts once its name is a tool's and its arguments begin;
-    until then nothing is shown, and who asked can go back."""
+    """Passes calls in a text and appends their parts. A call counts once its name is a tool's and
+    its arguments begin; until then nothing is shown, and who asked can go back.
+    """
 
-    def __init__(self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: CallFormat) -> None:
+    def __init__(
+        self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: CallFormat
+    ) -> None:
         self._scanner = scanner
         self._parts = parts
         self._format = format
@@ -223,11 +226,15 @@ class CallReader:
         return key if (yield from scanner.piece(self._format.value_before)) else None
 
     def _argument_value(self, schema: object, root: Mapping[str, Any]) -> Step[None]:
-        """The value of an argument, shown as JSON: a string as it comes, others when they are whole."""
+        """The value of an argument, shown as JSON: a string as it comes, others when they are
+        whole.
+        """
         scanner = self._scanner
         calls = self._format
         marker, *others = words_of(calls.argument_after)
-        kept = calls.argument_after[: len(calls.argument_after) - len(calls.argument_after.lstrip())]
+        kept = calls.argument_after[
+            : len(calls.argument_after) - len(calls.argument_after.lstrip())
+        ]
         if calls.value_before.endswith("\n"):
             yield from scanner.exactly("\n")
         if value_kind(schema, root) == "string" and "enum" not in resolved(schema, root):
@@ -266,7 +273,9 @@ class CallReader:
         return True
 
     def _keyword_argument(self, name: str, *, is_first: bool) -> Step[bool]:
-        """An argument and what stands behind it, shown as it comes where it is a string; else nothing is passed."""
+        """An argument and what stands behind it, shown as it comes where it is a string; else
+        nothing is passed.
+        """
         scanner = self._scanner
         schema = self._tools[name].parameters
         key = yield from keyword(scanner)
@@ -285,7 +294,10 @@ class CallReader:
             if is_first:
                 self._start(name)
             as_text = value_kind(members_of(schema)[0].get(key, {}), schema) == "string"
-            self._show(front + (json.dumps(value, ensure_ascii=False) if as_text and value[0] != '"' else value))
+            self._show(
+                front
+                + (json.dumps(value, ensure_ascii=False) if as_text and value[0] != '"' else value)
+            )
         scanner.forget()
         yield from scanner.space()
         if (yield from scanner.exactly(",")):
@@ -294,7 +306,9 @@ class CallReader:
         return True
 
     def _opened(self, name: str | None, front: str) -> Step[bool]:
-        """Whether a string begins here: then the call begins with it, if a name is given, and what stands before."""
+        """Whether a string begins here: then the call begins with it, if a name is given, and what
+        stands before.
+        """
         scanner = self._scanner
         while scanner.at == len(scanner.text):
             yield from scanner.more()
@@ -316,8 +330,12 @@ class CallReader:
             return False
         name = self._named
         schema = self._tools[self._named].parameters
-        texts = [key for key, one in members_of(schema)[0].items() if value_kind(one, schema) == "string"]
-        arguments = BracedArguments(scanner, self._format.quote, self._show, lambda: self._start(name), texts)
+        texts = [
+            key for key, one in members_of(schema)[0].items() if value_kind(one, schema) == "string"
+        ]
+        arguments = BracedArguments(
+            scanner, self._format.quote, self._show, lambda: self._start(name), texts
+        )
         return (yield from arguments.read())
 
 
@@ -331,7 +349,9 @@ def _text_of(written: str) -> str | None:
 
 
 def _value_of(text: str, schema: object, root: Mapping[str, Any]) -> str:
-    """A value between tags as JSON: what is JSON stays, what is not, or may be a string alone, is a string."""
+    """A value between tags as JSON: what is JSON stays, what is not, or may be a string alone, is a
+    string.
+    """
     bare = text.strip()
     if value_kind(schema, root) == "string":
         return json.dumps(bare, ensure_ascii=False)

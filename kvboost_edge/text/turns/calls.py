@@ -41,10 +41,15 @@ class _Probes:
     @property
     def tools(self) -> list[dict[str, Any]]:
         """Both tools, as OpenAI's API describes them."""
-        properties = {key: {"type": "string", "description": "text"} for key in (self.key, self.second_key)}
+        properties = {
+            key: {"type": "string", "description": "text"} for key in (self.key, self.second_key)
+        }
         schema = {"type": "object", "properties": properties, "required": [self.key]}
         return [
-            {"type": "function", "function": {"name": name, "description": "does it", "parameters": schema}}
+            {
+                "type": "function",
+                "function": {"name": name, "description": "does it", "parameters": schema},
+            }
             for name in (self.name, self.other)
         ]
 
@@ -83,7 +88,13 @@ def call_format(show: Show, *, arguments_as_text: bool) -> CallFormat | None:
     first = _with_slots(show([_FIRST]))
     if PROBES.name not in first:
         return None
-    for read in (_json_call, _named_json_call, _tagged_call(show), _keyword_call, _braced_call(show)):
+    for read in (
+        _json_call,
+        _named_json_call,
+        _tagged_call(show),
+        _keyword_call,
+        _braced_call(show),
+    ):
         core = read(first, PROBES.name)
         if core is not None:
             return _whole(core, first, _read_both(read, show), arguments_as_text)
@@ -124,30 +135,48 @@ def _read_both(read: ReadCore, show: Show) -> _Both | None:
     text = _with_slots(show([_FIRST, _SECOND]))
     one = read(text, PROBES.name) if PROBES.name in text else None
     two = read(text, PROBES.other) if PROBES.other in text else None
-    return _Both(text, one, two) if one is not None and two is not None and one.end <= two.start else None
+    return (
+        _Both(text, one, two)
+        if one is not None and two is not None and one.end <= two.start
+        else None
+    )
 
 
-def _whole(core: _Core, first: str, both: _Both | None, arguments_as_text: bool) -> CallFormat | None:
+def _whole(
+    core: _Core, first: str, both: _Both | None, arguments_as_text: bool
+) -> CallFormat | None:
     front = first[: core.start]
     back = first[core.end :]
     shape = replace(core.shape, arguments_as_text=arguments_as_text)
     joined = None if both is None else _joined(front, back, both)
     same = None if both is None else _alike(core.shape, both.two.shape)
     if joined is not None and same is not None:
-        shape = replace(shape, **joined, between=same.between, id_key=same.id_key, constants=same.constants)
+        shape = replace(
+            shape, **joined, between=same.between, id_key=same.id_key, constants=same.constants
+        )
     else:
         shape = replace(shape, before=front, after=shape.after + back)
     shape = replace(shape, trigger=_trigger(shape))
-    pieces = (shape.opening, shape.before, shape.after, shape.separator, shape.closing, shape.between)
+    pieces = (
+        shape.opening,
+        shape.before,
+        shape.after,
+        shape.separator,
+        shape.closing,
+        shape.between,
+    )
     arguments = (shape.argument_before, shape.value_before, shape.argument_after)
-    known = all(len(piece) <= _LONGEST_PIECE and _PROBE not in piece for piece in (*pieces, *arguments))
+    known = all(
+        len(piece) <= _LONGEST_PIECE and _PROBE not in piece for piece in (*pieces, *arguments)
+    )
     known = known and (shape.kind == "json" or bool(shape.trigger))
     return shape if known else None
 
 
 def _joined(front: str, back: str, both: _Both) -> dict[str, Any] | None:
-    """What stands in front of the first call, between two and behind the last, told apart: what ends a call stands
-    behind each, what begins one in front of each. No tag is cut."""
+    """What stands in front of the first call, between two and behind the last, told apart: what
+    ends a call stands behind each, what begins one in front of each. No tag is cut.
+    """
     text, one, two = both
     if text[: one.start] != front or text[two.end :] != back:
         return None
@@ -181,11 +210,15 @@ def _common_prefix(left: str, right: str) -> int:
 def _alike(first: CallFormat, second: CallFormat) -> CallFormat | None:
     """The shape of both of two calls; what differs may be a number or an id of theirs."""
     if first.kind == "json":
-        different = [key for key in first.constants if first.constants[key] != second.constants.get(key)]
+        different = [
+            key for key in first.constants if first.constants[key] != second.constants.get(key)
+        ]
         if first.members != second.members or len(different) > (not first.id_key):
             return None
         constants = {key: value for key, value in first.constants.items() if key not in different}
-        return replace(first, id_key=different[0] if different else first.id_key, constants=constants)
+        return replace(
+            first, id_key=different[0] if different else first.id_key, constants=constants
+        )
     left = first.between
     right = second.between
     size = _common_prefix(left, right)
@@ -214,10 +247,14 @@ def _json_call(text: str, name: str) -> _Core | None:
                 return None
             known = {keys[name], arguments_key, keys.get(ID_SLOT)}
             shape = CallFormat(
-                "json", "", members=tuple(members), name_key=keys[name], arguments_key=arguments_key,
+                "json",
+                "",
+                members=tuple(members),
+                name_key=keys[name],
+                arguments_key=arguments_key,
                 id_key=keys.get(ID_SLOT, ""),
                 constants={key: value for key, value in members.items() if key not in known},
-            )  # fmt: skip
+            )
             return _Core(start, end, shape)
         start = text.rfind("{", 0, start)
     return None
@@ -250,8 +287,9 @@ def _keyword_call(text: str, name: str) -> _Core | None:
 
 
 def _braced_call(show: Show) -> ReadCore:
-    """Keys and values between braces, strings between two markers of one kind. Other arguments show that commas stand
-    between them, and that numbers, lists and objects are bare."""
+    """Keys and values between braces, strings between two markers of one kind. Other arguments show
+    that commas stand between them, and that numbers, lists and objects are bare.
+    """
 
     def read(text: str, name: str) -> _Core | None:
         at = text.index(name)
@@ -271,7 +309,10 @@ def _writes_braces(show: Show, quote: str) -> bool:
     wanted: list[tuple[Mapping[str, object], list[str]]] = [
         (_TWO, [f"{{{key}:{value},{second}:{quote}{PROBES.second_value}{quote}}}"]),
         ({key: _NUMBER}, [f"{{{key}:{_NUMBER}}}"]),
-        (nested, [f"{{{key}:{{{second}:[{value},{_NUMBER},{true}]}}}}" for true in ("true", "True")]),
+        (
+            nested,
+            [f"{{{key}:{{{second}:[{value},{_NUMBER},{true}]}}}}" for true in ("true", "True")],
+        ),
         ({}, ["{}"]),
     ]
     for arguments, texts in wanted:
@@ -282,8 +323,9 @@ def _writes_braces(show: Show, quote: str) -> bool:
 
 
 def _tagged_call(show: Show) -> ReadCore:
-    """Name, keys and values between tags; a second argument shows what stands between two, a number whether other
-    values than strings are written in another way."""
+    """Name, keys and values between tags; a second argument shows what stands between two, a number
+    whether other values than strings are written in another way.
+    """
 
     def read(text: str, name: str) -> _Core | None:
         at = text.index(name)
@@ -291,7 +333,11 @@ def _tagged_call(show: Show) -> ReadCore:
         if one is None or shape is None:
             return None
         end = at + len("".join([name, one[1], PROBES.key, one[2], PROBES.value]))
-        return _Core(at, end + len(shape.argument_after), shape) if text.startswith(shape.argument_after, end) else None
+        return (
+            _Core(at, end + len(shape.argument_after), shape)
+            if text.startswith(shape.argument_after, end)
+            else None
+        )
 
     shape = _tagged_shape(show)
     return read
@@ -302,7 +348,9 @@ def _tagged_shape(show: Show) -> CallFormat | None:
     number = show([_FIRST._replace(arguments={PROBES.key: _NUMBER})])
     longer = show([_FIRST._replace(arguments=_TWO)])
     one = _between(first or "", PROBES.name, PROBES.key, PROBES.value)
-    two = _between(longer or "", PROBES.name, PROBES.key, PROBES.value, PROBES.second_key, PROBES.second_value)
+    two = _between(
+        longer or "", PROBES.name, PROBES.key, PROBES.value, PROBES.second_key, PROBES.second_value
+    )
     if one is None or two is None or number != (first or "").replace(PROBES.value, str(_NUMBER)):
         return None
     _, head, middle, tail = one
@@ -311,11 +359,20 @@ def _tagged_shape(show: Show) -> CallFormat | None:
     for size in range(len(joint), 0, -1):
         ends = joint[: len(joint) - size]
         begins = joint[len(joint) - size :]
-        if head.endswith(begins) and tail.startswith(ends) and ends.rstrip() and begins.lstrip()[:1] in ("<", "["):
+        if (
+            head.endswith(begins)
+            and tail.startswith(ends)
+            and ends.rstrip()
+            and begins.lstrip()[:1] in ("<", "[")
+        ):
             return CallFormat(
-                "tagged", "", between=head.removesuffix(begins), argument_before=begins, value_before=middle,
+                "tagged",
+                "",
+                between=head.removesuffix(begins),
+                argument_before=begins,
+                value_before=middle,
                 argument_after=ends,
-            )  # fmt: skip
+            )
     return None
 
 

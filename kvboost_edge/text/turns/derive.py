@@ -1,5 +1,6 @@
-"""Learns from a chat template how the model writes reasoning and tool calls: it is rendered with and without them, and
-what differs is the model's way. No model is known by its name."""
+"""Learns from a chat template how the model writes reasoning and tool calls: it is rendered with
+and without them, and what differs is the model's way. No model is known by its name.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ _EARLIER = "kvbearlier"
 _SWITCHES = ("enable_thinking", "thinking")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _MARKER = r"<[^<>\s]+>|\[[A-Z/_]+\]"
-_ENDS_IN_MARKER = re.compile(rf"((?:{_MARKER})(?:[a-z]+(?=\n))?)\s*\Z")  # maybe with a word that says what begins
+_ENDS_IN_MARKER = re.compile(
+    rf"((?:{_MARKER})(?:[a-z]+(?=\n))?)\s*\Z"
+)  # maybe with a word that says what begins
 _BEGINS_WITH_MARKER = re.compile(rf"\s*({_MARKER})\s*")
 _CLOSED = re.compile(r"([<\[])/([A-Za-z][\w:-]*[>\]])\s*\Z")
 _CLOSED_MIRRORED = re.compile(r"(<\|(\w+)>\w*)\s*(<\2\|>)\s*\Z")
@@ -36,19 +39,24 @@ _CUT_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thinking>",
 
 
 def turn_format(render: Render, is_token: Callable[[str], bool] = lambda _: True) -> TurnFormat:
-    """What the template behind `render` (as `ChatTemplate.render`) tells; what it refuses to show is not there.
-    is_token: whether a text is one token of the model; without it any may be."""
+    """What the template behind `render` (as `ChatTemplate.render`) tells; what it refuses to show
+    is not there. is_token: whether a text is one token of the model; without it any may be.
+    """
     turns = _Turns(render)
     if _has_channels(turns):
         marks = ReasoningFormat(CHANNELS.header(CHANNELS.thoughts), CHANNELS.end)
-        return TurnFormat(_channel_calls(turns), marks, turns.shows_tools(), replays=False, channels=CHANNELS)
+        return TurnFormat(
+            _channel_calls(turns), marks, turns.shows_tools(), replays=False, channels=CHANNELS
+        )
     reasoning = _reasoning(turns)
     plainly = _writes_plainly(turns, reasoning)
     shown = _calls(turns, reasoning) if plainly else None
     unshown = _unshown_calls(turns, is_token) if plainly and shown is None else None
     needed = shown is not None and _results_need_calls(turns, shown)
     # In the place of a call its own tokens stand, unless its results would go with it.
-    replays = _replays(turns, reasoning) and not (needed and shown is not None and shown.kind != "braced")
+    replays = _replays(turns, reasoning) and not (
+        needed and shown is not None and shown.kind != "braced"
+    )
     return TurnFormat(
         calls=shown or unshown,
         reasoning=reasoning,
@@ -81,7 +89,12 @@ class _Turns:
         variables: Message | None = None,
     ) -> str | None:
         try:
-            return self._render(messages, tools=tools or self._tools, add_generation_prompt=prompt, variables=variables)
+            return self._render(
+                messages,
+                tools=tools or self._tools,
+                add_generation_prompt=prompt,
+                variables=variables,
+            )
         except RequestError:
             return None
 
@@ -119,7 +132,12 @@ def _channel_calls(turns: _Turns) -> CallFormat | None:
 
 
 def _reasoning(turns: _Turns) -> ReasoningFormat | None:
-    return _shown_reasoning(turns) or _opened_reasoning(turns) or _closed_reasoning(turns) or _cut_reasoning(turns)
+    return (
+        _shown_reasoning(turns)
+        or _opened_reasoning(turns)
+        or _closed_reasoning(turns)
+        or _cut_reasoning(turns)
+    )
 
 
 def _shown_reasoning(turns: _Turns) -> ReasoningFormat | None:
@@ -146,7 +164,9 @@ def _opened_reasoning(turns: _Turns) -> ReasoningFormat | None:
 
 
 def _closed_reasoning(turns: _Turns) -> ReasoningFormat | None:
-    """The template writes an empty block in front of an answer, or closes one, maybe only where none is wanted."""
+    """The template writes an empty block in front of an answer, or closes one, maybe only where
+    none is wanted.
+    """
     switched = [turns.text([_USER], variables={name: False}) or "" for name in _SWITCHES]
     answered = (turns.answer({"content": _CONTENT}) or "").partition(_CONTENT)[0]
     for text in (turns.prompt, answered, *switched):
@@ -179,17 +199,25 @@ def _replays(turns: _Turns, reasoning: ReasoningFormat | None) -> bool:
 
 def _preserves(turns: _Turns) -> bool:
     past = {"role": "assistant", "content": _CONTENT, "reasoning_content": _EARLIER}
-    shown = [turns.text([_USER, past, _USER], variables={"preserve_thinking": on}) or "" for on in (True, False)]
+    shown = [
+        turns.text([_USER, past, _USER], variables={"preserve_thinking": on}) or ""
+        for on in (True, False)
+    ]
     return [_EARLIER in text for text in shown] == [True, False]
 
 
 def _writes_plainly(turns: _Turns, reasoning: ReasoningFormat | None) -> bool:
-    """Whether an answer begins where the generation prompt ends: no channel or marker of its own has to be opened."""
+    """Whether an answer begins where the generation prompt ends: no channel or marker of its own
+    has to be opened.
+    """
     text = turns.answer({"content": _CONTENT}) or ""
     front = _before_reasoning(turns.prompt, reasoning)
     behind = _behind_reasoning(text[len(front) :], reasoning).partition(_CONTENT)[0].strip()
     # Some templates repeat the opening marker of the generation prompt in front of any answer.
-    return text.startswith(front) and behind in ("", reasoning.start if reasoning is not None else "")
+    return text.startswith(front) and behind in (
+        "",
+        reasoning.start if reasoning is not None else "",
+    )
 
 
 def _before_reasoning(prompt: str, reasoning: ReasoningFormat | None) -> str:
@@ -223,7 +251,10 @@ def _results_need_calls(turns: _Turns, calls: CallFormat) -> bool:
     given = PROBES.messages([call], as_text=calls.arguments_as_text)
     result = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": _EARLIER}
     past: Message = {"role": "assistant", "content": _CONTENT}
-    shown = [turns.text([_USER, one, result], tools=PROBES.tools) for one in ({**past, "tool_calls": given}, past)]
+    shown = [
+        turns.text([_USER, one, result], tools=PROBES.tools)
+        for one in ({**past, "tool_calls": given}, past)
+    ]
     return [text is not None and _EARLIER in text for text in shown] == [True, False]
 
 
@@ -261,11 +292,13 @@ class _Shown:
         given = PROBES.messages(calls, as_text=self._way.as_text)
         messages = [_USER, {"role": "assistant", "content": self._way.content, "tool_calls": given}]
         results = [
-            {"role": "tool", "tool_call_id": call["id"], "name": calls[0].name, "content": _EARLIER} for call in given
+            {"role": "tool", "tool_call_id": call["id"], "name": calls[0].name, "content": _EARLIER}
+            for call in given
         ]
         for tools in (PROBES.tools, None):
             called, answered = (
-                self._turns.text(one, prompt=False, tools=tools) for one in (messages, messages + results)
+                self._turns.text(one, prompt=False, tools=tools)
+                for one in (messages, messages + results)
             )
             text = answered if self._way.with_result else called
             plain = self._turns.answer({"content": _CONTENT}, tools)
@@ -278,8 +311,9 @@ class _Shown:
         return None
 
     def _without_opened_result(self, text: str, answered: str) -> str:
-        """A message's text without the marker that begins a result: some templates write it already where none is
-        there yet. `answered`: the same text, and its result in the same turn."""
+        """A message's text without the marker that begins a result: some templates write it already
+        where none is there yet. `answered`: the same text, and its result in the same turn.
+        """
         opened = _ENDS_IN_MARKER.search(text)
         behind = answered.removeprefix(text)
         if opened is None or behind == answered or not behind or _BEGINS_WITH_MARKER.match(behind):
@@ -317,7 +351,9 @@ def _without_tail(text: str, tail: str) -> str:
 
 
 def _unshown_calls(turns: _Turns, is_token: Callable[[str], bool]) -> CallFormat | None:
-    """How calls are written that the template leaves out, as far as what stands around its tools tells."""
+    """How calls are written that the template leaves out, as far as what stands around its tools
+    tells.
+    """
     prompt = turns.text([_USER], tools=PROBES.tools)
     if prompt is None or not _leaves_calls_out(turns):
         return None
@@ -330,6 +366,9 @@ def _leaves_calls_out(turns: _Turns) -> bool:
     for as_text, content in itertools.product((False, True), ("", _CONTENT)):
         plain = turns.answer({"content": content}, PROBES.tools)
         given = PROBES.messages([call], as_text=as_text)
-        if plain is None or turns.answer({"content": content, "tool_calls": given}, PROBES.tools) != plain:
+        if (
+            plain is None
+            or turns.answer({"content": content, "tool_calls": given}, PROBES.tools) != plain
+        ):
             return False
     return True

@@ -8,12 +8,16 @@ A message's calls are one text, of these pieces (any but the call itself may be 
     "json"        {"name": NAME, "arguments": {...}}, the keys as `members` has them
     "named_json"  NAME between {...}
     "tagged"      NAME between ARGUMENT ARGUMENT ...; an ARGUMENT is
-                  argument_before KEY value_before VALUE argument_after, strings as they are, other values as JSON
+                  argument_before KEY value_before VALUE argument_after, strings as they are, other
+                  values as JSON
     "keyword"     NAME(KEY=VALUE, KEY=VALUE), values as Python or JSON writes them
-    "braced"      NAME{KEY:VALUE,KEY:VALUE}, strings between two of the marker `quote` as they are, all else bare
-    "channels"    {...}, the text of a message to "functions.NAME"; it has no pieces, see `ChannelFormat`
+    "braced"      NAME{KEY:VALUE,KEY:VALUE}, strings between two of the marker `quote` as they are,
+                  all else bare
+    "channels"    {...}, the text of a message to "functions.NAME"; it has no pieces, see
+                  `ChannelFormat`
 
-Models are free with white space around the pieces, so nobody asks for what the template writes there.
+Models are free with white space around the pieces, so nobody asks for what the template writes
+there.
 """
 
 from __future__ import annotations
@@ -22,14 +26,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["CHANNELS", "ID_SLOT", "CallFormat", "ChannelFormat", "ReasoningFormat", "Tool", "TurnFormat"]
+__all__ = [
+    "CHANNELS",
+    "ID_SLOT",
+    "CallFormat",
+    "ChannelFormat",
+    "ReasoningFormat",
+    "Tool",
+    "TurnFormat",
+]
 
 ID_SLOT = "\0"
 """Stands in a piece where the model writes an id of its own for the call."""
 
 
 class ReasoningFormat(NamedTuple):
-    """The markers around a model's reasoning, without white space at their ends: "<think>", "</think>"."""
+    """The markers around a model's reasoning, without white space at their ends: "<think>",
+    "</think>".
+    """
 
     start: str
     end: str
@@ -39,12 +53,16 @@ class ReasoningFormat(NamedTuple):
 class CallFormat:
     """How a model writes its calls; the pieces are those of the drawing above.
 
-    trigger            the marker that calls begin with; "" where they are known only by standing at the message's start
+    trigger            the marker that calls begin with; "" where they are known only by standing at
+                       the message's start
     parallel           whether a message may hold several
-    arguments_as_text  whether the chat template takes the arguments of past calls as JSON text, not as an object
-    result_opening     the marker that a result begins with, where the template writes it even behind calls without one:
+    arguments_as_text  whether the chat template takes the arguments of past calls as JSON text, not
+                       as an object
+    result_opening     the marker that a result begins with, where the template writes it even
+                       behind calls without one:
                        the model ends its turn with it
-    members            kind "json": all keys of a call in order; a key that is none of those named below has a fixed
+    members            kind "json": all keys of a call in order; a key that is none of those named
+                       below has a fixed
                        value, in `constants`
     """
 
@@ -71,12 +89,14 @@ class CallFormat:
 
 
 class ChannelFormat(NamedTuple):
-    """A turn of several messages, each with a header that says for whom it is (the format of gpt-oss):
+    """A turn of several messages, each with a header that says for whom it is (the format of
+    gpt-oss):
 
         start [ to=RECIPIENT] channel NAME [ to=RECIPIENT] [constrain] [json] message TEXT end
 
-    `start` of the first is the end of the prompt. Messages of the channel `thoughts` are reasoning, those to
-    "functions.NAME" calls, others the answer. A call ends with `called`, the turn with `done`.
+    `start` of the first is the end of the prompt. Messages of the channel `thoughts` are reasoning,
+    those to "functions.NAME" calls, others the answer. A call ends with `called`, the turn with
+    `done`.
     """
 
     start: str = "<|start|>assistant"
@@ -110,11 +130,14 @@ class TurnFormat(NamedTuple):
     calls        None where they are written in a way that is not known
     reasoning    None where there is none
     shows_tools  whether the template tells the model which tools there are
-    replays      whether the content of a past message stands right behind what a generation prompt is, so that its own
+    replays      whether the content of a past message stands right behind what a generation prompt
+                 is, so that its own
                   tokens can take its place
-    preserves    whether the variable preserve_thinking makes the template show the reasoning of past turns
+    preserves    whether the variable preserve_thinking makes the template show the reasoning of
+                 past turns
     channels     how a turn is made of messages; None where it is one text
-    shows_calls  False: the template leaves past calls out, so they go into the content; `calls` is known otherwise
+    shows_calls  False: the template leaves past calls out, so they go into the content; `calls` is
+                 known otherwise
     results_need_calls  whether the template shows results only behind a message that has calls
     """
 
@@ -136,7 +159,11 @@ class TurnFormat(NamedTuple):
                 "calls": "closed",
                 "answer": "closed",
             }
-            found = (name for name in states if text.endswith(self.channels.header(getattr(self.channels, name))))
+            found = (
+                name
+                for name in states
+                if text.endswith(self.channels.header(getattr(self.channels, name)))
+            )
             return next((states[name] for name in found), "possible")
         if self.reasoning is None or text.endswith(self.reasoning.end):
             return "closed"
@@ -144,7 +171,9 @@ class TurnFormat(NamedTuple):
 
 
 class Tool(NamedTuple):
-    """A tool the model may call. parameters: the JSON schema of its arguments; empty: any object."""
+    """A tool the model may call. parameters: the JSON schema of its arguments; empty: any
+    object.
+    """
 
     name: str
     parameters: dict[str, Any]

@@ -1,8 +1,10 @@
-"""Grammars (Lark, as llguidance reads it) that hold an assistant's turn to the model's own way of calling tools.
+"""Grammars (Lark, as llguidance reads it) that hold an assistant's turn to the model's own way of
+calling tools.
 
-Text runs free until the marker of a call; from there a tool's name and the schema of its arguments bind. A marker that
-is a special token of the vocabulary is one in the grammar, as text never matches special tokens there; its letters,
-written by other tokens, count as the marker too, since who reads the text cannot tell them apart.
+Text runs free until the marker of a call; from there a tool's name and the schema of its arguments
+bind. A marker that is a special token of the vocabulary is one in the grammar, as text never
+matches special tokens there; its letters, written by other tokens, count as the marker too, since
+who reads the text cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.braced.grammar import BracedGrammar
 from kvboost_edge.text.turns.channels.grammar import channel_grammar
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, Tool, TurnFormat
-from kvboost_edge.text.turns.lark import FREE, JSON_SPACE, SPACE, Atom, Lark, Rule, SpecialId, escaped
+from kvboost_edge.text.turns.lark import (
+    FREE,
+    JSON_SPACE,
+    SPACE,
+    Atom,
+    Lark,
+    Rule,
+    SpecialId,
+    escaped,
+)
 from kvboost_edge.text.turns.literals import is_keyword
 from kvboost_edge.text.turns.schemas import members_of, value_kind
 
@@ -23,7 +34,12 @@ __all__ = ["answer_grammar", "calls_grammar"]
 
 _KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _QUOTING = {"'", "\\", "\n", "\r"}
-_SAYING_NOTHING = {"description", "title", "default", "examples"}  # of a schema, what its values must be
+_SAYING_NOTHING = {
+    "description",
+    "title",
+    "default",
+    "examples",
+}  # of a schema, what its values must be
 _ID = '"[A-Za-z0-9_-]{1,64}"'
 
 
@@ -39,10 +55,12 @@ def calls_grammar(
 ) -> str:
     """The grammar of a turn that may, must or must not call `tools`.
 
-    choice      "auto": free text until a call begins, and nothing but calls behind it; "required": calls alone, one at
+    choice      "auto": free text until a call begins, and nothing but calls behind it; "required":
+                calls alone, one at
                 least; "none": free text in which no call begins
     parallel    whether several calls may follow one another, where the model can
-    reasoning   "opened": the prompt ended inside a reasoning block; "possible": one may come first; "closed": none
+    reasoning   "opened": the prompt ended inside a reasoning block; "possible": one may come first;
+                "closed": none
     special_id  the id of a text that is one special token, else None
     answer      a JSON schema that the turn fits where it calls nothing; None: text
 
@@ -71,12 +89,20 @@ def calls_grammar(
     return _behind_reasoning(lark, format.reasoning, reasoning, bodies[choice])
 
 
-def answer_grammar(format: TurnFormat, schema: Mapping[str, Any], *, reasoning: str, special_id: SpecialId) -> str:
-    """The grammar of an answer in JSON that fits `schema`, behind a reasoning block where there may be one; `reasoning`
-    and `special_id` as for `calls_grammar`."""
+def answer_grammar(
+    format: TurnFormat, schema: Mapping[str, Any], *, reasoning: str, special_id: SpecialId
+) -> str:
+    """The grammar of an answer in JSON that fits `schema`, behind a reasoning block where there may
+    be one; `reasoning` and `special_id` as for `calls_grammar`.
+    """
     if format.channels is not None:
         return channel_grammar(
-            format.channels, [], required=False, state=reasoning, special_id=special_id, answer=schema
+            format.channels,
+            [],
+            required=False,
+            state=reasoning,
+            special_id=special_id,
+            answer=schema,
         )
     lark = Lark(special_id)
     answer = lark.json("answer", schema)
@@ -105,7 +131,9 @@ def _behind_reasoning(lark: Lark, markers: ReasoningFormat | None, state: str, b
 class _Turn:
     """The bodies of a turn that may call tools."""
 
-    def __init__(self, lark: Lark, calls: CallFormat, tools: Sequence[Tool], *, parallel: bool) -> None:
+    def __init__(
+        self, lark: Lark, calls: CallFormat, tools: Sequence[Tool], *, parallel: bool
+    ) -> None:
         self._lark = lark
         self._format = calls
         self._tools = tools
@@ -124,7 +152,9 @@ class _Turn:
         free = self._free("free", unlike)
         name = "called_plain" if unlike else "called"
         called = self._once(name, lambda: self._lark.up_to(name, free, self._format.trigger))
-        behind = (self._format.opening + self._format.before).lstrip().removeprefix(self._format.trigger)
+        behind = (
+            (self._format.opening + self._format.before).lstrip().removeprefix(self._format.trigger)
+        )
         return [[free], [called, *self._lark.literal(behind), self._calls()]]
 
     def none(self, unlike: str) -> list[list[Atom]]:
@@ -139,12 +169,20 @@ class _Turn:
         return self._once(name, lambda: self._lark.terminal(name, FREE, without=[*without, *block]))
 
     def _bare_call(self) -> str:
-        """How a message begins that is a call of one of the tools, and has no marker that would tell."""
-        names = "|".join(escaped(json.dumps(tool.name, ensure_ascii=False)) for tool in self._tools) or '"'
+        """How a message begins that is a call of one of the tools, and has no marker that would
+        tell.
+        """
+        names = (
+            "|".join(escaped(json.dumps(tool.name, ensure_ascii=False)) for tool in self._tools)
+            or '"'
+        )
         front = rf"\s*{escaped((self._format.opening + self._format.before).strip())}\s*\{{\s*"
         first = self._format.members[0]
         return (
-            front + escaped(json.dumps(first)) + r"\s*:" + (rf"\s*({names})" if first == self._format.name_key else "")
+            front
+            + escaped(json.dumps(first))
+            + r"\s*:"
+            + (rf"\s*({names})" if first == self._format.name_key else "")
         )
 
     def _once(self, name: str, make: Callable[[], Rule]) -> Rule:
@@ -161,10 +199,15 @@ class _Turn:
     def _add_calls(self) -> Rule:
         lark = self._lark
         calls = self._format
-        one = lark.add("call", *([self._call(number, tool)] for number, tool in enumerate(self._tools)))
+        one = lark.add(
+            "call", *([self._call(number, tool)] for number, tool in enumerate(self._tools))
+        )
         more: list[Atom] = []
         if self._parallel:
-            lark.add("another", [SPACE, *lark.literal(calls.separator), SPACE, *lark.literal(calls.before), one])
+            lark.add(
+                "another",
+                [SPACE, *lark.literal(calls.separator), SPACE, *lark.literal(calls.before), one],
+            )
             more = [Rule("another*")]
         kept, left = _optional_end(lark.literal(calls.closing))
         lark.add("closing", [SPACE, *left], [])
@@ -172,9 +215,12 @@ class _Turn:
 
     def _call(self, number: int, tool: Tool) -> Rule:
         parts = {
-            "json": self._json_call, "named_json": self._named_json_call, "tagged": self._tagged_call,
-            "keyword": self._keyword_call, "braced": self._braced_call,
-        }  # fmt: skip
+            "json": self._json_call,
+            "named_json": self._named_json_call,
+            "tagged": self._tagged_call,
+            "keyword": self._keyword_call,
+            "braced": self._braced_call,
+        }
         after = self._lark.literal(self._format.after)
         inner = parts[self._format.kind](f"tool{number}", tool)
         return self._lark.add(f"tool{number}", [SPACE, *inner, *([SPACE, *after] if after else [])])
@@ -186,7 +232,13 @@ class _Turn:
         calls = self._format
         atoms: list[Atom] = [r"\{", JSON_SPACE]
         for place, member in enumerate(calls.members):
-            atoms += [*((r",", JSON_SPACE) if place else ()), escaped(json.dumps(member)), JSON_SPACE, ":", JSON_SPACE]
+            atoms += [
+                *((r",", JSON_SPACE) if place else ()),
+                escaped(json.dumps(member)),
+                JSON_SPACE,
+                ":",
+                JSON_SPACE,
+            ]
             if member == calls.arguments_key:
                 atoms.append(self._arguments(name, tool))
             elif member == calls.id_key:
@@ -213,10 +265,17 @@ class _Turn:
             atoms.append(Rule(f"{name}_any*"))
         return atoms
 
-    def _tagged_argument(self, name: str, key: str, schema: object, root: Mapping[str, Any]) -> list[Atom]:
+    def _tagged_argument(
+        self, name: str, key: str, schema: object, root: Mapping[str, Any]
+    ) -> list[Atom]:
         calls = self._format
         lark = self._lark
-        front = [SPACE, *lark.literal(calls.argument_before), key, *lark.literal(calls.value_before)]
+        front = [
+            SPACE,
+            *lark.literal(calls.argument_before),
+            key,
+            *lark.literal(calls.value_before),
+        ]
         choices = schema.get("enum") if isinstance(schema, Mapping) else None
         ends = lark.literal(calls.argument_after)
         if value_kind(schema, root) == "json":
@@ -234,19 +293,23 @@ class _Turn:
         for key in members:
             if not is_keyword(key):
                 raise RequestError(
-                    f"tool {tool.name!r} has a property {key!r}, which the model's way of calls, NAME(KEY=VALUE), "
-                    "cannot write: no = ( ) , ' \" [ ] { } or end of a line in it, no space at its ends, and at most "
-                    "256 characters; rename it"
+                    f"tool {tool.name!r} has a property {key!r}, which the model's way of calls, "
+                    "NAME(KEY=VALUE), cannot write: no = ( ) , ' \" [ ] { } or end of a line in "
+                    "it, no space at its ends, and at most 256 characters; rename it"
                 )
         items: list[tuple[list[Atom], bool]] = []
         for number, (key, schema) in enumerate(members.items()):
-            value = lark.add(f"{name}_value{number}", *self._keyword_values(f"{name}_json{number}", schema, tool))
+            value = lark.add(
+                f"{name}_value{number}", *self._keyword_values(f"{name}_json{number}", schema, tool)
+            )
             items.append(([escaped(key), SPACE, "=", SPACE, value, SPACE], key in required))
         first = lark.listed(name, items, [",", SPACE])
         if not members and tool.parameters.get("additionalProperties", True) is not False:
             value = lark.add(f"{name}_any", *self._keyword_values(f"{name}_any_json", {}, tool))
             lark.add(f"{name}_other", [",", SPACE, _KEY, SPACE, "=", SPACE, value, SPACE])
-            first = lark.add(f"{name}_free", [_KEY, SPACE, "=", SPACE, value, SPACE, Rule(f"{name}_other*")], [])
+            first = lark.add(
+                f"{name}_free", [_KEY, SPACE, "=", SPACE, value, SPACE, Rule(f"{name}_other*")], []
+            )
         return [escaped(tool.name), r"\(", SPACE, first, r"\)"]
 
     def _braced_call(self, name: str, tool: Tool) -> list[Atom]:
@@ -263,7 +326,9 @@ class _Turn:
         """The ways to write a value: as JSON, or as Python does where that is another one."""
         given = schema if isinstance(schema, Mapping) else {}
         ways: list[list[Atom]] = [[self._lark.json(name, _rooted(schema, tool.parameters))]]
-        choices = [one for one in given.get("enum") or [] if isinstance(one, str) and not _QUOTING & {*one}]
+        choices = [
+            one for one in given.get("enum") or [] if isinstance(one, str) and not _QUOTING & {*one}
+        ]
         if choices:
             ways.append([f"'({'|'.join(map(escaped, choices))})'"])
         elif not set(given) - _SAYING_NOTHING - {"type"}:
@@ -273,7 +338,9 @@ class _Turn:
 
 
 def _optional_end(atoms: list[Atom]) -> tuple[list[Atom], list[Atom]]:
-    """A piece, and the special tokens at its end: that of a turn may be among them, and no grammar can ask for it."""
+    """A piece, and the special tokens at its end: that of a turn may be among them, and no grammar
+    can ask for it.
+    """
     size = len(atoms)
     while size and (isinstance(atoms[size - 1], int) or atoms[size - 1] == SPACE):
         size -= 1

@@ -1,7 +1,8 @@
-"""Pieces of Lark grammars as llguidance reads them: literal text in which white space is free and special tokens are
-tokens, JSON schemas, and reasoning blocks.
+"""Pieces of Lark grammars as llguidance reads them: literal text in which white space is free and
+special tokens are tokens, JSON schemas, and reasoning blocks.
 
-A grammar's right-hand side is put together from atoms: a regular expression (str), a special token's id (int), a rule.
+A grammar's right-hand side is put together from atoms: a regular expression (str), a special
+token's id (int), a rule.
 """
 
 from __future__ import annotations
@@ -14,14 +15,26 @@ from typing import Any, NamedTuple
 from kvboost_edge.text.turns.formats import ID_SLOT, ReasoningFormat
 from kvboost_edge.text.turns.schemas import without_needless
 
-__all__ = ["FREE", "JSON_OPTIONS", "JSON_SPACE", "SPACE", "Atom", "Lark", "Rule", "SpecialId", "escaped", "json_schema"]
+__all__ = [
+    "FREE",
+    "JSON_OPTIONS",
+    "JSON_SPACE",
+    "SPACE",
+    "Atom",
+    "Lark",
+    "Rule",
+    "SpecialId",
+    "escaped",
+    "json_schema",
+]
 
 SpecialId = Callable[[str], int | None]
 
-# JSON allows any white space between two tokens, and a small model that has begun with it goes on for ever.
+# JSON allows any white space between two tokens, and a small model that has begun with it goes on
+# for ever.
 JSON_SPACE = r"( |\n[ \t]{0,16})?"
-# Letters are written as they are: llguidance takes \u for control characters alone, so that a model that begins \u00f6
-# would be led to another character.
+# Letters are written as they are: llguidance takes \u for control characters alone, so that a model
+# that begins \u00f6 would be led to another character.
 JSON_OPTIONS: dict[str, Any] = {
     "whitespace_pattern": JSON_SPACE,
     "json_allowed_escapes": 'nrbtf\\"',
@@ -75,14 +88,22 @@ class Lark:
             ways.append([text, *atoms])
         return self.add(name, *ways)
 
-    def listed(self, name: str, items: Sequence[tuple[Sequence[Atom], bool]], comma: Sequence[Atom]) -> Rule:
-        """Items in order, with commas between them; each is (what it is, whether it must be there)."""
+    def listed(
+        self, name: str, items: Sequence[tuple[Sequence[Atom], bool]], comma: Sequence[Atom]
+    ) -> Rule:
+        """Items in order, with commas between them; each is (what it is, whether it must be
+        there).
+        """
         first = self.add(f"{name}_first_end", [])
         more = self.add(f"{name}_more_end", [])
         for number, (one, required) in reversed(list(enumerate(items))):
             missing: list[list[Atom]] = [] if required else [[]]
-            first = self.add(f"{name}_first{number}", [*one, more], *([*way, first] for way in missing))
-            more = self.add(f"{name}_more{number}", [*comma, *one, more], *([*way, more] for way in missing))
+            first = self.add(
+                f"{name}_first{number}", [*one, more], *([*way, first] for way in missing)
+            )
+            more = self.add(
+                f"{name}_more{number}", [*comma, *one, more], *([*way, more] for way in missing)
+            )
         return first
 
     def json(self, name: str, schema: Mapping[str, Any]) -> Rule:
@@ -91,7 +112,9 @@ class Lark:
         return Rule(name)
 
     def literal(self, text: str) -> list[Atom]:
-        """A piece of a call: special tokens as such, white space free, and what stands for an id."""
+        """A piece of a call: special tokens as such, white space free, and what stands for an
+        id.
+        """
         atoms: list[Atom] = []
         at = done = 0
         while at < len(text):
@@ -134,13 +157,17 @@ def _escaped_letter(letter: str) -> str:
 
 
 def _spaced(text: str) -> str:
-    """The regular expression of a text in which white space is free, but for that between two words."""
+    """The regular expression of a text in which white space is free, but for that between two
+    words.
+    """
     parts = [escaped(part) if part.strip() else SPACE for part in re.split(r"(\s+)", text) if part]
     return "".join(parts).replace(escaped(ID_SLOT), _ID)
 
 
 def _sequence(atoms: Iterable[Atom]) -> str:
-    """Atoms side by side; regular expressions become one, as white space in two would be told apart by nothing."""
+    """Atoms side by side; regular expressions become one, as white space in two would be told apart
+    by nothing.
+    """
     found: list[Atom] = []
     for atom in atoms:
         if isinstance(atom, str) and found and isinstance(found[-1], str):

@@ -1,7 +1,8 @@
-"""Reads values as Python writes them, strings in either kind of quotes, and gives them as JSON text.
+"""Reads values as Python writes them, strings in either kind of quotes, and gives them as JSON
+text.
 
-Templates write strings between quotes without a backslash before quotes inside: a quote ends a string only where
-something follows that can stand behind a value.
+Templates write strings between quotes without a backslash before quotes inside: a quote ends a
+string only where something follows that can stand behind a value.
 """
 
 from __future__ import annotations
@@ -12,14 +13,33 @@ from collections.abc import Callable
 
 from kvboost_edge.text.turns.scanner import Scanner, Step
 
-__all__ = ["LONGEST", "bare", "is_keyword", "keyword", "literal", "named", "string", "string_inside"]
+__all__ = [
+    "LONGEST",
+    "bare",
+    "is_keyword",
+    "keyword",
+    "literal",
+    "named",
+    "string",
+    "string_inside",
+]
 
 _BEHIND_VALUE = frozenset(",)]}:")
 _SPACE = re.compile(r"\s*")
 _BEHIND_BARE = re.compile(r"[\s,()\[\]{}:='\"]")
 _NO_LETTER = re.compile(r"[=(),'\"\[\]{}\n]")
 _NAMES = {"True": "true", "False": "false", "None": "null"}
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "/": "/", "\\": "\\", "'": "'", '"': '"'}
+_ESCAPES = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "/": "/",
+    "\\": "\\",
+    "'": "'",
+    '"': '"',
+}
 _DIGITS = {"x": 2, "u": 4}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _MOST_DEPTH = 32
@@ -39,12 +59,18 @@ def keyword(scanner: Scanner) -> Step[str]:
 
 def is_keyword(name: str) -> bool:
     """Whether `keyword` reads this name as it is."""
-    return bool(name) and name == name.strip() and len(name) <= LONGEST and _NO_LETTER.search(name) is None
+    return (
+        bool(name)
+        and name == name.strip()
+        and len(name) <= LONGEST
+        and _NO_LETTER.search(name) is None
+    )
 
 
 def string(scanner: Scanner, show: Callable[[str], None]) -> Step[bool]:
-    """A string from its opening quote on, shown as it comes, as between the quotes of a JSON string; False where no
-    quote stands here."""
+    """A string from its opening quote on, shown as it comes, as between the quotes of a JSON
+    string; False where no quote stands here.
+    """
     while scanner.at == len(scanner.text):
         yield from scanner.more()
     quote = scanner.text[scanner.at]
@@ -84,7 +110,9 @@ def _ends_here(scanner: Scanner) -> Step[bool]:
 
 
 def _escape(scanner: Scanner, show: Callable[[str], None]) -> Step[None]:
-    """What a backslash and the letters behind it stand for; where it is nothing, it is a backslash."""
+    """What a backslash and the letters behind it stand for; where it is nothing, it is a
+    backslash.
+    """
     while len(scanner.text) < scanner.at + 2:
         yield from scanner.more()
     letter = scanner.text[scanner.at + 1]
@@ -104,7 +132,9 @@ def _escape(scanner: Scanner, show: Callable[[str], None]) -> Step[None]:
 
 
 def literal(scanner: Scanner, depth: int = 0) -> Step[str | None]:
-    """Any value as JSON, a bare word as a string; None where none stands here, or one that is nested too deep."""
+    """Any value as JSON, a bare word as a string; None where none stands here, or one that is
+    nested too deep.
+    """
     yield from scanner.space()
     pieces: list[str] = []
     if (yield from string(scanner, pieces.append)):
@@ -123,13 +153,21 @@ def _nested(scanner: Scanner, opening: str, depth: int) -> Step[str | None]:
     while True:
         yield from scanner.space()
         if (yield from scanner.exactly(_CLOSING[opening])):
-            return ("{" if opening == "{" else "[") + ", ".join(items) + ("}" if opening == "{" else "]")
-        item = yield from (_member(scanner, depth + 1) if opening == "{" else literal(scanner, depth + 1))
+            return (
+                ("{" if opening == "{" else "[")
+                + ", ".join(items)
+                + ("}" if opening == "{" else "]")
+            )
+        item = yield from (
+            _member(scanner, depth + 1) if opening == "{" else literal(scanner, depth + 1)
+        )
         if item is None:
             return None
         items.append(item)
         yield from scanner.space()
-        if not (yield from scanner.exactly(",")) and not scanner.text.startswith(_CLOSING[opening], scanner.at):
+        if not (yield from scanner.exactly(",")) and not scanner.text.startswith(
+            _CLOSING[opening], scanner.at
+        ):
             return None
 
 
@@ -147,7 +185,9 @@ def _member(scanner: Scanner, depth: int) -> Step[str | None]:
 def bare(scanner: Scanner, behind: re.Pattern[str]) -> Step[str]:
     """The text up to what stands `behind` it; "" where it is too long."""
     start = scanner.at
-    while (found := behind.search(scanner.text, scanner.at)) is None and len(scanner.text) - start <= LONGEST:
+    while (found := behind.search(scanner.text, scanner.at)) is None and len(
+        scanner.text
+    ) - start <= LONGEST:
         scanner.at = len(scanner.text)
         yield from scanner.more()
     end = len(scanner.text) if found is None else found.start()

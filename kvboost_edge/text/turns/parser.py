@@ -1,7 +1,7 @@
 """An assistant's turn, as it is written, taken apart: reasoning, content, tool calls.
 
-Text that could begin a marker is held back until it is decided. What only looks like a call, or calls what is no tool,
-is content.
+Text that could begin a marker is held back until it is decided. What only looks like a call, or
+calls what is no tool, is content.
 """
 
 from __future__ import annotations
@@ -19,19 +19,28 @@ __all__ = ["CallArguments", "CallStart", "Content", "Part", "Reasoning", "TurnPa
 
 
 class TurnParser:
-    """Takes one turn apart. `push` and `close` return the parts as they are certain; folded, they are the same however
-    the text is cut. White space that only separates (behind a reasoning block, around calls) is in none."""
+    """Takes one turn apart. `push` and `close` return the parts as they are certain; folded, they
+    are the same however the text is cut. White space that only separates (behind a reasoning block,
+    around calls) is in none.
+    """
 
-    def __init__(self, format: TurnFormat, tools: Sequence[Tool], *, reasoning: str, calls: bool) -> None:
-        """reasoning: "opened" where the prompt ended inside a block, "possible" where one may come first, "closed";
-        calls: whether calls of `tools` are looked for."""
+    def __init__(
+        self, format: TurnFormat, tools: Sequence[Tool], *, reasoning: str, calls: bool
+    ) -> None:
+        """reasoning: "opened" where the prompt ended inside a block, "possible" where one may come
+        first, "closed"; calls: whether calls of `tools` are looked for.
+        """
         if calls and format.calls is None:
-            raise RequestError("the model's chat template shows no tool calls in a way that is known")
+            raise RequestError(
+                "the model's chat template shows no tool calls in a way that is known"
+            )
         self._scanner = Scanner()
         self._parts: list[Part] = []
         self._turn: _Turn | ChannelTurn
         if format.channels is not None:
-            self._turn = ChannelTurn(self._scanner, self._parts, tools if calls else (), format.channels)
+            self._turn = ChannelTurn(
+                self._scanner, self._parts, tools if calls else (), format.channels
+            )
             self._steps = self._turn.read(reasoning)
         else:
             self._turn = _Turn(self._scanner, self._parts, tools, format.calls if calls else None)
@@ -47,7 +56,9 @@ class TurnParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside of a reasoning block, its end marker not yet whole."""
+        """Whether the text so far ends inside of a reasoning block, its end marker not yet
+        whole.
+        """
         return self._turn.in_reasoning
 
     @property
@@ -61,7 +72,9 @@ class TurnParser:
         return self._turn.in_answer
 
     def close(self) -> list[Part]:
-        """The turn is over: what was held back. A call that is cut short stays as far as it came."""
+        """The turn is over: what was held back. A call that is cut short stays as far as it
+        came.
+        """
         self._scanner.ended = True
         next(self._steps, None)
         return self._taken()
@@ -75,7 +88,9 @@ class TurnParser:
 class _Turn:
     """The steps of reading a turn."""
 
-    def __init__(self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: CallFormat | None) -> None:
+    def __init__(
+        self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: CallFormat | None
+    ) -> None:
         self._scanner = scanner
         self._parts = parts
         self._format = format
@@ -156,7 +171,9 @@ class _Turn:
             looked = 0 if called else at + len(trigger)
 
     def _show_content(self, end: int) -> int:
-        """Shows the text up to there but for white space at its end; returns where `end` is then."""
+        """Shows the text up to there but for white space at its end; returns where `end` is
+        then.
+        """
         scanner = self._scanner
         text = scanner.text[:end].rstrip()
         if text:

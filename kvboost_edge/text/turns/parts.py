@@ -46,7 +46,11 @@ def folded(parts: Sequence[Part]) -> list[Part]:
     found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None
-        if isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.index == last.index:
+        if (
+            isinstance(part, CallArguments)
+            and isinstance(last, CallArguments)
+            and part.index == last.index
+        ):
             found[-1] = CallArguments(part.index, last.text + part.text)
         elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
             found[-1] = Reasoning(last.text + part.text)

@@ -13,7 +13,14 @@ from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
-from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, Reasoning, TurnParser
+from kvboost_edge.text.turns.parser import (
+    CallArguments,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    TurnParser,
+)
 from kvboost_edge.text.turns.replay import call_keys, thought_key
 
 __all__ = ["Turn", "TurnMessage", "TurnReader"]
@@ -28,7 +35,8 @@ _ID_LENGTH = 9
 class Turn(NamedTuple):
     """How the answers of one request are taken apart.
 
-    reasoning    "opened": the prompt ends inside of a reasoning block; "possible": one may come first; "closed"
+    reasoning    "opened": the prompt ends inside of a reasoning block; "possible": one may come
+                 first; "closed"
     calls        whether tools may be called
     fits         what the whole turn has to fit: keywords of the engine's parameters
     """
@@ -50,16 +58,23 @@ class TurnReader:
         self._has_channels = turn.format.channels is not None
         # Of special tokens only those show that are markers of this format.
         self._markers = tokenizer.special_ids_in(_literals(turn.format))
-        # It ends a turn with calls, and the next prompt has it in front of the result. Some files say it is text.
+        # It ends a turn with calls, and the next prompt has it in front of the result. Some files
+        # say it is text.
         opening = "" if turn.format.calls is None else turn.format.calls.result_opening
         self._ending = tokenizer.codec.token_id(opening) if opening else None
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         self._stops = StopChecker(tuple(stop))
         self._stopped = False
-        self._parser = TurnParser(turn.format, turn.tools, reasoning=turn.reasoning, calls=turn.calls)
+        self._parser = TurnParser(
+            turn.format, turn.tools, reasoning=turn.reasoning, calls=turn.calls
+        )
         self._ids: list[int] = []
-        self._answer_at: int | None = 0  # where the ids begin that stand behind the reasoning; None: inside of a token
-        self._answer_ids: list[int] | None = []  # of an answer that is a message of its own; None: it begins in a token
+        self._answer_at: int | None = (
+            0  # where the ids begin that stand behind the reasoning; None: inside of a token
+        )
+        self._answer_ids: (
+            list[int] | None
+        ) = []  # of an answer that is a message of its own; None: it begins in a token
         self.num_reasoning_tokens = 0
         self.message = TurnMessage()
 
@@ -79,8 +94,12 @@ class TurnReader:
         self._note_answer(token_id, parts, begun=answers)
         if self._parser.num_thoughts > thoughts:
             self.num_reasoning_tokens = len(self._ids)
-            self._answer_at = None if any(not isinstance(part, Reasoning) for part in parts) else len(self._ids)
-        elif self._answer_at == len(self._ids) - 1 and self.num_reasoning_tokens and not text.strip():
+            self._answer_at = (
+                None if any(not isinstance(part, Reasoning) for part in parts) else len(self._ids)
+            )
+        elif (
+            self._answer_at == len(self._ids) - 1 and self.num_reasoning_tokens and not text.strip()
+        ):
             self._answer_at += 1  # white space between the two
         self.message.add(parts)
         return parts
@@ -106,7 +125,8 @@ class TurnReader:
         if self._parser.in_reasoning:
             self.num_reasoning_tokens = len(self._ids)
         self.message.add(parts)
-        # The engine keeps whole outputs by itself; clients have a call, or what stands behind the reasoning.
+        # The engine keeps whole outputs by itself; clients have a call, or what stands behind the
+        # reasoning.
         if self._has_channels:
             if self._answer_ids and not self.message.calls:
                 self._keep(self.message.content, self._answer_ids)
@@ -118,9 +138,14 @@ class TurnReader:
         return parts
 
     def reason(self, finish_reason: str) -> str:
-        """Why the answer ended, as clients know it, from why the engine ended it. A call that a stop string cut is none
-        to make."""
-        called = finish_reason == "stop" and bool(self.message.calls) and _is_json(self.message.calls[-1])
+        """Why the answer ended, as clients know it, from why the engine ended it. A call that a
+        stop string cut is none to make.
+        """
+        called = (
+            finish_reason == "stop"
+            and bool(self.message.calls)
+            and _is_json(self.message.calls[-1])
+        )
         return "tool_calls" if called else finish_reason
 
 
@@ -199,5 +224,9 @@ def _literals(format: TurnFormat) -> str:
     """All that the markers are made of."""
     calls = () if format.calls is None else dataclasses.astuple(format.calls)
     return "\n".join(
-        [*(format.reasoning or ()), *(format.channels or ()), *(one for one in calls if isinstance(one, str))]
+        [
+            *(format.reasoning or ()),
+            *(format.channels or ()),
+            *(one for one in calls if isinstance(one, str)),
+        ]
     )

@@ -1,9 +1,11 @@
-"""Calls and thinking of earlier turns: as a template wants them, and written with the ids they were generated with.
+"""Calls and thinking of earlier turns: as a template wants them, and written with the ids they were
+generated with.
 
-A client sends a call back as a name and arguments, and the chat template writes that anew: other spaces, other order of
-keys, other tokens, and all behind it misses the cache. So the ids of an answer with calls are kept under what clients
-have of it, and take the place of the message's content. Thinking is not sent back by most clients; where the template
-would show it, it is taken from the answer that is kept.
+A client sends a call back as a name and arguments, and the chat template writes that anew: other
+spaces, other order of keys, other tokens, and all behind it misses the cache. So the ids of an
+answer with calls are kept under what clients have of it, and take the place of the message's
+content. Thinking is not sent back by most clients; where the template would show it, it is taken
+from the answer that is kept.
 """
 
 from __future__ import annotations
@@ -18,16 +20,25 @@ from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat
 
 __all__ = [
-    "call_keys", "find_calls", "find_thought", "lifted", "thought_key", "with_arguments", "with_marks", "with_thoughts",
-]  # fmt: skip
+    "call_keys",
+    "find_calls",
+    "find_thought",
+    "lifted",
+    "thought_key",
+    "with_arguments",
+    "with_marks",
+    "with_thoughts",
+]
 
 _NO_TEXT = "\ud800"  # a lone surrogate: what is decoded, and what clients send, has none
 
 
 def call_keys(message: Mapping[str, Any]) -> list[str]:
-    """What an assistant's message with calls is known by, the surest first: with the ids of its calls, as the same may
-    be called twice in other words; and without them, as clients may give their own. However the arguments are spelled;
-    nothing without calls. No text of an answer is one."""
+    """What an assistant's message with calls is known by, the surest first: with the ids of its
+    calls, as the same may be called twice in other words; and without them, as clients may give
+    their own. However the arguments are spelled; nothing without calls. No text of an answer is
+    one.
+    """
     calls = message.get("tool_calls") or ()
     if not calls:
         return []
@@ -46,7 +57,9 @@ def find_calls(message: Mapping[str, Any], find: FindAnswer) -> list[int] | None
 def _said(function: Mapping[str, Any]) -> list[Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # one that is cut short is known by its text
+        with contextlib.suppress(
+            ValueError, RecursionError
+        ):  # one that is cut short is known by its text
             arguments = json.loads(arguments)
     return [function.get("name"), arguments]
 
@@ -54,8 +67,9 @@ def _said(function: Mapping[str, Any]) -> list[Any]:
 def with_marks(
     messages: Sequence[dict[str, Any]], find: FindAnswer, mark: str, *, in_calls: bool = False
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """The messages, with `mark` as the content of those with calls whose ids are kept, and these ids. in_calls: the
-    marks are arguments of the calls instead, see `lifted`."""
+    """The messages, with `mark` as the content of those with calls whose ids are kept, and these
+    ids. in_calls: the marks are arguments of the calls instead, see `lifted`.
+    """
     marked: list[dict[str, Any]] = []
     kept: list[list[int]] = []
     for message in messages:
@@ -66,7 +80,10 @@ def with_marks(
                 calls = [_with_argument(call, mark) for call in message["tool_calls"]]
                 message = {**message, "content": "", "tool_calls": calls}
             else:
-                message = {**{name: item for name, item in message.items() if name != "tool_calls"}, "content": mark}
+                message = {
+                    **{name: item for name, item in message.items() if name != "tool_calls"},
+                    "content": mark,
+                }
         marked.append(message)
     return marked, kept
 
@@ -76,15 +93,21 @@ def _with_argument(call: dict[str, Any], mark: str) -> dict[str, Any]:
 
 
 def lifted(text: str, mark: str, calls: CallFormat) -> str:
-    """A text with `mark` alone in the place of each message's calls, whose arguments it was; of the kind "braced"."""
-    before, after, between, last = map(re.escape, (calls.before, calls.after, calls.separator, calls.closing))
+    """A text with `mark` alone in the place of each message's calls, whose arguments it was; of the
+    kind "braced".
+    """
+    before, after, between, last = map(
+        re.escape, (calls.before, calls.after, calls.separator, calls.closing)
+    )
     quote = re.escape(calls.quote)
     one = rf"{before}[\w.-]+\{{{mark}:{quote}{mark}{quote}\}}{after}"
     return re.sub(rf"{re.escape(calls.opening)}{one}(?:{between}{one})*{last}", mark, text)
 
 
 def thought_key(message: Mapping[str, Any]) -> str:
-    """What the whole of an answer that was thought about is known by: what clients have of it without the thinking."""
+    """What the whole of an answer that was thought about is known by: what clients have of it
+    without the thinking.
+    """
     keys = call_keys(message)
     return f"{_NO_TEXT}thought {keys[0] if keys else message.get('content') or ''}"
 
@@ -95,10 +118,14 @@ def find_thought(message: Mapping[str, Any], find: FindAnswer) -> list[int] | No
 
 
 def with_thoughts(
-    messages: Sequence[dict[str, Any]], reasoning: ReasoningFormat, decode: Callable[[list[int]], str], find: FindAnswer
+    messages: Sequence[dict[str, Any]],
+    reasoning: ReasoningFormat,
+    decode: Callable[[list[int]], str],
+    find: FindAnswer,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The messages, those of the assistant that came back without their thinking with it; and whether any is among them
-    whose thinking is kept, sent back or not."""
+    """The messages, those of the assistant that came back without their thinking with it; and
+    whether any is among them whose thinking is kept, sent back or not.
+    """
     found = []
     kept = False
     for message in messages:
@@ -112,23 +139,33 @@ def with_thoughts(
     return found, kept
 
 
-def with_arguments(messages: Sequence[dict[str, Any]], calls: CallFormat | None) -> list[dict[str, Any]]:
-    """Messages whose calls have their arguments as the template takes them: an object, or its JSON text, which is what
-    clients send. What is no JSON, as of a call that was cut short, stays."""
+def with_arguments(
+    messages: Sequence[dict[str, Any]], calls: CallFormat | None
+) -> list[dict[str, Any]]:
+    """Messages whose calls have their arguments as the template takes them: an object, or its JSON
+    text, which is what clients send. What is no JSON, as of a call that was cut short, stays.
+    """
     as_text = calls is not None and calls.arguments_as_text
     return [{**message, **_with_calls(message, as_text)} for message in messages]
 
 
 def _with_calls(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
     calls = message.get("tool_calls")
-    return {"tool_calls": [_with_call(call, as_text) for call in calls]} if isinstance(calls, list) else {}
+    return (
+        {"tool_calls": [_with_call(call, as_text) for call in calls]}
+        if isinstance(calls, list)
+        else {}
+    )
 
 
 def _with_call(call: Any, as_text: bool) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or "arguments" not in function:
         return call
-    return {**call, "function": {**function, "arguments": _arguments(function["arguments"], as_text)}}
+    return {
+        **call,
+        "function": {**function, "arguments": _arguments(function["arguments"], as_text)},
+    }
 
 
 def _arguments(given: Any, as_text: bool) -> Any:

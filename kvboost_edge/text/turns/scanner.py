@@ -1,7 +1,8 @@
-"""Reads text that is still being written: every step is a generator that stops where more is needed.
+"""Reads text that is still being written: every step is a generator that stops where more is
+needed.
 
-A step moves `at` forward; who only tries keeps the old place and goes back to it. Text in front of `at` stays until it
-is forgotten. At the end of all text a step that needs more raises `Ended`.
+A step moves `at` forward; who only tries keeps the old place and goes back to it. Text in front of
+`at` stays until it is forgotten. At the end of all text a step that needs more raises `Ended`.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ class Scanner:
         return found
 
     def up_to(self, marker: str, kept: str, show: Callable[[str], None]) -> Step[None]:
-        """Shows the text in front of a marker as it comes, without white space of the kind `kept` at its end, and
-        passes the marker."""
+        """Shows the text in front of a marker as it comes, without white space of the kind `kept`
+        at its end, and passes the marker.
+        """
         while (end := self.text.find(marker, self.at)) < 0:
             self._show(len(self.text) - held_back(self.text, self.at, marker, kept), show)
             yield from self.more()
@@ -130,7 +132,9 @@ class Scanner:
             yield from self.more()
 
     def value(self) -> Step[str]:
-        """Any JSON value, as it is written. What is none is passed up to where a value would end."""
+        """Any JSON value, as it is written. What is none is passed up to where a value would
+        end.
+        """
         while self.at == len(self.text):
             yield from self.more()
         start = self.at
@@ -147,7 +151,9 @@ class Scanner:
         return self.text[start : self.at]
 
     def shown_value(self, show: Callable[[str], None], ends: Sequence[str] = ()) -> Step[None]:
-        """A JSON object or list, shown as it comes; `ends` end it, too, where they stand outside of its strings."""
+        """A JSON object or list, shown as it comes; `ends` end it, too, where they stand outside of
+        its strings.
+        """
         self.forget()
         self._watch = show
         try:
@@ -158,12 +164,16 @@ class Scanner:
             self.forget()
 
     def _nested(self, ends: Sequence[str] = ()) -> Step[None]:
-        """What stands between two brackets, the first of which is here; or up to one of `ends` in front of the last."""
+        """What stands between two brackets, the first of which is here; or up to one of `ends` in
+        front of the last.
+        """
         depth = 0
         place = re.compile("|".join([_BRACKET.pattern, *map(re.escape, ends)]))
         while True:
             while (found := place.search(self.text, self.at)) is None:
-                self.at = len(self.text) - max((held_back(self.text, self.at, mark) for mark in ends), default=0)
+                self.at = len(self.text) - max(
+                    (held_back(self.text, self.at, mark) for mark in ends), default=0
+                )
                 yield from self.more()
             if found[0] in ends:
                 self.at = found.start()
@@ -178,7 +188,9 @@ class Scanner:
 
 
 def held_back(text: str, start: int, marker: str, kept: str = "") -> int:
-    """How many characters at the end of text[start:] may belong to a marker, or to `kept` in front of it."""
+    """How many characters at the end of text[start:] may belong to a marker, or to `kept` in front
+    of it.
+    """
     wanted = kept + marker
     for begin in (wanted, marker) if kept else (marker,):
         for size in range(min(len(begin) - 1, len(text) - start), 0, -1):

@@ -1,4 +1,6 @@
-"""What a schema tells about values between tags: as they are, or as JSON; and what in it tells nothing."""
+"""What a schema tells about values between tags: as they are, or as JSON; and what in it tells
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,24 @@ Schema = Mapping[str, Any]
 _MOST_REFERENCES = 16
 _MOST_DEPTH = 128  # the compiler's own bound
 _ANY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_BY_NAME = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
 _VALUES = frozenset({"const", "enum", "default", "examples", "required"})
-_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+_NAMES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
 
 
 def value_kind(schema: object, root: Schema) -> ValueKind:
-    """Whether a value of a schema is always a string, never one, or either. References are into `root`."""
+    """Whether a value of a schema is always a string, never one, or either. References are into
+    `root`.
+    """
     types = types_of(schema, root)
     if types == {"string"}:
         return "string"
@@ -27,25 +40,35 @@ def value_kind(schema: object, root: Schema) -> ValueKind:
 
 
 def members_of(root: Schema) -> tuple[dict[str, Any], set[str]]:
-    """The schemas of an object's members in order, those that are only required behind them, and the required names."""
+    """The schemas of an object's members in order, those that are only required behind them, and
+    the required names.
+    """
     schema = resolved(root, root)
     properties = schema.get("properties")
     required = schema.get("required")
-    names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    names = (
+        [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    )
     members = dict(properties) if isinstance(properties, Mapping) else {}
     return {**members, **{name: {} for name in names if name not in members}}, set(names)
 
 
 def without_needless(schema: Any, depth: int = 0) -> Any:
-    """The schema without `propertyNames` that say what is so anyway, that names are strings: zod writes them for every
-    record, and the compiler of grammars knows no `propertyNames`. What is nested too deep to be compiled stays."""
+    """The schema without `propertyNames` that say what is so anyway, that names are strings: zod
+    writes them for every record, and the compiler of grammars knows no `propertyNames`. What is
+    nested too deep to be compiled stays.
+    """
     if depth > _MOST_DEPTH:
         return schema
     if isinstance(schema, list):
         return [without_needless(one, depth + 1) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    kept = {key: value for key, value in schema.items() if key != "propertyNames" or value not in _ANY_NAME}
+    kept = {
+        key: value
+        for key, value in schema.items()
+        if key != "propertyNames" or value not in _ANY_NAME
+    }
     return {key: _without_needless_in(key, value, depth + 1) for key, value in kept.items()}
 
 
@@ -77,8 +100,9 @@ def _pointed(root: object, reference: str) -> object:
 
 
 def types_of(schema: object, root: Schema) -> set[str]:
-    """The types a value may have; empty: any. Each schema counts once, however often and in what circles it is referred
-    to."""
+    """The types a value may have; empty: any. Each schema counts once, however often and in what
+    circles it is referred to.
+    """
     found: set[str] = set()
     waiting = [schema]
     seen = set[int]()

@@ -1,8 +1,9 @@
-"""Room for new segments: the least used blocks are forgotten, what is left of the emptiest segment is copied into the
-active one, and its file is deleted.
+"""Room for new segments: the least used blocks are forgotten, what is left of the emptiest segment
+is copied into the active one, and its file is deleted.
 
-A segment is only copied when at most half of it counts, and an opening copies at most half a segment: so at most as
-much is copied as is gained, and on the whole at most twice as much is written as was stored.
+A segment is only copied when at most half of it counts, and an opening copies at most half a
+segment: so at most as much is copied as is gained, and on the whole at most twice as much is
+written as was stored.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from kvboost_edge.tiers.record import decode_header, is_intact
 __all__ = ["Cleaner"]
 
 _SLACK = 4
-"""Segments' worth of room that blocks leave: for this segment, for the next, and two that are still emptying, so that
-what is about to go is gone before its segment's turn comes and is not copied. Prompts that come one after the other
-then cost no copies at all (1.8 bytes written for each stored without it)."""
+"""Segments' worth of room that blocks leave: for this segment, for the next, and two that are still
+emptying, so that what is about to go is gone before its segment's turn comes and is not copied.
+Prompts that come one after the other then cost no copies at all (1.8 bytes written for each stored
+without it).
+"""
 
 
 class Cleaner:
-    """Frees room in the segments of one space. All methods raise OSError. Since the start: `evicted` and `refused`
-    blocks, `copied_bytes`."""
+    """Frees room in the segments of one space. All methods raise OSError. Since the start:
+    `evicted` and `refused` blocks, `copied_bytes`.
+    """
 
     def __init__(self, index: Index, segments: Segments, room: Room) -> None:
         self._index = index
@@ -45,7 +49,9 @@ class Cleaner:
         return True
 
     def keep_room(self, nbytes: int, *, copies: int) -> None:
-        """Free what the next segment will need, now that the active one can take so many bytes of copies."""
+        """Free what the next segment will need, now that the active one can take so many bytes of
+        copies.
+        """
         while (excess := self._excess(nbytes)) > 0:
             if self._room.take_from_others():
                 continue
@@ -66,10 +72,16 @@ class Cleaner:
 
     def _emptiest(self) -> Segment | None:
         """The settled segment with the least that counts, the oldest of several."""
-        return min(self._segments.settled(), key=lambda segment: self._index.live[segment.number], default=None)
+        return min(
+            self._segments.settled(),
+            key=lambda segment: self._index.live[segment.number],
+            default=None,
+        )
 
     def _evict_down_to(self, nbytes: int, victim: Segment) -> Segment:
-        """Forget the least used blocks until at most so many bytes of some settled segment count: that one."""
+        """Forget the least used blocks until at most so many bytes of some settled segment count:
+        that one.
+        """
         live = self._index.live
         settled = {segment.number: segment for segment in self._segments.settled()}
         while live[victim.number] > nbytes and (entry := self._evict()) is not None:
@@ -93,7 +105,10 @@ class Cleaner:
         """Write what counts of a segment again, byte by byte; a damaged record is left behind."""
         for record in self._segments.records(victim.number):
             entry = self._index.get(record.prefix_hash)
-            if entry is not None and (entry.segment, entry.offset) == (victim.number, record.offset):
+            if entry is not None and (entry.segment, entry.offset) == (
+                victim.number,
+                record.offset,
+            ):
                 self._copy_record(entry)
 
     def _copy_record(self, entry: Entry) -> None:

@@ -1,6 +1,8 @@
-"""A space's directory: made, checked, locked. Whoever holds the lock owns it and writes; everybody else reads.
+"""A space's directory: made, checked, locked. Whoever holds the lock owns it and writes; everybody
+else reads.
 
-The lock goes with its process, however that ends. A forked child closes its copy, so that it keeps nobody out.
+The lock goes with its process, however that ends. A forked child closes its copy, so that it keeps
+nobody out.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from kvboost_edge.tiers.disk.files import CHANGE, WRITE, Files
 from kvboost_edge.tiers.disk.layout import DESCRIPTION, LOCK, is_space, write_whole
 from kvboost_edge.tiers.disk.sidecar import read_file
 
-__all__ = ["SpaceDirectory", "describe", "is_locked", "lock_directory", "lock_soon", "open_directory"]
+__all__ = [
+    "SpaceDirectory",
+    "describe",
+    "is_locked",
+    "lock_directory",
+    "lock_soon",
+    "open_directory",
+]
 
 _LOG = logging.getLogger(__name__)
 _LOOKS = 10
@@ -30,7 +39,9 @@ _KNOB = "choose another disk_cache_dir, or 'off'"
 
 
 class SpaceDirectory:
-    """path: of the directory. `why_not` is "" for its owner, else one line on why nothing is written."""
+    """path: of the directory. `why_not` is "" for its owner, else one line on why nothing is
+    written.
+    """
 
     def __init__(self, path: Path, files: Files, lock: int | None, why_not: str) -> None:
         self.path = path
@@ -44,8 +55,10 @@ class SpaceDirectory:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the directory that is locked no longer has its name: it was deleted, moved away or replaced, or its
-        lock was; whoever comes next owns what is there now. False while the system does not tell."""
+        """Whether the directory that is locked no longer has its name: it was deleted, moved away
+        or replaced, or its lock was; whoever comes next owns what is there now. False while the
+        system does not tell.
+        """
         try:
             return self._lock is not None and not self._files.is_same(self._lock, self.path / LOCK)
         except OSError:
@@ -60,17 +73,25 @@ class SpaceDirectory:
                 self._files.close(lock)
 
 
-def open_directory(root: Path, space: bytes, description: Mapping[str, Any] | None, files: Files) -> SpaceDirectory:
-    """The directory of a space below `root`, made if it is not there. Raises ConfigError where that cannot serve."""
+def open_directory(
+    root: Path, space: bytes, description: Mapping[str, Any] | None, files: Files
+) -> SpaceDirectory:
+    """The directory of a space below `root`, made if it is not there. Raises ConfigError where that
+    cannot serve.
+    """
     path = root / space.hex()
     try:
         _make(root, files)
         _make(path, files)
         if path.is_symlink():
-            raise ConfigError(f"{path} is a symbolic link, which the disk tier does not follow; remove it")
+            raise ConfigError(
+                f"{path} is a symbolic link, which the disk tier does not follow; remove it"
+            )
         _check_owner(path)
     except OSError as error:
-        raise ConfigError(f"disk_cache_dir {str(root)!r} cannot be used: {error}; {_KNOB}") from error
+        raise ConfigError(
+            f"disk_cache_dir {str(root)!r} cannot be used: {error}; {_KNOB}"
+        ) from error
     lock = None
     why_not = ""
     try:
@@ -89,7 +110,9 @@ def open_directory(root: Path, space: bytes, description: Mapping[str, Any] | No
 
 
 def lock_directory(path: Path, files: Files) -> int | None:
-    """Own a space's directory until the handle is closed; None: somebody else does. Raises OSError."""
+    """Own a space's directory until the handle is closed; None: somebody else does. Raises
+    OSError.
+    """
     for _ in range(_LOOKS):
         handle = files.open(path / LOCK, WRITE)
         try:
@@ -118,7 +141,9 @@ def is_locked(path: Path, files: Files) -> bool:
 
 
 def lock_soon(path: Path, files: Files, seconds: float = _LOOKS * _LOOK_S) -> int | None:
-    """As `lock_directory`; whoever only looks or makes room holds the lock for an instant, which is waited for."""
+    """As `lock_directory`; whoever only looks or makes room holds the lock for an instant, which is
+    waited for.
+    """
     for _ in range(round(seconds / _LOOK_S)):
         handle = lock_directory(path, files)
         if handle is not None:
@@ -141,7 +166,11 @@ def describe(path: Path, files: Files) -> dict[str, Any]:
 
 def _describe(path: Path, description: Mapping[str, Any] | None, files: Files) -> None:
     try:
-        used = max(describe(other, files)["used"] for other in path.parent.iterdir() if is_space(other.name))
+        used = max(
+            describe(other, files)["used"]
+            for other in path.parent.iterdir()
+            if is_space(other.name)
+        )
         before = describe(path, files) if description is None else description
         text = json.dumps({**before, "used": used + 1}, indent=1, ensure_ascii=False)
         write_whole(files, path / DESCRIPTION, text.encode(errors="replace"), durable=False)
@@ -153,13 +182,18 @@ def _make(path: Path, files: Files) -> None:
     try:
         files.make_directory(path)
     except FileExistsError as error:
-        raise ConfigError(f"disk_cache_dir: {str(path)!r} is a file where a directory should be; {_KNOB}") from error
+        raise ConfigError(
+            f"disk_cache_dir: {str(path)!r} is a file where a directory should be; {_KNOB}"
+        ) from error
 
 
 def _check_owner(path: Path) -> None:
     """Whoever can write here could make a model say what they like."""
     found = path.stat()
     if hasattr(os, "getuid") and found.st_uid != os.getuid():
-        raise ConfigError(f"disk_cache_dir: {str(path)!r} belongs to user {found.st_uid}, not to this one; {_KNOB}")
+        raise ConfigError(
+            f"disk_cache_dir: {str(path)!r} belongs to user {found.st_uid}, not to this one; "
+            f"{_KNOB}"
+        )
     if not stat.S_ISDIR(found.st_mode):
         raise ConfigError(f"disk_cache_dir: {str(path)!r} is no directory; {_KNOB}")

@@ -1,5 +1,5 @@
-"""Every system call of the disk tier, in one small object: what is missing on a platform is told here and nowhere else,
-and tests put failing ones in its place. All methods raise OSError.
+"""Every system call of the disk tier, in one small object: what is missing on a platform is told
+here and nowhere else, and tests put failing ones in its place. All methods raise OSError.
 """
 
 from __future__ import annotations
@@ -25,28 +25,34 @@ READ = os.O_RDONLY
 CHANGE = os.O_RDWR
 WRITE = CHANGE | os.O_CREAT
 NEW = WRITE | os.O_EXCL
-# No link is followed to a file that somebody else chose, a pipe in a file's place is not waited for, and nothing is
-# inherited by programs that are started.
+# No link is followed to a file that somebody else chose, a pipe in a file's place is not waited
+# for, and nothing is inherited by programs that are started.
 _NAMES = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
 _ALWAYS = functools.reduce(operator.or_, (getattr(os, name, 0) for name in _NAMES))
 _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT})
+_PASSING = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
+)
 
 
 class Files:
-    """Calls of the operating system. A handle is a descriptor from `open`; positions are never shared state, except on
-    Windows, where nobody else uses the handle meanwhile."""
+    """Calls of the operating system. A handle is a descriptor from `open`; positions are never
+    shared state, except on Windows, where nobody else uses the handle meanwhile.
+    """
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file to READ or to CHANGE it; or make it, for this user alone: WRITE where it is not there, NEW only
-        where nothing of that name is (else FileExistsError)."""
+        """Open a file to READ or to CHANGE it; or make it, for this user alone: WRITE where it is
+        not there, NEW only where nothing of that name is (else FileExistsError).
+        """
         return os.open(path, flags | _ALWAYS, 0o600)
 
     def close(self, handle: int) -> None:
         os.close(handle)
 
     def make_directory(self, path: Path) -> None:
-        """A directory for this user alone, and those above it, unless it is there. FileExistsError: a file is."""
+        """A directory for this user alone, and those above it, unless it is there. FileExistsError:
+        a file is.
+        """
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def make_private(self, path: Path) -> None:
@@ -54,7 +60,9 @@ class Files:
         os.chmod(path, 0o700)
 
     def read(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill the buffers in turn from `offset`; how many bytes came: fewer at the end of the file, or just so."""
+        """Fill the buffers in turn from `offset`; how many bytes came: fewer at the end of the
+        file, or just so.
+        """
         if sys.platform != "win32":
             return os.preadv(handle, buffers, offset)
         os.lseek(handle, offset, os.SEEK_SET)
@@ -63,7 +71,9 @@ class Files:
         return len(data)
 
     def write(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write the buffers one behind the other at `offset`; how many bytes went, perhaps fewer."""
+        """Write the buffers one behind the other at `offset`; how many bytes went, perhaps
+        fewer.
+        """
         if sys.platform != "win32":
             return os.pwritev(handle, buffers, offset)
         os.lseek(handle, offset, os.SEEK_SET)
@@ -132,14 +142,18 @@ class Files:
         return found
 
     def space(self, path: Path) -> tuple[int, int]:
-        """Bytes free to this user and bytes in all, on the file system that `path` is or would be on."""
+        """Bytes free to this user and bytes in all, on the file system that `path` is or would be
+        on.
+        """
         while not path.exists() and path != path.parent:
             path = path.parent
         usage = shutil.disk_usage(path)
         return usage.free, usage.total
 
     def lock(self, handle: int) -> bool:
-        """Lock an open file until it is closed or its process ends, however that happens; False: somebody else has."""
+        """Lock an open file until it is closed or its process ends, however that happens; False:
+        somebody else has.
+        """
         try:
             if sys.platform == "win32":
                 msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
@@ -151,15 +165,21 @@ class Files:
 
 
 def passes(error: OSError) -> bool:
-    """Whether the error says nothing of the file, and may be gone at the next attempt: a limit of the process or of the
-    system, an interrupted call."""
+    """Whether the error says nothing of the file, and may be gone at the next attempt: a limit of
+    the process or of the system, an interrupted call.
+    """
     return error.errno in _PASSING
 
 
 def transferred(
-    call: Callable[[int, Sequence[memoryview], int], int], handle: int, buffers: Sequence[memoryview], offset: int
+    call: Callable[[int, Sequence[memoryview], int], int],
+    handle: int,
+    buffers: Sequence[memoryview],
+    offset: int,
 ) -> int:
-    """Repeat `read` or `write` until all buffers are through, or no byte moves; how many bytes did."""
+    """Repeat `read` or `write` until all buffers are through, or no byte moves; how many bytes
+    did.
+    """
     wanted = sum(buffer.nbytes for buffer in buffers)
     done = 0
     while done < wanted:

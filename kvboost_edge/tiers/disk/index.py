@@ -1,9 +1,11 @@
-"""Which blocks are there, where, and which of them go first. In memory, no I/O, safe from any thread.
+"""Which blocks are there, where, and which of them go first. In memory, no I/O, safe from any
+thread.
 
-A block without its ancestors is worthless, so an ancestor is always at least as recent as its youngest descendant: a
-chain is renewed tail first and head last, and then the least recently used block is a leaf. Blocks of chains written
-and never asked for again are on probation: beyond a share of the tier they go before all others, so that a scan of
-prompts that come once does not push out what is used.
+A block without its ancestors is worthless, so an ancestor is always at least as recent as its
+youngest descendant: a chain is renewed tail first and head last, and then the least recently used
+block is a leaf. Blocks of chains written and never asked for again are on probation: beyond a share
+of the tier they go before all others, so that a scan of prompts that come once does not push out
+what is used.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _ON_PROBATION = 0.1  # of the tier's bytes
 
 
 class Use(NamedTuple):
-    """A record as the manifest knows it: where it is, and whether it was asked for since it was written."""
+    """A record as the manifest knows it: where it is, and whether it was asked for since it was
+    written.
+    """
 
     segment: int
     offset: int
@@ -35,13 +39,23 @@ class Entry:
     """A block in the index. nbytes: of its record; `last_use` grows with every use of any block."""
 
     __slots__ = (
-        *("header_bytes", "last_use", "nbytes", "offset", "parent_hash", "payload_bytes", "prefix_hash"),
+        *(
+            "header_bytes",
+            "last_use",
+            "nbytes",
+            "offset",
+            "parent_hash",
+            "payload_bytes",
+            "prefix_hash",
+        ),
         *("proven", "segment"),
     )
 
     def __init__(self, segment: int, record: Record) -> None:
         self.segment = segment
-        self.offset, self.header_bytes, self.payload_bytes, self.prefix_hash, self.parent_hash = record
+        self.offset, self.header_bytes, self.payload_bytes, self.prefix_hash, self.parent_hash = (
+            record
+        )
         self.nbytes = padded(self.header_bytes + self.payload_bytes)
         self.last_use = 0
         self.proven = False
@@ -77,7 +91,9 @@ class Index:
             return list(self._entries)
 
     def add(self, entry: Entry) -> None:
-        """A block that was just written; one of the same hash is replaced and keeps its standing."""
+        """A block that was just written; one of the same hash is replaced and keeps its
+        standing.
+        """
         with self._lock:
             self._replace(entry)
 
@@ -102,7 +118,11 @@ class Index:
         with self._lock:
             gone: list[bytes] = []
             if self.live[segment]:
-                gone = [prefix_hash for prefix_hash, entry in self._entries.items() if entry.segment == segment]
+                gone = [
+                    prefix_hash
+                    for prefix_hash, entry in self._entries.items()
+                    if entry.segment == segment
+                ]
             self.dropped.add(gone)
             for prefix_hash in gone:
                 self._remove(prefix_hash)
@@ -119,7 +139,9 @@ class Index:
             self.nbytes = self._probation_bytes = 0
 
     def renew(self, prefix_hashes: Iterable[bytes], *, proven: bool) -> None:
-        """These blocks are used just now, and so are their ancestors. `proven`: by somebody who asked for them."""
+        """These blocks are used just now, and so are their ancestors. `proven`: by somebody who
+        asked for them.
+        """
         with self._lock:
             for prefix_hash in reversed(self._most_recent_first(prefix_hashes)):
                 self._renew(self._entries[prefix_hash], proven)
@@ -136,26 +158,36 @@ class Index:
             return proven
 
     def load(
-        self, segments: Iterable[tuple[int, Sequence[Record]]], uses: Sequence[Use], frontier: tuple[int, int]
+        self,
+        segments: Iterable[tuple[int, Sequence[Record]]],
+        uses: Sequence[Use],
+        frontier: tuple[int, int],
     ) -> None:
-        """Fill an empty index with the records of segments, in the order they were written; the later of two of one
-        hash counts. `uses`, oldest first, is what counted when the manifest was written; of what is before `frontier`
-        nothing else does, and what is behind it is younger."""
+        """Fill an empty index with the records of segments, in the order they were written; the
+        later of two of one hash counts. `uses`, oldest first, is what counted when the manifest was
+        written; of what is before `frontier` nothing else does, and what is behind it is younger.
+        """
         places: dict[int, dict[int, Record]] = {}
         young: list[Entry] = []
         for number, records in segments:
-            last = frontier[1] if number == frontier[0] else -1 if number > frontier[0] else math.inf
+            last = (
+                frontier[1] if number == frontier[0] else -1 if number > frontier[0] else math.inf
+            )
             places[number] = {record[0]: record for record in records if record[0] <= last}
             young += [Entry(number, record) for record in records if record[0] > last]
         with self._lock:
             self._fill(places, uses)
             for entry in young:
                 self._replace(entry)
-            for prefix_hash in reversed(self._most_recent_first(entry.prefix_hash for entry in young)):
+            for prefix_hash in reversed(
+                self._most_recent_first(entry.prefix_hash for entry in young)
+            ):
                 self._renew(self._entries[prefix_hash], False)
 
     def _fill(self, places: Mapping[int, Mapping[int, Record]], uses: Sequence[Use]) -> None:
-        """`_insert` what counted when the manifest was written: tens of thousands at a start, which waits for it."""
+        """`_insert` what counted when the manifest was written: tens of thousands at a start, which
+        waits for it.
+        """
         entries = self._entries
         uses_before = self._uses
         nothing = dict[int, Record]()
@@ -174,11 +206,15 @@ class Index:
             probation += 0 if proven else entry.nbytes
         # In the order of insertion, which is that of use.
         for is_proven, order in enumerate(self._orders):
-            order.update((hash_, entry) for hash_, entry in entries.items() if entry.proven == is_proven)
+            order.update(
+                (hash_, entry) for hash_, entry in entries.items() if entry.proven == is_proven
+            )
         self._uses = uses_before
         self.nbytes = live.total()
         self._probation_bytes = probation
-        self._frontier = max([self._frontier, *((entry.segment, entry.offset) for entry in entries.values())])
+        self._frontier = max(
+            [self._frontier, *((entry.segment, entry.offset) for entry in entries.values())]
+        )
 
     def snapshot(self) -> tuple[list[Use], tuple[int, int]]:
         """What `load` wants of the manifest."""
@@ -189,11 +225,15 @@ class Index:
         return [Use(entry.segment, entry.offset, entry.proven) for entry in entries], frontier
 
     def _most_recent_first(self, prefix_hashes: Iterable[bytes]) -> list[bytes]:
-        """These and all their ancestors, each before its descendants; the last of the given ones before the others."""
+        """These and all their ancestors, each before its descendants; the last of the given ones
+        before the others.
+        """
         order: dict[bytes, None] = {}
         for prefix_hash in reversed(list(prefix_hashes)):
             path: list[bytes] = []
-            while prefix_hash not in order and (entry := self._entries.get(prefix_hash)) is not None:
+            while (
+                prefix_hash not in order and (entry := self._entries.get(prefix_hash)) is not None
+            ):
                 path.append(entry.prefix_hash)
                 prefix_hash = entry.parent_hash
                 if len(path) > len(self._entries):

@@ -3,9 +3,12 @@
 <cache directory>/lock      locked by the process that makes room for a segment at the moment
 <cache directory>/<64 hex digits of the space>/
     lock              locked by the process that owns the directory: it alone writes
-    space.json        what the space is, for people; and `used`, a number that grows with every opening of any space
-    00000001.kvs      a segment: records one behind the other, each at a multiple of 64, then perhaps zeros
-    00000001.kvx      its sidecar: the records' places and hashes, once nothing is added to the segment any more
+    space.json        what the space is, for people; and `used`, a number that grows with every
+                      opening of any space
+    00000001.kvs      a segment: records one behind the other, each at a multiple of 64, then
+                      perhaps zeros
+    00000001.kvx      its sidecar: the records' places and hashes, once nothing is added to the
+                      segment any more
     order             the manifest: which records count, oldest use first
     *.new             one of the above on its way
 """
@@ -50,7 +53,9 @@ def is_space(name: str) -> bool:
 
 
 def is_own(name: str) -> bool:
-    """Whether a file of this name in a space's directory is the tier's; all others are left as they are."""
+    """Whether a file of this name in a space's directory is the tier's; all others are left as they
+    are.
+    """
     return _OWN.fullmatch(name) is not None
 
 
@@ -68,15 +73,25 @@ def segment_ids(sizes: Iterable[str]) -> list[int]:
 
 
 def leftovers(sizes: Iterable[str]) -> list[str]:
-    """Of a directory's files, what a process left that ended in between: files on their way, sidecars of no segment."""
+    """Of a directory's files, what a process left that ended in between: files on their way,
+    sidecars of no segment.
+    """
     held = {sidecar_path(Path(), number).name for number in segment_ids(sizes)}
-    return [name for name in sizes if is_own(name) and name.endswith((_NEW, ".kvx")) and name not in held]
+    return [
+        name
+        for name in sizes
+        if is_own(name) and name.endswith((_NEW, ".kvx")) and name not in held
+    ]
 
 
 def write_whole(files: Files, path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Put a file in its place, complete (`durable`: and on the device), or not at all. Raises OSError."""
+    """Put a file in its place, complete (`durable`: and on the device), or not at all. Raises
+    OSError.
+    """
     new = path.with_name(path.name + _NEW)
-    files.unlink(new)  # what stands there may be a link: nothing is written to a file that was there before
+    files.unlink(
+        new
+    )  # what stands there may be a link: nothing is written to a file that was there before
     handle = files.open(new, NEW)
     try:
         try:

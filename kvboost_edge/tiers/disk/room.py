@@ -1,4 +1,5 @@
-"""How much the tier may take: a cap over all spaces of the cache directory, and a floor of room that stays free.
+"""How much the tier may take: a cap over all spaces of the cache directory, and a floor of room
+that stays free.
 
 Segments of spaces that nobody owns, those used longest ago first, go before anything of one's own.
 """
@@ -27,7 +28,9 @@ _FLOOR_SHARE = 20  # a twentieth of the file system, where that is less
 
 
 class _Other(NamedTuple):
-    """A segment of another space. `used`: when the space was last opened, as a number that grows."""
+    """A segment of another space. `used`: when the space was last opened, as a number that
+    grows.
+    """
 
     used: int
     directory: Path
@@ -37,7 +40,11 @@ class _Other(NamedTuple):
 
 def space_directories(root: Path) -> list[Path]:
     """The directories of all spaces below a cache directory. Raises OSError."""
-    return sorted(path for path in root.iterdir() if is_space(path.name) and path.is_dir() and not path.is_symlink())
+    return sorted(
+        path
+        for path in root.iterdir()
+        if is_space(path.name) and path.is_dir() and not path.is_symlink()
+    )
 
 
 def free_floor(total: int) -> int:
@@ -46,15 +53,22 @@ def free_floor(total: int) -> int:
 
 
 def default_cap(root: Path, files: Files) -> int:
-    """The smaller of 16 GiB and a fifth of what is free, counting as free what the tier takes. Raises OSError."""
+    """The smaller of 16 GiB and a fifth of what is free, counting as free what the tier takes.
+    Raises OSError.
+    """
     free, _ = files.space(root)
-    taken = sum(sum(segment_sizes(path, files).values()) for path in space_directories(root)) if root.is_dir() else 0
+    taken = (
+        sum(sum(segment_sizes(path, files).values()) for path in space_directories(root))
+        if root.is_dir()
+        else 0
+    )
     return max(LEAST_BYTES, min(_DEFAULT_CAP, (free + taken) // _DEFAULT_SHARE))
 
 
 def segment_sizes(directory: Path, files: Files) -> dict[int, int]:
-    """Bytes of a space's segments by their numbers; none where this user may not look, or it is gone by now. Raises
-    OSError."""
+    """Bytes of a space's segments by their numbers; none where this user may not look, or it is
+    gone by now. Raises OSError.
+    """
     try:
         sizes = files.sizes(directory)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -71,14 +85,18 @@ class Room:
         self._files = files
         self._others: list[_Other] = []
         self._is_disk_full = False
-        self.max_bytes = default_cap(self._root, files) if max_bytes is None else _checked(max_bytes)
+        self.max_bytes = (
+            default_cap(self._root, files) if max_bytes is None else _checked(max_bytes)
+        )
 
     def limit(self, max_bytes: int) -> None:
         """Another cap, from the next segment on. Raises ConfigError."""
         self.max_bytes = _checked(max_bytes)
 
     def allowed(self, own_bytes: int) -> int:
-        """The bytes this space may take in all, where it takes `own_bytes` now. Looks at the disk; raises OSError."""
+        """The bytes this space may take in all, where it takes `own_bytes` now. Looks at the disk;
+        raises OSError.
+        """
         others = [path for path in space_directories(self._root) if path != self._directory]
         self._others = [segment for path in others for segment in self._segments(path)]
         free, total = self._files.space(self._root)
@@ -89,8 +107,10 @@ class Room:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
-        """One process at a time makes room and takes it, or two would take the same: whether it is our turn, which is
-        waited for shortly. Where there can be no lock, everybody goes on without."""
+        """One process at a time makes room and takes it, or two would take the same: whether it is
+        our turn, which is waited for shortly. Where there can be no lock, everybody goes on
+        without.
+        """
         try:
             handle = lock_soon(self._root, self._files, _TURN_S)
         except OSError:
@@ -104,7 +124,9 @@ class Room:
                     self._files.close(handle)
 
     def take_from_others(self) -> bool:
-        """Delete the least recently used segment of a space that nobody owns; whether there was one."""
+        """Delete the least recently used segment of a space that nobody owns; whether there was
+        one.
+        """
         for other in sorted(self._others):
             with contextlib.suppress(OSError):
                 handle = lock_directory(other.directory, self._files)
@@ -123,10 +145,14 @@ class Room:
         free, total = self._files.space(self._root)
         if self._is_disk_full:
             return (
-                f"{free / 1e6:,.1f} MB are free beside {self._root}, {free_floor(total) / 1e6:,.1f} MB of them stay so"
+                f"{free / 1e6:,.1f} MB are free beside {self._root}, "
+                f"{free_floor(total) / 1e6:,.1f} MB of them stay so"
             )
         theirs = sum(other.nbytes for other in self._others)
-        return f"other models that are open take {theirs / 1e6:,.0f} MB of max_disk_bytes={self.max_bytes}"
+        return (
+            f"other models that are open take {theirs / 1e6:,.0f} MB of "
+            f"max_disk_bytes={self.max_bytes}"
+        )
 
     def _segments(self, path: Path) -> list[_Other]:
         sizes = segment_sizes(path, self._files)
@@ -136,5 +162,7 @@ class Room:
 
 def _checked(max_bytes: int) -> int:
     if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < LEAST_BYTES:
-        raise ConfigError(f"max_disk_bytes={max_bytes!r} must be an integer of at least {LEAST_BYTES}")
+        raise ConfigError(
+            f"max_disk_bytes={max_bytes!r} must be an integer of at least {LEAST_BYTES}"
+        )
     return max_bytes

@@ -1,4 +1,6 @@
-"""Work beside reading and writing: one job after the other, in a thread that ends when there is none."""
+"""Work beside reading and writing: one job after the other, in a thread that ends when there is
+none.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ class Sealer:
         self._thread: threading.Thread | None = None
 
     def start(self, job: Job) -> None:
-        """Have a job done soon; now, where no thread can be had: the system has a limit, and an interpreter that is
-        ending starts none."""
+        """Have a job done soon; now, where no thread can be had: the system has a limit, and an
+        interpreter that is ending starts none.
+        """
         with self._lock:
             self._jobs.append(job)
             if self._thread is not None:

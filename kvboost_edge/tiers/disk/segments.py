@@ -34,12 +34,16 @@ _LOG = logging.getLogger(__name__)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _LONGEST = 4 << 30  # of a segment that is looked through: none is written that long
 _OPEN = 32
-"""Segments held open for reading. Few, because a file that its owner removed takes room until the last reader's end."""
+"""Segments held open for reading. Few, because a file that its owner removed takes room until the
+last reader's end.
+"""
 
 
 @dataclasses.dataclass(slots=True)
 class Segment:
-    """nbytes: what it takes on the disk; end: behind its last record; settled: sealed, or failed to be."""
+    """nbytes: what it takes on the disk; end: behind its last record; settled: sealed, or failed to
+    be.
+    """
 
     number: int
     nbytes: int
@@ -49,7 +53,9 @@ class Segment:
 
 
 class Segments:
-    """`owned`: whether this process may write. For owners only: append, begin, retire, seal, remove."""
+    """`owned`: whether this process may write. For owners only: append, begin, retire, seal,
+    remove.
+    """
 
     def __init__(self, directory: Path, space: bytes, files: Files, *, owned: bool) -> None:
         self._directory = directory
@@ -71,8 +77,10 @@ class Segments:
         return [segment for segment in self._all.values() if segment.settled]
 
     def load(self, last: int) -> Iterator[tuple[int, list[Record]]]:
-        """All segments' numbers and records; new ones are numbered behind them and behind `last`. One without a valid
-        sidecar is scanned; the owner then cuts off what is behind its last record and seals it. Raises OSError."""
+        """All segments' numbers and records; new ones are numbered behind them and behind `last`.
+        One without a valid sidecar is scanned; the owner then cuts off what is behind its last
+        record and seals it. Raises OSError.
+        """
         sizes = self._files.sizes(self._directory)
         self._last = last
         for name in leftovers(sizes) if self._owned else ():
@@ -91,7 +99,9 @@ class Segments:
             yield number, records
 
     def records(self, number: int) -> list[Record]:
-        """The records of a settled segment, from its sidecar, else from their headers. Raises OSError."""
+        """The records of a settled segment, from its sidecar, else from their headers. Raises
+        OSError.
+        """
         size = self._all[number].nbytes
         known = self._sidecar(number, size)
         if known is not None:
@@ -113,13 +123,18 @@ class Segments:
         self.active = self._all[number] = Segment(number, nbytes)
         return self.active
 
-    def append(self, header: memoryview, payload: memoryview, prefix_hash: bytes, parent_hash: bytes) -> Record:
-        """Write a record behind the others of the active segment, which has room for it. Raises OSError; then the
-        bytes behind the last record are of no account."""
+    def append(
+        self, header: memoryview, payload: memoryview, prefix_hash: bytes, parent_hash: bytes
+    ) -> Record:
+        """Write a record behind the others of the active segment, which has room for it. Raises
+        OSError; then the bytes behind the last record are of no account.
+        """
         segment = self.active
         assert segment is not None
         record = Record(segment.end, header.nbytes, payload.nbytes, prefix_hash, parent_hash)
-        done = transferred(self._files.write, self._handle(segment.number, CHANGE), [header, payload], segment.end)
+        done = transferred(
+            self._files.write, self._handle(segment.number, CHANGE), [header, payload], segment.end
+        )
         if done != header.nbytes + payload.nbytes:
             raise OSError("short write")
         segment.records.append(record)
@@ -127,14 +142,18 @@ class Segments:
         return record
 
     def read(self, number: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill the buffers from a segment; how many bytes came. Raises OSError, FileNotFoundError where it is gone."""
+        """Fill the buffers from a segment; how many bytes came. Raises OSError, FileNotFoundError
+        where it is gone.
+        """
         handle = self._handle(number, READ)
         if not self._owned and self._files.is_unlinked(handle):
             raise FileNotFoundError(f"segment {number} was removed by its owner")
         return transferred(self._files.read, handle, buffers, offset)
 
     def retire(self) -> Segment | None:
-        """Nothing more is written to the active segment: the one to be sealed; None where it is empty and removed."""
+        """Nothing more is written to the active segment: the one to be sealed; None where it is
+        empty and removed.
+        """
         segment = self.active
         self.active = None
         if segment is not None and not segment.records:
@@ -143,8 +162,9 @@ class Segments:
         return segment
 
     def seal(self, segment: Segment) -> None:
-        """Cut a retired segment to its length, bring it to the device, then write its sidecar. A failure is logged:
-        then the segment is scanned at the next opening."""
+        """Cut a retired segment to its length, bring it to the device, then write its sidecar. A
+        failure is logged: then the segment is scanned at the next opening.
+        """
         try:
             path = segment_path(self._directory, segment.number)
             handle = self._files.open(path, CHANGE)
@@ -162,15 +182,18 @@ class Segments:
         segment.settled = True
 
     def remove(self, number: int) -> None:
-        """Delete a segment, of which nothing counts any more. Raises OSError where the system keeps it: it still takes
-        its room then."""
+        """Delete a segment, of which nothing counts any more. Raises OSError where the system keeps
+        it: it still takes its room then.
+        """
         self.forget(number)
         self._files.unlink(segment_path(self._directory, number))
         self._all.pop(number, None)
         try:
             self._files.unlink(sidecar_path(self._directory, number))
         except OSError as error:
-            _LOG.warning("the sidecar of segment %s of the disk tier cannot be removed: %s", number, error)
+            _LOG.warning(
+                "the sidecar of segment %s of the disk tier cannot be removed: %s", number, error
+            )
 
     def forget(self, number: int) -> None:
         """Close a segment's file; the next use opens it again."""
@@ -204,7 +227,9 @@ class Segments:
             self._forget_one(number)
 
     def _forget_one(self, number: int) -> bool:
-        """Close the file used longest ago that is neither this one nor the active one; whether there was one."""
+        """Close the file used longest ago that is neither this one nor the active one; whether
+        there was one.
+        """
         active = 0 if self.active is None else self.active.number
         other = next((other for other in self._handles if other not in (number, active)), None)
         if other is not None:
@@ -238,7 +263,9 @@ class Segments:
             self._files.close(handle)
 
     def _settle(self, segment: Segment, records: list[Record]) -> None:
-        """What a process that did not come to its end left: sealed, or removed if nothing in it counts."""
+        """What a process that did not come to its end left: sealed, or removed if nothing in it
+        counts.
+        """
         if records:
             segment.records = records
             segment.end = records[-1].end

@@ -1,6 +1,8 @@
-"""Which records a segment holds: read from its sidecar, or found again from the records' own headers.
+"""Which records a segment holds: read from its sidecar, or found again from the records' own
+headers.
 
-A sidecar is `_FIXED`, then `_ROW` for each record in the order they were written, then the xxh3-128 of all before it.
+A sidecar is `_FIXED`, then `_ROW` for each record in the order they were written, then the xxh3-128
+of all before it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,12 @@ from kvboost_edge.tiers.record import ALIGNMENT, MAGIC, decode_header, is_intact
 __all__ = ["Record", "Scan", "decode_sidecar", "encode_sidecar", "padded", "read_file"]
 
 _MAGIC = b"KVBIDX\x00\x01"
-_FIXED = struct.Struct("<8s32sIIQ")  # magic, space, segment, records, bytes up to the end of the last one
-_ROW = struct.Struct("<IIQ32s32s")  # offset / 64, bytes of the header, of the payload, prefix hash, parent hash
+_FIXED = struct.Struct(
+    "<8s32sIIQ"
+)  # magic, space, segment, records, bytes up to the end of the last one
+_ROW = struct.Struct(
+    "<IIQ32s32s"
+)  # offset / 64, bytes of the header, of the payload, prefix hash, parent hash
 _SUM_BYTES = 16
 _HEADER_BYTES = 4096  # read at once where a header is expected; longer ones are read again in full
 _SEARCH_BYTES = 1 << 20
@@ -53,8 +59,12 @@ def encode_sidecar(space: bytes, segment: int, records: list[Record]) -> bytes:
     return data + xxhash.xxh3_128_digest(data)
 
 
-def decode_sidecar(data: bytes, space: bytes, segment: int, segment_bytes: int) -> list[Record] | None:
-    """The records; None unless the sidecar is whole, of this segment, and the segment is long enough."""
+def decode_sidecar(
+    data: bytes, space: bytes, segment: int, segment_bytes: int
+) -> list[Record] | None:
+    """The records; None unless the sidecar is whole, of this segment, and the segment is long
+    enough.
+    """
     body = len(data) - _SUM_BYTES
     if body < _FIXED.size or xxhash.xxh3_128_digest(memoryview(data)[:body]) != data[body:]:
         return None
@@ -64,15 +74,18 @@ def decode_sidecar(data: bytes, space: bytes, segment: int, segment_bytes: int) 
     if body != _FIXED.size + count * _ROW.size:
         return None
     rows = _ROW.iter_unpack(memoryview(data)[_FIXED.size : body])
-    new = tuple.__new__  # half the time of calling the class, of which an opening does tens of thousands
+    new = (
+        tuple.__new__
+    )  # half the time of calling the class, of which an opening does tens of thousands
     return [new(Record, (place * ALIGNMENT, a, b, c, d)) for place, a, b, c, d in rows]
 
 
 class Scan:
     """The records whose headers hold, in a segment of `size` bytes, whatever became of the rest.
 
-    Behind a record stands the next one; where none does, it is looked for at every multiple of 64, so damage costs
-    what it hit. The last record may have been on its way when the process ended: its payload is checked as well.
+    Behind a record stands the next one; where none does, it is looked for at every multiple of 64,
+    so damage costs what it hit. The last record may have been on its way when the process ended:
+    its payload is checked as well.
     `unread`: whether the device refused some of it, which then counts as zeros.
     """
 
@@ -97,7 +110,9 @@ class Scan:
     def _read(self, offset: int, nbytes: int) -> bytes:
         data = bytearray(min(nbytes, self._size - offset))
         try:
-            return bytes(data[: transferred(self._files.read, self._handle, [memoryview(data)], offset)])
+            return bytes(
+                data[: transferred(self._files.read, self._handle, [memoryview(data)], offset)]
+            )
         except OSError:
             self.unread = True
             return bytes(len(data))
@@ -114,10 +129,18 @@ class Scan:
         if offset + header.header_bytes + header.payload_bytes > self._size:
             return None
         address = header.address
-        return Record(offset, header.header_bytes, header.payload_bytes, address.prefix_hash, address.parent_hash)
+        return Record(
+            offset,
+            header.header_bytes,
+            header.payload_bytes,
+            address.prefix_hash,
+            address.parent_hash,
+        )
 
     def _next_magic(self, offset: int) -> int:
-        """The next multiple of 64 from `offset` on where a record may begin; the size if there is none."""
+        """The next multiple of 64 from `offset` on where a record may begin; the size if there is
+        none.
+        """
         while offset < self._size:
             data = self._read(offset, _SEARCH_BYTES)
             at = data.find(MAGIC)
@@ -136,8 +159,9 @@ class Scan:
 
 
 def read_file(files: Files, path: Path) -> bytes | None:
-    """A small file whole; None where there is none, it cannot be read, or it is far longer than any of the tier's.
-    Raises OSError for what may be read a moment later."""
+    """A small file whole; None where there is none, it cannot be read, or it is far longer than any
+    of the tier's. Raises OSError for what may be read a moment later.
+    """
     handle = None
     try:
         handle = files.open(path, READ)
@@ -145,7 +169,9 @@ def read_file(files: Files, path: Path) -> bytes | None:
         if size > _LONGEST:
             return None
         data = bytearray(size)
-        return bytes(data[: transferred(files.read, handle, [memoryview(data)], 0)]) if data else b""
+        return (
+            bytes(data[: transferred(files.read, handle, [memoryview(data)], 0)]) if data else b""
+        )
     except OSError as error:
         if passes(error):
             raise

@@ -1,8 +1,8 @@
 """The blocks of one space on disk: what every tier of this process on that directory shares.
 
-Reading, writing and cleaning take turns (`_turn`); `holds`, `touch` and `stat` never wait for the disk. A full segment
-is sealed by a thread that lives as long as that takes, since bringing 64 MiB to a slow device takes seconds and reads
-must not wait for it.
+Reading, writing and cleaning take turns (`_turn`); `holds`, `touch` and `stat` never wait for the
+disk. A full segment is sealed by a thread that lives as long as that takes, since bringing 64 MiB
+to a slow device takes seconds and reads must not wait for it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ _SEGMENTS_AT_LEAST = 32
 
 
 class Store:
-    """Blocks of one space. `counts` in `read` and `write`: the fields of TierStats, of the tier that asks.
+    """Blocks of one space. `counts` in `read` and `write`: the fields of TierStats, of the tier
+    that asks.
 
-    Where the directory is deleted, moved away or replaced under its owner, the next read, write or `tend` lets go of
-    it, and `open_space` opens what has its name when the next block is to be written.
+    Where the directory is deleted, moved away or replaced under its owner, the next read, write or
+    `tend` lets go of it, and `open_space` opens what has its name when the next block is to be
+    written.
     """
 
     def __init__(
@@ -87,21 +89,30 @@ class Store:
 
     @property
     def state(self) -> str:
-        """One line on why nothing is stored at the moment, or was when that was last tried, or why nothing could be
-        read; "" while all is well."""
-        gone = f"{self.directory.path} {_GONE}; it is made again for the next block" if self._gone else ""
+        """One line on why nothing is stored at the moment, or was when that was last tried, or why
+        nothing could be read; "" while all is well.
+        """
+        gone = (
+            f"{self.directory.path} {_GONE}; it is made again for the next block"
+            if self._gone
+            else ""
+        )
         return self.directory.why_not or self._problem or gone or self._unread
 
     @property
     def writable(self) -> bool:
-        """Whether storing would be tried now: after a failure again when a pause is over, or it would never end."""
+        """Whether storing would be tried now: after a failure again when a pause is over, or it
+        would never end.
+        """
         return self.directory.owned and not self.closed and not self._pauses
 
     @property
     def _pauses(self) -> bool:
         return bool(self._problem) and self._clock() < self._retry_at
 
-    def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview], counts: Counter[str]) -> int:
+    def read(
+        self, blocks: Sequence[BlockAddress], into: Sequence[memoryview], counts: Counter[str]
+    ) -> int:
         """See Tier.read."""
         done = 0
         with self._turn:
@@ -119,17 +130,25 @@ class Store:
         self.index.renew([address.prefix_hash for address in blocks[:done]], proven=True)
         return done
 
-    def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview], counts: Counter[str]) -> int:
+    def write(
+        self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview], counts: Counter[str]
+    ) -> int:
         """See Tier.write."""
         wanted = list(zip(blocks, payloads, strict=True))
         with self._turn:
             self._look()
             if self._gone and not self.closed and not self._pauses:
                 self._begin_anew()
-            # Twice: the room for some may have been made by giving up others, which were here as the oldest of all.
+            # Twice: the room for some may have been made by giving up others, which were here as
+            # the oldest of all.
             for _ in range(2):
-                self.index.renew([one.prefix_hash for one in blocks if one.prefix_hash in self.index], proven=False)
-                lacking = [(one, payload) for one, payload in wanted if one.prefix_hash not in self.index]
+                self.index.renew(
+                    [one.prefix_hash for one in blocks if one.prefix_hash in self.index],
+                    proven=False,
+                )
+                lacking = [
+                    (one, payload) for one, payload in wanted if one.prefix_hash not in self.index
+                ]
                 written = [self._write(one, payload, counts) for one, payload in lacking]
                 if not all(written):
                     break
@@ -149,7 +168,9 @@ class Store:
             self._look()
 
     def close(self) -> None:
-        """Seal what is there, save the order of use, give up the directory. A second call does nothing."""
+        """Seal what is there, save the order of use, give up the directory. A second call does
+        nothing.
+        """
         with self._turn:
             if self.closed:
                 return
@@ -179,8 +200,9 @@ class Store:
         self._problem = ""
 
     def _begin_anew(self) -> None:
-        """Open what has the directory's name by now, when there is something to store: not sooner, since whoever
-        deletes a directory may still be at it."""
+        """Open what has the directory's name by now, when there is something to store: not sooner,
+        since whoever deletes a directory may still be at it.
+        """
         try:
             self.directory = self._open_space()
             self._load()
@@ -195,9 +217,14 @@ class Store:
         self.directory.close()
         self.index.clear()
 
-    def _read(self, entry: Entry, address: BlockAddress, payload: memoryview, counts: Counter[str]) -> bool:
+    def _read(
+        self, entry: Entry, address: BlockAddress, payload: memoryview, counts: Counter[str]
+    ) -> bool:
         """One block into `payload`; a block that does not stand every test is dropped."""
-        if (header_bytes(len(address.tokens) // 4), payload.nbytes) == (entry.header_bytes, entry.payload_bytes):
+        if (header_bytes(len(address.tokens) // 4), payload.nbytes) == (
+            entry.header_bytes,
+            entry.payload_bytes,
+        ):
             header = memoryview(bytearray(entry.header_bytes))
             try:
                 done = self._segments.read(entry.segment, [header, payload], entry.offset)
@@ -232,7 +259,9 @@ class Store:
             return False
         nbytes = padded(header_bytes(len(address.tokens) // 4) + payload.nbytes)
         if nbytes > self.room.max_bytes // 4:
-            self._pause(f"a block of {nbytes} bytes is too large for max_disk_bytes={self.room.max_bytes}")
+            self._pause(
+                f"a block of {nbytes} bytes is too large for max_disk_bytes={self.room.max_bytes}"
+            )
             return False
         try:
             why_none = self._why_no_room(nbytes)
@@ -240,7 +269,9 @@ class Store:
                 self._pause(why_none)
                 return False
             header = memoryview(encode_header(self._space, address, payload))
-            record = self._segments.append(header, payload, address.prefix_hash, address.parent_hash)
+            record = self._segments.append(
+                header, payload, address.prefix_hash, address.parent_hash
+            )
         except OSError as error:
             counts["errors"] += 1
             self._pause(f"{self.directory.path} cannot be written: {error}")
@@ -256,8 +287,9 @@ class Store:
         return True
 
     def _why_no_room(self, nbytes: int) -> str:
-        """One line on why the active segment, perhaps a new one, takes no record of so many bytes; "" where it does.
-        Raises OSError."""
+        """One line on why the active segment, perhaps a new one, takes no record of so many bytes;
+        "" where it does. Raises OSError.
+        """
         active = self._segments.active
         if active is not None and active.nbytes - active.end >= nbytes:
             return ""
@@ -278,7 +310,9 @@ class Store:
             self._sealer.start(lambda: self._seal(segment))
 
     def _seal(self, segment: Segment) -> None:
-        """On the sealing thread. The order of use is saved as often as that is little beside what was written."""
+        """On the sealing thread. The order of use is saved as often as that is little beside what
+        was written.
+        """
         if self.directory.is_lost:
             return  # what has its name now may be another process's
         self._segments.seal(segment)

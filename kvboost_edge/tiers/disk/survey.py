@@ -1,4 +1,5 @@
-"""What lies in a cache directory, for people: the spaces in it, whether their blocks are sound, and their removal.
+"""What lies in a cache directory, for people: the spaces in it, whether their blocks are sound, and
+their removal.
 
 Looks without owning anything; whatever a process has open is never deleted.
 """
@@ -18,7 +19,14 @@ from kvboost_edge.tiers.disk.layout import LOCK, is_own, segment_ids, segment_pa
 from kvboost_edge.tiers.disk.room import space_directories
 from kvboost_edge.tiers.disk.sidecar import Scan, decode_sidecar, read_file
 
-__all__ = ["FoundSpace", "Verdict", "default_directory", "delete_space", "find_spaces", "verify_space"]
+__all__ = [
+    "FoundSpace",
+    "Verdict",
+    "default_directory",
+    "delete_space",
+    "find_spaces",
+    "verify_space",
+]
 
 
 def default_directory() -> Path:
@@ -55,15 +63,20 @@ class Verdict:
 
 
 def find_spaces(root: Path, files: Files) -> list[FoundSpace]:
-    """The spaces below a cache directory, the one used longest ago first; what holds no file of the tier's, or may not
-    be looked into, is none. Raises OSError."""
+    """The spaces below a cache directory, the one used longest ago first; what holds no file of the
+    tier's, or may not be looked into, is none. Raises OSError.
+    """
     found = [_look(path, files) for path in space_directories(root)] if root.is_dir() else []
-    return sorted((space for space in found if space is not None), key=lambda space: (space.used, space.path))
+    return sorted(
+        (space for space in found if space is not None), key=lambda space: (space.used, space.path)
+    )
 
 
 def verify_space(space: FoundSpace, files: Files, progress: Callable[[int], None]) -> Verdict:
-    """Read every record and compare its checksums; `progress` is told the bytes of each segment done. Changes nothing.
-    Segments that the owner deletes meanwhile are passed over. Raises OSError."""
+    """Read every record and compare its checksums; `progress` is told the bytes of each segment
+    done. Changes nothing. Segments that the owner deletes meanwhile are passed over. Raises
+    OSError.
+    """
     sound = damaged = 0
     sizes = files.sizes(space.path)
     for number in segment_ids(sizes):
@@ -84,8 +97,9 @@ def verify_space(space: FoundSpace, files: Files, progress: Callable[[int], None
 
 
 def delete_space(space: FoundSpace, files: Files) -> bool:
-    """Delete a space's files, and its directory unless something else is in it; False: a process has it open. Raises
-    OSError."""
+    """Delete a space's files, and its directory unless something else is in it; False: a process
+    has it open. Raises OSError.
+    """
     handle = lock_directory(space.path, files)
     if handle is None:
         return False

@@ -1,7 +1,8 @@
 """`DiskTier`: a block store on a local disk that outlives the process. May lose, never lies.
 
-Engines of one process that name the same directory and space share one store; of several processes the first owns
-it and writes, the others read what was there when they opened it, for as long as they live.
+Engines of one process that name the same directory and space share one store; of several processes
+the first owns it and writes, the others read what was there when they opened it, for as long as
+they live.
 """
 
 from __future__ import annotations
@@ -63,12 +64,15 @@ class DiskTier:
         """A tier of one space below a cache directory, which is made if it is not there.
 
         space        32 bytes that name all that shapes a block's bytes: model, KV format, numerics
-        max_bytes    cap over all spaces of the directory; None: the smaller of 16 GiB and a fifth of what is free.
+        max_bytes    cap over all spaces of the directory; None: the smaller of 16 GiB and a fifth
+                     of what is free.
                      Of several tiers on one space the last one's holds
-        description  what the space is, for people, in space.json (no text of prompts); None: as it was
+        description  what the space is, for people, in space.json (no text of prompts); None: as it
+                     was
         files, clock, sealer  the system, in tests another; of an open store the first tier's
 
-        Raises ConfigError for a directory that can be neither written nor read, and a cap below 1 MiB.
+        Raises ConfigError for a directory that can be neither written nor read, and a cap below 1
+        MiB.
         """
         if len(space) != _SPACE_BYTES:
             raise ConfigError(f"a space is named by {_SPACE_BYTES} bytes, not {len(space)}")
@@ -78,7 +82,9 @@ class DiskTier:
         with _stores_lock:
             shared = _stores.get(key)
             if shared is None:
-                store = _opened(root, space, max_bytes, description, files, clock, sealer or Sealer())
+                store = _opened(
+                    root, space, max_bytes, description, files, clock, sealer or Sealer()
+                )
                 shared = _stores[key] = _Shared(store)
             elif max_bytes is not None:
                 shared.store.room.limit(max_bytes)
@@ -111,7 +117,9 @@ class DiskTier:
         return index is not None and prefix_hash in index.dropped and prefix_hash not in index
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """These blocks of one chain, in its order, were used just now; so were the blocks before them."""
+        """These blocks of one chain, in its order, were used just now; so were the blocks before
+        them.
+        """
         if self._store is not None:
             self._store.index.renew(prefix_hashes, proven=True)
 
@@ -134,7 +142,9 @@ class DiskTier:
             self._store.tend()
 
     def stat(self) -> TierStats:
-        """This tier's counters; sizes, `evicted` and `state` are the store's, which engines of a process share."""
+        """This tier's counters; sizes, `evicted` and `state` are the store's, which engines of a
+        process share.
+        """
         store = self._store
         counts = self._counts
         if store is None:
@@ -151,7 +161,9 @@ class DiskTier:
         )
 
     def close(self) -> None:
-        """Give up the store; the last of its tiers writes out what is pending. A second call does nothing."""
+        """Give up the store; the last of its tiers writes out what is pending. A second call does
+        nothing.
+        """
         with _stores_lock:
             store = self._store
             self._store = None
@@ -169,7 +181,10 @@ def _root_of(directory: str | os.PathLike[str]) -> Path:
         if b"\0" not in os.fsencode(root):
             return root
         why = "embedded null byte"
-    except (RuntimeError, ValueError) as error:  # a user that is not known; characters that no file name has
+    except (
+        RuntimeError,
+        ValueError,
+    ) as error:  # a user that is not known; characters that no file name has
         why = str(error)
     raise ConfigError(f"disk_cache_dir={os.fspath(directory)!r} can be no directory: {why}")
 

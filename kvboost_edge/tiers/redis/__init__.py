@@ -1,1 +1,3 @@
-"""Blocks on a Redis or Valkey server that several machines share: where it is, values and their seals, the tier."""
+"""Blocks on a Redis or Valkey server that several machines share: where it is, values and their
+seals, the tier.
+"""

@@ -1,4 +1,6 @@
-"""Where a Redis server is: its URL, read strictly. No message and no repr ever shows what stands before the @."""
+"""Where a Redis server is: its URL, read strictly. No message and no repr ever shows what stands
+before the @.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,34 @@ from kvboost_edge.errors import ConfigError
 
 __all__ = ["ServerAddress", "parse_url"]
 
-_SCHEMES = {"redis": "redis", "valkey": "redis", "rediss": "rediss", "valkeys": "rediss", "unix": "unix"}
+_SCHEMES = {
+    "redis": "redis",
+    "valkey": "redis",
+    "rediss": "rediss",
+    "valkeys": "rediss",
+    "unix": "unix",
+}
 _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _PORT = 6379
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """`place` is for people and holds no secret; `options` are keyword arguments of `redis.Redis`."""
+    """`place` is for people and holds no secret; `options` are keyword arguments of
+    `redis.Redis`.
+    """
 
     place: str
     options: Mapping[str, Any] = dataclasses.field(repr=False)
 
 
 def parse_url(url: str, password: str = "") -> ServerAddress:
-    """Read redis://, rediss:// (TLS, verified), unix:// or valkey:// with an optional user, password and database.
+    """Read redis://, rediss:// (TLS, verified), unix:// or valkey:// with an optional user,
+    password and database.
 
-    `password` counts where the URL has none. TLS takes ?ssl_ca_certs=, ?ssl_certfile= and ?ssl_keyfile= (paths).
-    Raises ConfigError, which never repeats the URL: it may hold a password anywhere.
+    `password` counts where the URL has none. TLS takes ?ssl_ca_certs=, ?ssl_certfile= and
+    ?ssl_keyfile= (paths). Raises ConfigError, which never repeats the URL: it may hold a password
+    anywhere.
     """
     scheme = url.partition("://")[0].lower() if "://" in url else ""
     if "cluster" in scheme or "sentinel" in scheme or ("," in url and scheme in _SCHEMES):
@@ -40,7 +52,10 @@ def parse_url(url: str, password: str = "") -> ServerAddress:
         user = unquote(parts.username or "")
         secret = unquote(parts.password or "") or password
         kind = _SCHEMES[scheme]
-        query = {name: values[-1] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
+        query = {
+            name: values[-1]
+            for name, values in parse_qs(parts.query, keep_blank_values=True).items()
+        }
         place, options = _socket(parts, query) if kind == "unix" else _host(parts, kind)
     except ConfigError:
         raise
@@ -50,8 +65,12 @@ def parse_url(url: str, password: str = "") -> ServerAddress:
         options |= {name: query.pop(name) for name in _TLS_FILES if name in query}
         options |= {"ssl": True, "ssl_cert_reqs": "required", "ssl_check_hostname": True}
     if query or parts.fragment:
-        known = {"unix": "?db=", "rediss": ", ".join(f"?{name}=" for name in _TLS_FILES)}.get(kind, "none")
-        raise ConfigError(f"redis_url has options that a {scheme}:// URL does not take; it takes {known}")
+        known = {"unix": "?db=", "rediss": ", ".join(f"?{name}=" for name in _TLS_FILES)}.get(
+            kind, "none"
+        )
+        raise ConfigError(
+            f"redis_url has options that a {scheme}:// URL does not take; it takes {known}"
+        )
     if user and not secret:
         raise ConfigError("redis_url names a user and no password; both or none")
     if secret:
@@ -66,7 +85,11 @@ def _host(parts: SplitResult, kind: str) -> tuple[str, dict[str, Any]]:
     if not host or port < 1 or not _is_database(database):
         raise ValueError
     shown = f"[{host}]" if ":" in host else host
-    return f"{kind}://{shown}:{port}/{database}", {"host": unquote(host), "port": port, "db": int(database)}
+    return f"{kind}://{shown}:{port}/{database}", {
+        "host": unquote(host),
+        "port": port,
+        "db": int(database),
+    }
 
 
 def _socket(parts: SplitResult, query: dict[str, str]) -> tuple[str, dict[str, Any]]:
@@ -84,6 +107,6 @@ def _is_database(text: str) -> bool:
 def _malformed(scheme: str) -> ConfigError:
     form = "/path/to.sock[?db=N]" if scheme == "unix" else "host[:port][/database]"
     return ConfigError(
-        f"redis_url cannot be read; write {scheme}://[user:password@]{form}, with %40 for @, %2F for / and %3A for : "
-        "in a user or password"
+        f"redis_url cannot be read; write {scheme}://[user:password@]{form}, with %40 for @, %2F "
+        "for / and %3A for : in a user or password"
     )

@@ -8,12 +8,15 @@ __all__ = ["CircuitBreaker"]
 
 
 class CircuitBreaker:
-    """Open after `failures` in a row, for `pause_s`; then one attempt decides: open again, or closed.
+    """Open after `failures` in a row, for `pause_s`; then one attempt decides: open again, or
+    closed.
 
     `clock` counts seconds and never goes back. Any thread may ask, one thread reports.
     """
 
-    def __init__(self, clock: Callable[[], float], *, failures: int = 3, pause_s: float = 30.0) -> None:
+    def __init__(
+        self, clock: Callable[[], float], *, failures: int = 3, pause_s: float = 30.0
+    ) -> None:
         self._clock = clock
         self._failures = failures
         self._pause_s = pause_s

@@ -1,4 +1,5 @@
-"""A Redis server as the tier sees it: pipelines of commands, what went wrong in words of our own, when to ask again.
+"""A Redis server as the tier sees it: pipelines of commands, what went wrong in words of our own,
+when to ask again.
 
 What a server says is never repeated: its errors may quote what we sent, passwords included.
 """
@@ -47,7 +48,9 @@ class ServerError(Exception):
 
 
 class Server:
-    """One connection, made on first use. `ask` is called by one thread at a time; the rest by any."""
+    """One connection, made on first use. `ask` is called by one thread at a time; the rest by
+    any.
+    """
 
     def __init__(self, address: ServerAddress, clock: Callable[[], float]) -> None:
         try:
@@ -64,9 +67,14 @@ class Server:
         self.trouble = ""
         """Why it is not asked, or was not reached last time; "" when all is well."""
         self._breaker = CircuitBreaker(clock)
-        # A retry would double the time a request waits for a server that is gone. Protocol 2 needs no HELLO.
+        # A retry would double the time a request waits for a server that is gone. Protocol 2 needs
+        # no HELLO.
         self._client: redis.Redis = self._redis.Redis(
-            **address.options, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S, retry=retry, protocol=2
+            **address.options,
+            socket_timeout=_TIMEOUT_S,
+            socket_connect_timeout=_TIMEOUT_S,
+            retry=retry,
+            protocol=2,
         )
 
     @property
@@ -75,7 +83,9 @@ class Server:
         return self._breaker.is_open
 
     def ask(self, commands: Sequence[Command], at_once: int) -> list[Any] | None:
-        """One answer per command, `ServerError`s among them, in pipelines of `at_once`; None: not reached, or off."""
+        """One answer per command, `ServerError`s among them, in pipelines of `at_once`; None: not
+        reached, or off.
+        """
         answers: list[Any] = []
         if not commands:
             return answers
@@ -90,7 +100,10 @@ class Server:
             except (self._redis.RedisError, OSError) as error:
                 self._failed(self._in_words(error))
                 return None
-        answers = [ServerError(_code(answer)) if isinstance(answer, Exception) else answer for answer in answers]
+        answers = [
+            ServerError(_code(answer)) if isinstance(answer, Exception) else answer
+            for answer in answers
+        ]
         errors = [answer for answer in answers if isinstance(answer, ServerError)]
         unusable = next((error for error in errors if error.code not in _OF_ONE_COMMAND), None)
         if unusable is not None:
@@ -108,11 +121,15 @@ class Server:
     def _failed(self, reason: str) -> None:
         self.trouble = reason
         if self._breaker.failed():
-            _LOG.warning("%s is left alone for 30 s at a time, until it answers: %s", self.place, reason)
+            _LOG.warning(
+                "%s is left alone for 30 s at a time, until it answers: %s", self.place, reason
+            )
 
     def _in_words(self, error: Exception) -> str:
         kinds = self._redis
-        if isinstance(error, (kinds.AuthenticationError, kinds.AuthenticationWrongNumberOfArgsError)):
+        if isinstance(
+            error, (kinds.AuthenticationError, kinds.AuthenticationWrongNumberOfArgsError)
+        ):
             return _WORDS["WRONGPASS"]
         if isinstance(error, (kinds.TimeoutError, TimeoutError)):
             return f"no answer within {_TIMEOUT_S:g} s"
@@ -120,12 +137,19 @@ class Server:
         while below is not None:
             if isinstance(below, ssl.SSLCertVerificationError):
                 return f"its certificate is refused: {below.verify_message}"
-            if isinstance(below, OSError) and below.strerror and not isinstance(below, kinds.RedisError):
+            if (
+                isinstance(below, OSError)
+                and below.strerror
+                and not isinstance(below, kinds.RedisError)
+            ):
                 return below.strerror
             below = below.__cause__ or below.__context__
         code = _code(error)
         return _WORDS.get(
-            code, "the connection broke" if isinstance(error, kinds.ConnectionError) else f"it answers {code}"
+            code,
+            "the connection broke"
+            if isinstance(error, kinds.ConnectionError)
+            else f"it answers {code}",
         )
 
 
@@ -134,7 +158,9 @@ _OF_ONE_COMMAND = frozenset({"WRONGTYPE", "OOM", "READONLY", "MISCONF", "NOPERM"
 
 
 def _code(error: Exception) -> str:
-    """The first word of a server's error. redis-py takes some of them away and says them by its own classes."""
+    """The first word of a server's error. redis-py takes some of them away and says them by its own
+    classes.
+    """
     named = _CLASSES.get(type(error).__name__)
     found = _CODE.match(str(error))
     return named or (found.group() if found else "ERR")

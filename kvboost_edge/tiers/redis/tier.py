@@ -1,4 +1,6 @@
-"""Blocks on a Redis or Valkey server: what one machine computed, the others need not. All I/O is the mover's."""
+"""Blocks on a Redis or Valkey server: what one machine computed, the others need not. All I/O is
+the mover's.
+"""
 
 from __future__ import annotations
 
@@ -36,23 +38,28 @@ _PIPELINE_BYTES = 8 << 20
 _SMALL_COMMANDS = 1024  # in a pipeline, of those that carry no payload
 _MOST_TOUCHED = 4096  # between two refreshes
 _MOST_REFRESHED = 256  # with a read or a write: somebody waits for the next one
-_STALE_SHARE = 8  # a block that is used gets its time to live again when so much of it, one in so many, is over
+# A block that is used gets its time to live again when so much of it, one in so many, is over.
+_STALE_SHARE = 8
 _MOST_SEEN = 1 << 16
 _SEEN_S = 600.0
-_NO_WRITES_S = 30.0  # and no refreshes, after one that failed: a user may lack the permission for them alone
+_NO_WRITES_S = (
+    30.0  # and no refreshes, after one that failed: a user may lack the permission for them alone
+)
 _DAY_S = 86_400
 
 
 class RedisTier:
     """Implements `Tier`. `place` names the server without its secrets.
 
-    A value is believed by its MAC under `secret`, at least 16 characters that all machines of one cache share (default:
-    the environment variable KVBOOST_EDGE_REDIS_SECRET). Without a secret the tier is refused unless `trust`: then
-    whoever can write to the server decides what the model has read. A URL without a password takes that of
-    KVBOOST_EDGE_REDIS_PASSWORD. `ttl_s`: seconds that a block lives after it was written or last used.
+    A value is believed by its MAC under `secret`, at least 16 characters that all machines of one
+    cache share (default: the environment variable KVBOOST_EDGE_REDIS_SECRET). Without a secret the
+    tier is refused unless `trust`: then whoever can write to the server decides what the model has
+    read. A URL without a password takes that of KVBOOST_EDGE_REDIS_PASSWORD. `ttl_s`: seconds that
+    a block lives after it was written or last used.
 
-    Opening does no I/O: a server that is down, or refuses the password, is a line in `stat().state` after the first
-    attempt (`ping`, on the mover's thread). After 3 failures in a row the server is left alone for 30 s.
+    Opening does no I/O: a server that is down, or refuses the password, is a line in `stat().state`
+    after the first attempt (`ping`, on the mover's thread). After 3 failures in a row the server is
+    left alone for 30 s.
 
     Raises ConfigError for a bad URL or secret, BackendUnavailable without the package redis.
     """
@@ -73,7 +80,9 @@ class RedisTier:
         environment = os.environ if environment is None else environment
         address = parse_url(url, environment.get(PASSWORD_VARIABLE, ""))
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or not 1 <= ttl_s <= 3650 * _DAY_S:
-            raise ConfigError(f"redis_ttl_s={ttl_s!r} must be a number of seconds from 1 to {3650 * _DAY_S}")
+            raise ConfigError(
+                f"redis_ttl_s={ttl_s!r} must be a number of seconds from 1 to {3650 * _DAY_S}"
+            )
         self.place = address.place
         self._space = space
         self._seal = Seal(space, _secret(secret, environment, trust))
@@ -83,10 +92,12 @@ class RedisTier:
         self._lock = threading.Lock()
         self._counts: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
         self._touched: dict[bytes, None] = {}
-        self._refreshed: dict[bytes, float] = {}  # when touched blocks last got their time to live again
+        self._refreshed: dict[
+            bytes, float
+        ] = {}  # when touched blocks last got their time to live again
         self._refreshes_again_at = 0.0
-        # When blocks were last known to be on the server, so that they are not copied and sent again: it may drop any
-        # of them, which a read would tell.
+        # When blocks were last known to be on the server, so that they are not copied and sent
+        # again: it may drop any of them, which a read would tell.
         self._seen: dict[bytes, float] = {}
         self._seen_s = min(_SEEN_S, ttl_s / 2)
         self._dropped = Dropped()
@@ -104,8 +115,9 @@ class RedisTier:
             _LOG.warning("%s", self.stat().state)
 
     def holds(self, prefix_hash: bytes) -> bool | None:
-        """True for what was written or read in the last minutes, None: only the server knows; False while it is left
-        alone."""
+        """True for what was written or read in the last minutes, None: only the server knows; False
+        while it is left alone.
+        """
         if self._closed or self._server.is_off:
             return False
         with self._lock:
@@ -121,12 +133,16 @@ class RedisTier:
             return [prefix_hash for prefix_hash, seen in self._seen.items() if seen > since]
 
     def dropped(self, prefix_hash: bytes) -> bool:
-        """Whether it was written or read here, and was gone when it was read again: for room, or as its time was up."""
+        """Whether it was written or read here, and was gone when it was read again: for room, or as
+        its time was up.
+        """
         with self._lock:
             return prefix_hash in self._dropped and prefix_hash not in self._seen
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """These get their full time to live again, soon, without I/O here; each now and then, however often."""
+        """These get their full time to live again, soon, without I/O here; each now and then,
+        however often.
+        """
         since = self._clock() - self._ttl_s / _STALE_SHARE
         with self._lock:
             for prefix_hash in prefix_hashes:
@@ -136,20 +152,26 @@ class RedisTier:
                     self._touched[prefix_hash] = None
 
     def ping(self) -> bool:
-        """Whether the server answers; learns of a memory policy that will refuse writes. I/O, up to seconds."""
+        """Whether the server answers; learns of a memory policy that will refuse writes. I/O, up to
+        seconds.
+        """
         answers = self._ask([("PING",), ("INFO", "memory")], _SMALL_COMMANDS)
         if answers is None or isinstance(answers[0], ServerError):
             return False
         memory = answers[1] if isinstance(answers[1], Mapping) else {}
         full = memory.get("maxmemory") and memory.get("maxmemory_policy") == "noeviction"
         self._advice = (
-            "its maxmemory-policy is noeviction: once full it takes no blocks; set allkeys-lru" if full else ""
+            "its maxmemory-policy is noeviction: once full it takes no blocks; set allkeys-lru"
+            if full
+            else ""
         )
         return True
 
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Of each of these whether the server has a value of it, unverified. I/O."""
-        commands: list[Command] = [("EXISTS", *keys_of(self._space, prefix_hash, 0)) for prefix_hash in prefix_hashes]
+        commands: list[Command] = [
+            ("EXISTS", *keys_of(self._space, prefix_hash, 0)) for prefix_hash in prefix_hashes
+        ]
         answers = self._ask(commands, _SMALL_COMMANDS)
         if answers is None:
             return [False] * len(prefix_hashes)
@@ -159,11 +181,17 @@ class RedisTier:
         return [answer == 1 for answer in answers]
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
-        """Blocks from the first on, in pipelines of about 8 MiB, up to the first that is missing or not to be believed.
-        GETRANGE, not GET: a value that somebody made huge is not fetched whole."""
-        sizes = [stored_bytes(self._seal, block, view.nbytes) for block, view in zip(blocks, into, strict=True)]
+        """Blocks from the first on, in pipelines of about 8 MiB, up to the first that is missing or
+        not to be believed. GETRANGE, not GET: a value that somebody made huge is not fetched whole.
+        """
+        sizes = [
+            stored_bytes(self._seal, block, view.nbytes)
+            for block, view in zip(blocks, into, strict=True)
+        ]
         for batch in _batches(sizes):
-            keys = [keys_of(self._space, blocks[index].prefix_hash, sizes[index]) for index in batch]
+            keys = [
+                keys_of(self._space, blocks[index].prefix_hash, sizes[index]) for index in batch
+            ]
             commands: list[Command] = [
                 ("GETRANGE", key, 0, length)  # a byte more than there should be
                 for index, names in zip(batch, keys, strict=True)
@@ -175,8 +203,11 @@ class RedisTier:
                 return batch[0]
             pieces = iter(answers)
             for index, names in zip(batch, keys, strict=True):
-                if not self._accept(blocks[index], [next(pieces) for _ in names], names, into[index]):
-                    # Where one is gone the others are hardly there: they are looked for before they are written.
+                if not self._accept(
+                    blocks[index], [next(pieces) for _ in names], names, into[index]
+                ):
+                    # Where one is gone the others are hardly there: they are looked for before they
+                    # are written.
                     self._lost(*(block.prefix_hash for block in blocks[index:]))
                     self._refresh()
                     return index
@@ -185,7 +216,10 @@ class RedisTier:
 
     def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
         """Store what is not there, pieces first, the piece that is looked for first last."""
-        sizes = [stored_bytes(self._seal, block, view.nbytes) for block, view in zip(blocks, payloads, strict=True)]
+        sizes = [
+            stored_bytes(self._seal, block, view.nbytes)
+            for block, view in zip(blocks, payloads, strict=True)
+        ]
         there = 0
         for batch in _batches(sizes):
             there += self._write_batch([blocks[i] for i in batch], [payloads[i] for i in batch])
@@ -200,7 +234,9 @@ class RedisTier:
         self._ask([("UNLINK", *keys) for keys in names.values() if keys], _SMALL_COMMANDS)
 
     def tend(self) -> None:
-        """Give touched blocks their time: what is served from the pool alone is neither read nor written. I/O."""
+        """Give touched blocks their time: what is served from the pool alone is neither read nor
+        written. I/O.
+        """
         self._refresh(_MOST_TOUCHED)
 
     def stat(self) -> TierStats:
@@ -223,10 +259,15 @@ class RedisTier:
             self._closed = True
             self._server.close()
 
-    # ---- reading and writing -------------------------------------------------------------------------------------
+    # ---- reading and writing
+    # -------------------------------------------------------------------------------------
 
-    def _accept(self, block: BlockAddress, pieces: list[Any], keys: list[str], into: memoryview) -> bool:
-        if any(isinstance(piece, ServerError) and piece.code != "WRONGTYPE" for piece in pieces) or not all(pieces):
+    def _accept(
+        self, block: BlockAddress, pieces: list[Any], keys: list[str], into: memoryview
+    ) -> bool:
+        if any(
+            isinstance(piece, ServerError) and piece.code != "WRONGTYPE" for piece in pieces
+        ) or not all(pieces):
             self._count(missing=1)
             return False
         if all(isinstance(piece, bytes) for piece in pieces):
@@ -242,8 +283,14 @@ class RedisTier:
     def _write_batch(self, blocks: list[BlockAddress], payloads: list[memoryview]) -> int:
         if self._clock() < self._writes_again_at:
             return 0
-        sizes = [stored_bytes(self._seal, block, view.nbytes) for block, view in zip(blocks, payloads, strict=True)]
-        keys = [keys_of(self._space, block.prefix_hash, size) for block, size in zip(blocks, sizes, strict=True)]
+        sizes = [
+            stored_bytes(self._seal, block, view.nbytes)
+            for block, view in zip(blocks, payloads, strict=True)
+        ]
+        keys = [
+            keys_of(self._space, block.prefix_hash, size)
+            for block, size in zip(blocks, sizes, strict=True)
+        ]
         lengths = self._ask([("STRLEN", key) for names in keys for key in names], _SMALL_COMMANDS)
         if lengths is None:
             return 0
@@ -257,8 +304,9 @@ class RedisTier:
                 continue
             missing.append(index)
             pieces = pieces_of(self._seal.value(blocks[index], payloads[index].cast("B")))
-            # Another machine may store the same block meanwhile: the first one's stays. What is there in part or in
-            # another length is written anew as a whole, so that all pieces are of one value.
+            # Another machine may store the same block meanwhile: the first one's stays. What is
+            # there in part or in another length is written anew as a whole, so that all pieces are
+            # of one value.
             condition = () if any(held) else ("NX",)
             commands += [
                 ("SET", key, piece, "EX", self._ttl_s, *condition)
@@ -270,7 +318,11 @@ class RedisTier:
         stored = iter(answers)
         not_stored = 0
         for index in missing:
-            errors = [answer for answer in [next(stored) for _ in keys[index]] if isinstance(answer, ServerError)]
+            errors = [
+                answer
+                for answer in [next(stored) for _ in keys[index]]
+                if isinstance(answer, ServerError)
+            ]
             if errors:
                 not_stored += 1
                 self._stop_writing(str(errors[0]))
@@ -289,8 +341,9 @@ class RedisTier:
         self._no_writes = reason
 
     def _refresh(self, most: int = _MOST_REFRESHED) -> None:
-        """Give so many of the touched blocks their time, those touched first; the others, and those that the server did
-        not give it, stay touched."""
+        """Give so many of the touched blocks their time, those touched first; the others, and those
+        that the server did not give it, stay touched.
+        """
         with self._lock:
             touched = list(itertools.islice(self._touched, most))
         if not touched or self._clock() < self._refreshes_again_at:
@@ -304,20 +357,29 @@ class RedisTier:
             self._refreshes_again_at = now if len(done) == len(touched) else now + _NO_WRITES_S
 
     def _renewed(self, prefix_hashes: Sequence[bytes]) -> list[bytes]:
-        """Give these blocks their time; those that the server gave it to, or that it has not got."""
+        """Give these blocks their time; those that the server gave it to, or that it has not
+        got.
+        """
         names = self._names_of(prefix_hashes) or {}
         keys = list(itertools.chain(*names.values()))
         answers = self._ask([("EXPIRE", key, self._ttl_s) for key in keys], _SMALL_COMMANDS)
         if answers is None:
             return []
-        errors = {key for key, answer in zip(keys, answers, strict=True) if isinstance(answer, ServerError)}
+        errors = {
+            key
+            for key, answer in zip(keys, answers, strict=True)
+            if isinstance(answer, ServerError)
+        }
         return [prefix_hash for prefix_hash, pieces in names.items() if errors.isdisjoint(pieces)]
 
     def _names_of(self, prefix_hashes: Sequence[bytes]) -> dict[bytes, list[str]] | None:
-        """Keys of all pieces of each block, how many there are the first one says; none where the server has not got
-        it, or something of a stranger. Blocks with other errors are not among them. None: not reached."""
+        """Keys of all pieces of each block, how many there are the first one says; none where the
+        server has not got it, or something of a stranger. Blocks with other errors are not among
+        them. None: not reached.
+        """
         commands: list[Command] = [
-            ("GETRANGE", *keys_of(self._space, prefix_hash, 0), *HEAD) for prefix_hash in prefix_hashes
+            ("GETRANGE", *keys_of(self._space, prefix_hash, 0), *HEAD)
+            for prefix_hash in prefix_hashes
         ]
         heads = self._ask(commands, _SMALL_COMMANDS)
         if heads is None:
@@ -373,13 +435,15 @@ def _secret(secret: str | None, environment: Mapping[str, str], trust: bool) -> 
         secret = environment.get(SECRET_VARIABLE)
     if secret is not None and len(secret) < _SHORTEST_SECRET:
         raise ConfigError(
-            f"the secret of the Redis tier has {len(secret)} characters, at least {_SHORTEST_SECRET} are needed; "
-            f"set {SECRET_VARIABLE} to the output of: openssl rand -hex 32"
+            f"the secret of the Redis tier has {len(secret)} characters, at least "
+            f"{_SHORTEST_SECRET} are needed; set {SECRET_VARIABLE} to the output of: openssl rand "
+            "-hex 32"
         )
     if secret is None and not trust:
         raise ConfigError(
-            f"redis_url without a secret: set {SECRET_VARIABLE} to the same random text on all machines of this cache "
-            "(openssl rand -hex 32), or redis_trust=True to believe whatever the server holds"
+            f"redis_url without a secret: set {SECRET_VARIABLE} to the same random text on all "
+            "machines of this cache (openssl rand -hex 32), or redis_trust=True to believe "
+            "whatever the server holds"
         )
     return secret
 

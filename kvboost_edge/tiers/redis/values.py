@@ -1,11 +1,15 @@
-"""A block as values of a server that others write to: the record, sealed with a keyed MAC, in pieces of at most 1 MiB.
+"""A block as values of a server that others write to: the record, sealed with a keyed MAC, in
+pieces of at most 1 MiB.
 
-    value = header (tiers/record.py) + payload + MAC        keys  kvb:{space, 16 hex digits}:{prefix hash, hex}
-                                                                  kvb:{…}:{…}:1, :2, … for the second piece and so on
+    value = header (tiers/record.py) + payload + MAC        keys  kvb:{space, 16 hex digits}:{prefix
+    hash, hex}
+                                                                  kvb:{…}:{…}:1, :2, … for the
+                                                                  second piece and so on
 
-The MAC is blake2b under a shared secret, over header and payload: whoever does not know the secret can destroy a value,
-not forge one; one of another block, space or tenant fits its own header only. A value of up to 1 MiB is one piece; a
-longer one is cut into the fewest equal pieces, so that none blocks the server for long.
+The MAC is blake2b under a shared secret, over header and payload: whoever does not know the secret
+can destroy a value, not forge one; one of another block, space or tenant fits its own header only.
+A value of up to 1 MiB is one piece; a longer one is cut into the fewest equal pieces, so that none
+blocks the server for long.
 """
 
 from __future__ import annotations
@@ -18,7 +22,16 @@ import struct
 from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.record import decode_header, encode_header, header_bytes, is_intact
 
-__all__ = ["HEAD", "PIECE_BYTES", "Seal", "keys_of", "piece_lengths", "pieces_of", "stored_bytes", "value_bytes_at"]
+__all__ = [
+    "HEAD",
+    "PIECE_BYTES",
+    "Seal",
+    "keys_of",
+    "piece_lengths",
+    "pieces_of",
+    "stored_bytes",
+    "value_bytes_at",
+]
 
 PIECE_BYTES = 1 << 20
 _MAC_BYTES = 32
@@ -29,7 +42,9 @@ HEAD = (8, 23)
 
 
 class Seal:
-    """Makes and checks values of one space. Without a secret there is no MAC: any writer of the server is believed."""
+    """Makes and checks values of one space. Without a secret there is no MAC: any writer of the
+    server is believed.
+    """
 
     def __init__(self, space: bytes, secret: str | None) -> None:
         self._space = space
@@ -46,11 +61,15 @@ class Seal:
         return b"".join((header, payload, self._mac(header, payload)))
 
     def open(self, value: bytes, address: BlockAddress, into: memoryview) -> bool:
-        """Verify the MAC first, then that this is the block asked for; only then write its payload into `into`."""
+        """Verify the MAC first, then that this is the block asked for; only then write its payload
+        into `into`.
+        """
         start = header_bytes(len(address.tokens) // 4)
         end = start + into.nbytes
         view = memoryview(value)
-        if len(value) != end + self.mac_bytes or not hmac.compare_digest(self._mac(view[:end]), view[end:]):
+        if len(value) != end + self.mac_bytes or not hmac.compare_digest(
+            self._mac(view[:end]), view[end:]
+        ):
             return False
         header = decode_header(view[:start])
         if header is None or header.space != self._space or header.address != address:
@@ -70,7 +89,9 @@ class Seal:
 
 
 def _mac_key(secret: str) -> bytes:
-    return hashlib.blake2b(secret.encode("utf-8", "surrogatepass"), person=b"kvboost-edge key").digest()
+    return hashlib.blake2b(
+        secret.encode("utf-8", "surrogatepass"), person=b"kvboost-edge key"
+    ).digest()
 
 
 def stored_bytes(seal: Seal, address: BlockAddress, payload_bytes: int) -> int:
@@ -79,7 +100,9 @@ def stored_bytes(seal: Seal, address: BlockAddress, payload_bytes: int) -> int:
 
 
 def value_bytes_at(seal: Seal, head: bytes) -> int:
-    """Length of the value whose field of lengths this is, as it says itself, unverified; 0 where it says nothing."""
+    """Length of the value whose field of lengths this is, as it says itself, unverified; 0 where it
+    says nothing.
+    """
     if len(head) != _LENGTHS.size:
         return 0
     header, _, payload = _LENGTHS.unpack(head)

@@ -1,8 +1,9 @@
-"""Short convolutions along a sequence: a token's last inputs, channel by channel, and those kept for the next pass.
+"""Short convolutions along a sequence: a token's last inputs, channel by channel, and those kept
+for the next pass.
 
-Inputs are rows of the pass, and before its first row those that the state holds. Nothing is written in their place, so
-that tokens may be computed in any order; the state is written when all are done, by OP_TAILS. The inputs of drafts are
-kept apart, see sequences.py.
+Inputs are rows of the pass, and before its first row those that the state holds. Nothing is written
+in their place, so that tokens may be computed in any order; the state is written when all are done,
+by OP_TAILS. The inputs of drafts are kept apart, see sequences.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import emit_silu
 from kvboost_edge.kernels.program.states import sequences as ls
 from kvboost_edge.kernels.program.table import ProgramJob
-from kvboost_edge.kernels.vectors import F32, I64, LANES, V16, emit_fma, emit_load, emit_splat, emit_store, store_f32
+from kvboost_edge.kernels.vectors import (
+    F32,
+    I64,
+    LANES,
+    V16,
+    emit_fma,
+    emit_load,
+    emit_splat,
+    emit_store,
+    store_f32,
+)
 
 __all__ = ["conv_gated", "conv_silu", "keep_draft", "store_tails", "tail_units", "window_of"]
 
@@ -35,9 +46,12 @@ Builder = Any
 class Window(NamedTuple):
     """The inputs of a token: addresses, and bytes from one to the next.
 
-    tail, num_tail  of the oldest input that the state holds, and how many there are; `width` bytes apart
-    rows, num_rows  of the oldest input that is a row of the pass, and how many there are; `step` bytes apart
-    weights         of the oldest input in the state, `rows_weights` of the oldest row; `width` bytes apart
+    tail, num_tail  of the oldest input that the state holds, and how many there are; `width` bytes
+                    apart
+    rows, num_rows  of the oldest input that is a row of the pass, and how many there are; `step`
+                    bytes apart
+    weights         of the oldest input in the state, `rows_weights` of the oldest row; `width`
+                    bytes apart
     bias            of all channels, or 0
     """
 
@@ -70,11 +84,25 @@ def window_of(job: ProgramJob, op: Any, token: int) -> Window:
     rows = job.buffers[op[lt.F_SRC]] + (token + 1 - num_rows) * step + 4 * op[lt.F_SRC_FIRST]
     num_tail = missing if before != 0 else 0
     weights = op[lt.F_WEIGHT]
-    return Window(tail, num_tail, rows, num_rows, weights, weights + missing * width, op[lt.F_BIAS], step, width)
+    return Window(
+        tail,
+        num_tail,
+        rows,
+        num_rows,
+        weights,
+        weights + missing * width,
+        op[lt.F_BIAS],
+        step,
+        width,
+    )
 
 
-def _emit_taps(b: Builder, total: Value, x: Value, weights: Value, apart: tuple[Value, Value], count: Value) -> Any:
-    """total += weight * x of `count` taps, one fma each; apart: bytes from one x, and one weight, to the next."""
+def _emit_taps(
+    b: Builder, total: Value, x: Value, weights: Value, apart: tuple[Value, Value], count: Value
+) -> Any:
+    """total += weight * x of `count` taps, one fma each; apart: bytes from one x, and one weight,
+    to the next.
+    """
     with cgutils.for_range(b, count, intp=I64) as loop:
         value = x(b.mul(loop.index, apart[0]))
         weight = emit_load(b, V16, b.add(weights, b.mul(loop.index, apart[1])))
@@ -82,10 +110,13 @@ def _emit_taps(b: Builder, total: Value, x: Value, weights: Value, apart: tuple[
 
 
 def _emit_conv(b: Builder, window: Value, place: tuple[Value, ...], behind: Value | None) -> None:
-    """The sums of some vectors of channels, the oldest input first, through silu, or multiplied with a gate.
+    """The sums of some vectors of channels, the oldest input first, through silu, or multiplied
+    with a gate.
 
-    place   first byte of a channel in rows and weights, vectors, address of the result, bytes between its vectors
-    behind  None: inputs are as they stand, and silu follows; or a row is [B | C | x], each of so many bytes, the input
+    place   first byte of a channel in rows and weights, vectors, address of the result, bytes
+            between its vectors
+    behind  None: inputs are as they stand, and silu follows; or a row is [B | C | x], each of so
+            many bytes, the input
             B * x, and the result C times the sum
     """
     w = Window(*cgutils.unpack_tuple(b, window))
@@ -121,8 +152,9 @@ def _emit_conv(b: Builder, window: Value, place: tuple[Value, ...], behind: Valu
 
 @intrinsic
 def conv_silu(typing: Any, window: Any, first: Any, vectors: Any, out: Any, step: Any) -> Any:
-    """out = silu of the sums of `vectors` vectors of channels, that begin `first` bytes behind the window's; results
-    are `step` bytes apart."""
+    """out = silu of the sums of `vectors` vectors of channels, that begin `first` bytes behind the
+    window's; results are `step` bytes apart.
+    """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         window, *place = arguments
@@ -170,9 +202,15 @@ def conv_gated(job: ProgramJob, op: Any, token: int) -> None:
 
 @kernel
 def keep_draft(job: ProgramJob, op: Any, token: int, gates: int) -> None:
-    """If a token is a draft: its input, and so many floats from F_BY_FIRST on, to its sequence's rows of drafts."""
+    """If a token is a draft: its input, and so many floats from F_BY_FIRST on, to its sequence's
+    rows of drafts.
+    """
     sequence = ls.sequence_of(job, token)
-    ahead = token - ls.of_sequence(job, sequence, ls.S_FIRST) - ls.of_sequence(job, sequence, ls.S_CERTAIN)
+    ahead = (
+        token
+        - ls.of_sequence(job, sequence, ls.S_FIRST)
+        - ls.of_sequence(job, sequence, ls.S_CERTAIN)
+    )
     drafts = ls.of_sequence(job, sequence, ls.S_DRAFTS)
     channels = op[lt.F_COUNT]
     if drafts == 0 or ahead < 0:
@@ -194,7 +232,9 @@ def tail_units(job: ProgramJob, op: Any) -> Any:
 
 @kernel
 def _store_tail(job: ProgramJob, op: Any, sequence: int, rows: int, first: int, slot: int) -> None:
-    """The last inputs behind so many rows of a sequence to a slot, oldest first: it may be the one that they are in."""
+    """The last inputs behind so many rows of a sequence to a slot, oldest first: it may be the one
+    that they are in.
+    """
     taps = op[lt.F_TAPS]
     channels = op[lt.F_COUNT]
     step = 4 * op[lt.F_SRC_STEP]
@@ -219,8 +259,9 @@ def _store_tail(job: ProgramJob, op: Any, sequence: int, rows: int, first: int, 
 
 @kernel
 def store_tails(job: ProgramJob, op: Any, unit: int) -> None:
-    """A run of channels of one sequence: the inputs that the next pass reads, none of a draft. What is saved comes
-    first, because the state that the pass began with may be written over at last."""
+    """A run of channels of one sequence: the inputs that the next pass reads, none of a draft. What
+    is saved comes first, because the state that the pass began with may be written over at last.
+    """
     runs = (op[lt.F_COUNT] + _RUN - 1) // _RUN
     sequence = unit // runs
     first = unit % runs * _RUN

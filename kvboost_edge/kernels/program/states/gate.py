@@ -1,4 +1,6 @@
-"""What follows the states' results: times silu of their gates, and a norm of a row's groups before or behind that."""
+"""What follows the states' results: times silu of their gates, and a norm of a row's groups before
+or behind that.
+"""
 
 from __future__ import annotations
 

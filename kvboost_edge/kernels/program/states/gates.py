@@ -1,4 +1,6 @@
-"""The two numbers with which a token turns a state, of each head of values: they lie behind the values in B_VALUE."""
+"""The two numbers with which a token turns a state, of each head of values: they lie behind the
+values in B_VALUE.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ _SSD = lt.RULES["ssd"]
 
 @kernel
 def softplus_f32(x: Any) -> Any:
-    """log(1 + exp(x)) = max(x, 0) + log1p(y), y = exp(-|x|); log1p(y) = 2 artanh(s), s = y / (2 + y) <= 1 / 3, by its
-    series, whose first omitted term is below 2e-8."""
+    """log(1 + exp(x)) = max(x, 0) + log1p(y), y = exp(-|x|); log1p(y) = 2 artanh(s), s = y / (2 +
+    y) <= 1 / 3, by its series, whose first omitted term is below 2e-8.
+    """
     one = np.float32(1.0)
     two = np.float32(2.0)
     y = exp_f32(-abs(x))
@@ -39,7 +42,9 @@ def softplus_f32(x: Any) -> Any:
 
 @kernel
 def gates(job: ProgramJob, op: Any, params: Any, token: int) -> None:
-    """(share, decay) of each head of values, made of a row [b | a]; of RULES["ssd"] (time, decay), of a row [dt]."""
+    """(share, decay) of each head of values, made of a row [b | a]; of RULES["ssd"] (time, decay),
+    of a row [dt].
+    """
     heads = op[lt.F_HEADS]
     is_ssd = op[lt.F_RULE] == _SSD
     source = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + op[lt.F_BY_FIRST])

@@ -4,12 +4,13 @@ The gated delta rule, RULES["delta"]; the other rule is in ssd.py:
 
     S = decay * S;  d = share * (v - S^T k);  S = S + k d^T;  out = S^T q
 
-OP_STEPS makes q, k, v and the gates of each token: B_QUERY and B_KEY are then [key_heads, tokens, key_dim], B_VALUE is
-[value_heads, value_dim / 16, tokens, 16], then [value_heads, tokens, 2]. So a unit of OP_SCAN reads what lies one
-behind another; in the rows that q, k and v come from it would lie 50 KB apart, which took six times as long. Such a
-unit is a tile of 16 value columns of one head of one sequence: 8 KB that stay in the first cache for the whole pass.
-Columns do not meet, and tokens follow one another in every lane, so the bits do not depend on where a text was cut.
-Drafts turn a copy of the tile.
+OP_STEPS makes q, k, v and the gates of each token: B_QUERY and B_KEY are then [key_heads, tokens,
+key_dim], B_VALUE is [value_heads, value_dim / 16, tokens, 16], then [value_heads, tokens, 2]. So a
+unit of OP_SCAN reads what lies one behind another; in the rows that q, k and v come from it would
+lie 50 KB apart, which took six times as long. Such a unit is a tile of 16 value columns of one head
+of one sequence: 8 KB that stay in the first cache for the whole pass. Columns do not meet, and
+tokens follow one another in every lane, so the bits do not depend on where a text was cut. Drafts
+turn a copy of the tile.
 """
 
 from __future__ import annotations
@@ -43,7 +44,15 @@ from kvboost_edge.kernels.program.states.sums import (
 )
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.program.tiles import tile_scratch
-from kvboost_edge.kernels.vectors import LANES, V16, emit_fma, emit_load, emit_scratch, emit_store, store_f32
+from kvboost_edge.kernels.vectors import (
+    LANES,
+    V16,
+    emit_fma,
+    emit_load,
+    emit_scratch,
+    emit_store,
+    store_f32,
+)
 
 __all__ = ["scan", "scan_units", "steps", "value_at"]
 
@@ -55,13 +64,16 @@ Builder = Any
 
 @kernel
 def value_at(job: ProgramJob, tile: int, token: int) -> Any:
-    """Address of 16 values of a token, or of what became of them; tiles of one head behind those of another."""
+    """Address of 16 values of a token, or of what became of them; tiles of one head behind those of
+    another.
+    """
     return job.buffers[lt.B_VALUE] + LINE * (tile * job.tokens + token)
 
 
 @kernel
 def steps(job: ProgramJob, op: Any, params: Any, token: int) -> None:
-    """What a token does to the states: queries and keys, normed where the rule says so, values, and the gates.
+    """What a token does to the states: queries and keys, normed where the rule says so, values, and
+    the gates.
 
     The convolution's channels are [q | k | v]; of RULES["ssd"] [v | k | q].
     """
@@ -73,12 +85,21 @@ def steps(job: ProgramJob, op: Any, params: Any, token: int) -> None:
     first = 4 * values if is_ssd else 0
     for head in range(2 * heads):
         is_query = (head < heads) != is_ssd
-        out = job.buffers[lt.B_QUERY if is_query else lt.B_KEY] + 4 * (head % heads * job.tokens + token) * dim
+        out = (
+            job.buffers[lt.B_QUERY if is_query else lt.B_KEY]
+            + 4 * (head % heads * job.tokens + token) * dim
+        )
         conv_silu(window, first + 4 * head * dim, dim // LANES, out, LINE)
         weight = op[lt.F_Q_NORM] if is_query else op[lt.F_K_NORM]
         if weight != 0:
             norm_row(out, weight, dim, params[lt.P_EPS], out)
-    conv_silu(window, 0 if is_ssd else 8 * heads * dim, values // LANES, value_at(job, 0, token), LINE * job.tokens)
+    conv_silu(
+        window,
+        0 if is_ssd else 8 * heads * dim,
+        values // LANES,
+        value_at(job, 0, token),
+        LINE * job.tokens,
+    )
     store_gates(job, op, params, token)
     keep_draft(job, op, token, op[lt.F_HEADS] if is_ssd else 2 * op[lt.F_HEADS])
 
@@ -123,7 +144,10 @@ def _emit_turn(b: Builder, arguments: Sequence[Value], count: int) -> None:
             of_after = emit_number(b, after, i)
             places = [b.add(tile, at) for tile in tiles]
             rows = [emit_load(b, V16, place) for place in places]
-            rows = [emit_fma(b, of_key, delta, b.fmul(row, decay)) for delta, row in zip(taken, rows, strict=True)]
+            rows = [
+                emit_fma(b, of_key, delta, b.fmul(row, decay))
+                for delta, row in zip(taken, rows, strict=True)
+            ]
             for place, row, (outs, nexts) in zip(places, rows, sums, strict=True):
                 b.store(emit_fma(b, of_query, row, b.load(outs[chain])), outs[chain])
                 b.store(emit_fma(b, of_after, row, b.load(nexts[chain])), nexts[chain])
@@ -135,14 +159,24 @@ def _emit_turn(b: Builder, arguments: Sequence[Value], count: int) -> None:
 
 @intrinsic
 def _turn(
-    typing: Any, tile: Any, dim: Any, query: Any, key: Any, after: Any, values: Any, apart: Any, gates: Any, dots: Any
+    typing: Any,
+    tile: Any,
+    dim: Any,
+    query: Any,
+    key: Any,
+    after: Any,
+    values: Any,
+    apart: Any,
+    gates: Any,
+    dots: Any,
 ) -> Any:
-    """One token: the tile becomes decay * tile + key d, d = share * (values - decay * dots), and the values what the
-    query finds in it.
+    """One token: the tile becomes decay * tile + key d, d = share * (values - decay * dots), and
+    the values what the query finds in it.
 
     apart  bytes from a tile's values to the next one's
     gates  address of (share, decay)
-    dots   address of what `_dots` has of `key`; becomes that of `after`, the key of the next token: the tile is read
+    dots   address of what `_dots` has of `key`; becomes that of `after`, the key of the next token:
+           the tile is read
            for both at once
     """
 
@@ -155,7 +189,16 @@ def _turn(
 
 @intrinsic
 def _turn_two(
-    typing: Any, tile: Any, dim: Any, query: Any, key: Any, after: Any, values: Any, apart: Any, gates: Any, dots: Any
+    typing: Any,
+    tile: Any,
+    dim: Any,
+    query: Any,
+    key: Any,
+    after: Any,
+    values: Any,
+    apart: Any,
+    gates: Any,
+    dots: Any,
 ) -> Any:
     """The same of two tiles, one behind the other."""
 
@@ -200,7 +243,9 @@ def _begin(state: int, before: int, floats: int) -> None:
 
 @kernel
 def scan(job: ProgramJob, op: Any, unit: int) -> None:
-    """A tile, or two, of one head of one sequence: all rows of the pass. Values become results, in place."""
+    """A tile, or two, of one head of one sequence: all rows of the pass. Values become results, in
+    place.
+    """
     heads = op[lt.F_HEADS]
     tiles = op[lt.F_DIM] // LANES
     dim = op[lt.F_KEY_DIM]
@@ -244,7 +289,16 @@ def scan(job: ProgramJob, op: Any, unit: int) -> None:
         elif is_ssd:  # from memory tiles come faster one after another
             for index in range(count):
                 place = state + index * dim * LINE
-                advance(place, dim, query, key, values + index * apart, apart, gates, op[lt.F_SKIP] + 4 * head)
+                advance(
+                    place,
+                    dim,
+                    query,
+                    key,
+                    values + index * apart,
+                    apart,
+                    gates,
+                    op[lt.F_SKIP] + 4 * head,
+                )
         elif count == 2:
             _turn_two(state, dim, query, key, after, values, apart, gates, dots)
         else:

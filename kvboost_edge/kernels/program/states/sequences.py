@@ -1,12 +1,14 @@
 """The sequences of a pass as layers with a state see them.
 
-B_STATES is int64: a row of SEQUENCE_NUMBERS for each sequence, by the S_* constants; then of each token the number of
-its sequence; then of each of the saves a pair (rows, address): the state behind so many of the sequence's rows goes to
-the slot at this address, too. A layer's state begins F_STATE bytes behind a slot's address.
+B_STATES is int64: a row of SEQUENCE_NUMBERS for each sequence, by the S_* constants; then of each
+token the number of its sequence; then of each of the saves a pair (rows, address): the state behind
+so many of the sequence's rows goes to the slot at this address, too. A layer's state begins F_STATE
+bytes behind a slot's address.
 
-The last rows of a sequence may be drafts: tokens that are only guessed. They see the state behind all rows before them,
-and no slot sees them: what they bring to a state is kept in rows of drafts, until those that were right are rows of a
-pass over these rows (`Runner.accept_drafts`), the same operations on the same numbers.
+The last rows of a sequence may be drafts: tokens that are only guessed. They see the state behind
+all rows before them, and no slot sees them: what they bring to a state is kept in rows of drafts,
+until those that were right are rows of a pass over these rows (`Runner.accept_drafts`), the same
+operations on the same numbers.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ __all__ = [
     "sequence_of",
 ]
 
-# Its first row of the pass, and how many; addresses of the slots that are read (0: zeros) and written; address and
-# number of its saves; how many of its rows are no drafts; address of the row of drafts that its first one has, or 0
-# where nothing is kept of them.
+# Its first row of the pass, and how many; addresses of the slots that are read (0: zeros) and
+# written; address and number of its saves; how many of its rows are no drafts; address of the row
+# of drafts that its first one has, or 0 where nothing is kept of them.
 S_FIRST, S_ROWS, S_IN, S_OUT, S_SAVES, S_NUM_SAVES, S_CERTAIN, S_DRAFTS = range(8)
 SEQUENCE_NUMBERS = 8  # a cache line
 
@@ -49,7 +51,9 @@ def of_sequence(job: ProgramJob, sequence: int, number: int) -> Any:
 @kernel
 def sequence_of(job: ProgramJob, token: int) -> Any:
     """The sequence of a row of the pass."""
-    return load_i64(job.buffers[B_STATES] + 8 * (job.buffers[B_SEQUENCES] * SEQUENCE_NUMBERS + token))
+    return load_i64(
+        job.buffers[B_STATES] + 8 * (job.buffers[B_SEQUENCES] * SEQUENCE_NUMBERS + token)
+    )
 
 
 @kernel

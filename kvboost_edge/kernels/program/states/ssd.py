@@ -1,4 +1,5 @@
-"""A state space with a scalar decay (Mamba2), token by token: a state of each head, [key_dim, value_dim].
+"""A state space with a scalar decay (Mamba2), token by token: a state of each head, [key_dim,
+value_dim].
 
     S = decay * S + k (time * v)^T;  out = S^T q + skip * v
 
@@ -48,7 +49,10 @@ def _emit_advance(b: Builder, arguments: Sequence[Value], count: int) -> None:
             of_query = emit_number(b, query, i)
             places = [b.add(tile, at) for tile in tiles]
             rows = [emit_load(b, V16, place) for place in places]
-            rows = [emit_fma(b, of_key, one, b.fmul(row, decay)) for one, row in zip(taken, rows, strict=True)]
+            rows = [
+                emit_fma(b, of_key, one, b.fmul(row, decay))
+                for one, row in zip(taken, rows, strict=True)
+            ]
             for place, row, outs in zip(places, rows, sums, strict=True):
                 b.store(emit_fma(b, of_query, row, b.load(outs[chain])), outs[chain])
                 emit_store(b, row, place)
@@ -59,10 +63,18 @@ def _emit_advance(b: Builder, arguments: Sequence[Value], count: int) -> None:
 
 @intrinsic
 def advance(
-    typing: Any, tile: Any, dim: Any, query: Any, key: Any, values: Any, apart: Any, gates: Any, skip: Any
+    typing: Any,
+    tile: Any,
+    dim: Any,
+    query: Any,
+    key: Any,
+    values: Any,
+    apart: Any,
+    gates: Any,
+    skip: Any,
 ) -> Any:
-    """One token: the tile becomes decay * tile + key (time * values), and the values what the query finds in it and
-    skip times themselves.
+    """One token: the tile becomes decay * tile + key (time * values), and the values what the query
+    finds in it and skip times themselves.
 
     apart  bytes from a tile's values to the next one's
     gates  address of (time, decay);  skip: of a float32
@@ -77,7 +89,15 @@ def advance(
 
 @intrinsic
 def advance_two(
-    typing: Any, tile: Any, dim: Any, query: Any, key: Any, values: Any, apart: Any, gates: Any, skip: Any
+    typing: Any,
+    tile: Any,
+    dim: Any,
+    query: Any,
+    key: Any,
+    values: Any,
+    apart: Any,
+    gates: Any,
+    skip: Any,
 ) -> Any:
     """The same of two tiles, one behind the other."""
 

@@ -1,7 +1,9 @@
-"""What the loops over the rows of tiles have in common: numbers of keys as vectors, sums in four chains.
+"""What the loops over the rows of tiles have in common: numbers of keys as vectors, sums in four
+chains.
 
-A loop takes one tile or two neighbours at once: what it loads of keys and queries then serves both. Registers for that
-are there where vectors have 512 bits; elsewhere the chains alone would take all of them.
+A loop takes one tile or two neighbours at once: what it loads of keys and queries then serves both.
+Registers for that are there where vectors have 512 bits; elsewhere the chains alone would take all
+of them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ LINE = 4 * LANES
 CHAINS = 4
 """Of a sum over keys: key i goes to chain i mod 4."""
 MOST_KEYS = 256
-"""Rows of a tile at most, and of two that are taken at once: 16 KB, which stay in the first cache."""
+"""Rows of a tile at most, and of two that are taken at once: 16 KB, which stay in the first cache.
+"""
 
 _MOST = 2 if has_wide_registers() else 1
 

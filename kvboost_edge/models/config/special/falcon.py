@@ -1,5 +1,6 @@
-"""Falcon-H1 as its configs say it: each layer attends and keeps a state of the same inputs, and numbers of the config
-multiply what goes into its parts and what comes out of them."""
+"""Falcon-H1 as its configs say it: each layer attends and keeps a state of the same inputs, and
+numbers of the config multiply what goes into its parts and what comes out of them.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +20,23 @@ __all__ = ["falcon_factors", "falcon_layers", "with_falcon_words"]
 Config = Mapping[str, Any]
 
 _USUAL = {
-    "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256,
-    "mamba_d_conv": 4, "mamba_expand": 2,
-}  # fmt: skip
+    "mamba_d_ssm": 1024,
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 # of what is multiplied with
 _LEAST = 1e-6
 _MOST = 1e6
 
 
 def with_falcon_words(config: Config) -> Config:
-    """The config with Granite's multipliers: keys are multiplied with a number, which may as well be that of scores."""
+    """The config with Granite's multipliers: keys are multiplied with a number, which may as well
+    be that of scores.
+    """
     heads = size_of(config, "num_attention_heads")
     hidden = size_of(config, "hidden_size")
     if heads is None or hidden is None:
@@ -56,18 +64,29 @@ def _factors(config: Config, key: str, count: int) -> list[float]:
 
 
 def falcon_layers(config: Config, layers: int) -> Hybrid:
-    """All layers are alike. The norm of what a mixer results in stands on either side of its gate, or is not there."""
+    """All layers are alike. The norm of what a mixer results in stands on either side of its gate,
+    or is not there.
+    """
     # Without mamba_d_ssm heads are as wide as the hidden size, expanded.
-    given = {**_USUAL, **{key: value for key, value in config.items() if value is not None or key == "mamba_d_ssm"}}
+    given = {
+        **_USUAL,
+        **{
+            key: value for key, value in config.items() if value is not None or key == "mamba_d_ssm"
+        },
+    }
     if given["mamba_d_ssm"] is None:
-        given["mamba_d_ssm"] = integer_of(given, "mamba_expand", 1) * integer_of(given, "hidden_size", 1)
+        given["mamba_d_ssm"] = integer_of(given, "mamba_expand", 1) * integer_of(
+            given, "hidden_size", 1
+        )
     width = integer_of(given, "mamba_d_ssm", 1)
     heads = integer_of(given, "mamba_n_heads", 1)
     if given["mamba_d_head"] == "auto":
         given["mamba_d_head"] = max(width // heads, 1)
     dim = integer_of(given, "mamba_d_head", 1)
     if heads * dim != width:
-        raise ModelFormatError(f"mamba_n_heads={heads} x mamba_d_head={dim} are not mamba_d_ssm={width}")
+        raise ModelFormatError(
+            f"mamba_n_heads={heads} x mamba_d_head={dim} are not mamba_d_ssm={width}"
+        )
     norm = "gated_after" if flag_of(given, "mamba_norm_before_gate", True) else "gated_before"
     norm = norm if flag_of(given, "mamba_rms_norm", False) else "none"
     mixer = ssd_mixer(given, MAMBA_KEYS, norm, time_limit_of(given))
@@ -76,9 +95,10 @@ def falcon_layers(config: Config, layers: int) -> Hybrid:
 
 
 def falcon_factors(config: Config) -> LayerFactors:
-    """Each part of [z | x | B | C | dt] has a number; those of x, B and C, which a convolution reads, count beside that
-    of z. What multiplies the gate before its activation multiplies the inputs of gate and up, and is taken back behind
-    them."""
+    """Each part of [z | x | B | C | dt] has a number; those of x, B and C, which a convolution
+    reads, count beside that of z. What multiplies the gate before its activation multiplies the
+    inputs of gate and up, and is taken back behind them.
+    """
     z, x, b, c, dt = _factors(config, "ssm_multipliers", 5)
     gate, down = _factors(config, "mlp_multipliers", 2)
     into = _factor(config, "ssm_in_multiplier")

@@ -1,7 +1,9 @@
-"""Nemotron-H as its configs say it: each layer is one thing, a mixer with a state, attention, an MLP or experts.
+"""Nemotron-H as its configs say it: each layer is one thing, a mixer with a state, attention, an
+MLP or experts.
 
-Steps of time are limited by time_step_limit, as in its makers' code; files of llama.cpp have no limits. transformers
-has time_step_min for the least instead, in passes of several tokens and not in those of one.
+Steps of time are limited by time_step_limit, as in its makers' code; files of llama.cpp have no
+limits. transformers has time_step_min for the least instead, in passes of several tokens and not in
+those of one.
 """
 
 from __future__ import annotations
@@ -27,28 +29,48 @@ _EXPERTS = "moe"
 _KINDS = {_STATE: "ssd", _FULL: ATTENTION, _MLP: NO_MIXER, _EXPERTS: NO_MIXER}
 _OLDER = {"mamba": _STATE, "attention": _FULL}
 _LETTERS = {"M": _STATE, "*": _FULL, "-": _MLP, "E": _EXPERTS}  # of hybrid_override_pattern
-_OLDER_KEYS = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
-               "mamba_dt_limit": "time_step_limit"}  # fmt: skip
+_OLDER_KEYS = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+}
 _KEYS = SsdKeys("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
 _USUAL = {
-    "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
-    "use_conv_bias": True, "head_dim": 128, "intermediate_size": 21504, "mlp_hidden_act": "relu2",
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
-    "moe_shared_expert_intermediate_size": 7688, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "head_dim": 128,
+    "intermediate_size": 21504,
+    "mlp_hidden_act": "relu2",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
     "layer_norm_epsilon": 1e-5,
-}  # fmt: skip
+}
 
 
 def with_nemotron_words(config: Config) -> Config:
-    """The config in Llama's words, with what it leaves out: the number of layers is that of their kinds, and attention
-    has no rope."""
+    """The config in Llama's words, with what it leaves out: the number of layers is that of their
+    kinds, and attention has no rope.
+    """
     types = _types(config)
     given = {key: value for key, value in config.items() if value is not None}
     given.setdefault("head_dim", given.get("attention_head_dim", _USUAL["head_dim"]))
     given |= {key: given[older] for older, key in _OLDER_KEYS.items() if older in given}
     found = {**_USUAL, **given, "layer_types": types, "num_hidden_layers": len(types)}
     same = {"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"}
-    return {**found, **{to: found[key] for to, key in same.items()}, "position_embedding_type": "nope"}
+    return {
+        **found,
+        **{to: found[key] for to, key in same.items()},
+        "position_embedding_type": "nope",
+    }
 
 
 def _types(config: Config) -> list[str]:
@@ -60,7 +82,9 @@ def _types(config: Config) -> list[str]:
         listed = given if isinstance(given, (list, tuple)) else []
         types = [_OLDER.get(one, one) if isinstance(one, str) else one for one in listed]
     if not 0 < len(types) <= MAX_LAYERS or any(one not in list(_KINDS) for one in types):
-        raise ModelFormatError(f"{key}={given!r:.200} must say of each layer which of {sorted(_KINDS)} it is")
+        raise ModelFormatError(
+            f"{key}={given!r:.200} must say of each layer which of {sorted(_KINDS)} it is"
+        )
     return types
 
 
@@ -68,15 +92,18 @@ def nemotron_layers(config: Config, layers: int) -> Hybrid:
     """By layer_types. Those that mix tokens have no MLP."""
     kinds = tuple(_KINDS[one] for one in config["layer_types"])
     if ATTENTION not in kinds:
-        raise ModelFormatError("no layer of the model attends; models of states alone are not known")
+        raise ModelFormatError(
+            "no layer of the model attends; models of states alone are not known"
+        )
     mixer = ssd_mixer(config, _KEYS, "gated_before", time_limit_of(config))
     names = ssd_names("mamba", mixer, conv_bias=flag_of(config, "use_conv_bias", True))
     return Hybrid(kinds, mixer if mixer.kind in kinds else None, names, alone=True)
 
 
 def nemotron_experts(config: Config, layers: int) -> Experts | None:
-    """The sigmoid of each logit, with a bias where experts are chosen; shares are divided by their sum and scaled.
-    Beside them an expert that all tokens share. None where no layer has experts."""
+    """The sigmoid of each logit, with a bias where experts are chosen; shares are divided by their
+    sum and scaled. Beside them an expert that all tokens share. None where no layer has experts.
+    """
     sparse = [one == _EXPERTS for one in config["layer_types"]]
     if not any(sparse):
         return None
@@ -87,8 +114,14 @@ def nemotron_experts(config: Config, layers: int) -> Experts | None:
     )
     keys = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
     return experts_of(
-        config, keys, (None, None, None), sparse, names=names, score="sigmoid", eps=1e-20,
+        config,
+        keys,
+        (None, None, None),
+        sparse,
+        names=names,
+        score="sigmoid",
+        eps=1e-20,
         renorm="add" if flag_of(config, "norm_topk_prob", True) else "",
         scale=number_of(config, "routed_scaling_factor", 1e-6, 1e6),
         shared=integer_of(config, "moe_shared_expert_intermediate_size", 1),
-    )  # fmt: skip
+    )

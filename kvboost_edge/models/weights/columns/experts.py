@@ -1,11 +1,15 @@
-"""gpt-oss's directories as a weight source: all experts of a layer are one tensor there, gate and up taking turns.
+"""gpt-oss's directories as a weight source: all experts of a layer are one tensor there, gate and
+up taking turns.
 
-    gate_up_proj [experts, inputs, 2 * width], down_proj [experts, width, outputs]     floats, a column for each row
-    ..._blocks   uint8 [experts, rows, groups, 16], ..._scales uint8 [experts, rows, groups]    MXFP4 in their place
+    gate_up_proj [experts, inputs, 2 * width], down_proj [experts, width, outputs]     floats, a
+    column for each row
+    ..._blocks   uint8 [experts, rows, groups, 16], ..._scales uint8 [experts, rows, groups]
+                 MXFP4 in their place
     ..._bias     [experts, rows]
 
-Of the rows of gate_up the even ones are the gate's, the odd ones the way up's. A byte of blocks holds two neighbours,
-the low nibble first. Each expert's matrices and biases appear as tensors of their own.
+Of the rows of gate_up the even ones are the gate's, the odd ones the way up's. A byte of blocks
+holds two neighbours, the low nibble first. Each expert's matrices and biases appear as tensors of
+their own.
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ class ColumnExperts:
 
     def __init__(self, model_dir: Path | str) -> None:
         self._files = SafetensorsSource(model_dir, split_experts=False)
-        # Rows are columns in these files: an expert is read whole, and kept while its rows are asked for.
+        # Rows are columns in these files: an expert is read whole, and kept while its rows are
+        # asked for.
         self._expert = functools.lru_cache(maxsize=_KEPT)(self._read_expert)
         # One at a time: every thread that packs would read the same expert, and hold it.
         self._reading = threading.Lock()
@@ -91,26 +96,36 @@ class ColumnExperts:
             return
         experts, rows, inputs = self._sizes(whole, form)
         if rows % len(parts):
-            raise self._error(name, f"has {rows} rows an expert, which are not {len(parts)} matrices")
+            raise self._error(
+                name, f"has {rows} rows an expert, which are not {len(parts)} matrices"
+            )
         ending = "bias" if form == "_bias" else "weight"
         for expert in range(experts):
             for first, part in enumerate(parts):
                 to = f"{prefix}{expert}.{part}.{ending}"
                 if to in self._rows:
                     raise self._error(name, f"has {to!r}, which is there a second time")
-                self._rows[to] = _Rows(whole, form, expert, first, len(parts), rows // len(parts), inputs)
+                self._rows[to] = _Rows(
+                    whole, form, expert, first, len(parts), rows // len(parts), inputs
+                )
 
     def _sizes(self, whole: str, form: str) -> tuple[int, int, int]:
         """Experts, rows of each, inputs of a row (0 of biases)."""
         name = whole + form
-        shape = self._files.shape(name) if form != "_blocks" else self._files.stored_shape(name, "U8", 4)
+        shape = (
+            self._files.shape(name)
+            if form != "_blocks"
+            else self._files.stored_shape(name, "U8", 4)
+        )
         if form == "_blocks":
             experts, rows, groups, nbytes = shape
             if nbytes != _BLOCK_BYTES:
                 raise self._error(name, f"has blocks of {nbytes} bytes, expected {_BLOCK_BYTES}")
             scales = self._files.stored_shape(f"{whole}_scales", "U8", 3)
             if scales != (experts, rows, groups):
-                raise self._error(f"{whole}_scales", f"has shape {scales}, expected {(experts, rows, groups)}")
+                raise self._error(
+                    f"{whole}_scales", f"has shape {scales}, expected {(experts, rows, groups)}"
+                )
             return experts, rows, groups * _GROUP
         if len(shape) != (2 if form else 3):
             raise self._error(name, f"has shape {shape}, expected {2 if form else 3} dimensions")
@@ -120,9 +135,13 @@ class ColumnExperts:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        self._expert.cache_clear()  # it refers to this object, which refers to it: nothing else would free the floats
+        # It refers to this object, which refers to it: nothing else would free the floats.
+        self._expert.cache_clear()
         self._files.__exit__(kind, error, trace)
 
     def names(self) -> set[str]:
@@ -144,9 +163,13 @@ class ColumnExperts:
             with np.errstate(over="ignore"):  # infinity is refused by who packs it
                 scales = mxfp4.float_scales(exponents)
                 return np.repeat(scales, _GROUP, axis=1) * mxfp4.TABLE[codes].astype(np.float32)
-        picked = slice(piece.first + piece.step * start, piece.first + piece.step * (stop - 1) + 1, piece.step)
+        picked = slice(
+            piece.first + piece.step * start, piece.first + piece.step * (stop - 1) + 1, piece.step
+        )
         if piece.form == "_bias":
-            biases: Floats = self._files.rows(f"{piece.whole}_bias", piece.expert, piece.expert + 1)[0]
+            biases: Floats = self._files.rows(
+                f"{piece.whole}_bias", piece.expert, piece.expert + 1
+            )[0]
             return biases[picked]
         with self._reading:
             floats = self._expert(piece.whole, piece.expert)
@@ -178,8 +201,8 @@ class ColumnExperts:
         if not np.isfinite(scales).all():
             raise self._error(
                 f"{piece.whole}_scales",
-                f"has scales above 65504 for rows {start} to {stop - 1} of {name!r}, the largest that 'int4t' holds; "
-                "give weights='f32' or 'bf16'",
+                f"has scales above 65504 for rows {start} to {stop - 1} of {name!r}, the largest "
+                "that 'int4t' holds; give weights='f32' or 'bf16'",
             )
         self._note_lost(piece.whole, mxfp4.count_lost(exponents, packed))
         return QuantRows("int4t", codes, scales, None, mxfp4.TABLE)
@@ -190,8 +213,10 @@ class ColumnExperts:
             is_new = blocks > 0 and whole not in self._lost
             self._lost |= {whole} if is_new else set()
         if is_new:
-            _LOG.warning("%s: tensor %r has weights below %.1g, which become 0 (scales of 2**-25 and less)",
-                         *(self._files.file_of(f"{whole}_blocks"), whole, mxfp4.LEAST_WEIGHT))  # fmt: skip
+            _LOG.warning(
+                "%s: tensor %r has weights below %.1g, which become 0 (scales of 2**-25 and less)",
+                *(self._files.file_of(f"{whole}_blocks"), whole, mxfp4.LEAST_WEIGHT),
+            )
 
     def file_of(self, name: str) -> Path:
         piece = self._rows.get(name)
@@ -200,14 +225,19 @@ class ColumnExperts:
     def stored_rows(self, name: str) -> StoredRows:
         piece = self._rows.get(name)
         if piece is not None:
-            raise self._error(piece.whole + piece.form, "has rows of all experts: none can be read alone")
+            raise self._error(
+                piece.whole + piece.form, "has rows of all experts: none can be read alone"
+            )
         return self._files.stored_rows(name)
 
     def _blocks(self, piece: _Rows, start: int, stop: int) -> tuple[Bytes, Bytes, Bytes]:
-        """Codes [rows, inputs], exponents [rows, groups] and the file's bytes [rows, groups, 16] of rows [start,
-        stop)."""
+        """Codes [rows, inputs], exponents [rows, groups] and the file's bytes [rows, groups, 16] of
+        rows [start, stop).
+        """
         if not 0 <= start < stop <= piece.rows:
-            raise self._error(f"{piece.whole}_blocks", f"has no rows {start} to {stop} of {piece.rows}")
+            raise self._error(
+                f"{piece.whole}_blocks", f"has no rows {start} to {stop} of {piece.rows}"
+            )
         groups = piece.inputs // _GROUP
         each = piece.rows * piece.step
         first = piece.expert * each + piece.first + piece.step * start
@@ -215,12 +245,16 @@ class ColumnExperts:
         packed = self._span(f"{piece.whole}_blocks", 4, first, rows, groups * _BLOCK_BYTES)
         packed = packed.reshape(rows, groups, _BLOCK_BYTES)[:: piece.step]
         exponents = self._span(f"{piece.whole}_scales", 3, first, rows, groups)[:: piece.step]
-        codes = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1).reshape(stop - start, -1)
+        codes = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1).reshape(
+            stop - start, -1
+        )
         return codes, np.ascontiguousarray(exponents), packed
 
     def _span(self, name: str, num_dims: int, first: int, rows: int, width: int) -> Bytes:
         """Rows of a tensor of bytes, its leading axes taken as one."""
-        found: npt.NDArray[Any] = self._files.stored_span(name, "U8", num_dims, first * width, rows * width)
+        found: npt.NDArray[Any] = self._files.stored_span(
+            name, "U8", num_dims, first * width, rows * width
+        )
         return found.reshape(rows, width)
 
     def _error(self, name: str, what: str) -> ModelFormatError:

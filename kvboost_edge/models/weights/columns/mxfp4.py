@@ -2,7 +2,8 @@
 
     2 ** (exponent - 128) * TABLE[code]
 
-an exponent is a byte, a code 4 bits, two of which share a byte. As int4t they are exact while the scale is a float16.
+an exponent is a byte, a code 4 bits, two of which share a byte. As int4t they are exact while the
+scale is a float16.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ def float_scales(exponents: Bytes) -> Floats:
     """The scale of every block, float32: exact."""
     wide = exponents.astype(np.uint32)
     tiny = np.uint32(0x00200000) << np.minimum(wide, np.uint32(1))
-    bits = np.where(wide < 2, tiny, (np.maximum(wide, np.uint32(1)) - np.uint32(1)) << np.uint32(23))
+    bits = np.where(
+        wide < 2, tiny, (np.maximum(wide, np.uint32(1)) - np.uint32(1)) << np.uint32(23)
+    )
     return bits.astype(np.uint32).view(np.float32)
 
 
 def half_scales(exponents: Bytes, codes: Bytes) -> npt.NDArray[np.float16]:
-    """The same as float16: infinite where one is too large, 0 where it is too small or all weights are zeros.
+    """The same as float16: infinite where one is too large, 0 where it is too small or all weights
+    are zeros.
 
     exponents  uint8 [...];  codes: uint8 [..., bytes of a block], two in each
     """

@@ -1,1 +1,3 @@
-"""Other APIs in front of the same generation: each a translation of bodies and answers, with routes of its own."""
+"""Other APIs in front of the same generation: each a translation of bodies and answers, with routes
+of its own.
+"""

@@ -11,8 +11,9 @@ __all__ = ["arguments_of"]
 
 
 def arguments_of(text: str) -> Any:
-    """ValueError or RecursionError for those that were cut short, which are no JSON. A number beyond any double, which
-    JSON may hold and answers cannot, is the largest there is."""
+    """ValueError or RecursionError for those that were cut short, which are no JSON. A number
+    beyond any double, which JSON may hold and answers cannot, is the largest there is.
+    """
     return json.loads(text, parse_float=_finite, parse_constant=_refuse)
 
 

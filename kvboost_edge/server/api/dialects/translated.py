@@ -20,8 +20,9 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def chat_request(**fields: Any) -> ChatRequest:
-    """The chat request with these fields, left out where None. ApiError 400, naming our field, for values that the
-    dialect's own bounds let pass and ours do not."""
+    """The chat request with these fields, left out where None. ApiError 400, naming our field, for
+    values that the dialect's own bounds let pass and ours do not.
+    """
     return _validated(ChatRequest, fields)
 
 
@@ -32,9 +33,14 @@ def completion_request(**fields: Any) -> CompletionRequest:
 
 def _validated(kind: type[Body], fields: Mapping[str, Any]) -> Body:
     try:
-        return kind.model_validate({name: value for name, value in fields.items() if value is not None})
+        return kind.model_validate(
+            {name: value for name, value in fields.items() if value is not None}
+        )
     except ValidationError as error:
-        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
+        problems = [
+            {**problem, "loc": ("body", *problem["loc"])}
+            for problem in error.errors(include_url=False)
+        ]
         raise as_api_error(RequestValidationError(problems)) from error
 
 

@@ -29,7 +29,11 @@ _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": 
 _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 
 
-@router.post("/v1/messages", response_class=JSONResponse, responses={200: {"model": MessageAnswer, **_STREAM}})
+@router.post(
+    "/v1/messages",
+    response_class=JSONResponse,
+    responses={200: {"model": MessageAnswer, **_STREAM}},
+)
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation, as Anthropic's API does."""
 
@@ -43,7 +47,9 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     return answered(request, body.model, work)
 
 
-@router.post("/v1/messages/count_tokens", response_class=JSONResponse, responses={200: {"model": TokenCount}})
+@router.post(
+    "/v1/messages/count_tokens", response_class=JSONResponse, responses={200: {"model": TokenCount}}
+)
 async def count(request: Request, body: CountTokensRequest) -> Response:
     """How many tokens the prompt of these messages has."""
 
@@ -51,7 +57,9 @@ async def count(request: Request, body: CountTokensRequest) -> Response:
         chat = await off_loop(lambda: translated(body))
         async with state.admit(request, estimate_messages(chat.messages, chat.tools)) as ticket:
             answers = state.engine.kept_answers(tenant=ticket.tenant, cache_salt=None)
-            found = await off_loop(lambda: count_tokens(state, chat, answers), size_of(chat.messages, chat.tools))
+            found = await off_loop(
+                lambda: count_tokens(state, chat, answers), size_of(chat.messages, chat.tools)
+            )
         await send_json(send, dumps({"input_tokens": found}))
 
     return answered(request, body.model, work)

@@ -30,9 +30,22 @@ from kvboost_edge.server.api.answers import (
     Warmed,
 )
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.checks import ModelParam, answered, check_priority, loaded_model, looked_up, room_for
+from kvboost_edge.server.api.checks import (
+    ModelParam,
+    answered,
+    check_priority,
+    loaded_model,
+    looked_up,
+    room_for,
+)
 from kvboost_edge.server.api.generation import watched
-from kvboost_edge.server.api.prompts import encode_plain, encode_text, estimate_messages, estimate_tokens, size_of
+from kvboost_edge.server.api.prompts import (
+    encode_plain,
+    encode_text,
+    estimate_messages,
+    estimate_tokens,
+    size_of,
+)
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
@@ -41,7 +54,14 @@ from kvboost_edge.server.engines import Figures, replicas_of
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import memory_of
 from kvboost_edge.server.state import ModelState
-from kvboost_edge.server.work.bridge import EncodedPrompt, Job, off_loop, running, to_its_end, wait_all
+from kvboost_edge.server.work.bridge import (
+    EncodedPrompt,
+    Job,
+    off_loop,
+    running,
+    to_its_end,
+    wait_all,
+)
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
 __all__ = ["router"]
@@ -50,13 +70,16 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 _NO_STORE = {"Cache-Control": "no-store"}
 _TIER_FIELDS = [name for name in TierView.model_fields if name != "recent_hit_tokens"]
-_MOST_DETAILS = 4096  # a larger pool shows its states only: reading references and tokens takes 1 us a block
+_MOST_DETAILS = (
+    4096  # a larger pool shows its states only: reading references and tokens takes 1 us a block
+)
 
 
 @router.post("/v1/warm", response_class=JSONResponse, responses={200: {"model": Warmed}})
 async def warm(request: Request, body: WarmRequest) -> Response:
-    """Compute a text once, so that prompts which begin with it find it in the cache; or documents, which prompts with
-    kvboost.mode "chunk_kv_reuse" find anywhere."""
+    """Compute a text once, so that prompts which begin with it find it in the cache; or documents,
+    which prompts with kvboost.mode "chunk_kv_reuse" find anywhere.
+    """
 
     async def work(state: ModelState, send: Send) -> None:
         body.check_together()
@@ -65,7 +88,9 @@ async def warm(request: Request, body: WarmRequest) -> Response:
             return
         engine = state.engine
         job = _warm_job(state, body)
-        estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(body.text or "")
+        estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(
+            body.text or ""
+        )
         async with (
             state.admit(request, estimate) as ticket,
             running(engine, job, ticket) as started,
@@ -76,7 +101,9 @@ async def warm(request: Request, body: WarmRequest) -> Response:
                 run.watch.finish(results[0])
             ids = run.prompts[0].token_ids
             tenant = ticket.tenant
-            stored = await off_loop(lambda: engine.warm_result(ids, tenant=tenant, cache_salt=body.cache_salt))
+            stored = await off_loop(
+                lambda: engine.warm_result(ids, tenant=tenant, cache_salt=body.cache_salt)
+            )
         figures = {"usage": usage_of(results, 1), **costs(results, 1, run.tokenize_ms)}
         await send_json(send, dumps({"object": "warm", **dataclasses.asdict(stored), **figures}))
 
@@ -90,7 +117,9 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
     async def work(state: ModelState, send: Send) -> None:
         body.check_together()
         engine = state.engine
-        estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(body.text or "")
+        estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(
+            body.text or ""
+        )
         async with state.admit(request, estimate) as ticket:
             whose: dict[str, Any] = {"tenant": ticket.tenant, "cache_salt": body.cache_salt}
 
@@ -108,7 +137,9 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
 async def reset(request: Request, body: ResetRequest | None = None) -> Response:
     """Forget every cached block that no request uses, of all models that are loaded."""
     models = server_of(request).models
-    for served in models.all:  # whose engine stopped has no block left, and is loaded again by the next request
+    for served in (
+        models.all
+    ):  # whose engine stopped has no block left, and is loaded again by the next request
         models.loader.let_go_if_stopped(served)
     dropped = 0
     loaded = models.loaded
@@ -125,7 +156,9 @@ async def stats(request: Request, model: ModelParam = None) -> Response:
     """Queue, cache, pool, tiers, memory and throughput of a model, and which models are loaded."""
     state = loaded_model(request, model)
     figures = await looked_up(state, lambda: _stats(state))
-    return json_response({**figures, "models": memory_of(server_of(request).models)}, headers=_NO_STORE)
+    return json_response(
+        {**figures, "models": memory_of(server_of(request).models)}, headers=_NO_STORE
+    )
 
 
 @router.get("/v1/blocks", response_class=JSONResponse, responses={200: {"model": Blocks}})
@@ -136,18 +169,24 @@ async def blocks(request: Request, model: ModelParam = None) -> Response:
 
 
 async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) -> dict[str, Any]:
-    """Compute documents, or a text behind others; whoever goes meanwhile keeps his place until that has stopped."""
+    """Compute documents, or a text behind others; whoever goes meanwhile keeps his place until that
+    has stopped.
+    """
     engine = state.engine
     param = str(body.alone)
     if engine.reuse_refusal is not None:
         raise bad_field(
-            param, f"{param} is for kvboost.mode 'chunk_kv_reuse', which is refused: {engine.reuse_refusal}"
+            param,
+            f"{param} is for kvboost.mode 'chunk_kv_reuse', which is refused: "
+            f"{engine.reuse_refusal}",
         )
     priority = check_priority(state, body.priority)
     documents = body.documents
     texts = [body.text or ""] if documents is None else documents
     estimate = sum(estimate_tokens(text) if isinstance(text, str) else len(text) for text in texts)
-    before = engine.config.primer_tokens * len(texts) if documents is not None else body.position_offset
+    before = (
+        engine.config.primer_tokens * len(texts) if documents is not None else body.position_offset
+    )
     async with state.admit(request, estimate + before) as ticket:
         handles = Handles()
         whose = {"tenant": ticket.tenant, "weight": ticket.weight, "cache_salt": body.cache_salt}
@@ -169,7 +208,12 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
         stored = await to_its_end(compute, sum(map(len, texts)), handles)
         results = await wait_all(ticket, handles)
     figures = costs(results, 1, 0.0) if results else {"timings": None, "kvboost": None}
-    return {"object": "warm", **dataclasses.asdict(stored), "usage": usage_of(results, 1), **figures}
+    return {
+        "object": "warm",
+        **dataclasses.asdict(stored),
+        "usage": usage_of(results, 1),
+        **figures,
+    }
 
 
 def _token_ids(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:
@@ -177,10 +221,17 @@ def _token_ids(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> l
     tokenizer = state.engine.tokenizer
     if body.messages is not None:
         plain = [message.for_template() for message in body.messages]
-        asked = normal(state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs)
+        asked = normal(
+            state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs
+        )
         whole = bool(body.add_generation_prompt)
         return encode_plain(
-            tokenizer, asked.messages, asked.variables, whole, tools=asked.tools, find_answer=answers.find
+            tokenizer,
+            asked.messages,
+            asked.variables,
+            whole,
+            tools=asked.tools,
+            find_answer=answers.find,
         )
     return encode_text(tokenizer, body.text or "", True, "text")
 
@@ -193,9 +244,14 @@ def _warm_job(state: ModelState, body: WarmRequest) -> Job:
         param = "text" if body.messages is None else "messages"
         block_size = state.engine.config.block_size
         if body.pin and len(prompt.token_ids) < block_size:
-            message = f"{len(prompt.token_ids)} tokens cannot be pinned: only full blocks of {block_size} tokens are"
+            message = (
+                f"{len(prompt.token_ids)} tokens cannot be pinned: only full blocks of "
+                f"{block_size} tokens are"
+            )
             raise bad_field("pin", message)
-        return SamplingParams(max_new_tokens=room_for(state, len(prompt.token_ids), param, 0, param))
+        return SamplingParams(
+            max_new_tokens=room_for(state, len(prompt.token_ids), param, 0, param)
+        )
 
     return Job(
         encode=encode,
@@ -249,7 +305,9 @@ def _held(engine: Figures) -> dict[str, Any]:
     memory = {name: pool[name] for name in pool if name.endswith("_bytes")}
     return {
         "cache": engine.cache_stats(),
-        "pool": {name: value for name, value in pool.items() if name not in memory and name != "tiers"},
+        "pool": {
+            name: value for name, value in pool.items() if name not in memory and name != "tiers"
+        },
         "tiers": pool["tiers"],
         "memory": memory,
     }
@@ -267,8 +325,12 @@ def _blocks(state: ModelState) -> dict[str, Any]:
         "block_size": pool["block_size"],
         "states": _base64(states),
         "refs": _base64(bytes(min(detail.refs, 255) for detail in details)) if detailed else None,
-        "tokens": _base64(bytes(min(detail.tokens, 255) for detail in details)) if detailed else None,
-        "counts": {name: states.count(number) for number, name in enumerate(BlockCounts.model_fields)},
+        "tokens": _base64(bytes(min(detail.tokens, 255) for detail in details))
+        if detailed
+        else None,
+        "counts": {
+            name: states.count(number) for number, name in enumerate(BlockCounts.model_fields)
+        },
         "running": engine.num_running(),
         "waiting": engine.num_waiting(),
         "hit_tokens": pool["hit_tokens"],
@@ -281,7 +343,10 @@ def _blocks(state: ModelState) -> dict[str, Any]:
         "recent_computed_tokens": recent_computed,
         "generated_tokens_total": pool["generated_tokens"],
         "evictions": pool["evictions"],
-        **{name: pool[name] for name in ("preemptions", "state_slots", "state_slots_used", "replayed_tokens")},
+        **{
+            name: pool[name]
+            for name in ("preemptions", "state_slots", "state_slots_used", "replayed_tokens")
+        },
         "replicas": {name: _replica_pool(one) for name, one in replicas_of(engine).items() if name},
     }
 
@@ -305,14 +370,21 @@ def _replica_pool(figures: Figures) -> dict[str, Any]:
 def _matchable(pool: Mapping[str, Any]) -> dict[str, int]:
     """What of a pool can be matched, and the bytes of all of it."""
     chunks = pool["loaded_chunks"]
-    return {"blocks": chunks, "bytes": chunks * pool["bytes_per_block"], "max_bytes": pool["pool_bytes"]}
+    return {
+        "blocks": chunks,
+        "bytes": chunks * pool["bytes_per_block"],
+        "max_bytes": pool["pool_bytes"],
+    }
 
 
 def _tier_views(pool: dict[str, Any], recent_hits: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     """The pool and the tiers below it, the nearest first."""
     tiers = {"pool": {**_matchable(pool), "writable": True, "state": ""}, **pool["tiers"]}
     return {
-        name: {**{field: tier[field] for field in _TIER_FIELDS}, "recent_hit_tokens": recent_hits.get(name, 0)}
+        name: {
+            **{field: tier[field] for field in _TIER_FIELDS},
+            "recent_hit_tokens": recent_hits.get(name, 0),
+        }
         for name, tier in tiers.items()
     }
 

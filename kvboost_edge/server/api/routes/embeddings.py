@@ -18,7 +18,12 @@ from kvboost_edge.server.api.checks import answered, check_priority
 from kvboost_edge.server.api.prompts import estimate_tokens
 from kvboost_edge.server.api.schemas.embeddings import EmbeddingRequest, RerankRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.api.vectors import EmbeddingAnswer, RerankAnswer, embedding_answer, rerank_answer
+from kvboost_edge.server.api.vectors import (
+    EmbeddingAnswer,
+    RerankAnswer,
+    embedding_answer,
+    rerank_answer,
+)
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop, to_its_end, wait_all
 from kvboost_edge.server.work.streams import dumps_long, send_json
@@ -30,24 +35,33 @@ T = TypeVar("T")
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
-@router.post("/v1/embeddings", response_class=JSONResponse, responses={200: {"model": EmbeddingAnswer}})
+@router.post(
+    "/v1/embeddings", response_class=JSONResponse, responses={200: {"model": EmbeddingAnswer}}
+)
 async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """A vector for each input."""
 
     async def work(state: ModelState, send: Send) -> None:
         size = state.engine.embedding_size
         if body.dimensions is not None and body.dimensions > size > 0:
-            raise bad_field("dimensions", f"dimensions={body.dimensions} must be in 1..{size}, the numbers of a vector")
+            raise bad_field(
+                "dimensions",
+                f"dimensions={body.dimensions} must be in 1..{size}, the numbers of a vector",
+            )
 
         def compute(**options: Any) -> Any:
             return state.engine.embed(body.input, body.dimensions, **options)
 
-        estimates = [estimate_tokens(item) if isinstance(item, str) else len(item) for item in body.input]
+        estimates = [
+            estimate_tokens(item) if isinstance(item, str) else len(item) for item in body.input
+        ]
         size = sum(map(len, body.input))
         vectors, results = await _computed(state, request, body, compute, "input", estimates, size)
         model = body.model or state.model_name
         as_base64 = body.encoding_format == "base64"
-        answer = await off_loop(lambda: dumps_long(embedding_answer(model, vectors, results, as_base64=as_base64)))
+        answer = await off_loop(
+            lambda: dumps_long(embedding_answer(model, vectors, results, as_base64=as_base64))
+        )
         await send_json(send, answer)
 
     return answered(request, body.model, work)
@@ -63,15 +77,20 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         def compute(**options: Any) -> list[float]:
             return state.engine.rerank(body.query, body.documents, **own, **options)
 
-        # Each document stands behind the query, whose length counts so often; nothing is written down before it may in.
+        # Each document stands behind the query, whose length counts so often; nothing is written
+        # down before it may in.
         query = estimate_tokens(body.query)
         lengths = [len(body.query) + len(document) for document in body.documents]
         estimates = [query + estimate_tokens(document) for document in body.documents]
-        scores, results = await _computed(state, request, body, compute, "documents", estimates, sum(lengths))
+        scores, results = await _computed(
+            state, request, body, compute, "documents", estimates, sum(lengths)
+        )
         texts = body.documents if body.return_documents else None
         model = body.model or state.model_name
         count = body.top_n or len(scores)
-        answer = await off_loop(lambda: dumps_long(rerank_answer(model, scores, texts, count, results)))
+        answer = await off_loop(
+            lambda: dumps_long(rerank_answer(model, scores, texts, count, results))
+        )
         await send_json(send, answer)
 
     return answered(request, body.model, work)
@@ -86,9 +105,11 @@ async def _computed(
     estimates: Sequence[int],
     size: int,
 ) -> tuple[T, list[GenerationResult]]:
-    """What the engine computes of the inputs, and their results; a client that goes ends it. ApiError names the field.
+    """What the engine computes of the inputs, and their results; a client that goes ends it.
+    ApiError names the field.
 
-    The engine queues some of the inputs at a time, so together they take as many places as run at once.
+    The engine queues some of the inputs at a time, so together they take as many places as run at
+    once.
 
     estimates   tokens of each input, about
     size        characters or tokens to read

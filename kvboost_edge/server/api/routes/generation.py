@@ -25,7 +25,11 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 _STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
 
-@router.post("/v1/completions", response_class=JSONResponse, responses={200: {"model": CompletionAnswer, **_STREAM}})
+@router.post(
+    "/v1/completions",
+    response_class=JSONResponse,
+    responses={200: {"model": CompletionAnswer, **_STREAM}},
+)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or several."""
 
@@ -35,7 +39,11 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     return answered(request, body.model, work)
 
 
-@router.post("/v1/chat/completions", response_class=JSONResponse, responses={200: {"model": ChatAnswer, **_STREAM}})
+@router.post(
+    "/v1/chat/completions",
+    response_class=JSONResponse,
+    responses={200: {"model": ChatAnswer, **_STREAM}},
+)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
 

@@ -1,7 +1,8 @@
-"""What a supervisor asks: /health (does it live), /ready (send it work), /version, and /metrics for Prometheus.
+"""What a supervisor asks: /health (does it live), /ready (send it work), /version, and /metrics for
+Prometheus.
 
-/health and /ready tell the truth about the engine thread. /metrics needs the API key when keys are set, an admin key
-when there are several: it names the model and shows how the server is used.
+/health and /ready tell the truth about the engine thread. /metrics needs the API key when keys are
+set, an admin key when there are several: it names the model and shows how the server is used.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ router = APIRouter()
 
 @router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
 async def health(request: Request) -> Response:
-    """200 while the engines of all loaded models compute requests, 503 with the reason when it does not."""
+    """200 while the engines of all loaded models compute requests, 503 with the reason when it does
+    not.
+    """
     error = server_of(request).stopped()
     if error is not None:
         raise error
@@ -51,7 +54,9 @@ async def version() -> Response:
 
 @router.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
 async def metrics(request: Request) -> Response:
-    """Prometheus text. Reading the engine may wait for its bookkeeping, so it happens beside the event loop."""
+    """Prometheus text. Reading the engine may wait for its bookkeeping, so it happens beside the
+    event loop.
+    """
     server = server_of(request)
     with contextlib.ExitStack() as looks:
         for state in server.models.loaded:

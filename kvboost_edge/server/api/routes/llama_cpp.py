@@ -10,9 +10,24 @@ from kvboost_edge import __version__
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import ModelParam, answered, loaded_model, looked_up
-from kvboost_edge.server.api.dialects.llama_cpp.answers import LLAMA_ERRORS, Completed, Props, Slot, Templated
-from kvboost_edge.server.api.dialects.llama_cpp.schemas import ApplyTemplate, Infill, LlamaCompletion
-from kvboost_edge.server.api.dialects.llama_cpp.translate import DEFAULTS, FIELDS, completion_of, infill_of
+from kvboost_edge.server.api.dialects.llama_cpp.answers import (
+    LLAMA_ERRORS,
+    Completed,
+    Props,
+    Slot,
+    Templated,
+)
+from kvboost_edge.server.api.dialects.llama_cpp.schemas import (
+    ApplyTemplate,
+    Infill,
+    LlamaCompletion,
+)
+from kvboost_edge.server.api.dialects.llama_cpp.translate import (
+    DEFAULTS,
+    FIELDS,
+    completion_of,
+    infill_of,
+)
 from kvboost_edge.server.api.dialects.translated import renamed
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.prompts import estimate_messages, size_of
@@ -31,7 +46,9 @@ _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": 
 _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 
 
-@router.post("/completion", response_class=JSONResponse, responses={200: {"model": Completed, **_STREAM}})
+@router.post(
+    "/completion", response_class=JSONResponse, responses={200: {"model": Completed, **_STREAM}}
+)
 async def completion(request: Request, body: LlamaCompletion) -> Response:
     """Go on with a prompt: a text, token ids, or both in a row."""
 
@@ -42,7 +59,9 @@ async def completion(request: Request, body: LlamaCompletion) -> Response:
     return answered(request, body.model, work)
 
 
-@router.post("/infill", response_class=JSONResponse, responses={200: {"model": Completed, **_STREAM}})
+@router.post(
+    "/infill", response_class=JSONResponse, responses={200: {"model": Completed, **_STREAM}}
+)
 async def infill(request: Request, body: Infill) -> Response:
     """Find what stands between two texts, where the model has tokens for that."""
 
@@ -59,7 +78,9 @@ async def apply_template(request: Request, body: ApplyTemplate) -> Response:
 
     async def work(state: ModelState, send: Send) -> None:
         async with state.admit(request, estimate_messages(body.messages, body.tools)):
-            answer = await off_loop(lambda: _templated(state, body), size_of(body.messages, body.tools))
+            answer = await off_loop(
+                lambda: _templated(state, body), size_of(body.messages, body.tools)
+            )
         await send_json(send, answer)
 
     return answered(request, body.model, work)
@@ -67,13 +88,23 @@ async def apply_template(request: Request, body: ApplyTemplate) -> Response:
 
 @router.get("/props", response_class=JSONResponse, responses={200: {"model": Props}})
 async def props(request: Request, model: ModelParam = None) -> Response:
-    """What the server is and does unless told otherwise. Paths on its disk are nobody's business."""
+    """What the server is and does unless told otherwise. Paths on its disk are nobody's
+    business.
+    """
     state = loaded_model(request, model)
     tokenizer = state.engine.tokenizer
-    settings = {"n_ctx": state.engine.runner_info.max_context, "params": {"n_predict": -1, "seed": -1, **DEFAULTS}}
+    settings = {
+        "n_ctx": state.engine.runner_info.max_context,
+        "params": {"n_predict": -1, "seed": -1, **DEFAULTS},
+    }
     return json_response(
         {
-            "default_generation_settings": {"id": 0, "speculative": True, "is_processing": False, **settings},
+            "default_generation_settings": {
+                "id": 0,
+                "speculative": True,
+                "is_processing": False,
+                **settings,
+            },
             "total_slots": state.admission.batch,
             "model_alias": state.model_name,
             "model_path": state.model_name,
@@ -89,20 +120,30 @@ async def props(request: Request, model: ModelParam = None) -> Response:
 
 @router.get("/slots", response_class=JSONResponse, responses={200: {"model": list[Slot]}})
 async def slots(request: Request, model: ModelParam = None) -> Response:
-    """As many as sequences are computed together. No slot holds a cache here: blocks do, which all requests share."""
+    """As many as sequences are computed together. No slot holds a cache here: blocks do, which all
+    requests share.
+    """
     state = loaded_model(request, model)
     running = await looked_up(state, state.engine.num_running)
     context = state.engine.runner_info.max_context
     rows = [
-        dumps({"id": number, "n_ctx": context, "speculative": True, "is_processing": number < running})
+        dumps(
+            {"id": number, "n_ctx": context, "speculative": True, "is_processing": number < running}
+        )
         for number in range(state.admission.batch)
     ]
-    return Response(b"[" + b",".join(rows) + b"]", media_type="application/json", headers={"Cache-Control": "no-store"})
+    return Response(
+        b"[" + b",".join(rows) + b"]",
+        media_type="application/json",
+        headers={"Cache-Control": "no-store"},
+    )
 
 
 def _templated(state: ModelState, body: ApplyTemplate) -> bytes:
     tokenizer = state.engine.tokenizer
-    messages, tools = offered(tokenizer, [message.for_template() for message in body.messages], body.tools, None)
+    messages, tools = offered(
+        tokenizer, [message.for_template() for message in body.messages], body.tools, None
+    )
     variables = body.chat_template_kwargs
     try:
         text = tokenizer.apply_chat_template(messages, body.add_generation_prompt, variables, tools)

@@ -1,4 +1,6 @@
-"""Ollama's routes: chat and generate, and the model to look at. Models are not pulled, made or deleted here."""
+"""Ollama's routes: chat and generate, and the model to look at. Models are not pulled, made or
+deleted here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from kvboost_edge.server.api.dialects.ollama.answers import (
     Shown,
     Tags,
 )
-from kvboost_edge.server.api.dialects.ollama.models import API_VERSION, listed, named, running, shown
+from kvboost_edge.server.api.dialects.ollama.models import (
+    API_VERSION,
+    listed,
+    named,
+    running,
+    shown,
+)
 from kvboost_edge.server.api.dialects.ollama.schemas import OllamaChat, OllamaGenerate, OllamaShow
 from kvboost_edge.server.api.dialects.ollama.translate import (
     CHAT_FIELDS,
@@ -51,7 +59,9 @@ router = APIRouter(route_class=JsonRoute, responses=OLLAMA_ERRORS)
 _STREAM = {"content": {LINES: {"schema": {"type": "string"}}}}
 
 
-@router.post("/api/chat", response_class=JSONResponse, responses={200: {"model": Chatted, **_STREAM}})
+@router.post(
+    "/api/chat", response_class=JSONResponse, responses={200: {"model": Chatted, **_STREAM}}
+)
 async def chat(request: Request, body: OllamaChat) -> Response:
     """Answer a conversation."""
 
@@ -61,20 +71,26 @@ async def chat(request: Request, body: OllamaChat) -> Response:
             await send_json(send, dumps(loaded(body.model, stays=_stays(request, body), chat=True)))
             return
         with renamed(CHAT_FIELDS):
-            chat = await off_loop(lambda: chat_of(body))  # of thousands of messages it takes a while
+            chat = await off_loop(
+                lambda: chat_of(body)
+            )  # of thousands of messages it takes a while
             await _chat(request, send, state, chat, body.model, chat=True)
 
     return _answered(request, body, work, asks=bool(body.messages))
 
 
-@router.post("/api/generate", response_class=JSONResponse, responses={200: {"model": Generated, **_STREAM}})
+@router.post(
+    "/api/generate", response_class=JSONResponse, responses={200: {"model": Generated, **_STREAM}}
+)
 async def generate(request: Request, body: OllamaGenerate) -> Response:
     """Answer a prompt, or go on with it as it is."""
 
     async def work(state: ModelState, send: Send) -> None:
         check_context(body.chosen, state.engine.runner_info.max_context)
         if not body.prompt:
-            await send_json(send, dumps(loaded(body.model, stays=_stays(request, body), chat=False)))
+            await send_json(
+                send, dumps(loaded(body.model, stays=_stays(request, body), chat=False))
+            )
             return
         with renamed(GENERATE_FIELDS):
             if not body.raw:
@@ -120,7 +136,9 @@ def _answered(
     *,
     asks: bool,
 ) -> Response:
-    """The answer that `work` sends. Who asks nothing and wants the model gone does not load it for that."""
+    """The answer that `work` sends. Who asks nothing and wants the model gone does not load it for
+    that.
+    """
     name = named(server_of(request).models, body.model)
     if not asks and not _stays(request, body) and served_model(request, name).state is None:
         return json_response(loaded(body.model, stays=False, chat=isinstance(body, OllamaChat)))
@@ -130,15 +148,23 @@ def _answered(
 def _stays(request: Request, body: OllamaChat | OllamaGenerate) -> bool:
     """Whether the model stays loaded behind the answer."""
     models = server_of(request).models
-    return body.keep_alive != 0 or not models.heeds(served_model(request, named(models, body.model)))
+    return body.keep_alive != 0 or not models.heeds(
+        served_model(request, named(models, body.model))
+    )
 
 
-async def _chat(request: Request, send: Send, state: ModelState, body: ChatRequest, name: str, *, chat: bool) -> None:
+async def _chat(
+    request: Request, send: Send, state: ModelState, body: ChatRequest, name: str, *, chat: bool
+) -> None:
     writer = OllamaWriter(state, name, body.stop or (), chat=chat)
     try:
         await respond(request, send, chat_order(state, body, writer))
     except RequestError as error:
         named_error = named_by_field(error, body)
-        if named_error is error and body.json_schema is not None and str(error).startswith(("grammar", "json_schema")):
+        if (
+            named_error is error
+            and body.json_schema is not None
+            and str(error).startswith(("grammar", "json_schema"))
+        ):
             raise bad_field("format", f"format: {error}") from error
         raise named_error from error

@@ -23,22 +23,33 @@ _NO_STORE = {"Cache-Control": "no-store"}
 
 @router.get("/v1/requests", response_class=JSONResponse, responses={200: {"model": PromptCaches}})
 async def requests(request: Request) -> Response:
-    """What became of the last prompts of this API key, the latest first; texts are in the route of each."""
+    """What became of the last prompts of this API key, the latest first; texts are in the route of
+    each.
+    """
     records = _latest(request)
     kept = server_of(request).settings.request_history
-    data = [record.diagnosis.as_json() for record in records[:_SHOWN] if record.diagnosis is not None]
+    data = [
+        record.diagnosis.as_json() for record in records[:_SHOWN] if record.diagnosis is not None
+    ]
     return json_response({"object": "list", "data": data, "kept_seconds": kept}, headers=_NO_STORE)
 
 
-@router.get("/v1/requests/{request_id}/cache", response_class=JSONResponse, responses={200: {"model": PromptCache}})
+@router.get(
+    "/v1/requests/{request_id}/cache",
+    response_class=JSONResponse,
+    responses={200: {"model": PromptCache}},
+)
 async def request_cache(request: Request, request_id: str) -> Response:
-    """Where the prompt of a request left what was asked before, and why; the id is the x-request-id of its answer,
-    "last" the latest."""
+    """Where the prompt of a request left what was asked before, and why; the id is the x-request-id
+    of its answer, "last" the latest.
+    """
     server = server_of(request)
     tenant = _tenant(request)
     kept = server.settings.request_history
     if not kept:
-        raise ApiError(404, "no request is kept: the server runs with --request-history 0", code="not_found")
+        raise ApiError(
+            404, "no request is kept: the server runs with --request-history 0", code="not_found"
+        )
     latest = _latest(request)
     wanted = latest[0].request_id if latest and request_id == "last" else request_id
     found = None

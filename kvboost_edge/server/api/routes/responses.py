@@ -16,7 +16,11 @@ from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS
 from kvboost_edge.server.api.chat import chat_order
 from kvboost_edge.server.api.checks import answered
-from kvboost_edge.server.api.dialects.responses.answers import DeletedResponse, ItemList, ResponseAnswer
+from kvboost_edge.server.api.dialects.responses.answers import (
+    DeletedResponse,
+    ItemList,
+    ResponseAnswer,
+)
 from kvboost_edge.server.api.dialects.responses.schemas import ResponseRequest
 from kvboost_edge.server.api.dialects.responses.translate import FIELDS, to_chat
 from kvboost_edge.server.api.dialects.responses.writer import ResponsesWriter
@@ -42,7 +46,11 @@ _LONG = 1 << 14  # characters or bytes; fewer are read in a fraction of a millis
 ResponseId = Annotated[str, Path(min_length=1, max_length=256)]
 
 
-@router.post("/v1/responses", response_class=JSONResponse, responses={200: {"model": ResponseAnswer, **_STREAM}})
+@router.post(
+    "/v1/responses",
+    response_class=JSONResponse,
+    responses={200: {"model": ResponseAnswer, **_STREAM}},
+)
 async def create(request: Request, body: ResponseRequest) -> Response:
     """Answer a conversation, given whole or continued."""
 
@@ -54,7 +62,11 @@ async def create(request: Request, body: ResponseRequest) -> Response:
         with renamed(FIELDS):
             size = body.size + sum(turn.size for turn in turns)
             short = size < _LONG
-            chat = to_chat(body, _items(turns)) if short else await off_loop(lambda: to_chat(body, _items(turns)), size)
+            chat = (
+                to_chat(body, _items(turns))
+                if short
+                else await off_loop(lambda: to_chat(body, _items(turns)), size)
+            )
 
             def keep(name: str, answer: bytes) -> bool:
                 turn = Turn(answer, json.dumps(body.input).encode(), body.previous_response_id)
@@ -62,23 +74,37 @@ async def create(request: Request, body: ResponseRequest) -> Response:
 
             writer = ResponsesWriter(state, body, keep if body.store is not False else None)
             try:
-                await respond(request, send, dataclasses.replace(chat_order(state, chat, writer), pings=True))
+                await respond(
+                    request, send, dataclasses.replace(chat_order(state, chat, writer), pings=True)
+                )
             except RequestError as error:
                 raise named_by_field(error, chat) from error
 
     return answered(request, body.model, work)
 
 
-@router.get("/v1/responses/{response_id}", response_class=JSONResponse, responses={200: {"model": ResponseAnswer}})
-async def retrieve(request: Request, response_id: ResponseId, stream: Annotated[bool, Query()] = False) -> Response:
+@router.get(
+    "/v1/responses/{response_id}",
+    response_class=JSONResponse,
+    responses={200: {"model": ResponseAnswer}},
+)
+async def retrieve(
+    request: Request, response_id: ResponseId, stream: Annotated[bool, Query()] = False
+) -> Response:
     """A response that is remembered, as it was answered."""
     turn = _found(request, response_id)
     if stream:
-        raise bad_field("stream", "stream=true: what is remembered is not told as a stream again; leave it out")
+        raise bad_field(
+            "stream", "stream=true: what is remembered is not told as a stream again; leave it out"
+        )
     return Response(turn.answer, media_type="application/json")
 
 
-@router.delete("/v1/responses/{response_id}", response_class=JSONResponse, responses={200: {"model": DeletedResponse}})
+@router.delete(
+    "/v1/responses/{response_id}",
+    response_class=JSONResponse,
+    responses={200: {"model": DeletedResponse}},
+)
 async def delete(request: Request, response_id: ResponseId) -> Response:
     """Forget a response; what continues it cannot be continued any more."""
     if not server_of(request).shared.remembered.forget(_tenant(request), response_id):
@@ -87,7 +113,9 @@ async def delete(request: Request, response_id: ResponseId) -> Response:
 
 
 @router.get(
-    "/v1/responses/{response_id}/input_items", response_class=JSONResponse, responses={200: {"model": ItemList}}
+    "/v1/responses/{response_id}/input_items",
+    response_class=JSONResponse,
+    responses={200: {"model": ItemList}},
 )
 async def input_items(
     request: Request,
@@ -96,7 +124,9 @@ async def input_items(
     order: Annotated[Literal["asc", "desc"], Query()] = "desc",
     after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
-    """The items that were sent for a response; those of the responses that it continues are theirs."""
+    """The items that were sent for a response; those of the responses that it continues are
+    theirs.
+    """
     turn = _found(request, response_id)
 
     def listed() -> bytes:
@@ -109,7 +139,9 @@ async def input_items(
             items = items[at + 1 :]
         shown = items[:limit]
         ends = (
-            {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+            {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
+            if shown
+            else {"first_id": None, "last_id": None}
         )
         return dumps_long({"object": "list", "data": shown, **ends, "has_more": len(items) > limit})
 
@@ -129,17 +161,23 @@ def _conversation(state: ModelState, tenant: str | None, name: str | None) -> li
         return state.remembered.conversation(tenant, name)
     except KeyError as error:
         missing = str(error.args[0])
-        raise _unknown(missing, "" if missing == name else f", which {name[:80]!r} continues,") from None
+        raise _unknown(
+            missing, "" if missing == name else f", which {name[:80]!r} continues,"
+        ) from None
 
 
 def _items(turns: list[Turn]) -> list[dict[str, Any]]:
-    """The items of all turns. ApiError for more than are read: so many fill any context, and hold up the others."""
+    """The items of all turns. ApiError for more than are read: so many fill any context, and hold
+    up the others.
+    """
     items: list[dict[str, Any]] = []
     for turn in turns:
         items += json.loads(turn.sent)
         items += json.loads(turn.answer)["output"]
         if len(items) > COUNTS["continued"].high:
-            message = f"the conversation has more than {COUNTS['continued'].high} items; begin a new one"
+            message = (
+                f"the conversation has more than {COUNTS['continued'].high} items; begin a new one"
+            )
             raise ApiError(400, message, code="request_too_large", param="previous_response_id")
     return items
 
@@ -153,7 +191,8 @@ def _found(request: Request, name: str) -> Turn:
 
 def _unknown(name: str, which: str = "") -> ApiError:
     message = (
-        f"the response {name[:80]!r}{which} is not remembered here: it was made with store=false or another key, was "
-        "deleted, or left the memory for newer ones; send the whole conversation"
+        f"the response {name[:80]!r}{which} is not remembered here: it was made with store=false "
+        "or another key, was deleted, or left the memory for newer ones; send the whole "
+        "conversation"
     )
     return ApiError(404, message, code="response_not_found", param="previous_response_id")

@@ -13,7 +13,13 @@ from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.checks import answered, served_model
 from kvboost_edge.server.api.logprobs import TokenTexts
-from kvboost_edge.server.api.prompts import encode_messages, encode_text, estimate_messages, estimate_tokens, size_of
+from kvboost_edge.server.api.prompts import (
+    encode_messages,
+    encode_text,
+    estimate_messages,
+    estimate_tokens,
+    size_of,
+)
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import DetokenizeRequest, TokenizeRequest
 from kvboost_edge.server.models.server import server_of
@@ -35,7 +41,9 @@ async def models(request: Request) -> Response:
     return json_response({"object": "list", "data": data})
 
 
-@router.get("/v1/models/{name:path}", response_class=JSONResponse, responses={200: {"model": Model}})
+@router.get(
+    "/v1/models/{name:path}", response_class=JSONResponse, responses={200: {"model": Model}}
+)
 async def model(request: Request, name: str) -> Response:
     """The model of this name; 404 if it is not served here."""
     return json_response(listed(served_model(request, name), server_of(request).shared, name))
@@ -49,9 +57,12 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         body.check_together()
         text = body.content or body.prompt or ""
         messages = body.messages or []
-        async with state.admit(request, estimate_tokens(text) + estimate_messages(messages, body.tools)):
+        async with state.admit(
+            request, estimate_tokens(text) + estimate_messages(messages, body.tools)
+        ):
             answer = await off_loop(
-                lambda: dumps_long(_tokenize(state, body)), len(text) + size_of(messages, body.tools)
+                lambda: dumps_long(_tokenize(state, body)),
+                len(text) + size_of(messages, body.tools),
             )
         await send_json(send, answer)
 
@@ -65,7 +76,10 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     async def work(state: ModelState, send: Send) -> None:
         vocab_size = state.engine.runner_info.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
-            raise bad_field("tokens", f"token id {max(body.tokens)} is outside of the vocabulary 0..{vocab_size - 1}")
+            raise bad_field(
+                "tokens",
+                f"token id {max(body.tokens)} is outside of the vocabulary 0..{vocab_size - 1}",
+            )
         async with state.admit(request, len(body.tokens)):
             answer = await off_loop(lambda: _detokenize(state, body.tokens), len(body.tokens))
         await send_json(send, answer)
@@ -83,15 +97,24 @@ def _tokenize(state: ModelState, body: TokenizeRequest) -> dict[str, Any]:
     text = body.prompt if body.content is None else body.content
     if body.messages is not None:
         variables = body.chat_template_kwargs
-        ids = encode_messages(tokenizer, body.messages, variables, body.add_generation_prompt, tools=body.tools)
+        ids = encode_messages(
+            tokenizer, body.messages, variables, body.add_generation_prompt, tools=body.tools
+        )
     elif text:
-        ids = encode_text(tokenizer, text, body.with_special_tokens, "content" if body.prompt is None else "prompt")
+        ids = encode_text(
+            tokenizer,
+            text,
+            body.with_special_tokens,
+            "content" if body.prompt is None else "prompt",
+        )
     else:
         ids = []
     most = int(COUNTS["pieces"].high)
     if len(ids) > most and (body.with_pieces or body.return_token_strs):
         field = "with_pieces" if body.with_pieces else "return_token_strs"
-        raise bad_field(field, f"the text has {len(ids)} tokens; at most {most} are shown one by one")
+        raise bad_field(
+            field, f"the text has {len(ids)} tokens; at most {most} are shown one by one"
+        )
     texts = TokenTexts(tokenizer)
     answer: dict[str, Any] = {
         "tokens": [{"id": i, "piece": texts.text(i)} for i in ids] if body.with_pieces else ids,

@@ -1,5 +1,6 @@
-"""What an answer has to fit, as OpenAI, llama.cpp and vLLM spell it: one of the engine's json_schema, regex, grammar
-and choice. What is in a schema or a grammar is judged by the engine."""
+"""What an answer has to fit, as OpenAI, llama.cpp and vLLM spell it: one of the engine's
+json_schema, regex, grammar and choice. What is in a schema or a grammar is judged by the engine.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +22,33 @@ def _response_format(value: Any) -> dict[str, Any]:
     if value is None or value == {"type": "text"}:
         return {}
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "json_object" and value.keys() <= {"type", "schema"}:  # llama.cpp has the schema beside it
+    if kind == "json_object" and value.keys() <= {
+        "type",
+        "schema",
+    }:  # llama.cpp has the schema beside it
         return {"json_schema": _object("response_format", value.get("schema", _ANY_OBJECT))}
-    inner = value.get("json_schema") if kind == "json_schema" and value.keys() == {"type", "json_schema"} else None
-    if not isinstance(inner, dict) or not inner.keys() <= {"name", "description", "schema", "strict"}:
+    inner = (
+        value.get("json_schema")
+        if kind == "json_schema" and value.keys() == {"type", "json_schema"}
+        else None
+    )
+    if not isinstance(inner, dict) or not inner.keys() <= {
+        "name",
+        "description",
+        "schema",
+        "strict",
+    }:
         raise field_error(
             "response_format",
-            "must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'json_schema': {'name': …, "
-            "'schema': …}}",
+            "must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', "
+            "'json_schema': {'name': …, 'schema': …}}",
         )
-    if not isinstance(inner.get("name", ""), str) or not isinstance(inner.get("strict", True), (bool, type(None))):
-        raise field_error("response_format", "json_schema.name must be a string, json_schema.strict a boolean")
+    if not isinstance(inner.get("name", ""), str) or not isinstance(
+        inner.get("strict", True), (bool, type(None))
+    ):
+        raise field_error(
+            "response_format", "json_schema.name must be a string, json_schema.strict a boolean"
+        )
     return {"json_schema": _object("response_format", inner.get("schema", _ANY_OBJECT))}
 
 
@@ -61,7 +78,9 @@ def _texts(value: Any) -> list[str]:
 
 def _structured(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not value.keys() <= _NAMES.keys():
-        raise field_error("structured_outputs", f"must be an object with one of {', '.join(_NAMES)}")
+        raise field_error(
+            "structured_outputs", f"must be an object with one of {', '.join(_NAMES)}"
+        )
     return {_NAMES[name]: item for name, item in value.items() if item is not None}
 
 
@@ -75,7 +94,10 @@ ResponseFormat = Annotated[
                 {"type": "null"},
                 {
                     "type": "object",
-                    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": _ANY},
+                    "properties": {
+                        "type": {"enum": ["text", "json_object", "json_schema"]},
+                        "json_schema": _ANY,
+                    },
                     "required": ["type"],
                 },
             ]
@@ -83,7 +105,9 @@ ResponseFormat = Annotated[
     ),
 ]
 Schema = Annotated[
-    dict[str, Any] | str, PlainValidator(_schema), WithJsonSchema({"anyOf": [_ANY, {"type": "string", "minLength": 1}]})
+    dict[str, Any] | str,
+    PlainValidator(_schema),
+    WithJsonSchema({"anyOf": [_ANY, {"type": "string", "minLength": 1}]}),
 ]
 Text = Annotated[str, PlainValidator(_text), WithJsonSchema({"type": "string"})]
 Texts = Annotated[
@@ -95,8 +119,9 @@ Structured = Annotated[dict[str, Any], PlainValidator(_structured), WithJsonSche
 
 
 def merged(fields: dict[str, dict[str, Any]]) -> dict[str, Any] | tuple[str, str]:
-    """The engine's keywords of all fields that were given, by field; the names of two fields that say different
-    things."""
+    """The engine's keywords of all fields that were given, by field; the names of two fields that
+    say different things.
+    """
     found: dict[str, Any] = {}
     first = ""
     for name, keywords in fields.items():

@@ -13,29 +13,41 @@ __all__ = ["CacheUse"]
 
 
 class CacheUse(Strict):
-    """Answers with mode "chunk_kv_reuse" are approximate; the other fields say how much of what it shares is computed
-    all the same, in place of what the server was started with."""
+    """Answers with mode "chunk_kv_reuse" are approximate; the other fields say how much of what it
+    shares is computed all the same, in place of what the server was started with.
+    """
 
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = Field(
         None,
-        description="baseline: read nothing from the cache; prefix_cache: what prompts have in common from their "
-        "beginning, exact, and what happens anyway; chunk_kv_reuse: runs of tokens that were computed at other "
-        "positions too, approximate",
+        description=(
+            "baseline: read nothing from the cache; prefix_cache: what prompts have in common "
+            "from their beginning, exact, and what happens anyway; chunk_kv_reuse: runs of "
+            "tokens that were computed at other positions too, approximate"
+        ),
     )
     recompute_strategy: Literal["none", "selective", "cacheblend", "query"] | None = None
     recompute_overlap: Annotated[int, bounded("recompute_overlap")] | None = None
     recompute_ratio: Annotated[float, bounded("recompute_ratio")] | None = None
     speculation: Literal["auto", "on", "off"] | None = Field(
-        None, description="whether tokens are guessed ahead from what was said before; answers are the same"
+        None,
+        description="whether tokens are guessed ahead from what was said before; "
+        "answers are the same",
     )
     max_draft_tokens: Annotated[int, bounded("max_draft_tokens")] | None = None
     context_overflow: Literal["error", "drop_oldest"] | None = Field(
         None,
-        description="of a chat that does not fit: an error, or its oldest turns are left out, many at once, and "
-        "kvboost.dropped_messages says so; by default what the server was started with",
+        description=(
+            "of a chat that does not fit: an error, or its oldest turns are left out, many at "
+            "once, and kvboost.dropped_messages says so; by default what the server was started "
+            "with"
+        ),
     )
     explain: bool | None = Field(
-        None, description="true: kvboost.cache of the answer says where and why its prompt left what was asked before"
+        None,
+        description=(
+            "true: kvboost.cache of the answer says where and why its prompt left what was asked "
+            "before"
+        ),
     )
 
     @property
@@ -52,10 +64,17 @@ class CacheUse(Strict):
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def check_together(self, cache_prompt: bool | None) -> None:
-        """ApiError for fields without meaning beside the others, or beside the body's `cache_prompt`."""
+        """ApiError for fields without meaning beside the others, or beside the body's
+        `cache_prompt`.
+        """
         if self.repair and self.mode != "chunk_kv_reuse":
             name = next(iter(self.repair))
-            raise bad_field("kvboost", f"kvboost.{name} is for kvboost.mode 'chunk_kv_reuse' and has no meaning here")
+            raise bad_field(
+                "kvboost",
+                f"kvboost.{name} is for kvboost.mode 'chunk_kv_reuse' and has no meaning here",
+            )
         if None not in (cache_prompt, self.mode) and cache_prompt == (self.mode == "baseline"):
             given = f"cache_prompt={str(cache_prompt).lower()}"
-            raise bad_field("cache_prompt", f"{given} contradicts kvboost.mode {self.mode!r}; give one of them")
+            raise bad_field(
+                "cache_prompt", f"{given} contradicts kvboost.mode {self.mode!r}; give one of them"
+            )

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
 
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
 from kvboost_edge.server.api.schemas.foreign import refused_field
@@ -47,14 +54,18 @@ def _content(value: Any) -> str:
     if not is_text(value):
         raise field_error("content", f"must be a string or a list of {count.describe()} text parts")
     if len(value) > COUNTS["text"].high:
-        raise field_error("content", f"has {len(value)} characters; at most {COUNTS['text'].high} are allowed")
+        raise field_error(
+            "content", f"has {len(value)} characters; at most {COUNTS['text'].high} are allowed"
+        )
     return str(value)
 
 
 def _part(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind != "text":
-        raise field_error("not_built", "content parts other than type 'text' are not built in this server")
+        raise field_error(
+            "not_built", "content parts other than type 'text' are not built in this server"
+        )
     if kind != "text" or set(part) != {"type", "text"} or not is_text(part["text"]):
         raise field_error("content", "each content part must be {'type': 'text', 'text': string}")
     return str(part["text"])
@@ -67,7 +78,9 @@ def _template_variables(value: Any) -> dict[str, Any]:
     check_count("chat_template_kwargs", "template_variables", value)
     for name, item in value.items():
         if len(name) > length.high or is_reserved(name):
-            raise field_error("chat_template_kwargs", "holds a name that a template variable may not have")
+            raise field_error(
+                "chat_template_kwargs", "holds a name that a template variable may not have"
+            )
         _check_template_value(item)
     return value
 
@@ -79,7 +92,9 @@ def _check_template_value(item: Any) -> None:
         if not is_text(item):
             raise field_error("chat_template_kwargs", "holds a lone surrogate; it is no valid text")
         if len(item) > length.high:
-            raise field_error("chat_template_kwargs", f"each text must have {length.describe()} characters")
+            raise field_error(
+                "chat_template_kwargs", f"each text must have {length.describe()} characters"
+            )
     elif isinstance(item, (int, float)):  # true and false are among the integers
         if not number.low <= item <= number.high:
             raise field_error("chat_template_kwargs", f"each number must be in {number.describe()}")
@@ -128,7 +143,9 @@ TemplateVariables = Annotated[
 ]
 
 
-Content = Annotated[str, PlainValidator(_content), WithJsonSchema({"anyOf": [_TEXT_SCHEMA, _PARTS_SCHEMA]})]
+Content = Annotated[
+    str, PlainValidator(_content), WithJsonSchema({"anyOf": [_TEXT_SCHEMA, _PARTS_SCHEMA]})
+]
 
 
 def _by_role(schema: dict[str, Any]) -> None:
@@ -136,14 +153,23 @@ def _by_role(schema: dict[str, Any]) -> None:
     null = {"type": "null"}
     given = {"not": {"type": "null"}}
     schema["oneOf"] = [
-        {"properties": {"role": {"const": "tool"}, "tool_call_id": given, "content": given, "tool_calls": null}},
+        {
+            "properties": {
+                "role": {"const": "tool"},
+                "tool_call_id": given,
+                "content": given,
+                "tool_calls": null,
+            }
+        },
         {"properties": {"role": {"const": "assistant"}, "tool_call_id": null, "content": given}},
         {
             "properties": {"role": {"enum": ["system", "developer", "user"]}}
             | {"tool_call_id": null, "content": given, "tool_calls": null}
         },
     ]
-    for one, needed in zip(schema["oneOf"], (["content", "tool_call_id"], ["content"], ["content"]), strict=True):
+    for one, needed in zip(
+        schema["oneOf"], (["content", "tool_call_id"], ["content"], ["content"]), strict=True
+    ):
         one["required"] = needed
 
 
@@ -168,14 +194,23 @@ class ChatMessage(Strict):
         if self.tool_calls and self.role != "assistant":
             raise refused_field("tool_calls", "belongs to a message of role 'assistant'")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise refused_field("tool_call_id", "belongs to a message of role 'tool', which needs it")
+            raise refused_field(
+                "tool_call_id", "belongs to a message of role 'tool', which needs it"
+            )
         if self.content is None and not self.tool_calls:
-            raise refused_field("content", "is missing; only a message with tool_calls may have none")
+            raise refused_field(
+                "content", "is missing; only a message with tool_calls may have none"
+            )
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As templates know messages: a developer's message is the system's under its older name."""
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        """As templates know messages: a developer's message is the system's under its older
+        name.
+        """
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
         if self.name is not None:
             message["name"] = self.name
         if self.tool_calls:
@@ -202,8 +237,9 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True), counted("messages
 
 
 class ChatRequest(SamplingFields):
-    """Without `max_tokens` or `max_completion_tokens` the answer may fill the context, or, with log probabilities, hold
-    as many of them as an answer may."""
+    """Without `max_tokens` or `max_completion_tokens` the answer may fill the context, or, with log
+    probabilities, hold as many of them as an answer may.
+    """
 
     messages: Messages
     max_tokens: Annotated[int, bounded("max_tokens")] | None = None
@@ -212,9 +248,15 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int, bounded("top_logprobs")] | None = None
     modalities: Modalities = None
     chat_template_kwargs: TemplateVariables | None = None
-    add_generation_prompt: bool | None = Field(None, description="false: the model continues the messages as they are")
+    add_generation_prompt: bool | None = Field(
+        None, description="false: the model continues the messages as they are"
+    )
     continue_final_message: bool | None = Field(
-        None, description="the answer goes on with the last message; true unless given where that is the assistant's"
+        None,
+        description=(
+            "the answer goes on with the last message; true unless given where that is the "
+            "assistant's"
+        ),
     )
 
     audio: NotBuilt = None
@@ -232,15 +274,23 @@ class ChatRequest(SamplingFields):
     def check_together(self) -> None:
         super().check_together()
         if self.max_tokens == 0:
-            raise bad_field("max_tokens", "max_tokens=0 is only allowed with echo, in /v1/completions")
+            raise bad_field(
+                "max_tokens", "max_tokens=0 is only allowed with echo, in /v1/completions"
+            )
         given = (self.max_tokens, self.max_completion_tokens)
         if None not in given and given[0] != given[1]:
-            raise bad_field("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
-        if self.continue_final_message and (self.messages[-1].role != "assistant" or self.add_generation_prompt):
+            raise bad_field(
+                "max_tokens", "max_tokens and max_completion_tokens differ; give one of them"
+            )
+        if self.continue_final_message and (
+            self.messages[-1].role != "assistant" or self.add_generation_prompt
+        ):
             wrong = "needs a last message of role assistant, and no add_generation_prompt"
             raise bad_field("continue_final_message", f"continue_final_message {wrong}")
         if self.continues and self.messages[-1].tool_calls:
-            raise bad_field("messages", "the last message has tool_calls: their results have to follow")
+            raise bad_field(
+                "messages", "the last message has tool_calls: their results have to follow"
+            )
         self._check_tools()
         if self.top_logprobs and not self.logprobs:
             raise bad_field("top_logprobs", "top_logprobs is only allowed when logprobs is true")
@@ -252,13 +302,19 @@ class ChatRequest(SamplingFields):
             raise bad_field("tool_choice", f"tool_choice {choice.mode!r} needs tools")
         unknown = next((name for name in choice.names or () if name not in names), None)
         if unknown is not None:
-            raise bad_field("tool_choice", f"tool_choice names {unknown!r}; the tools are {_shown(names)}")
+            raise bad_field(
+                "tool_choice", f"tool_choice names {unknown!r}; the tools are {_shown(names)}"
+            )
         if names and self.answer_format and "json_schema" not in self.answer_format:
-            raise bad_field("tools", "tools go with an answer in JSON, not with a regex, a grammar or a choice")
+            raise bad_field(
+                "tools", "tools go with an answer in JSON, not with a regex, a grammar or a choice"
+            )
 
     @property
     def called(self) -> ToolChoice:
-        """Which of the tools the model may call; as in OpenAI's API it may call all unless told otherwise."""
+        """Which of the tools the model may call; as in OpenAI's API it may call all unless told
+        otherwise.
+        """
         return self.tool_choice or ToolChoice("auto" if self.tools else "none")
 
     @property

@@ -28,18 +28,25 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
         value = [value]
     prompts = [value] if isinstance(value, str) else value
     if not isinstance(prompts, list):
-        raise field_error("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
+        raise field_error(
+            "prompt",
+            "must be a string, a list of strings, a list of token ids, or a list of such lists",
+        )
     if not count.low <= len(prompts) <= count.high:
         raise field_error("prompt", f"must hold {count.describe()} prompts, not {len(prompts)}")
     if isinstance(prompts[0], str):
         if not all(prompt and is_text(prompt) for prompt in prompts):
             raise field_error("prompt", "each prompt must be a string with at least one character")
         if (longest := max(map(len, prompts))) > COUNTS["text"].high:
-            raise field_error("prompt", f"one has {longest} characters; at most {COUNTS['text'].high} are allowed")
+            raise field_error(
+                "prompt", f"one has {longest} characters; at most {COUNTS['text'].high} are allowed"
+            )
         return prompts
     for prompt in prompts:
         if not tokens.low <= len(check_token_ids(prompt)) <= tokens.high:
-            raise field_error("prompt", f"each prompt must have {tokens.describe()} token ids, not {len(prompt)}")
+            raise field_error(
+                "prompt", f"each prompt must have {tokens.describe()} token ids, not {len(prompt)}"
+            )
     return prompts
 
 
@@ -56,9 +63,19 @@ Prompts = Annotated[
         {
             "anyOf": [
                 _TEXT_SCHEMA,
-                {"type": "array", "minItems": 1, "maxItems": COUNTS["prompts"].high, "items": _TEXT_SCHEMA},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": COUNTS["prompts"].high,
+                    "items": _TEXT_SCHEMA,
+                },
                 _IDS_SCHEMA,
-                {"type": "array", "minItems": 1, "maxItems": COUNTS["prompts"].high, "items": _IDS_SCHEMA},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": COUNTS["prompts"].high,
+                    "items": _IDS_SCHEMA,
+                },
             ]
         }
     ),
@@ -66,14 +83,18 @@ Prompts = Annotated[
 
 
 class CompletionRequest(SamplingFields):
-    """`prompt` is a list after validation. `max_tokens` is 16 unless given, as in OpenAI's API; 0 only with `echo`."""
+    """`prompt` is a list after validation. `max_tokens` is 16 unless given, as in OpenAI's API; 0
+    only with `echo`.
+    """
 
     prompt: Prompts
     max_tokens: Annotated[int, bounded("max_tokens")] | None = None
     best_of: Annotated[int, bounded("best_of")] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, bounded("logprobs")] | None = None
-    add_special_tokens: bool = Field(True, description="put the tokenizer's own BOS before text prompts")
+    add_special_tokens: bool = Field(
+        True, description="put the tokenizer's own BOS before text prompts"
+    )
     suffix: NotBuilt = None
 
     def check_together(self) -> None:
@@ -81,17 +102,32 @@ class CompletionRequest(SamplingFields):
         if self.max_tokens == 0 and not self.echo:
             raise bad_field("max_tokens", "max_tokens=0 is only allowed with echo=true")
         if self.best_of is not None and self.best_of < self.num_choices:
-            raise bad_field("best_of", f"best_of={self.best_of} must be at least n={self.num_choices}")
+            raise bad_field(
+                "best_of", f"best_of={self.best_of} must be at least n={self.num_choices}"
+            )
         if self.stream and self.num_sequences > self.num_choices:
-            raise bad_field("best_of", f"best_of={self.best_of} above n cannot be streamed: the best is known last")
-        exact = "logprobs" if self.logprobs is not None else "max_tokens=0" if self.max_tokens == 0 else None
+            raise bad_field(
+                "best_of",
+                f"best_of={self.best_of} above n cannot be streamed: the best is known last",
+            )
+        exact = (
+            "logprobs"
+            if self.logprobs is not None
+            else "max_tokens=0"
+            if self.max_tokens == 0
+            else None
+        )
         if self.echo and exact and self.mode is GenerationMode.CHUNK_KV_REUSE:
             why = f"is approximate, and echo with {exact} needs exact keys and values"
             raise bad_field("kvboost", f"kvboost.mode 'chunk_kv_reuse' {why}")
         total = self.num_sequences * len(self.prompt)
         limit = COUNTS["sequences"]
         if total > limit.high:
-            raise bad_field("n", f"prompts times n or best_of make {total} sequences; at most {limit.high} are allowed")
+            raise bad_field(
+                "n",
+                f"prompts times n or best_of make {total} sequences; at most {limit.high} are "
+                "allowed",
+            )
 
     @property
     def num_sequences(self) -> int:

@@ -36,12 +36,16 @@ def _inputs(value: Any) -> list[str | list[int]]:
     for number, item in enumerate(inputs):
         if isinstance(item, list):
             if not tokens.low <= len(check_token_ids(item)) <= tokens.high:
-                raise field_error("input", f"input {number} has {len(item)} token ids, not {tokens.describe()}")
+                raise field_error(
+                    "input", f"input {number} has {len(item)} token ids, not {tokens.describe()}"
+                )
         elif not is_text(item):
             raise field_error("input", _KINDS)
         elif not 1 <= len(item) <= COUNTS["text"].high:
             limit = int(COUNTS["text"].high)
-            raise field_error("input", f"input {number} has {len(item)} characters; 1..{limit} are allowed")
+            raise field_error(
+                "input", f"input {number} has {len(item)} characters; 1..{limit} are allowed"
+            )
     return inputs
 
 
@@ -50,7 +54,9 @@ def _document(value: Any) -> str:
     text = value["text"] if isinstance(value, dict) and set(value) == {"text"} else value
     if not is_text(text) or not 1 <= len(text) <= COUNTS["text"].high:
         limit = int(COUNTS["text"].high)
-        raise field_error("document", f"must be a string of 1..{limit} characters, or an object with it as text")
+        raise field_error(
+            "document", f"must be a string of 1..{limit} characters, or an object with it as text"
+        )
     return str(text)
 
 
@@ -69,8 +75,12 @@ Inputs = Annotated[
     PlainValidator(_inputs),
     WithJsonSchema({"anyOf": [_TEXT, {**_MANY, "items": _TEXT}, _IDS, {**_MANY, "items": _IDS}]}),
 ]
-Document = Annotated[str, PlainValidator(_document), WithJsonSchema({"anyOf": [_TEXT, _TEXT_OBJECT]})]
-Query = Annotated[str, AfterValidator(check_text), Field(min_length=1, max_length=int(COUNTS["text"].high))]
+Document = Annotated[
+    str, PlainValidator(_document), WithJsonSchema({"anyOf": [_TEXT, _TEXT_OBJECT]})
+]
+Query = Annotated[
+    str, AfterValidator(check_text), Field(min_length=1, max_length=int(COUNTS["text"].high))
+]
 
 
 class _Common(Strict):

@@ -1,5 +1,5 @@
-"""The one table of fields that other servers have and this one has not: taken under our name, taken and ignored, or
-refused with what to use instead.
+"""The one table of fields that other servers have and this one has not: taken under our name, taken
+and ignored, or refused with what to use instead.
 
 null means "not given" for each of them.
 """
@@ -19,7 +19,9 @@ _SHOWN_LENGTH = 64
 
 
 class Foreign(NamedTuple):
-    """`instead` is what an error says; values in `harmless` mean nothing and are ignored; `ignored`: all values are."""
+    """`instead` is what an error says; values in `harmless` mean nothing and are ignored;
+    `ignored`: all values are.
+    """
 
     instead: str
     harmless: tuple[Any, ...] = ()
@@ -109,7 +111,9 @@ GENERATING: dict[str, Foreign] = {
 
 
 def known_fields(value: Any, fields: Container[str], foreign: Mapping[str, Foreign]) -> Any:
-    """The object with known names only. An error names the first few others; what follows them costs nothing."""
+    """The object with known names only. An error names the first few others; what follows them
+    costs nothing.
+    """
     if not isinstance(value, dict) or all(name in fields for name in value):
         return value
     kept = {name: item for name, item in value.items() if name in fields}
@@ -128,7 +132,9 @@ def known_fields(value: Any, fields: Container[str], foreign: Mapping[str, Forei
             kept[ours] = item
             continue
         about = foreign[name]
-        if not about.ignored and not any(type(item) is type(ok) and item == ok for ok in _spellings(about.harmless)):
+        if not about.ignored and not any(
+            type(item) is type(ok) and item == ok for ok in _spellings(about.harmless)
+        ):
             raise refused_field(name, f"is not taken: {about.instead}")
     return kept
 
@@ -141,10 +147,14 @@ def _spellings(values: tuple[Any, ...]) -> tuple[Any, ...]:
 def _unknown(names: list[str]) -> PydanticCustomError:
     shown = ", ".join(repr(name[:_SHOWN_LENGTH]) for name in itertools.islice(names, _SHOWN))
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    what = "is no field of this request" + (f"; unknown here: {shown}{rest}" if len(names) > 1 else "")
+    what = "is no field of this request" + (
+        f"; unknown here: {shown}{rest}" if len(names) > 1 else ""
+    )
     return refused_field(names[0][:_SHOWN_LENGTH], what)
 
 
 def refused_field(name: str, message: str) -> PydanticCustomError:
-    """An error whose place is the field, although the object around it is what is being validated."""
+    """An error whose place is the field, although the object around it is what is being
+    validated.
+    """
     return PydanticCustomError("foreign_field", "{message}", {"message": message, "field": name})

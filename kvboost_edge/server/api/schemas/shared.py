@@ -1,7 +1,9 @@
-"""What every request body has in common: strict fields, sampling, and what is refused or ignored by name.
+"""What every request body has in common: strict fields, sampling, and what is refused or ignored by
+name.
 
-A field is honoured, ignored by name (neutral ones, which change nothing about the answer), refused by name
-(`NotBuilt`) or unknown; the last two answer 400 and name the field. null means "not given" where a field is optional.
+A field is honoured, ignored by name (neutral ones, which change nothing about the answer), refused
+by name (`NotBuilt`) or unknown; the last two answer 400 and name the field. null means "not given"
+where a field is optional.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from pydantic import (
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
-from kvboost_edge.server.api.schemas.answer_format import ResponseFormat, Schema, Structured, Text, Texts, merged
+from kvboost_edge.server.api.schemas.answer_format import (
+    ResponseFormat,
+    Schema,
+    Structured,
+    Text,
+    Texts,
+    merged,
+)
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
 from kvboost_edge.server.api.schemas.foreign import GENERATING
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
@@ -63,12 +72,16 @@ def _only_false(value: bool) -> bool:
 
 def _only_empty(value: Any) -> None:
     if value is not None and value != []:
-        raise field_error("not_built", "anything but an empty list is not built in this server; leave it out")
+        raise field_error(
+            "not_built", "anything but an empty list is not built in this server; leave it out"
+        )
 
 
 def _only_none(value: Any) -> None:
     if value is not None and value != "none":
-        raise field_error("not_built", "anything but 'none' is not built in this server; leave it out")
+        raise field_error(
+            "not_built", "anything but 'none' is not built in this server; leave it out"
+        )
 
 
 def _only_one(value: Any) -> None:
@@ -114,21 +127,32 @@ def check_text(value: str) -> str:
 def check_count(kind: str, name: str, value: Sized, what: str = "entries") -> None:
     """An error for a value with more of `what` than COUNTS[name] allows."""
     if len(value) > COUNTS[name].high:
-        raise field_error(kind, f"holds {len(value)} {what}; at most {COUNTS[name].high} are allowed")
+        raise field_error(
+            kind, f"holds {len(value)} {what}; at most {COUNTS[name].high} are allowed"
+        )
 
 
 def map_schema(name: str, names: dict[str, Any], values: dict[str, Any]) -> WithJsonSchema:
     """JSON Schema of an object with at most COUNTS[name] entries."""
     limit = COUNTS[name].high
     return WithJsonSchema(
-        {"type": "object", "maxProperties": limit, "propertyNames": names, "additionalProperties": values}
+        {
+            "type": "object",
+            "maxProperties": limit,
+            "propertyNames": names,
+            "additionalProperties": values,
+        }
     )
 
 
 def number_schema(name: str) -> dict[str, Any]:
     """JSON Schema of a number in BOUNDS[name]."""
     bound = BOUNDS[name]
-    return {"type": "integer" if bound.integer else "number", "minimum": bound.low, "maximum": bound.high}
+    return {
+        "type": "integer" if bound.integer else "number",
+        "minimum": bound.low,
+        "maximum": bound.high,
+    }
 
 
 def _metadata(value: Any) -> dict[str, str]:
@@ -139,13 +163,19 @@ def _metadata(value: Any) -> dict[str, str]:
     check_count("metadata", "metadata", value)
     if not all(map(is_text, (*value, *value.values()))):
         raise field_error("metadata", "must map strings to strings")
-    if not all(name.low <= len(key) <= name.high and len(item) <= text.high for key, item in value.items()):
-        raise field_error("metadata", f"names must have {name.describe()} characters, values {text.describe()}")
+    if not all(
+        name.low <= len(key) <= name.high and len(item) <= text.high for key, item in value.items()
+    ):
+        raise field_error(
+            "metadata", f"names must have {name.describe()} characters, values {text.describe()}"
+        )
     return value
 
 
 def check_token_ids(value: Any) -> list[int]:
-    """A list of token ids in their bounds. One pass of C code: prompts of a million ids are validated too."""
+    """A list of token ids in their bounds. One pass of C code: prompts of a million ids are
+    validated too.
+    """
     if not isinstance(value, list) or set(map(type, value)) - {int}:
         raise field_error("token_ids", "must be a list of token ids (integers)")
     bound = BOUNDS["token_id"]
@@ -179,7 +209,10 @@ def _stop(value: Any) -> tuple[str, ...]:
         raise field_error("stop", "must be a string or a list of strings")
     for stop in stops:
         if not length.low <= len(stop) <= length.high:
-            raise field_error("stop", f"each stop string must have {length.describe()} characters, not {len(stop)}")
+            raise field_error(
+                "stop",
+                f"each stop string must have {length.describe()} characters, not {len(stop)}",
+            )
     return tuple(stops)
 
 
@@ -206,7 +239,12 @@ Stop = Annotated[
         {
             "anyOf": [
                 _STOP_SCHEMA,
-                {"type": "array", "minItems": 1, "maxItems": COUNTS["stop"].high, "items": _STOP_SCHEMA},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": COUNTS["stop"].high,
+                    "items": _STOP_SCHEMA,
+                },
             ]
         }
     ),
@@ -233,7 +271,9 @@ Label = Annotated[str, AfterValidator(check_text), counted("label")]
 
 
 class StreamOptions(Strict):
-    """OpenAI's stream options. Chunks are not padded, so `include_obfuscation` may only be false."""
+    """OpenAI's stream options. Chunks are not padded, so `include_obfuscation` may only be
+    false.
+    """
 
     include_usage: bool | None = None
     include_obfuscation: OnlyFalse = None
@@ -262,7 +302,9 @@ class SamplingFields(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[TokenIds, AfterValidator(_stop_token_ids)] | None = None
     return_token_ids: bool | None = None
-    return_progress: bool | None = Field(None, description="a stream says how far its prompt is; else it does nothing")
+    return_progress: bool | None = Field(
+        None, description="a stream says how far its prompt is; else it does nothing"
+    )
     cache_salt: CacheSalt | None = None
     priority: Annotated[int, bounded("priority")] | None = None
     cache_prompt: bool | None = Field(None, description="false: read nothing from the prefix cache")
@@ -277,12 +319,17 @@ class SamplingFields(Strict):
     structured_outputs: Structured | None = None
     prompt_cache_key: Label | None = Field(
         None,
-        description="names prompts that begin alike: what two requests under it have in common is given up after all "
-        "else of this API key, for an hour",
+        description=(
+            "names prompts that begin alike: what two requests under it have in common is given "
+            "up after all else of this API key, for an hour"
+        ),
     )
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
         None,
-        description="24h: so long the prompt is given up after all else of this API key; other requests come first",
+        description=(
+            "24h: so long the prompt is given up after all else of this API key; other requests "
+            "come first"
+        ),
     )
 
     # Neutral: accepted and ignored.
@@ -299,13 +346,18 @@ class SamplingFields(Strict):
         if self.kvboost is not None:
             self.kvboost.check_together(self.cache_prompt)
         if isinstance(found := self._answer_formats(), tuple):
-            raise bad_field(found[1], f"{found[0]} and {found[1]} are both given; an answer fits one of them")
+            raise bad_field(
+                found[1], f"{found[0]} and {found[1]} are both given; an answer fits one of them"
+            )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """ApiError for a token id that the model does not have."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             if ids and max(ids) >= vocab_size:
-                raise bad_field(name, f"token id {max(ids)} is outside of the model's vocabulary 0..{vocab_size - 1}")
+                raise bad_field(
+                    name,
+                    f"token id {max(ids)} is outside of the model's vocabulary 0..{vocab_size - 1}",
+                )
 
     @property
     def num_choices(self) -> int:
@@ -324,11 +376,15 @@ class SamplingFields(Strict):
     def mode(self) -> GenerationMode:
         if self.kvboost is not None and self.kvboost.mode is not None:
             return GenerationMode(self.kvboost.mode)
-        return GenerationMode.BASELINE if self.cache_prompt is False else GenerationMode.PREFIX_CACHE
+        return (
+            GenerationMode.BASELINE if self.cache_prompt is False else GenerationMode.PREFIX_CACHE
+        )
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """What was said of reuse at other positions and of drafts: keywords of the engine's `submit`."""
+        """What was said of reuse at other positions and of drafts: keywords of the engine's
+        `submit`.
+        """
         return {} if self.kvboost is None else {**self.kvboost.repair, **self.kvboost.drafts}
 
     @property
@@ -352,7 +408,9 @@ class SamplingFields(Strict):
             "guided_grammar": {"grammar": self.guided_grammar},
             "structured_outputs": self.structured_outputs or {},
         }
-        return merged({name: {k: v for k, v in one.items() if v is not None} for name, one in spelled.items()})
+        return merged(
+            {name: {k: v for k, v in one.items() if v is not None} for name, one in spelled.items()}
+        )
 
     @property
     def answer_format(self) -> dict[str, Any]:
@@ -369,9 +427,11 @@ class SamplingFields(Strict):
         fits: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> SamplingParams:
-        """The engine's parameters of one choice. As in OpenAI's API the temperature is 1 unless given; choice i of a
-        seeded request has seed + i. As in llama.cpp -1 is a seed drawn by the engine; others count modulo 2^64.
-        fits: keywords of what the answer has to fit, None: `answer_format`."""
+        """The engine's parameters of one choice. As in OpenAI's API the temperature is 1 unless
+        given; choice i of a seeded request has seed + i. As in llama.cpp -1 is a seed drawn by the
+        engine; others count modulo 2^64. fits: keywords of what the answer has to fit, None:
+        `answer_format`.
+        """
         seed = None if self.seed in (None, -1) else (self.seed + choice) % 2**64
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,

@@ -1,4 +1,6 @@
-"""What all bodies are made of: JSON types as they are, known fields only, errors that name the field."""
+"""What all bodies are made of: JSON types as they are, known fields only, errors that name the
+field.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ __all__ = ["Strict", "bad_field", "field_error"]
 
 
 class Strict(BaseModel):
-    """JSON types as they are: "1" is no number, true is no integer, an unknown field is an error."""
+    """JSON types as they are: "1" is no number, true is no integer, an unknown field is an
+    error.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
     foreign: ClassVar[Mapping[str, Foreign]] = {}

@@ -40,8 +40,9 @@ _BELONGS_TO = {
 
 
 class TokenizeRequest(Strict):
-    """llama.cpp's form (`content`, special tokens only if asked for) or vLLM's (`prompt` or `messages`, with special
-    tokens unless told otherwise)."""
+    """llama.cpp's form (`content`, special tokens only if asked for) or vLLM's (`prompt` or
+    `messages`, with special tokens unless told otherwise).
+    """
 
     content: Text | None = None
     add_special: bool = False
@@ -57,16 +58,26 @@ class TokenizeRequest(Strict):
 
     def check_together(self) -> None:
         """ApiError unless exactly one kind of text is given."""
-        given = [name for name in ("content", "prompt", "messages") if getattr(self, name) is not None]
+        given = [
+            name for name in ("content", "prompt", "messages") if getattr(self, name) is not None
+        ]
         if len(given) != 1:
-            raise bad_field(given[1] if given else "content", "give exactly one of content, prompt and messages")
+            raise bad_field(
+                given[1] if given else "content", "give exactly one of content, prompt and messages"
+            )
         for name, kinds in _BELONGS_TO.items():
-            if name in self.model_fields_set and getattr(self, name) is not None and given[0] not in kinds:
+            if (
+                name in self.model_fields_set
+                and getattr(self, name) is not None
+                and given[0] not in kinds
+            ):
                 raise bad_field(name, f"{name} goes with {' or '.join(kinds)}, not with {given[0]}")
 
     @property
     def with_special_tokens(self) -> bool:
-        return self.add_special if self.content is not None else self.add_special_tokens is not False
+        return (
+            self.add_special if self.content is not None else self.add_special_tokens is not False
+        )
 
 
 class DetokenizeRequest(Strict):
@@ -82,7 +93,9 @@ class UnpinRequest(Strict):
     chat_template_kwargs: TemplateVariables | None = None
     tools: Tools | None = None
     add_generation_prompt: bool | None = Field(
-        None, description="true: as the whole prompt of a request with these messages, not only its beginning"
+        None,
+        description="true: as the whole prompt of a request with these messages, "
+        "not only its beginning",
     )
     cache_salt: CacheSalt | None = None
     model: ModelName | None = None
@@ -102,19 +115,48 @@ class UnpinRequest(Strict):
 Document = Annotated[Text, Field(min_length=1)] | Annotated[TokenIds, AfterValidator(_few_tokens)]
 
 
-_OF_ANSWERS = frozenset({
-    *("stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "stop", "temperature", "top_p", "top_k"),
-    *("min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"),
-    *("top_logprobs", "tool_choice", "parallel_tool_calls", "response_format", "user", "store", "metadata"),
-    *("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-})  # fmt: skip
+_OF_ANSWERS = frozenset(
+    {
+        *(
+            "stream",
+            "stream_options",
+            "max_tokens",
+            "max_completion_tokens",
+            "n",
+            "stop",
+            "temperature",
+            "top_p",
+            "top_k",
+        ),
+        *(
+            "min_p",
+            "seed",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "logprobs",
+        ),
+        *(
+            "top_logprobs",
+            "tool_choice",
+            "parallel_tool_calls",
+            "response_format",
+            "user",
+            "store",
+            "metadata",
+        ),
+        *("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    }
+)
 """Fields of a recorded chat request that say how it is answered, and nothing about its prompt."""
 
 
 class WarmRequest(UnpinRequest):
-    """The same, to be computed now; a recorded chat request will do, what concerns its answer is ignored. `pin`: it
-    stays, for `ttl` seconds or until it is unpinned. For kvboost.mode "chunk_kv_reuse": `documents`, or a text as it
-    stands behind `position_offset` others."""
+    """The same, to be computed now; a recorded chat request will do, what concerns its answer is
+    ignored. `pin`: it stays, for `ttl` seconds or until it is unpinned. For kvboost.mode
+    "chunk_kv_reuse": `documents`, or a text as it stands behind `position_offset` others.
+    """
 
     documents: Annotated[list[Document], counted("documents")] | None = None
     position_offset: Annotated[int, bounded("position_offset")] = 0
@@ -133,7 +175,13 @@ class WarmRequest(UnpinRequest):
     @property
     def alone(self) -> str | None:
         """The field by which it is computed alone, for reuse at other positions."""
-        return "documents" if self.documents is not None else "position_offset" if self.position_offset else None
+        return (
+            "documents"
+            if self.documents is not None
+            else "position_offset"
+            if self.position_offset
+            else None
+        )
 
     def check_together(self) -> None:
         if self.documents is None:
@@ -143,7 +191,9 @@ class WarmRequest(UnpinRequest):
         if self.position_offset and self.text is None:
             raise bad_field("position_offset", "position_offset goes with text")
         if self.alone is not None and self.pin:
-            raise bad_field("pin", f"pin keeps prompts that are found from their beginning, not {self.alone}")
+            raise bad_field(
+                "pin", f"pin keeps prompts that are found from their beginning, not {self.alone}"
+            )
         self._check_of_messages("documents", self.documents)
         if self.ttl is not None and not self.pin:
             raise bad_field("ttl", "ttl is how long a pin lasts; it goes with pin: true")

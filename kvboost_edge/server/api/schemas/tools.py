@@ -1,4 +1,6 @@
-"""Tools that a model may call, which of them it has to, and calls that were made, as OpenAI spells them."""
+"""Tools that a model may call, which of them it has to, and calls that were made, as OpenAI spells
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from pydantic import PlainValidator, WithJsonSchema
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.schemas.strict import field_error
 
-__all__ = ["NAME_SCHEMA", "Called", "ToolCalls", "ToolChoice", "ToolChoiceField", "Tools", "size_of_tools"]
+__all__ = [
+    "NAME_SCHEMA",
+    "Called",
+    "ToolCalls",
+    "ToolChoice",
+    "ToolChoiceField",
+    "Tools",
+    "size_of_tools",
+]
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -41,16 +51,22 @@ class Called(NamedTuple):
 def _name(kind: str, value: Any) -> str:
     length = COUNTS["tool_name"]
     if not isinstance(value, str) or not _NAME.fullmatch(value) or len(value) > length.high:
-        raise field_error(kind, f"a function's name has {length.describe()} letters, digits, '_', '-' and '.'")
+        raise field_error(
+            kind, f"a function's name has {length.describe()} letters, digits, '_', '-' and '.'"
+        )
     return value
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
     """Functions as templates know them: a type, and a name, a description and parameters."""
     if not isinstance(value, list):
-        raise field_error("tools", "must be a list of {'type': 'function', 'function': {'name': …}}")
+        raise field_error(
+            "tools", "must be a list of {'type': 'function', 'function': {'name': …}}"
+        )
     if len(value) > COUNTS["tools"].high:
-        raise field_error("tools", f"holds {len(value)} entries; at most {COUNTS['tools'].high} are allowed")
+        raise field_error(
+            "tools", f"holds {len(value)} entries; at most {COUNTS['tools'].high} are allowed"
+        )
     tools = [_tool(one) for one in value]
     names = [tool["function"]["name"] for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -59,27 +75,44 @@ def _tools(value: Any) -> list[dict[str, Any]]:
     if not _is_text(tools):
         raise field_error("tools", "holds a lone surrogate; it is no valid text")
     if size > COUNTS["tools_text"].high:
-        raise field_error("tools", f"has {size} characters; at most {COUNTS['tools_text'].high} are allowed")
+        raise field_error(
+            "tools", f"has {size} characters; at most {COUNTS['tools_text'].high} are allowed"
+        )
     return tools
 
 
 def _tool(value: Any) -> dict[str, Any]:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
-        raise field_error("not_built", "tools other than type 'function' are not built in this server")
+        raise field_error(
+            "not_built", "tools other than type 'function' are not built in this server"
+        )
     if kind != "function" or not value.keys() <= {"type", "function"}:
-        raise field_error("tools", "each must be {'type': 'function', 'function': {'name': …, 'parameters': …}}")
+        raise field_error(
+            "tools", "each must be {'type': 'function', 'function': {'name': …, 'parameters': …}}"
+        )
     function = value.get("function")
-    if not isinstance(function, dict) or not function.keys() <= {"name", "description", "parameters", "strict"}:
-        raise field_error("tools", "a function has a name, and may have description, parameters and strict")
+    if not isinstance(function, dict) or not function.keys() <= {
+        "name",
+        "description",
+        "parameters",
+        "strict",
+    }:
+        raise field_error(
+            "tools", "a function has a name, and may have description, parameters and strict"
+        )
     description = function.get("description")
     parameters = function.get("parameters")
     if not isinstance(description, (str, type(None))):
         raise field_error("tools", "a function's description must be a string")
     if not isinstance(parameters, (dict, type(None))):
-        raise field_error("tools", "a function's parameters must be a JSON schema, which is an object")
+        raise field_error(
+            "tools", "a function's parameters must be a JSON schema, which is an object"
+        )
     if "object" not in _types_of(parameters or {}):
-        raise field_error("tools", "a function's parameters must describe an object, of type 'object'")
+        raise field_error(
+            "tools", "a function's parameters must describe an object, of type 'object'"
+        )
     if not isinstance(function.get("strict"), (bool, type(None))):
         raise field_error("tools", "a function's strict must be true or false")
     # What holds in any case, strict, is not said to the model.
@@ -103,35 +136,50 @@ def _tool_choice(value: Any) -> ToolChoice:
     if isinstance(allowed, dict) and isinstance(allowed.get("tools"), list) and allowed["tools"]:
         mode = allowed.get("mode", "auto")
         if mode in ("auto", "required"):
-            return ToolChoice(mode, tuple(_chosen(tool) for tool in allowed["tools"][: int(COUNTS["tools"].high)]))
+            return ToolChoice(
+                mode, tuple(_chosen(tool) for tool in allowed["tools"][: int(COUNTS["tools"].high)])
+            )
     raise field_error(
         "tool_choice",
-        "must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': …}} or {'type': "
-        "'allowed_tools', 'allowed_tools': {'mode': …, 'tools': […]}}",
+        "must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': …}} or "
+        "{'type': 'allowed_tools', 'allowed_tools': {'mode': …, 'tools': […]}}",
     )
 
 
 def _chosen(value: Any) -> str:
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    function = (
+        value.get("function")
+        if isinstance(value, dict) and value.get("type") == "function"
+        else None
+    )
     return _name("tool_choice", function.get("name") if isinstance(function, dict) else None)
 
 
 def _tool_calls(value: Any) -> tuple[Called, ...]:
     if not isinstance(value, list) or len(value) > COUNTS["tool_calls"].high:
-        raise field_error("tool_calls", f"must be a list of at most {COUNTS['tool_calls'].high} calls")
+        raise field_error(
+            "tool_calls", f"must be a list of at most {COUNTS['tool_calls'].high} calls"
+        )
     return tuple(_called(one) for one in value)
 
 
 def _called(value: Any) -> Called:
     function = (
-        value.get("function") if isinstance(value, dict) and value.get("type", "function") == "function" else None
+        value.get("function")
+        if isinstance(value, dict) and value.get("type", "function") == "function"
+        else None
     )
     if not isinstance(function, dict) or not isinstance(function.get("arguments") or "", str):
-        raise field_error("tool_calls", "each must be {'id': …, 'type': 'function', 'function': {'name', 'arguments'}}")
+        raise field_error(
+            "tool_calls",
+            "each must be {'id': …, 'type': 'function', 'function': {'name', 'arguments'}}",
+        )
     call_id = value.get("id", "")
     arguments = function.get("arguments") or "{}"
     if not isinstance(call_id, str) or len(call_id) > COUNTS["tool_call_id"].high:
-        raise field_error("tool_calls", f"an id has at most {COUNTS['tool_call_id'].high} characters")
+        raise field_error(
+            "tool_calls", f"an id has at most {COUNTS['tool_call_id'].high} characters"
+        )
     if len(arguments) > COUNTS["text"].high:
         raise field_error("tool_calls", f"arguments have at most {COUNTS['text'].high} characters")
     try:
@@ -159,11 +207,20 @@ def size_of_tools(tools: list[dict[str, Any]] | None) -> int:
 
 def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
     properties = {**required, **optional}
-    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*required],
+        "additionalProperties": False,
+    }
 
 
 _FUNCTION = {"const": "function"}
-NAME_SCHEMA = {"type": "string", "pattern": f"^{_NAME.pattern}$", "maxLength": COUNTS["tool_name"].high}
+NAME_SCHEMA = {
+    "type": "string",
+    "pattern": f"^{_NAME.pattern}$",
+    "maxLength": COUNTS["tool_name"].high,
+}
 """Of a function's name."""
 _TOOL = _object(
     {
@@ -199,4 +256,6 @@ def _list_of(name: str, items: dict[str, Any]) -> WithJsonSchema:
 
 Tools = Annotated[list[dict[str, Any]], PlainValidator(_tools), _list_of("tools", _TOOL)]
 ToolChoiceField = Annotated[ToolChoice, PlainValidator(_tool_choice), WithJsonSchema(_CHOICE)]
-ToolCalls = Annotated[tuple[Called, ...], PlainValidator(_tool_calls), _list_of("tool_calls", _CALL)]
+ToolCalls = Annotated[
+    tuple[Called, ...], PlainValidator(_tool_calls), _list_of("tool_calls", _CALL)
+]

@@ -1,4 +1,6 @@
-"""The grammar of arguments between braces: what a schema allows, strings between markers and everything else bare."""
+"""The grammar of arguments between braces: what a schema allows, strings between markers and
+everything else bare.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,31 @@ _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "mu
 # What a schema may ask for, beside annotations and what only strings have to fit.
 _NOT_HELD = frozenset(
     {
-        *("not", "if", "then", "else", "patternProperties", "propertyNames", "minProperties", "maxProperties"),
-        *("uniqueItems", "contains", "minContains", "maxContains", "prefixItems", "additionalItems"),
-        *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"),
+        *(
+            "not",
+            "if",
+            "then",
+            "else",
+            "patternProperties",
+            "propertyNames",
+            "minProperties",
+            "maxProperties",
+        ),
+        *(
+            "uniqueItems",
+            "contains",
+            "minContains",
+            "maxContains",
+            "prefixItems",
+            "additionalItems",
+        ),
+        *(
+            "dependencies",
+            "dependentRequired",
+            "dependentSchemas",
+            "unevaluatedProperties",
+            "unevaluatedItems",
+        ),
         *("$dynamicRef", "$recursiveRef"),
     }
 )
@@ -35,16 +59,26 @@ _SHAPES: dict[str, tuple[type, ...]] = {
     "type": (str, list),
     "$ref": (str,),
 }
-_BESIDE_BRANCHES = frozenset({"type", "properties", "required", "additionalProperties", "items", *_OF_NUMBERS})
-_BESIDE_REFERENCES = _BESIDE_BRANCHES | _NOT_HELD | {"enum", "const", "anyOf", "oneOf", "allOf", "minItems", "maxItems"}
+_BESIDE_BRANCHES = frozenset(
+    {"type", "properties", "required", "additionalProperties", "items", *_OF_NUMBERS}
+)
+_BESIDE_REFERENCES = (
+    _BESIDE_BRANCHES
+    | _NOT_HELD
+    | {"enum", "const", "anyOf", "oneOf", "allOf", "minItems", "maxItems"}
+)
 _ANY: dict[str, Any] = {}
 _MOST_DEPTH = 128
 
 
 class BracedGrammar:
-    """The rules of one tool's arguments; schemas that are referred to have one rule each, so they may be recursive."""
+    """The rules of one tool's arguments; schemas that are referred to have one rule each, so they
+    may be recursive.
+    """
 
-    def __init__(self, lark: Lark, name: str, tool: Tool, quote: str, string: Callable[[], Rule]) -> None:
+    def __init__(
+        self, lark: Lark, name: str, tool: Tool, quote: str, string: Callable[[], Rule]
+    ) -> None:
         """string: the rule of any text and the marker behind it."""
         self._lark = lark
         self._name = name
@@ -60,8 +94,8 @@ class BracedGrammar:
 
     def _refuse(self, what: str) -> NoReturn:
         raise RequestError(
-            f"the parameters of tool {self._tool.name!r} cannot be enforced in the model's way of calls, "
-            f"NAME{{KEY:VALUE}}: {what}"
+            f"the parameters of tool {self._tool.name!r} cannot be enforced in the model's way of "
+            f"calls, NAME{{KEY:VALUE}}: {what}"
         )
 
     def _value(self, schema: object) -> Rule:
@@ -115,12 +149,16 @@ class BracedGrammar:
         if key is None:
             return None
         beside = sorted(_BESIDE_BRANCHES & {*schema})
-        beside += [other for other in ("anyOf", "oneOf", "allOf") if other in schema and other != key]
+        beside += [
+            other for other in ("anyOf", "oneOf", "allOf") if other in schema and other != key
+        ]
         if beside:
             self._refuse(f"{key!r} is not held there beside {', '.join(map(repr, beside))}")
         if key == "allOf" and len(schema[key]) > 1:
             self._refuse("'allOf' of several schemas is not held there")
-        if key == "oneOf" and not all(self._are_apart(*two) for two in itertools.combinations(schema[key], 2)):
+        if key == "oneOf" and not all(
+            self._are_apart(*two) for two in itertools.combinations(schema[key], 2)
+        ):
             self._refuse("'oneOf' is held only where types or a constant tell its schemas apart")
         return list(schema[key])
 
@@ -128,7 +166,9 @@ class BracedGrammar:
         """Whether types, or values of a member that both must have, show that nothing fits both."""
         types = [types_of(schema, self._root) for schema in (one, other)]
         if all(types):
-            kinds = [{"number" if type_ == "integer" else type_ for type_ in found} for found in types]
+            kinds = [
+                {"number" if type_ == "integer" else type_ for type_ in found} for found in types
+            ]
             if not kinds[0] & kinds[1]:
                 return True
         (left, left_names), (right, right_names) = (
@@ -137,7 +177,10 @@ class BracedGrammar:
         )
         both = left_names & right_names
         return types == [{"object"}] * 2 and any(
-            "const" in left[key] and "const" in right[key] and left[key]["const"] != right[key]["const"] for key in both
+            "const" in left[key]
+            and "const" in right[key]
+            and left[key]["const"] != right[key]["const"]
+            for key in both
         )
 
     def _of_type(self, name: str, kind: str, schema: Mapping[str, Any]) -> Iterator[list[Atom]]:
@@ -156,8 +199,9 @@ class BracedGrammar:
             self._refuse(f"type {kind!r} is not known")
 
     def _object(self, name: str, schema: Mapping[str, Any]) -> Iterator[list[Atom]]:
-        """Members in the schema's order, or in that of their names, as templates sort them; optional ones left out or
-        not. Without members, any, if there may be others."""
+        """Members in the schema's order, or in that of their names, as templates sort them;
+        optional ones left out or not. Without members, any, if there may be others.
+        """
         members, required = members_of(schema)
         for key in members:
             self._check_key(key)
@@ -198,8 +242,8 @@ class BracedGrammar:
     def _check_key(self, key: str) -> None:
         if not is_braced_key(key, self._quote):
             self._refuse(
-                f"the property {key!r} cannot be written: no : , {{ }} [ ] {self._quote[0]} or end of a line in it, no "
-                "space at its ends, and at most 256 characters; rename it"
+                f"the property {key!r} cannot be written: no : , {{ }} [ ] {self._quote[0]} or end "
+                "of a line in it, no space at its ends, and at most 256 characters; rename it"
             )
 
     def _written(self, value: Any) -> list[Atom]:
@@ -226,4 +270,6 @@ def _is_of(value: object, types: list[Any]) -> bool:
 
 
 def _with_commas(items: list[list[Atom]]) -> list[Atom]:
-    return [atom for number, item in enumerate(items) for atom in ([",", *item] if number else item)]
+    return [
+        atom for number, item in enumerate(items) for atom in ([",", *item] if number else item)
+    ]

@@ -1,8 +1,9 @@
-"""Reads NAME{KEY:VALUE,KEY:VALUE}: strings stand between two markers, as they are, everything else is bare.
+"""Reads NAME{KEY:VALUE,KEY:VALUE}: strings stand between two markers, as they are, everything else
+is bare.
 
-What is shown is JSON at every moment but for the closing brackets and quotes that are open: a bracket is shown with
-what opens it, a comma and a key with the value behind them. So text that is no call any more leaves arguments that are
-whole as far as they came.
+What is shown is JSON at every moment but for the closing brackets and quotes that are open: a
+bracket is shown with what opens it, a comma and a key with the value behind them. So text that is
+no call any more leaves arguments that are whole as far as they came.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class BracedArguments:
         begin: Callable[[], None],
         texts: Collection[str],
     ) -> None:
-        """begin: called before the first `show`; texts: the arguments that are strings, even where they are bare."""
+        """begin: called before the first `show`; texts: the arguments that are strings, even where
+        they are bare.
+        """
         self._scanner = scanner
         self._quote = quote
         self._texts = texts
@@ -52,7 +55,9 @@ class BracedArguments:
         self._ends_value = re.compile(f"{_ENDS_VALUE}{first}]")
 
     def read(self) -> Step[bool]:
-        """Whether a call stands here. It is passed as far as it is one, and what is shown is closed."""
+        """Whether a call stands here. It is passed as far as it is one, and what is shown is
+        closed.
+        """
         scanner = self._scanner
         start = self._scanner.at
         while self._open:
@@ -74,7 +79,9 @@ class BracedArguments:
         self._shown(text)
 
     def _item(self) -> Step[bool]:
-        """The next item of the innermost bracket, up to where one inside of it opens; or its end."""
+        """The next item of the innermost bracket, up to where one inside of it opens; or its
+        end.
+        """
         scanner = self._scanner
         comma = ""
         if (yield from self._closed()):
@@ -130,6 +137,9 @@ class BracedArguments:
             value = named((yield from bare(scanner, self._ends_value)).strip())
             if value is None:
                 return False
-            self._show(front + (json.dumps(value, ensure_ascii=False) if as_text and value[0] != '"' else value))
+            self._show(
+                front
+                + (json.dumps(value, ensure_ascii=False) if as_text and value[0] != '"' else value)
+            )
         self._first = False
         return True

@@ -1,5 +1,6 @@
-"""Grammars for turns that are made of messages, see `ChannelFormat`: reasoning and words in front of a call run free,
-and the turn ends with an answer or with a call whose arguments fit."""
+"""Grammars for turns that are made of messages, see `ChannelFormat`: reasoning and words in front
+of a call run free, and the turn ends with an answer or with a call whose arguments fit.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def channel_grammar(
     """The grammar of a turn.
 
     tools     those that may be called; with `required` one of them is
-    state     "opened": the prompt ended inside of reasoning; "possible": behind the start of the turn; "closed": inside
+    state     "opened": the prompt ended inside of reasoning; "possible": behind the start of the
+              turn; "closed": inside
               of an answer
     answer    a JSON schema that an answer fits; None: text
     """
@@ -35,25 +37,43 @@ def channel_grammar(
 
 
 class _Grammar:
-    def __init__(self, lark: Lark, channels: ChannelFormat, answer: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, lark: Lark, channels: ChannelFormat, answer: Mapping[str, Any] | None
+    ) -> None:
         self._lark = lark
         self._format = channels
         self._answer: Rule | None = None if answer is None else lark.json("answer", answer)
-        # Letters that spell a marker count as the marker, since who reads the text cannot tell them apart.
+        # Letters that spell a marker count as the marker, since who reads the text cannot tell them
+        # apart.
         marks = (*channels.ends, channels.start)
-        self._free = lark.terminal("SAID", FREE, without=[FREE + escaped(mark) + FREE for mark in marks])
+        self._free = lark.terminal(
+            "SAID", FREE, without=[FREE + escaped(mark) + FREE for mark in marks]
+        )
         self._text = lark.terminal("TEXT", FREE)
 
     def whole(self, tools: Sequence[Tool], required: bool, state: str) -> str:
         lark = self._lark
         format = self._format
         rest = [lark.up_to("rest", self._text, format.end), *lark.literal(format.start)]
-        lark.add("before", *([*lark.literal(format.header(name)), *rest] for name in (format.thoughts, format.calls)))
+        lark.add(
+            "before",
+            *(
+                [*lark.literal(format.header(name)), *rest]
+                for name in (format.thoughts, format.calls)
+            ),
+        )
         ends: list[list[Atom]] = [] if required else [[*self._head(format.answer), *self._said()]]
         if tools:
-            arguments = [lark.json(f"tool{i}", {**tool.parameters, "type": "object"}) for i, tool in enumerate(tools)]
+            arguments = [
+                lark.json(f"tool{i}", {**tool.parameters, "type": "object"})
+                for i, tool in enumerate(tools)
+            ]
             lark.add("constrained", lark.literal(format.constrain), [])
-            calls = [way for tool, rule in zip(tools, arguments, strict=True) for way in self._call(tool, rule)]
+            calls = [
+                way
+                for tool, rule in zip(tools, arguments, strict=True)
+                for way in self._call(tool, rule)
+            ]
             # In some models' files the end of a call ends the turn, which no grammar can ask for.
             lark.add("called", [SPACE, *lark.literal(format.called)], [])
             ends.append([lark.add("call", *calls), Rule("called")])
@@ -79,7 +99,9 @@ class _Grammar:
         return [*lark.literal(format.channel), name, Rule("as_json"), *lark.literal(format.message)]
 
     def _call(self, tool: Tool, arguments: Rule) -> list[list[Atom]]:
-        """The tool is named behind the channel, as models write it, or in front, as their templates do."""
+        """The tool is named behind the channel, as models write it, or in front, as their templates
+        do.
+        """
         format = self._format
         lark = self._lark
         to = f"to={escaped(format.functions + tool.name)}"

@@ -12,8 +12,10 @@ _THOUGHT_KEYS = ("thinking", "reasoning_content", "reasoning")
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Messages of one call each, every one with its results behind it, as templates that write turns in channels take
-    them: they show the first call alone. What was thought and said in front of a call is one text, `thinking`."""
+    """Messages of one call each, every one with its results behind it, as templates that write
+    turns in channels take them: they show the first call alone. What was thought and said in front
+    of a call is one text, `thinking`.
+    """
     found: list[Message] = []
     at = 0
     while at < len(messages):
@@ -23,10 +25,17 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
         if not isinstance(calls, list) or not calls:
             found.append(message)
             continue
-        end = next((i for i in range(at, len(messages)) if messages[i].get("role") != "tool"), len(messages))
+        end = next(
+            (i for i in range(at, len(messages)) if messages[i].get("role") != "tool"),
+            len(messages),
+        )
         results = list(messages[at:end])
         at = end
-        kept = {key: value for key, value in message.items() if key not in (*_THOUGHT_KEYS, "content", "tool_calls")}
+        kept = {
+            key: value
+            for key, value in message.items()
+            if key not in (*_THOUGHT_KEYS, "content", "tool_calls")
+        }
         thought = _thought_before_calls(message)
         for number, call in enumerate(calls):
             before = {"thinking": thought} if thought and number == 0 else {}

@@ -1,7 +1,8 @@
-"""A turn of several messages taken apart, see `ChannelFormat`: each one's header says what its text is.
+"""A turn of several messages taken apart, see `ChannelFormat`: each one's header says what its text
+is.
 
-A text that no header stands in front of is an answer. What calls no tool, or has no arguments of the kind, is shown as
-it was written, as an answer.
+A text that no header stands in front of is an answer. What calls no tool, or has no arguments of
+the kind, is shown as it was written, as an answer.
 """
 
 from __future__ import annotations
@@ -30,14 +31,20 @@ class _Header(NamedTuple):
 
 
 class ChannelTurn:
-    """The steps of reading a turn; `in_answer`: inside of the text of an answer behind its header."""
+    """The steps of reading a turn; `in_answer`: inside of the text of an answer behind its
+    header.
+    """
 
-    def __init__(self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: ChannelFormat) -> None:
+    def __init__(
+        self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: ChannelFormat
+    ) -> None:
         self._scanner = scanner
         self._parts = parts
         self._format = format
         self._tools = {format.functions + tool.name: tool.name for tool in tools}
-        channel, message, constrain = map(re.escape, (format.channel, format.message, format.constrain))
+        channel, message, constrain = map(
+            re.escape, (format.channel, format.message, format.constrain)
+        )
         space = r"\s{0,8}"
         to = rf"{_RECIPIENT}(?P<%s>[^\s<]{{0,160}})"
         self._begun = re.compile(
@@ -74,7 +81,9 @@ class ChannelTurn:
                 yield from scanner.more()
             except Ended:
                 # A header that is cut short says nothing; any other text does.
-                if text and not text.lstrip().startswith((self._format.channel, _RECIPIENT + self._format.functions)):
+                if text and not text.lstrip().startswith(
+                    (self._format.channel, _RECIPIENT + self._format.functions)
+                ):
                     self._show(Content, text)
                 raise
         scanner.at = found.end()
@@ -104,7 +113,9 @@ class ChannelTurn:
         yield from self._end()
 
     def _addressed(self, header: _Header) -> Step[None]:
-        """A message to a tool: its text is the arguments, which are an object; none at all are an empty one."""
+        """A message to a tool: its text is the arguments, which are an object; none at all are an
+        empty one.
+        """
         name = self._tools.get(header.recipient)
         first = ""
         if name is not None:
@@ -130,7 +141,9 @@ class ChannelTurn:
         """Shows an object up to its end, or to a marker outside of its strings."""
         scanner = self._scanner
         try:
-            yield from scanner.shown_value(lambda text: self._show(CallArguments, text), self._marks)
+            yield from scanner.shown_value(
+                lambda text: self._show(CallArguments, text), self._marks
+            )
         except Ended:
             self._show(CallArguments, scanner.text)
             raise
@@ -151,7 +164,9 @@ class ChannelTurn:
         self._calls += 1
 
     def _text(self, kind: type[Part] | None, *, continued: bool = False) -> Step[None]:
-        """Shows the text up to the first marker of an end, which is not passed. kind: None shows nothing."""
+        """Shows the text up to the first marker of an end, which is not passed. kind: None shows
+        nothing.
+        """
         scanner = self._scanner
         is_next = not continued
         while True:
@@ -180,7 +195,9 @@ class ChannelTurn:
             return
         between = _BETWEEN if is_next and kind in self._said else ""
         self._said.add(kind)
-        self._parts.append(Reasoning(between + text) if kind is Reasoning else Content(between + text))
+        self._parts.append(
+            Reasoning(between + text) if kind is Reasoning else Content(between + text)
+        )
 
     def _end(self) -> Step[None]:
         """Passes what ends a message, and what begins the next one."""

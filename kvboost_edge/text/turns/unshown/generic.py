@@ -1,5 +1,6 @@
-"""Tools for models whose chat template shows none: they are described in the system message, in our own words, and past
-calls and results become plain messages."""
+"""Tools for models whose chat template shows none: they are described in the system message, in our
+own words, and past calls and results become plain messages.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +33,17 @@ You can call tools. To call one, write nothing but
 {"name": "the tool's name", "arguments": {"an argument": "its value"}}
 </tool_call>
 
-and its result follows in the next message. Several calls may follow one another. Call a tool only where it helps; \
-otherwise answer as usual.
+and its result follows in the next message. Several calls may follow one another. Call a tool only \
+where it helps; otherwise answer as usual.
 
 The tools, with the JSON schemas of their arguments:"""
 
 
 def with_tools_described(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, system: bool = True
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    system: bool = True,
 ) -> list[Message]:
     """Plain messages that any chat template takes.
 
@@ -52,15 +56,27 @@ def with_tools_described(
 
 def _line(tool: Mapping[str, Any]) -> str:
     function = tool.get("function", tool)
-    known = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
+    known = {
+        key: function[key]
+        for key in ("name", "description", "parameters")
+        if function.get(key) is not None
+    }
     return json.dumps(known, ensure_ascii=False)
 
 
 def _plain(message: Mapping[str, Any]) -> Message:
     """A message without calls, of a role that every template knows."""
-    kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id", "name")}
+    kept = {
+        key: value
+        for key, value in message.items()
+        if key not in ("tool_calls", "tool_call_id", "name")
+    }
     if message.get("role") == "tool":
-        return {**kept, "role": "user", "content": f"<tool_response>\n{_text(message)}\n</tool_response>"}
+        return {
+            **kept,
+            "role": "user",
+            "content": f"<tool_response>\n{_text(message)}\n</tool_response>",
+        }
     calls = message.get("tool_calls")
     if not isinstance(calls, (list, tuple)) or not calls:
         return dict(message)
@@ -68,7 +84,9 @@ def _plain(message: Mapping[str, Any]) -> Message:
 
 
 def _call(call: Mapping[str, Any]) -> str:
-    """A past call as the model was told to write it; the arguments in the model's own text, where they are text."""
+    """A past call as the model was told to write it; the arguments in the model's own text, where
+    they are text.
+    """
     function = call.get("function", call)
     arguments = function.get("arguments", "{}")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -85,7 +103,9 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _joined(messages: list[Message]) -> list[Message]:
-    """Messages of the user that follow one another, as results do, are one: many templates want turns to alternate."""
+    """Messages of the user that follow one another, as results do, are one: many templates want
+    turns to alternate.
+    """
     found: list[Message] = []
     for message in messages:
         if found and message.get("role") == found[-1].get("role") == "user":
@@ -101,7 +121,9 @@ def _told(messages: list[Message], words: str, system: bool) -> list[Message]:
         if messages and messages[0].get("role") in ("system", "developer"):
             return [{**messages[0], "content": f"{_text(messages[0])}\n\n{words}"}, *messages[1:]]
         return [{"role": "system", "content": words}, *messages]
-    first = next((number for number, message in enumerate(messages) if message.get("role") == "user"), None)
+    first = next(
+        (number for number, message in enumerate(messages) if message.get("role") == "user"), None
+    )
     if first is None:
         return [{"role": "user", "content": words}, *messages]
     asked = {**messages[first], "content": f"{words}\n\n{_text(messages[first])}"}

@@ -1,6 +1,8 @@
-"""Calls of models whose chat template shows tools and leaves calls out, so that the assistant's message is its content
-and nothing else. Where the tools are listed between the markers of `_TOOL_LIST`, as LFM2's are, the model was taught to
-call as `KEYWORD_CALLS` has it. Past calls are then written into the content, in front of it."""
+"""Calls of models whose chat template shows tools and leaves calls out, so that the assistant's
+message is its content and nothing else. Where the tools are listed between the markers of
+`_TOOL_LIST`, as LFM2's are, the model was taught to call as `KEYWORD_CALLS` has it. Past calls are
+then written into the content, in front of it.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ _CALL_END = "<|tool_call_end|>"
 _TOOL_LIST = re.compile(r"<\|tool_list_start\|>(.*?)<\|tool_list_end\|>", re.DOTALL)
 KEYWORD_CALLS = CallFormat(
     "keyword", _CALL, opening=f"{_CALL}[", separator=", ", closing=f"]{_CALL_END}", parallel=True
-)  # fmt: skip
+)
 
 
-def calls_by_tool_list(prompt: str, names: Sequence[str], is_token: Callable[[str], bool]) -> CallFormat | None:
-    """How the model calls, by a prompt that shows tools of these names: None where they are no JSON list between the
-    markers, or a call's own markers are no tokens of the model."""
+def calls_by_tool_list(
+    prompt: str, names: Sequence[str], is_token: Callable[[str], bool]
+) -> CallFormat | None:
+    """How the model calls, by a prompt that shows tools of these names: None where they are no JSON
+    list between the markers, or a call's own markers are no tokens of the model.
+    """
     found = _TOOL_LIST.search(prompt)
     if found is None or not (is_token(_CALL) and is_token(_CALL_END)):
         return None
@@ -34,14 +39,21 @@ def calls_by_tool_list(prompt: str, names: Sequence[str], is_token: Callable[[st
         listed = json.loads(found[1])
     except (ValueError, RecursionError):
         return None
-    shown = isinstance(listed, list) and len(listed) == len(names) and all(name in found[1] for name in names)
+    shown = (
+        isinstance(listed, list)
+        and len(listed) == len(names)
+        and all(name in found[1] for name in names)
+    )
     return KEYWORD_CALLS if shown else None
 
 
 def with_calls_written(messages: Sequence[Message], calls: CallFormat) -> list[Message]:
-    """The messages, past calls as text in front of their content; of kind "keyword", their arguments objects.
-    RequestError for those that cannot be written."""
-    return [_written(message, calls) if message.get("tool_calls") else message for message in messages]
+    """The messages, past calls as text in front of their content; of kind "keyword", their
+    arguments objects. RequestError for those that cannot be written.
+    """
+    return [
+        _written(message, calls) if message.get("tool_calls") else message for message in messages
+    ]
 
 
 def _written(message: Message, calls: CallFormat) -> Message:
@@ -62,14 +74,16 @@ def _call(call: Any) -> str:
     arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise RequestError(
-            f"a past call of {name!r} cannot be written as the model writes calls, NAME(KEY=VALUE): it needs a "
-            "function's name, and arguments that are a JSON object"
+            f"a past call of {name!r} cannot be written as the model writes calls, "
+            "NAME(KEY=VALUE): it needs a function's name, and arguments that are a JSON object"
         )
     return f"{name}({', '.join(f'{key}={_value(value)}' for key, value in arguments.items())})"
 
 
 def _value(value: object) -> str:
-    """As Python writes it; strings between double quotes, with the escapes that JSON and Python share."""
+    """As Python writes it; strings between double quotes, with the escapes that JSON and Python
+    share.
+    """
     if isinstance(value, list):
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, Mapping):

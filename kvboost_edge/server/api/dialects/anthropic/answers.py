@@ -45,8 +45,9 @@ class OutputTokensDetails(_Answer):
 
 
 class MessageUsage(_Answer):
-    """The three counts of the input add up to the prompt: found in the cache, computed and kept by `cache_control`,
-    computed besides."""
+    """The three counts of the input add up to the prompt: found in the cache, computed and kept by
+    `cache_control`, computed besides.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -69,7 +70,9 @@ class MessageAnswer(_Answer):
     role: Literal["assistant"]
     model: str
     content: list[TextContent | ThinkingContent | ToolUseContent]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+    stop_reason: Literal[
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+    ]
     stop_sequence: str | None
     usage: MessageUsage
     timings: Timings
@@ -92,4 +95,7 @@ class ErrorAnswer(_Answer):
     error: ErrorDetail
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer},
+    "5XX": {"model": ErrorAnswer},
+}

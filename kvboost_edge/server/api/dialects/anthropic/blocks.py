@@ -96,7 +96,10 @@ def _refusing(*built: str) -> BeforeValidator:
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in built:
-            message = f"blocks of type {kind[:64]!r} are not built here in this place; known: {', '.join(built)}"
+            message = (
+                f"blocks of type {kind[:64]!r} are not built here in this place; known: "
+                f"{', '.join(built)}"
+            )
             raise field_error("not_built", message)
         return value
 
@@ -104,7 +107,9 @@ def _refusing(*built: str) -> BeforeValidator:
 
 
 class Unsaid:
-    """A list's bound that the document leaves out: who tries it from the document sends megabytes."""
+    """A list's bound that the document leaves out: who tries it from the document sends
+    megabytes.
+    """
 
     def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
         schema: dict[str, Any] = handler(core)
@@ -112,11 +117,16 @@ class Unsaid:
         return schema
 
 
-_few = Field(fail_fast=True, max_length=int(COUNTS["parts"].high))  # none at all: an empty answer that is sent back
+_few = Field(
+    fail_fast=True, max_length=int(COUNTS["parts"].high)
+)  # none at all: an empty answer that is sent back
 _as_given = Discriminator(_tag)
 
 TextOnly = Annotated[TextBlock, _refusing("text")]
-Texts = Annotated[Annotated[Text, Tag("text")] | Annotated[list[TextOnly], _few, Unsaid(), Tag("blocks")], _as_given]
+Texts = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[list[TextOnly], _few, Unsaid(), Tag("blocks")],
+    _as_given,
+]
 
 
 class ToolResultBlock(Marked):
@@ -129,23 +139,30 @@ class ToolResultBlock(Marked):
 
     @property
     def told(self) -> str:
-        """What the model is told of it. Templates have no place for `is_error`, so it is said in words."""
+        """What the model is told of it. Templates have no place for `is_error`, so it is said in
+        words.
+        """
         text = texts_of(self.content)
         return f"Error: {text}" if self.is_error else text
 
 
 _UserBlock = Annotated[
-    Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")], _refusing("text", "tool_result")
+    Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")],
+    _refusing("text", "tool_result"),
 ]
 _AssistantBlock = Annotated[
-    Annotated[TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock, Field(discriminator="type")],
+    Annotated[
+        TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock, Field(discriminator="type")
+    ],
     _refusing("text", "thinking", "redacted_thinking", "tool_use"),
 ]
 _UserContent = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[_UserBlock], _few, Unsaid(), Tag("blocks")], _as_given
+    Annotated[Text, Tag("text")] | Annotated[list[_UserBlock], _few, Unsaid(), Tag("blocks")],
+    _as_given,
 ]
 _AssistantContent = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[_AssistantBlock], _few, Unsaid(), Tag("blocks")], _as_given
+    Annotated[Text, Tag("text")] | Annotated[list[_AssistantBlock], _few, Unsaid(), Tag("blocks")],
+    _as_given,
 ]
 
 

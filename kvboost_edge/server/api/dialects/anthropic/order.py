@@ -22,13 +22,16 @@ __all__ = ["count_tokens", "messages_order"]
 
 
 def messages_order(state: ModelState, body: MessagesRequest) -> tuple[Order, ChatRequest]:
-    """How to run the request, and the chat request that it is. For worker threads: bodies may be long."""
+    """How to run the request, and the chat request that it is. For worker threads: bodies may be
+    long.
+    """
     chat = translated(body)
     marks = breakpoints(body)
     writer = AnthropicWriter(state, body)
     order = chat_order(state, chat, writer)
     encode_chat = order.job.encode
-    # Pins of half of the pool must leave room for any request; else what is marked only goes after all else of its key.
+    # Pins of half of the pool must leave room for any request; else what is marked only goes after
+    # all else of its key.
     pins_fit = state.admission.pool_tokens // 2 > state.engine.runner_info.max_context
 
     def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
@@ -38,8 +41,12 @@ def messages_order(state: ModelState, body: MessagesRequest) -> tuple[Order, Cha
         return [dataclasses.replace(prompt, pins=tuple(writer.kept))] if pins_fit else [prompt]
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
-        """As with Anthropic `max_tokens` may be more than the context holds; then that ends the answer."""
-        room = room_for(state, len(prompt.token_ids), "messages", None if body.max_tokens else 0, "max_tokens")
+        """As with Anthropic `max_tokens` may be more than the context holds; then that ends the
+        answer.
+        """
+        room = room_for(
+            state, len(prompt.token_ids), "messages", None if body.max_tokens else 0, "max_tokens"
+        )
         fits = None if prompt.turn is None else prompt.turn.fits
         return chat.sampling(min(room, body.max_tokens), None, choice, fits=fits)
 
@@ -54,9 +61,15 @@ def count_tokens(state: ModelState, chat: ChatRequest, answers: KeptAnswers) -> 
 
 
 def _length(
-    state: ModelState, chat: ChatRequest, mark: Breakpoint, token_ids: Sequence[int], answers: KeptAnswers
+    state: ModelState,
+    chat: ChatRequest,
+    mark: Breakpoint,
+    token_ids: Sequence[int],
+    answers: KeptAnswers,
 ) -> int:
-    """Tokens of the prompt up to a breakpoint; 0 where the template takes no conversation that ends there."""
+    """Tokens of the prompt up to a breakpoint; 0 where the template takes no conversation that ends
+    there.
+    """
     if mark.messages is None:
         return len(token_ids)
     try:

@@ -37,7 +37,15 @@ _FOREIGN: dict[str, Foreign] = {
     "n": Foreign("one message is answered", (1,)),
     "response_format": Foreign("use output_config.format"),
     **dict.fromkeys(
-        ("anthropic_beta", "anthropic_version", "betas", "diagnostics", "inference_geo", "user_profile_id"), _IGNORED
+        (
+            "anthropic_beta",
+            "anthropic_version",
+            "betas",
+            "diagnostics",
+            "inference_geo",
+            "user_profile_id",
+        ),
+        _IGNORED,
     ),
     "workspace_id": _IGNORED,
 }
@@ -47,7 +55,9 @@ def _stop_sequences(value: list[str]) -> list[str]:
     length = COUNTS["stop_length"]
     for text in value:
         if not length.low <= len(text) <= length.high:
-            raise field_error("stop", f"each must have {length.describe()} characters, not {len(text)}")
+            raise field_error(
+                "stop", f"each must have {length.describe()} characters, not {len(text)}"
+            )
         check_text(text)
     return value
 
@@ -55,14 +65,19 @@ def _stop_sequences(value: list[str]) -> list[str]:
 def _own_tool(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "custom":
-        message = f"tools of type {kind[:64]!r} are Anthropic's own; give one with a name and an input_schema"
+        message = (
+            f"tools of type {kind[:64]!r} are Anthropic's own; give one with a name and an "
+            "input_schema"
+        )
         raise field_error("not_built", message)
     return value
 
 
 def _unmanaged(value: Any) -> None:
     """The context is managed by who sends it: only edits that keep everything are taken."""
-    edits = value.get("edits", []) if isinstance(value, dict) and value.keys() <= {"edits"} else None
+    edits = (
+        value.get("edits", []) if isinstance(value, dict) and value.keys() <= {"edits"} else None
+    )
     if value is not None and edits not in ([], [_KEEP_ALL]):
         raise field_error("not_built", f"edits other than {_KEEP_ALL} are not built in this server")
 
@@ -73,7 +88,11 @@ _UNMANAGED = {"type": "object", "properties": {"edits": _EDITS}, "additionalProp
 
 
 def _format(value: Any) -> dict[str, Any] | None:
-    schema = value.get("schema") if isinstance(value, dict) and value.keys() == {"type", "schema"} else None
+    schema = (
+        value.get("schema")
+        if isinstance(value, dict) and value.keys() == {"type", "schema"}
+        else None
+    )
     if value is not None and (not isinstance(schema, dict) or value["type"] != "json_schema"):
         raise field_error("format", "must be {'type': 'json_schema', 'schema': {…}}")
     return schema
@@ -94,7 +113,9 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$"), counted("tool_name")
 
 
 class Tool(Marked):
-    """A tool that the client runs. `strict` or not, calls fit the schema as far as docs/tools.md says."""
+    """A tool that the client runs. `strict` or not, calls fit the schema as far as docs/tools.md
+    says.
+    """
 
     foreign = {  # noqa: RUF012
         "allowed_callers": Foreign(_SERVERS, (["direct"],)),
@@ -148,7 +169,10 @@ class Prompted(Strict):
     model: ModelName | None = None
     messages: Annotated[list[Message], Field(fail_fast=True), counted("messages"), Unsaid()]
     system: Texts | None = None
-    tools: Annotated[list[Annotated[Tool, BeforeValidator(_own_tool)]], counted("tools"), Unsaid()] | None = None
+    tools: (
+        Annotated[list[Annotated[Tool, BeforeValidator(_own_tool)]], counted("tools"), Unsaid()]
+        | None
+    ) = None
     tool_choice: Annotated[AnyChoice | OneChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -160,12 +184,18 @@ class Prompted(Strict):
         most = COUNTS["cache_marks"].high
         count = sum(1 for _ in self._marks())
         if count > most:
-            raise bad_field("cache_control", f"cache_control stands in {count} places; at most {most} are allowed")
+            raise bad_field(
+                "cache_control",
+                f"cache_control stands in {count} places; at most {most} are allowed",
+            )
 
     def _marks(self) -> Iterator[CacheControl]:
         blocks = [block for message in self.messages for block in blocks_of(message)]
         system = [] if self.system is None or isinstance(self.system, str) else self.system
-        marks = [getattr(one, "cache_control", None) for one in (*(self.tools or ()), *system, *blocks, self)]
+        marks = [
+            getattr(one, "cache_control", None)
+            for one in (*(self.tools or ()), *system, *blocks, self)
+        ]
         return (mark for mark in marks if mark is not None)
 
 
@@ -177,7 +207,9 @@ class MessagesRequest(Prompted):
     """With max_tokens 0 the prompt is computed, and cached, without an answer."""
 
     max_tokens: Annotated[int, bounded("max_tokens")]
-    return_progress: bool | None = Field(None, description="the pings of a stream say how far the prompt is")
+    return_progress: bool | None = Field(
+        None, description="the pings of a stream say how far the prompt is"
+    )
     stop_sequences: Stops | None = None
     stream: bool | None = None
     temperature: Annotated[float, bounded("anthropic_temperature")] | None = None

@@ -1,4 +1,6 @@
-"""From Anthropic's messages to a chat request, and from `cache_control` to the tokens that it is about."""
+"""From Anthropic's messages to a chat request, and from `cache_control` to the tokens that it is
+about.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Breakpoint(NamedTuple):
     """A place up to which the prompt is to be kept.
 
     seconds    for how long
-    messages   the conversation up to there, its last message perhaps cut short; None: the whole prompt
+    messages   the conversation up to there, its last message perhaps cut short; None: the whole
+               prompt
     """
 
     seconds: float
@@ -60,12 +63,17 @@ def translated(body: Prompted) -> ChatRequest:
 
 
 def breakpoints(body: Prompted) -> list[Breakpoint]:
-    """The places that matter: what is kept up to a later one is kept up to an earlier one too, so the last of all, and
-    the last of those for an hour where that is another one. Templates write tools with the system message, on either
-    side of it: a mark on tools stands behind both."""
+    """The places that matter: what is kept up to a later one is kept up to an earlier one too, so
+    the last of all, and the last of those for an hour where that is another one. Templates write
+    tools with the system message, on either side of it: a mark on tools stands behind both.
+    """
     system = _system_blocks(body)
     marks = [(-1, to, mark.seconds) for to, mark in _marked(system)]
-    marks += [(-1, len(system), tool.cache_control.seconds) for tool in body.tools or () if tool.cache_control]
+    marks += [
+        (-1, len(system), tool.cache_control.seconds)
+        for tool in body.tools or ()
+        if tool.cache_control
+    ]
     for at, message in enumerate(body.messages):
         marks += [(at, to, mark.seconds) for to, mark in _marked(blocks_of(message))]
     if body.cache_control is not None:
@@ -81,13 +89,17 @@ def breakpoints(body: Prompted) -> list[Breakpoint]:
 
 def _marked(blocks: Sequence[Any]) -> list[tuple[int, CacheControl]]:
     """Of blocks with a mark: how many blocks end there, and the mark."""
-    marks = [(number, getattr(block, "cache_control", None)) for number, block in enumerate(blocks, 1)]
+    marks = [
+        (number, getattr(block, "cache_control", None)) for number, block in enumerate(blocks, 1)
+    ]
     return [(number, mark) for number, mark in marks if mark is not None]
 
 
 def _up_to(body: Prompted, at: int, to: int) -> list[ChatMessage] | None:
     """The messages up to block `to` of message `at`; -1 is the system message."""
-    if at >= len(body.messages) - 1 and (at >= len(body.messages) or to == len(blocks_of(body.messages[at]))):
+    if at >= len(body.messages) - 1 and (
+        at >= len(body.messages) or to == len(blocks_of(body.messages[at]))
+    ):
         return None
     if at < 0:
         system = "\n".join(block.text for block in _system_blocks(body)[:to]) or None
@@ -114,15 +126,19 @@ def _turns(body: Prompted) -> list[tuple[str, list[Any]]]:
 
 
 def _messages(system: str | None, turns: Sequence[tuple[str, list[Any]]]) -> list[Json]:
-    """Messages of the chat. As with Anthropic, messages of one role that follow one another are one; a system message
-    behind the first is text of the user, as most templates take none there."""
+    """Messages of the chat. As with Anthropic, messages of one role that follow one another are
+    one; a system message behind the first is text of the user, as most templates take none there.
+    """
     messages: list[Json] = [] if system is None else [{"role": "system", "content": system}]
     for role, blocks in turns:
         if role == "assistant":
             _add_assistant(messages, blocks)
             continue
         results = [block for block in blocks if isinstance(block, ToolResultBlock)]
-        messages += [{"role": "tool", "tool_call_id": one.tool_use_id, "content": one.told} for one in results]
+        messages += [
+            {"role": "tool", "tool_call_id": one.tool_use_id, "content": one.told}
+            for one in results
+        ]
         text = texts_of([block for block in blocks if isinstance(block, TextBlock)])
         if role == "system":
             text = f"<system>\n{text}\n</system>"
@@ -146,7 +162,9 @@ def _add_assistant(messages: list[Json], blocks: Sequence[Any]) -> None:
                 message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
         elif isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input)}
-            message.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
+            message.setdefault("tool_calls", []).append(
+                {"id": block.id, "type": "function", "function": function}
+            )
 
 
 def _tools(body: Prompted) -> Json:
@@ -165,12 +183,18 @@ def _tools(body: Prompted) -> Json:
             for tool in body.tools
         ]
     if (choice := body.tool_choice) is not None:
-        named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, OneChoice) else None
+        named = (
+            {"type": "function", "function": {"name": choice.name}}
+            if isinstance(choice, OneChoice)
+            else None
+        )
         fields["tool_choice"] = named or _CHOICES[choice.type]
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return fields
 
 
 def _thinks(body: Prompted) -> bool:
-    """Whether the template's variable `enable_thinking` is true: as with Anthropic only where thinking is asked for."""
+    """Whether the template's variable `enable_thinking` is true: as with Anthropic only where
+    thinking is asked for.
+    """
     return body.thinking is not None and body.thinking.type != "disabled"

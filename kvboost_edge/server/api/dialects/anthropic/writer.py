@@ -33,12 +33,16 @@ _PATH = "/v1/messages"
 
 
 class AnthropicWriter(TurnWriter):
-    """kept   of the prompt: (tokens, seconds) of the breakpoints that matter; set before the request runs"""
+    """kept   of the prompt: (tokens, seconds) of the breakpoints that matter; set before the
+    request runs
+    """
 
     def __init__(self, state: ModelState, body: MessagesRequest) -> None:
         super().__init__(state, body.stop_sequences or ())
         self._body = body
-        self._blocks = _Blocks(self, shows_thoughts=body.thinking is None or body.thinking.display != "omitted")
+        self._blocks = _Blocks(
+            self, shows_thoughts=body.thinking is None or body.thinking.display != "omitted"
+        )
         self._stream: EventStream | None = None
         self._id = f"msg_{secrets.token_hex(12)}"
         self.kept: list[tuple[int, float]] = []
@@ -48,7 +52,9 @@ class AnthropicWriter(TurnWriter):
         self.begin(run)
         (result,) = results
         events = [TokenEvent(token_id, "", 0.0) for token_id in result.output_token_ids]
-        for one in [TokenEvent(0, result.output_text, 0.0)] if run.prompts[0].turn is None else events:
+        for one in (
+            [TokenEvent(0, result.output_text, 0.0)] if run.prompts[0].turn is None else events
+        ):
             self.push(0, one)
         self.told(self._finish(result))
         return self.written(result, self._reason(result))
@@ -57,7 +63,12 @@ class AnthropicWriter(TurnWriter):
         self._emit(self._blocks.end())
         usage = self._usage(result.generated_tokens, result.prompt_tokens, result.cached_tokens)
         return dumps_long(
-            {**self._head(self._blocks.content), **self._ending(result, reason), "usage": usage, **self._costs(result)}
+            {
+                **self._head(self._blocks.content),
+                **self._ending(result, reason),
+                "usage": usage,
+                **self._costs(result),
+            }
         )
 
     def events(self, send: Send) -> EventStream:
@@ -85,7 +96,12 @@ class AnthropicWriter(TurnWriter):
     def closed(self, result: GenerationResult, reason: str) -> None:
         self._emit(self._blocks.end())
         usage = self._usage(result.generated_tokens, result.prompt_tokens, result.cached_tokens)
-        delta = {"type": "message_delta", "delta": self._ending(result, reason), "usage": usage, **self._costs(result)}
+        delta = {
+            "type": "message_delta",
+            "delta": self._ending(result, reason),
+            "usage": usage,
+            **self._costs(result),
+        }
         self._emit([delta, {"type": "message_stop"}])
 
     def _emit(self, events: Iterator[Json] | Sequence[Json]) -> None:
@@ -95,7 +111,13 @@ class AnthropicWriter(TurnWriter):
 
     def _head(self, content: list[Json]) -> Json:
         name = self.state.model_name
-        return {"id": self._id, "type": "message", "role": "assistant", "model": name, "content": content}
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": name,
+            "content": content,
+        }
 
     def _ending(self, result: GenerationResult, reason: str) -> Json:
         """Why it ended."""
@@ -103,29 +125,47 @@ class AnthropicWriter(TurnWriter):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if reason == "length":
             full = result.generated_tokens < self._body.max_tokens
-            return {"stop_reason": "model_context_window_exceeded" if full else "max_tokens", "stop_sequence": None}
+            return {
+                "stop_reason": "model_context_window_exceeded" if full else "max_tokens",
+                "stop_sequence": None,
+            }
         stop = self._stop_of(result)
-        return {"stop_reason": "end_turn" if stop is None else "stop_sequence", "stop_sequence": stop}
+        return {
+            "stop_reason": "end_turn" if stop is None else "stop_sequence",
+            "stop_sequence": stop,
+        }
 
     def _stop_of(self, result: GenerationResult) -> str | None:
-        """The stop string that ended it. Those that are a marker's text count too, so special tokens are looked at."""
+        """The stop string that ended it. Those that are a marker's text count too, so special
+        tokens are looked at.
+        """
         checker = StopChecker(self._stop)
         if self._stop:
-            checker.push(self.state.engine.tokenizer.decode(result.output_token_ids, skip_special_tokens=False))
+            checker.push(
+                self.state.engine.tokenizer.decode(
+                    result.output_token_ids, skip_special_tokens=False
+                )
+            )
         return checker.stop
 
     def _usage(self, generated: int, prompt: int, cached: int) -> Json:
-        """`cache_creation_input_tokens`: those behind what was found, up to the last breakpoint, in full blocks. The
-        three counts of the input add up to the prompt."""
+        """`cache_creation_input_tokens`: those behind what was found, up to the last breakpoint, in
+        full blocks. The three counts of the input add up to the prompt.
+        """
         size = self.state.engine.config.block_size
-        written = [(max(0, length // size * size - cached), seconds) for length, seconds in self.kept]
+        written = [
+            (max(0, length // size * size - cached), seconds) for length, seconds in self.kept
+        ]
         created = max((length for length, _ in written), default=0)
         hour = max((length for length, seconds in written if seconds == _HOUR), default=0)
         return {
             "input_tokens": prompt - cached - created,
             "cache_creation_input_tokens": created,
             "cache_read_input_tokens": cached,
-            "cache_creation": {"ephemeral_5m_input_tokens": created - hour, "ephemeral_1h_input_tokens": hour},
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": created - hour,
+                "ephemeral_1h_input_tokens": hour,
+            },
             "output_tokens": generated,
             "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
             "service_tier": "standard",
@@ -135,7 +175,10 @@ class AnthropicWriter(TurnWriter):
         figures = costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped)
         size = self.state.engine.config.block_size
         pinned = self.run.handles[0].pinned_tokens // size * size
-        return {"timings": figures["timings"], "kvboost": {**figures["kvboost"], "pinned_tokens": pinned}}
+        return {
+            "timings": figures["timings"],
+            "kvboost": {**figures["kvboost"], "pinned_tokens": pinned},
+        }
 
 
 class _Blocks:
@@ -166,7 +209,9 @@ class _Blocks:
                     call_id = self._writer.calls()[index]["id"]
                     events += [
                         *self.end(),
-                        *self._begun({"type": "tool_use", "id": call_id, "name": name, "input": {}}),
+                        *self._begun(
+                            {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                        ),
                     ]
                 case CallArguments(_, text):
                     self._arguments.append(text)
@@ -195,7 +240,10 @@ class _Blocks:
         events = self.end()
         self.content.append(dict(block))
         self._open = True
-        return [*events, {"type": "content_block_start", "index": len(self.content) - 1, "content_block": block}]
+        return [
+            *events,
+            {"type": "content_block_start", "index": len(self.content) - 1, "content_block": block},
+        ]
 
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}

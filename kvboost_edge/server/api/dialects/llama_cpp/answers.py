@@ -25,11 +25,16 @@ class LlamaError(_Answer):
     error: LlamaErrorDetail
 
 
-LLAMA_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": LlamaError}, "5XX": {"model": LlamaError}}
+LLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": LlamaError},
+    "5XX": {"model": LlamaError},
+}
 
 
 class Completed(_Answer):
-    """`tokens` is empty unless return_tokens asks for them; `tokens_cached` of the prompt came from the cache."""
+    """`tokens` is empty unless return_tokens asks for them; `tokens_cached` of the prompt came from
+    the cache.
+    """
 
     index: int
     content: str

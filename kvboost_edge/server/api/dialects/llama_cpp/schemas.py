@@ -29,10 +29,41 @@ Pieces = list[str | list[int]]
 """Texts and runs of token ids, in a row."""
 
 _HERE = (
-    *("typical_p", "top_n_sigma", "mirostat", "mirostat_tau", "mirostat_eta", "dynatemp_range", "dynatemp_exponent"),
-    *("xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-    *("dry_sequence_breakers", "samplers", "repeat_last_n", "penalize_nl", "min_keep", "post_sampling_probs", "n_keep"),
-    *("n_discard", "n_indent", "t_max_predict_ms", "id_slot", "timings_per_token", "response_fields", "lora"),
+    *(
+        "typical_p",
+        "top_n_sigma",
+        "mirostat",
+        "mirostat_tau",
+        "mirostat_eta",
+        "dynatemp_range",
+        "dynatemp_exponent",
+    ),
+    *(
+        "xtc_probability",
+        "xtc_threshold",
+        "dry_multiplier",
+        "dry_base",
+        "dry_allowed_length",
+        "dry_penalty_last_n",
+    ),
+    *(
+        "dry_sequence_breakers",
+        "samplers",
+        "repeat_last_n",
+        "penalize_nl",
+        "min_keep",
+        "post_sampling_probs",
+        "n_keep",
+    ),
+    *(
+        "n_discard",
+        "n_indent",
+        "t_max_predict_ms",
+        "id_slot",
+        "timings_per_token",
+        "response_fields",
+        "lora",
+    ),
     "image_data",
 )
 _FOREIGN = {
@@ -55,7 +86,9 @@ def _pieces(value: Any) -> Pieces:
     """A text, token ids, or texts and token ids in a row, as what stands one behind the other."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list) or not parts:
-        raise field_error("prompt", "must be a text, a list of token ids, or a list of texts and token ids")
+        raise field_error(
+            "prompt", "must be a text, a list of token ids, or a list of texts and token ids"
+        )
     found: Pieces = []
     for part in parts:
         last = found[-1] if found else None
@@ -66,15 +99,22 @@ def _pieces(value: Any) -> Pieces:
         elif type(part) is int:
             found.append([part])
         else:
-            raise field_error("prompt", "holds what is neither a text with a character in it nor a token id")
+            raise field_error(
+                "prompt", "holds what is neither a text with a character in it nor a token id"
+            )
     size = sum(map(len, found))
     if size > COUNTS["text"].high:
-        raise field_error("prompt", f"has {size} characters and ids; at most {COUNTS['text'].high} are allowed")
+        raise field_error(
+            "prompt", f"has {size} characters and ids; at most {COUNTS['text'].high} are allowed"
+        )
     for run in found:
         if isinstance(run, list):
             check_token_ids(run)
     if len(found) > COUNTS["parts"].high:
-        raise field_error("prompt", f"has {len(found)} texts and runs of ids; at most {COUNTS['parts'].high} are read")
+        raise field_error(
+            "prompt",
+            f"has {len(found)} texts and runs of ids; at most {COUNTS['parts'].high} are read",
+        )
     return found
 
 
@@ -83,7 +123,16 @@ Prompt = Annotated[
     Pieces,
     PlainValidator(_pieces),
     WithJsonSchema(
-        {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, number_schema("token_id")]}}]}
+        {
+            "anyOf": [
+                _TEXT,
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {"anyOf": [_TEXT, number_schema("token_id")]},
+                },
+            ]
+        }
     ),
 ]
 Text = Annotated[str, AfterValidator(check_text), counted("text")]

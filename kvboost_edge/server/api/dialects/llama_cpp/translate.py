@@ -25,10 +25,19 @@ FIELDS = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
 # llama.cpp's where nothing is said.
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 _SAME = (
-    *("seed", "presence_penalty", "frequency_penalty", "ignore_eos", "cache_prompt", "grammar", "json_schema"),
+    *(
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "ignore_eos",
+        "cache_prompt",
+        "grammar",
+        "json_schema",
+    ),
     *("cache_salt", "stream", "return_progress"),
 )
-# The tokens before the prefix, before the suffix and before what is to be found, as families of models have them.
+# The tokens before the prefix, before the suffix and before what is to be found, as families of
+# models have them.
 _INFILL = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -44,10 +53,18 @@ def completion_of(state: ModelState, body: LlamaCompletion) -> Order:
 
 
 def infill_of(state: ModelState, body: Infill) -> Order:
-    """How to find what stands between two texts. ApiError for a model that has no tokens for that."""
+    """How to find what stands between two texts. ApiError for a model that has no tokens for
+    that.
+    """
     before, between, behind = _infill_ids(state.engine.tokenizer)
     prefix = body.input_prefix + (body.prompt or "")
-    pieces: Pieces = [[before], *filter(None, (prefix,)), [between], *filter(None, (body.input_suffix,)), [behind]]
+    pieces: Pieces = [
+        [before],
+        *filter(None, (prefix,)),
+        [between],
+        *filter(None, (body.input_suffix,)),
+        [behind],
+    ]
     return _order(state, body, pieces, with_bos=False, field="input_prefix")
 
 
@@ -56,18 +73,26 @@ def _infill_ids(tokenizer: Tokenizer) -> list[int]:
         ids = [tokenizer.codec.token_id(name) for name in names]
         if None not in ids:
             return [token_id for token_id in ids if token_id is not None]
-    raise bad_field("input_prefix", "the model has no tokens for infill (prefix, suffix and middle); use /completion")
+    raise bad_field(
+        "input_prefix",
+        "the model has no tokens for infill (prefix, suffix and middle); use /completion",
+    )
 
 
-def _order(state: ModelState, body: LlamaCompletion | Infill, pieces: Pieces, *, with_bos: bool, field: str) -> Order:
+def _order(
+    state: ModelState, body: LlamaCompletion | Infill, pieces: Pieces, *, with_bos: bool, field: str
+) -> Order:
     tokenizer = state.engine.tokenizer
     vocab_size = state.engine.runner_info.vocab_size
     limit = body.n_predict
     sampling = {
-        name: default if getattr(body, name) is None else getattr(body, name) for name, default in DEFAULTS.items()
+        name: default if getattr(body, name) is None else getattr(body, name)
+        for name, default in DEFAULTS.items()
     }
     # What is sent stands in for the prompt until it is tokenized: it has about as many tokens.
-    stands_in = "".join(piece if isinstance(piece, str) else "....." * len(piece) for piece in pieces)
+    stands_in = "".join(
+        piece if isinstance(piece, str) else "....." * len(piece) for piece in pieces
+    )
     ours = completion_request(
         prompt=pieces[0] if len(pieces) == 1 else stands_in[: 1 << 20],
         max_tokens=None if limit is None or limit < 0 else limit,
@@ -87,13 +112,20 @@ def _order(state: ModelState, body: LlamaCompletion | Infill, pieces: Pieces, *,
 
 
 def _ids(
-    tokenizer: Tokenizer, pieces: Sequence[str | list[int]], vocab_size: int, with_bos: bool, field: str
+    tokenizer: Tokenizer,
+    pieces: Sequence[str | list[int]],
+    vocab_size: int,
+    with_bos: bool,
+    field: str,
 ) -> list[int]:
     ids: list[int] = []
     for number, piece in enumerate(pieces):
         if isinstance(piece, list):
             if max(piece) >= vocab_size:
-                wrong = f"token id {max(piece)} is outside of the model's vocabulary 0..{vocab_size - 1}"
+                wrong = (
+                    f"token id {max(piece)} is outside of the model's vocabulary "
+                    f"0..{vocab_size - 1}"
+                )
                 raise bad_field(field, f"{field}: {wrong}")
             ids += piece
             continue

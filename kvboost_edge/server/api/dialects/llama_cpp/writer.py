@@ -57,8 +57,17 @@ class LlamaWriter(TurnWriter):
         self._piece("".join(part.text for part in parts if isinstance(part, Content)))
 
     def _piece(self, text: str, **more: Any) -> None:
-        head = {"index": 0, "content": text, "tokens": self._new_ids(), "stop": False, "id_slot": -1}
-        counts = {"tokens_predicted": len(self._ids), "tokens_evaluated": len(self.run.prompts[0].token_ids)}
+        head = {
+            "index": 0,
+            "content": text,
+            "tokens": self._new_ids(),
+            "stop": False,
+            "id_slot": -1,
+        }
+        counts = {
+            "tokens_predicted": len(self._ids),
+            "tokens_evaluated": len(self.run.prompts[0].token_ids),
+        }
         self._stream.add(event({**head, **counts, **more}))
 
     def closed(self, result: GenerationResult, reason: str) -> None:
@@ -96,7 +105,9 @@ class LlamaWriter(TurnWriter):
         """The stop string that ended the text, "" where none did."""
         if not self._stops:
             return ""
-        written = self.state.engine.tokenizer.decode(result.output_token_ids, skip_special_tokens=True)
+        written = self.state.engine.tokenizer.decode(
+            result.output_token_ids, skip_special_tokens=True
+        )
         rest = written[len(result.output_text) :]
         return next((stop for stop in self._stops if rest.startswith(stop)), "")
 

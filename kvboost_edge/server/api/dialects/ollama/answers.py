@@ -19,7 +19,10 @@ class OllamaError(_Answer):
     error: str
 
 
-OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": OllamaError}, "5XX": {"model": OllamaError}}
+OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": OllamaError},
+    "5XX": {"model": OllamaError},
+}
 
 
 class _Figures(_Answer):

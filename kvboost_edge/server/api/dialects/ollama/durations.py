@@ -17,7 +17,10 @@ __all__ = ["KeepAlive"]
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _PART = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,12})?)(h|ms|m|s|us|µs|ns)")
 _NUMBER = re.compile(r"-?[0-9]{1,12}(?:\.[0-9]{0,12})?")
-_WRONG = 'must be seconds, or a duration such as "5m" or "1h30m"; 0 unloads the model behind the answer, -1 never'
+_WRONG = (
+    'must be seconds, or a duration such as "5m" or "1h30m"; '
+    "0 unloads the model behind the answer, -1 never"
+)
 
 
 def _seconds(value: Any) -> float | None:
@@ -32,7 +35,9 @@ def _seconds(value: Any) -> float | None:
         raise field_error("keep_alive", _WRONG)
     # Compared as it is: an integer of hundreds of digits is no float.
     if not BOUNDS["keep_alive"].low <= seconds <= BOUNDS["keep_alive"].high:
-        raise field_error("keep_alive", f"must be at most {BOUNDS['keep_alive'].high:g} seconds, or -1 for ever")
+        raise field_error(
+            "keep_alive", f"must be at most {BOUNDS['keep_alive'].high:g} seconds, or -1 for ever"
+        )
     return math.inf if seconds < 0 else float(seconds)
 
 
@@ -49,6 +54,8 @@ def _of_text(text: str) -> float | None:
 KeepAlive = Annotated[
     float | None,
     PlainValidator(_seconds),
-    WithJsonSchema({"anyOf": [number_schema("keep_alive"), {"enum": ["5m", "1h30m", "-1"]}, {"type": "null"}]}),
+    WithJsonSchema(
+        {"anyOf": [number_schema("keep_alive"), {"enum": ["5m", "1h30m", "-1"]}, {"type": "null"}]}
+    ),
 ]
 """Seconds that the model stays loaded when nobody uses it any more; infinite: for ever."""

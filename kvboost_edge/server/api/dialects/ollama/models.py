@@ -25,7 +25,9 @@ _FOREVER = "9999-12-31T23:59:59Z"
 
 
 def named(models: Models, name: str | None) -> str:
-    """Our name of the model that a client names, with a tag or without. ApiError 404 for one that is not served."""
+    """Our name of the model that a client names, with a tag or without. ApiError 404 for one that
+    is not served.
+    """
     for known in (name, (name or "").removesuffix(_LATEST), f"{name}{_LATEST}"):
         if known in models.names:
             return str(known)
@@ -56,7 +58,9 @@ def running(server: ServerState) -> list[Json]:
 
 
 def shown(server: ServerState, served: ServedModel) -> Json:
-    """What there is to know of a model; of one that was never loaded that is nothing but its name. May take a while."""
+    """What there is to know of a model; of one that was never loaded that is nothing but its name.
+    May take a while.
+    """
     known = served.known
     kind = known.architecture if known else ""
     figures = {
@@ -93,7 +97,13 @@ def _entry(served: ServedModel, name: str) -> Json:
         described += f" {known.architecture} {known.dtype} {known.weight_bytes} {known.vocab_size}"
     digest = hashlib.sha256(described.encode()).hexdigest()
     size = known.weight_bytes if known else 0
-    return {"name": tagged, "model": tagged, "size": size, "digest": digest, "details": _details(known)}
+    return {
+        "name": tagged,
+        "model": tagged,
+        "size": size,
+        "digest": digest,
+        "details": _details(known),
+    }
 
 
 def _details(known: Known | None) -> Json:
@@ -108,8 +118,9 @@ def _details(known: Known | None) -> Json:
 
 
 def _expiry(server: ServerState, served: ServedModel) -> str:
-    """When it will be unloaded; while somebody uses it, as if that ended now. Several keys are not told: it would show
-    when another one asked last."""
+    """When it will be unloaded; while somebody uses it, as if that ended now. Several keys are not
+    told: it would show when another one asked last.
+    """
     if served.source is None or served.keep_alive == math.inf or len(server.settings.all_keys) > 1:
         return _FOREVER
     since = time.monotonic() if served.in_use else served.idle_since

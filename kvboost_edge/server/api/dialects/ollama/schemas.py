@@ -18,7 +18,17 @@ __all__ = ["OllamaChat", "OllamaGenerate", "OllamaMessage", "OllamaShow", "Optio
 _IGNORED = Foreign("", ignored=True)
 _SAMPLER = "this server has no such sampler; use temperature, top_p, top_k and min_p"
 _LOADING = (
-    *("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap"),
+    *(
+        "numa",
+        "num_batch",
+        "num_gpu",
+        "main_gpu",
+        "low_vram",
+        "f16_kv",
+        "logits_all",
+        "vocab_only",
+        "use_mmap",
+    ),
     *("use_mlock", "embedding_only", "num_thread", "num_keep"),
 )
 _OPTIONS = {
@@ -37,7 +47,9 @@ _FOREIGN = {
     "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
     "images": Foreign("images are not built in this server", ([],)),
     "template": Foreign(_TEMPLATE, ("",)),
-    "context": Foreign("send the whole conversation to /api/chat; what is cached costs nothing", ([],)),
+    "context": Foreign(
+        "send the whole conversation to /api/chat; what is cached costs nothing", ([],)
+    ),
     "suffix": Foreign("use /infill with a model that has such tokens", ("",)),
     "width": Foreign("images are not built in this server", (0,)),
     "height": Foreign("images are not built in this server", (0,)),
@@ -68,7 +80,9 @@ Think = bool | Literal["low", "medium", "high"]
 
 
 class Options(Strict):
-    """Ollama's options. `num_predict` -1 and -2: as far as the context goes. `num_ctx` up to the model's context."""
+    """Ollama's options. `num_predict` -1 and -2: as far as the context goes. `num_ctx` up to the
+    model's context.
+    """
 
     foreign = _OPTIONS
 
@@ -131,7 +145,9 @@ class _Generating(Strict):
 class OllamaChat(_Generating):
     """Without messages nothing is asked, and the answer says that the model is loaded."""
 
-    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=_MOST_MESSAGES)] | None = None
+    messages: (
+        Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=_MOST_MESSAGES)] | None
+    ) = None
     tools: Tools | None = None
 
 

@@ -7,13 +7,25 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from kvboost_edge.server.api.dialects.ollama.schemas import OllamaChat, OllamaGenerate, OllamaMessage, Options
+from kvboost_edge.server.api.dialects.ollama.schemas import (
+    OllamaChat,
+    OllamaGenerate,
+    OllamaMessage,
+    Options,
+)
 from kvboost_edge.server.api.dialects.translated import chat_request, completion_request
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 
-__all__ = ["CHAT_FIELDS", "GENERATE_FIELDS", "chat_of", "check_context", "generation_of", "prompt_of"]
+__all__ = [
+    "CHAT_FIELDS",
+    "GENERATE_FIELDS",
+    "chat_of",
+    "check_context",
+    "generation_of",
+    "prompt_of",
+]
 
 Json = dict[str, Any]
 
@@ -27,7 +39,8 @@ CHAT_FIELDS = _OPTIONS
 GENERATE_FIELDS = {**_OPTIONS, "messages": "prompt"}
 """What our fields are called here."""
 
-# Ollama's where nothing is said. Its penalty of repetitions is left out: it looks at the last 64 tokens only.
+# Ollama's where nothing is said. Its penalty of repetitions is left out: it looks at the last 64
+# tokens only.
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _ID = "call{:05d}"  # nine letters and digits, as some templates want them
 
@@ -44,7 +57,9 @@ def chat_of(body: OllamaChat) -> ChatRequest:
 def generation_of(body: OllamaGenerate) -> ChatRequest:
     """A prompt as a chat of one message."""
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return chat_request(messages=[*system, {"role": "user", "content": body.prompt}], **_shared(body))
+    return chat_request(
+        messages=[*system, {"role": "user", "content": body.prompt}], **_shared(body)
+    )
 
 
 def prompt_of(body: OllamaGenerate) -> CompletionRequest:
@@ -60,7 +75,10 @@ def prompt_of(body: OllamaGenerate) -> CompletionRequest:
 def check_context(options: Options, max_context: int) -> None:
     """ApiError for a larger context than the model's."""
     if options.num_ctx is not None and options.num_ctx > max_context:
-        message = f"options.num_ctx={options.num_ctx} is more than the model's context of {max_context} tokens"
+        message = (
+            f"options.num_ctx={options.num_ctx} is more than the model's context of {max_context} "
+            "tokens"
+        )
         raise bad_field("options", message)
 
 
@@ -71,7 +89,10 @@ def _shared(body: OllamaChat | OllamaGenerate) -> Json:
     sampling = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
     return {
         **sampling,
-        **{name: getattr(options, name) for name in ("min_p", "seed", "presence_penalty", "frequency_penalty")},
+        **{
+            name: getattr(options, name)
+            for name in ("min_p", "seed", "presence_penalty", "frequency_penalty")
+        },
         "stop": list(options.stop) if options.stop else None,
         "repetition_penalty": options.repeat_penalty,
         "max_tokens": None if limit is None or limit < 0 else limit,
@@ -86,13 +107,16 @@ def _variables(think: bool | str | None) -> Json | None:
     if think is None:
         return None
     return (
-        {"enable_thinking": think} if isinstance(think, bool) else {"enable_thinking": True, "reasoning_effort": think}
+        {"enable_thinking": think}
+        if isinstance(think, bool)
+        else {"enable_thinking": True, "reasoning_effort": think}
     )
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[Json]:
-    """Ollama's calls have no ids of need: results belong to the calls before them, in their order, or by the tool's
-    name."""
+    """Ollama's calls have no ids of need: results belong to the calls before them, in their order,
+    or by the tool's name.
+    """
     waiting: deque[tuple[str, str]] = deque()  # (id, name) of calls without a result
     number = 0
     found = []
@@ -108,10 +132,18 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Json]:
                 call_id = call.id or _ID.format(number)
                 waiting.append((call_id, name))
                 arguments = _written(call.function.arguments, at)
-                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+                calls.append(
+                    {
+                        "id": call_id,
+                        "type": "function",
+                        "function": {"name": name, "arguments": arguments},
+                    }
+                )
             plain["tool_calls"] = calls
         if message.role == "tool":
-            plain["tool_call_id"] = message.tool_call_id or _answered(waiting, message.tool_name, at)
+            plain["tool_call_id"] = message.tool_call_id or _answered(
+                waiting, message.tool_name, at
+            )
         found.append(plain)
     return found
 
@@ -120,7 +152,9 @@ def _answered(waiting: deque[tuple[str, str]], name: str | None, at: int) -> str
     """The id of the call that a result belongs to. ApiError where there is none."""
     chosen = next((call for call in waiting if name in (None, call[1])), None)
     if chosen is None:
-        raise bad_field("messages", f"messages.{at} is a tool's result, and no call before it waits for one")
+        raise bad_field(
+            "messages", f"messages.{at} is a tool's result, and no call before it waits for one"
+        )
     waiting.remove(chosen)
     return chosen[0]
 
@@ -129,4 +163,6 @@ def _written(arguments: Json, at: int) -> str:
     try:
         return json.dumps(arguments, ensure_ascii=False)
     except RecursionError:
-        raise bad_field("messages", f"messages.{at}: the arguments of a call are nested too deep") from None
+        raise bad_field(
+            "messages", f"messages.{at}: the arguments of a call are nested too deep"
+        ) from None

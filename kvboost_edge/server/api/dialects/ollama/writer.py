@@ -32,7 +32,13 @@ def now() -> str:
 def loaded(name: str, *, stays: bool, chat: bool) -> Json:
     """The answer to a request that asks nothing."""
     reason = "load" if stays else "unload"
-    return {"model": name, "created_at": now(), **_said("", "", [], chat), "done": True, "done_reason": reason}
+    return {
+        "model": name,
+        "created_at": now(),
+        **_said("", "", [], chat),
+        "done": True,
+        "done_reason": reason,
+    }
 
 
 class OllamaWriter(TurnWriter):
@@ -46,7 +52,9 @@ class OllamaWriter(TurnWriter):
 
     def written(self, result: GenerationResult, reason: str) -> bytes:
         thinking = self.message.as_sent().get("reasoning_content", "")
-        said = _said(self.message.content, thinking, self._whole_calls(len(self.message.calls)), self._chat)
+        said = _said(
+            self.message.content, thinking, self._whole_calls(len(self.message.calls)), self._chat
+        )
         return dumps_long({**self._head(), **said, "done": True, **self._figures(result, reason)})
 
     def events(self, send: Send) -> EventStream:
@@ -60,7 +68,9 @@ class OllamaWriter(TurnWriter):
         content = "".join(part.text for part in parts if isinstance(part, Content))
         thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
         # A call is told when it is whole: when the next one begins, or at the end.
-        begun = max((part.index for part in parts if isinstance(part, CallStart)), default=self._calls_told)
+        begun = max(
+            (part.index for part in parts if isinstance(part, CallStart)), default=self._calls_told
+        )
         self._tell(content, thinking, begun)
 
     def closed(self, result: GenerationResult, reason: str) -> None:
@@ -71,10 +81,14 @@ class OllamaWriter(TurnWriter):
     def _tell(self, content: str, thinking: str, calls_until: int) -> None:
         calls = self._whole_calls(calls_until)
         if content or thinking or calls:
-            self._add({**self._head(), **_said(content, thinking, calls, self._chat), "done": False})
+            self._add(
+                {**self._head(), **_said(content, thinking, calls, self._chat), "done": False}
+            )
 
     def _whole_calls(self, until: int) -> list[Json]:
-        """The calls that were not told yet. One that was cut short is none to make, and has no arguments to show."""
+        """The calls that were not told yet. One that was cut short is none to make, and has no
+        arguments to show.
+        """
         calls: list[Json] = []
         for index in range(self._calls_told, until):
             call = self.message.calls[index]
@@ -94,7 +108,9 @@ class OllamaWriter(TurnWriter):
         return {"model": self._name, "created_at": now()}
 
     def _figures(self, result: GenerationResult, reason: str) -> Json:
-        """Times in nanoseconds. The prompt's tokens are all of them, with those that were read from the cache."""
+        """Times in nanoseconds. The prompt's tokens are all of them, with those that were read from
+        the cache.
+        """
         usage = usage_of([result], 1)
         spent = costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped)
         return {
@@ -113,7 +129,14 @@ def _said(content: str, thinking: str, calls: list[Json], chat: bool) -> Json:
     more: Json = {"thinking": thinking} if thinking else {}
     if not chat:
         return {"response": content, **more}
-    return {"message": {"role": "assistant", "content": content, **more, **({"tool_calls": calls} if calls else {})}}
+    return {
+        "message": {
+            "role": "assistant",
+            "content": content,
+            **more,
+            **({"tool_calls": calls} if calls else {}),
+        }
+    }
 
 
 def _nanoseconds(milliseconds: float) -> int:

@@ -1,4 +1,6 @@
-"""What the answers of /v1/responses look like, for the OpenAPI document: they are written by hand."""
+"""What the answers of /v1/responses look like, for the OpenAPI document: they are written by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from kvboost_edge.server.api.answers import CompletionTokensDetails, Costs, PromptTokensDetails, Timings
+from kvboost_edge.server.api.answers import (
+    CompletionTokensDetails,
+    Costs,
+    PromptTokensDetails,
+    Timings,
+)
 
 __all__ = ["DeletedResponse", "ItemList", "ResponseAnswer"]
 

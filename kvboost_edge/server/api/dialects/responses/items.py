@@ -1,6 +1,8 @@
-"""What a conversation is made of in OpenAI's responses: messages, calls, results of calls and reasoning, each an item.
+"""What a conversation is made of in OpenAI's responses: messages, calls, results of calls and
+reasoning, each an item.
 
-Items are checked as far as their shape goes; what they mean together is checked where they become messages.
+Items are checked as far as their shape goes; what they mean together is checked where they become
+messages.
 """
 
 from __future__ import annotations
@@ -49,11 +51,15 @@ def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
 def size_of_items(items: Sequence[Mapping[str, Any]]) -> int:
     """Characters of all their texts."""
     parts = sum(len(text_of(item.get("content") or ())) for item in items)
-    return parts + sum(len(item.get("arguments", "")) + len(item.get("output", "")) for item in items)
+    return parts + sum(
+        len(item.get("arguments", "")) + len(item.get("output", "")) for item in items
+    )
 
 
 def _items(value: Any) -> list[Json]:
-    """A text, or items, as a list of whole items: with an id, a type and, in messages, a list of parts."""
+    """A text, or items, as a list of whole items: with an id, a type and, in messages, a list of
+    parts.
+    """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     count = COUNTS["messages"]
@@ -69,11 +75,18 @@ def _item(value: Any, number: int) -> Json:
     kind = value.get("type", "message")
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(_KINDS)
-        raise field_error("not_built", f"{where} has a type that is not built in this server; there are {known}")
+        raise field_error(
+            "not_built", f"{where} has a type that is not built in this server; there are {known}"
+        )
     allowed, read = _KINDS[kind]
     given = {name: item for name, item in value.items() if item is not None}
-    if unknown := next((name for name in given if name not in allowed | {"type", "id", "status"}), None):
-        raise field_error("items", f"{where}, of type {kind!r}, has a member {unknown[:64]!r} that is not known here")
+    if unknown := next(
+        (name for name in given if name not in allowed | {"type", "id", "status"}), None
+    ):
+        raise field_error(
+            "items",
+            f"{where}, of type {kind!r}, has a member {unknown[:64]!r} that is not known here",
+        )
     for name in ("id", "status"):
         _text(given.get(name, "-"), f"{where}: {name}", "tool_call_id")
     return read(given, where)
@@ -83,11 +96,20 @@ def _message(item: Json, where: str) -> Json:
     role = item.get("role")
     content = item.get("content")
     if role not in _ROLES:
-        raise field_error("items", f"{where}: the role of a message must be one of {', '.join(_ROLES)}")
+        raise field_error(
+            "items", f"{where}: the role of a message must be one of {', '.join(_ROLES)}"
+        )
     if isinstance(content, str):
-        content = [{"type": "output_text" if role == "assistant" else "input_text", "text": content}]
+        content = [
+            {"type": "output_text" if role == "assistant" else "input_text", "text": content}
+        ]
     parts = _parts(content, where, _SAID)
-    whole = {"id": item.get("id") or new_id("msg"), "type": "message", "status": "completed", "role": role}
+    whole = {
+        "id": item.get("id") or new_id("msg"),
+        "type": "message",
+        "status": "completed",
+        "role": role,
+    }
     return {**whole, "content": parts}
 
 
@@ -97,21 +119,30 @@ def _call(item: Json, where: str) -> Json:
     if item.get("namespace") is not None:
         whole["namespace"] = _text(item["namespace"], f"{where}: namespace", "tool_name")
     whole["name"] = _text(item.get("name"), f"{where}: name", "tool_name")
-    return {**whole, "arguments": _text(item.get("arguments"), f"{where}: arguments", "text", empty=True)}
+    return {
+        **whole,
+        "arguments": _text(item.get("arguments"), f"{where}: arguments", "text", empty=True),
+    }
 
 
 def _result(item: Json, where: str) -> Json:
     output = item.get("output")
     if isinstance(output, list):
         output = text_of(_parts(output, where, _SAID)) if output else ""
-    whole = {"id": item.get("id") or new_id("fco"), "type": "function_call_output", "status": "completed"}
+    whole = {
+        "id": item.get("id") or new_id("fco"),
+        "type": "function_call_output",
+        "status": "completed",
+    }
     whole["call_id"] = _text(item.get("call_id"), f"{where}: call_id", "tool_call_id")
     return {**whole, "output": _text(output, f"{where}: output", "text", empty=True)}
 
 
 def _reasoning(item: Json, where: str) -> Json:
     if item.get("encrypted_content"):
-        raise field_error("not_built", f"{where}: encrypted_content was written by another server; leave it out")
+        raise field_error(
+            "not_built", f"{where}: encrypted_content was written by another server; leave it out"
+        )
     summary = item.get("summary", [])
     content = item.get("content", [])
     whole = {"id": item.get("id") or new_id("rs"), "type": "reasoning", "status": "completed"}
@@ -122,25 +153,37 @@ def _reasoning(item: Json, where: str) -> Json:
 def _parts(value: Any, where: str, kinds: Sequence[str], least: int = 1) -> list[Json]:
     most = int(COUNTS["parts"].high)
     if not isinstance(value, list) or not least <= len(value) <= most:
-        raise field_error("items", f"{where}: the content must be a string or a list of {least}..{most} parts")
+        raise field_error(
+            "items", f"{where}: the content must be a string or a list of {least}..{most} parts"
+        )
     return [_part(part, where, kinds) for part in value]
 
 
 def _part(part: Any, where: str, kinds: Sequence[str]) -> Json:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind not in kinds:
-        message = f"{where}: parts of type {kind[:64]!r} are not built in this server; there are {', '.join(kinds)}"
+        message = (
+            f"{where}: parts of type {kind[:64]!r} are not built in this server; there are "
+            f"{', '.join(kinds)}"
+        )
         raise field_error("not_built", message)
     if not isinstance(kind, str) or not part.keys() <= {"type", _PARTS[kind]} | _BESIDE:
-        raise field_error("items", f"{where}: each part must be {{'type': {kinds[0]!r}, 'text': string}}")
+        raise field_error(
+            "items", f"{where}: each part must be {{'type': {kinds[0]!r}, 'text': string}}"
+        )
     name = _PARTS[kind]
-    return {"type": kind, name: _text(part.get(name), f"{where}: the {name} of a part", "text", empty=True)}
+    return {
+        "type": kind,
+        name: _text(part.get(name), f"{where}: the {name} of a part", "text", empty=True),
+    }
 
 
 def _text(value: Any, what: str, count: str, *, empty: bool = False) -> str:
     most = int(COUNTS[count].high)
     if not is_text(value) or len(value) > most or not (value or empty):
-        raise field_error("items", f"{what} must be a text of {0 if empty else 1}..{most} characters")
+        raise field_error(
+            "items", f"{what} must be a text of {0 if empty else 1}..{most} characters"
+        )
     return str(value)
 
 
@@ -154,7 +197,12 @@ _KINDS: Mapping[str, tuple[set[str], Callable[[Json, str], Json]]] = {
 
 def _object(required: Json, **optional: Any) -> Json:
     properties = {**required, **optional}
-    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*required],
+        "additionalProperties": False,
+    }
 
 
 def _length(name: str, least: int = 1) -> Json:
@@ -163,11 +211,19 @@ def _length(name: str, least: int = 1) -> Json:
 
 def _list_of_parts(kinds: Sequence[str], least: int = 1) -> Json:
     parts = [_object({"type": {"const": kind}, _PARTS[kind]: _length("text", 0)}) for kind in kinds]
-    return {"type": "array", "minItems": least, "maxItems": int(COUNTS["parts"].high), "items": {"anyOf": parts}}
+    return {
+        "type": "array",
+        "minItems": least,
+        "maxItems": int(COUNTS["parts"].high),
+        "items": {"anyOf": parts},
+    }
 
 
 _TEXT = _length("text", 0)
-_COMMON = {"id": _length("tool_call_id"), "status": {"enum": ["in_progress", "completed", "incomplete"]}}
+_COMMON = {
+    "id": _length("tool_call_id"),
+    "status": {"enum": ["in_progress", "completed", "incomplete"]},
+}
 _CALL_ID = {"call_id": _length("tool_call_id")}
 _SCHEMAS = [
     _object(
@@ -181,7 +237,11 @@ _SCHEMAS = [
         **_COMMON,
     ),
     _object(
-        {"type": {"const": "function_call_output"}, **_CALL_ID, "output": {"anyOf": [_TEXT, _list_of_parts(_SAID)]}},
+        {
+            "type": {"const": "function_call_output"},
+            **_CALL_ID,
+            "output": {"anyOf": [_TEXT, _list_of_parts(_SAID)]},
+        },
         **_COMMON,
     ),
     _object(
@@ -190,5 +250,10 @@ _SCHEMAS = [
         **_COMMON,
     ),
 ]
-_LIST = {"type": "array", "minItems": 1, "maxItems": int(COUNTS["messages"].high), "items": {"anyOf": _SCHEMAS}}
+_LIST = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": int(COUNTS["messages"].high),
+    "items": {"anyOf": _SCHEMAS},
+}
 Items = Annotated[list[Json], PlainValidator(_items), WithJsonSchema({"anyOf": [_TEXT, _LIST]})]

@@ -41,7 +41,13 @@ class Output:
             case CallStart(_, name):
                 yield from self.close()
                 named = self._names.get(name, {"name": name})
-                item = {"id": new_id("fc"), "type": "function_call", "call_id": call_id, **named, "arguments": ""}
+                item = {
+                    "id": new_id("fc"),
+                    "type": "function_call",
+                    "call_id": call_id,
+                    **named,
+                    "arguments": "",
+                }
                 yield from self._begin(item)
             case CallArguments(_, text):
                 self._pieces.append(text)
@@ -66,7 +72,11 @@ class Output:
             logprobs: Json = {"logprobs": []} if kind == "output_text" else {}
             yield {**self._place(f"{stem}.done"), "content_index": 0, "text": text, **logprobs}
             yield {**self._place("response.content_part.done"), "content_index": 0, "part": part}
-        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+        yield {
+            "type": "response.output_item.done",
+            "output_index": len(self.items) - 1,
+            "item": item,
+        }
 
     def end(self, status: str) -> Iterator[Json]:
         """The end of the answer; one without a word is an empty message."""
@@ -85,9 +95,13 @@ class Output:
 
     def _begin_text(self, kind: str) -> Iterator[Json]:
         if kind == "message":
-            yield from self._begin({"id": new_id("msg"), "type": "message", "role": "assistant", "content": []})
+            yield from self._begin(
+                {"id": new_id("msg"), "type": "message", "role": "assistant", "content": []}
+            )
         else:
-            yield from self._begin({"id": new_id("rs"), "type": "reasoning", "summary": [], "content": []})
+            yield from self._begin(
+                {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": []}
+            )
         part = _part(_TEXTS[kind][0], "")
         yield {**self._place("response.content_part.added"), "content_index": 0, "part": part}
 
@@ -96,7 +110,11 @@ class Output:
         self.items.append(item)
         self._pieces = []
         self._open = True
-        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
+        yield {
+            "type": "response.output_item.added",
+            "output_index": len(self.items) - 1,
+            "item": dict(item),
+        }
 
     def _place(self, kind: str) -> Json:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}

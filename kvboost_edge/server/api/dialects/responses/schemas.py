@@ -46,21 +46,31 @@ _FOREIGN = {
 
 def _truncation(value: Any) -> str:
     if value != "disabled":
-        raise field_error("not_built", "anything but 'disabled' is not built in this server: nothing is cut silently")
+        raise field_error(
+            "not_built",
+            "anything but 'disabled' is not built in this server: nothing is cut silently",
+        )
     return "disabled"
 
 
 def _include(value: Any) -> list[str]:
-    """What a client may ask for where there is nothing of it: reasoning is in its items as it is."""
+    """What a client may ask for where there is nothing of it: reasoning is in its items as it
+    is.
+    """
     if not isinstance(value, list) or any(one != "reasoning.encrypted_content" for one in value):
-        message = "holds what is not built in this server; 'reasoning.encrypted_content' is taken and changes nothing"
+        message = (
+            "holds what is not built in this server; 'reasoning.encrypted_content' is taken and "
+            "changes nothing"
+        )
         raise field_error("not_built", message)
     return value
 
 
 class Reasoning(Strict):
-    """effort: "none" turns thinking off where the model's chat template can, all others turn it on; a template with
-    levels is told the level. No summary is written: the reasoning itself is in the answer."""
+    """effort: "none" turns thinking off where the model's chat template can, all others turn it on;
+    a template with levels is told the level. No summary is written: the reasoning itself is in the
+    answer.
+    """
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
@@ -72,7 +82,9 @@ class StreamOptions(Strict):
 
 
 class ResponseRequest(Strict):
-    """OpenAI's fields first, then ours. Without `max_output_tokens` the answer may fill the context."""
+    """OpenAI's fields first, then ours. Without `max_output_tokens` the answer may fill the
+    context.
+    """
 
     foreign = _FOREIGN
 
@@ -91,7 +103,9 @@ class ResponseRequest(Strict):
     max_output_tokens: Annotated[int, bounded("max_completion_tokens")] | None = None
     temperature: Annotated[float, bounded("temperature")] | None = None
     top_p: Annotated[float, bounded("top_p")] | None = None
-    truncation: Annotated[str, PlainValidator(_truncation), WithJsonSchema({"const": "disabled"})] | None = None
+    truncation: (
+        Annotated[str, PlainValidator(_truncation), WithJsonSchema({"const": "disabled"})] | None
+    ) = None
     include: (
         Annotated[
             list[str],

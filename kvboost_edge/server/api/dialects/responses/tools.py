@@ -1,4 +1,6 @@
-"""Tools, the choice among them and the form of the text, as responses spell them: flat, where chat has them nested."""
+"""Tools, the choice among them and the form of the text, as responses spell them: flat, where chat
+has them nested.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from pydantic import PlainValidator, WithJsonSchema
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.schemas.strict import field_error
 
-__all__ = ["ChoiceField", "TextForm", "ToolList", "as_chosen", "as_format", "as_tool", "full_name", "names_of"]
+__all__ = [
+    "ChoiceField",
+    "TextForm",
+    "ToolList",
+    "as_chosen",
+    "as_format",
+    "as_tool",
+    "full_name",
+    "names_of",
+]
 
 Json = dict[str, Any]
 
@@ -24,8 +35,16 @@ def full_name(namespace: str | None, name: str) -> str:
 
 def as_tool(tool: Json) -> Json:
     """The tool as chat has it."""
-    function = {name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name) is not None}
-    name = full_name(tool.get("namespace"), tool["name"]) if isinstance(tool.get("name"), str) else tool.get("name")
+    function = {
+        name: tool[name]
+        for name in ("description", "parameters", "strict")
+        if tool.get(name) is not None
+    }
+    name = (
+        full_name(tool.get("namespace"), tool["name"])
+        if isinstance(tool.get("name"), str)
+        else tool.get("name")
+    )
     return {"type": "function", "function": {"name": name, **function}}
 
 
@@ -53,17 +72,24 @@ def as_format(text: Json) -> Json | None:
     form = text.get("format") or {"type": "text"}
     if form["type"] != "json_schema":
         return None if form["type"] == "text" else form
-    return {"type": "json_schema", "json_schema": {name: item for name, item in form.items() if name != "type"}}
+    return {
+        "type": "json_schema",
+        "json_schema": {name: item for name, item in form.items() if name != "type"},
+    }
 
 
 def _tools(value: Any) -> list[Json]:
     if not isinstance(value, list):
-        raise field_error("tools", "must be a list of {'type': 'function', 'name': …, 'parameters': …}")
+        raise field_error(
+            "tools", "must be a list of {'type': 'function', 'name': …, 'parameters': …}"
+        )
     found: list[Json] = []
     for tool in value:
         found += _tools_of(tool)
     if len(found) > COUNTS["tools"].high:
-        raise field_error("tools", f"holds {len(found)} functions; at most {COUNTS['tools'].high} are allowed")
+        raise field_error(
+            "tools", f"holds {len(found)} functions; at most {COUNTS['tools'].high} are allowed"
+        )
     return found
 
 
@@ -71,7 +97,10 @@ def _tools_of(tool: Any) -> list[Json]:
     """One function, or those of a namespace."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind not in ("function", "namespace"):
-        raise field_error("not_built", f"tools of type {kind[:64]!r} are not built in this server; use type 'function'")
+        raise field_error(
+            "not_built",
+            f"tools of type {kind[:64]!r} are not built in this server; use type 'function'",
+        )
     if kind == "function":
         return [_function(tool)]
     if kind != "namespace" or not tool.keys() <= {"type", "name", "description", "tools"}:
@@ -87,7 +116,9 @@ def _tools_of(tool: Any) -> list[Json]:
 
 def _function(tool: Json) -> Json:
     if not tool.keys() <= _FUNCTION or not isinstance(tool.get("name"), str):
-        raise field_error("tools", "a function has a name, and may have description, parameters and strict")
+        raise field_error(
+            "tools", "a function has a name, and may have description, parameters and strict"
+        )
     whole = {"description": None, "parameters": None, "strict": None}
     return {"type": "function", "name": tool["name"], **whole, **tool}
 
@@ -98,14 +129,21 @@ def _choice(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "function" and value.keys() == {"type", "name"}:
         return value
-    if kind == "allowed_tools" and value.keys() == {"type", "mode", "tools"} and isinstance(value["tools"], list):
+    if (
+        kind == "allowed_tools"
+        and value.keys() == {"type", "mode", "tools"}
+        and isinstance(value["tools"], list)
+    ):
         tools = value["tools"]
-        if all(isinstance(one, dict) and one.get("type") == "function" and one.keys() == _NAMED for one in tools):
+        if all(
+            isinstance(one, dict) and one.get("type") == "function" and one.keys() == _NAMED
+            for one in tools
+        ):
             return value
     raise field_error(
         "tool_choice",
-        "must be 'none', 'auto', 'required', {'type': 'function', 'name': …} or {'type': 'allowed_tools', 'mode': …, "
-        "'tools': […]}",
+        "must be 'none', 'auto', 'required', {'type': 'function', 'name': …} or {'type': "
+        "'allowed_tools', 'mode': …, 'tools': […]}",
     )
 
 
@@ -114,7 +152,8 @@ def _text(value: Any) -> Json:
         raise field_error("text", "must be an object with format")
     if value.get("verbosity") not in (None, "medium"):
         raise field_error(
-            "not_built", "text.verbosity other than 'medium' is not built in this server; say it in words"
+            "not_built",
+            "text.verbosity other than 'medium' is not built in this server; say it in words",
         )
     form: Any = value.get("format")
     kind = form.get("type") if isinstance(form, dict) else None
@@ -122,14 +161,18 @@ def _text(value: Any) -> Json:
     if not plain and (kind != "json_schema" or not isinstance(form.get("schema"), dict)):
         raise field_error(
             "text",
-            "format must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'name': …, 'schema': "
-            "…}",
+            "format must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', "
+            "'name': …, 'schema': …}",
         )
     return {"format": form or {"type": "text"}}
 
 
 _NAMED = {"type", "name"}
-_NAME = {"type": "string", "pattern": r"^[A-Za-z0-9_.\-]+$", "maxLength": int(COUNTS["tool_name"].high)}
+_NAME = {
+    "type": "string",
+    "pattern": r"^[A-Za-z0-9_.\-]+$",
+    "maxLength": int(COUNTS["tool_name"].high),
+}
 _BY_NAME = {
     "type": "object",
     "properties": {"type": {"const": "function"}, "name": _NAME},
@@ -193,7 +236,13 @@ _FORMS = {
 ToolList = Annotated[
     list[Json],
     PlainValidator(_tools),
-    WithJsonSchema({"type": "array", "maxItems": int(COUNTS["tools"].high), "items": {"anyOf": [_TOOL, _SPACE]}}),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "maxItems": int(COUNTS["tools"].high),
+            "items": {"anyOf": [_TOOL, _SPACE]},
+        }
+    ),
 ]
 ChoiceField = Annotated[
     Any,

@@ -7,7 +7,12 @@ from typing import Any
 
 from kvboost_edge.server.api.dialects.responses.items import text_of
 from kvboost_edge.server.api.dialects.responses.schemas import Reasoning, ResponseRequest
-from kvboost_edge.server.api.dialects.responses.tools import as_chosen, as_format, as_tool, full_name
+from kvboost_edge.server.api.dialects.responses.tools import (
+    as_chosen,
+    as_format,
+    as_tool,
+    full_name,
+)
 from kvboost_edge.server.api.dialects.translated import chat_request
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
@@ -16,19 +21,41 @@ __all__ = ["FIELDS", "messages_of", "to_chat"]
 
 Json = dict[str, Any]
 
-FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
+FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+}
 """What our fields are called here."""
 
 _SAME = (
-    *("model", "parallel_tool_calls", "temperature", "top_p", "prompt_cache_key", "prompt_cache_retention", "stream"),
-    *("top_k", "min_p", "seed", "repetition_penalty", "cache_salt", "cache_prompt", "priority", "kvboost"),
+    *(
+        "model",
+        "parallel_tool_calls",
+        "temperature",
+        "top_p",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "stream",
+    ),
+    *(
+        "top_k",
+        "min_p",
+        "seed",
+        "repetition_penalty",
+        "cache_salt",
+        "cache_prompt",
+        "priority",
+        "kvboost",
+    ),
 )
 _LEVELS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
 
 
 def to_chat(body: ResponseRequest, before: Sequence[Json]) -> ChatRequest:
-    """The chat that the body asks for. before: the items of the conversation that it continues. ApiError names the
-    field."""
+    """The chat that the body asks for. before: the items of the conversation that it continues.
+    ApiError names the field.
+    """
     variables = {**_variables(body.reasoning), **(body.chat_template_kwargs or {})}
     return chat_request(
         **{name: getattr(body, name) for name in _SAME},
@@ -43,17 +70,23 @@ def to_chat(body: ResponseRequest, before: Sequence[Json]) -> ChatRequest:
 
 
 def messages_of(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """The messages that the items are. What an assistant thought, said and called, in this order, is one message; what
-    comes first of a system's and developer's, with the instructions, is one too: many templates know only one.
-    ApiError for the result of a call that there is not."""
+    """The messages that the items are. What an assistant thought, said and called, in this order,
+    is one message; what comes first of a system's and developer's, with the instructions, is one
+    too: many templates know only one. ApiError for the result of a call that there is not.
+    """
     messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
     open_turn: Json | None = None  # the assistant's message that may go on
     called: set[str] = set()
     for item in items:
         if item["type"] == "function_call_output":
             if item["call_id"] not in called:
-                raise bad_field("input", f"input has the output of {item['call_id']!r} and no such call before it")
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+                raise bad_field(
+                    "input",
+                    f"input has the output of {item['call_id']!r} and no such call before it",
+                )
+            messages.append(
+                {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+            )
             open_turn = None
         elif item["type"] == "message" and item["role"] != "assistant":
             _add(messages, item["role"], text_of(item["content"]))
@@ -87,11 +120,18 @@ def _goes_on(turn: Json, item: Mapping[str, Any]) -> bool:
 def _extend(turn: Json, item: Mapping[str, Any], called: set[str]) -> None:
     if item["type"] == "function_call":
         called.add(item["call_id"])
-        function = {"name": full_name(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
-        turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+        function = {
+            "name": full_name(item.get("namespace"), item["name"]),
+            "arguments": item["arguments"],
+        }
+        turn.setdefault("tool_calls", []).append(
+            {"id": item["call_id"], "type": "function", "function": function}
+        )
     elif item["type"] == "reasoning":
         if thought := text_of(item["content"]):
-            turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thought)))
+            turn["reasoning_content"] = "\n".join(
+                filter(None, (turn.get("reasoning_content"), thought))
+            )
     else:
         turn["content"] = text_of(item["content"])
 

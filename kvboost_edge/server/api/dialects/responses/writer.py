@@ -80,11 +80,16 @@ class ResponsesWriter(TurnWriter):
     def _parts(self) -> list[Part]:
         """Those of a whole message, in the order in which a turn has them."""
         sent = self.message.as_sent()
-        parts: list[Part] = [Reasoning(sent["reasoning_content"])] if "reasoning_content" in sent else []
+        parts: list[Part] = (
+            [Reasoning(sent["reasoning_content"])] if "reasoning_content" in sent else []
+        )
         parts += [Content(self.message.content)] if self.message.content else []
         for index, call in enumerate(self.message.calls):
             function = call["function"]
-            parts += [CallStart(index, function["name"]), CallArguments(index, function["arguments"])]
+            parts += [
+                CallStart(index, function["name"]),
+                CallArguments(index, function["arguments"]),
+            ]
         return parts
 
     def _added(self, part: Part) -> Any:
@@ -122,9 +127,18 @@ class ResponsesWriter(TurnWriter):
     def _failure(self, error: ApiError) -> bytes:
         """The events of an error behind others."""
         told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-        failed = {**self._response, "status": "failed", "error": {"code": "server_error", "message": error.message}}
-        events: list[Json] = [told, {"type": "response.failed", "response": {**failed, "output": self._output.items}}]
-        numbered = [{**data, "sequence_number": self._number + more} for more, data in enumerate(events)]
+        failed = {
+            **self._response,
+            "status": "failed",
+            "error": {"code": "server_error", "message": error.message},
+        }
+        events: list[Json] = [
+            told,
+            {"type": "response.failed", "response": {**failed, "output": self._output.items}},
+        ]
+        numbered = [
+            {**data, "sequence_number": self._number + more} for more, data in enumerate(events)
+        ]
         return b"".join(event(data, data["type"]) for data in numbered)
 
 
