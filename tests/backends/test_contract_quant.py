@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from helpers.distance import distance
 from helpers.kernels.paged_cases import make_case, random_rows
 from helpers.kernels.quantized_kv_cases import (
     KERNELS,
@@ -73,7 +74,7 @@ def assert_same(name, got, wanted):
 
 
 def assert_near(got, wanted):
-    assert np.linalg.norm(got[0] - wanted[0]) <= OUT_ERROR * np.linalg.norm(wanted[0])
+    assert distance(got[0], wanted[0]) <= OUT_ERROR
     np.testing.assert_allclose(got[1], wanted[1], rtol=0, atol=LSE_ERROR)
 
 
@@ -100,7 +101,10 @@ def test_any_chunking_gives_the_same_bits(make, name, bits):
     case = small_case(1, ((1, 49), (1, 70), (1, 16)))
     params = AttentionParams(0.3, window=40)
     at_once = run_all(make(case, bits), case, [whole(case)], params)
-    one_by_one = [[(s, at, at + 1) for s, (_, total) in enumerate(case.lengths) if at < total] for at in range(70)]
+    one_by_one = [
+        [(s, at, at + 1) for s, (_, total) in enumerate(case.lengths) if at < total]
+        for at in range(70)
+    ]
     for passes in (one_by_one, random_passes(np.random.default_rng(2), case, 20)):
         backend = make(case, bits)
         for mine, plain in zip(run_all(backend, case, passes, params), at_once, strict=True):
@@ -124,7 +128,9 @@ def test_a_checksum_notices_one_element_of_a_full_and_of_an_open_block(make):
     case = small_case(4, ((1, 20),))
     sums = []
     for change in ((0, 0), (15, 0), (0, 19)):
-        other = dataclasses.replace(case, keys=[case.keys[0].copy()], values=[case.values[0].copy()])
+        other = dataclasses.replace(
+            case, keys=[case.keys[0].copy()], values=[case.values[0].copy()]
+        )
         other.keys[0][change[0], 1, 23] += 10 * (change[0] > 0)
         other.values[0][change[1], 1, 23] += 10 * (change[1] > 0)
         backend = make(other)
@@ -144,7 +150,10 @@ def test_a_fork_of_an_open_block_goes_its_own_way(make, name, usual):
     rng = np.random.default_rng(6)
     tables = np.array([[parent.tables[0, 0], block, -1] for block in (tail, unused)], np.int32)
     grown = {
-        field: [np.concatenate([getattr(parent, field)[0], random_rows(rng, 7, heads, 24)]) for _ in range(2)]
+        field: [
+            np.concatenate([getattr(parent, field)[0], random_rows(rng, 7, heads, 24)])
+            for _ in range(2)
+        ]
         for field, heads in (("queries", 6), ("keys", 2), ("values", 2))
     }
     both = dataclasses.replace(parent, lengths=((7, 32), (7, 32)), tables=tables, **grown)
@@ -157,7 +166,9 @@ def test_a_fork_of_an_open_block_goes_its_own_way(make, name, usual):
     for sequence in range(2):
         alone = make(dataclasses.replace(parent, lengths=((7, 32),)))
         lone = dataclasses.replace(
-            both, lengths=((7, 32),), **{field: [arrays[sequence]] for field, arrays in grown.items()}
+            both,
+            lengths=((7, 32),),
+            **{field: [arrays[sequence]] for field, arrays in grown.items()},
         )
         write(alone, lone, [(0, 0, 25)])
         rows = slice(7 * sequence, 7 * sequence + 7)
@@ -215,7 +226,11 @@ def test_what_is_not_finite_shows(make, bits, half):
         backend = make(case, bits)
         write(backend, case, before_new(case))
         out, _ = run(backend, case, case.spans, PLAIN)
-        assert not np.isfinite(out[0, 3:]).any() if half == "keys" else not np.isfinite(out[0, 3:, 5]).any()
+        assert (
+            not np.isfinite(out[0, 3:]).any()
+            if half == "keys"
+            else not np.isfinite(out[0, 3:, 5]).any()
+        )
         assert np.isfinite(out[0, :3]).all()
 
 
@@ -265,15 +280,23 @@ def test_layouts_that_break_the_order_of_writing_are_refused(make):
 
 
 def test_layers_of_different_shapes_keep_apart(name):
-    cases = [small_case(15, ((3, 37),)), small_case(16, ((3, 37),)), small_case(17, ((3, 37),), dim=64)]
-    spec = KVSpec((LayerKVSpec(2, 24), LayerKVSpec(2, 24), LayerKVSpec(2, 64)), 16, "float16", (8, 8))
+    cases = [
+        small_case(15, ((3, 37),)),
+        small_case(16, ((3, 37),)),
+        small_case(17, ((3, 37),), dim=64),
+    ]
+    spec = KVSpec(
+        (LayerKVSpec(2, 24), LayerKVSpec(2, 24), LayerKVSpec(2, 64)), 16, "float16", (8, 8)
+    )
     backend = MAKERS[name](spec, 6, num_open=2)
     for case in cases:
         case.tables[:] = cases[0].tables
     for spans in ([(0, 0, 34)], [(0, 34, 37)]):
         batch = backend.prepare(cases[0].layout(spans))
         for layer, case in enumerate(cases):
-            backend.write_kv(layer, case.rows(case.keys, spans), case.rows(case.values, spans), batch)
+            backend.write_kv(
+                layer, case.rows(case.keys, spans), case.rows(case.values, spans), batch
+            )
     for layer, case in enumerate(cases):
         got = backend.attention(layer, case.rows(case.queries, case.spans), batch, PLAIN)
         assert_near(got, expected(case, case.spans, PLAIN, (8, 8)))
@@ -284,7 +307,10 @@ def test_bytes_of_pool_and_open_blocks(name):
     """Qwen2-0.5B's heads: codes, a zero and a step per channel, a scale (4 bits: and a middle) per token."""
     layer = LayerKVSpec(2, 64)
     keys = {8: 16 * 64 + 2 * 64 + 64, 4: 16 * 32 + 2 * 64 + 64}
-    values = {8: 16 * 64 + 2 * 32, 4: 16 * 32 + 2 * 32}  # a line of 64 bytes holds the scales either way
+    values = {
+        8: 16 * 64 + 2 * 32,
+        4: 16 * 32 + 2 * 32,
+    }  # a line of 64 bytes holds the scales either way
     for k_bits, v_bits in (bits for kind, bits in KINDS if kind == name):
         spec = KVSpec((layer,) * 3, 16, "float16", (k_bits, v_bits))
         assert spec.bytes_per_block == 3 * 2 * (keys[k_bits] + values[v_bits])
@@ -312,7 +338,10 @@ def test_pools_that_make_no_sense_are_refused(kind, spec, more, message):
 
 @pytest.mark.parametrize("others", [(8, 4), (4, 8), (4, 4), (16, 8)], ids=str)
 def test_torch_refuses_other_widths_by_name(others):
-    with pytest.raises(BackendUnavailable, match=rf"both at 8, not at {re.escape(str(others))}: use kv_cache_bits=8"):
+    with pytest.raises(
+        BackendUnavailable,
+        match=rf"both at 8, not at {re.escape(str(others))}: use kv_cache_bits=8",
+    ):
         TorchBackend(KVSpec((LayerKVSpec(2, 16),), 16, "float16", others), 4)
 
 

@@ -2,7 +2,9 @@
 
 import json
 
-__all__ = ["change_json", "read_json"]
+__all__ = ["LEFT_OUT", "change_json", "read_json"]
+
+LEFT_OUT = object()
 
 
 def read_json(path):
@@ -10,5 +12,8 @@ def read_json(path):
 
 
 def change_json(path, **fields):
-    """Set these keys of the object in a file."""
-    path.write_text(json.dumps({**read_json(path), **fields}), encoding="utf-8")
+    """Set these keys of the object in a file, and take out those that are LEFT_OUT."""
+    changed = {
+        key: value for key, value in {**read_json(path), **fields}.items() if value is not LEFT_OUT
+    }
+    path.write_text(json.dumps(changed), encoding="utf-8")

@@ -3,11 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 
+from helpers.distance import distance
 from helpers.gguf.writer import write_gguf
 from helpers.models.hybrid_models import HYBRID_NESTED, HYBRIDS
-from helpers.models.tiny_models import build_nested_model, build_tiny_model, save_nested_model, save_tiny_model
+from helpers.models.tensor_files import change_tensors, tensors_of
+from helpers.models.tiny_models import (
+    build_nested_model,
+    build_tiny_model,
+    save_nested_model,
+    save_tiny_model,
+)
 from helpers.oracles.packed_plan import hybrid_logits, plan_floats
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -21,32 +27,37 @@ TOKENS = np.random.default_rng(5).integers(0, 256, 70).tolist()
 
 def _of_transformers(model):
     with torch.inference_mode():
-        return np.asarray(model(torch.tensor([TOKENS]), use_cache=False).logits[0].numpy(), dtype=np.float64)
-
-
-def _distance(found, expected):
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+        return np.asarray(
+            model(torch.tensor([TOKENS]), use_cache=False).logits[0].numpy(), dtype=np.float64
+        )
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_the_packed_tensors_are_the_model_of_transformers(name, tmp_path):
     spec, weights = plan_floats(save_tiny_model(name, tmp_path))
     expected = _of_transformers(build_tiny_model(name))
-    assert _distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
+    assert distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", HYBRID_NESTED)
 def test_a_language_model_inside_another(name, tmp_path):
     """Beside it a part for images, and layers that guess tokens ahead: both are told and not used."""
     save_nested_model(name, tmp_path)
-    path = tmp_path / "model.safetensors"
-    ahead = {f"mtp.{part}.weight": np.ones((4, 4), np.float32) for part in ("fc", "norm", "layers.0.self_attn.q_proj")}
-    save_file({**load_file(path), **ahead}, path, metadata={"format": "pt"})
+    ahead = {
+        f"mtp.{part}.weight": np.ones((4, 4), np.float32)
+        for part in ("fc", "norm", "layers.0.self_attn.q_proj")
+    }
+    change_tensors(tmp_path, ahead)
     spec, weights = plan_floats(tmp_path)
-    assert _distance(hybrid_logits(spec, weights, TOKENS), _of_transformers(build_nested_model(name))) < 1e-5
+    assert (
+        distance(hybrid_logits(spec, weights, TOKENS), _of_transformers(build_nested_model(name)))
+        < 1e-5
+    )
     parts = Checkpoint.open(tmp_path).other_parts
     assert parts.pop("mtp") == 3
-    assert set(parts) == ({"vision_tower", "multi_modal_projector"} if name == "lfm2_vl" else {"visual"})
+    assert set(parts) == (
+        {"vision_tower", "multi_modal_projector"} if name == "lfm2_vl" else {"visual"}
+    )
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -68,7 +79,7 @@ def test_the_oracle_sees_what_is_wrong(name, wrong, tmp_path):
             weights[key] = np.concatenate([value[half:], value[:half]])
         elif wrong == "rope" and key.endswith(".qkv"):
             weights[key] = np.roll(value, 1, axis=0)
-    assert _distance(hybrid_logits(spec, weights, TOKENS), expected) > 1e-2
+    assert distance(hybrid_logits(spec, weights, TOKENS), expected) > 1e-2
 
 
 def test_steps_of_time_are_limited_as_the_config_says(tmp_path):
@@ -76,25 +87,25 @@ def test_steps_of_time_are_limited_as_the_config_says(tmp_path):
     limited = {"time_step_limit": (0.3, 0.6)}
     spec, weights = plan_floats(save_tiny_model("granitemoehybrid-groups", tmp_path, **limited))
     expected = _of_transformers(build_tiny_model("granitemoehybrid-groups", **limited))
-    assert _distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
-    assert _distance(expected, _of_transformers(build_tiny_model("granitemoehybrid-groups"))) > 1e-2
+    assert distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
+    assert distance(expected, _of_transformers(build_tiny_model("granitemoehybrid-groups"))) > 1e-2
 
 
 def test_experts_may_be_chosen_without_a_bias(tmp_path):
     """There is no tensor of it in the file then."""
     without = {"use_expert_bias": False}
     spec, weights = plan_floats(save_tiny_model("lfm2_moe", tmp_path, **without))
-    assert not [name for name in load_file(tmp_path / "model.safetensors") if "expert_bias" in name]
+    assert not [name for name in tensors_of(tmp_path) if "expert_bias" in name]
     expected = _of_transformers(build_tiny_model("lfm2_moe", **without))
-    assert _distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
+    assert distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
 
 
 def test_shares_of_sigmoids_are_divided_where_the_config_says_so(tmp_path):
     as_they_are = {"norm_topk_prob": False}
     spec, weights = plan_floats(save_tiny_model("nemotron_h-moe", tmp_path, **as_they_are))
     expected = _of_transformers(build_tiny_model("nemotron_h-moe", **as_they_are))
-    assert _distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
-    assert _distance(expected, _of_transformers(build_tiny_model("nemotron_h-moe"))) > 1e-3
+    assert distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
+    assert distance(expected, _of_transformers(build_tiny_model("nemotron_h-moe"))) > 1e-3
 
 
 # -- tensors --
@@ -104,26 +115,34 @@ def test_what_a_state_space_packs(tmp_path):
     """The file's [z | x | B | C | dt] as [x | B | C | z], and dt as floats beside it; gate and up from one matrix."""
     save_tiny_model("granitemoehybrid-h", tmp_path)
     spec, weights = plan_floats(tmp_path)
-    files = {name: tensor.astype(np.float64) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    files = {name: tensor.astype(np.float64) for name, tensor in tensors_of(tmp_path).items()}
     layer, stored = "model.layers.2.mamba.", files["model.layers.2.mamba.in_proj.weight"]
     assert stored.shape == (128 + 128 + 2 * 16 + 4, 64)
-    np.testing.assert_array_equal(weights["layer2.mixer_in"], np.concatenate([stored[128:288], stored[:128]]))
+    np.testing.assert_array_equal(
+        weights["layer2.mixer_in"], np.concatenate([stored[128:288], stored[:128]])
+    )
     np.testing.assert_array_equal(weights["layer2.mixer_gates"], stored[288:])
-    np.testing.assert_array_equal(weights["layer2.conv"], files[f"{layer}conv1d.weight"][:, 0].T.reshape(-1))
+    np.testing.assert_array_equal(
+        weights["layer2.conv"], files[f"{layer}conv1d.weight"][:, 0].T.reshape(-1)
+    )
     np.testing.assert_allclose(weights["layer2.decay"], -np.exp(files[f"{layer}A_log"]), rtol=1e-7)
     for name, own in (("conv_bias", "conv1d.bias"), ("dt_bias", "dt_bias"), ("skip", "D"),
                       ("mixer_norm", "norm.weight"), ("mixer_out", "out_proj.weight")):  # fmt: skip
         np.testing.assert_array_equal(weights[f"layer2.{name}"], files[layer + own])
     shared = files["model.layers.2.shared_mlp.input_linear.weight"]
     np.testing.assert_array_equal(weights["layer2.gate_up"], shared)
-    kinds = {entry.name: entry.kind for entry in pack_plan(spec, "int4") if entry.name.startswith("layer2.")}
+    kinds = {
+        entry.name: entry.kind
+        for entry in pack_plan(spec, "int4")
+        if entry.name.startswith("layer2.")
+    }
     assert (kinds["layer2.mixer_gates"], kinds["layer2.mixer_in"]) == ("f32", "int4")
 
 
 def test_what_a_convolution_packs(tmp_path):
     save_tiny_model("lfm2", tmp_path)
     spec, weights = plan_floats(tmp_path)
-    files = load_file(tmp_path / "model.safetensors")
+    files = tensors_of(tmp_path)
     assert [layer.kv for layer in spec.layers] == [-1, 0, -1, 1, -1]
     assert [layer.state for layer in spec.layers] == [0, -1, 1, -1, 2]
     assert spec.mixer is not None
@@ -131,8 +150,14 @@ def test_what_a_convolution_packs(tmp_path):
     kernel = files["model.layers.2.conv.conv.weight"]
     assert kernel.shape == (64, 1, 3)
     np.testing.assert_array_equal(weights["layer2.conv"], kernel[:, 0].T.reshape(-1))
-    for name, stored in (("mixer_in", "conv.in_proj"), ("mixer_out", "conv.out_proj"), ("attn_in", "operator_norm")):
-        np.testing.assert_array_equal(weights[f"layer2.{name}"], files[f"model.layers.2.{stored}.weight"])
+    for name, stored in (
+        ("mixer_in", "conv.in_proj"),
+        ("mixer_out", "conv.out_proj"),
+        ("attn_in", "operator_norm"),
+    ):
+        np.testing.assert_array_equal(
+            weights[f"layer2.{name}"], files[f"model.layers.2.{stored}.weight"]
+        )
     assert "layer2.qkv" not in weights
     assert "layer1.conv" not in weights
 
@@ -140,18 +165,22 @@ def test_what_a_convolution_packs(tmp_path):
 def test_what_a_gated_delta_rule_packs(tmp_path):
     save_tiny_model("qwen3_5_text", tmp_path)
     spec, weights = plan_floats(tmp_path)
-    files = {name: tensor.astype(np.float64) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    files = {name: tensor.astype(np.float64) for name, tensor in tensors_of(tmp_path).items()}
     layer, mixer = "model.layers.1.linear_attn.", spec.mixer
     assert mixer is not None
     assert mixer == Mixer("delta", 3, 2 * 2 * 16 + 4 * 32, 2, 4, 16, 32)
     for name, parts in (("mixer_in", ("qkv", "z")), ("mixer_gates", ("b", "a"))):
         stored = np.concatenate([files[f"{layer}in_proj_{part}.weight"] for part in parts])
         np.testing.assert_array_equal(weights[f"layer1.{name}"], stored)
-    np.testing.assert_array_equal(weights["layer1.conv"], files[f"{layer}conv1d.weight"][:, 0].T.reshape(-1))
+    np.testing.assert_array_equal(
+        weights["layer1.conv"], files[f"{layer}conv1d.weight"][:, 0].T.reshape(-1)
+    )
     np.testing.assert_allclose(weights["layer1.decay"], -np.exp(files[f"{layer}A_log"]), rtol=1e-7)
     np.testing.assert_array_equal(weights["layer1.dt_bias"], files[f"{layer}dt_bias"])
     np.testing.assert_array_equal(weights["layer1.mixer_norm"], files[f"{layer}norm.weight"])
-    np.testing.assert_array_equal(weights["layer1.attn_in"], 1 + files["model.layers.1.input_layernorm.weight"])
+    np.testing.assert_array_equal(
+        weights["layer1.attn_in"], 1 + files["model.layers.1.input_layernorm.weight"]
+    )
     gates = next(entry for entry in pack_plan(spec, "int4") if entry.name == "layer1.mixer_gates")
     assert gates.kind == "f32"
 
@@ -160,17 +189,21 @@ def test_queries_and_gates_are_told_apart(tmp_path):
     """Of each head the file has its query, then its gate; packed are all queries, keys, values, then all gates."""
     save_tiny_model("qwen3_5_text", tmp_path)
     _, weights = plan_floats(tmp_path)
-    files = load_file(tmp_path / "model.safetensors")
+    files = tensors_of(tmp_path)
     query, key, value = (files[f"model.layers.2.self_attn.{name}_proj.weight"] for name in "qkv")
     heads = query.reshape(4, 2, 32, 64)
-    expected = np.concatenate([heads[:, 0].reshape(128, 64), key, value, heads[:, 1].reshape(128, 64)])
+    expected = np.concatenate(
+        [heads[:, 0].reshape(128, 64), key, value, heads[:, 1].reshape(128, 64)]
+    )
     np.testing.assert_array_equal(weights["layer2.qkv"], expected)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q4_K", "IQ4_NL"])
 def test_any_range_of_queries_and_gates(kind, tmp_path):
     wide = {"hidden_size": 256, "intermediate_size": 512, "linear_key_head_dim": 32}
-    path = write_gguf(save_tiny_model("qwen3_5_text", tmp_path / "model", **wide), tmp_path / "m.gguf", kind=kind)
+    path = write_gguf(
+        save_tiny_model("qwen3_5_text", tmp_path / "model", **wide), tmp_path / "m.gguf", kind=kind
+    )
     name = "model.layers.2.self_attn.{}.weight"
     with Checkpoint.open(path).open_source() as ours, Checkpoint.open(path)._open_files() as files:
         assert ours.names() - files.names() == {
@@ -182,7 +215,9 @@ def test_any_range_of_queries_and_gates(kind, tmp_path):
             expected = stored[:, at].reshape(128, 256)
             assert ours.shape(name.format(part)) == (128, 256)
             for start, stop in ((0, 128), (5, 70), (127, 128)):
-                np.testing.assert_array_equal(ours.rows(name.format(part), start, stop), expected[start:stop])
+                np.testing.assert_array_equal(
+                    ours.rows(name.format(part), start, stop), expected[start:stop]
+                )
                 if kind != "F32":
                     found = ours.quant_rows(name.format(part), start, stop)
                     whole = files.quant_rows(name.format("q_proj"), 0, 256)
@@ -254,8 +289,6 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_that_do_not_fit_are_refused(name, tmp_path):
     family, change, message = TENSORS[name]
-    path = save_tiny_model(family, tmp_path) / "model.safetensors"
-    changed = {key: value for key, value in {**load_file(path), **change}.items() if value is not None}
-    save_file(changed, path, metadata={"format": "pt"})
+    change_tensors(save_tiny_model(family, tmp_path), change)
     with pytest.raises(ModelFormatError, match=message):
         plan_floats(tmp_path)

@@ -4,8 +4,9 @@ import json
 import logging
 
 import pytest
-from safetensors.numpy import load_file, save_file
 
+from helpers.models.specs import spec_of
+from helpers.models.tensor_files import change_tensors, tensors_of
 from helpers.models.tiny_models import NESTED, build_nested_model, save_nested_model
 from helpers.oracles.transformers_logits import assert_native_equals
 from kvboost_edge.errors import ModelFormatError
@@ -32,14 +33,15 @@ def _change(directory, change, text=None):
 
 def _rename(directory, **prefixes):
     """Prefixes of tensors in the file, "." written as "__"."""
-    found = {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        for old, new in prefixes.items():
-            if name.startswith(old.replace("__", ".")):
-                name = new + name.removeprefix(old.replace("__", "."))
-                break
-        found[name] = tensor
-    save_file(found, directory / "model.safetensors", metadata={"format": "pt"})
+
+    def rename(tensors):
+        for name in list(tensors):
+            for old, new in prefixes.items():
+                if name.startswith(old.replace("__", ".")):
+                    tensors[new + name.removeprefix(old.replace("__", "."))] = tensors.pop(name)
+                    break
+
+    change_tensors(directory, rename)
 
 
 @pytest.mark.parametrize("name", NESTED)
@@ -58,7 +60,7 @@ def test_a_head_that_the_configs_disagree_about_is_where_the_file_says(tied, tmp
     save_nested_model("qwen3_vl", tmp_path, tie_word_embeddings=tied)
     for outer, inner in ((not tied, tied), (tied, not tied), (None, tied), (None, None)):
         _change(tmp_path, {"tie_word_embeddings": outer}, {"tie_word_embeddings": inner})
-        assert describe_model(Checkpoint.open(tmp_path).config).tied == tied
+        assert spec_of(tmp_path).tied == tied
     assert_native_equals(build_nested_model("qwen3_vl", tie_word_embeddings=tied), tmp_path)
 
 
@@ -96,16 +98,15 @@ def test_a_config_that_contradicts_itself_is_refused(name, tmp_path):
 
 def test_the_same_size_in_both_configs_is_no_contradiction(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
-    expected = describe_model(Checkpoint.open(tmp_path).config)
+    expected = spec_of(tmp_path)
     _change(tmp_path, {"hidden_size": 64, "vocab_size": 300})
-    assert describe_model(Checkpoint.open(tmp_path).config) == expected
+    assert spec_of(tmp_path) == expected
 
 
 def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.language_model.norm.weight"].copy()
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    norm = tensors_of(tmp_path)["model.language_model.norm.weight"]
+    change_tensors(tmp_path, {"model.norm.weight": norm})
     with pytest.raises(ModelFormatError, match=r"a second time as 'model\.norm\.weight'"):
         SafetensorsSource(tmp_path)
 
@@ -122,6 +123,11 @@ def test_what_gemmas_files_leave_out(tmp_path):
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
     spec = describe_model({"model_type": "gemma3", "text_config": text})
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (
+        8,
+        4,
+        256,
+        262208,
+    )
     assert (spec.max_context, spec.tied, spec.ropes[0].frequencies[0]) == (131072, True, 0.125)
     assert [layer.window for layer in spec.layers[:6]] == [1024] * 5 + [0]

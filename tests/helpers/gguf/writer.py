@@ -20,14 +20,32 @@ from safetensors.numpy import load_file
 from helpers.gguf.experts import merged_experts, write_expert_sizes
 from helpers.gguf.gemma4 import gemma4_scale, rope_freqs, write_gemma4_sizes
 from helpers.gguf.granite import write_granite_factors
-from helpers.gguf.hybrids import HYBRID_FAMILIES, arch_of, hybrid_tensors, is_hybrid, write_hybrid_sizes
+from helpers.gguf.hybrids import (
+    HYBRID_FAMILIES,
+    arch_of,
+    hybrid_tensors,
+    is_hybrid,
+    write_hybrid_sizes,
+)
 from helpers.gguf.layers import permuted, write_sizes
 from helpers.models.gpt_oss_files import ROPE as GPT_OSS_ROPE
 from helpers.models.hybrid_models import HYBRID_NESTED
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.models.tiny_models import NESTED, save_nested_model, save_tiny_model
 
-__all__ = ["ARCHS", "FAMILIES", "PERMUTED", "add_keys", "gguf_tensors", "iq4_xs", "q4_k_m", "save_model", "write_gguf"]
+__all__ = [
+    "ARCHS",
+    "FAMILIES",
+    "PERMUTED",
+    "WIDE",
+    "add_keys",
+    "gguf_tensors",
+    "iq4_xs",
+    "q4_k_m",
+    "save_gguf",
+    "save_model",
+    "write_gguf",
+]
 
 ARCHS = {
     "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
@@ -46,7 +64,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-llama3rope": {},
     "llama-yarn": {},
-    "llama-linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
+    "llama-linear": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+    },
     "llama-biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "mistral": {"sliding_window": None},
     "qwen2": {},
@@ -98,6 +118,8 @@ PERMUTED = (
     "mixtral",
     "granitemoe",
 )
+# Rows of whole blocks in every format.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 PLUS_ONE = ("gemma", "gemma2", "gemma3_text")  # norms that multiply by 1 + weight
 # Matrices that are F32 whatever the others are.
 IN_FLOATS = ("conv.weight", "conv1d.weight", "ssm_norm.weight", "ssm_a", "ssm_d")
@@ -116,7 +138,9 @@ def save_model(name: str, directory: Path) -> Path:
         directory.mkdir()
         return save_tiny_checkpoint(name, directory, **FAMILIES[name])
     nested = name in HYBRID_NESTED or (name in NESTED and not name.startswith("gemma"))
-    return (save_nested_model if nested else save_tiny_model)(name, directory, **{**FAMILIES, **HYBRID_FAMILIES}[name])
+    return (save_nested_model if nested else save_tiny_model)(
+        name, directory, **{**FAMILIES, **HYBRID_FAMILIES}[name]
+    )
 
 
 def _config(model_dir: Path) -> dict[str, Any]:
@@ -132,7 +156,9 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
     if is_hybrid(config):
         tensors = merged_experts(load_file(model_dir / "model.safetensors"))
         own = {name.replace("language_model.", ""): values for name, values in tensors.items()}
-        return hybrid_tensors({n: v for n, v in own.items() if not n.startswith((*OTHER_PARTS, "mtp."))}, config)
+        return hybrid_tensors(
+            {n: v for n, v in own.items() if not n.startswith((*OTHER_PARTS, "mtp."))}, config
+        )
     names = gguf.get_tensor_name_map(ARCHS[model_type], config["num_hidden_layers"])
     found = {}
     for name, tensor in sorted(merged_experts(load_file(model_dir / "model.safetensors")).items()):
@@ -149,10 +175,16 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
         if model_type == "gemma4_text" and (scale := gemma4_scale(name)) is not None:
             found[scale] = values
             continue
-        name += ".weight" if name.endswith("layer_scalar") or re.search(r"\.experts\.[a-z_]+$", name) else ""
+        name += (
+            ".weight"
+            if name.endswith("layer_scalar") or re.search(r"\.experts\.[a-z_]+$", name)
+            else ""
+        )
         if "shared_mlp.input_linear" in name:
             layer = name.split(".")[2]
-            found[f"blk.{layer}.ffn_gate.weight"], found[f"blk.{layer}.ffn_up.weight"] = np.split(values, 2)
+            found[f"blk.{layer}.ffn_gate.weight"], found[f"blk.{layer}.ffn_up.weight"] = np.split(
+                values, 2
+            )
             continue
         name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -160,12 +192,16 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
         found[target] = np.ascontiguousarray(values)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type") == "llama3":
-        found["rope_freqs.weight"] = _llama3_factors(rope, config["hidden_size"] // config["num_attention_heads"])
+        found["rope_freqs.weight"] = _llama3_factors(
+            rope, config["hidden_size"] // config["num_attention_heads"]
+        )
     if model_type == "gemma4_text":
         found["rope_freqs.weight"] = rope_freqs(config)
     if rope.get("rope_type") == "longrope":
         for which in ("long", "short"):
-            found[f"rope_factors_{which}.weight"] = np.array(rope[f"{which}_factor"], dtype=np.float32)
+            found[f"rope_factors_{which}.weight"] = np.array(
+                rope[f"{which}_factor"], dtype=np.float32
+            )
     return found
 
 
@@ -186,7 +222,9 @@ def _random_blocks(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray
     blocks = rng.integers(0, 256, (values.size // weights, nbytes), dtype=np.uint8)
     halves, largest = K_SCALES[kind.name]
     for at in halves:
-        blocks[:, at : at + 2] = np.array([2 * values.std() / largest], dtype=np.float16).view(np.uint8)
+        blocks[:, at : at + 2] = np.array([2 * values.std() / largest], dtype=np.float16).view(
+            np.uint8
+        )
     return blocks.reshape(*values.shape[:-1], -1)
 
 
@@ -231,7 +269,12 @@ def write_gguf(
     (write_hybrid_sizes if is_hybrid(config) else _write_sizes)(writer, config)
     for key, value in (keys or {}).items():
         writer.kv_data[0].pop(f"{writer.arch}.{key}", None)
-        kinds = {float: writer.add_float32, bool: writer.add_bool, list: writer.add_array, type(None): lambda *_: None}
+        kinds = {
+            float: writer.add_float32,
+            bool: writer.add_bool,
+            list: writer.add_array,
+            type(None): lambda *_: None,
+        }
         kinds.get(type(value), writer.add_uint32)(f"{writer.arch}.{key}", value)
     if isinstance(tokenizer, Mapping):
         add_keys(writer, tokenizer)
@@ -254,13 +297,28 @@ def write_gguf(
         number = GGMLQuantizationType["F32" if in_floats else chosen]
         if values.ndim > 1 and values.shape[-1] % gguf.GGML_QUANT_SIZES[number][0]:
             number = GGMLQuantizationType.F32
-        data = _random_blocks(values, number) if number.name in K_SCALES else quants.quantize(values, number)
+        data = (
+            _random_blocks(values, number)
+            if number.name in K_SCALES
+            else quants.quantize(values, number)
+        )
         writer.add_tensor(name, data, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
+
+
+def save_gguf(
+    name: str, directory: Path, fields: Mapping[str, Any] | None = None, **options: Any
+) -> Path:
+    """A tiny model with these fields in its config as the file m.gguf, and its makers' directory beside it."""
+    return write_gguf(
+        save_tiny_model(name, directory / "model", **(fields or {})),
+        directory / "m.gguf",
+        **options,
+    )
 
 
 def add_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
@@ -285,7 +343,9 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     )
     writer.add_head_count(heads)
     kv_heads = config["num_key_value_heads"]
-    writer.add_head_count_kv([kv_heads] * config["num_hidden_layers"] if model_type == "granitemoehybrid" else kv_heads)
+    writer.add_head_count_kv(
+        [kv_heads] * config["num_hidden_layers"] if model_type == "granitemoehybrid" else kv_heads
+    )
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -315,10 +375,15 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_rope_dimension_count(head_dim)
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if rope["rope_type"] == "longrope" and model_type == "minicpm":  # its converter writes no length and no factor
+    if (
+        rope["rope_type"] == "longrope" and model_type == "minicpm"
+    ):  # its converter writes no length and no factor
         writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
     elif rope["rope_type"] == "longrope":
-        old = config.get("original_max_position_embeddings") or rope["original_max_position_embeddings"]
+        old = (
+            config.get("original_max_position_embeddings")
+            or rope["original_max_position_embeddings"]
+        )
         scale = config["max_position_embeddings"] / old
         writer.add_rope_scaling_orig_ctx_len(old)
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(old)))
@@ -353,7 +418,9 @@ def _write_factors(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         write_granite_factors(writer, config)
 
 
-def _write_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int, *, ends: bool = False) -> None:
+def _write_tokenizer(
+    writer: GGUFWriter, model_dir: Path, vocab_size: int, *, ends: bool = False
+) -> None:
     """As the converters' `_set_vocab_gpt2`: tokens by id, ids without a token as unused."""
     state = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
     settings = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8"))

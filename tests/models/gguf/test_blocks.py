@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
+from helpers.distance import distance
 from kvboost_edge.kernels.linear.blocks import pack_blocks
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from kvboost_edge.models.gguf.blocks import BLOCKS, TYPE_NAMES, dequantize, quant_rows_of, refusal, scales_of
+from kvboost_edge.models.gguf.blocks import (
+    BLOCKS,
+    TYPE_NAMES,
+    dequantize,
+    quant_rows_of,
+    refusal,
+    scales_of,
+)
 from kvboost_edge.models.gguf.tables import count_lost
 
 QUANTIZED = [name for name, block in BLOCKS.items() if block.kind is not None]
@@ -20,9 +28,13 @@ EXACT = [name for name in QUANTIZED if BLOCKS[name].exact and name not in IN_BLO
 def _random(name, rows=9, blocks=4):
     """Random codes with ordinary scales: uint8 [rows, bytes]."""
     block, rng = BLOCKS[name], np.random.default_rng(3)
-    raw = rng.integers(0, 256, (rows * blocks * (256 // block.weights), block.nbytes), dtype=np.uint8)
+    raw = rng.integers(
+        0, 256, (rows * blocks * (256 // block.weights), block.nbytes), dtype=np.uint8
+    )
     for at in block.halves:
-        raw[:, at : at + 2] = (0.01 * rng.normal(size=(len(raw), 1))).astype(np.float16).view(np.uint8)
+        raw[:, at : at + 2] = (
+            (0.01 * rng.normal(size=(len(raw), 1))).astype(np.float16).view(np.uint8)
+        )
     if name == "MXFP4":
         raw[:, 0] = rng.integers(104, 144, len(raw))  # the scales that are float16
     return raw.reshape(rows, -1)
@@ -30,7 +42,11 @@ def _random(name, rows=9, blocks=4):
 
 def _values(rows, kind):
     codes, scales, minima = rows.codes.astype(np.float32), rows.scales, rows.minima
-    signed = rows.table[rows.codes] if kind == "int4t" else codes - {"int8": 128, "int4": 8, "int4-asym": 0}[kind]
+    signed = (
+        rows.table[rows.codes]
+        if kind == "int4t"
+        else codes - {"int8": 128, "int4": 8, "int4-asym": 0}[kind]
+    )
     values = np.repeat(scales.astype(np.float32), 32, 1) * signed
     return values if minima is None else values - np.repeat(minima.astype(np.float32), 32, 1)
 
@@ -45,7 +61,9 @@ def test_sizes_and_numbers_are_those_of_the_format():
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_floats_equal_the_package(name):
     raw = _random(name)
-    np.testing.assert_array_equal(dequantize(name, raw), quants.dequantize(raw, GGMLQuantizationType[name]))
+    np.testing.assert_array_equal(
+        dequantize(name, raw), quants.dequantize(raw, GGMLQuantizationType[name])
+    )
     assert scales_of(name, raw).shape == (raw.size // BLOCKS[name].nbytes, len(BLOCKS[name].halves))
 
 
@@ -53,7 +71,9 @@ def test_floats_equal_the_package(name):
 def test_float_types(name):
     values = np.random.default_rng(4).normal(size=(5, 7)).astype(np.float32)
     raw = quants.quantize(values, GGMLQuantizationType[name]).view(np.uint8).reshape(5, -1)
-    expected = quants.dequantize(quants.quantize(values, GGMLQuantizationType[name]), GGMLQuantizationType[name])
+    expected = quants.dequantize(
+        quants.quantize(values, GGMLQuantizationType[name]), GGMLQuantizationType[name]
+    )
     np.testing.assert_array_equal(dequantize(name, raw), expected)
 
 
@@ -86,7 +106,7 @@ def test_error_of_the_others():
     raw = _random("Q5_1")
     rows, stored = quant_rows_of("Q5_1", raw), dequantize("Q5_1", raw)
     assert rows.kind == "int8"
-    assert 0 < np.linalg.norm(_values(rows, "int8") - stored) / np.linalg.norm(stored) < 6e-3
+    assert 0 < distance(_values(rows, "int8"), stored) < 6e-3
     largest = np.abs(stored.reshape(len(stored), -1, 32)).max(axis=2)
     difference = np.abs(_values(rows, "int8") - stored).reshape(len(stored), -1, 32).max(axis=2)
     assert (difference <= 0.51 / 127 * largest + 1e-9).all()
@@ -116,7 +136,7 @@ def test_q3_k_at_its_extremes():
 def test_scales_of_iq4_xs_are_rounded_to_float16():
     raw = _random("IQ4_XS")
     rows, stored = quant_rows_of("IQ4_XS", raw), dequantize("IQ4_XS", raw)
-    error = np.linalg.norm(_values(rows, "int4t") - stored) / np.linalg.norm(stored)
+    error = distance(_values(rows, "int4t"), stored)
     assert 1e-5 < error < 2**-11
     assert rows.table.tolist()[:2] == [-127, -104]
 
@@ -124,7 +144,9 @@ def test_scales_of_iq4_xs_are_rounded_to_float16():
 def test_scales_of_mxfp4_outside_float16():
     """Every exponent, before weights and before zeros of both signs: exact, or 0 where it is too small, or infinite."""
     raw = np.random.default_rng(6).integers(0, 256, (512, 17), dtype=np.uint8)
-    raw[256:, 1:] = np.random.default_rng(7).choice(np.array([0x00, 0x80, 0x08, 0x88], np.uint8), (256, 16))
+    raw[256:, 1:] = np.random.default_rng(7).choice(
+        np.array([0x00, 0x80, 0x08, 0x88], np.uint8), (256, 16)
+    )
     raw[:, 0] = np.tile(np.arange(256), 2)
     with np.errstate(over="ignore"):
         expected = quants.dequantize(raw, GGMLQuantizationType.MXFP4)
@@ -147,7 +169,10 @@ def test_scales_of_mxfp4_outside_float16():
     ("name", "why"),
     [
         ("Q2_K", "a minimum for every 16 weights.*Q4_K_M or IQ4_XS file.*Q3_K_M"),
-        *((name, "lattice.*take a Q4_K_M or IQ4_XS file") for name in ("IQ2_XXS", "IQ3_S", "IQ1_M")),
+        *(
+            (name, "lattice.*take a Q4_K_M or IQ4_XS file")
+            for name in ("IQ2_XXS", "IQ3_S", "IQ1_M")
+        ),
         *((name, "two or three values.*Q4_K_M") for name in ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")),
         ("NVFP4", "every 16 weights.*Q4_K_M"),
         ("Q8_K", "inside a computation"),

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from helpers.gguf.writer import q4_k_m, write_gguf
+from helpers.gguf.writer import q4_k_m, save_gguf, write_gguf
 from helpers.models.packed_files import file_plan
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
-from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf.file import read_gguf
@@ -14,21 +13,35 @@ from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.packed.plan import plan_bytes, plan_label
 from kvboost_edge.runners.native.runner import NativeRunner
 
-WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 6, "num_hidden_layers": 2, "head_dim": 64}
+WIDE = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "num_experts": 6,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+}
 
 
-def _model(directory, **fields):
-    directory.mkdir()
-    return save_tiny_checkpoint("qwen3_moe", directory, **{**WIDE, **fields})
+def _file(directory, **options):
+    (directory / "model").mkdir()
+    return write_gguf(
+        save_tiny_checkpoint("qwen3_moe", directory / "model", **WIDE),
+        directory / "m.gguf",
+        **options,
+    )
 
 
 def test_experts_keep_the_files_formats(tmp_path):
     """Every expert is the file's bits; the router stays as floats, whatever the others are."""
-    path = write_gguf(_model(tmp_path / "model"), tmp_path / "m.gguf", kind=q4_k_m)
+    path = _file(tmp_path, kind=q4_k_m)
     plan = file_plan(path)
     with GgufSource(read_gguf(path)) as source:
         rows = source.quant_rows("model.layers.1.mlp.experts.3.up_proj.weight", 16, 32).codes
-    kinds = {entry.name: (entry.kind, len(entry.parts)) for entry in plan if entry.name.startswith("layer1.")}
+    kinds = {
+        entry.name: (entry.kind, len(entry.parts))
+        for entry in plan
+        if entry.name.startswith("layer1.")
+    }
     assert kinds["layer1.experts_gate_up"] == ("q4k", 12)
     assert kinds["layer1.experts_down"] == ("q4k", 6)
     assert kinds["layer1.router"] == ("f32", 1)
@@ -40,14 +53,28 @@ def test_experts_keep_the_files_formats(tmp_path):
     assert tensor.shape == (6, 256, 256)
     row = (tensor.stop - tensor.start) // (6 * 256)
     start = tensor.start + (3 * 256 + 16) * row
-    np.testing.assert_array_equal(rows.reshape(-1), np.fromfile(path, np.uint8)[start : start + 16 * row])
+    np.testing.assert_array_equal(
+        rows.reshape(-1), np.fromfile(path, np.uint8)[start : start + 16 * row]
+    )
 
 
 KEYS = {
-    "more of a token than there are": ({"expert_used_count": 7}, "num_experts_per_tok=7 is above num_experts=6"),
-    "another count": ({"expert_count": 5}, r"has shape \(6, 256\), expected \(5, 256\)|is of expert 5"),
-    "more than the tensors": ({"expert_count": 8}, r"has shape \(6, 256\)|lacks tensor .*experts\.6"),
-    "another width": ({"expert_feed_forward_length": 128}, r"has shape \(256, 256\), expected \(128, 256\)"),
+    "more of a token than there are": (
+        {"expert_used_count": 7},
+        "num_experts_per_tok=7 is above num_experts=6",
+    ),
+    "another count": (
+        {"expert_count": 5},
+        r"has shape \(6, 256\), expected \(5, 256\)|is of expert 5",
+    ),
+    "more than the tensors": (
+        {"expert_count": 8},
+        r"has shape \(6, 256\)|lacks tensor .*experts\.6",
+    ),
+    "another width": (
+        {"expert_feed_forward_length": 128},
+        r"has shape \(256, 256\), expected \(128, 256\)",
+    ),
     "a sigmoid": ({"expert_gating_func": 2}, "expert_gating_func' is not understood"),
     "groups of experts": ({"expert_group_count": 2}, "expert_group_count' is not understood"),
 }
@@ -56,7 +83,7 @@ KEYS = {
 @pytest.mark.parametrize("name", KEYS)
 def test_keys_that_contradict_the_tensors(name, tmp_path):
     keys, message = KEYS[name]
-    path = write_gguf(_model(tmp_path / "model"), tmp_path / "m.gguf", keys=keys)
+    path = _file(tmp_path, keys=keys)
     with pytest.raises(ModelFormatError, match=message):
         NativeRunner.from_dir(path, weights="f32")
 
@@ -64,8 +91,7 @@ def test_keys_that_contradict_the_tensors(name, tmp_path):
 def test_a_router_with_nan(tmp_path):
     router = np.ones((6, 256), dtype=np.float32)
     router[2, 9] = np.nan
-    more = {"blk.1.ffn_gate_inp.weight": router}
-    path = write_gguf(_model(tmp_path / "model"), tmp_path / "m.gguf", more=more)
+    path = _file(tmp_path, more={"blk.1.ffn_gate_inp.weight": router})
     with pytest.raises(ModelFormatError, match=r"mlp\.gate\.weight' .*holds NaN"):
         NativeRunner.from_dir(path, weights="int8")
     with pytest.raises(ModelFormatError, match=r"blk\.1\.ffn_gate_inp\.weight' \(F32\) holds NaN"):
@@ -73,7 +99,6 @@ def test_a_router_with_nan(tmp_path):
 
 
 def test_experts_of_other_architectures_are_refused(tmp_path):
-    model = save_tiny_model("qwen2", tmp_path / "model")
-    path = write_gguf(model, tmp_path / "m.gguf", keys={"expert_count": 8})
+    path = save_gguf("qwen2", tmp_path, keys={"expert_count": 8})
     with pytest.raises(ModelFormatError, match="expert_count=8 is a mixture"):
         NativeRunner.from_dir(path, weights="f32")

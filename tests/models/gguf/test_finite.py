@@ -2,28 +2,31 @@
 
 import pytest
 
-from helpers.gguf.writer import write_gguf
-from helpers.models.tiny_models import save_tiny_model
+from helpers.gguf.writer import WIDE, save_gguf
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+
+def _quantized(directory, kind):
+    """A file of this kind, and one of its tensors."""
+    path = save_gguf("llama", directory, WIDE, kind=kind)
+    with GgufSource(read_gguf(path)) as source:
+        return path, source._tensor("model.layers.0.mlp.up_proj.weight")
 
 
 @pytest.mark.parametrize(("kind", "where"), [("Q4_0", 7), ("Q8_0", 3), ("F32", 100), ("F16", 100)])
 def test_nan_is_found(kind, where, tmp_path):
-    model = save_tiny_model("llama", tmp_path / "model", **WIDE)
-    path = write_gguf(model, tmp_path / "m.gguf", kind=kind)
-    with GgufSource(read_gguf(path)) as source:
-        tensor = source._tensor("model.layers.0.mlp.up_proj.weight")
+    path, tensor = _quantized(tmp_path, kind)
     data = bytearray(path.read_bytes())
     at = tensor.start + where * BLOCKS[kind].nbytes
     data[at : at + BLOCKS[kind].nbytes] = b"\xff" * BLOCKS[kind].nbytes
     path.write_bytes(data)
-    with pytest.raises(ModelFormatError, match=r"m.gguf: tensor 'blk.0.ffn_up.weight'.*NaN or infinity"):
+    with pytest.raises(
+        ModelFormatError, match=r"m.gguf: tensor 'blk.0.ffn_up.weight'.*NaN or infinity"
+    ):
         Checkpoint.open(path).summary()
 
 
@@ -47,9 +50,7 @@ def test_every_kind_is_searched():
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_one_number_that_is_not_finite_is_found(kind, tmp_path):
     """In the first, an inner and the last block; whatever the codes beside it are, they are no number."""
-    path = write_gguf(save_tiny_model("llama", tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=kind)
-    with GgufSource(read_gguf(path)) as source:
-        tensor = source._tensor("model.layers.0.mlp.up_proj.weight")
+    path, tensor = _quantized(tmp_path, kind)
     assert tensor.type == kind
     nbytes, sound = BLOCKS[kind].nbytes, path.read_bytes()
     last = (tensor.stop - tensor.start) // nbytes - 1
@@ -58,7 +59,9 @@ def test_one_number_that_is_not_finite_is_found(kind, tmp_path):
             for number in map(bytes.fromhex, NOT_FINITE.get(kind, NOT_FINITE["half"])):
                 place = tensor.start + block * nbytes + at
                 path.write_bytes(sound[:place] + number + sound[place + len(number) :])
-                with pytest.raises(ModelFormatError, match=rf"ffn_up.*\({kind}\) holds NaN.* in block {block} "):
+                with pytest.raises(
+                    ModelFormatError, match=rf"ffn_up.*\({kind}\) holds NaN.* in block {block} "
+                ):
                     Checkpoint.open(path).summary()
     data = bytearray(sound)
     if BLOCKS[kind].kind is not None:

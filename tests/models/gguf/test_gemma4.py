@@ -1,15 +1,14 @@
 """Gemma 4 from GGUF: config and tensors make the model that the file was written of; what contradicts is refused."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from helpers.gguf.gemma4 import makers_config
 from helpers.gguf.writer import write_gguf
+from helpers.json_files import read_json
+from helpers.models.tensor_files import tensors_of
 from helpers.models.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
 from helpers.text.hostile_words import gemma4_metadata
 from kvboost_edge import CPUPagedEngine
@@ -57,8 +56,13 @@ def _whole(tensors):
     """Experts' matrices as transformers has them, all of a layer in one."""
     found = {name: values for name, values in tensors.items() if ".experts." not in name}
     for layer in range(LAYERS) if len(found) < len(tensors) else ():
-        each = [f"model.layers.{layer}.experts.{expert}." for expert in range(EXPERTS["num_experts"])]
-        both = [torch.cat([tensors[f"{one}{part}_proj.weight"] for part in ("gate", "up")]) for one in each]
+        each = [
+            f"model.layers.{layer}.experts.{expert}." for expert in range(EXPERTS["num_experts"])
+        ]
+        both = [
+            torch.cat([tensors[f"{one}{part}_proj.weight"] for part in ("gate", "up")])
+            for one in each
+        ]
         found[f"model.layers.{layer}.experts.gate_up_proj"] = torch.stack(both)
         down = [tensors[f"{one}down_proj.weight"] for one in each]
         found[f"model.layers.{layer}.experts.down_proj"] = torch.stack(down)
@@ -70,7 +74,7 @@ def test_gate_and_up_may_be_tensors_of_their_own(tmp_path):
     model, whole = _write(tmp_path, EXPERTS)
     more = {}
     for layer in range(LAYERS):
-        both = load_file(model / "model.safetensors")[f"model.layers.{layer}.experts.gate_up_proj"]
+        both = tensors_of(model)[f"model.layers.{layer}.experts.gate_up_proj"]
         gate, up = np.split(both, 2, axis=1)
         more |= {f"blk.{layer}.ffn_gate_up_exps.weight": None, f"blk.{layer}.ffn_gate_exps.weight": gate.copy(),
                  f"blk.{layer}.ffn_up_exps.weight": up.copy()}  # fmt: skip
@@ -117,7 +121,7 @@ def test_config_and_tensors_make_the_same_model(name, tmp_path):
     """transformers' model of our config, with our tensors, computes what the original one does, to the bit."""
     directory, path = _write(tmp_path, MODELS[name])
     config = dict(Checkpoint.open(path, cache_dir=NO_CACHE).config)
-    expected = makers_config(json.loads((directory / "config.json").read_text()))
+    expected = makers_config(read_json(directory / "config.json"))
     changed = {"eos_token_id": [expected["eos_token_id"]]}
     assert {key: config[key] for key in config if key in expected} == {
         key: value for key, value in {**expected, **changed}.items() if key in config
@@ -125,10 +129,14 @@ def test_config_and_tensors_make_the_same_model(name, tmp_path):
     assert config["global_head_dim"] == 64
     with GgufSource(read_gguf(path)) as source:
         stored = _whole({key: torch.from_numpy(source.rows(key)) for key in source.names()})
-    theirs = load_file(directory / "model.safetensors")
+    theirs = tensors_of(directory)
     assert stored.keys() == theirs.keys()
     assert "model.layers.3.layer_scalar" in stored
-    fields = {key: value for key, value in config.items() if key not in ("attention_output_bias", "mlp_bias")}
+    fields = {
+        key: value
+        for key, value in config.items()
+        if key not in ("attention_output_bias", "mlp_bias")
+    }
     ours = Gemma4ForCausalLM(Gemma4TextConfig(**fields)).eval()
     missing, unexpected = ours.load_state_dict(stored, strict=False)
     assert missing in ([], ["lm_head.weight"])
@@ -144,15 +152,19 @@ def test_the_table_is_read_row_by_row(kind, tmp_path):
     directory, path = _write(tmp_path, SMALL, kind=kind)
     model = Checkpoint.open(path, cache_dir=NO_CACHE)
     tokens = np.array([3, 299, 3])
-    with RowTable.open(model, "model.embed_tokens_per_layer.weight", VOCAB_SIZE, 16 * LAYERS) as table:
+    with RowTable.open(
+        model, "model.embed_tokens_per_layer.weight", VOCAB_SIZE, 16 * LAYERS
+    ) as table:
         found = table.rows(tokens)
-    expected = load_file(directory / "model.safetensors")["model.embed_tokens_per_layer.weight"][tokens]
+    expected = tensors_of(directory)["model.embed_tokens_per_layer.weight"][tokens]
     np.testing.assert_allclose(found, expected, rtol=0, atol=0 if kind == "F32" else 0.02)
 
 
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
 def test_what_reads_the_table_is_compiled_ahead_where_a_kernel_does(kind, tmp_path):
-    _, path = _write(tmp_path, SMALL, kind=lambda name: kind if name == "per_layer_token_embd.weight" else "F32")
+    _, path = _write(
+        tmp_path, SMALL, kind=lambda name: kind if name == "per_layer_token_embd.weight" else "F32"
+    )
     model = Checkpoint.open(path, cache_dir=NO_CACHE)
     spec = describe_model(model.config)
     with model.open_source() as source:
@@ -165,19 +177,21 @@ def test_summary_takes_layers_of_two_sizes(tmp_path):
     assert Checkpoint.open(path, cache_dir=NO_CACHE).summary().num_params > 0
 
 
+METADATA = gemma4_metadata()
+TOKENS = METADATA["tokenizer.ggml.tokens"]
+WORDED = {**SMALL, "vocab_size": len(TOKENS), "vocab_size_per_layer_input": len(TOKENS)}
+
+
 def test_the_engine_chats_with_a_file_alone(tmp_path):
     """Tokenizer, template and endings from the file: an answer ends where a turn or a call does."""
-    metadata = gemma4_metadata()
-    tokens = metadata["tokenizer.ggml.tokens"]
     template = "{{ bos_token }}{% for m in messages %}<|turn>{{ m['role'] }}\\n{{ m['content'] }}<turn|>\\n{% endfor %}"
-    sizes = {"vocab_size": len(tokens), "vocab_size_per_layer_input": len(tokens)}
-    _, path = _write(tmp_path, {**SMALL, **sizes}, tokenizer={**metadata, "tokenizer.chat_template": template})
+    _, path = _write(tmp_path, WORDED, tokenizer={**METADATA, "tokenizer.chat_template": template})
     assert Checkpoint.open(path).generation().eos_token_ids == tuple(
-        sorted(tokens.index(token) for token in ("<eos>", "<turn|>", "<|tool_response>"))
+        sorted(TOKENS.index(token) for token in ("<eos>", "<turn|>", "<|tool_response>"))
     )
     with CPUPagedEngine.from_pretrained(path, weights="f32", num_blocks=32) as engine:
         ids = engine.tokenizer.encode_chat([{"role": "user", "content": "a  b"}])
-        assert [tokens[token] for token in ids[:2]] == ["<bos>", "<|turn>"]
+        assert [TOKENS[token] for token in ids[:2]] == ["<bos>", "<|turn>"]
         answer = engine.generate([{"role": "user", "content": "a  b"}], max_new_tokens=6)
         assert 1 <= len(answer.output_token_ids) <= 6
         again = engine.generate(ids, max_new_tokens=6)
@@ -186,34 +200,40 @@ def test_the_engine_chats_with_a_file_alone(tmp_path):
 
 def test_tokens_that_a_file_suppresses_are_never_generated(tmp_path):
     """The one that would come next, and whatever comes in its place."""
-    metadata = gemma4_metadata()
-    tokens = metadata["tokenizer.ggml.tokens"]
-    sizes = {"vocab_size": len(tokens), "vocab_size_per_layer_input": len(tokens)}
-    model, path = _write(tmp_path, {**SMALL, **sizes}, tokenizer=metadata)
+    model, path = _write(tmp_path, WORDED, tokenizer=METADATA)
     suppressed = []
     for number in range(3):
         with CPUPagedEngine.from_pretrained(path, weights="f32", num_blocks=32) as engine:
             answer = engine.generate([5, 6, 7], max_new_tokens=4, ignore_eos=True).output_token_ids
-            sampled = engine.generate([5, 6, 7], max_new_tokens=9, ignore_eos=True, temperature=3.0, seed=1)
+            sampled = engine.generate(
+                [5, 6, 7], max_new_tokens=9, ignore_eos=True, temperature=3.0, seed=1
+            )
         assert not set(suppressed) & {*answer, *sampled.output_token_ids}
         suppressed.append(answer[0])
-        given = {**metadata, "tokenizer.ggml.suppress_tokens": suppressed}
+        given = {**METADATA, "tokenizer.ggml.suppress_tokens": suppressed}
         path = write_gguf(model, tmp_path / f"{number}.gguf", tokenizer=given)
     assert len(set(suppressed)) == 3
-    bad = write_gguf(model, tmp_path / "bad.gguf", tokenizer={**metadata, "tokenizer.ggml.suppress_tokens": [10**6]})
-    with pytest.raises(ModelFormatError, match="suppress_tokens has the id 1000000, which is beyond the vocabulary"):
-        Checkpoint.open(bad).generation()
-    none = write_gguf(model, tmp_path / "none.gguf", tokenizer={**metadata, "tokenizer.ggml.suppress_tokens": "5"})
-    with pytest.raises(ModelFormatError, match="suppress_tokens='5' must be a list of token ids"):
-        Checkpoint.open(none).generation()
+    for wrong, message in (
+        ([10**6], "suppress_tokens has the id 1000000, which is beyond the vocabulary"),
+        ("5", "suppress_tokens='5' must be a list of token ids"),
+    ):
+        given = {**METADATA, "tokenizer.ggml.suppress_tokens": wrong}
+        path = write_gguf(model, tmp_path / "wrong.gguf", tokenizer=given)
+        with pytest.raises(ModelFormatError, match=message):
+            Checkpoint.open(path).generation()
 
 
 def test_keys_that_sharing_layers_do_not_use_may_be_there(tmp_path):
     """The makers' checkpoints have them, and the converter writes what is there."""
     unused = np.ones((64, 64), np.float32)
-    _, path = _write(tmp_path, SMALL, more={"blk.5.attn_k.weight": unused, "blk.5.attn_v.weight": unused})
+    _, path = _write(
+        tmp_path, SMALL, more={"blk.5.attn_k.weight": unused, "blk.5.attn_v.weight": unused}
+    )
     without = write_gguf(tmp_path / "hf", tmp_path / "without.gguf")
-    assert Checkpoint.open(path, cache_dir=NO_CACHE).config == Checkpoint.open(without, cache_dir=NO_CACHE).config
+    assert (
+        Checkpoint.open(path, cache_dir=NO_CACHE).config
+        == Checkpoint.open(without, cache_dir=NO_CACHE).config
+    )
 
 
 TABLE = "per_layer_token_embd.weight"

@@ -1,13 +1,15 @@
 """Hybrids from GGUF files that follow the converters' rules: the same tensors, and each trap of theirs."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 
+from helpers.distance import distance
 from helpers.gguf.hybrids import HYBRID_FAMILIES, draft_layer, tiled_heads
-from helpers.gguf.writer import gguf_tensors, save_model, write_gguf
+from helpers.gguf.writer import gguf_tensors, save_gguf, save_model, write_gguf
+from helpers.json_files import read_json
+from helpers.models.specs import spec_of
 from helpers.models.tiny_models import save_tiny_model
 from helpers.oracles.packed_plan import hybrid_logits, plan_floats
 from kvboost_edge.errors import ModelFormatError
@@ -17,10 +19,6 @@ from kvboost_edge.models.config.families import describe_model
 TOKENS = np.random.default_rng(5).integers(0, 256, 70).tolist()
 
 
-def _distance(found, expected):
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-
-
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
 def test_a_gguf_file_is_the_same_model(name, tmp_path):
     """Entries are equal to the bit, but for norms that files have with their 1, heads that have another order, and what
@@ -28,11 +26,15 @@ def test_a_gguf_file_is_the_same_model(name, tmp_path):
     model = save_model(name, tmp_path / "model")
     spec, weights = plan_floats(model)
     found, stored = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
-    assert _distance(hybrid_logits(found, stored, TOKENS), hybrid_logits(spec, weights, TOKENS)) < 1e-6
+    assert (
+        distance(hybrid_logits(found, stored, TOKENS), hybrid_logits(spec, weights, TOKENS)) < 1e-6
+    )
     assert stored.keys() == weights.keys()
     even = spec.mixer is None or spec.mixer.key_heads == spec.mixer.value_heads
     for key, value in weights.items():
-        in_order = even or not key.endswith((".mixer_in", ".mixer_gates", ".conv", ".decay", ".dt_bias", "r_out"))
+        in_order = even or not key.endswith(
+            (".mixer_in", ".mixer_gates", ".conv", ".decay", ".dt_bias", "r_out")
+        )
         if in_order and spec.factors == found.factors:
             np.testing.assert_allclose(stored[key], value, rtol=1e-6, atol=1e-7, err_msg=key)
 
@@ -41,23 +43,27 @@ def test_value_heads_of_a_gguf_file_are_in_the_order_of_tiles(tmp_path):
     """Two key heads, four value heads: the file has value heads 0, 2, 1, 3 of transformers' in every tensor, so value
     head h reads key head h mod 2. As transformers' own order read so they make another model."""
     model = save_model("qwen3_5_text", tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
+    config = read_json(model / "config.json")
     spec, weights = plan_floats(model)
     found, stored = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
     assert spec.mixer is not None
     assert found.mixer is not None
     assert (spec.mixer.tiled_heads, found.mixer.tiled_heads) == (False, True)
     assert found.mixer._replace(tiled_heads=False) == spec.mixer
-    np.testing.assert_allclose(stored["layer0.decay"], weights["layer0.decay"][[0, 2, 1, 3]], rtol=1e-7)
+    np.testing.assert_allclose(
+        stored["layer0.decay"], weights["layer0.decay"][[0, 2, 1, 3]], rtol=1e-7
+    )
     np.testing.assert_array_equal(stored["layer0.dt_bias"], weights["layer0.dt_bias"][[0, 2, 1, 3]])
-    np.testing.assert_array_equal(stored["layer0.mixer_out"], tiled_heads(weights["layer0.mixer_out"], 1, config, 32))
+    np.testing.assert_array_equal(
+        stored["layer0.mixer_out"], tiled_heads(weights["layer0.mixer_out"], 1, config, 32)
+    )
     values = slice(2 * 2 * 32, 2 * 2 * 32 + 4 * 32)
     in_tiles = tiled_heads(weights["layer0.mixer_in"][values], 0, config, 32)
     np.testing.assert_array_equal(stored["layer0.mixer_in"][values], in_tiles)
     assert found.hybrid is not None
     hybrid = found.hybrid._replace(mixer=spec.mixer)
     wrong = hybrid_logits(dataclasses.replace(found, hybrid=hybrid), stored, TOKENS)
-    assert _distance(wrong, hybrid_logits(spec, weights, TOKENS)) > 1e-2
+    assert distance(wrong, hybrid_logits(spec, weights, TOKENS)) > 1e-2
 
 
 def test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used(tmp_path):
@@ -72,7 +78,10 @@ def test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used(tmp_p
     assert found.other_parts == {"nextn": len(ahead)}
     assert expected.other_parts == {}
     spec, weights = plan_floats(path)
-    assert _distance(hybrid_logits(spec, weights, TOKENS), hybrid_logits(*plan_floats(model), TOKENS)) < 1e-6
+    assert (
+        distance(hybrid_logits(spec, weights, TOKENS), hybrid_logits(*plan_floats(model), TOKENS))
+        < 1e-6
+    )
 
 
 def test_a_list_of_blocks_counts_the_layers_that_guess_ahead(tmp_path):
@@ -87,31 +96,24 @@ def test_a_list_of_blocks_counts_the_layers_that_guess_ahead(tmp_path):
         "feed_forward_length": [0, 64, 0, 0, 64],
     }
     path = write_gguf(model, tmp_path / "m.gguf", keys=keys, more=ahead)
-    assert describe_model(Checkpoint.open(path).config) == describe_model(expected.config)
+    assert spec_of(path) == describe_model(expected.config)
     assert Checkpoint.open(path).other_parts == {"nextn": len(ahead)}
     plan_floats(path)
 
 
-def test_every_nth_layer_attends_where_a_gguf_file_lists_none(tmp_path):
-    fields = {"linear_key_head_dim": 32, "num_hidden_layers": 4, "layer_types": None, "full_attention_interval": 2}
-    model = save_tiny_model("qwen3_5_text", tmp_path / "model", **fields)
-    path = write_gguf(
-        model, tmp_path / "m.gguf", keys={"attention.recurrent_layers": None, "full_attention_interval": 2}
-    )
-    assert [layer.attends for layer in describe_model(Checkpoint.open(path).config).layers] == [False, True] * 2
-
-
-def test_every_fourth_layer_attends_where_a_gguf_file_says_nothing_of_it(tmp_path):
-    """As in a config that says nothing of it."""
-    fields = {"linear_key_head_dim": 32, "num_hidden_layers": 9, "layer_types": None}
-    model = save_tiny_model("qwen3_5_text", tmp_path / "model", **fields)
-    path = write_gguf(
-        model, tmp_path / "m.gguf", keys={"attention.recurrent_layers": None, "full_attention_interval": None}
-    )
-    found = [layer.attends for layer in describe_model(Checkpoint.open(path).config).layers]
-    config = json.loads((model / "config.json").read_text())
-    assert found == [kind == "full_attention" for kind in config["layer_types"]]
-    assert found == [False, False, False, True] * 2 + [False]
+@pytest.mark.parametrize(
+    ("interval", "attends"),
+    [(2, [False, True] * 2), (None, [False, False, False, True] * 2 + [False])],
+)
+def test_every_nth_layer_attends_where_a_gguf_file_lists_none(interval, attends, tmp_path):
+    """Every fourth where neither the file nor the config says anything of it."""
+    fields = {"linear_key_head_dim": 32, "num_hidden_layers": len(attends), "layer_types": None}
+    fields |= {"full_attention_interval": interval} if interval else {}
+    keys = {"attention.recurrent_layers": None, "full_attention_interval": interval}
+    path = save_gguf("qwen3_5_text", tmp_path, fields, keys=keys)
+    config = read_json(tmp_path / "model/config.json")
+    assert [kind == "full_attention" for kind in config["layer_types"]] == attends
+    assert [layer.attends for layer in spec_of(path).layers] == attends
 
 
 def test_a_nemotron_file_says_whether_shares_are_divided_by_their_sum(tmp_path):
@@ -119,9 +121,9 @@ def test_a_nemotron_file_says_whether_shares_are_divided_by_their_sum(tmp_path):
     model = save_tiny_model("nemotron_h-moe", tmp_path / "model", **fields)
     expected = hybrid_logits(*plan_floats(model), TOKENS)
     path = write_gguf(model, tmp_path / "m.gguf")
-    assert _distance(hybrid_logits(*plan_floats(path), TOKENS), expected) < 1e-6
+    assert distance(hybrid_logits(*plan_floats(path), TOKENS), expected) < 1e-6
     path = write_gguf(model, tmp_path / "divided.gguf", keys={"expert_weights_norm": True})
-    assert _distance(hybrid_logits(*plan_floats(path), TOKENS), expected) > 1e-3
+    assert distance(hybrid_logits(*plan_floats(path), TOKENS), expected) > 1e-3
 
 
 def test_a_granite_file_says_whether_there_is_rope(tmp_path):
@@ -129,16 +131,16 @@ def test_a_granite_file_says_whether_there_is_rope(tmp_path):
     model = save_model("granitemoehybrid-h", tmp_path / "model")
     for said, rope in ((False, -1), (True, 0), (None, 0)):
         path = write_gguf(model, tmp_path / f"{said}.gguf", keys={"rope.scaling.finetuned": said})
-        found = {layer.rope for layer in describe_model(Checkpoint.open(path).config).layers if layer.kv >= 0}
+        found = {layer.rope for layer in spec_of(path).layers if layer.kv >= 0}
         assert found == {rope}
 
 
 def test_a_granite_file_without_a_scale_of_scores_has_the_usual_one(tmp_path):
     """Bamba's are so."""
     model = save_model("granitemoehybrid-h", tmp_path / "model")
-    spec = describe_model(Checkpoint.open(write_gguf(model, tmp_path / "said.gguf")).config)
+    spec = spec_of(write_gguf(model, tmp_path / "said.gguf"))
     path = write_gguf(model, tmp_path / "m.gguf", keys={"attention.scale": None})
-    found = describe_model(Checkpoint.open(path).config)
+    found = spec_of(path)
     assert found.softmax_scale == pytest.approx(found.head_dim**-0.5)
     assert dataclasses.replace(found, softmax_scale=spec.softmax_scale) == spec
     assert spec.softmax_scale != found.softmax_scale
@@ -146,26 +148,32 @@ def test_a_granite_file_without_a_scale_of_scores_has_the_usual_one(tmp_path):
 
 def test_a_falcon_file_whose_head_is_the_embedding_is_refused(tmp_path):
     model = save_tiny_model("falcon_h1", tmp_path / "model", tie_word_embeddings=True)
-    with pytest.raises(ModelFormatError, match=r"lacks tensor 'output\.weight': the head is the embedding"):
+    with pytest.raises(
+        ModelFormatError, match=r"lacks tensor 'output\.weight': the head is the embedding"
+    ):
         Checkpoint.open(write_gguf(model, tmp_path / "m.gguf")).config  # noqa: B018
 
 
 def test_a_nemotron_file_has_no_rope_whatever_its_keys_say(tmp_path):
     """The converter writes hidden_size // heads there, which may be odd, and more than a head."""
     model = save_model("nemotron_h", tmp_path / "model")
-    expected = describe_model(Checkpoint.open(write_gguf(model, tmp_path / "plain.gguf")).config)
+    expected = spec_of(write_gguf(model, tmp_path / "plain.gguf"))
     path = write_gguf(model, tmp_path / "m.gguf", keys={"rope.dimension_count": 99})
-    assert describe_model(Checkpoint.open(path).config) == expected
+    assert spec_of(path) == expected
     assert {layer.rope for layer in expected.layers} == {-1}
 
 
 def test_vectors_of_a_state_space_are_matrices_in_a_gguf_file(tmp_path):
     model = save_model("granitemoehybrid-experts", tmp_path / "model")
     tensors = gguf_tensors(model)
-    shapes = {name: tensors[f"blk.0.{name}"].shape for name in ("ssm_a", "ssm_d", "ssm_norm.weight")}
+    shapes = {
+        name: tensors[f"blk.0.{name}"].shape for name in ("ssm_a", "ssm_d", "ssm_norm.weight")
+    }
     assert shapes == {"ssm_a": (4, 1), "ssm_d": (4, 1), "ssm_norm.weight": (2, 64)}
     _, weights = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
-    np.testing.assert_array_equal(weights["layer0.mixer_norm"], tensors["blk.0.ssm_norm.weight"].reshape(-1))
+    np.testing.assert_array_equal(
+        weights["layer0.mixer_norm"], tensors["blk.0.ssm_norm.weight"].reshape(-1)
+    )
     np.testing.assert_array_equal(weights["layer0.skip"], tensors["blk.0.ssm_d"][:, 0])
     wrong = {"blk.0.ssm_d": np.ones((4, 2), np.float32)}
     with pytest.raises(ModelFormatError, match=r"mamba\.D' has shape \(4, 2\), expected \(4,\)"):
@@ -176,14 +184,19 @@ def test_convolutions_without_biases(tmp_path):
     model = save_tiny_model("granitemoehybrid-groups", tmp_path / "model")
     spec, weights = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
     assert "layer1.conv_bias" not in weights
-    assert _distance(hybrid_logits(spec, weights, TOKENS), hybrid_logits(*plan_floats(model), TOKENS)) < 1e-6
+    assert (
+        distance(hybrid_logits(spec, weights, TOKENS), hybrid_logits(*plan_floats(model), TOKENS))
+        < 1e-6
+    )
 
 
 def test_a_matrix_that_is_there_twice_is_refused(tmp_path):
     model = save_model("granitemoehybrid-h", tmp_path / "model")
     twice = {"blk.0.ffn_up_shexp.weight": gguf_tensors(model)["blk.0.ffn_up.weight"]}
     path = write_gguf(model, tmp_path / "m.gguf", more=twice)
-    with pytest.raises(ModelFormatError, match=r"is there a second time, as 'model\.layers\.0\.shared_mlp\.up_proj"):
+    with pytest.raises(
+        ModelFormatError, match=r"is there a second time, as 'model\.layers\.0\.shared_mlp\.up_proj"
+    ):
         plan_floats(path)
 
 
@@ -233,4 +246,4 @@ def test_keys_that_do_not_fit_are_refused(name, tmp_path):
     family, keys, message = KEYS[name]
     path = write_gguf(save_model(family, tmp_path / "model"), tmp_path / "m.gguf", keys=keys)
     with pytest.raises(ModelFormatError, match=message):
-        describe_model(Checkpoint.open(path).config)
+        spec_of(path)

@@ -1,20 +1,29 @@
 """GGUF files as models: tensors, configs and logits equal those of the safetensors model they were written from."""
 
-import json
 import logging
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from safetensors.numpy import load_file, save_file
 
-from helpers.gguf.writer import FAMILIES, gguf_tensors, q4_k_m, save_model, write_gguf
+from helpers.distance import distance
+from helpers.gguf.writer import (
+    FAMILIES,
+    WIDE,
+    gguf_tensors,
+    q4_k_m,
+    save_gguf,
+    save_model,
+    write_gguf,
+)
+from helpers.json_files import change_json
+from helpers.models.specs import spec_of
+from helpers.models.tensor_files import change_tensors, tensors_of
 from helpers.models.tiny_models import save_nested_model, save_tiny_model
 from helpers.oracles.bit_cases import native_logits
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
@@ -22,30 +31,42 @@ from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.weights.columns.experts import ColumnExperts
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("granitemoehybrid", "minicpm"))])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if not name.startswith(("granitemoehybrid", "minicpm"))]
+)
 def test_family_equals_safetensors(name, tmp_path):
     model = save_model(name, tmp_path / "model")
     path = write_gguf(model, tmp_path / "m.gguf")
     exact = name not in ("gemma", "gemma2", "gemma3")
     directory = ColumnExperts if name == "gpt_oss" else SafetensorsSource
     with GgufSource(read_gguf(path)) as ours, directory(model) as theirs:
-        assert ours.names() == theirs.names() - {"lm_head.weight" if FAMILIES[name].get("tie_word_embeddings") else ""}
+        assert ours.names() == theirs.names() - {
+            "lm_head.weight" if FAMILIES[name].get("tie_word_embeddings") else ""
+        }
         for tensor in ours.names():
             assert ours.shape(tensor) == theirs.shape(tensor)
             # Gemma's norms are stored with one more, which rounds.
-            np.testing.assert_allclose(ours.rows(tensor), theirs.rows(tensor), rtol=0, atol=0 if exact else 2e-7)
-    spec, expected = describe_model(Checkpoint.open(path).config), describe_model(Checkpoint.open(model).config)
-    for field in spec.__dataclass_fields__:
-        if name not in ("mistral", "mistral3") or field not in ("model_type", "family"):
-            assert getattr(spec, field) == getattr(expected, field), field
+            np.testing.assert_allclose(
+                ours.rows(tensor), theirs.rows(tensor), rtol=0, atol=0 if exact else 2e-7
+            )
+    assert_specs_equal(path, model, () if name not in ("mistral", "mistral3") else NAMES)
     ours_logits, theirs_logits = native_logits(path), native_logits(model)
     if exact:
         np.testing.assert_array_equal(ours_logits, theirs_logits)
     else:
-        assert np.linalg.norm(ours_logits - theirs_logits) <= 1e-5 * np.linalg.norm(theirs_logits)
+        assert distance(ours_logits, theirs_logits) <= 1e-5
+
+
+NAMES = ("model_type", "family")
+
+
+def assert_specs_equal(path, model, but):
+    """Two models have the same spec but for these fields; return the first's."""
+    spec, expected = spec_of(path), spec_of(model)
+    for field in set(spec.__dataclass_fields__) - {*but}:
+        assert getattr(spec, field) == getattr(expected, field), field
+    return spec
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "granitemoehybrid-nope"])
@@ -53,10 +74,8 @@ def test_granite_4_without_experts_is_a_granite_file(name, tmp_path):
     """The converter takes its gate and up matrix apart."""
     model = save_tiny_model(name, tmp_path / "model")
     path = write_gguf(model, tmp_path / "m.gguf")
-    spec, expected = describe_model(Checkpoint.open(path).config), describe_model(Checkpoint.open(model).config)
+    spec = assert_specs_equal(path, model, NAMES)
     assert spec.model_type == "granite"
-    for field in set(spec.__dataclass_fields__) - {"model_type", "family"}:
-        assert getattr(spec, field) == getattr(expected, field), field
     assert {layer.rope for layer in spec.layers} == {-1 if name.endswith("nope") else 0}
     np.testing.assert_array_equal(native_logits(path), native_logits(model))
 
@@ -111,15 +130,13 @@ def test_engine_equals_safetensors(kind, tmp_path):
 
 
 def _round_to_half(model):
-    tensors = load_file(model / "model.safetensors")
-    halves = {n: t.astype(np.float16).astype(np.float32) if t.ndim == 2 else t for n, t in tensors.items()}
-    save_file(halves, model / "model.safetensors", metadata={"format": "pt"})
+    halves = {n: t.astype(np.float16) for n, t in tensors_of(model).items() if t.ndim == 2}
+    change_tensors(model, {n: t.astype(np.float32) for n, t in halves.items()})
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K_M", "Q5_K"])
 def test_quantized_file_keeps_its_formats(kind, tmp_path, caplog):
-    model = save_tiny_model("llama", tmp_path / "model", **WIDE)
-    path = write_gguf(model, tmp_path / "m.gguf", kind=q4_k_m if kind == "Q4_K_M" else kind)
+    path = save_gguf("llama", tmp_path, WIDE, kind=q4_k_m if kind == "Q4_K_M" else kind)
     logits = []
     for weights in ("auto", "f32"):
         with (
@@ -129,14 +146,16 @@ def test_quantized_file_keeps_its_formats(kind, tmp_path, caplog):
             assert engine.runner_info.name == "native"
             logits.append(engine.logits(list(range(40, 70))))
     # What is left is the rounding of activations, and of the formats that are quantized again.
-    assert np.linalg.norm(logits[0] - logits[1]) <= 5e-2 * np.linalg.norm(logits[1])
+    assert distance(*logits) <= 5e-2
     assert ("Q5_1: 16 tensors become int8" in caplog.text) == (kind == "Q5_1")
     assert ("tensors become" in caplog.text) == (kind in ("Q5_1", "Q5_0"))
-    assert ("Q5_0: 16 tensors become int8 exactly, in 1.06 bytes" in caplog.text) == (kind == "Q5_0")
+    assert ("Q5_0: 16 tensors become int8 exactly, in 1.06 bytes" in caplog.text) == (
+        kind == "Q5_0"
+    )
 
 
 def test_torch_runner_is_refused(tmp_path):
-    path = write_gguf(save_tiny_model("llama", tmp_path / "model"), tmp_path / "m.gguf")
+    path = save_gguf("llama", tmp_path)
     with pytest.raises((ConfigError, ModelFormatError), match="GGUF"):
         CPUPagedEngine.from_pretrained(path, runner="torch", num_blocks=8)
 
@@ -246,7 +265,12 @@ def test_metadata_that_is_refused(name, tmp_path):
 
 
 def test_values_that_change_nothing_are_accepted(tmp_path):
-    neutral = {"attention__sliding_window": 0, "rope__scaling__attn_factor": 1.0, "logit_scale": 1.0, "pooling_type": 0}
+    neutral = {
+        "attention__sliding_window": 0,
+        "rope__scaling__attn_factor": 1.0,
+        "logit_scale": 1.0,
+        "pooling_type": 0,
+    }
     assert (
         Checkpoint.open(_file(tmp_path / "m.gguf", **neutral)).config
         == Checkpoint.open(_file(tmp_path / "p.gguf")).config
@@ -257,8 +281,12 @@ def test_parts_for_images_in_the_same_file_are_left_alone(tmp_path, caplog):
     """Ollama's blobs hold them, with keys of their own."""
     model = save_nested_model("qwen3_vl", tmp_path / "model")
     expected = native_logits(write_gguf(model, tmp_path / "m.gguf"))
-    other = {f"{name}.weight": ONES for name in ("v.blk.0.attn_q", "v.patch_embd", "mm.0", "a.conv1")}
-    path = write_gguf(model, tmp_path / "o.gguf", keys={"vision.block_count": 1, "mm.tokens": 4}, more=other)
+    other = {
+        f"{name}.weight": ONES for name in ("v.blk.0.attn_q", "v.patch_embd", "mm.0", "a.conv1")
+    }
+    path = write_gguf(
+        model, tmp_path / "o.gguf", keys={"vision.block_count": 1, "mm.tokens": 4}, more=other
+    )
     assert Checkpoint.open(path).format == "GGUF F32"
     Checkpoint.open(path).summary()
     with caplog.at_level(logging.INFO, "kvboost_edge"):
@@ -270,39 +298,57 @@ def test_parts_for_images_in_the_same_file_are_left_alone(tmp_path, caplog):
 def test_biases_of_queries_alone(has_output_bias, tmp_path):
     """Llama's transformers model has all four or none; a file may lack the last, which is the same as zeros."""
     model = save_tiny_model("llama", tmp_path / "model", attention_bias=True, **WIDE)
-    tensors = load_file(model / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("o_proj.bias")]:
-        tensors[name] = np.zeros_like(tensors[name])
-    save_file(tensors, model / "model.safetensors")
+    biases = {
+        n: np.zeros_like(t) for n, t in tensors_of(model).items() if n.endswith("o_proj.bias")
+    }
+    change_tensors(model, biases)
     expected = native_logits(model)
     if not has_output_bias:
-        save_file({n: t for n, t in tensors.items() if not n.endswith("o_proj.bias")}, model / "model.safetensors")
+        change_tensors(model, dict.fromkeys(biases))
     path = write_gguf(model, tmp_path / "m.gguf")
-    assert describe_model(Checkpoint.open(path).config).output_bias == has_output_bias
+    assert spec_of(path).output_bias == has_output_bias
     np.testing.assert_array_equal(native_logits(path), expected)
 
 
 def test_messages_name_the_file_and_not_a_config(tmp_path):
-    path = _file(tmp_path / "m.gguf", block_count=3, tensors={"blk.0.attn_norm.weight": np.ones(32, dtype=np.float32)})
-    with pytest.raises(ModelFormatError, match=r"m\.gguf: no tensor of layer 1 is there, but m\.gguf says num_hidden"):
+    path = _file(
+        tmp_path / "m.gguf",
+        block_count=3,
+        tensors={"blk.0.attn_norm.weight": np.ones(32, dtype=np.float32)},
+    )
+    with pytest.raises(
+        ModelFormatError,
+        match=r"m\.gguf: no tensor of layer 1 is there, but m\.gguf says num_hidden",
+    ):
         Checkpoint.open(path).summary()
 
 
 def test_unknown_architecture_and_tensor(tmp_path):
-    with pytest.raises(ModelFormatError, match=r"'bert'.*known: ernie4_5, ernie4_5-moe, exaone4, falcon-h1, gemma"):
+    with pytest.raises(
+        ModelFormatError, match=r"'bert'.*known: ernie4_5, ernie4_5-moe, exaone4, falcon-h1, gemma"
+    ):
         _ = Checkpoint.open(_file(tmp_path / "bert.gguf", "bert")).config
     for arch in ("deepseek2", "glm-dsa"):  # DeepSeek's, Kimi K2's and GLM-4.7-Flash's; GLM-5's
         path = _file(tmp_path / "latent.gguf", arch, attention__kv_lora_rank=512)
-        with pytest.raises(ModelFormatError, match=rf"'{arch}' is not read from GGUF \(its latent attention"):
+        with pytest.raises(
+            ModelFormatError, match=rf"'{arch}' is not read from GGUF \(its latent attention"
+        ):
             _ = Checkpoint.open(path).config
     path = _file(tmp_path / "m.gguf", tensors={"blk.0.ssm_in.weight": ONES})
-    with pytest.raises(ModelFormatError, match=r"ssm_in.weight.*not known for the architecture llama"):
+    with pytest.raises(
+        ModelFormatError, match=r"ssm_in.weight.*not known for the architecture llama"
+    ):
         Checkpoint.open(path).open_source()
 
 
 def test_partial_rope_and_equal_heads_per_layer(tmp_path):
-    path = _file(tmp_path / "m.gguf", rope__dimension_count=8, attention__head_count_kv=[2], rope__scale_linear=4.0)
-    spec = describe_model(Checkpoint.open(path).config)
+    path = _file(
+        tmp_path / "m.gguf",
+        rope__dimension_count=8,
+        attention__head_count_kv=[2],
+        rope__scale_linear=4.0,
+    )
+    spec = spec_of(path)
     assert spec.num_kv_heads == 2
     assert (spec.ropes[0].half, spec.ropes[0].frequencies[0]) == (4, 0.25)
 
@@ -312,44 +358,51 @@ def test_the_factor_that_yarn_has_anyway_may_be_spelled_out(tmp_path):
     yarn = {"type": "yarn", "factor": 8.0, "original_context_length": 32}
     keys = {f"rope__scaling__{key}": value for key, value in yarn.items()}
     spelled = _file(tmp_path / "m.gguf", **keys, rope__scaling__yarn_attn_factor=1.2079441541679836)
-    assert Checkpoint.open(spelled).config == Checkpoint.open(_file(tmp_path / "p.gguf", **keys)).config
+    assert (
+        Checkpoint.open(spelled).config
+        == Checkpoint.open(_file(tmp_path / "p.gguf", **keys)).config
+    )
 
 
-@pytest.mark.parametrize(("keys", "windows"), [({}, [4096] * 3 + [0]), ({"attention__sliding_window": 0}, [0] * 4)])
+@pytest.mark.parametrize(
+    ("keys", "windows"), [({}, [4096] * 3 + [0]), ({"attention__sliding_window": 0}, [0] * 4)]
+)
 def test_exaone4_of_64_layers_has_windows_unless_the_file_denies_it(keys, windows, tmp_path):
-    spec = describe_model(Checkpoint.open(_file(tmp_path / "m.gguf", "exaone4", block_count=64, **keys)).config)
+    spec = spec_of(_file(tmp_path / "m.gguf", "exaone4", block_count=64, **keys))
     assert [layer.window for layer in spec.layers] == windows * 16
-    assert [layer.rope for layer in spec.layers] == [-1 if 4096 in windows and not w else 0 for w in windows] * 16
+    assert [layer.rope for layer in spec.layers] == [
+        -1 if 4096 in windows and not w else 0 for w in windows
+    ] * 16
 
 
-def test_endings_by_text(tmp_path):
-    tokens = [f"t{i}" for i in range(39)] + ["<|im_end|>"]
-    types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 39 + [3]}
-    path = _file(tmp_path / "m.gguf", tokenizer__ggml__eos_token_id=5, tokenizer__ggml__eot_token_id=7, **types)
-    assert Checkpoint.open(path).generation().eos_token_ids == (5, 7, 39)
+# The last tokens of 40 with their types, the id of eos, and all ids that end a turn. <|end|> ends a
+# message of the turn where calls and turns have ends of their own, and else the turn. Gemma 4's file
+# says that <|tool_response>, where the caller has to answer a call, is text that is seen.
+ENDINGS = {
+    "by text": ({"t37": 1, "t38": 1, "<|im_end|>": 3}, 5, (5, 7, 39)),
+    "calls": ({"<|end|>": 3, "<|return|>": 3, "<|call|>": 3}, 38, (38, 39)),
+    "no calls": ({"<|end|>": 3, "<|return|>": 3, "t39": 3}, 38, (37, 38)),
+    "gemma4": ({"<turn|>": 3, "<|tool_response>": 4, "<|im_end|>": 4}, 1, (1, 37, 38)),
+}
 
 
-@pytest.mark.parametrize("has_calls", [True, False])
-def test_the_endings_of_turns_in_messages(has_calls, tmp_path):
-    """<|end|> ends a message of the turn where calls and turns have ends of their own, and else the turn."""
-    tokens = [f"t{i}" for i in range(37)] + ["<|end|>", "<|return|>", "<|call|>" if has_calls else "t39"]
-    types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 37 + [3, 3, 3]}
-    path = _file(tmp_path / "m.gguf", tokenizer__ggml__eos_token_id=38, **types)
-    assert Checkpoint.open(path).generation().eos_token_ids == ((38, 39) if has_calls else (37, 38))
-
-
-def test_the_endings_of_gemma4(tmp_path):
-    """Where a turn ends, and where the caller has to answer a call, which the file says is text that is seen."""
-    tokens = [f"t{i}" for i in range(37)] + ["<turn|>", "<|tool_response>", "<|im_end|>"]
-    types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 37 + [3, 4, 4]}
-    path = _file(tmp_path / "m.gguf", tokenizer__ggml__eos_token_id=1, **types)
-    assert Checkpoint.open(path).generation().eos_token_ids == (1, 37, 38)
+@pytest.mark.parametrize("name", ENDINGS)
+def test_the_endings_of_turns_in_messages(name, tmp_path):
+    last, eos, expected = ENDINGS[name]
+    keys = {
+        "tokens": [*(f"t{i}" for i in range(37)), *last],
+        "token_type": [1] * 37 + [*last.values()],
+    }
+    keys |= {"eos_token_id": eos, **({"eot_token_id": 7} if name == "by text" else {})}
+    path = _file(
+        tmp_path / "m.gguf", **{f"tokenizer__ggml__{key}": value for key, value in keys.items()}
+    )
+    assert Checkpoint.open(path).generation().eos_token_ids == expected
 
 
 def test_shapes_against_the_metadata(tmp_path):
     model = save_tiny_model("llama", tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    change_json(model / "config.json", num_hidden_layers=4)
     path = write_gguf(model, tmp_path / "m.gguf")
     with pytest.raises(ModelFormatError, match="layer 3"):
         Checkpoint.open(path).summary()

@@ -6,10 +6,11 @@ import re
 import numpy as np
 import pytest
 
+from helpers.distance import distance
 from helpers.gguf.writer import write_gguf
+from helpers.models.specs import spec_of
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.packed.conversions import conversion_error, log_conversions
 from kvboost_edge.models.packed.plan import STORED, pack_plan
@@ -26,13 +27,17 @@ def model_dir(tmp_path_factory):
 
 def _lines(path, weights, caplog):
     caplog.clear()
-    with caplog.at_level(logging.INFO, "kvboost_edge"), Checkpoint.open(path).open_source() as source:
-        log_conversions(pack_plan(describe_model(Checkpoint.open(path).config), weights, source), source)
+    with (
+        caplog.at_level(logging.INFO, "kvboost_edge"),
+        Checkpoint.open(path).open_source() as source,
+    ):
+        log_conversions(pack_plan(spec_of(path), weights, source), source)
     return [record.getMessage() for record in caplog.records]
 
 
 @pytest.mark.parametrize(
-    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
+    "kind",
+    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"],
 )
 def test_exact_formats_have_no_error(kind, model_dir, tmp_path):
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind=kind)
@@ -51,15 +56,19 @@ def test_an_error_is_that_of_the_packed_weights(model_dir):
     with SafetensorsSource(model_dir) as source:
         rows = source.rows(QUERY)
         groups = rows.reshape(len(rows), -1, 32)
-        scales = (np.abs(groups).max(axis=2, keepdims=True) / 127).astype(np.float16).astype(np.float32)
+        scales = (
+            (np.abs(groups).max(axis=2, keepdims=True) / 127).astype(np.float16).astype(np.float32)
+        )
         rounded = np.clip(np.round(groups / scales), -127, 127) * scales
-        expected = np.linalg.norm(rounded - groups) / np.linalg.norm(groups)
+        expected = distance(rounded, groups)
         assert conversion_error(source, QUERY, "int8").relative == pytest.approx(expected, rel=0.1)
 
 
 def test_a_tensor_beside_a_wider_one_is_named_with_what_it_becomes(model_dir, tmp_path, caplog):
     def mixed(name):
-        return "Q8_0" if "attn_v" in name or name in ("token_embd.weight", "output.weight") else "Q4_1"
+        return (
+            "Q8_0" if "attn_v" in name or name in ("token_embd.weight", "output.weight") else "Q4_1"
+        )
 
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind=mixed)
     (line,) = _lines(path, STORED, caplog)
@@ -84,22 +93,30 @@ def test_formats_that_were_asked_for_are_named_too(model_dir, tmp_path, caplog):
         "Q4_0: 2 tensors become int8 exactly, in 1.06 bytes a weight; the file has 0.56 (model.embed"
     )
     floats = write_gguf(model_dir, tmp_path / "f.gguf", kind="F16")
-    assert _lines(floats, "int8", caplog) == []  # of a float checkpoint the packing itself gives the error
+    assert (
+        _lines(floats, "int8", caplog) == []
+    )  # of a float checkpoint the packing itself gives the error
 
 
 def test_what_grows_without_an_error_is_named(model_dir, tmp_path, caplog):
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind="Q3_K")
     (line,) = _lines(path, STORED, caplog)
     assert re.fullmatch(
-        r"Q3_K: 16 tensors become q6k exactly, in 0\.82 bytes a weight; the file has 0\.43 \(\S+\)", line
+        r"Q3_K: 16 tensors become q6k exactly, in 0\.82 bytes a weight; the file has 0\.43 \(\S+\)",
+        line,
     ), line
-    for kind, there in (("Q5_0", "int8 exactly, in 1.06 bytes a weight; the file has 0.69"), ("IQ4_NL", "")):
+    for kind, there in (
+        ("Q5_0", "int8 exactly, in 1.06 bytes a weight; the file has 0.69"),
+        ("IQ4_NL", ""),
+    ):
         lines = _lines(write_gguf(model_dir, tmp_path / f"{kind}.gguf", kind=kind), STORED, caplog)
         assert there in lines[0] if there else not lines
 
 
 def test_the_error_of_iq4_xs_is_that_of_its_scales(model_dir, tmp_path, caplog):
     (line,) = _lines(write_gguf(model_dir, tmp_path / "m.gguf", kind="IQ4_XS"), STORED, caplog)
-    found = re.fullmatch(r"IQ4_XS: 16 tensors become int4t with a relative error of (\S+) \(\S+\)", line)
+    found = re.fullmatch(
+        r"IQ4_XS: 16 tensors become int4t with a relative error of (\S+) \(\S+\)", line
+    )
     assert found is not None, line
     assert 1e-5 < float(found[1]) < 2**-11

@@ -10,7 +10,9 @@ import shutil
 import numpy as np
 import pytest
 
+from helpers.distance import distance
 from helpers.models.packed_files import content, load, only_file
+from helpers.models.specs import spec_of
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.weights import PackedRows
@@ -46,19 +48,23 @@ def test_packed_once_and_mapped_afterwards(model_dir, tmp_path):
 def test_sections_hold_the_weights(model_dir, tmp_path, weights):
     packed = load(model_dir, tmp_path, weights)
     with SafetensorsSource(model_dir) as source:
-        gate, up = (source.rows(f"model.layers.2.mlp.{name}_proj.weight") for name in ("gate", "up"))
+        gate, up = (
+            source.rows(f"model.layers.2.mlp.{name}_proj.weight") for name in ("gate", "up")
+        )
         norm = source.rows("model.norm.weight")
     expected = np.concatenate([gate, up])
     codes = packed.array("layer2.gate_up").copy()
     assert packed.address("layer2.gate_up") % 64 == 0
     if weights in ("f32", "bf16"):
-        back = reference.unpack_floats(codes.view(np.float32 if weights == "f32" else np.uint16), 192, 64)
+        back = reference.unpack_floats(
+            codes.view(np.float32 if weights == "f32" else np.uint16), 192, 64
+        )
     else:
         scales = packed.array("layer2.gate_up.scales").copy().view(np.float16)
         back = reference.unpack_codes(codes, 192, 64, int(weights[3:])).astype(np.float32)
         back *= reference.unpack_scales(scales, 192, 64).repeat(32, axis=1)
     limit = {"f32": 0.0, "bf16": 3e-3, "int8": 1e-2, "int4": 0.12}[weights]
-    assert np.linalg.norm(back - expected) <= limit * np.linalg.norm(expected)
+    assert distance(back, expected) <= limit
     np.testing.assert_array_equal(packed.array("norm").view(np.float32)[:64], norm)
     packed.close()
 
@@ -70,13 +76,19 @@ def test_four_bit_weights_are_those_of_the_reference_fit(model_dir, tmp_path, we
 
     def stored(name, rows, kind):
         parts = [packed.array(f"{name}{part}").copy() for part in ("", ".scales")]
-        minima = packed.array(f"{name}.minima").copy() if kind == "int4-asym" else np.empty(0, np.uint8)
+        minima = (
+            packed.array(f"{name}.minima").copy() if kind == "int4-asym" else np.empty(0, np.uint8)
+        )
         assert (packed.address(f"{name}.minima") != 0) == (kind == "int4-asym")
         return unpack_rows(PackedRows(*parts, minima), rows, 64, kind)
 
     with SafetensorsSource(model_dir) as source:
         for name, tensors, own in (
-            ("layer1.gate_up", ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"), weights),
+            (
+                "layer1.gate_up",
+                ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"),
+                weights,
+            ),
             ("layer2.out", ("model.layers.2.self_attn.o_proj",), weights),
             ("embed", ("model.embed_tokens",), "int8"),
             ("head", ("lm_head",), "int8"),
@@ -84,14 +96,19 @@ def test_four_bit_weights_are_those_of_the_reference_fit(model_dir, tmp_path, we
             rows = np.concatenate([source.rows(f"{tensor}.weight") for tensor in tensors])
             codes, scales, minima = (part.astype(np.float32) for part in fit_rows(rows, own))
             expected = codes * scales[:, :, None] - minima[:, :, None]
-            np.testing.assert_array_equal(stored(name, len(rows), own), expected.reshape(rows.shape))
+            np.testing.assert_array_equal(
+                stored(name, len(rows), own), expected.reshape(rows.shape)
+            )
     packed.close()
 
 
 def test_two_formats_of_one_model_do_not_share_a_file(model_dir, tmp_path):
     fingerprint = Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path)
-    spec = describe_model(Checkpoint.open(model_dir).config)
-    headers = {name: packed_file._header(pack_plan(spec, name), fingerprint, name) for name in WEIGHT_FORMATS}
+    spec = spec_of(model_dir)
+    headers = {
+        name: packed_file._header(pack_plan(spec, name), fingerprint, name)
+        for name in WEIGHT_FORMATS
+    }
     for number, weights in enumerate(WEIGHT_FORMATS, 1):
         before = set((tmp_path / "packed").iterdir()) if number > 1 else set()
         load(model_dir, tmp_path, weights).close()
@@ -147,8 +164,10 @@ def test_no_mutation_of_a_file_gives_other_weights(model_dir, tmp_path):
     good = content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
     data = path.read_bytes()
-    plan = pack_plan(describe_model(Checkpoint.open(model_dir).config), "int8")
-    header = packed_file._header(plan, Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path), "int8")
+    plan = pack_plan(spec_of(model_dir), "int8")
+    header = packed_file._header(
+        plan, Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path), "int8"
+    )
     rng = np.random.default_rng(5)
     head = len(header)
     mutated, refused = tmp_path / "mutated.kvpack", 0
@@ -179,12 +198,15 @@ def test_no_mutation_of_a_file_gives_other_weights(model_dir, tmp_path):
 def test_other_entries_or_another_fingerprint_are_another_file(model_dir, tmp_path):
     content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
-    plan = pack_plan(describe_model(Checkpoint.open(model_dir).config), "int8")
+    plan = pack_plan(spec_of(model_dir), "int8")
     fingerprint = Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path)
     wide = [dataclasses.replace(entry, kind="bf16") if entry.inputs else entry for entry in plan]
     for entries, digest, weights in ((plan[:-1], fingerprint, "int8"), (wide, fingerprint, "int8"),
                                      (plan, "0" * 64, "int8"), (plan, fingerprint, "int4")):  # fmt: skip
-        assert packed_file._open_checked(path, packed_file._header(entries, digest, weights), tmp_path) is None
+        assert (
+            packed_file._open_checked(path, packed_file._header(entries, digest, weights), tmp_path)
+            is None
+        )
 
 
 def test_two_models_of_one_shape_do_not_share_a_file(tmp_path):
@@ -197,7 +219,7 @@ def test_two_models_of_one_shape_do_not_share_a_file(tmp_path):
 def test_packing_is_logged_and_reported(model_dir, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="kvboost_edge")
     seen = []
-    plan = pack_plan(describe_model(Checkpoint.open(model_dir).config), "int4")
+    plan = pack_plan(spec_of(model_dir), "int4")
     packed = load_packed(
         Checkpoint.open(model_dir), plan, weights="int4", cache_dir=tmp_path,
         progress=lambda done, total: seen.append((done, total)),
@@ -215,14 +237,16 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path):
     first, other = (save_tiny_model("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
     cache, kept = tmp_path / "cache", tmp_path / "kept"
     shutil.copy(first / "model.safetensors", kept)
-    plan = pack_plan(describe_model(Checkpoint.open(first).config), "int8")
+    plan = pack_plan(spec_of(first), "int8")
     swaps = iter([other / "model.safetensors"])
 
     def swap(done, total):
         for path in swaps:
             os.replace(shutil.copy(path, tmp_path / "new"), first / "model.safetensors")
 
-    with pytest.raises(ModelFormatError, match=r"model\.safetensors changed while its weights were packed"):
+    with pytest.raises(
+        ModelFormatError, match=r"model\.safetensors changed while its weights were packed"
+    ):
         load_packed(Checkpoint.open(first), plan, weights="int8", cache_dir=cache, progress=swap)
     assert list((cache / "packed").iterdir()) == []
     shutil.copy(kept, first / "model.safetensors")
@@ -231,7 +255,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path):
 
 def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path):
     directory = save_tiny_model("llama", tmp_path / "model", vocab_size=20_000)
-    plan = pack_plan(describe_model(Checkpoint.open(directory).config), "int8")
+    plan = pack_plan(spec_of(directory), "int8")
 
     calls = itertools.count()
 
@@ -239,8 +263,17 @@ def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path):
         if next(calls) == 2:  # the header and the first rows are written
             os.truncate(directory / "model.safetensors", 4096)
 
-    with pytest.raises(ModelFormatError, match=r"model\.safetensors was cut short while it was read"):
-        load_packed(Checkpoint.open(directory), plan, weights="int8", cache_dir=tmp_path, num_threads=1, progress=cut)
+    with pytest.raises(
+        ModelFormatError, match=r"model\.safetensors was cut short while it was read"
+    ):
+        load_packed(
+            Checkpoint.open(directory),
+            plan,
+            weights="int8",
+            cache_dir=tmp_path,
+            num_threads=1,
+            progress=cut,
+        )
     assert list((tmp_path / "packed").iterdir()) == []
 
 

@@ -1,19 +1,20 @@
 """AWQ and GPTQ checkpoints: the rows equal the codes they were packed from; what is not read is refused by name."""
 
-import json
-
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
+from helpers.distance import distance
+from helpers.json_files import change_json, read_json
 from helpers.models.awq_gptq_files import quantize_dir
+from helpers.models.specs import spec_of
+from helpers.models.tensor_files import change_tensors
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
 
 SHAPES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 32}
+DOWN = "model.layers.0.mlp.down_proj"
 CASES = [
     ("awq", 32, False, {"version": "gemm", "zero_point": True}),
     ("awq", 128, False, {"version": "gemm", "zero_point": True}),
@@ -37,32 +38,47 @@ def test_rows_equal_the_codes(method, group, symmetric, settings, tmp_path):
                 rows = source.quant_rows(name, start, stop)
                 times, groups = group // 32, codes.shape[1] // 32
                 np.testing.assert_array_equal(rows.codes, codes[start:stop])
-                np.testing.assert_array_equal(rows.scales, np.repeat(scales[start:stop], times, 1)[:, :groups])
-                wide = np.repeat(scales[start:stop].astype(np.float32), group, 1)[:, : codes.shape[1]]
+                np.testing.assert_array_equal(
+                    rows.scales, np.repeat(scales[start:stop], times, 1)[:, :groups]
+                )
+                wide = np.repeat(scales[start:stop].astype(np.float32), group, 1)[
+                    :, : codes.shape[1]
+                ]
                 offset = np.repeat(zeros[start:stop], group, 1)[:, : codes.shape[1]]
-                np.testing.assert_array_equal(source.rows(name, start, stop), wide * (codes[start:stop] - offset))
+                np.testing.assert_array_equal(
+                    source.rows(name, start, stop), wide * (codes[start:stop] - offset)
+                )
                 if symmetric:
                     assert rows.minima is None
                 else:
                     product = scales[start:stop].astype(np.float32) * zeros[start:stop]
                     expected = np.repeat(product.astype(np.float16), times, 1)[:, :groups]
                     np.testing.assert_array_equal(rows.minima, expected)
-    assert Checkpoint.open(tmp_path).summary().dtypes["I32"] > sum(c.size for c, _, _ in known.values())
+    assert Checkpoint.open(tmp_path).summary().dtypes["I32"] > sum(
+        c.size for c, _, _ in known.values()
+    )
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_engine_computes_as_the_dequantized_model(method, tmp_path):
     save_tiny_model("llama", tmp_path / "packed", **SHAPES)
-    known = quantize_dir(tmp_path / "packed", method, group=32, symmetric=method == "gptq", desc_act=False)
+    known = quantize_dir(
+        tmp_path / "packed", method, group=32, symmetric=method == "gptq", desc_act=False
+    )
     save_tiny_model("llama", tmp_path / "float", **SHAPES)
-    tensors = load_file(tmp_path / "float" / "model.safetensors")
+    floats = {}
     for module, (codes, scales, zeros) in known.items():
         wide = np.repeat(scales.astype(np.float32), 32, 1)
-        tensors[f"{module}.weight"] = (wide * (codes - np.repeat(zeros, 32, 1))).astype(np.float32)
-    save_file(tensors, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
+        floats[f"{module}.weight"] = (wide * (codes - np.repeat(zeros, 32, 1))).astype(np.float32)
+    change_tensors(tmp_path / "float", floats)
     ids = list(range(40, 70))
     logits = []
-    for name, weights in (("packed", "auto"), ("packed", "int4-asym"), ("packed", "f32"), ("float", "f32")):
+    for name, weights in (
+        ("packed", "auto"),
+        ("packed", "int4-asym"),
+        ("packed", "f32"),
+        ("float", "f32"),
+    ):
         with CPUPagedEngine.from_pretrained(
             tmp_path / name, weights=weights, runner="native", num_blocks=16, backend="cpu"
         ) as engine:
@@ -70,9 +86,9 @@ def test_engine_computes_as_the_dequantized_model(method, tmp_path):
     stored, widened, unpacked, wanted = logits
     if method == "awq":
         np.testing.assert_array_equal(widened, stored)
-    assert np.linalg.norm(widened - wanted) <= 2e-2 * np.linalg.norm(wanted)
+    assert distance(widened, wanted) <= 2e-2
     np.testing.assert_array_equal(unpacked, wanted)
-    assert np.linalg.norm(stored - wanted) <= 2e-2 * np.linalg.norm(wanted)
+    assert distance(stored, wanted) <= 2e-2
 
 
 @pytest.mark.parametrize(
@@ -89,21 +105,12 @@ def test_engine_computes_as_the_dequantized_model(method, tmp_path):
 def test_settings_that_are_not_read(change, message, tmp_path):
     save_tiny_model("llama", tmp_path, **SHAPES)
     quantize_dir(tmp_path, "gptq", group=32, symmetric=True, **{"desc_act": False, **change})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"].update(change)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "config.json"
+    change_json(path, quantization_config={**read_json(path)["quantization_config"], **change})
     with pytest.raises(ModelFormatError, match=message):
-        describe_model(Checkpoint.open(tmp_path).config)
+        spec_of(tmp_path)
     with pytest.raises(ModelFormatError, match=message):
         Checkpoint.open(tmp_path).open_source()
-
-
-def _damage(directory, part, values):
-    tensors = load_file(directory / "model.safetensors")
-    name = f"model.layers.0.mlp.down_proj.{part}"
-    tensors[name] = values
-    save_file(tensors, directory / "model.safetensors")
-    return name
 
 
 @pytest.mark.parametrize(
@@ -120,6 +127,9 @@ def _damage(directory, part, values):
 def test_damaged_parts_are_named(part, values, message, tmp_path):
     save_tiny_model("llama", tmp_path, **SHAPES)
     quantize_dir(tmp_path, "gptq", group=32, symmetric=True, desc_act=False)
-    name = _damage(tmp_path, part, values)
-    with pytest.raises(ModelFormatError, match=message), Checkpoint.open(tmp_path).open_source() as source:
-        source.kind(f"{name.rpartition('.')[0]}.weight")
+    change_tensors(tmp_path, {f"{DOWN}.{part}": values})
+    with (
+        pytest.raises(ModelFormatError, match=message),
+        Checkpoint.open(tmp_path).open_source() as source,
+    ):
+        source.kind(f"{DOWN}.weight")

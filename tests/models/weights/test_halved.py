@@ -3,15 +3,13 @@
 import numpy as np
 import pytest
 
-from helpers.gguf.writer import write_gguf
-from helpers.models.tiny_models import save_tiny_model
+from helpers.gguf.writer import WIDE, save_gguf
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.weights.halved import HalvedSource
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 QUERY, VALUE = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qv")
 # Where the rows of one head of 64 are stored: of the channels that turn the even ones, then the odd ones.
 WHOLE = [*range(0, 64, 2), *range(1, 64, 2)]
@@ -21,7 +19,7 @@ PART = [*range(0, 32, 2), *range(1, 32, 2), *range(32, 64)]
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q4_K", "IQ4_NL"])
 @pytest.mark.parametrize(("family", "order"), [("ernie4_5", WHOLE), ("glm4", PART)])
 def test_any_range_of_rows(family, order, kind, tmp_path):
-    path = write_gguf(save_tiny_model(family, tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=kind)
+    path = save_gguf(family, tmp_path, WIDE, kind=kind)
     places = np.array([64 * head + row for head in range(4) for row in order])
     with Checkpoint.open(path).open_source() as ours, GgufSource(read_gguf(path)) as files:
         assert ours.names() == files.names()
@@ -43,8 +41,10 @@ def test_any_range_of_rows(family, order, kind, tmp_path):
 
 
 def test_rows_that_are_not_whole_heads_are_refused(tmp_path):
-    path = write_gguf(save_tiny_model("ernie4_5", tmp_path / "model", **WIDE), tmp_path / "m.gguf")
+    path = save_gguf("ernie4_5", tmp_path, WIDE)
     with HalvedSource(GgufSource(read_gguf(path)), 96, 48) as source:
-        with pytest.raises(ModelFormatError, match=r"q_proj.weight' has 256 rows; asked for 0 to 256, heads of 96"):
+        with pytest.raises(
+            ModelFormatError, match=r"q_proj.weight' has 256 rows; asked for 0 to 256, heads of 96"
+        ):
             source.rows(QUERY)
         assert source.file_of(QUERY) == path

@@ -1,41 +1,33 @@
 """Which head a model directory has, where config.json and files say different things."""
 
-import json
 import logging
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
+from helpers.json_files import LEFT_OUT, change_json, read_json
+from helpers.models.specs import spec_of
+from helpers.models.tensor_files import change_tensors, tensors_of
 from helpers.models.tiny_models import build_tiny_model, save_nested_model, save_tiny_model
 from helpers.oracles.transformers_logits import assert_native_equals
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def _say(model, tied):
     """What config.json says, None: nothing."""
-    path = model / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config.pop("tie_word_embeddings", None)
-    config |= {} if tied is None else {"tie_word_embeddings": tied}
-    path.write_text(json.dumps(config), encoding="utf-8")
-
-
-def _change(model, **tensors):
-    path = model / "model.safetensors"
-    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
+    change_json(model / "config.json", tie_word_embeddings=LEFT_OUT if tied is None else tied)
 
 
 def _tied(model):
-    return describe_model(Checkpoint.open(model).config).tied
+    return spec_of(model).tied
 
 
 @pytest.mark.parametrize(
-    ("family", "said"), [("qwen3_moe", True), ("qwen3_5_text", True), ("lfm2-plain", None), ("llama", True)]
+    ("family", "said"),
+    [("qwen3_moe", True), ("qwen3_5_text", True), ("lfm2-plain", None), ("llama", True)],
 )
 def test_a_head_of_its_own_counts_whatever_the_config_says(family, said, tmp_path, caplog):
     """As transformers has it: both are there and differ."""
@@ -43,23 +35,26 @@ def test_a_head_of_its_own_counts_whatever_the_config_says(family, said, tmp_pat
     _say(tmp_path, said)
     with caplog.at_level(logging.WARNING, "kvboost_edge"):
         assert not _tied(tmp_path)
-    assert f"{tmp_path / 'model.safetensors'} holds a head that differs from the embedding" in caplog.text
+    assert (
+        f"{tmp_path / 'model.safetensors'} holds a head that differs from the embedding"
+        in caplog.text
+    )
     assert_native_equals(build_tiny_model(family, tie_word_embeddings=False), tmp_path)
 
 
 @pytest.mark.parametrize("said", [True, None])
 def test_a_tied_head_that_was_saved_is_no_other_one(said, tmp_path):
     save_tiny_model("gemma2", tmp_path, tie_word_embeddings=True)
-    embedding = load_file(tmp_path / "model.safetensors")[_EMBEDDING]
-    _change(tmp_path, **{_HEAD: embedding})
+    embedding = tensors_of(tmp_path)[_EMBEDDING]
+    change_tensors(tmp_path, {_HEAD: embedding})
     _say(tmp_path, said)
     assert _tied(tmp_path)
     assert_native_equals(build_tiny_model("gemma2", tie_word_embeddings=True), tmp_path)
     last = embedding.copy()
     last[-1, -1] += np.float32(1e-3)
-    _change(tmp_path, **{_HEAD: last})
+    change_tensors(tmp_path, {_HEAD: last})
     assert not _tied(tmp_path), "the last number of all differs"
-    _change(tmp_path, **{_HEAD: embedding[:-1].copy()})
+    change_tensors(tmp_path, {_HEAD: embedding[:-1]})
     with pytest.raises(ModelFormatError, match=r"model\.safetensors: tensor 'lm_head\.weight' has"):
         Checkpoint.open(tmp_path).summary()
 
@@ -67,9 +62,8 @@ def test_a_tied_head_that_was_saved_is_no_other_one(said, tmp_path):
 def test_a_nested_config_that_is_wrong_in_both_parts(tmp_path):
     save_nested_model("qwen3_vl", tmp_path, tie_word_embeddings=False)
     path = tmp_path / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
-    path.write_text(json.dumps(config), encoding="utf-8")
+    text = {**read_json(path)["text_config"], "tie_word_embeddings": True}
+    change_json(path, text_config=text, tie_word_embeddings=True)
     assert not _tied(tmp_path)
 
 

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
+from helpers.models.specs import spec_of
 from helpers.models.tiny_models import save_tiny_model
-from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.native.plan import native_kv_spec
 
 
 def test_the_width_of_an_mlp_is_what_follows_from_the_config(tmp_path):
-    spec = describe_model(Checkpoint.open(save_tiny_model("lfm2", tmp_path)).config)
+    spec = spec_of(save_tiny_model("lfm2", tmp_path))
     assert {layer.intermediate_size for layer in spec.layers} == {96}
     config = json.loads((tmp_path / "config.json").read_text())
     for change, width in (
@@ -43,7 +43,9 @@ def test_older_names_in_a_config(tmp_path):
 
 def _qwen35(layers, value_heads, **fields):
     """As the makers' configs have it: every fourth layer attends, and both keys say so."""
-    kinds = ["full_attention" if (index + 1) % 4 == 0 else "linear_attention" for index in range(layers)]
+    kinds = [
+        "full_attention" if (index + 1) % 4 == 0 else "linear_attention" for index in range(layers)
+    ]
     return {
         "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216,
         "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,

@@ -1,0 +1,10 @@
+"""What a model's files say of it."""
+
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
+
+__all__ = ["spec_of"]
+
+
+def spec_of(path, **options):
+    return describe_model(Checkpoint.open(path, **options).config)
