@@ -82,6 +82,33 @@ class Visit:
         assert turn.get_attribute("class") == f"turn {state}", turn.inner_text()
         return turn
 
+    def settings(self, **fields):
+        """Fill fields under Settings; show the live view again, unless a key or a wrong value is set."""
+        self.page.click("nav [data-view=settings]")
+        for name, text in fields.items():
+            self.page.fill(f"#{name.replace('_key', '-key')}", text)
+        if not {"api_key", "top_p"} & set(fields):
+            self.page.click("nav [data-view=live]")
+
+    def button(self, name):
+        return self.page.get_by_role("button", name=name)
+
+    def count(self, selector):
+        return self.page.locator(selector).count()
+
+    def expects(self, selector):
+        """Playwright's assertions about a selector."""
+        from playwright.sync_api import expect
+
+        return expect(self.page.locator(selector))
+
+    def shows(self, selector, text, **options):
+        self.expects(selector).to_have_text(text, **options)
+
+    def serve(self, path, answer):
+        """Answer requests of a path with JSON in place of the server."""
+        self.page.route(path, lambda route: route.fulfill(json=answer))
+
     def until(self, condition):
         """Wait for a JavaScript expression to be true. (Playwright's own way to wait uses `eval`, which the page's
         policy refuses.)"""
@@ -102,7 +129,11 @@ class Visit:
 
     def check(self):
         assert not self.foreign, f"requests to other origins: {self.foreign}"
-        unexpected = [text for text in self.problems if not any(part in text for part in self.expected_failures)]
+        unexpected = [
+            text
+            for text in self.problems
+            if not any(part in text for part in self.expected_failures)
+        ]
         assert not unexpected, unexpected
 
     def _heard(self, message):
@@ -243,7 +274,9 @@ class StandIn:
 
     def reading(self, **progress):
         """How far the prompt is read, as a server tells it to those who ask."""
-        head = [{"index": 0, "delta": {"role": "assistant", "content": None}, "finish_reason": None}]
+        head = [
+            {"index": 0, "delta": {"role": "assistant", "content": None}, "finish_reason": None}
+        ]
         self._send({"choices": head, "usage": None, "prompt_progress": progress})
 
     def end(self, reason, **last):
@@ -260,6 +293,11 @@ class StandIn:
         rest = [{"index": index, "function": piece} for piece in pieces]
         self.deltas(*({"tool_calls": [piece]} for piece in (first, *rest)))
 
+    def begin(self, text):
+        """Send the first message; its request's body."""
+        self.visit.ask(text)
+        return self.asked(1)
+
     def asked(self, times):
         """The body of the last request, once there were so many."""
         self.visit.until(f"window.asked.length === {times}")
@@ -274,7 +312,9 @@ class StandIn:
 @pytest.fixture
 def stand_in(visiting, live_server):
     """`stand_in(**options of the browser's context)`."""
-    return lambda **options: StandIn(visiting(live_server.base_url, init_script=STAND_IN, **options))
+    return lambda **options: StandIn(
+        visiting(live_server.base_url, init_script=STAND_IN, **options)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +351,10 @@ def answering():
     """`answering(visit, text, ...)`: the server's answers to chat requests, one streamed piece per text."""
 
     def install(visit, *pieces, **last):
-        chunks = [{"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]} for piece in pieces]
+        chunks = [
+            {"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]}
+            for piece in pieces
+        ]
         lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in (*chunks, {"choices": [], **last})]
         body = "".join(lines) + "data: [DONE]\n\n"
         visit.page.unroute("**/v1/chat/completions")

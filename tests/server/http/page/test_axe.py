@@ -17,13 +17,20 @@ RUN = """async (tags) => {
 }"""
 SCREENS = {"desk": {"width": 1280, "height": 800}, "phone": {"width": 320, "height": 640}}
 LOOKS = [(screen, scheme) for screen in SCREENS for scheme in ("light", "dark")]
-TOOLS = '[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]'
+TOOLS = (
+    '[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]'
+)
 
 
 def looks(view):
     """A decorator: `make test` shows each view in one look, and each look with some views."""
-    marks = [() if number == view % len(LOOKS) else pytest.mark.full for number in range(len(LOOKS))]
-    cases = [pytest.param(look, marks=mark, id="-".join(look)) for look, mark in zip(LOOKS, marks, strict=True)]
+    marks = [
+        () if number == view % len(LOOKS) else pytest.mark.full for number in range(len(LOOKS))
+    ]
+    cases = [
+        pytest.param(look, marks=mark, id="-".join(look))
+        for look, mark in zip(LOOKS, marks, strict=True)
+    ]
     return pytest.mark.parametrize("page", cases, indirect=True)
 
 
@@ -54,8 +61,7 @@ def test_what_is_wrong_is_found(page):
 @looks(1)
 def test_a_chat_has_no_findings(page):
     assert findings(page) == []
-    page.ask("Weather?")
-    page.asked(1)
+    page.begin("Weather?")
     page.reading(total=4000, cache=400, processed=1600, time_ms=3000, estimated_ms=6000)
     expect(page.get_by_role("progressbar")).to_be_visible()
     assert findings(page) == []
@@ -63,11 +69,15 @@ def test_a_chat_has_no_findings(page):
     assert findings(page) == []
     page.deltas({"content": "Let me see.\n```py\nx = 1\n```\n"})
     page.call("get_weather", '{"city": "Wien"}')
-    page.end("tool_calls", usage={"prompt_tokens": 50, "completion_tokens": 9}, kvboost={"miss_reason": "first_seen"})
+    page.end(
+        "tool_calls",
+        usage={"prompt_tokens": 50, "completion_tokens": 9},
+        kvboost={"miss_reason": "first_seen"},
+    )
     page.click("summary")
     assert findings(page) == []
     page.get_by_label("Result of get_weather").fill("Rain.")
-    page.get_by_role("button", name="Send result").click()
+    page.button("Send result").click()
     page.asked(2)
     page.keyboard.press("Escape")
     page.answer("stopped")
@@ -76,20 +86,22 @@ def test_a_chat_has_no_findings(page):
 
 @looks(2)
 def test_a_choice_of_models_has_no_findings(page):
-    models = [{"id": name, "state": state} for name, state in (("small", "loaded"), ("large", "not_loaded"))]
-    page.route("**/v1/models", lambda route: route.fulfill(json={"data": models}))
+    models = [
+        {"id": name, "state": state}
+        for name, state in (("small", "loaded"), ("large", "not_loaded"))
+    ]
+    page.serve("**/v1/models", {"data": models})
     page.route("**/v1/blocks?*", lambda route: route.continue_(url=route.request.url.split("?")[0]))
     page.reload()
     page.evaluate(AXE)
     page.get_by_label("Model", exact=True).select_option("large (not loaded)")
-    expect(page.locator("#model-remark")).not_to_be_empty()
+    page.expects("#model-remark").not_to_be_empty()
     assert findings(page) == []
 
 
 @looks(3)
 def test_an_error_has_no_findings(page):
-    page.ask("Hello")
-    page.asked(1)
+    page.begin("Hello")
     page.evaluate('window.say(\'data: {"error": {"message": "too slow"}}\\n\\n\')')
     page.answer("failed")
     assert findings(page) == []
@@ -98,7 +110,7 @@ def test_an_error_has_no_findings(page):
 @looks(4)
 def test_the_live_view_has_no_findings(page):
     page.click("nav [data-view=live]")
-    expect(page.locator("#live-state")).to_have_text("live")
+    page.shows("#live-state", "live")
     assert findings(page) == []
 
 
@@ -107,32 +119,35 @@ def test_a_live_view_without_an_answer_has_no_findings(page):
     page.visit.expected_failures = ("503",)
     page.route("**/v1/blocks", lambda route: route.fulfill(status=503, json={}))
     page.click("nav [data-view=live]")
-    expect(page.locator("#live-state")).to_have_text("status 503, retrying")
+    page.shows("#live-state", "status 503, retrying")
     assert findings(page) == []
 
 
 @looks(6)
 def test_settings_have_no_findings(page):
-    form = page.visit.page
-    form.click("nav [data-view=settings]")
-    form.fill("#tools", TOOLS)
-    form.fill("#top_p", "7")
-    form.fill("#schema", "{")
-    form.press("#schema", "Tab")
-    expect(form.locator("#schema-error")).not_to_be_empty()
+    page.click("nav [data-view=settings]")
+    page.fill("#tools", TOOLS)
+    page.fill("#top_p", "7")
+    page.fill("#schema", "{")
+    page.press("#schema", "Tab")
+    page.expects("#schema-error").not_to_be_empty()
     assert findings(page) == []
 
 
 @looks(7)
 def test_the_requests_have_no_findings(page, live_server, request):
-    text = f"Town of {request.node.name}. " + "The mine of North Romin is nickel. Its owner is the town. " * 4
+    text = (
+        f"Town of {request.node.name}. "
+        + "The mine of North Romin is nickel. Its owner is the town. " * 4
+    )
     with live_server.client() as client:
         for day in ("Monday", "Tuesday"):
-            answer = client.post("/v1/completions", json={"prompt": f"{text}Today is {day}. What?", "max_tokens": 1})
-    shown = page.visit.page
-    shown.click("nav [data-view=requests]")
-    shown.click(f"[aria-controls=why-{answer.headers['x-request-id']}]")
-    expect(shown.locator(f"#why-{answer.headers['x-request-id']} ins")).to_have_text("Tuesday")
+            answer = client.post(
+                "/v1/completions", json={"prompt": f"{text}Today is {day}. What?", "max_tokens": 1}
+            )
+    page.click("nav [data-view=requests]")
+    page.click(f"[aria-controls=why-{answer.headers['x-request-id']}]")
+    page.shows(f"#why-{answer.headers['x-request-id']} ins", "Tuesday")
     assert findings(page) == []
-    shown.locator(".chip:visible").first.click()
+    page.locator(".chip:visible").first.click()
     assert findings(page) == []

@@ -13,14 +13,21 @@ LENGTH = "document.querySelector('.turn:last-child .answer-body').textContent.le
 
 
 def test_an_answer_is_the_model_s_and_its_figures_are_the_server_s(visit, live_server):
-    _settings(visit, system=SYSTEM, temperature="0", max_tokens="24")
+    visit.settings(system=SYSTEM, temperature="0", max_tokens="24")
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     with live_server.client() as client:
-        body = {"model": "kvboost-edge/demo", "messages": messages, "temperature": 0, "max_tokens": 24}
+        body = {
+            "model": "kvboost-edge/demo",
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": 24,
+        }
         told = [client.post("/v1/chat/completions", json=body).json() for _ in range(2)][1]
     visit.ask(QUESTION)
     turn = visit.answer()
-    expect(turn.locator(".answer-body")).to_have_text(told["choices"][0]["message"]["content"].strip())
+    expect(turn.locator(".answer-body")).to_have_text(
+        told["choices"][0]["message"]["content"].strip()
+    )
     usage = told["usage"]  # of the same prompt when all of it that can be cached was
     cached, prompt = usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
     assert cached > 0
@@ -29,11 +36,11 @@ def test_an_answer_is_the_model_s_and_its_figures_are_the_server_s(visit, live_s
     assert "first token" in figures
     assert "tok/s" in figures
     assert f"{usage['completion_tokens']} token" in figures
-    expect(visit.locator("#status")).to_contain_text("Answer complete")
+    visit.expects("#status").to_contain_text("Answer complete")
 
 
 def test_text_arrives_piece_by_piece_and_the_figures_at_the_end(visit, slow_model):
-    _settings(visit, max_tokens="60")  # more than a second
+    visit.settings(max_tokens="60")  # more than a second
     with slow_model():
         visit.ask(QUESTION)
         turn = visit.locator(".turn.running")
@@ -51,28 +58,30 @@ def test_text_arrives_piece_by_piece_and_the_figures_at_the_end(visit, slow_mode
 
 
 def test_stop_keeps_what_arrived_and_frees_the_server(visit, slow_model, demo_engine):
-    _settings(visit, max_tokens="800")
+    visit.settings(max_tokens="800")
     with slow_model():
         for stop in (lambda: visit.click("#stop"), lambda: visit.keyboard.press("Escape")):
             visit.ask(QUESTION)
             visit.until(f"{LENGTH} > 8")
-            expect(visit.locator("#running")).to_have_text("1")
+            visit.shows("#running", "1")
             assert demo_engine.num_running() == 1
             stop()
             turn = visit.answer("stopped")
             kept = turn.locator(".answer-body").inner_text()
             assert len(kept) > 8
-            expect(visit.locator("#running")).to_have_text("0")
-            expect(visit.locator("#count-used")).to_have_text("0")
+            visit.shows("#running", "0")
+            visit.shows("#count-used", "0")
             assert demo_engine.num_running() == 0
             expect(turn.locator(".flag")).to_have_text("stopped")
             assert turn.locator(".answer-body").inner_text() == kept
-            expect(visit.locator("#send")).to_be_visible()
+            visit.expects("#send").to_be_visible()
             assert visit.evaluate("document.activeElement.id") == "prompt"
 
 
 def test_the_settings_are_what_is_sent(visit):
-    _settings(visit, system="Be brief.", temperature="0.7", top_p="0,9", top_k="40", max_tokens="3", seed="12")
+    visit.settings(
+        system="Be brief.", temperature="0.7", top_p="0,9", top_k="40", max_tokens="3", seed="12"
+    )
     sent = _sent(visit, "Hello")
     assert sent == {
         "model": "kvboost-edge/demo",
@@ -81,19 +90,32 @@ def test_the_settings_are_what_is_sent(visit):
         "stream": True, "return_progress": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     answer = visit.answer().locator(".answer-body").inner_text()
-    visit.get_by_role("button", name="Regenerate").click()  # the same seed gives the same answer
+    visit.button("Regenerate").click()  # the same seed gives the same answer
     visit.until("document.querySelectorAll('.turn.done').length === 1")
     assert visit.answer().locator(".answer-body").inner_text() == answer
     visit.reload()
     assert visit.input_value("#seed") == "12"
     visit.click("nav [data-view=settings]")
-    visit.get_by_role("button", name="Reset settings").click()
-    assert [visit.input_value(f"#{name}") for name in ("system", "seed", "temperature")] == ["", "", ""]
+    visit.button("Reset settings").click()
+    assert [visit.input_value(f"#{name}") for name in ("system", "seed", "temperature")] == [
+        "",
+        "",
+        "",
+    ]
 
 
 def test_approximate_answers_are_asked_for_and_marked(visit, answering):
-    told = {"hit_tokens": {"pool": 16}, "approximate": True, "reused_span_tokens": 40, "recomputed_tokens": 24}
-    usage = {"prompt_tokens": 100, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 16}}
+    told = {
+        "hit_tokens": {"pool": 16},
+        "approximate": True,
+        "reused_span_tokens": 40,
+        "recomputed_tokens": 24,
+    }
+    usage = {
+        "prompt_tokens": 100,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 16},
+    }
     answering(visit, "an answer", usage=usage, kvboost=told)
     assert "kvboost" not in _sent(visit, "Hello")
     visit.click("nav [data-view=settings]")
@@ -102,61 +124,65 @@ def test_approximate_answers_are_asked_for_and_marked(visit, answering):
     turn = visit.answer()
     expect(turn.locator(".flag")).to_have_text("approximate")
     expect(turn.locator(".figures")).to_contain_text("40 tokens reused, 24 recomputed")
-    expect(visit.locator("#status")).to_have_text("Answer complete, approximate, 2 tokens.")
+    visit.shows("#status", "Answer complete, approximate, 2 tokens.")
     visit.reload()
     assert visit.input_value("#reuse") == "chunk_kv_reuse"
     visit.click("nav [data-view=settings]")
-    visit.get_by_role("button", name="Reset settings").click()
+    visit.button("Reset settings").click()
     assert visit.input_value("#reuse") == ""
 
 
 def test_a_wrong_setting_is_not_sent(visit):
-    _settings(visit, top_p="7")
+    visit.settings(top_p="7")
     assert visit.get_attribute("#top_p", "aria-invalid") == "true"
     visit.click("nav [data-view=live]")
     visit.ask("Hello")
-    assert visit.locator(".turn").count() == 0
+    assert visit.count(".turn") == 0
     assert visit.input_value("#prompt") == "Hello"
     assert visit.evaluate("document.activeElement.id") == "top_p"
-    expect(visit.locator("#top_p-error")).to_have_text("Top p goes above 0 to 1.")
+    visit.shows("#top_p-error", "Top p goes above 0 to 1.")
 
 
 def test_a_conversation_goes_on_is_edited_and_begun_anew(visit):
-    _settings(visit, max_tokens="4", temperature="0")
+    visit.settings(max_tokens="4", temperature="0")
     _sent(visit, "First")
     first = visit.answer().locator(".answer-body").inner_text()
-    assert [message["role"] for message in _sent(visit, "Second")["messages"]] == ["user", "assistant", "user"]
+    assert [message["role"] for message in _sent(visit, "Second")["messages"]] == [
+        "user",
+        "assistant",
+        "user",
+    ]
     visit.answer()
-    assert visit.locator(".actions").count() == 1
-    visit.get_by_role("button", name="Edit the last message").click()
+    assert visit.count(".actions") == 1
+    visit.button("Edit the last message").click()
     assert visit.input_value("#prompt") == "Second"
-    assert visit.locator(".turn").count() == 1
+    assert visit.count(".turn") == 1
     third = _sent(visit, "Third")["messages"]
     assert [message["content"].strip() for message in third] == ["First", first.strip(), "Third"]
     visit.answer()
     visit.click("#new-chat")
-    assert visit.locator(".turn").count() == 0
-    expect(visit.locator("#empty")).to_be_visible()
+    assert visit.count(".turn") == 0
+    visit.expects("#empty").to_be_visible()
     assert len(_sent(visit, "Fresh")["messages"]) == 1
     visit.answer()
 
 
 def test_a_new_chat_ends_the_answer_under_way(visit, slow_model, demo_engine):
-    _settings(visit, max_tokens="800")
+    visit.settings(max_tokens="800")
     with slow_model():
         visit.ask("One")
         visit.until(f"{LENGTH} > 0")
         visit.click("#new-chat")
-        _settings(visit, max_tokens="5")
+        visit.settings(max_tokens="5")
         visit.ask("Two")
         visit.answer()
-        expect(visit.locator("#running")).to_have_text("0")
-    assert visit.locator(".turn").count() == 1
+        visit.shows("#running", "0")
+    assert visit.count(".turn") == 1
     wait_until(lambda: demo_engine.num_running() == 0, "both answers to end")
 
 
 def test_copy_gives_the_answer(visit, answering):
-    visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
     answering(visit, "one\n```py\n", "x = 1\n", "y = 2\n```\n", "end")
     visit.ask("Hello")
     turn = visit.answer()
@@ -172,38 +198,44 @@ def test_copy_gives_the_answer(visit, answering):
 def test_a_key_is_asked_for_kept_in_the_tab_and_sent_in_the_header_only(visiting, keyed_server):
     visit = visiting(keyed_server.base_url)
     visit.expected_failures = ("401", "403")
-    expect(visit.locator("#model")).to_have_text("API key needed")
-    expect(visit.locator("#live-state")).to_have_text("API key needed")
-    _settings(visit, api_key="wrong", max_tokens="4")
+    visit.shows("#model", "API key needed")
+    visit.shows("#live-state", "API key needed")
+    visit.settings(api_key="wrong", max_tokens="4")
     visit.ask("Hello")
     error = visit.answer("failed").locator(".error")
     expect(error).to_contain_text("The server does not accept the API key.")
     expect(error.locator("code")).not_to_be_empty()  # the request's id
-    _settings(visit, api_key=keyed_server.keys[0])
+    visit.settings(api_key=keyed_server.keys[0])
     visit.press("#api-key", "Tab")
-    expect(visit.locator("#model")).to_have_text("kvboost-edge/demo")
+    visit.shows("#model", "kvboost-edge/demo")
     visit.click("nav [data-view=live]")
-    expect(visit.locator("#live-state")).to_have_text("admin key needed")  # the pool is shared by several keys
+    visit.shows("#live-state", "admin key needed")  # the pool is shared by several keys
     with visit.expect_request("**/v1/chat/completions") as seen:
-        visit.get_by_role("button", name="Try again").click()
+        visit.button("Try again").click()
     visit.answer()
     assert seen.value.headers["authorization"] == f"Bearer {keyed_server.keys[0]}"
     assert keyed_server.keys[0] not in seen.value.url + visit.url + seen.value.post_data
-    stored = visit.evaluate("[JSON.stringify({...sessionStorage}), JSON.stringify({...localStorage}), document.cookie]")
+    stored = visit.evaluate(
+        "[JSON.stringify({...sessionStorage}), JSON.stringify({...localStorage}), document.cookie]"
+    )
     assert keyed_server.keys[0] in stored[0]
     assert keyed_server.keys[0] not in stored[1] + stored[2]
 
 
 def test_what_the_server_refuses_is_said_in_words(visit):
     visit.expected_failures = ("400",)
-    _settings(visit, max_tokens="16777216")
+    visit.settings(max_tokens="16777216")
     visit.ask("Hello")
     turn = visit.answer("failed")
-    expect(turn.locator(".error")).to_contain_text("16777216")  # the server's own message names the value
+    expect(turn.locator(".error")).to_contain_text(
+        "16777216"
+    )  # the server's own message names the value
     with visit.expect_response("**/v1/chat/completions") as seen:
         turn.get_by_role("button", name="Try again").click()
     visit.answer("failed")
-    expect(visit.locator(".turn").last.locator(".error code")).to_have_text(seen.value.headers["x-request-id"])
+    expect(visit.locator(".turn").last.locator(".error code")).to_have_text(
+        seen.value.headers["x-request-id"]
+    )
 
 
 def test_an_error_inside_the_stream_is_shown_below_what_arrived(visit):
@@ -211,7 +243,10 @@ def test_an_error_inside_the_stream_is_shown_below_what_arrived(visit):
         'data: {"choices": [{"delta": {"content": "half an "}}]}\n\n'
         'data: {"error": {"message": "too slow", "code": "deadline_exceeded"}}\n\n'
     )
-    visit.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    visit.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=body),
+    )
     visit.ask("Hello")
     turn = visit.answer("failed")
     expect(turn.locator(".answer-body")).to_have_text("half an")
@@ -223,7 +258,7 @@ def test_a_server_that_goes_away_is_noticed(visiting, demo_engine, slow_model):
     with serving(demo_engine, drain_seconds=0.0) as server:
         visit = visiting(server.base_url)
         visit.expected_failures = ("ERR_",)
-        _settings(visit, max_tokens="800")
+        visit.settings(max_tokens="800")
         with slow_model():
             visit.ask(QUESTION)
             visit.until(f"{LENGTH} > 8")
@@ -232,36 +267,37 @@ def test_a_server_that_goes_away_is_noticed(visiting, demo_engine, slow_model):
     assert len(turn.locator(".answer-body").inner_text()) > 8
     expect(turn.locator(".error")).not_to_be_empty()
     visit.ask("Anybody there?")
-    expect(visit.answer("failed").locator(".error")).to_contain_text("The server cannot be reached.")
+    expect(visit.answer("failed").locator(".error")).to_contain_text(
+        "The server cannot be reached."
+    )
     visit.click("nav [data-view=live]")
-    expect(visit.locator("#live-state")).to_have_text("not reachable, retrying")
+    visit.shows("#live-state", "not reachable, retrying")
 
 
 def test_the_keyboard_is_enough(visit):
-    page = visit.page
-    assert page.evaluate("document.activeElement.id") == "prompt"
-    page.keyboard.type("one")
-    page.keyboard.press("Shift+Enter")
-    page.keyboard.type("two")
-    assert page.input_value("#prompt") == "one\ntwo"
-    _settings(visit, max_tokens="2")
-    page.focus("#prompt")
-    page.keyboard.press("Enter")
+    assert visit.evaluate("document.activeElement.id") == "prompt"
+    visit.keyboard.type("one")
+    visit.keyboard.press("Shift+Enter")
+    visit.keyboard.type("two")
+    assert visit.input_value("#prompt") == "one\ntwo"
+    visit.settings(max_tokens="2")
+    visit.focus("#prompt")
+    visit.keyboard.press("Enter")
     expect(visit.answer().locator(".question")).to_have_text("one\ntwo")
-    assert page.input_value("#prompt") == ""
-    page.keyboard.press("Enter")  # nothing to send
-    assert page.locator(".turn").count() == 1
-    page.click("nav [data-view=live]")
-    page.evaluate("document.querySelector('.skip').focus()")
+    assert visit.input_value("#prompt") == ""
+    visit.keyboard.press("Enter")  # nothing to send
+    assert visit.count(".turn") == 1
+    visit.click("nav [data-view=live]")
+    visit.evaluate("document.querySelector('.skip').focus()")
     focused = ["Skip to the message field"]
     while focused[-1] != "map":
-        page.keyboard.press("Tab")
-        name = page.evaluate(
+        visit.keyboard.press("Tab")
+        name = visit.evaluate(
             "((e) => e.id || (e.matches('.link') ? 'the reason' : e.textContent.trim()))(document.activeElement)"
         )
         assert name not in focused, focused
         focused.append(name)
-        ring = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        ring = visit.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert ring != "none", f"no visible focus on {name}"
     names = [
         "Skip to the message field",
@@ -280,15 +316,6 @@ def test_the_keyboard_is_enough(visit):
         "map",
     ]
     assert focused == names
-
-
-def _settings(visit, **fields):
-    """Fill fields under Settings; the live view is shown again afterwards, unless the key was set."""
-    visit.click("nav [data-view=settings]")
-    for name, text in fields.items():
-        visit.fill(f"#{name.replace('_key', '-key')}", text)
-    if not {"api_key", "top_p"} & set(fields):
-        visit.click("nav [data-view=live]")
 
 
 def _sent(visit, text):

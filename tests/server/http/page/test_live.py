@@ -1,14 +1,15 @@
 """The live view: what it shows, when it asks, and how it looks on a phone and in the dark."""
 
 import base64
-import json
 
 import pytest
 from playwright.sync_api import expect
 
 pytestmark = pytest.mark.slow
 
-QUESTION = "Doc 3.\n" + "The mine of North Romin is nickel. " * 12 + "\n\nWhat is the mine of North Romin?"
+QUESTION = (
+    "Doc 3.\n" + "The mine of North Romin is nickel. " * 12 + "\n\nWhat is the mine of North Romin?"
+)
 # Timers run at once, and what was asked for is noted.
 FAST_TIMERS = """
   window.delays = [];
@@ -40,39 +41,40 @@ FIGURES = {
 
 
 def test_the_map_and_the_figures_follow_the_engine(visit, slow_model, demo_engine):
-    page = visit.page
     demo_engine.reset_cache()
-    expect(page.locator("#count-cached")).to_have_text("0")
-    idle = _picture(page)
-    _max_tokens(page, 800)
+    visit.shows("#count-cached", "0")
+    idle = _picture(visit)
+    visit.settings(max_tokens="800")
     with slow_model():
         visit.ask(QUESTION)
-        expect(page.locator("#running")).to_have_text("1")
+        visit.shows("#running", "1")
         visit.until("Number(document.querySelector('#count-used').textContent) > 4")
-        busy = _picture(page)
+        busy = _picture(visit)
         assert busy != idle
         visit.until("Number(document.querySelector('#speed').textContent) > 1")
-        page.press("#prompt", "Escape")
+        visit.press("#prompt", "Escape")
         visit.answer("stopped")
-        expect(page.locator("#running")).to_have_text("0")
-        expect(page.locator("#count-used")).to_have_text("0")
+        visit.shows("#running", "0")
+        visit.shows("#count-used", "0")
     visit.until("Number(document.querySelector('#count-cached').textContent) > 4")
-    assert _picture(page) not in (idle, busy)
+    assert _picture(visit) not in (idle, busy)
     stats = demo_engine.paged_stats()
-    assert page.inner_text("#count-cached") == str(stats["cached_blocks"])
-    assert page.inner_text("#count-free") == str(stats["num_blocks"] - stats["cached_blocks"])
-    assert page.inner_text("#pool-size") == f"{stats['num_blocks']} blocks of {stats['block_size']} tokens"
-    assert page.inner_text("#hit_tokens") == f"{stats['hit_tokens']:,}"
-    assert page.inner_text("#miss_tokens") == f"{stats['miss_tokens']:,}"
+    assert visit.inner_text("#count-cached") == str(stats["cached_blocks"])
+    assert visit.inner_text("#count-free") == str(stats["num_blocks"] - stats["cached_blocks"])
+    assert (
+        visit.inner_text("#pool-size")
+        == f"{stats['num_blocks']} blocks of {stats['block_size']} tokens"
+    )
+    assert visit.inner_text("#hit_tokens") == f"{stats['hit_tokens']:,}"
+    assert visit.inner_text("#miss_tokens") == f"{stats['miss_tokens']:,}"
     for name in ("weight_bytes", "pool_bytes", "process_rss_bytes", "process_peak_bytes"):
-        assert page.inner_text(f"#{name}").split()[1] in ("MB", "GB")
+        assert visit.inner_text(f"#{name}").split()[1] in ("MB", "GB")
 
 
 def test_every_figure_is_shown(visit):
-    page = visit.page
-    _answer_blocks(page, FIGURES)
-    expect(page.locator("#waiting")).to_have_text("7")
-    shown = {name: page.inner_text(f"#{name}") for name in (
+    visit.serve("**/v1/blocks", FIGURES)
+    visit.shows("#waiting", "7")
+    shown = {name: visit.inner_text(f"#{name}") for name in (
         "running", "hit-rate", "hit_tokens", "span_tokens", "miss_tokens", "generated_tokens_total",
         "evictions", "preemptions",
         "weight_bytes", "pool_bytes", "process_rss_bytes", "process_peak_bytes", "pool-size",
@@ -84,107 +86,145 @@ def test_every_figure_is_shown(visit):
         "pool-size": "5 blocks of 16 tokens",
     }  # fmt: skip
     said = "Map of the block pool: 1 free, 1 cached, 1 referenced, 1 shared, 1 at another position"
-    assert page.get_attribute("#map", "aria-label") == said
-    legend = [item.inner_text().split("\n") for item in page.locator("#legend li").all()]
-    assert legend == [[words, "1"] for words in ("free", "cached", "referenced", "shared", "at another position")]
+    assert visit.get_attribute("#map", "aria-label") == said
+    legend = [item.inner_text().split("\n") for item in visit.locator("#legend li").all()]
+    assert legend == [
+        [words, "1"] for words in ("free", "cached", "referenced", "shared", "at another position")
+    ]
 
 
 def test_every_tier_says_what_it_holds_and_what_is_wrong(visit):
-    page = visit.page
-    _answer_blocks(page, FIGURES)
-    expect(page.locator("#tiers > div")).to_have_count(3)
-    assert [row.inner_text().split("\n") for row in page.locator("#tiers > div").all()] == [
+    visit.serve("**/v1/blocks", FIGURES)
+    visit.expects("#tiers > div").to_have_count(3)
+    assert [row.inner_text().split("\n") for row in visit.locator("#tiers > div").all()] == [
         ["pool", "3 blocks, 48.0 MB of 64.0 MB"],
         ["disk", "1,234 blocks, 19.7 GB of 17.2 GB", "<b>no room on the device</b>"],
         ["redis", "shared", "stores nothing at the moment"],
     ]
-    widths = [bar.evaluate("bar => bar.style.width") for bar in page.locator("#tiers .bar-track span").all()]
+    widths = [
+        bar.evaluate("bar => bar.style.width")
+        for bar in visit.locator("#tiers .bar-track span").all()
+    ]
     assert widths == ["75%", "100%", "0px"]
-    found = "2,048 from pool, 16 from disk, 0 from redis, 45 reused at other positions, 1,100 computed"
-    expect(page.locator("#tier-hits")).to_have_text(f"Prompt tokens, last 60 s: {found}")
+    found = (
+        "2,048 from pool, 16 from disk, 0 from redis, 45 reused at other positions, 1,100 computed"
+    )
+    visit.shows("#tier-hits", f"Prompt tokens, last 60 s: {found}")
 
 
 def test_states_stand_beside_the_blocks(visit):
-    page = visit.page
     memory = FIGURES["memory"] | {"state_bytes": 30_200_000}
-    _answer_blocks(
-        page, FIGURES | {"memory": memory, "state_slots": 12, "state_slots_used": 9, "replayed_tokens": 1616}
+    visit.serve(
+        "**/v1/blocks",
+        FIGURES
+        | {"memory": memory, "state_slots": 12, "state_slots_used": 9, "replayed_tokens": 1616},
     )
-    expect(page.locator("#tiers > div")).to_have_count(4)
-    rows = [row.inner_text().split("\n") for row in page.locator("#tiers > div").all()[:2]]
+    visit.expects("#tiers > div").to_have_count(4)
+    rows = [row.inner_text().split("\n") for row in visit.locator("#tiers > div").all()[:2]]
     assert rows == [["pool", "3 blocks, 48.0 MB of 64.0 MB"], ["states", "9 of 12 slots, 30.2 MB"]]
-    assert page.locator("#tiers .bar-track span").all()[1].evaluate("bar => bar.style.width") == "75%"
-    assert (page.inner_text("#state_bytes"), page.inner_text("#replayed_tokens")) == ("30.2 MB", "1,616")
-    _answer_blocks(page, FIGURES | {"state_slots": 0, "state_slots_used": 0, "replayed_tokens": 0})
-    expect(page.locator("#tiers > div")).to_have_count(3)
+    assert (
+        visit.locator("#tiers .bar-track span").all()[1].evaluate("bar => bar.style.width") == "75%"
+    )
+    assert (visit.inner_text("#state_bytes"), visit.inner_text("#replayed_tokens")) == (
+        "30.2 MB",
+        "1,616",
+    )
+    visit.serve(
+        "**/v1/blocks", FIGURES | {"state_slots": 0, "state_slots_used": 0, "replayed_tokens": 0}
+    )
+    visit.expects("#tiers > div").to_have_count(3)
 
 
 def test_every_replica_has_its_pool_and_its_blocks(visit):
-    page = visit.page
-    one = {"num_blocks": 2, "blocks": 1, "bytes": 16_000_000, "max_bytes": 32_000_000, "running": 2, "waiting": 0}
-    two = {"num_blocks": 3, "blocks": 3, "bytes": 48_000_000, "max_bytes": 48_000_000, "running": 0, "waiting": 7}
-    _answer_blocks(page, FIGURES | {"replicas": {"<b>a</b>": one, "b": two}})
-    expect(page.locator("#tiers > div")).to_have_count(5)
-    assert [row.inner_text().split("\n") for row in page.locator("#tiers > div").all()[3:]] == [
+    one = {
+        "num_blocks": 2,
+        "blocks": 1,
+        "bytes": 16_000_000,
+        "max_bytes": 32_000_000,
+        "running": 2,
+        "waiting": 0,
+    }
+    two = {
+        "num_blocks": 3,
+        "blocks": 3,
+        "bytes": 48_000_000,
+        "max_bytes": 48_000_000,
+        "running": 0,
+        "waiting": 7,
+    }
+    visit.serve("**/v1/blocks", FIGURES | {"replicas": {"<b>a</b>": one, "b": two}})
+    visit.expects("#tiers > div").to_have_count(5)
+    assert [row.inner_text().split("\n") for row in visit.locator("#tiers > div").all()[3:]] == [
         ["replica <b>a</b>", "1 block, 16.0 MB of 32.0 MB, 2 running, 0 waiting"],
         ["replica b", "3 blocks, 48.0 MB of 48.0 MB, 0 running, 7 waiting"],
     ]
-    widths = [bar.evaluate("bar => bar.style.width") for bar in page.locator("#tiers .bar-track span").all()[3:]]
+    widths = [
+        bar.evaluate("bar => bar.style.width")
+        for bar in visit.locator("#tiers .bar-track span").all()[3:]
+    ]
     assert widths == ["50%", "100%"]
-    page.locator("#map").focus()
-    said = [page.inner_text("#map-detail")]
+    visit.locator("#map").focus()
+    said = [visit.inner_text("#map-detail")]
     for _ in range(2):
-        page.keyboard.press("ArrowRight")
-        said.append(page.inner_text("#map-detail"))
-    assert [text.split(", ")[-1] for text in said] == ["replica <b>a</b>", "replica <b>a</b>", "replica b"]
+        visit.keyboard.press("ArrowRight")
+        said.append(visit.inner_text("#map-detail"))
+    assert [text.split(", ")[-1] for text in said] == [
+        "replica <b>a</b>",
+        "replica <b>a</b>",
+        "replica b",
+    ]
 
 
 def test_what_the_server_does_not_know_is_a_dash(visit):
     bare = dict.fromkeys(FIGURES) | {"num_blocks": 2, "block_size": 16, "states": "AAA="}
-    _answer_blocks(visit.page, bare)
-    expect(visit.locator("#running")).to_have_text("–")
-    shown = [visit.inner_text(f"#{name}") for name in ("hit-rate", "speed", "evictions", "weight_bytes", "count-free")]
+    visit.serve("**/v1/blocks", bare)
+    visit.shows("#running", "–")
+    shown = [
+        visit.inner_text(f"#{name}")
+        for name in ("hit-rate", "speed", "evictions", "weight_bytes", "count-free")
+    ]
     assert shown == ["–"] * 5
     visit.focus("#map")
     assert visit.inner_text("#map-detail") == "Block 0: free"
 
 
 def test_a_block_tells_its_tokens_and_references(visit):
-    page = visit.page
-    _answer_blocks(page, FIGURES)
-    expect(page.locator("#waiting")).to_have_text("7")
-    detail = page.locator("#map-detail")
-    page.hover("#map", position={"x": 70, "y": 8})
+    visit.serve("**/v1/blocks", FIGURES)
+    visit.shows("#waiting", "7")
+    detail = visit.locator("#map-detail")
+    visit.hover("#map", position={"x": 70, "y": 8})
     expect(detail).to_have_text("Block 3: shared, 16 tokens, 2 references")
-    page.hover("h2 >> nth=0")
+    visit.hover("h2 >> nth=0")
     expect(detail).to_contain_text("arrow keys")
-    page.focus("#map")
+    visit.focus("#map")
     said = [detail.inner_text()]
     for key in ("ArrowRight", "ArrowRight", "End", "ArrowRight", "Home", "ArrowLeft"):
-        page.keyboard.press(key)
+        visit.keyboard.press(key)
         said.append(detail.inner_text().split(":")[0])
-    assert said == ["Block 0: free, 0 tokens, 0 references", *(f"Block {number}" for number in (1, 2, 4, 4, 0, 0))]
+    assert said == [
+        "Block 0: free, 0 tokens, 0 references",
+        *(f"Block {number}" for number in (1, 2, 4, 4, 0, 0)),
+    ]
 
 
 def test_a_hundred_thousand_blocks_are_drawn_in_groups_and_few_strokes(visit):
-    page = visit.page
     number = 100_000
     states = bytes(3 if block < 152 else 2 if block % 3 == 0 else 1 for block in range(number))
     pool = {
         **FIGURES, "num_blocks": number, "states": base64.b64encode(states).decode(), "refs": None, "tokens": None,
         "counts": {name: states.count(state) for state, name in enumerate(FIGURES["counts"])},
     }  # fmt: skip
-    _answer_blocks(page, pool)
-    expect(page.locator("#pool-size")).to_contain_text("100,000 blocks of 16 tokens, ")
-    per_cell = int(page.inner_text("#pool-size").split()[-6])
-    page.focus("#map")
+    visit.serve("**/v1/blocks", pool)
+    visit.expects("#pool-size").to_contain_text("100,000 blocks of 16 tokens, ")
+    per_cell = int(visit.inner_text("#pool-size").split()[-6])
+    visit.focus("#map")
     head = states[:per_cell]
     words = [
         f"{head.count(state)} {word}"
         for state, word in ((1, "cached"), (2, "referenced"), (3, "shared"))
         if state in head
     ]
-    expect(page.locator("#map-detail")).to_have_text(f"Blocks 0–{per_cell - 1}: {', '.join(words)}")
+    visit.shows("#map-detail", f"Blocks 0–{per_cell - 1}: {', '.join(words)}")
     strokes = visit.module(
         "poolmap",
         """
@@ -204,46 +244,51 @@ def test_a_hundred_thousand_blocks_are_drawn_in_groups_and_few_strokes(visit):
         pool["states"],
     )
     cells = -(-number // per_cell)
-    assert cells <= strokes <= 10 * cells  # the five states and the edge of each cell, whatever the number of blocks
+    assert (
+        cells <= strokes <= 10 * cells
+    )  # the five states and the edge of each cell, whatever the number of blocks
 
 
 def test_it_asks_twice_a_second_and_less_often_while_nobody_answers(visiting, live_server):
     visit = visiting(live_server.base_url, init_script=FAST_TIMERS)
-    page = visit.page
     visit.until("window.delays.filter((delay) => delay === 500).length > 3")
     visit.expected_failures = ("ERR_FAILED",)
-    page.evaluate("window.delays.length = 0")
-    page.route("**/v1/blocks", lambda route: route.abort())
+    visit.evaluate("window.delays.length = 0")
+    visit.route("**/v1/blocks", lambda route: route.abort())
     visit.until("window.delays.filter((delay) => delay === 16000).length > 2")
-    pauses = page.evaluate(
+    pauses = visit.evaluate(
         "window.delays.filter((delay) => delay > 500 && delay !== 2500)"
     )  # 2500: the list of prompts
     assert pauses[:6] == [1000, 2000, 4000, 8000, 16000, 16000]
-    expect(page.locator("#live-state")).to_have_text("not reachable, retrying")
-    page.unroute("**/v1/blocks")
-    expect(page.locator("#live-state")).to_have_text("live")
+    visit.shows("#live-state", "not reachable, retrying")
+    visit.unroute("**/v1/blocks")
+    visit.shows("#live-state", "live")
 
 
 def test_it_does_not_ask_while_nobody_can_see_it(visiting, live_server):
     visit = visiting(live_server.base_url, init_script=FAST_TIMERS)
-    page = visit.page
     visit.until("window.delays.length > 3")
     for hide, show in (
-        (lambda: page.click("nav [data-view=settings]"), lambda: page.click("nav [data-view=live]")),
-        (lambda: _visibility(page, "hidden"), lambda: _visibility(page, "visible")),
+        (
+            lambda: visit.click("nav [data-view=settings]"),
+            lambda: visit.click("nav [data-view=live]"),
+        ),
+        (lambda: _visibility(visit, "hidden"), lambda: _visibility(visit, "visible")),
     ):
         hide()
-        page.evaluate(ANSWERED)  # by now an answer under way has come as well
-        page.evaluate("window.delays.length = 0")
-        page.evaluate(ANSWERED)
-        page.evaluate(ANSWERED)
-        assert page.evaluate("window.delays.filter((delay) => delay >= 500)") == []
+        visit.evaluate(ANSWERED)  # by now an answer under way has come as well
+        visit.evaluate("window.delays.length = 0")
+        visit.evaluate(ANSWERED)
+        visit.evaluate(ANSWERED)
+        assert visit.evaluate("window.delays.filter((delay) => delay >= 500)") == []
         show()
         visit.until("window.delays.includes(500)")
 
 
 @pytest.mark.parametrize("width", [320, 390])
-def test_a_phone_shows_one_view_at_a_time_without_scrolling_sideways(visiting, live_server, answering, width):
+def test_a_phone_shows_one_view_at_a_time_without_scrolling_sideways(
+    visiting, live_server, answering, width
+):
     options = {
         "viewport": {"width": width, "height": 760},
         "has_touch": True,
@@ -251,24 +296,29 @@ def test_a_phone_shows_one_view_at_a_time_without_scrolling_sideways(visiting, l
         "device_scale_factor": 2,
     }
     visit = visiting(live_server.base_url, **options)
-    page = visit.page
     long = "w" * 300
-    answering(visit, f"{long}\n```\n{'code ' * 60}\n```\n", usage={"prompt_tokens": 10_000, "completion_tokens": 5000})
+    answering(
+        visit,
+        f"{long}\n```\n{'code ' * 60}\n```\n",
+        usage={"prompt_tokens": 10_000, "completion_tokens": 5000},
+    )
     visit.ask(f"{long} question")
     visit.answer()
     views = ("chat", "live", "requests", "settings")
     for view in views:
-        page.tap(f"nav [data-view={view}]")
-        assert [page.is_visible(f"#{name}") for name in views] == [name == view for name in views]
-        widest = page.evaluate("Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)")
+        visit.tap(f"nav [data-view={view}]")
+        assert [visit.is_visible(f"#{name}") for name in views] == [name == view for name in views]
+        widest = visit.evaluate(
+            "Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)"
+        )
         assert widest <= width
-        out = page.evaluate(
+        out = visit.evaluate(
             f"""[...document.querySelectorAll('#{view} *')].filter((e) => e.checkVisibility()
             && !e.closest('pre, .sr, .chips') && e.getBoundingClientRect().right > {width} + 0.5)
             .map((e) => e.outerHTML.slice(0, 80))"""
         )
         assert out == []
-        small = page.evaluate(
+        small = visit.evaluate(
             "[...document.querySelectorAll('nav button, #composer button')].filter((e) => e.checkVisibility() "
             "&& e.getBoundingClientRect().height < 36).length"
         )
@@ -276,46 +326,35 @@ def test_a_phone_shows_one_view_at_a_time_without_scrolling_sideways(visiting, l
 
 
 def test_the_skip_link_leads_to_the_message_field_from_any_view(visiting, live_server):
-    page = visiting(live_server.base_url, viewport={"width": 320, "height": 640}).page
+    page = visiting(live_server.base_url, viewport={"width": 320, "height": 640})
     for view in ("live", "requests", "settings", "chat"):
         page.click(f"nav [data-view={view}]")
         page.focus(".skip")
         page.keyboard.press("Enter")
-        expect(page.locator("#prompt")).to_be_focused()
+        page.expects("#prompt").to_be_focused()
 
 
 def test_the_colours_follow_the_system_until_chosen(visiting, live_server):
     visit = visiting(live_server.base_url, color_scheme="dark")
-    page = visit.page
     ground = "getComputedStyle(document.body).backgroundColor"
-    dark = page.evaluate(ground)
-    page.emulate_media(color_scheme="light")
-    light = page.evaluate(ground)
+    dark = visit.evaluate(ground)
+    visit.emulate_media(color_scheme="light")
+    light = visit.evaluate(ground)
     assert dark != light
-    page.click("#theme")
-    assert page.get_attribute("#theme", "aria-label") == "Colours: light"
-    page.click("#theme")
-    assert page.get_attribute("html", "data-theme") == "dark"
-    assert page.evaluate(ground) == dark
-    page.reload()
-    assert page.evaluate(ground) == dark
-    page.click("#theme")
-    assert page.get_attribute("html", "data-theme") is None
-    assert page.evaluate(ground) == light
-
-
-def _answer_blocks(page, pool):
-    page.route("**/v1/blocks", lambda route: route.fulfill(content_type="application/json", body=json.dumps(pool)))
+    visit.click("#theme")
+    assert visit.get_attribute("#theme", "aria-label") == "Colours: light"
+    visit.click("#theme")
+    assert visit.get_attribute("html", "data-theme") == "dark"
+    assert visit.evaluate(ground) == dark
+    visit.reload()
+    assert visit.evaluate(ground) == dark
+    visit.click("#theme")
+    assert visit.get_attribute("html", "data-theme") is None
+    assert visit.evaluate(ground) == light
 
 
 def _picture(page):
     return page.evaluate("document.getElementById('map').toDataURL()")
-
-
-def _max_tokens(page, number):
-    page.click("nav [data-view=settings]")
-    page.fill("#max_tokens", str(number))
-    page.click("nav [data-view=live]")
 
 
 def _visibility(page, state):

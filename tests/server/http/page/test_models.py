@@ -21,10 +21,13 @@ class Several:
     """A page whose server says it has `models`, and what pools it was asked for."""
 
     def __init__(self, made):
-        self.made, self.page = made, made.visit.page
+        self.page = made
         self.models = [model(SMALL), model(LARGE, "not_loaded")]
         self.pools = []
-        self.page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": self.models}))
+        self.page.route(
+            "**/v1/models",
+            lambda route: route.fulfill(json={"object": "list", "data": self.models}),
+        )
         self.page.route("**/v1/blocks*", self._pool)
         self.page.clock.install()
         self.page.reload()
@@ -52,7 +55,13 @@ def test_one_model_needs_no_choice(visit):
 
 
 def test_other_names_of_one_model_are_no_choice(modules):
-    listed = [model("a"), model("b", root="a"), model("c", "loading", "no room"), {"id": "d"}, {"id": "e", "root": "a"}]
+    listed = [
+        model("a"),
+        model("b", root="a"),
+        model("c", "loading", "no room"),
+        {"id": "d"},
+        {"id": "e", "root": "a"},
+    ]
     assert modules.module("models", "return it.different(argument);", listed) == [
         {"id": "a", "state": "loaded", "failure": ""},
         {"id": "c", "state": "loading", "failure": "no room"},
@@ -62,42 +71,49 @@ def test_other_names_of_one_model_are_no_choice(modules):
 
 def test_requests_name_the_chosen_model_and_the_choice_is_kept(several):
     page, choice = several.page, several.page.get_by_label("Model", exact=True)
-    assert choice.locator("option").all_inner_texts() == [f"{SMALL} (loaded)", f"{LARGE} (not loaded)"]
-    several.made.ask("One")
-    assert several.made.asked(1)["model"] == SMALL
-    several.made.end("stop")
+    assert choice.locator("option").all_inner_texts() == [
+        f"{SMALL} (loaded)",
+        f"{LARGE} (not loaded)",
+    ]
+    several.page.ask("One")
+    assert several.page.asked(1)["model"] == SMALL
+    several.page.end("stop")
     choice.select_option(value=LARGE)
-    expect(page.locator("#model")).to_have_text(LARGE)
-    expect(page.locator("#model-remark")).to_have_text("This model is not loaded. Your next message loads it.")
-    several.made.ask("Two")
-    assert several.made.asked(2)["model"] == LARGE
+    page.shows("#model", LARGE)
+    page.shows("#model-remark", "This model is not loaded. Your next message loads it.")
+    several.page.ask("Two")
+    assert several.page.asked(2)["model"] == LARGE
     several.tells(model(SMALL), model(LARGE, "loading"))
-    expect(page.locator("#model-remark")).to_have_text("This model is being loaded.")
+    page.shows("#model-remark", "This model is being loaded.")
     expect(choice.locator("option").last).to_have_text(f"{LARGE} (loading)")
-    several.made.end("stop")
+    several.page.end("stop")
     several.tells(model(SMALL), model(LARGE))
-    expect(page.locator("#model-remark")).to_be_empty()
+    page.expects("#model-remark").to_be_empty()
     several.tells(model(SMALL), model(LARGE, "not_loaded", "it needs <i>9 GB</i>"))
-    expect(page.locator("#model-remark")).to_have_text("This model could not be loaded: it needs <i>9 GB</i>")
+    page.shows("#model-remark", "This model could not be loaded: it needs <i>9 GB</i>")
     page.reload()
     expect(choice).to_have_value(LARGE)
     several.tells(model("another"), model(SMALL))
     expect(choice).to_have_value("another")
     several.tells(model(SMALL))
     expect(choice).to_be_hidden()
-    expect(page.locator("#model")).to_have_text(SMALL)
+    page.shows("#model", SMALL)
 
 
 def test_the_live_view_is_that_of_the_chosen_model(several):
     page, choice = several.page, several.page.get_by_label("Model", exact=True)
     state = page.locator("#live-state")
-    several.made.until("document.getElementById('live-state').textContent === 'live'")
+    several.page.until("document.getElementById('live-state').textContent === 'live'")
     assert several.pools[-1] == "?model=kvboost-edge%2Fdemo"
     choice.select_option(value=LARGE)
     page.clock.run_for(1)
     expect(state).to_have_text("not loaded")
-    page.evaluate("fetch('/v1/models').then((response) => response.text())")  # by now an answer under way has come too
-    assert page.inner_text("#count-free") == page.inner_text("#weight_bytes") == "–"  # not the other one's
+    page.evaluate(
+        "fetch('/v1/models').then((response) => response.text())"
+    )  # by now an answer under way has come too
+    assert (
+        page.inner_text("#count-free") == page.inner_text("#weight_bytes") == "–"
+    )  # not the other one's
     several.pools.clear()
     page.clock.run_for(2000)
     assert several.pools == []
@@ -106,7 +122,7 @@ def test_the_live_view_is_that_of_the_chosen_model(several):
         page.clock.run_for(1)
     choice.select_option(value=SMALL)
     page.clock.run_for(1)
-    expect(page.locator("#count-free")).not_to_have_text("–")
+    page.expects("#count-free").not_to_have_text("–")
 
 
 def test_rows_of_requests_name_their_model_where_there_are_several(several):
@@ -118,13 +134,15 @@ def test_rows_of_requests_name_their_model_where_there_are_several(several):
         for at, name in enumerate([LARGE, SMALL, long])
     ]
     answer = {"object": "list", "data": data, "kept_seconds": 60}
-    page.route("**/v1/requests", lambda route: route.fulfill(json=answer))
+    page.serve("**/v1/requests", answer)
     page.click("nav [data-view=requests]")
     page.clock.run_for(1)
     named = page.locator(".prompt-model")
     expect(named).to_have_text([f"model {LARGE}", f"model {SMALL}", f"model {long}"])
     expect(named.first).to_be_visible()
-    expect(page.locator(".prompt-row").first).to_have_accessible_name(re.compile(f"cost 100 ms model {LARGE} "))
+    expect(page.locator(".prompt-row").first).to_have_accessible_name(
+        re.compile(f"cost 100 ms model {LARGE} ")
+    )
     page.set_viewport_size({"width": 320, "height": 640})
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     several.tells(model(SMALL))
@@ -141,7 +159,7 @@ def test_the_choice_fits_a_phone_and_is_made_by_keys(stand_in):
     page.keyboard.press("Shift+Tab")
     expect(page.get_by_label("Model", exact=True)).to_be_focused()
     page.keyboard.press("ArrowDown")
-    expect(page.locator("#model-remark")).to_contain_text("could not be loaded: www")
+    page.expects("#model-remark").to_contain_text("could not be loaded: www")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     out = "[...document.querySelectorAll('.chat-head *')].filter((e) => e.getBoundingClientRect().right > 320).length"
     assert page.evaluate(out) == 0
@@ -154,23 +172,22 @@ def test_a_model_is_loaded_by_the_first_message_to_it(visiting, demo_engine, tin
     with serving(demo_engine, others=[(("other", "alias"), other.source)]) as server:
         visit = visiting(server.base_url)
         visit.expected_failures = ("503",)  # of a look at its pool in the moment before it is there
-        page, choice = visit.page, visit.get_by_label("Model", exact=True)
+        choice = visit.get_by_label("Model", exact=True)
         expect(choice.locator("option")).to_have_text([f"{SMALL} (loaded)", "other (not loaded)"])
         choice.select_option(value="other")
-        page.click("nav [data-view=settings]")
-        page.fill("#max_tokens", "2")
-        page.fill("#temperature", "0")
-        page.click("nav [data-view=live]")
-        expect(page.locator("#live-state")).to_have_text("not loaded")
+        visit.settings(max_tokens="2", temperature="0")
+        visit.shows("#live-state", "not loaded")
         try:
             visit.ask("Hi")
-            expect(page.locator("#model-remark")).to_have_text("This model is being loaded.")
+            visit.shows("#model-remark", "This model is being loaded.")
         finally:
             other.release()
         visit.answer()
         expect(choice.locator("option").last).to_have_text("other (loaded)")
-        expect(page.locator("#pool-size")).to_have_text("64 blocks of 16 tokens")
+        visit.shows("#pool-size", "64 blocks of 16 tokens")
         choice.select_option(value=SMALL)
-        expect(page.locator("#pool-size")).to_contain_text(f"{demo_engine.paged_stats()['num_blocks']} blocks")
+        visit.expects("#pool-size").to_contain_text(
+            f"{demo_engine.paged_stats()['num_blocks']} blocks"
+        )
         assert other.loads == 1
-        page.context.close()  # before the server, at which it looks as long as it is there
+        visit.context.close()  # before the server, at which it looks as long as it is there

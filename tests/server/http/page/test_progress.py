@@ -23,8 +23,7 @@ def asked(stand_in):
     page = stand_in()
     page.evaluate(HEARD)
     page.stop_clock()
-    page.ask("A long text.")
-    assert page.asked(1)["return_progress"] is True
+    assert page.begin("A long text.")["return_progress"] is True
     return page
 
 
@@ -34,8 +33,14 @@ def asked(stand_in):
         (FIRST, "waiting to read 10,000 tokens"),
         (FIRST | {"estimated_ms": 200_000}, "waiting to read 10,000 tokens, about 3 min"),
         (HALF, "reading 3,200 of 10,000 tokens, 1,000 from the cache, about 12 s"),
-        (HALF | {"cache": 0, "estimated_ms": 300}, "reading 3,200 of 10,000 tokens, less than a second"),
-        ({"total": 1, "cache": 0, "processed": 0, "time_ms": 3, "estimated_ms": None}, "reading 0 of 1 token"),
+        (
+            HALF | {"cache": 0, "estimated_ms": 300},
+            "reading 3,200 of 10,000 tokens, less than a second",
+        ),
+        (
+            {"total": 1, "cache": 0, "processed": 0, "time_ms": 3, "estimated_ms": None},
+            "reading 0 of 1 token",
+        ),
     ],
 )
 def test_progress_in_words(modules, progress, words):
@@ -43,15 +48,14 @@ def test_progress_in_words(modules, progress, words):
 
 
 def test_the_bar_follows_and_goes_with_the_first_token(asked):
-    page = asked.visit.page
-    bar = page.get_by_role("progressbar", name="Reading the prompt")
+    bar = asked.get_by_role("progressbar", name="Reading the prompt")
     asked.reading(**FIRST)
     expect(bar).to_have_attribute("aria-valuenow", "0")
     asked.reading(**HALF)
     expect(bar).to_have_attribute("aria-valuenow", "3200")
     expect(bar).to_have_attribute("aria-valuemax", "10000")
-    expect(page.locator(".progress .note")).to_have_text(
-        "reading 3,200 of 10,000 tokens, 1,000 from the cache, about 12 s"
+    asked.shows(
+        ".progress .note", "reading 3,200 of 10,000 tokens, 1,000 from the cache, about 12 s"
     )
     widths = "(bar) => [...bar.children].map((part) => [part.className, part.style.width])"
     assert bar.evaluate(widths) == [["cached", "10%"], ["read", "22%"]]
@@ -60,7 +64,7 @@ def test_the_bar_follows_and_goes_with_the_first_token(asked):
     asked.deltas({"content": "Yes."})
     expect(bar).to_have_count(0)
     asked.end("stop")
-    expect(page.locator(".answer-body")).to_have_text("Yes.")
+    asked.shows(".answer-body", "Yes.")
 
 
 def test_a_prompt_that_was_read_at_once_has_no_bar(asked):
@@ -76,34 +80,34 @@ def test_a_prompt_that_was_read_at_once_has_no_bar(asked):
 
 
 def test_it_is_said_at_first_and_then_every_ten_seconds(asked):
-    page = asked.visit.page
     for number in range(30):  # one each half second
         asked.reading(**HALF | {"processed": 2000 + 200 * number})
-        expect(page.get_by_role("progressbar")).to_have_attribute("aria-valuenow", str(2000 + 200 * number))
-        page.clock.run_for(500)
+        expect(asked.get_by_role("progressbar")).to_have_attribute(
+            "aria-valuenow", str(2000 + 200 * number)
+        )
+        asked.clock.run_for(500)
     asked.reading(**LAST)
     asked.deltas({"content": "Yes."})
     asked.end("stop")
-    heard = [text for text in page.evaluate("window.heard") if "reading" in text]
+    heard = [text for text in asked.evaluate("window.heard") if "reading" in text]
     assert [text.split(" of ")[0] for text in heard] == ["reading 2,000", "reading 6,000"]
-    assert page.get_attribute(".answer", "aria-busy") is None
+    assert asked.get_attribute(".answer", "aria-busy") is None
 
 
 @pytest.mark.parametrize("how", ["stopped", "failed", "calls"])
 def test_no_bar_stays_behind(asked, how):
-    page = asked.visit.page
     asked.reading(**HALF)
-    expect(page.get_by_role("progressbar")).to_be_visible()
+    expect(asked.get_by_role("progressbar")).to_be_visible()
     if how == "stopped":
-        page.keyboard.press("Escape")
+        asked.keyboard.press("Escape")
     elif how == "failed":
-        page.evaluate('window.say(\'data: {"error": {"message": "too slow"}}\\n\\n\')')
+        asked.evaluate('window.say(\'data: {"error": {"message": "too slow"}}\\n\\n\')')
     else:
         asked.call("get_weather", "{}")
-        expect(page.get_by_role("progressbar")).to_have_count(0)
+        expect(asked.get_by_role("progressbar")).to_have_count(0)
         asked.end("tool_calls")
     asked.answer("done" if how == "calls" else how)
-    expect(page.get_by_role("progressbar")).to_have_count(0)
+    expect(asked.get_by_role("progressbar")).to_have_count(0)
 
 
 def test_the_server_s_own_progress(visit, demo_engine):
@@ -115,25 +119,22 @@ def test_the_server_s_own_progress(visit, demo_engine):
         assert may_go.wait(60)
         return forward(batch)
 
-    page = visit.page
-    page.click("nav [data-view=settings]")
-    page.fill("#max_tokens", "2")
+    visit.settings(max_tokens="2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "forward", held_forward)
         try:
             visit.ask("The mine of North Romin is nickel. " * 40)
-            expect(page.get_by_role("progressbar", name="Reading the prompt")).to_be_visible()
-            expect(page.locator(".progress .note")).to_contain_text("reading ")
+            expect(visit.get_by_role("progressbar", name="Reading the prompt")).to_be_visible()
+            visit.expects(".progress .note").to_contain_text("reading ")
         finally:
             may_go.set()
         visit.answer()
-    expect(page.get_by_role("progressbar")).to_have_count(0)
+    expect(visit.get_by_role("progressbar")).to_have_count(0)
 
 
 def test_the_bar_fits_a_phone(stand_in):
     page = stand_in(viewport={"width": 320, "height": 640})
-    page.ask("Hello")
-    page.asked(1)
+    page.begin("Hello")
     page.reading(**HALF | {"total": 10**9, "processed": 10**8, "cache": 10**7, "estimated_ms": 1e9})
-    expect(page.locator(".progress .note")).to_contain_text("min")
+    page.expects(".progress .note").to_contain_text("min")
     assert page.locator("#log").evaluate("(e) => e.scrollWidth <= e.clientWidth")

@@ -9,7 +9,10 @@ from playwright.sync_api import expect
 
 pytestmark = pytest.mark.slow
 
-TEXT = "The mine of North Romin is nickel. Its owner is the town. " * 4 + "Today is {}. What does it mine?"
+TEXT = (
+    "The mine of North Romin is nickel. Its owner is the town. " * 4
+    + "Today is {}. What does it mine?"
+)
 # What the server would list: the latest first.
 LISTED = [
     {"cause": "none", "prompt_tokens": 160, "hit_tokens": {"pool": 160}, "computed_tokens": 0, "seconds": 0.004},
@@ -24,7 +27,10 @@ LISTED = [
 ]  # fmt: skip
 BARE = {"reused_span_tokens": 0, "position": 0, "field": "", "field_before": "", "text": "", "text_before": "",
         "compared_with": "", "evicted_from": [], "normalised": []}  # fmt: skip
-LISTED = [BARE | one | {"request_id": f"req-{number}", "at": 1e9 - number} for number, one in enumerate(LISTED)]
+LISTED = [
+    BARE | one | {"request_id": f"req-{number}", "at": 1e9 - number}
+    for number, one in enumerate(LISTED)
+]
 DETAILS = {
     "position": 48, "field": "message 0 (system)", "field_before": "message 0 (system)", "compared_with": "req-3",
     "text": "Today is Tuesday.", "text_before": "Today is Monday.", "normalised": ["tools", "billing"],
@@ -37,7 +43,11 @@ OUTSIDE = """[...document.querySelectorAll('#requests *')].filter((e) => e.check
 
 def ask(server, *days, **options):
     return [
-        httpx.post(f"{server.base_url}/v1/completions", json={"prompt": TEXT.format(day), "max_tokens": 1}, **options)
+        httpx.post(
+            f"{server.base_url}/v1/completions",
+            json={"prompt": TEXT.format(day), "max_tokens": 1},
+            **options,
+        )
         for day in days
     ][-1].headers["x-request-id"]
 
@@ -49,11 +59,11 @@ def listed(visiting, live_server):
     def opened(**options):
         visit = visiting(live_server.base_url, **options)
         answer = {"object": "list", "data": LISTED, "kept_seconds": 60}
-        visit.route("**/v1/requests", lambda route: route.fulfill(json=answer))
+        visit.serve("**/v1/requests", answer)
         details = LISTED[4] | DETAILS
-        visit.route("**/v1/requests/req-4/cache", lambda route: route.fulfill(json=details))
+        visit.serve("**/v1/requests/req-4/cache", details)
         visit.click("nav button[data-view=requests]")
-        expect(visit.locator(".prompt")).to_have_count(5)
+        visit.expects(".prompt").to_have_count(5)
         return visit
 
     return opened
@@ -79,14 +89,14 @@ def test_a_request_shows_its_cause_and_both_texts(visit, live_server):
     expect(row).to_be_focused()
     expect(row).to_have_attribute("aria-expanded", "true")
     details.get_by_role("button", name=before).click()
-    expect(visit.locator(f"[aria-controls=why-{before}]")).to_be_focused()
-    expect(visit.locator(f"#why-{before}")).to_be_visible()
+    visit.expects(f"[aria-controls=why-{before}]").to_be_focused()
+    visit.expects(f"#why-{before}").to_be_visible()
     row.click()
     expect(details).to_be_hidden()
 
 
 def test_bars_costs_and_causes_are_those_of_the_server(listed):
-    page = listed().page
+    page = listed()
     rows = page.locator(".prompt")
     figures = [row.locator(".prompt-figures").inner_text() for row in rows.all()]
     assert figures == [
@@ -102,7 +112,8 @@ def test_bars_costs_and_causes_are_those_of_the_server(listed):
     ]  # fmt: skip
     assert rows.nth(1).locator(".prompt-bar").evaluate(parts)[1] == ["fill span", "80%"]
     heads = [
-        row.locator(".prompt-cause").text_content() + row.locator(".prompt-cost").text_content() for row in rows.all()
+        row.locator(".prompt-cause").text_content() + row.locator(".prompt-cost").text_content()
+        for row in rows.all()
     ]
     assert heads == [
         "○all from the cachecost 4.0 ms", "●reused at other positionscost 300 ms", "▲evictedcost 2.50 s",
@@ -111,13 +122,15 @@ def test_bars_costs_and_causes_are_those_of_the_server(listed):
     told = "evicted cost 2.50 s 200 from pool, 400 from disk, 400 from redis, 1,000 of 2,000 tokens computed"
     expect(page.locator(".prompt-row").nth(2)).to_have_accessible_name(re.compile(told))
     told = "5 requests: 19 % of 13,560 prompt tokens from the cache, the rest computed in 34.2 s."
-    expect(page.locator("#prompts-note")).to_have_text(told)
-    heights = page.locator("#prompts-columns > span > span").evaluate_all("(all) => all.map((one) => one.style.height)")
+    page.shows("#prompts-note", told)
+    heights = page.locator("#prompts-columns > span > span").evaluate_all(
+        "(all) => all.map((one) => one.style.height)"
+    )
     assert [round(float(height.rstrip("%")), 2) for height in heights] == [100, 0.32, 8, 0.96, 0.01]
 
 
 def test_one_cause_is_shown_alone(listed):
-    page = listed().page
+    page = listed()
     chips = page.locator(".chip:visible")
     assert chips.all_inner_texts() == [
         "▲ 2 × another text, 31.4 s", "▲ 1 × evicted, 2.50 s", "● 1 × reused at other positions, 300 ms",
@@ -125,36 +138,36 @@ def test_one_cause_is_shown_alone(listed):
     ]  # fmt: skip
     chips.first.click()
     expect(chips.first).to_have_attribute("aria-pressed", "true")
-    expect(page.locator(".prompt:visible")).to_have_count(2)
-    expect(page.locator("#prompts-columns .out")).to_have_count(3)
+    page.expects(".prompt:visible").to_have_count(2)
+    page.expects("#prompts-columns .out").to_have_count(3)
     chips.first.click()
-    expect(page.locator(".prompt:visible")).to_have_count(5)
+    page.expects(".prompt:visible").to_have_count(5)
 
 
 def test_the_keyboard_alone_finds_the_miss_and_what_changed(listed):
     visit = listed()
-    page, keyboard = visit.page, visit.keyboard
+    keyboard = visit.keyboard
     focused = "document.activeElement"
-    page.evaluate("document.querySelector('.skip').focus()")
+    visit.evaluate("document.querySelector('.skip').focus()")
 
     def tab_to(selector):
         for _ in range(40):
             keyboard.press("Tab")
-            assert page.evaluate(f"getComputedStyle({focused}).outlineStyle") != "none"
-            if page.evaluate(f"{focused}.matches({json.dumps(selector)})"):
+            assert visit.evaluate(f"getComputedStyle({focused}).outlineStyle") != "none"
+            if visit.evaluate(f"{focused}.matches({json.dumps(selector)})"):
                 return
         raise AssertionError(f"no way to {selector}")
 
     tab_to("nav [data-view=requests]")
     tab_to(".chip[data-cause=changed_text]")
     keyboard.press("Space")
-    expect(page.locator(".prompt:visible")).to_have_count(2)
+    visit.expects(".prompt:visible").to_have_count(2)
     tab_to(".prompt-row")
     keyboard.press("End")
-    expect(page.locator("[aria-controls=why-req-4]")).to_be_focused()
+    visit.expects("[aria-controls=why-req-4]").to_be_focused()
     keyboard.press("ArrowDown")  # there is none below
     keyboard.press("Enter")
-    details = page.locator("#why-req-4")
+    details = visit.locator("#why-req-4")
     expect(details.locator("del")).to_have_text("Monday")
     expect(details.locator("ins")).to_have_text("Tuesday")
     facts = [line.split("\n") for line in details.locator(".facts > div").all_inner_texts()]
@@ -168,10 +181,10 @@ def test_the_keyboard_alone_finds_the_miss_and_what_changed(listed):
     tab_to(".facts .link")
     keyboard.press("Escape")
     expect(details).to_be_hidden()
-    expect(page.locator("[aria-controls=why-req-4]")).to_be_focused()
+    visit.expects("[aria-controls=why-req-4]").to_be_focused()
     for key, number in (("ArrowUp", 3), ("ArrowDown", 4), ("Home", 3)):
         keyboard.press(key)
-        expect(page.locator(f"[aria-controls=why-req-{number}]")).to_be_focused()
+        visit.expects(f"[aria-controls=why-req-{number}]").to_be_focused()
 
 
 @pytest.mark.parametrize(
@@ -184,10 +197,14 @@ def test_the_keyboard_alone_finds_the_miss_and_what_changed(listed):
     ],
 )
 def test_nothing_is_cut_off_on_any_screen(listed, scheme, size):
-    page = listed(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme).page
-    long = LISTED[4] | DETAILS | {"text": "t" * 400, "field": "tool 3 (" + "n" * 64 + ")", "compared_with": "c" * 64}
+    page = listed(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
+    long = (
+        LISTED[4]
+        | DETAILS
+        | {"text": "t" * 400, "field": "tool 3 (" + "n" * 64 + ")", "compared_with": "c" * 64}
+    )
     page.unroute("**/v1/requests/req-4/cache")
-    page.route("**/v1/requests/req-4/cache", lambda route: route.fulfill(json=long))
+    page.serve("**/v1/requests/req-4/cache", long)
     page.click("[aria-controls=why-req-4]")
     expect(page.locator("#why-req-4 pre").first).to_be_visible()
     assert page.evaluate(NO_SIDEWAYS)
@@ -198,13 +215,12 @@ def test_the_reason_under_an_answer_leads_to_its_request(stand_in, live_server):
     page = stand_in()
     request_id = ask(live_server, "Sunday")
     page.evaluate("(id) => { window.requestId = id; }", request_id)
-    page.ask("Hello")
-    page.asked(1)
+    page.begin("Hello")
     page.deltas({"content": "Hi."})
     page.end("stop", kvboost={"hit_tokens": {"pool": 0}, "miss_reason": "first_seen"})
-    page.get_by_role("button", name="first seen: show this request").click()
-    expect(page.locator(f"[aria-controls=why-{request_id}]")).to_be_focused()
-    expect(page.locator(f"#why-{request_id} .facts")).to_be_visible()
+    page.button("first seen: show this request").click()
+    page.expects(f"[aria-controls=why-{request_id}]").to_be_focused()
+    page.expects(f"#why-{request_id} .facts").to_be_visible()
 
 
 @pytest.mark.parametrize(
@@ -219,13 +235,13 @@ def test_the_reason_under_an_answer_leads_to_its_request(stand_in, live_server):
     ],
 )  # fmt: skip
 def test_only_texts_that_differ_stand_side_by_side(listed, told, captions, said):
-    page = listed().page
+    page = listed()
     page.unroute("**/v1/requests/req-4/cache")
-    page.route("**/v1/requests/req-4/cache", lambda route: route.fulfill(json=LISTED[4] | DETAILS | told))
+    page.serve("**/v1/requests/req-4/cache", LISTED[4] | DETAILS | told)
     page.click("[aria-controls=why-req-4]")
-    expect(page.locator("#why-req-4 .facts")).to_be_visible()
+    page.expects("#why-req-4 .facts").to_be_visible()
     assert page.locator("#why-req-4 figcaption").all_inner_texts() == captions
-    expect(page.locator("#why-req-4 .prompt-said")).to_have_count(0 if said is None else 1)
+    page.expects("#why-req-4 .prompt-said").to_have_count(0 if said is None else 1)
     assert said is None or page.locator("#why-req-4 .prompt-said").inner_text() == said
 
 
@@ -233,7 +249,7 @@ def test_a_request_that_is_gone_says_so(listed):
     visit = listed()
     visit.expected_failures = ("404",)
     visit.click("[aria-controls=why-req-0]")
-    expect(visit.locator("#why-req-0")).to_have_text("This request is no longer kept.")
+    visit.shows("#why-req-0", "This request is no longer kept.")
 
 
 def test_no_key_sees_another_s(visiting, keyed_server):
@@ -241,34 +257,37 @@ def test_no_key_sees_another_s(visiting, keyed_server):
     ids = [ask(keyed_server, "Monday", headers=headers) for headers in (first, second)]
     visit = visiting(keyed_server.base_url)
     visit.expected_failures = ("401", "403")
-    page = visit.page
-    page.click("nav button[data-view=requests]")
-    expect(page.locator("#prompts-state")).to_have_text("API key needed")
+    visit.click("nav button[data-view=requests]")
+    visit.shows("#prompts-state", "API key needed")
     for at, key in enumerate(keyed_server.keys):
-        page.click("nav button[data-view=settings]")
-        page.fill("#api-key", key)
-        page.press("#api-key", "Tab")
-        page.click("nav button[data-view=requests]")
-        expect(page.locator(f"[aria-controls=why-{ids[at]}]")).to_be_visible()
-        expect(page.locator(f"[aria-controls=why-{ids[1 - at]}]")).to_have_count(0)
+        visit.click("nav button[data-view=settings]")
+        visit.fill("#api-key", key)
+        visit.press("#api-key", "Tab")
+        visit.click("nav button[data-view=requests]")
+        visit.expects(f"[aria-controls=why-{ids[at]}]").to_be_visible()
+        visit.expects(f"[aria-controls=why-{ids[1 - at]}]").to_have_count(0)
 
 
 def test_it_asks_only_while_it_can_be_seen(visiting, live_server):
     visit = visiting(live_server.base_url)
-    page = visit.page
-    page.clock.install()
+    visit.clock.install()
     asked = []
-    page.on("request", lambda request: asked.append(request.url) if "/v1/requests" in request.url else None)
-    page.clock.run_for(10_000)
+    visit.on(
+        "request",
+        lambda request: asked.append(request.url) if "/v1/requests" in request.url else None,
+    )
+    visit.clock.run_for(10_000)
     assert asked == []
-    with page.expect_response("**/v1/requests"):
-        page.click("nav button[data-view=requests]")
-        page.clock.run_for(1)
-    expect(page.locator("#prompts-state")).to_have_text("live")
-    with page.expect_response("**/v1/requests"):
-        page.clock.run_for(3000)
-    page.click("nav button[data-view=live]")
-    page.evaluate("fetch('/v1/models').then((response) => response.text())")  # by now an answer under way has come too
+    with visit.expect_response("**/v1/requests"):
+        visit.click("nav button[data-view=requests]")
+        visit.clock.run_for(1)
+    visit.shows("#prompts-state", "live")
+    with visit.expect_response("**/v1/requests"):
+        visit.clock.run_for(3000)
+    visit.click("nav button[data-view=live]")
+    visit.evaluate(
+        "fetch('/v1/models').then((response) => response.text())"
+    )  # by now an answer under way has come too
     asked.clear()
-    page.clock.run_for(10_000)
+    visit.clock.run_for(10_000)
     assert asked == []

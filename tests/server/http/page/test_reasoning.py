@@ -11,8 +11,7 @@ ANSWER = {"role": "assistant", "content": "4", "reasoning_content": "Two and two
 def test_thoughts_are_folded_and_their_seconds_counted(stand_in):
     page = stand_in()
     page.stop_clock()
-    page.ask("2 + 2?")
-    page.asked(1)
+    page.begin("2 + 2?")
     page.deltas({"role": "assistant", "content": ""}, {"reasoning_content": "Two and"})
     details = page.locator("details.reasoning")
     summary, thoughts = details.locator("summary"), details.locator(".text")
@@ -32,13 +31,12 @@ def test_thoughts_are_folded_and_their_seconds_counted(stand_in):
     page.end("stop")
     assert summary.inner_text() == told, "the count stands still while the answer comes"
     assert details.get_attribute("open") is None
-    expect(page.locator(".answer-body")).to_have_text("4")
+    page.shows(".answer-body", "4")
 
 
 def test_thoughts_are_opened_by_the_keyboard_and_not_read_out_by_themselves(stand_in):
     page = stand_in()
-    page.ask("2 + 2?")
-    page.asked(1)
+    page.begin("2 + 2?")
     page.deltas({"reasoning_content": "Two and two."}, {"content": "4"})
     page.end("stop")
     details = page.locator("details.reasoning")
@@ -54,25 +52,31 @@ def test_thoughts_are_opened_by_the_keyboard_and_not_read_out_by_themselves(stan
 
 def test_an_answer_is_sent_back_with_its_thoughts_and_copied_without(stand_in):
     page = stand_in()
-    page.visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.ask("2 + 2?")
-    page.asked(1)
-    page.deltas({"reasoning_content": "Two and two.\n"}, {"reasoning_content": "That is four."}, {"content": "4"})
+    page.visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.begin("2 + 2?")
+    page.deltas(
+        {"reasoning_content": "Two and two.\n"},
+        {"reasoning_content": "That is four."},
+        {"content": "4"},
+    )
     page.end("stop")
     page.stop_clock()  # or "Copied" would go
-    page.get_by_role("button", name="Copy answer").click()
-    expect(page.get_by_role("button", name="Copy answer")).to_have_text("Copied")
+    page.button("Copy answer").click()
+    expect(page.button("Copy answer")).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()") == "4"
     page.ask("And 3 + 3?")
     question = {"role": "user", "content": "2 + 2?"}
-    assert page.asked(2)["messages"] == [question, ANSWER, {"role": "user", "content": "And 3 + 3?"}]
+    assert page.asked(2)["messages"] == [
+        question,
+        ANSWER,
+        {"role": "user", "content": "And 3 + 3?"},
+    ]
     page.end("stop")
 
 
 def test_thoughts_that_led_to_nothing_are_shown_but_not_sent_again(stand_in):
     page = stand_in()
-    page.ask("2 + 2?")
-    page.asked(1)
+    page.begin("2 + 2?")
     page.deltas({"reasoning_content": "Hm."})
     page.end("length")
     turn = page.answer()

@@ -78,8 +78,7 @@ def test_there_are_fifty_different_payloads():
 
 @pytest.mark.parametrize("size", [10, pytest.param(1, marks=pytest.mark.full)])
 def test_prompts_are_shown_as_they_are(visit, size):
-    visit.click("nav [data-view=settings]")
-    visit.fill("#max_tokens", "1")
+    visit.settings(max_tokens="1")
     for payload in joined(size):
         visit.click("#new-chat")  # all together they would not fit into the model's context
         visit.ask(payload)
@@ -129,17 +128,21 @@ def test_thoughts_calls_and_results_are_shown_as_they_are(stand_in):
 
 
 def test_what_else_the_server_says_is_shown_as_it_is(visit, live_server):
-    page = visit.page
     visit.expected_failures = ("400",)
-    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": PAYLOADS[4]}]}))
+    visit.serve("**/v1/models", {"data": [{"id": PAYLOADS[4]}]})
     error = {"error": {"message": PAYLOADS[0], "code": PAYLOADS[7]}}
     headers = {"x-request-id": PAYLOADS[5]}
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=error, headers=headers))
-    bad = dict.fromkeys(("running", "waiting", "hit_rate", "generated_tokens_total", "num_blocks"), PAYLOADS[4])
-    page.route("**/v1/blocks", lambda route: route.fulfill(json={**bad, "states": "", "block_size": 16}))
-    page.reload()
-    expect(page.locator("#model")).to_have_text(PAYLOADS[4])
-    expect(page.locator("#running")).to_have_text("–")
+    visit.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=400, json=error, headers=headers),
+    )
+    bad = dict.fromkeys(
+        ("running", "waiting", "hit_rate", "generated_tokens_total", "num_blocks"), PAYLOADS[4]
+    )
+    visit.serve("**/v1/blocks", {**bad, "states": "", "block_size": 16})
+    visit.reload()
+    visit.shows("#model", PAYLOADS[4])
+    visit.shows("#running", "–")
     visit.ask("Hello")
     turn = visit.answer("failed")
     expect(turn.locator(".said")).to_have_text(PAYLOADS[0])
@@ -148,49 +151,66 @@ def test_what_else_the_server_says_is_shown_as_it_is(visit, live_server):
 
 
 def test_requests_are_shown_as_they_are(visit):
-    page = visit.page
-    page.evaluate("document.body.classList.add('several')")  # so that rows name their model
+    visit.evaluate("document.body.classList.add('several')")  # so that rows name their model
     texts = ("request_id", "cause", "field", "field_before", "compared_with", "model")
     listed = [
         dict.fromkeys(texts, payload)
-        | {"at": number, "prompt_tokens": payload, "computed_tokens": payload, "seconds": payload, "position": payload}
+        | {
+            "at": number,
+            "prompt_tokens": payload,
+            "computed_tokens": payload,
+            "seconds": payload,
+            "position": payload,
+        }
         | {"hit_tokens": {payload: 7}, "evicted_from": [payload], "normalised": [payload]}
         | {"text": payload, "text_before": PAYLOADS[number - 1]}
         for number, payload in enumerate(PAYLOADS)
     ]
-    page.route("**/v1/requests", lambda route: route.fulfill(json={"data": listed, "kept_seconds": 60}))
+    visit.serve("**/v1/requests", {"data": listed, "kept_seconds": 60})
     asked = []  # answered in the order in which they are opened
 
     def answer(route):
         asked.append(route.request.url)
         route.fulfill(json=listed[len(asked) - 1])
 
-    page.route("**/v1/requests/**", answer)
-    page.click("nav button[data-view=requests]")
-    rows = page.locator(".prompt")
+    visit.route("**/v1/requests/**", answer)
+    visit.click("nav button[data-view=requests]")
+    rows = visit.locator(".prompt")
     expect(rows).to_have_count(len(PAYLOADS))
     rows.locator(".prompt-row").evaluate_all("(all) => all.forEach((one) => one.click())")
     expect(rows.locator(".facts code")).to_have_count(len(PAYLOADS))
     texts = "(all) => all.map((one) => one.textContent)"
     assert sorted(rows.locator(".facts code").evaluate_all(texts)) == sorted(PAYLOADS)
-    shown = rows.evaluate_all("(all) => all.map((row) => [...row.querySelectorAll('figure pre')].at(-1).textContent)")
+    shown = rows.evaluate_all(
+        "(all) => all.map((row) => [...row.querySelectorAll('figure pre')].at(-1).textContent)"
+    )
     assert sorted(shown) == sorted(
         payload.replace("\u202e", "⟨U+202E⟩").replace("\u0000", "⟨U+0000⟩") for payload in PAYLOADS
     )
     assert all(url.startswith(f"{visit.origin}/v1/requests/") for url in asked)
     tags = "[...new Set([...document.querySelectorAll('#requests *')].map((e) => e.tagName))]"
     plain = {"H2", "OL", "UL", "LI", "DL", "DT", "DD", "DEL", "INS", "FIGURE", "FIGCAPTION"}
-    assert set(page.evaluate(tags)) <= PLAIN_TAGS | plain
-    assert page.evaluate("window.hacked") is None
-    assert page.url.rstrip("/") == visit.origin
+    assert set(visit.evaluate(tags)) <= PLAIN_TAGS | plain
+    assert visit.evaluate("window.hacked") is None
+    assert visit.url.rstrip("/") == visit.origin
 
 
 def test_figures_of_the_wrong_type_are_not_markup(visit, answering):
     bad = PAYLOADS[4]
-    usage = {"prompt_tokens": bad, "completion_tokens": bad, "prompt_tokens_details": {"cached_tokens": bad}}
+    usage = {
+        "prompt_tokens": bad,
+        "completion_tokens": bad,
+        "prompt_tokens_details": {"cached_tokens": bad},
+    }
     told = {"approximate": bad, "reused_span_tokens": [bad, 7], "recomputed_tokens": bad}
     for kvboost in ({"miss_reason": bad, **told}, {**told, "reused_span_tokens": 7}):
-        answering(visit, "x", usage=usage, timings={"predicted_n": bad, "predicted_ms": bad}, kvboost=kvboost)
+        answering(
+            visit,
+            "x",
+            usage=usage,
+            timings={"predicted_n": bad, "predicted_ms": bad},
+            kvboost=kvboost,
+        )
         visit.ask("Hello")
         visit.answer()
     _untouched(visit, 2)
@@ -235,19 +255,24 @@ def test_the_browser_itself_would_refuse(visit):
 def _echo(route):
     """The model says what was asked, in pieces of three characters."""
     text = json.loads(route.request.post_data)["messages"][-1]["content"]
-    pieces = [{"choices": [{"delta": {"content": text[at : at + 3]}}]} for at in range(0, len(text), 3)]
+    pieces = [
+        {"choices": [{"delta": {"content": text[at : at + 3]}}]} for at in range(0, len(text), 3)
+    ]
     body = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n"
     route.fulfill(content_type="text/event-stream", body=body)
 
 
 def _untouched(visit, turns, more_tags=frozenset()):
     """So many turns, only the elements that the page makes, nothing ran; `visiting` looks at requests and dialogs."""
-    page = visit.page
-    assert page.locator(".turn").count() == turns
-    assert set(page.evaluate(UNDER_LOG)) <= PLAIN_TAGS | more_tags
-    attributes = page.evaluate(
+    assert visit.count(".turn") == turns
+    assert set(visit.evaluate(UNDER_LOG)) <= PLAIN_TAGS | more_tags
+    attributes = visit.evaluate(
         "[...new Set([...document.querySelectorAll('.turn *')].flatMap((e) => e.getAttributeNames()))]"
     )
-    assert not [name for name in attributes if name.startswith("on") or name in ("href", "src", "srcset", "action")]
-    assert page.evaluate("window.hacked") is None
-    assert page.url.rstrip("/") == visit.origin
+    assert not [
+        name
+        for name in attributes
+        if name.startswith("on") or name in ("href", "src", "srcset", "action")
+    ]
+    assert visit.evaluate("window.hacked") is None
+    assert visit.url.rstrip("/") == visit.origin
