@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from helpers.models.gpt_oss_files import save_gpt_oss
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.raising import assert_raises
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.models.packed import stream
@@ -16,17 +17,30 @@ from kvboost_edge.runners.torch.attention import PagedPass
 
 BAD = 200  # the token that breaks what is computed of it
 GOOD = [i % 190 for i in range(150)]
-FAR = [50, 60, BAD, *[(7 * i) % 190 for i in range(150)]]  # three layers of a window of 24 look back 69 tokens
+FAR = [
+    50,
+    60,
+    BAD,
+    *[(7 * i) % 190 for i in range(150)],
+]  # three layers of a window of 24 look back 69 tokens
 OPTIONS = {"max_new_tokens": 8, "ignore_eos": True, "logit_bias": {BAD: -1e4}}
-# Of each hybrid family the projection into a mixer of the first layer, rows of it whose products overflow in its state,
-# and how large they are. Products of a convolution, of B and x of Mamba2; values of the delta rule are infinite before.
+# Of each family a matrix of the first layer, rows of it whose products overflow, and how large they are in the first
+# channels. Products of a convolution, of B and x of Mamba2; values of the delta rule are infinite before. A router gets
+# infinity less infinity.
 LARGE = {
-    "lfm2": ("layers.0.conv.in_proj.weight", (5, 2 * 64 + 5), 1e20),
-    "granitemoehybrid-h": ("layers.0.mamba.in_proj.weight", (128 + 5, 2 * 128 + 3), 1e25),
-    "qwen3_5_text": ("layers.0.linear_attn.in_proj_qkv.weight", (2 * 32 + 5,), 3e38),
+    "lfm2": ("layers.0.conv.in_proj.weight", (5, 2 * 64 + 5), [1e20]),
+    "granitemoehybrid-h": ("layers.0.mamba.in_proj.weight", (128 + 5, 2 * 128 + 3), [1e25]),
+    "qwen3_5_text": ("layers.0.linear_attn.in_proj_qkv.weight", (2 * 32 + 5,), [3e38]),
+    "qwen3_moe": ("layers.0.mlp.gate.weight", (4,), [3e38, -3e38]),
 }
-# What adds to the hidden state, of which channel 0 stays as the embedding has it.
-WAYS_OUT = ("out_proj.weight", "o_proj.weight", "w2.weight", "down_proj.weight", "output_linear.weight")
+# What adds to the hidden state, of which these channels stay as the embedding has them.
+WAYS_OUT = (
+    "out_proj.weight",
+    "o_proj.weight",
+    "w2.weight",
+    "down_proj.weight",
+    "output_linear.weight",
+)
 
 
 def of_torch(directory, backend):
@@ -48,38 +62,59 @@ def changed(model, change):
 
 def of_router(directory, weights):
     """The embedding's row of the token is NaN, and so is its row of every router."""
-    model = changed(save_gpt_oss(directory), lambda tensors: tensors["model.embed_tokens.weight"][BAD].fill(np.nan))
+    model = changed(
+        save_gpt_oss(directory),
+        lambda tensors: tensors["model.embed_tokens.weight"][BAD].fill(np.nan),
+    )
     with pytest.MonkeyPatch.context() as patch:
         # What looks for NaN in files would refuse this one.
         patch.setattr(safetensors_check, "_check_finite", lambda *_: None)
-        patch.setattr(stream, "_checked", lambda source, tensor, start, stop, kind: source.rows(tensor, start, stop))
+        patch.setattr(
+            stream,
+            "_checked",
+            lambda source, tensor, start, stop, kind: source.rows(tensor, start, stop),
+        )
         options = {"backend": "cpu", "num_blocks": 64, "num_threads": 2, "debug_checks": True}
         return CPUPagedEngine.from_pretrained(model, weights=weights, **options)
 
 
-def of_state(directory, family, weights):
-    """All weights are finite; the token alone has something in channel 0, with which inputs of a mixer are large."""
-    name, rows, size = LARGE[family]
+def of_large(directory, family, weights):
+    """All weights are finite; the token alone has something in the channels that are large."""
+    name, rows, sizes = LARGE[family]
+    channels = slice(len(sizes))
 
     def change(tensors):
         for key, values in tensors.items():
             if key.endswith("embed_tokens.weight"):
-                values[:, 0] = 0
-                values[BAD, 0] = 3
+                values[:, channels] = 0
+                values[BAD, channels] = 3
             elif key.endswith(WAYS_OUT):
-                values[0] = 0
+                values[channels] = 0
             elif key.endswith(name):
-                values[list(rows), 0] = size
+                values[list(rows), channels] = sizes
 
-    sizes = {"num_blocks": 64, "max_num_seqs": 3, "max_batch_tokens": 24, "num_threads": 2, "debug_checks": True}
-    return CPUPagedEngine.from_pretrained(changed(save_tiny_model(family, directory), change), weights=weights, **sizes)
+    options = {
+        "num_blocks": 64,
+        "max_num_seqs": 3,
+        "max_batch_tokens": 24,
+        "num_threads": 2,
+        "debug_checks": True,
+    }
+    return CPUPagedEngine.from_pretrained(
+        changed(save_tiny_model(family, directory), change), weights=weights, **options
+    )
 
 
 ENGINES = {
     "torch, cpu": (of_torch, "cpu"),
     "torch, torch": (of_torch, "torch"),
     "router": (of_router, "f32"),
-    **{f"{family}, {weights}": (of_state, family, weights) for family in LARGE for weights in ("f32", "bf16")},
+    **{
+        f"{family}, {weights}": (of_large, family, weights)
+        for family in LARGE
+        for weights in ("f32", "bf16")
+    },
+    "qwen3_moe, int8": (of_large, "qwen3_moe", "int8"),
 }
 
 
@@ -96,21 +131,23 @@ def engine(request, tmp_path_factory):
 def test_the_request_ends_alone_and_nothing_of_it_is_published(engine, bad):
     """In its first pass, inside a later one, with its last token, and where windows hide that token."""
     others = [GOOD[:40], [9, 8, 7], [*GOOD[:20], 4]]
-    alone = [engine.generate(prompt, mode="baseline", **OPTIONS).output_token_ids for prompt in others]
+    alone = [
+        engine.generate(prompt, mode="baseline", **OPTIONS).output_token_ids for prompt in others
+    ]
     engine.reset_cache()
-    doomed, *handles = [engine.submit(prompt, **OPTIONS) for prompt in (bad, *others)]
-    with pytest.raises(KVBoostError, match=r"NaN or infinite logits"):
-        doomed.result()
+    doomed, *handles, late = [engine.submit(one, **OPTIONS) for one in (bad, *others, [7, 9, BAD])]
+    for handle in (doomed, late):
+        assert_raises(KVBoostError, "NaN or infinite logits", handle.result)
     assert [handle.result().output_token_ids for handle in handles] == alone
     assert engine.warm_result(bad).chunks_stored <= bad.index(BAD) // 16
     stats = engine.paged_stats()
     assert stats["used_blocks"] == 0
     assert stats["state_slots_used"] == sum(stats["state_snapshots"].values())
     for call in (engine.generate, engine.logits):
-        with pytest.raises(KVBoostError, match="NaN or infinite logits"):
-            call(bad)
+        assert_raises(KVBoostError, "NaN or infinite logits", call, bad)
     for prompt, expected in [*zip(others, alone, strict=True)] * 3:
-        assert engine.generate(prompt, **OPTIONS).output_token_ids == expected
+        again = engine.generate(prompt, **OPTIONS)
+        assert (again.output_token_ids, again.cached_tokens) == (expected, len(prompt) // 16 * 16)
 
 
 def test_a_token_decoded_beside_it_is_unchanged(engine):
@@ -119,8 +156,7 @@ def test_a_token_decoded_beside_it_is_unchanged(engine):
     alone = engine.generate(GOOD, mode="baseline", **options).output_token_ids
     running = engine.submit(GOOD, **options)
     next(running.events())
-    with pytest.raises(KVBoostError, match="NaN"):
-        engine.generate(FAR, 8)
+    assert_raises(KVBoostError, "NaN", engine.generate, FAR, 8)
     assert running.result().output_token_ids == alone
 
 
