@@ -11,6 +11,7 @@ from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, Lay
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 
+PLAIN = AttentionParams(0.3)
 DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
 
 
@@ -24,7 +25,11 @@ def with_each(name, values):
         for backend, dtypes in KINDS.items():
             for dtype in dtypes:
                 marks = () if dtype == dtypes[number % len(dtypes)] else pytest.mark.full
-                cases.append(pytest.param((backend, dtype), value, marks=marks, id=f"{backend}-{dtype}-{number}"))
+                cases.append(
+                    pytest.param(
+                        (backend, dtype), value, marks=marks, id=f"{backend}-{dtype}-{number}"
+                    )
+                )
     return pytest.mark.parametrize(("make", name), cases, indirect=["make"])
 
 
@@ -51,7 +56,9 @@ def test_random_shapes_and_options(make, dim):
     lengths = []
     for _ in range(rng.integers(2, 6)):
         total = int(rng.integers(1, 200))
-        lengths.append((1 if rng.random() < 0.5 else int(rng.integers(1, min(total, 40) + 1)), total))
+        lengths.append(
+            (1 if rng.random() < 0.5 else int(rng.integers(1, min(total, 40) + 1)), total)
+        )
     lengths.append((2, int(rng.integers(500, 600))))
     kv_heads, per_group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 4, 7, 8]))
     case = make.case(
@@ -69,27 +76,31 @@ def test_random_shapes_and_options(make, dim):
         softcap=float(rng.choice([0.0, 0.0, 2.5, 30.0])),
         sinks=sinks if rng.random() < 0.5 else None,
     )
-    arrays = make(kv_heads, dim, block_size=block_size, num_blocks=num_blocks_for(lengths, block_size))
+    arrays = make(
+        kv_heads, dim, block_size=block_size, num_blocks=num_blocks_for(lengths, block_size)
+    )
     arrays.write_whole(case)
-    make.assert_close(arrays.attend_new(case, params), case.expected(case.spans, params, make.dtype))
+    make.check(arrays, case, params)
 
 
 @with_each(
     "params",
     [
-        AttentionParams(0.3),
+        PLAIN,
         AttentionParams(0.3, window=1),
         AttentionParams(0.3, window=16),
         AttentionParams(0.3, window=17),
         AttentionParams(0.3, window=64),
         AttentionParams(0.3, softcap=1.5),
         AttentionParams(0.3, sinks=np.array([-9, 0, 1, 2, 3, 9], np.float32)),
-        AttentionParams(0.3, window=33, softcap=4.0, sinks=np.array([5, 4, 3, 2, 1, 0], np.float32)),
+        AttentionParams(
+            0.3, window=33, softcap=4.0, sinks=np.array([5, 4, 3, 2, 1, 0], np.float32)
+        ),
     ],
 )
 def test_each_option_in_a_ragged_batch(make, params):
     case = make.case(1)
-    make.assert_close(make.filled(case).attend_new(case, params), case.expected(case.spans, params, make.dtype))
+    make.check(make.filled(case), case, params)
 
 
 def test_what_was_written_comes_back_exactly(make):
@@ -101,7 +112,9 @@ def test_what_was_written_comes_back_exactly(make):
     queries = np.tile(np.eye(dim, dtype=np.float32), (len(keys), heads, 1))
     out, lse = arrays.attend(0, queries, layout, AttentionParams(1.0, window=1))
     # Kernels that compute in half precision keep scores in base 2: they come back to the last bits of float32.
-    np.testing.assert_allclose(lse.reshape(keys.shape), round_to(keys, make.dtype), rtol=2e-7 if make.in_half else 0)
+    np.testing.assert_allclose(
+        lse.reshape(keys.shape), round_to(keys, make.dtype), rtol=2e-7 if make.in_half else 0
+    )
     expected = np.repeat(round_to(values, make.dtype), dim, axis=1)
     np.testing.assert_array_equal(out, expected)
 
@@ -114,8 +127,7 @@ def test_a_later_write_replaces_an_earlier_one(make):
     for sequence, start, stop in case.spans:
         case.keys[sequence][start:stop] = other.keys[sequence][start:stop]
         case.values[sequence][start:stop] = other.values[sequence][start:stop]
-    params = AttentionParams(0.3)
-    make.assert_close(arrays.attend_new(case, params), case.expected(case.spans, params, make.dtype))
+    make.check(arrays, case, PLAIN)
 
 
 def test_tokens_before_the_window_and_beyond_the_end_are_never_read(make):
@@ -125,20 +137,26 @@ def test_tokens_before_the_window_and_beyond_the_end_are_never_read(make):
     for sequence, start, _ in case.spans:
         case.keys[sequence][: max(0, start - window + 1)] = np.nan
         case.values[sequence][: max(0, start - window + 1)] = np.nan
-    make.assert_close(make.filled(case).attend_new(case, AttentionParams(0.3, window=window)), expected)
+    make.assert_close(
+        make.filled(case).attend_new(case, AttentionParams(0.3, window=window)), expected
+    )
 
 
 def test_layers_do_not_touch_each_other(make):
     cases = [make.case(seed) for seed in (6, 7)]
     arrays = make(2, 24, num_blocks=num_blocks_for(MIX, 16), layers=2)
     arrays.write_whole(cases[0], layer=0)
-    layout, spans = cases[0].whole, [(sequence, 0, total) for sequence, (_, total) in enumerate(MIX)]
-    arrays.write(1, cases[1].rows(cases[1].keys, spans), cases[1].rows(cases[1].values, spans), layout)
-    params = AttentionParams(0.3)
+    layout, spans = (
+        cases[0].whole,
+        [(sequence, 0, total) for sequence, (_, total) in enumerate(MIX)],
+    )
+    arrays.write(
+        1, cases[1].rows(cases[1].keys, spans), cases[1].rows(cases[1].values, spans), layout
+    )
     for layer, case in enumerate(cases):
         queries = case.rows(case.queries, case.spans)
-        got = arrays.attend(layer, queries, cases[0].layout(case.spans), params)
-        make.assert_close(got, case.expected(case.spans, params, make.dtype))
+        got = arrays.attend(layer, queries, cases[0].layout(case.spans), PLAIN)
+        make.assert_close(got, case.expected(case.spans, PLAIN, make.dtype))
 
 
 def test_layers_of_different_shapes(make_f32):
@@ -147,9 +165,14 @@ def test_layers_of_different_shapes(make_f32):
     make_f32.made.append(arrays.backend)
     for layer, (heads, dim) in enumerate(((2, 24), (1, 64))):
         case = make_f32.case(8, kv_heads=heads, dim=dim)
-        spans, params = [(sequence, 0, total) for sequence, (_, total) in enumerate(MIX)], AttentionParams(0.2, 30)
+        spans, params = (
+            [(sequence, 0, total) for sequence, (_, total) in enumerate(MIX)],
+            AttentionParams(0.2, 30),
+        )
         arrays.write(layer, case.rows(case.keys, spans), case.rows(case.values, spans), case.whole)
-        got = arrays.attend(layer, case.rows(case.queries, case.spans), case.layout(case.spans), params)
+        got = arrays.attend(
+            layer, case.rows(case.queries, case.spans), case.layout(case.spans), params
+        )
         make_f32.assert_close(got, case.expected(case.spans, params, "float32"))
 
 
@@ -168,27 +191,28 @@ def test_a_fork_shares_blocks_until_it_copies(make):
             tables=np.concatenate([parent.tables, child.tables]),
             queries=[random_rows(rng, 26, 6, 24) for _ in range(2)],
             keys=[np.concatenate([parent.keys[0], random_rows(rng, 1, 2, 24)]) for _ in range(2)],
-            values=[np.concatenate([parent.values[0], random_rows(rng, 1, 2, 24)]) for _ in range(2)],
+            values=[
+                np.concatenate([parent.values[0], random_rows(rng, 1, 2, 24)]) for _ in range(2)
+            ],
         )
     )
     arrays.backend.copy_blocks([CopyOp(tail, unused)])
     assert arrays.backend.checksum_blocks([tail]) == arrays.backend.checksum_blocks([unused])
     layout = both.layout(both.spans)
     arrays.write(0, both.rows(both.keys, both.spans), both.rows(both.values, both.spans), layout)
-    params = AttentionParams(0.3)
-    make.assert_close(arrays.attend_new(both, params), both.expected(both.spans, params, make.dtype))
-    old = parent.layout(parent.spans)
-    got = arrays.attend(0, parent.rows(parent.queries, parent.spans), old, params)
-    make.assert_close(got, parent.expected(parent.spans, params, make.dtype))
+    make.check(arrays, both, PLAIN)
+    make.check(arrays, parent, PLAIN)
 
 
 def test_sequences_share_a_prefix_in_place(make):
     case = make.case(11, ((5, 53), (1, 49), (16, 64)))
     case.tables[1:, :3] = case.tables[0, :3]
     for sequence in (1, 2):
-        case.keys[sequence][:48], case.values[sequence][:48] = case.keys[0][:48], case.values[0][:48]
-    params = AttentionParams(0.3)
-    make.assert_close(make.filled(case).attend_new(case, params), case.expected(case.spans, params, make.dtype))
+        case.keys[sequence][:48], case.values[sequence][:48] = (
+            case.keys[0][:48],
+            case.values[0][:48],
+        )
+    make.check(make.filled(case), case, PLAIN)
 
 
 def test_copies_are_of_all_layers_in_order_and_to_the_last_byte(make):
@@ -233,7 +257,7 @@ def test_poison_shows_in_a_read_and_only_in_its_blocks(make):
     before = arrays.backend.checksum_blocks(others)
     arrays.backend.poison_blocks([int(case.tables[0, 1])])
     assert arrays.backend.checksum_blocks(others) == before
-    out, lse = arrays.attend_new(case, AttentionParams(0.3))
+    out, lse = arrays.attend_new(case, PLAIN)
     assert np.isnan(out[0]).all()
     assert np.isnan(lse[0]).all()
     assert np.isfinite(out[1]).all()
@@ -241,8 +265,7 @@ def test_poison_shows_in_a_read_and_only_in_its_blocks(make):
 
 def test_sequences_without_new_tokens_are_passed_over(make):
     case = make.case(16, ((0, 30), (2, 20), (0, 1), (1, 600), (0, 7)))
-    params = AttentionParams(0.3)
-    make.assert_close(make.filled(case).attend_new(case, params), case.expected(case.spans, params, make.dtype))
+    make.check(make.filled(case), case, PLAIN)
 
 
 def test_queries_need_not_be_contiguous(make_f32):

@@ -1,7 +1,6 @@
 """What every backend promises of whole blocks as bytes: what is read can be written anywhere, to the bit."""
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from helpers.backends.fake_mps import FakeMpsBackend
 from helpers.backends.makers import into
 from helpers.kernels.paged_cases import DTYPES, make_case
-from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
@@ -38,7 +37,6 @@ SHAPES = (LayerKVSpec(2, 24), LayerKVSpec(1, 64), LayerKVSpec(2, 24))
 NUM_BLOCKS = 8
 LENGTH = 48  # three full blocks of 16
 PARAMS = AttentionParams(0.2)
-Make = Callable[..., Backend]
 
 
 def _kinds():
@@ -66,7 +64,9 @@ def _fixture(request):
 
 
 make = pytest.fixture(_fixture, params=_kinds(), name="make")
-make_coded = pytest.fixture(_fixture, params=[kind for kind in _kinds() if kind.values[0][2] != PLAIN])
+make_coded = pytest.fixture(
+    _fixture, params=[kind for kind in _kinds() if kind.values[0][2] != PLAIN]
+)
 
 
 @pytest.fixture
@@ -74,7 +74,14 @@ def cases():
     """One sequence of full blocks, other tokens in each layer."""
     rng, lengths = np.random.default_rng(0), ((1, LENGTH),)
     made = [
-        make_case(rng, lengths, kv_heads=shape.num_kv_heads, per_group=3, dim=shape.head_dim, block_size=16)
+        make_case(
+            rng,
+            lengths,
+            kv_heads=shape.num_kv_heads,
+            per_group=3,
+            dim=shape.head_dim,
+            block_size=16,
+        )
         for shape in SHAPES
     ]
     tables = np.array([[5, 0, 3, -1]], np.int32)
@@ -85,8 +92,16 @@ def write(backend, cases, start, stop):
     span = [(0, start, stop)]
     batch = backend.prepare(cases[0].layout(span))
     for layer, case in enumerate(cases):
-        keys, values = (into(backend, case.rows(arrays, span)) for arrays in (case.keys, case.values))
+        keys, values = (
+            into(backend, case.rows(arrays, span)) for arrays in (case.keys, case.values)
+        )
         backend.write_kv(layer, keys, values, batch)
+
+
+def filled(make, cases):
+    backend = make()
+    write(backend, cases, 0, LENGTH)
+    return backend
 
 
 def attend(backend, cases, table):
@@ -106,9 +121,13 @@ def attend(backend, cases, table):
     batch = backend.prepare(moved[0].layout(span))
     results = []
     for layer, case in enumerate(moved):
-        keys, values = (into(backend, case.rows(arrays, span)) for arrays in (case.keys, case.values))
+        keys, values = (
+            into(backend, case.rows(arrays, span)) for arrays in (case.keys, case.values)
+        )
         backend.write_kv(layer, keys, values, batch)
-        out, lse = backend.attention(layer, into(backend, case.rows(case.queries, span)), batch, PARAMS)
+        out, lse = backend.attention(
+            layer, into(backend, case.rows(case.queries, span)), batch, PARAMS
+        )
         results += [np.asarray(out), np.asarray(lse)]
     backend.release_blocks([7])
     return results
@@ -121,8 +140,7 @@ def assert_same(got, wanted):
 
 
 def test_blocks_moved_within_a_pool_serve_to_the_bit(make, cases):
-    backend = make()
-    write(backend, cases, 0, LENGTH)
+    backend = filled(make, cases)
     before = attend(backend, cases, [5, 0, 3])
     data = backend.read_blocks([5, 0, 3])
     assert (data.shape, data.dtype) == ((3, backend.spec.bytes_per_block), np.uint8)
@@ -135,9 +153,10 @@ def test_blocks_moved_within_a_pool_serve_to_the_bit(make, cases):
 
 
 def test_blocks_moved_to_another_pool_serve_to_the_bit(make, cases):
-    first, second = make(), make()
-    write(first, cases, 0, LENGTH)
-    data = np.frombuffer(first.read_blocks([5, 0, 3]).tobytes(), np.uint8).reshape(3, -1)  # as a file gives it
+    first, second = filled(make, cases), make()
+    data = np.frombuffer(first.read_blocks([5, 0, 3]).tobytes(), np.uint8).reshape(
+        3, -1
+    )  # as a file gives it
     second.write_blocks([0, 1, 2], data)
     assert_same(attend(second, cases, [0, 1, 2]), attend(first, cases, [5, 0, 3]))
 
@@ -151,9 +170,7 @@ def test_a_row_is_all_layers_in_order_each_with_its_keys_first(make, cases):
         changed = list(cases)
         if change:
             changed[1] = dataclasses.replace(cases[1], **{change: [-getattr(cases[1], change)[0]]})
-        backend = make()
-        write(backend, changed, 0, LENGTH)
-        rows.append(backend.read_blocks([5])[0])
+        rows.append(filled(make, changed).read_blocks([5])[0])
     start, stop = sizes[0], sizes[0] + sizes[1]
     assert sum(sizes) == spec.bytes_per_block
     for other in rows[1:]:
@@ -167,8 +184,7 @@ def test_a_row_is_all_layers_in_order_each_with_its_keys_first(make, cases):
 
 
 def test_what_was_read_is_a_copy_and_no_blocks_are_no_bytes(make, cases):
-    backend = make()
-    write(backend, cases, 0, LENGTH)
+    backend = filled(make, cases)
     data = backend.read_blocks([5])
     held = data.copy()
     backend.poison_blocks([5])
@@ -180,24 +196,37 @@ def test_what_was_read_is_a_copy_and_no_blocks_are_no_bytes(make, cases):
     assert one_layer.checksum_blocks([3]) == one_layer.checksum_blocks([2])
 
 
+def refuses(message, backend, read, written, data):
+    """Neither these blocks are read nor those written."""
+    with pytest.raises(ConfigError, match=message):
+        backend.read_blocks(read)
+    with pytest.raises(ConfigError, match=message):
+        backend.write_blocks(written, data)
+
+
 @pytest.mark.parametrize("wrong", [-1, NUM_BLOCKS])
 def test_ids_outside_the_pool_are_refused_and_change_nothing(make, cases, wrong):
-    backend = make()
-    write(backend, cases, 0, LENGTH)
+    backend = filled(make, cases)
     before, data = backend.checksum_blocks(range(NUM_BLOCKS)), backend.read_blocks([5, 0])
-    with pytest.raises(ConfigError, match=rf"block id {wrong} must lie in the pool's 0\.\.7"):
-        backend.read_blocks([5, wrong])
-    with pytest.raises(ConfigError, match=rf"block id {wrong} must lie in the pool's 0\.\.7"):
-        backend.write_blocks([1, wrong], data)
+    refuses(
+        rf"block id {wrong} must lie in the pool's 0\.\.7", backend, [5, wrong], [1, wrong], data
+    )
     assert backend.checksum_blocks(range(NUM_BLOCKS)) == before
 
 
 def test_data_that_does_not_fit_is_refused_and_changes_nothing(make, cases):
-    backend = make()
-    write(backend, cases, 0, LENGTH)
+    backend = filled(make, cases)
     before, data = backend.checksum_blocks(range(NUM_BLOCKS)), backend.read_blocks([5, 0])
-    for wrong in (data[:1], data[:, :-1], data.reshape(-1), data.view(np.int8), np.zeros(data.shape)):
-        with pytest.raises(ConfigError, match=r"2 blocks are written from uint8 bytes of shape \(2, "):
+    for wrong in (
+        data[:1],
+        data[:, :-1],
+        data.reshape(-1),
+        data.view(np.int8),
+        np.zeros(data.shape),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"2 blocks are written from uint8 bytes of shape \(2, "
+        ):
             backend.write_blocks([1, 2], wrong)
     with pytest.raises(ConfigError, match="named twice"):
         backend.write_blocks([1, 1], data)
@@ -208,20 +237,14 @@ def test_a_closed_backend_has_no_blocks(make):
     backend = make()
     data = backend.read_blocks([1])
     backend.close()
-    with pytest.raises(ConfigError, match="closed"):
-        backend.read_blocks([1])
-    with pytest.raises(ConfigError, match="closed"):
-        backend.write_blocks([1], data)
+    refuses("closed", backend, [1], [1], data)
 
 
 def test_open_blocks_are_refused_by_name_and_change_nothing(make_coded, cases):
     backend = make_coded()
     write(backend, cases, 0, 40)
     before, data = backend.checksum_blocks(range(NUM_BLOCKS)), backend.read_blocks([5, 0])
-    with pytest.raises(ConfigError, match="block 3 is open"):
-        backend.read_blocks([5, 3])
-    with pytest.raises(ConfigError, match="block 3 is open"):
-        backend.write_blocks([1, 3], data)
+    refuses("block 3 is open", backend, [5, 3], [1, 3], data)
     backend.copy_blocks([CopyOp(3, 4)])
     with pytest.raises(ConfigError, match="block 4 is open"):
         backend.read_blocks([4])

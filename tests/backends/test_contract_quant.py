@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from helpers.kernels.quantized_kv_cases import (
     whole,
     write,
 )
-from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
@@ -31,7 +30,6 @@ from kvboost_edge.kvcache.block_table import CopyOp
 PLAIN = AttentionParams(0.2)
 # Relative L2 and absolute. Weights become bytes, each off by up to 1/510 of a tile's largest; scores lose much less.
 OUT_ERROR, LSE_ERROR = 8e-3, 1e-3
-Make = Callable[..., Backend]
 
 
 def pytest_generate_tests(metafunc):
@@ -67,6 +65,13 @@ def small_case(seed, lengths, *, dim=24, size=16):
     return make_case(rng, lengths, kv_heads=2, per_group=3, dim=dim, block_size=size)
 
 
+def filled(make, case, bits):
+    """A pool that holds what stands before the case's new tokens."""
+    backend = make(case, bits)
+    write(backend, case, before_new(case))
+    return backend
+
+
 def assert_same(name, got, wanted):
     """Equal; of torch, whose products promise no order of sums, but for rounding."""
     tolerance = 0.0 if name in KERNELS else 1e-5
@@ -92,8 +97,7 @@ def assert_near(got, wanted):
 )
 def test_attention_over_what_the_blocks_decode_to(make, bits, dim, size, params):
     case = small_case(dim, ((1, 30), (5, 100), (3, 540), (20, 20)), dim=dim, size=size)
-    backend = make(case, bits)
-    write(backend, case, before_new(case))
+    backend = filled(make, case, bits)
     assert_near(run(backend, case, case.spans, params), expected(case, case.spans, params, bits))
 
 
@@ -191,11 +195,8 @@ def test_a_copy_of_a_full_block_serves_as_well(make):
 def test_what_lies_outside_the_window_or_beyond_the_end_is_never_read(make, bits):
     params = AttentionParams(0.3, window=20)
     case = small_case(8, ((1, 100), (9, 200)))
-    wanted = make(case, bits)
-    write(wanted, case, before_new(case))
-    plain = run(wanted, case, case.spans, params)
-    backend = make(case, bits)
-    write(backend, case, before_new(case))
+    plain = run(filled(make, case, bits), case, case.spans, params)
+    backend = filled(make, case, bits)
     for sequence, start, _ in case.spans:
         unseen = (start - 19) // 16
         backend.poison_blocks(case.tables[sequence, :unseen].tolist())
@@ -206,8 +207,7 @@ def test_what_lies_outside_the_window_or_beyond_the_end_is_never_read(make, bits
 def test_poison_shows_where_it_is_read_and_nowhere_else(make, bits):
     case = small_case(9, ((1, 40), (1, 40)))
     for block in (1, 2):
-        backend = make(case, bits)
-        write(backend, case, before_new(case))
+        backend = filled(make, case, bits)
         others = case.tables[1, :3].tolist()
         before = backend.checksum_blocks(others)
         backend.poison_blocks([int(case.tables[0, block])])
@@ -223,8 +223,7 @@ def test_what_is_not_finite_shows(make, bits, half):
     for broken in (np.nan, np.inf, 1e6):
         case = small_case(10, ((1, 18),))
         getattr(case, half)[0][3, 1, 5] = broken
-        backend = make(case, bits)
-        write(backend, case, before_new(case))
+        backend = filled(make, case, bits)
         out, _ = run(backend, case, case.spans, PLAIN)
         assert (
             not np.isfinite(out[0, 3:]).any()
@@ -321,41 +320,36 @@ def test_bytes_of_pool_and_open_blocks(name):
     assert KVSpec((layer,), 16, "float16").bytes_per_open_block == 0
 
 
+TORCH = {"torch": TorchBackend}
+"""Beside those of MAKERS, which take the same."""
+
+
+def coded(bits=(8, 8), dtype="float16", block_size=16):
+    return KVSpec((LayerKVSpec(2, 16),), block_size, dtype, bits)
+
+
+POOLS = [
+    (KERNELS, coded((16, 8)), {}, r"KV bits \(16, 8\)"),
+    (KERNELS, coded((8, 2)), {}, r"KV bits \(8, 2\)"),
+    ((*KERNELS, "torch"), coded(dtype="float32"), {}, "'float32'.*'float16'"),
+    ((*KERNELS, "torch"), coded(), {"num_open": 0}, "num_open=0"),
+    (("torch",), coded(block_size=24), {}, "block_size=24"),
+]
+
+
 @pytest.mark.parametrize(
-    ("spec", "more", "message"),
-    [
-        (KVSpec((LayerKVSpec(2, 16),), 16, "float16", (16, 8)), {}, r"KV bits \(16, 8\)"),
-        (KVSpec((LayerKVSpec(2, 16),), 16, "float16", (8, 2)), {}, r"KV bits \(8, 2\)"),
-        (KVSpec((LayerKVSpec(2, 16),), 16, "float32", (8, 8)), {}, "'float32'.*'float16'"),
-        (KVSpec((LayerKVSpec(2, 16),), 16, "float16", (8, 8)), {"num_open": 0}, "num_open=0"),
-    ],
+    ("kind", "spec", "more", "message"), [(kind, *row) for kinds, *row in POOLS for kind in kinds]
 )
-@pytest.mark.parametrize("kind", KERNELS)
 def test_pools_that_make_no_sense_are_refused(kind, spec, more, message):
     with pytest.raises(ConfigError, match=message):
-        MAKERS[kind](spec, 4, **more)
+        (MAKERS | TORCH)[kind](spec, 4, **more)
 
 
 @pytest.mark.parametrize("others", [(8, 4), (4, 8), (4, 4), (16, 8)], ids=str)
 def test_torch_refuses_other_widths_by_name(others):
-    with pytest.raises(
-        BackendUnavailable,
-        match=rf"both at 8, not at {re.escape(str(others))}: use kv_cache_bits=8",
-    ):
-        TorchBackend(KVSpec((LayerKVSpec(2, 16),), 16, "float16", others), 4)
-
-
-@pytest.mark.parametrize(
-    ("spec", "num_open", "message"),
-    [
-        (KVSpec((LayerKVSpec(2, 16),), 16, "float32", (8, 8)), 4, "'float32'.*'float16'"),
-        (KVSpec((LayerKVSpec(2, 16),), 16, "float16", (8, 8)), 0, "num_open=0"),
-        (KVSpec((LayerKVSpec(2, 16),), 24, "float16", (8, 8)), 4, "block_size=24"),
-    ],
-)
-def test_torch_refuses_pools_that_make_no_sense(spec, num_open, message):
-    with pytest.raises(ConfigError, match=message):
-        TorchBackend(spec, 4, num_open=num_open)
+    said = rf"both at 8, not at {re.escape(str(others))}: use kv_cache_bits=8"
+    with pytest.raises(BackendUnavailable, match=said):
+        TorchBackend(coded(others), 4)
 
 
 def test_torch_codes_as_the_specification_does():
@@ -371,16 +365,8 @@ def test_torch_codes_as_the_specification_does():
     assert np.mean(both[0] != both[1]) <= 1e-3
 
 
-def _release_where_nothing_is_open(maker):
-    backend = maker(KVSpec((LayerKVSpec(2, 16),), 16, "float32"), 4)
+@pytest.mark.parametrize("kind", [*MAKERS, *TORCH])
+def test_releasing_is_nothing_where_nothing_is_open(kind):
+    backend = (MAKERS | TORCH)[kind](coded((16, 16), "float32"), 4)
     backend.release_blocks([0, 3])
     backend.close()
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_releasing_is_nothing_where_nothing_is_open(kind):
-    _release_where_nothing_is_open(MAKERS[kind])
-
-
-def test_releasing_is_nothing_in_the_torch_backend():
-    _release_where_nothing_is_open(TorchBackend)

@@ -11,12 +11,20 @@ from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch, Turning
-from kvboost_edge.kernels.attention.parts import Part, deltas_of, entry_of, entry_positions, has_delta, turned_positions
+from kvboost_edge.kernels.attention.parts import (
+    Part,
+    deltas_of,
+    entry_of,
+    entry_positions,
+    has_delta,
+    turned_positions,
+)
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.reference import attention as reference
 
 SIZE, BLOCKS, HEADS, DIM = 16, 32, 2, 16
 KINDS = [ReferenceBackend, CPUBackend, TorchBackend]
+CODED = pytest.mark.parametrize("kind", KINDS[:2], ids=lambda kind: kind.name)
 
 
 def pool(kind, bits=(16, 16)):
@@ -48,12 +56,24 @@ def test_positions_of_a_part_that_begins_before_position_0():
     row = from_inside_a_block()
     parts = np.array(row.parts, np.int32)
     assert row.parts == [Part(0, 0, -5, 0, -5), Part(0, 2, 22, 22, 0)]
-    assert [x.tolist() for x in entry_positions((1, 3), parts, SIZE)] == [[[-5, 11, 22]], [[0, 11, 22]], [[11, 22, 38]]]
+    assert [x.tolist() for x in entry_positions((1, 3), parts, SIZE)] == [
+        [[-5, 11, 22]],
+        [[0, 11, 22]],
+        [[11, 22, 38]],
+    ]
     positions = np.array([0, 10, 11, 21, 22, 25])
-    assert [x.tolist() for x in entry_of(parts, 0, positions, SIZE)] == [[0, 0, 1, 1, 2, 2], [5, 15, 0, 10, 0, 3]]
+    assert [x.tolist() for x in entry_of(parts, 0, positions, SIZE)] == [
+        [0, 0, 1, 1, 2, 2],
+        [5, 15, 0, 10, 0, 3],
+    ]
     assert deltas_of(parts, 0, positions).tolist() == [-5, -5, -5, -5, 0, 0]
     assert turned_positions(parts, np.array([26], np.int32)) == 31
-    assert [has_delta(some) for some in (None, parts, parts[1:], parts[:, :3])] == [False, True, False, False]
+    assert [has_delta(some) for some in (None, parts, parts[1:], parts[:, :3])] == [
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -66,9 +86,13 @@ def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind):
     if kind in reasons:
         batch, queries = backend.prepare(layout), torch.zeros((4, HEADS, DIM))
         with pytest.raises(ConfigError, match=reasons[kind]):
-            backend.attention(0, queries if kind is TorchBackend else queries.numpy(), batch, AttentionParams(1.0))
+            backend.attention(
+                0, queries if kind is TorchBackend else queries.numpy(), batch, AttentionParams(1.0)
+            )
     else:
-        with pytest.raises(ConfigError, match=rf"backend '{backend.name}' does not attend keys computed at other"):
+        with pytest.raises(
+            ConfigError, match=rf"backend '{backend.name}' does not attend keys computed at other"
+        ):
             backend.prepare(layout)
     backend.close()
 
@@ -80,7 +104,7 @@ def rows_over(first, count):
     return new.own(4)
 
 
-@pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend], ids=lambda kind: kind.name)
+@CODED
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4)], ids=str)
 def test_a_row_attends_quantized_blocks_that_another_row_of_the_pass_fills(kind, bits):
     """Begun in the pass, or in one before; as if they had been filled in a pass of their own."""
@@ -104,7 +128,7 @@ def test_a_row_attends_quantized_blocks_that_another_row_of_the_pass_fills(kind,
         np.testing.assert_array_equal(other, results[0])
 
 
-@pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend], ids=lambda kind: kind.name)
+@CODED
 def test_a_quantized_block_that_a_pass_leaves_open_is_in_no_earlier_part(kind):
     """Neither one that it begins nor one that was begun before; nothing changes where it is refused."""
     backend = pool(kind, (8, 8))
@@ -151,13 +175,17 @@ def test_torch_turns_keys_as_the_specification_does(half, params):
     for backend, kind in ((slow, np.asarray), (fast, torch.from_numpy)):
         for number, row in enumerate([stored, *rows]):
             keys, values = random_kv(row.stop - row.start)
-            layout = layout_of([row._replace(parts=[part._replace(delta=0) for part in row.parts])], SIZE)
+            layout = layout_of(
+                [row._replace(parts=[part._replace(delta=0) for part in row.parts])], SIZE
+            )
             backend.write_kv(0, kind(keys + number), kind(values), backend.prepare(layout))
     layout = layout_of(rows, SIZE)
     queries = np.random.default_rng(1).standard_normal((37, 2 * HEADS, DIM), dtype=np.float32)
     batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.parts)
     turning = Turning(queries, table.cos, table.sin)
-    wanted = reference.paged_attention(queries, slow._pools[0], batch, AttentionOptions(*params), turning)
+    wanted = reference.paged_attention(
+        queries, slow._pools[0], batch, AttentionOptions(*params), turning
+    )
     got = fast.attention(0, torch.from_numpy(queries), fast.prepare(layout), params, frequencies)
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)

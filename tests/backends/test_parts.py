@@ -16,6 +16,9 @@ from kvboost_edge.kernels.attention.parts import Part, entry_of, entry_positions
 SIZE, BLOCKS = 16, 128
 HEADS, PER_HEAD, DIM = 2, 3, 24
 BITS = [(8, 8), (8, 4), (4, 4)]
+KINDS = [ReferenceBackend, CPUBackend, TorchBackend]
+EACH = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+CODED = pytest.mark.parametrize("kind", KINDS[:2], ids=lambda kind: kind.name)
 
 
 class Seamed:
@@ -44,16 +47,14 @@ class Seamed:
 
     def write(self, backend):
         for start, end in zip(self.cuts, self.ends, strict=True):
-            batch = backend.prepare(self.layout(start, end))
-            backend.write_kv(
-                0,
-                *(into(backend, arrays[self.sequence][start:end]) for arrays in self.arrays),
-                batch,
-            )
+            self.write_rows(backend, np.arange(start, end), self.layout(start, end))
 
-    @property
-    def arrays(self):
-        return self.case.keys, self.case.values
+    def write_rows(self, backend, tokens, layout):
+        """These tokens' keys and values, where the layout says."""
+        arrays = (rows[self.sequence][tokens] for rows in (self.case.keys, self.case.values))
+        batch = backend.prepare(layout)
+        backend.write_kv(0, *(into(backend, rows) for rows in arrays), batch)
+        return batch
 
     def attend(self, backend, new, params):
         total = self.ends[-1]
@@ -105,9 +106,7 @@ MANNERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "kind", [ReferenceBackend, CPUBackend, TorchBackend], ids=lambda kind: kind.name
-)
+@EACH
 @pytest.mark.parametrize(("cuts", "offsets", "params"), MANNERS, ids=str)
 @pytest.mark.parametrize("new", [1, 9])
 def test_attention_over_parts_is_attention_over_their_tokens(kind, cuts, offsets, params, new):
@@ -147,8 +146,7 @@ def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits):
         backend.release_blocks(range(BLOCKS))
     seamed = Seamed(case, 1, (32,), (0,), 60)
     for start, end in ((0, 32), (32, 80)):
-        batch = backend.prepare(seamed.layout(start, end))
-        backend.write_kv(0, case.keys[1][start:end], case.values[1][start:end], batch)
+        seamed.write_rows(backend, np.arange(start, end), seamed.layout(start, end))
 
     def alone():
         layout = case.layout([(0, 688, 700)])
@@ -220,11 +218,11 @@ def test_quantized_parts_as_the_specification_has_them(bits, cuts, params, new):
                 seamed.parts = kept
             else:
                 layout = seamed.layout(start, stop)
-            batch = backend.prepare(layout)
-            backend.write_kv(0, case.keys[0][filled], case.values[0][filled], batch)
+            seamed.write_rows(backend, filled, layout)
         total = seamed.ends[-1]
-        batch = backend.prepare(seamed.layout(total - new, total))
-        backend.write_kv(0, case.keys[0][total - new :], case.values[0][total - new :], batch)
+        batch = seamed.write_rows(
+            backend, np.arange(total - new, total), seamed.layout(total - new, total)
+        )
         out, lse = backend.attention(0, case.queries[0][total - new :], batch, params)
         results.append((np.array(out), np.array(lse)))
         backend.close()
@@ -266,42 +264,32 @@ def test_positions_of_entries_of_plain_tables():
         ([(0, 0, -3, 0, -3), (0, 1, 16, 16, 0)], "leave positions out"),
     ],
 )
-@pytest.mark.parametrize(
-    "kind", [ReferenceBackend, CPUBackend, TorchBackend], ids=lambda kind: kind.name
-)
+@EACH
 def test_parts_that_do_not_fit_are_refused(kind, parts, message):
-    backend = pool(kind)
-    starts, ends, table = (
-        np.array([0, 3], np.int32),
-        np.array([28], np.int32),
-        np.arange(4, dtype=np.int32)[None],
-    )
+    refuses(pool(kind), np.arange(3), parts, message)
+
+
+def refuses(backend, slots, parts, message):
+    """The last 3 of 28 tokens, in a table of 4 blocks with these parts."""
+    starts, ends = np.array([0, 3], np.int32), np.array([28], np.int32)
+    table = np.arange(4, dtype=np.int32)[None]
     with pytest.raises(ConfigError, match=message):
-        backend.prepare(BatchLayout(starts, ends, table, np.arange(3), np.array(parts, np.int32)))
+        backend.prepare(BatchLayout(starts, ends, table, slots, np.array(parts, np.int32)))
     backend.close()
 
 
 def test_a_quantized_part_is_written_from_slot_0_of_a_block():
-    backend = pool(ReferenceBackend, (8, 8))
-    starts, ends, table = (
-        np.array([0, 3], np.int32),
-        np.array([28], np.int32),
-        np.arange(4, dtype=np.int32)[None],
-    )
-    parts = np.array([(0, 0, 0, 0, 0), (0, 2, 20, 25, 0)], np.int32)
-    with pytest.raises(ConfigError, match="slot 0"):
-        backend.prepare(BatchLayout(starts, ends, table, 2 * SIZE + 5 + np.arange(3), parts))
-    backend.close()
+    parts = [(0, 0, 0, 0, 0), (0, 2, 20, 25, 0)]
+    refuses(pool(ReferenceBackend, (8, 8)), 2 * SIZE + 5 + np.arange(3), parts, "slot 0")
 
 
-@pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend], ids=lambda kind: kind.name)
+@CODED
 def test_an_open_block_in_an_earlier_part_is_refused(kind):
     """It has no codes yet: they would be read as if it had."""
     case = one_case(8, (1, 20))
     backend = pool(kind, (8, 8))
     seamed = Seamed(case, 0, (10,), (0,), 0)
-    batch = backend.prepare(seamed.layout(0, 10))
-    backend.write_kv(0, case.keys[0][:10], case.values[0][:10], batch)
+    seamed.write_rows(backend, np.arange(10), seamed.layout(0, 10))
     with pytest.raises(ConfigError, match="block 0 is open"):
         backend.prepare(seamed.layout(10, 20))
     backend.close()

@@ -19,10 +19,20 @@ def test_bytes_of_a_state_are_those_of_its_parts_in_whole_cache_lines():
     assert (CONV.tail_bytes, CONV.nbytes) == (192, 192)
     assert (DELTA.tail_bytes, DELTA.nbytes) == (960, 960 + 4 * 4 * 32 * 48)
     assert LayerStateSpec(2, 20).nbytes == 192
-    assert LayerStateSpec(3, 8192, 32, 128, 128).nbytes == (2 << 20) + (96 << 10), "a layer of Qwen3.5-4B"
+    assert LayerStateSpec(3, 8192, 32, 128, 128).nbytes == (2 << 20) + (96 << 10), (
+        "a layer of Qwen3.5-4B"
+    )
     assert SPEC.bytes_per_state == CONV.nbytes + DELTA.nbytes
     assert dataclasses.replace(SPEC, states=()).bytes_per_state == 0
     assert (CONV.draft_bytes, DELTA.draft_bytes, SPEC.bytes_per_draft) == (128, 384, 512)
+
+
+def assert_apart(parts):
+    """What is written to one is in none of the others."""
+    for number, part in enumerate(parts):
+        part[:] = number
+    for number, part in enumerate(parts):
+        assert float(part.min()) == float(part.max()) == number
 
 
 def test_rows_of_drafts_lie_behind_the_slots():
@@ -33,9 +43,7 @@ def test_rows_of_drafts_lie_behind_the_slots():
     pool.write_slots(range(3), np.zeros((3, pool.slot_bytes), np.uint8))
     parts = [pool.draft(row, layer) for row in range(2) for layer in range(2)]
     assert [part.size for part in parts] == [24, 88] * 2
-    for number, part in enumerate(parts):
-        part[:] = number + 1
-    assert [float(part.min()) for part in parts] == [float(part.max()) for part in parts] == [1, 2, 3, 4]
+    assert_apart(parts)
     assert pool.draft(1, 1).ctypes.data == pool.drafts_address + 512 + 128
     assert not pool.read_slots(range(3)).any()
     pool.poison_drafts()
@@ -49,13 +57,18 @@ def test_parts_of_slots_lie_apart():
     pool = StatePool(SPEC.states, 3)
     assert (pool.slot_bytes, pool.nbytes) == (SPEC.bytes_per_state, 3 * SPEC.bytes_per_state)
     assert (pool.offset(0), pool.offset(1)) == (0, CONV.nbytes)
-    assert [pool.address(slot) - pool.address(0) for slot in range(3)] == [slot * pool.slot_bytes for slot in range(3)]
+    assert [pool.address(slot) - pool.address(0) for slot in range(3)] == [
+        slot * pool.slot_bytes for slot in range(3)
+    ]
     assert pool.address(0) % 64 == 0
     pool.write_slots(range(3), np.zeros((3, pool.slot_bytes), np.uint8))
-    parts = [part for slot in range(3) for part in (pool.tail(slot, 0), pool.tail(slot, 1), pool.matrices(slot, 1))]
-    for number, part in enumerate(parts):
-        part[:] = number + 1
-    assert [float(part.min()) for part in parts] == [float(part.max()) for part in parts] == list(range(1, 10))
+    parts = [
+        part
+        for slot in range(3)
+        for part in (pool.tail(slot, 0), pool.tail(slot, 1), pool.matrices(slot, 1))
+    ]
+    assert len(parts) == 9
+    assert_apart(parts)
     assert pool.tail(2, 1).ctypes.data == pool.address(2) + pool.offset(1)
     assert pool.matrices(2, 1).ctypes.data == pool.address(2) + pool.offset(1) + DELTA.tail_bytes
     assert pool.matrices(2, 1).shape == (4, 3, 32, 16)
@@ -104,23 +117,36 @@ def test_a_backend_has_slots_where_the_model_has_states(name):
     layout = _layout([2, 1], [-1, -1], [0, 1])
     backend.prepare(layout)
     backend.prepare(_layout([3, 1], [-1, -1], [0, 1], certain=[1, 1]))
-    with pytest.raises(ConfigError, match="a pass has 3 drafts, and there is room for what 2 bring to states"):
+    with pytest.raises(
+        ConfigError, match="a pass has 3 drafts, and there is room for what 2 bring to states"
+    ):
         backend.prepare(_layout([3, 2], [-1, -1], [0, 1], certain=[1, 1]))
-    with pytest.raises(ConfigError, match="a pass without slots of states does not fit a backend that has 3"):
+    with pytest.raises(
+        ConfigError, match="a pass without slots of states does not fit a backend that has 3"
+    ):
         backend.prepare(dataclasses.replace(layout, states=None))
     backend.close()
     for states, slots in (((), 2), (SPEC.states, 0)):
         with pytest.raises(ConfigError, match=f"num_state_slots={slots}"):
-            make_backend(choose_backend(name), dataclasses.replace(SPEC, states=states), 4, 1, num_state_slots=slots)
+            make_backend(
+                choose_backend(name),
+                dataclasses.replace(SPEC, states=states),
+                4,
+                1,
+                num_state_slots=slots,
+            )
     plain = make_backend(choose_backend(name), dataclasses.replace(SPEC, states=()), 4, 1)
     assert plain.states is None
-    with pytest.raises(ConfigError, match="a pass with slots of states does not fit a backend that has 0"):
+    with pytest.raises(
+        ConfigError, match="a pass with slots of states does not fit a backend that has 0"
+    ):
         plain.prepare(layout)
     plain.close()
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [("torch", "cpu"), ("torch", "mps"), ("torch", "cuda:0"), ("cuda", "cuda:0")]
+    ("name", "device"),
+    [("torch", "cpu"), ("torch", "mps"), ("torch", "cuda:0"), ("cuda", "cuda:0")],
 )
 def test_backends_of_tensors_refuse_states_by_name(name, device, monkeypatch):
     """On machines that have such a device: states are asked for before its kernels are tried."""
@@ -134,13 +160,7 @@ def test_backends_of_tensors_refuse_states_by_name(name, device, monkeypatch):
         make_backend(choice, SPEC, 4, num_state_slots=3)
 
 
-def _layout(
-    rows,
-    read,
-    written,
-    saves=None,
-    certain=None,
-):
+def _layout(rows, read, written, saves=None, certain=None):
     starts = np.cumsum([0, *rows]).astype(np.int32)
     states = PassStates(
         np.array(read, np.int32),
@@ -154,7 +174,9 @@ def _layout(
 
 
 def test_passes_over_slots_that_do_no_harm_are_taken():
-    check_layout(_layout([2, 3, 0], [5, 5, 7], [0, 1, 7], [[0, 2, 2], [1, 1, 3], [1, 3, 4]]), 16, 1, 8)
+    check_layout(
+        _layout([2, 3, 0], [5, 5, 7], [0, 1, 7], [[0, 2, 2], [1, 1, 3], [1, 3, 4]]), 16, 1, 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +215,9 @@ def test_passes_whose_slots_cannot_be_are_refused(read, written, saves, reason):
         ([2, 1], [[1, 2, 4]], r"must lie behind 1 to all of the \[2, 1\] certain rows"),
     ],
 )
-def test_what_is_certain_is_at_least_a_row_and_saves_lie_behind_nothing_else(certain, saves, reason):
+def test_what_is_certain_is_at_least_a_row_and_saves_lie_behind_nothing_else(
+    certain, saves, reason
+):
     check_layout(_layout([2, 3, 0], [-1, -1, 5], [0, 1, 2], [[1, 1, 4]], [2, 1, 0]), 16, 1, 8, 2)
     with pytest.raises(ConfigError, match=reason):
         check_layout(_layout([2, 3], [-1, -1], [0, 1], saves, certain), 16, 1, 8, 31)

@@ -41,7 +41,12 @@ if ON_GPU:
 elif CAN_RUN and not ONE_THREAD:  # fibers have one thread in any case
     MAKERS |= {"cuda-mma": on_cuda, "cuda-wmma": on_cuda}
 # The wmma kernels compute in float16; KV in float32 is torch's, whatever the kernels.
-UNMADE = {("cuda-wmma", "bfloat16"), ("cuda-wmma", "float32"), ("torch-mps", "bfloat16"), ("torch-mps", "float32")}
+UNMADE = {
+    ("cuda-wmma", "bfloat16"),
+    ("cuda-wmma", "float32"),
+    ("torch-mps", "bfloat16"),
+    ("torch-mps", "float32"),
+}
 # What weights and results in that dtype are off by, where the backend computes in it; else as in float32.
 HALF_ERRORS = {"float16": 5e-3, "bfloat16": 4e-2}
 MIX = ((1, 30), (40, 40), (1, 65), (7, 100), (1, 1), (1, 530))  # new tokens, all tokens
@@ -64,12 +69,19 @@ class Arrays:
         self.backend = backend
 
     def write(self, layer: int, keys: np.ndarray, values: np.ndarray, layout: BatchLayout) -> None:
-        self.backend.write_kv(layer, into(self.backend, keys), into(self.backend, values), self.backend.prepare(layout))
+        self.backend.write_kv(
+            layer,
+            into(self.backend, keys),
+            into(self.backend, values),
+            self.backend.prepare(layout),
+        )
 
     def attend(
         self, layer: int, queries: np.ndarray, layout: BatchLayout, params: AttentionParams
     ) -> tuple[np.ndarray, np.ndarray]:
-        out, lse = self.backend.attention(layer, into(self.backend, queries), self.backend.prepare(layout), params)
+        out, lse = self.backend.attention(
+            layer, into(self.backend, queries), self.backend.prepare(layout), params
+        )
         assert out.shape == queries.shape
         assert lse.shape == queries.shape[:2]
         if self.backend.array_kind == "torch":
@@ -108,12 +120,20 @@ class Maker:
             case.queries[:] = [round_to(queries, self.dtype) for queries in case.queries]
         return case
 
-    def assert_close(self, got: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray]) -> None:
+    def assert_close(
+        self, got: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray]
+    ) -> None:
         if not self.in_half:
             assert_close(got, expected)
             return
         np.testing.assert_allclose(got[0], expected[0], rtol=0, atol=HALF_ERRORS[self.dtype])
         np.testing.assert_allclose(got[1], expected[1], rtol=1e-4, atol=1e-3)
+
+    def check(self, arrays: Arrays, case: Case, params: AttentionParams) -> None:
+        """The case's new tokens attend as the float64 oracle has it."""
+        self.assert_close(
+            arrays.attend_new(case, params), case.expected(case.spans, params, self.dtype)
+        )
 
     def __call__(
         self, kv_heads: int, dim: int, *, block_size: int = 16, num_blocks: int = 8, layers: int = 1
@@ -125,7 +145,9 @@ class Maker:
     def filled(self, case: Case) -> Arrays:
         """A pool that holds the case's tokens and is poisoned everywhere else."""
         _, kv_heads, dim = case.keys[0].shape
-        arrays = self(kv_heads, dim, block_size=case.block_size, num_blocks=num_blocks_for(case.lengths, 16))
+        arrays = self(
+            kv_heads, dim, block_size=case.block_size, num_blocks=num_blocks_for(case.lengths, 16)
+        )
         arrays.write_whole(case)
         return arrays
 

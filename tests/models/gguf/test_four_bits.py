@@ -1,7 +1,6 @@
 """Files of Q4_K_M, IQ4_NL, IQ4_XS, MXFP4 and Q3_K, and of widths that are not whole blocks of 256: whole models."""
 
 import logging
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from kvboost_edge.runners.native.runner import NativeRunner
 # gpt-oss is 2880 wide: 90 groups of 32, and no whole blocks of 256.
 ODD = {"hidden_size": 2880, "intermediate_size": 352, "num_hidden_layers": 1, "head_dim": 32}
 UP = "model.layers.0.mlp.up_proj.weight"
-Kinds = str | Callable[[str], str]
 
 
 def _instead(name):

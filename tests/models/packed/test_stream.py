@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from helpers.distance import distance
@@ -27,7 +26,6 @@ from kvboost_edge.models.packed.plan import (
 from kvboost_edge.models.packed.stream import Piece, pack_stream, packing_bytes, pieces_of
 from kvboost_edge.models.weights.source import QuantRows, WeightSource
 
-Floats = npt.NDArray[np.float32]
 TYPES = {"q4k": "Q4_K", "q5k": "Q5_K", "q6k": "Q6_K"}
 CONFIG = {
     "model_type": "llama", "vocab_size": 50, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2,
