@@ -25,7 +25,8 @@ from faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
 MODELS = Path("build", "test-models")  # the tests' tiny models, see tests/helpers/models/built.py
-TIMEOUT_S = 900
+TIMEOUT_S = 900  # of the tests that a fault names
+UNCHANGED_TIMEOUT_S = 3600  # of all of them together, on a machine that may be busy
 # What pytest returns; anything else means that the tests did not run.
 PASSED, FAILED, NOTHING = 0, 1, 5
 SURVIVED, NOT_SEEN = "SURVIVED", "TESTS DID NOT RUN: no case is collected"
@@ -66,7 +67,9 @@ def changed(path: Path, text: str) -> Iterator[None]:
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def pytest_in(tree: Path, *arguments: str) -> tuple[int | None, str]:
+def pytest_in(
+    tree: Path, *arguments: str, timeout: float = TIMEOUT_S
+) -> tuple[int | None, str]:
     """Run pytest in one process; return its exit status (None: it hung) and its output.
 
     The package that the tests import is the one in the tree.
@@ -90,17 +93,19 @@ def pytest_in(tree: Path, *arguments: str) -> tuple[int | None, str]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=timeout,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return None, f"no end after {TIMEOUT_S} s"
+        return None, f"no end after {timeout} s"
     return done.returncode, done.stdout + done.stderr
 
 
-def run_tests(tree: Path, tests: Sequence[str], markers: str) -> tuple[int | None, str]:
+def run_tests(
+    tree: Path, tests: Sequence[str], markers: str, timeout: float = TIMEOUT_S
+) -> tuple[int | None, str]:
     """Run the cases of these markers up to a failure; return the status and the output's end."""
-    status, output = pytest_in(tree, "-x", "-m", markers, *tests)
+    status, output = pytest_in(tree, "-x", "-m", markers, *tests, timeout=timeout)
     return status, output[-3000:]
 
 
@@ -195,7 +200,7 @@ def unchanged_failure(trees: Sequence[Path], tests: Iterable[str]) -> str:
     ]
     chosen = [(tree, part) for tree, part in zip(trees, parts, strict=True) if part]
     with ThreadPoolExecutor(len(trees)) as pool:
-        results = pool.map(lambda one: run_tests(*one, BESIDE), chosen)
+        results = pool.map(lambda one: run_tests(*one, BESIDE, UNCHANGED_TIMEOUT_S), chosen)
         return "\n".join(output for status, output in results if status not in (PASSED, NOTHING))
 
 
