@@ -1,9 +1,9 @@
 """What is proposed to follow a text, from which of its tenant's texts, and how many tokens of it are tried."""
 
-import numpy as np
 import pytest
 
 from helpers.engine.fake_runner import fake_engine, runner_of
+from helpers.random_ids import random_ids
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.drafting import Draft, Drafter, Memory, most_drafted
 from kvboost_edge.errors import ConfigError, RequestError
@@ -21,8 +21,12 @@ def proposed(text, most=8, memory=None, tenant=b"a"):
 def test_what_followed_the_longest_match_follows_again():
     assert proposed([*SAID, 7, *SAID[:5]]) == SAID[5:13]
     assert proposed([*SAID, 7, *SAID[:5]], most=2) == SAID[5:7]
-    assert proposed([1, *SAID[:5], 50, 2, *SAID[1:5], 60, 3, *SAID[:5]])[:1] == [50], "the longer match, not the later"
-    assert proposed([*SAID[:4], 50, 2, *SAID[:4], 60, 3, *SAID[:4]])[:1] == [60], "of equal ones the later"
+    assert proposed([1, *SAID[:5], 50, 2, *SAID[1:5], 60, 3, *SAID[:5]])[:1] == [50], (
+        "the longer match, not the later"
+    )
+    assert proposed([*SAID[:4], 50, 2, *SAID[:4], 60, 3, *SAID[:4]])[:1] == [60], (
+        "of equal ones the later"
+    )
 
 
 def test_a_repetition_goes_on():
@@ -49,7 +53,7 @@ def test_too_short_a_match_proposes_nothing(text):
 
 def test_a_text_may_outgrow_its_room():
     drafter = Drafter(b"a", Memory())
-    text = np.random.default_rng(0).integers(0, 10**6, 5000).tolist()
+    text = random_ids(5000, 0, 0, 10**6)
     for length in (10, 1000, 1025, 4097, 5000):
         assert drafter.propose(text[:length], 4) is None
     assert drafter.propose([*text, *text[70:90]], 4).token_ids == text[90:94]
@@ -60,7 +64,9 @@ def test_what_a_tenant_was_answered_is_proposed_to_that_tenant_alone():
     memory.keep(b"a", SAID)
     assert proposed([1, 2, *SAID[:10]], memory=memory) == SAID[10:18]
     assert proposed([1, 2, *SAID[:10]], memory=memory, tenant=b"b") is None
-    assert proposed([1, 2, *SAID[:7]], memory=memory) is None, "eight tokens are the least that are looked for"
+    assert proposed([1, 2, *SAID[:7]], memory=memory) is None, (
+        "eight tokens are the least that are looked for"
+    )
     memory.forget()
     assert proposed([1, 2, *SAID[:10]], memory=memory) is None
 
@@ -69,7 +75,9 @@ def test_the_longer_match_wins_whoever_has_it():
     memory = Memory()
     memory.keep(b"a", [*SAID[:20], 1000, 1001])
     assert proposed([*SAID[5:20], 2000, 3, *SAID[:20]], memory=memory)[:1] == [1000]
-    assert proposed([*SAID[:20], 2000, 3, *SAID[:20]], memory=memory)[:1] == [2000], "of equal ones its own"
+    assert proposed([*SAID[:20], 2000, 3, *SAID[:20]], memory=memory)[:1] == [2000], (
+        "of equal ones its own"
+    )
 
 
 def test_memory_is_bounded_in_tenants():
@@ -135,7 +143,9 @@ def engines():
 QUESTION = "Key 17 is 4711. Key 17 is 4711. Key 17 is 4711. Key"
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.7, "seed": 3, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"temperature": 0.7, "seed": 3, "top_p": 0.9}], ids=str
+)
 def test_answers_are_equal_with_every_setting(engines, options):
     results = {
         way: engine.generate(QUESTION, max_new_tokens=80, ignore_eos=True, logprobs=2, **options)
@@ -203,7 +213,9 @@ def test_an_automaton_has_no_more_room_than_its_sequence_will_need():
     drafter = Drafter(b"a", memory, max_tokens=5000)
     for count in (10, 1025, 4097, 5000):
         drafter.propose(list(range(count)), 4)
-        assert memory.nbytes <= automaton_bytes(8192), "the power of two above what it will have at its end"
+        assert memory.nbytes <= automaton_bytes(8192), (
+            "the power of two above what it will have at its end"
+        )
     drafter.release()
     assert memory.nbytes == 0
 
@@ -228,12 +240,16 @@ def test_automata_are_bounded_together_and_who_has_none_is_guessed_for_from_the_
 def test_the_figures_of_a_running_engine_have_what_drafts_are_guessed_from():
     with fake_engine(num_blocks=64, speculation="on") as engine:
         seen = list[int]()
-        runner_of(engine).on_forward = lambda batch: seen.append(engine._scheduler.speculation.memory.nbytes)
+        runner_of(engine).on_forward = lambda batch: seen.append(
+            engine._scheduler.speculation.memory.nbytes
+        )
         assert engine.paged_stats()["draft_bytes"] == 0
         engine.generate([1, 2, 3], max_new_tokens=20, temperature=0, ignore_eos=True)
         assert max(seen) == automaton_bytes(1024), "while it runs"
         rings = sum(ring.nbytes for ring in engine._scheduler.speculation.memory._rings.values())
-        assert engine.paged_stats()["draft_bytes"] == rings > 0, "what is done has given its own back"
+        assert engine.paged_stats()["draft_bytes"] == rings > 0, (
+            "what is done has given its own back"
+        )
         engine.reset_cache()
         handle = engine.submit([1, 2, 3], max_new_tokens=300, temperature=0, ignore_eos=True)
         next(iter(handle))

@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers.distance import distance
 from helpers.models.tiny_models import EOS_ID, FAMILIES, save_tiny_model
+from helpers.random_ids import random_ids
 from kvboost_edge import CPUPagedEngine, GenerationMode
 from kvboost_edge.engine import build
 from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError, RequestError
@@ -34,7 +36,11 @@ class Truth:
     def greedy(self, prompt, count=NEW):
         ids = torch.tensor([prompt])
         out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=-1
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=-1,
         )
         return [int(token) for token in out[0, len(prompt) :]]
 
@@ -55,25 +61,25 @@ def any_truth(request, tmp_path_factory):
 
 @pytest.fixture
 def engine(truth):
-    with CPUPagedEngine.from_pretrained(truth.directory, num_blocks=64, max_batch_tokens=64, **OPTIONS) as engine:
+    with CPUPagedEngine.from_pretrained(
+        truth.directory, num_blocks=64, max_batch_tokens=64, **OPTIONS
+    ) as engine:
         yield engine
         assert engine.paged_stats()["used_blocks"] == 0
 
 
-def tokens(seed, count):
-    return [int(t) for t in np.random.default_rng(seed).integers(0, 256, count)]
-
-
 def greedy(engine, prompt, count=NEW, **options):
-    return list(engine.generate(prompt, max_new_tokens=count, ignore_eos=True, **options).output_token_ids)
+    return list(
+        engine.generate(prompt, max_new_tokens=count, ignore_eos=True, **options).output_token_ids
+    )
 
 
 def test_cold_and_every_prefix_cut(truth, engine):
-    prompt = tokens(1, 3 * BLOCK + 5)
+    prompt = random_ids(3 * BLOCK + 5, 1)
     expected = truth.greedy(prompt)
     assert greedy(engine, prompt) == expected
     for cut in (0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 3):
-        other = prompt[:cut] + tokens(100 + cut, 40)
+        other = prompt[:cut] + random_ids(40, 100 + cut)
         result = engine.generate(other, max_new_tokens=NEW, ignore_eos=True)
         assert result.cached_tokens == cut // BLOCK * BLOCK
         assert list(result.output_token_ids) == truth.greedy(other)
@@ -84,14 +90,16 @@ def test_cold_and_every_prefix_cut(truth, engine):
 
 
 def test_a_batch_with_preemption_and_a_second_turn(any_truth):
-    prompts = [tokens(9, 20) + tokens(i, 5 + 9 * i) for i in range(4)]
+    prompts = [random_ids(20, 9) + random_ids(5 + 9 * i, i) for i in range(4)]
     options = {"num_blocks": 8, "max_num_seqs": 3, "max_batch_tokens": 24, **OPTIONS}
     with CPUPagedEngine.from_pretrained(any_truth.directory, **options) as engine:
         results = engine.generate_batch(prompts, max_new_tokens=NEW, ignore_eos=True)
-        assert [list(result.output_token_ids) for result in results] == [any_truth.greedy(one) for one in prompts]
+        assert [list(result.output_token_ids) for result in results] == [
+            any_truth.greedy(one) for one in prompts
+        ]
         assert engine.paged_stats()["preemptions"] > 0
         history = prompts[0] + greedy(engine, prompts[0])
-        turn = history + tokens(5, 10)
+        turn = history + random_ids(10, 5)
         result = engine.generate(turn, max_new_tokens=NEW, ignore_eos=True)
         assert result.cached_tokens == (len(history) - 1) // BLOCK * BLOCK
         assert list(result.output_token_ids) == any_truth.greedy(turn)
@@ -99,12 +107,11 @@ def test_a_batch_with_preemption_and_a_second_turn(any_truth):
 
 
 def test_logits_equal_transformers(truth, engine):
-    ids = tokens(6, 75)
+    ids = random_ids(75, 6)
     expected = truth.logits(ids)
     for start in (0, 33, 64):
         rows = engine.logits(ids, start=start)
-        difference = np.linalg.norm(rows - expected[start:]) / np.linalg.norm(expected[start:])
-        assert difference < 1e-4
+        assert distance(rows, expected[start:]) < 1e-4
 
 
 def test_verify_correctness_passes(engine):
@@ -114,7 +121,7 @@ def test_verify_correctness_passes(engine):
 
 def test_a_loaded_transformers_model(truth):
     tokenizer = AutoTokenizer.from_pretrained(truth.directory)
-    prompt = tokens(8, 40)
+    prompt = random_ids(40, 8)
     with CPUPagedEngine(truth.model, tokenizer, num_blocks=32, backend="cpu") as engine:
         assert greedy(engine, prompt, 20) == truth.greedy(prompt, 20)
         assert engine.tokenizer.encode("hé") == tokenizer("hé").input_ids
@@ -127,7 +134,9 @@ def llama_dir(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "option", [{"dtype": "float32"}, {"revision": "main"}, {"token": "secret"}, {"local_files_only": True}], ids=str
+    "option",
+    [{"dtype": "float32"}, {"revision": "main"}, {"token": "secret"}, {"local_files_only": True}],
+    ids=str,
 )
 def test_options_about_loading_do_not_apply_to_a_loaded_model(llama_dir, option):
     (name,) = option
@@ -154,7 +163,7 @@ def test_num_threads_is_what_runs(llama_dir, backend):
 def test_close_gives_the_weights_back(llama_dir):
     engine = CPUPagedEngine.from_pretrained(llama_dir, num_blocks=8, **OPTIONS)
     weight = weakref.ref(next(engine._parts.runner.model.parameters()))
-    greedy(engine, tokens(1, 20), 3)
+    greedy(engine, random_ids(20, 1), 3)
     assert weight() is not None
     engine.close()
     assert weight() is None
@@ -163,16 +172,25 @@ def test_close_gives_the_weights_back(llama_dir):
 
 def test_close_leaves_a_loaded_model_to_its_owner(llama_dir):
     truth = Truth(llama_dir)
-    before = truth.greedy(tokens(2, 20), 5)
-    CPUPagedEngine(truth.model, AutoTokenizer.from_pretrained(llama_dir), num_blocks=8, backend="cpu").close()
-    assert truth.greedy(tokens(2, 20), 5) == before
+    before = truth.greedy(random_ids(20, 2), 5)
+    CPUPagedEngine(
+        truth.model, AutoTokenizer.from_pretrained(llama_dir), num_blocks=8, backend="cpu"
+    ).close()
+    assert truth.greedy(random_ids(20, 2), 5) == before
 
 
 @pytest.mark.parametrize(
     ("stored", "asked", "per_param"),
-    [("float16", "auto", 4), ("bfloat16", "auto", 2), ("float32", "auto", 4), ("float16", "float16", 2)],
+    [
+        ("float16", "auto", 4),
+        ("bfloat16", "auto", 2),
+        ("float32", "auto", 4),
+        ("float16", "float16", 2),
+    ],
 )
-def test_weights_are_weighed_in_the_dtype_they_are_loaded_in(tmp_path, monkeypatch, stored, asked, per_param):
+def test_weights_are_weighed_in_the_dtype_they_are_loaded_in(
+    tmp_path, monkeypatch, stored, asked, per_param
+):
     directory = save_tiny_model("llama", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, stored))
     model.save_pretrained(directory)
@@ -189,9 +207,13 @@ def test_weights_are_weighed_in_the_dtype_they_are_loaded_in(tmp_path, monkeypat
 def test_rope_of_another_length_runs_in_its_first_range(tmp_path, rope_type):
     rope = {"rope_type": rope_type, "rope_theta": 1000.0, "factor": 4.0}
     if rope_type == "longrope":
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+        rope |= {
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 64,
+        }
     directory = save_tiny_model("llama", tmp_path, rope_parameters=rope)
-    prompt = tokens(1, 40)
+    prompt = random_ids(40, 1)
     with CPUPagedEngine.from_pretrained(directory, num_blocks=64, **OPTIONS) as engine:
         context = engine.runner_info.max_context
         assert context == (64 if rope_type == "longrope" else 512)
@@ -201,11 +223,19 @@ def test_rope_of_another_length_runs_in_its_first_range(tmp_path, rope_type):
             engine.generate(prompt, max_new_tokens=context)
 
 
-@pytest.mark.parametrize(("backend", "num_threads"), [("cpu", None), ("reference", 1), ("torch", 1)])
+@pytest.mark.parametrize(
+    ("backend", "num_threads"), [("cpu", None), ("reference", 1), ("torch", 1)]
+)
 def test_other_backends_and_all_threads_give_the_same(llama_dir, backend, num_threads):
-    prompt = tokens(1, 50)
+    prompt = random_ids(50, 1)
     expected = Truth(llama_dir).greedy(prompt, 24)
-    options = {**OPTIONS, "backend": backend, "num_threads": num_threads, "num_blocks": 16, "max_batch_tokens": 20}
+    options = {
+        **OPTIONS,
+        "backend": backend,
+        "num_threads": num_threads,
+        "num_blocks": 16,
+        "max_batch_tokens": 20,
+    }
     with CPUPagedEngine.from_pretrained(llama_dir, **options) as engine:
         for _ in range(2):
             assert greedy(engine, prompt, 24) == expected

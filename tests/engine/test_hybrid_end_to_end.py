@@ -8,17 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from helpers.models.tiny_models import save_tiny_model
 from helpers.pairwise import each_once
+from helpers.random_ids import random_ids
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, ModelFormatError
 
 TESTS = Path(__file__).parents[1]
-PROMPT = np.random.default_rng(3).integers(3, 250, 100).tolist()
-OTHER = [*PROMPT[:50], *np.random.default_rng(4).integers(3, 250, 30).tolist()]
+PROMPT = random_ids(100, 3, 3, 250)
+OTHER = [*PROMPT[:50], *random_ids(30, 4, 3, 250)]
 ANSWER = {"max_new_tokens": 20, "temperature": 0.0, "ignore_eos": True, "logprobs": 2}
 
 TO_BE_KILLED = """
@@ -46,7 +46,9 @@ def model(request, tmp_path_factory):
 
 
 def engine_of(model, **options):
-    return CPUPagedEngine.from_pretrained(model, **{"num_blocks": 64, "num_threads": 1, "weights": "int8", **options})
+    return CPUPagedEngine.from_pretrained(
+        model, **{"num_blocks": 64, "num_threads": 1, "weights": "int8", **options}
+    )
 
 
 def same(one, other):
@@ -62,18 +64,29 @@ def test_cold_hit_and_branch_are_equal_to_the_bit(model, bits):
         assert same(hit, cold[0])
         assert engine.reset_cache() > 0
         assert same(engine.generate(PROMPT, **ANSWER), cold[0])
-        branches = [engine.generate([*OTHER[:50], *tail], **ANSWER) for tail in (OTHER[50:], OTHER[50:])]
+        branches = [
+            engine.generate([*OTHER[:50], *tail], **ANSWER) for tail in (OTHER[50:], OTHER[50:])
+        ]
         assert all(same(branch, cold[1]) for branch in branches)
         stats = engine.paged_stats()
         spec = engine.runner_info.kv_spec
-        assert stats["state_bytes"] == stats["state_slots"] * spec.bytes_per_state + 31 * spec.bytes_per_draft > 0
+        assert (
+            stats["state_bytes"]
+            == stats["state_slots"] * spec.bytes_per_state + 31 * spec.bytes_per_draft
+            > 0
+        )
         assert stats["other_bytes"] >= 0
 
 
 @pytest.mark.parametrize(("model", "bits"), each_once(FAMILIES, ALL_BITS), indirect=["model"])
 def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model, bits, tmp_path):
     """The second time the tenant asks, its answer is known; and after a restart the states of that are on disk."""
-    options = {"kv_cache_bits": bits, "debug_checks": True, "disk_cache_dir": tmp_path, "max_disk_bytes": 64 << 20}
+    options = {
+        "kv_cache_bits": bits,
+        "debug_checks": True,
+        "disk_cache_dir": tmp_path,
+        "max_disk_bytes": 64 << 20,
+    }
     sampled = {**ANSWER, "max_new_tokens": 40, "temperature": 0.8, "seed": 3}
     for answer in ({**ANSWER, "max_new_tokens": 40}, sampled):
         with engine_of(model, speculation="on", **options) as engine:
@@ -94,7 +107,10 @@ def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model, bits, t
 def test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it(tmp_path):
     """Nobody names the place: the template says where a message of the user begins, and a state is kept before it."""
     system = {"role": "system", "content": "You are a helper of few words. " * 4}
-    chats = [[system, {"role": "user", "content": content}] for content in ("What is it?", "Another question, longer.")]
+    chats = [
+        [system, {"role": "user", "content": content}]
+        for content in ("What is it?", "Another question, longer.")
+    ]
     with engine_of(save_tiny_model("qwen3_5_text", tmp_path), debug_checks=True) as engine:
         cold = engine.generate(chats[1], mode="baseline", **ANSWER)
         engine.reset_cache()
@@ -107,7 +123,9 @@ def test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it(t
 
 
 @pytest.mark.parametrize(
-    "model", [FAMILIES[0], *(pytest.param(one, marks=pytest.mark.full) for one in FAMILIES[1:])], indirect=True
+    "model",
+    [FAMILIES[0], *(pytest.param(one, marks=pytest.mark.full) for one in FAMILIES[1:])],
+    indirect=True,
 )
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_states_survive_the_death_of_the_process(model, tmp_path):
@@ -117,7 +135,9 @@ def test_states_survive_the_death_of_the_process(model, tmp_path):
     }  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     told = json.dumps([str(model), PROMPT, ANSWER, options])
-    died = subprocess.run([sys.executable, "-c", TO_BE_KILLED], input=told, text=True, env=environment, check=False)
+    died = subprocess.run(
+        [sys.executable, "-c", TO_BE_KILLED], input=told, text=True, env=environment, check=False
+    )
     assert died.returncode == -signal.SIGKILL
     with engine_of(model) as engine:
         cold = engine.generate(PROMPT, **ANSWER)
@@ -128,7 +148,9 @@ def test_states_survive_the_death_of_the_process(model, tmp_path):
 
 
 def test_what_does_not_go_with_states_is_refused_by_name(model):
-    with pytest.raises(CapacityError, match=r"max_state_bytes=1000 holds 0 states of .* sequences need"):
+    with pytest.raises(
+        CapacityError, match=r"max_state_bytes=1000 holds 0 states of .* sequences need"
+    ):
         engine_of(model, max_state_bytes=1000)
     with pytest.raises((BackendUnavailable, ConfigError, ModelFormatError), match="state"):
         engine_of(model, runner="torch", weights="auto")

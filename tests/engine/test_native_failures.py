@@ -1,18 +1,18 @@
 """Requests that fail, are cancelled or get no number on the native runner: they end alone and leave nothing open."""
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from helpers.engine.native_bench import ALL_BITS, ROOT, Cold, Machine, NativeBench, assert_begins
 from helpers.engine.native_kinds import machine_of
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.random_ids import random_ids
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.errors import KVBoostError
 
 BAD = 255  # in no prompt but the one that shall fail
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0, logprobs=2)
-TEXT = np.random.default_rng(5).integers(3, 250, 120).tolist()
+TEXT = random_ids(120, 5, 3, 250)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,10 @@ def test_no_buffer_of_an_open_block_is_lost(machine, bits):
     """Finished, cancelled and preempted requests give them back: with two buffers two sequences always run."""
     bench = NativeBench(machine, bits=bits, num_blocks=8, max_num_seqs=2, max_batch_tokens=24)
     for number in range(18):
-        handles = [bench.submit(TEXT[20 * index : 33 + 21 * index + number % 8], GREEDY) for index in range(3)]
+        handles = [
+            bench.submit(TEXT[20 * index : 33 + 21 * index + number % 8], GREEDY)
+            for index in range(3)
+        ]
         for _ in range(number % 9):
             bench.step()
         handles[number % 3].cancel()
@@ -41,10 +44,15 @@ def test_no_buffer_of_an_open_block_is_lost(machine, bits):
 @pytest.fixture(scope="module")
 def overflowing(tmp_path_factory):
     """A Llama whose token BAD, and no other, has first-layer keys beyond float16: stored, they are infinite."""
-    directory = save_tiny_checkpoint("llama", tmp_path_factory.mktemp("overflow"), num_hidden_layers=2)
+    directory = save_tiny_checkpoint(
+        "llama", tmp_path_factory.mktemp("overflow"), num_hidden_layers=2
+    )
     path = directory / "model.safetensors"
     tensors = load_file(path)
-    embed, keys = tensors["model.embed_tokens.weight"], tensors["model.layers.0.self_attn.k_proj.weight"]
+    embed, keys = (
+        tensors["model.embed_tokens.weight"],
+        tensors["model.layers.0.self_attn.k_proj.weight"],
+    )
     embed[:, 0], keys[:, 0] = 0.0, 1e6
     embed[BAD, 0] = 1.0
     save_file(tensors, path, metadata={"format": "pt"})
@@ -93,11 +101,15 @@ def test_a_pass_that_fails_half_way_leaves_nothing_open(machine, bits, at, monke
     bench.assert_clean()
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid-experts", "nemotron_h-moe", "falcon_h1"])
+@pytest.mark.parametrize(
+    "kind", ["lfm2", "qwen3_5_text", "granitemoehybrid-experts", "nemotron_h-moe", "falcon_h1"]
+)
 def test_an_overflowing_state_ends_its_request_alone(kind, tmp_path_factory):
     pytest.importorskip("torch")
     machine = machine_of(kind, "int8", tmp_path_factory.mktemp("hybrid"))
-    expected = [Cold(machine, (16, 16)).answer(prompt, GREEDY) for prompt in (TEXT[:40], TEXT[40:80])]
+    expected = [
+        Cold(machine, (16, 16)).answer(prompt, GREEDY) for prompt in (TEXT[:40], TEXT[40:80])
+    ]
     bench = NativeBench(machine)
     fine = bench.submit(TEXT[:40], GREEDY)
     bench.step()

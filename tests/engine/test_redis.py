@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from helpers.models.tiny_models import save_tiny_model
+from helpers.random_ids import random_ids
 from helpers.server.live_servers import wait_until
 from helpers.tiers.redis_servers import running_redis
 from kvboost_edge import CPUPagedEngine
@@ -21,7 +22,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.hashing import prefix_hashes, state_hash
 
 DEMO = "kvboost-edge/demo"
-TOKENS = np.random.default_rng(5).integers(10, 250, 150).tolist()  # nine full blocks and six tokens
+TOKENS = random_ids(150, 5, 10, 250)  # nine full blocks and six tokens
 HINTS = (70,)  # recurrent states after four blocks and, at the prompt's end, nine
 DAY_S = 86_400
 
@@ -46,7 +47,10 @@ class Model(NamedTuple):
         with self.engine(server) as one:
             one.generate(TOKENS, max_new_tokens=1, snapshot_hints=HINTS)
             hashes = prefix_hashes(TOKENS, one.cache_root, 16)
-            wait_until(lambda: redis_of(one)["written_blocks"] == num_records, "all of it to be on the server")
+            wait_until(
+                lambda: redis_of(one)["written_blocks"] == num_records,
+                "all of it to be on the server",
+            )
             assert redis_of(one)["errors"] == redis_of(one)["refused"] == 0
         names = dict(enumerate(hashes, 1)) | {-n: state_hash(hashes[n - 1]) for n in self.states}
         with server.client() as client:
@@ -79,8 +83,16 @@ def model(request, tmp_path_factory):
     name, bits = request.param
     path = DEMO if name == "demo" else save_tiny_model(name, tmp_path_factory.mktemp(name))
     with CPUPagedEngine.from_pretrained(path, num_blocks=64, kv_cache_bits=bits) as alone:
-        answer = alone.generate(TOKENS, max_new_tokens=12, temperature=0.0, mode="baseline").output_token_ids
-        return Model(path, bits, () if name == "demo" else (4, 9), alone.logits(TOKENS, start=144), tuple(answer))
+        answer = alone.generate(
+            TOKENS, max_new_tokens=12, temperature=0.0, mode="baseline"
+        ).output_token_ids
+        return Model(
+            path,
+            bits,
+            () if name == "demo" else (4, 9),
+            alone.logits(TOKENS, start=144),
+            tuple(answer),
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +116,10 @@ def test_what_one_engine_computed_a_fresh_one_restores(model, server):
         assert two.generate(TOKENS, max_new_tokens=1, tenant="another").cached_tokens == 0
     with model.engine(server) as three:
         result = three.generate(TOKENS, max_new_tokens=12, temperature=0.0)
-        assert (result.hit_tokens, tuple(result.output_token_ids)) == ({"pool": 0, "redis": 144}, model.answer)
+        assert (result.hit_tokens, tuple(result.output_token_ids)) == (
+            {"pool": 0, "redis": 144},
+            model.answer,
+        )
         assert result.load_ms > 0
 
 
@@ -123,7 +138,10 @@ def test_the_next_turn_goes_on_elsewhere_from_the_end_of_the_answer(model, serve
     with model.engine(None) as alone, model.engine(server) as two:
         result = two.generate(turn, max_new_tokens=9, temperature=0.0)
         assert result.hit_tokens == {"pool": 0, "redis": 192}  # 194 tokens were computed
-        assert result.output_token_ids == alone.generate(turn, max_new_tokens=9, temperature=0.0).output_token_ids
+        assert (
+            result.output_token_ids
+            == alone.generate(turn, max_new_tokens=9, temperature=0.0).output_token_ids
+        )
 
 
 def test_what_is_used_gets_its_time_to_live_again_and_so_does_its_state(model, server, client):
@@ -153,7 +171,12 @@ COSTS = {
             ("damaged", (7,), 64),
             ("damaged", (1,), 0),
         ],
-        *[("lost", (-9,), 64), ("lost", (-9, -4), 0), ("damaged", (-9,), 64), ("damaged", (-9, -4), 0)],
+        *[
+            ("lost", (-9,), 64),
+            ("lost", (-9, -4), 0),
+            ("damaged", (-9,), 64),
+            ("damaged", (-9, -4), 0),
+        ],
     ],
 }
 
@@ -163,7 +186,9 @@ COSTS = {
     [(one, *cost) for one in MODELS for cost in COSTS["plain" if one[0] == "demo" else "hybrid"]],
     indirect=["model"],
 )
-def test_what_the_server_lost_or_got_wrong_costs_time_alone(model, server, client, what, numbers, cached):
+def test_what_the_server_lost_or_got_wrong_costs_time_alone(
+    model, server, client, what, numbers, cached
+):
     keys = model.fill(server)
     for key in map(keys.get, numbers):
         if what == "lost":
@@ -176,7 +201,10 @@ def test_what_the_server_lost_or_got_wrong_costs_time_alone(model, server, clien
         assert redis_of(two)["refused"] == (what == "damaged") * len(numbers)
     with model.engine(server) as three:
         np.testing.assert_array_equal(three.logits(TOKENS, start=144), model.logits)
-        assert (redis_of(three)["read_blocks"], redis_of(three)["refused"]) == (model.num_read, 0), "it was kept again"
+        assert (redis_of(three)["read_blocks"], redis_of(three)["refused"]) == (
+            model.num_read,
+            0,
+        ), "it was kept again"
 
 
 def test_what_is_under_another_secret_is_not_believed(model, server, client, monkeypatch):
@@ -192,7 +220,11 @@ def test_what_is_under_another_secret_is_not_believed(model, server, client, mon
     if model.states:
         with model.engine(server) as three:
             result = three.generate(TOKENS, max_new_tokens=12, temperature=0.0)
-            assert (result.cached_tokens, result.matched_tokens, redis_of(three)["refused"]) == (0, 144, 2)
+            assert (result.cached_tokens, result.matched_tokens, redis_of(three)["refused"]) == (
+                0,
+                144,
+                2,
+            )
             assert tuple(result.output_token_ids) == model.answer
 
 
@@ -216,7 +248,10 @@ def test_a_server_that_dies_costs_no_request(model, when, monkeypatch):
                 monkeypatch.setattr(tier, "read", read_and_kill)
             result = two.generate(TOKENS, max_new_tokens=12, temperature=0.0)
             matched = 0 if when == "before" else 144
-            assert (result.matched_tokens, tuple(result.output_token_ids)) == (matched, model.answer)
+            assert (result.matched_tokens, tuple(result.output_token_ids)) == (
+                matched,
+                model.answer,
+            )
             assert result.cached_tokens == (0 if model.states else matched)
             np.testing.assert_array_equal(two.logits(TOKENS, start=144), model.logits)
             two.reset_cache()
@@ -238,13 +273,17 @@ def test_what_came_from_the_server_is_not_offered_to_it_again(server, client):
     client.config_resetstat()
     with engine(server) as two:
         two.warm([*TOKENS[:144], *TOKENS[:16]])  # one block more
-        wait_until(lambda: redis_of(two)["written_blocks"] == 1, "the new block to be on the server")
+        wait_until(
+            lambda: redis_of(two)["written_blocks"] == 1, "the new block to be on the server"
+        )
         for _ in range(3):
             two.reset_cache()
             two.warm(TOKENS)
         assert redis_of(two)["read_blocks"] == 4 * 9
     assert client.dbsize() == 10
-    assert client.info("commandstats")["cmdstat_strlen"]["calls"] == 1  # asked before a block is sent
+    assert (
+        client.info("commandstats")["cmdstat_strlen"]["calls"] == 1
+    )  # asked before a block is sent
 
 
 def test_a_prefix_comes_from_pool_disk_and_server(server, tmp_path):
@@ -258,7 +297,9 @@ def test_a_prefix_comes_from_pool_disk_and_server(server, tmp_path):
         assert result.hit_tokens == {"pool": 32, "disk": 64, "redis": 48}
         assert three.cache_stats()["redis_hits"] == 3
         # What came from the server goes to the disk, too.
-        wait_until(lambda: three.paged_stats()["tiers"]["disk"]["blocks"] == 9, "the blocks to be on disk")
+        wait_until(
+            lambda: three.paged_stats()["tiers"]["disk"]["blocks"] == 9, "the blocks to be on disk"
+        )
         three.reset_cache()
         assert three.generate(TOKENS, max_new_tokens=1).hit_tokens == {"pool": 0, "disk": 144}
 
@@ -281,7 +322,9 @@ def test_a_server_that_is_down_is_a_line_and_the_engine_serves_on(server, caplog
             CPUPagedEngine.from_pretrained(DEMO, num_blocks=64, redis_url=url) as one,
         ):
             place = tier_places(one.config)["redis"]
-            wait_until(lambda: one.paged_stats()["tiers"]["redis"]["state"], "the server to be asked")
+            wait_until(
+                lambda: one.paged_stats()["tiers"]["redis"]["state"], "the server to be asked"
+            )
             result = one.generate(TOKENS, max_new_tokens=1)
             assert (result.cached_tokens, result.generated_tokens) == (0, 1)
             state = one.paged_stats()["tiers"]["redis"]["state"]
@@ -294,7 +337,9 @@ def test_a_server_that_is_down_is_a_line_and_the_engine_serves_on(server, caplog
 def test_a_server_that_dies_meanwhile_costs_no_request(tmp_path):
     with running_redis() as mortal, engine(mortal, disk_cache_dir=tmp_path) as one:
         one.warm(TOKENS)
-        wait_until(lambda: one.paged_stats()["tiers"]["disk"]["blocks"] == 9, "the blocks to be on disk")
+        wait_until(
+            lambda: one.paged_stats()["tiers"]["disk"]["blocks"] == 9, "the blocks to be on disk"
+        )
         mortal.kill()
         one.reset_cache()
         for number in range(4):

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvboost_edge
+from helpers.distance import distance
 from helpers.pairwise import each_once, pairwise
 from kvboost_edge import CPUPagedEngine, SamplingParams
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
@@ -47,7 +48,9 @@ class Oracle:
         """What the model returns for tokens behind those in the cache, which takes theirs."""
         start = cache.get_seq_length()
         positions = torch.arange(start, start + len(ids))[None]
-        return self.model(torch.tensor([list(ids)]), past_key_values=cache, position_ids=positions, **options)
+        return self.model(
+            torch.tensor([list(ids)]), past_key_values=cache, position_ids=positions, **options
+        )
 
     def kv(self, ids):
         """Keys and values of each layer, [1, kv heads, len(ids), head_dim]."""
@@ -81,7 +84,9 @@ class Oracle:
             source = slice(span.start - span.delta, span.stop - span.delta)
             assert list(served[source]) == list(ids[span.start : span.stop])
             for layer, (keys, values) in enumerate(stored):
-                cache.update(self.turned(keys[:, :, source], span.delta), values[:, :, source], layer)
+                cache.update(
+                    self.turned(keys[:, :, source], span.delta), values[:, :, source], layer
+                )
             position = span.stop
         return self.run(ids[position:], cache, **options)
 
@@ -99,7 +104,9 @@ RUNNERS = {
 
 @pytest.fixture(scope="module", params=RUNNERS)
 def engine(request):
-    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=128, **RUNNERS[request.param]) as made:
+    with CPUPagedEngine.from_pretrained(
+        "kvboost-edge/demo", num_blocks=128, **RUNNERS[request.param]
+    ) as made:
         assert made.runner_info.name == request.param
         prepare_search()
         yield made
@@ -124,7 +131,9 @@ class Seen:
 
         patch.setattr(spans, "place", placing)
         patch.setattr(spans, "cut", cutting)
-        request = engine._intake.make(ids, Terms(), SamplingParams(), logits_start=len(ids) - NUM_ROWS)
+        request = engine._intake.make(
+            ids, Terms(), SamplingParams(), logits_start=len(ids) - NUM_ROWS
+        )
         request = dataclasses.replace(request, mode=GenerationMode.CHUNK_KV_REUSE, repair=repair)
         handle, rows = engine._core.submit_logits(request)
         self.result = handle.result()
@@ -134,19 +143,26 @@ class Seen:
     def chosen(self):
         """Where the blocks begin that were taken out of the spans."""
         kept = {position for span in self.spans for position in range(span.start, span.stop)}
-        placed = [position for span in self.placed for position in range(span.start, span.stop, BLOCK)]
+        placed = [
+            position for span in self.placed for position in range(span.start, span.stop, BLOCK)
+        ]
         return {position for position in placed if position not in kept}
 
 
 def document(engine, number, count):
     """Facts from words of the model, some 10 tokens each."""
     rng = random.Random(number)
-    names, values = ("Mira Dolen", "Lake Brelo", "Sarik Tonar", "Fort Puna"), ("baker", "owl", "tea", "rice", "steel")
+    names, values = (
+        ("Mira Dolen", "Lake Brelo", "Sarik Tonar", "Fort Puna"),
+        ("baker", "owl", "tea", "rice", "steel"),
+    )
     facts = [
         f"The {rng.choice(('job', 'pet', 'crop', 'code'))} of {rng.choice(names)} is {rng.choice(values)}."
         for _ in range(count)
     ]
-    return engine.tokenizer.encode(f"Doc {number}.\n{' '.join(facts)}\n\n", add_special_tokens=False)
+    return engine.tokenizer.encode(
+        f"Doc {number}.\n{' '.join(facts)}\n\n", add_special_tokens=False
+    )
 
 
 def prompts(engine):
@@ -155,7 +171,9 @@ def prompts(engine):
     head = encode("<|bos|><|system|>\nRead the documents and answer.<|end|>\n<|user|>\n", False)
     one, two, three = (document(engine, 20 + number, 8 + number) for number in range(3))
     question = encode("What is the pet of Mira Dolen?<|end|>\n<|assistant|>\n", False)
-    return head + one + two + three + question, head + three + document(engine, 9, 2) + one + two + question
+    return head + one + two + three + question, head + three + document(
+        engine, 9, 2
+    ) + one + two + question
 
 
 def asked(engine, repair, patch):
@@ -166,18 +184,18 @@ def asked(engine, repair, patch):
     return served, ids, Seen(engine, ids, repair, patch)
 
 
-def distance(first, second):
-    return float(np.linalg.norm(first - second) / np.linalg.norm(second))
-
-
 @pytest.mark.parametrize(
-    "repair", [BARE, SEAMS, BLOCKS, BLEND, QUERY], ids=lambda repair: f"{repair.strategy}-{repair.overlap}"
+    "repair",
+    [BARE, SEAMS, BLOCKS, BLEND, QUERY],
+    ids=lambda repair: f"{repair.strategy}-{repair.overlap}",
 )
 def test_logits_are_those_of_keys_turned_by_hand(engine, oracle, repair, monkeypatch):
     served, ids, seen = asked(engine, repair, monkeypatch)
     assert min(span.delta for span in seen.spans) < 0 < max(span.delta for span in seen.spans)
     expected = oracle.logits(ids, served, seen.spans)
-    assert distance(expected, oracle.logits(ids, served, ())) > 0.01, "nothing was shared that could be wrong"
+    assert distance(expected, oracle.logits(ids, served, ())) > 0.01, (
+        "nothing was shared that could be wrong"
+    )
     assert distance(seen.logits, expected) < 1e-4
 
 
@@ -195,7 +213,9 @@ def test_keys_of_8_bits_are_turned_as_near_as_they_are_stored(runner, repair, or
 
 
 @pytest.mark.parametrize("repair", [BLOCKS, BLEND], ids=["blocks", "default"])
-def test_the_blocks_computed_are_those_whose_second_values_deviate_most(engine, oracle, repair, monkeypatch):
+def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
+    engine, oracle, repair, monkeypatch
+):
     served, ids, seen = asked(engine, repair, monkeypatch)
     true, stored = oracle.kv(ids)[1][1], oracle.kv(served)[1][1]
     deviations = {}
@@ -210,10 +230,14 @@ def test_the_blocks_computed_are_those_whose_second_values_deviate_most(engine, 
 
 
 @pytest.mark.parametrize("repair", [QUERY, QUERY_SEAMS], ids=["blocks", "behind seams"])
-def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(engine, oracle, repair, monkeypatch):
+def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(
+    engine, oracle, repair, monkeypatch
+):
     served, ids, seen = asked(engine, repair, monkeypatch)
     prompt = ids[: len(ids) - NUM_ROWS + 1]  # the rest stands for its answer
-    masses = oracle.masses(prompt, served, seen.placed, 2 * oracle.model.config.num_hidden_layers // 3)
+    masses = oracle.masses(
+        prompt, served, seen.placed, 2 * oracle.model.config.num_hidden_layers // 3
+    )
     starts = [at for span in seen.placed for at in range(span.start, span.stop - BLOCK + 1, BLOCK)]
     ranked = sorted(starts, key=lambda start: masses[start : start + BLOCK].sum(), reverse=True)
     count = len(seen.chosen)
@@ -222,7 +246,9 @@ def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(engi
     assert seen.result.phases["probe"] > 0
 
 
-@pytest.mark.parametrize(("runner", "bits", "repair"), pairwise(RUNNERS, (16, 8), [BLOCKS, QUERY]), ids=str)
+@pytest.mark.parametrize(
+    ("runner", "bits", "repair"), pairwise(RUNNERS, (16, 8), [BLOCKS, QUERY]), ids=str
+)
 def test_the_same_blocks_are_chosen_however_the_prompt_is_cut(runner, bits, repair, monkeypatch):
     """Pieces that are computed and not looked at are there for those behind them."""
     chosen = []

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+from helpers.random_ids import random_ids
 from helpers.tiers.crashing import crashing
 from kvboost_edge import CPUPagedEngine
 
@@ -13,9 +14,15 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 BITS = (16, 8, (8, 4), 4)
 ENDS = ("call", "half a call", "step", "time")
-OPTIONS = {"num_blocks": 40, "max_disk_bytes": 4 << 20}  # of blocks 6 prompts fill 60; of segments there are 32
-_HEAD = np.random.default_rng(5).integers(10, 250, 64).tolist()
-PROMPTS = [_HEAD[: 32 * (i % 3)] + np.random.default_rng(i).integers(10, 250, 90).tolist() for i in range(6)]
+OPTIONS = {
+    "num_blocks": 40,
+    "max_disk_bytes": 4 << 20,
+}  # of blocks 6 prompts fill 60; of segments there are 32
+_HEAD = random_ids(64, 5, 10, 250)
+PROMPTS = [
+    _HEAD[: 32 * (i % 3)] + np.random.default_rng(i).integers(10, 250, 90).tolist()
+    for i in range(6)
+]
 
 CODE = """
 import os, signal, threading
@@ -54,14 +61,18 @@ def crash():
 
 def answers(engine, prompt):
     result = engine.generate(prompt, max_new_tokens=8, temperature=0.0, ignore_eos=True)
-    return result.output_token_ids, engine.logits([*prompt, *result.output_token_ids], start=len(prompt) - 1)
+    return result.output_token_ids, engine.logits(
+        [*prompt, *result.output_token_ids], start=len(prompt) - 1
+    )
 
 
 @pytest.fixture(scope="module")
 def cold():
     found = {}
     for bits in BITS:
-        with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=100, kv_cache_bits=bits) as engine:
+        with CPUPagedEngine.from_pretrained(
+            "kvboost-edge/demo", num_blocks=100, kv_cache_bits=bits
+        ) as engine:
             found[bits] = [answers(engine, prompt) for prompt in PROMPTS]
     return found
 
@@ -77,7 +88,9 @@ def test_after_a_crash_answers_and_logits_equal_cold_ones(crash, cold, tmp_path,
         at = draw.randrange({"call": 120, "half a call": 120, "step": 150, "time": 400}[end_at])
         options = {**OPTIONS, "disk_cache_dir": str(directory), "kv_cache_bits": bits}
         crashes += crash(options, draw.sample(PROMPTS, 4), end_at, at)
-        with CPUPagedEngine.from_pretrained("kvboost-edge/demo", debug_checks=True, **options) as engine:
+        with CPUPagedEngine.from_pretrained(
+            "kvboost-edge/demo", debug_checks=True, **options
+        ) as engine:
             for which in draw.sample(range(len(PROMPTS)), 3):
                 output, logits = answers(engine, PROMPTS[which])
                 assert output == cold[bits][which][0]

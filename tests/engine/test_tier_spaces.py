@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
+from helpers.random_ids import random_ids
 from kvboost_edge import CPUPagedEngine
 
-PROMPT = np.random.default_rng(3).integers(10, 250, 410).tolist()
+PROMPT = random_ids(410, 3, 10, 250)
 CAP = 1 << 20
 
 
@@ -17,7 +18,10 @@ def models(tmp_path_factory):
     kinds = {"one": {}, "another seed": {"seed": 1}, "rope": {"rope_theta": 5000.0}}
     for name in kinds:
         (folder / name).mkdir()
-    return {name: save_tiny_checkpoint("llama", folder / name, **options) for name, options in kinds.items()}
+    return {
+        name: save_tiny_checkpoint("llama", folder / name, **options)
+        for name, options in kinds.items()
+    }
 
 
 ENGINES = (
@@ -45,10 +49,15 @@ def test_engines_of_all_kinds_share_a_directory_and_no_block(models, tmp_path):
             with CPUPagedEngine.from_pretrained(models[name], **fixed) as engine:
                 result = engine.generate(PROMPT, max_new_tokens=1, temperature=0.0)
                 full = len(PROMPT) // engine.config.block_size * engine.config.block_size
-                assert result.hit_tokens.get("disk", 0) == (full if is_known else 0), (name, options)
+                assert result.hit_tokens.get("disk", 0) == (full if is_known else 0), (
+                    name,
+                    options,
+                )
                 np.testing.assert_array_equal(engine.logits(PROMPT, start=350), cold)
                 tier = engine.paged_stats()["tiers"]["disk"]
                 assert (tier["refused"], tier["errors"], tier["state"]) == (0, 0, "")
             assert sum(path.stat().st_size for path in root.glob("*/*.kvs")) <= CAP
     assert sum(path.is_dir() for path in root.iterdir()) == len(ENGINES)
-    assert len({path.parent for path in root.glob("*/*.kvs")}) < len(ENGINES), "the cap was never met"
+    assert len({path.parent for path in root.glob("*/*.kvs")}) < len(ENGINES), (
+        "the cap was never met"
+    )

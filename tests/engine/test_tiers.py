@@ -8,6 +8,7 @@ import pytest
 from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine
 from helpers.engine.hand_mover import DictTier
 from helpers.engine.model_kinds import HYBRID, PLAIN
+from helpers.random_ids import random_ids
 from helpers.tiers.disk_faults import FaultyFiles, fails
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode
@@ -123,7 +124,10 @@ def test_one_load_serves_all_who_share_the_prefix(kind, knows):
     handles = [bench.submit([*PROMPT[:64], 100 + i], 3) for i in range(4)]
     bench.run()
     assert tier.num_read == num_records(kind)
-    assert [bench.answer(handle).hit_tokens for handle in handles] == [{"pool": 0, "shelf": 64}, *[{"pool": 64}] * 3]
+    assert [bench.answer(handle).hit_tokens for handle in handles] == [
+        {"pool": 0, "shelf": 64},
+        *[{"pool": 64}] * 3,
+    ]
 
 
 def test_what_a_tier_lost_is_computed_and_nobody_waits_for_it():
@@ -158,7 +162,12 @@ def test_a_cancelled_request_gives_its_blocks_back(kind, knows, arrived):
     bench.run()
     assert handle.result(0).finish_reason == "cancelled"
     assert tier.num_read == arrived * num_records(kind)
-    assert bench.manager.used_block_count == len(bench.scheduler.loads) == bench.mover.staging_bytes == 0
+    assert (
+        bench.manager.used_block_count
+        == len(bench.scheduler.loads)
+        == bench.mover.staging_bytes
+        == 0
+    )
 
 
 def test_a_deadline_ends_a_request_whose_prefix_does_not_come(kind):
@@ -261,17 +270,24 @@ def test_use_counts_on_the_tier_too(kind):
 def cold():
     found = {}
     for bits in (16, 8, (8, 4), 4):
-        with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=64, kv_cache_bits=bits) as engine:
+        with CPUPagedEngine.from_pretrained(
+            "kvboost-edge/demo", num_blocks=64, kv_cache_bits=bits
+        ) as engine:
             found[bits] = engine.logits(TOKENS, start=200)
     return found
 
 
-TOKENS = np.random.default_rng(3).integers(10, 250, 230).tolist()
+TOKENS = random_ids(230, 3, 10, 250)
 
 
 @pytest.mark.parametrize("bits", [16, 8, (8, 4), 4], ids=str)
 def test_a_restarted_engine_answers_to_the_bit(tmp_path, bits, cold):
-    options = {"num_blocks": 64, "kv_cache_bits": bits, "disk_cache_dir": tmp_path, "debug_checks": True}
+    options = {
+        "num_blocks": 64,
+        "kv_cache_bits": bits,
+        "disk_cache_dir": tmp_path,
+        "debug_checks": True,
+    }
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
         engine.warm(TOKENS)
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
@@ -294,18 +310,26 @@ def test_other_bits_find_nothing(tmp_path):
 def test_without_its_directory_the_engine_serves_on_and_says_so(tmp_path, caplog):
     path = tmp_path / "file"
     path.write_text("")
-    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16, disk_cache_dir=path) as engine:
+    with CPUPagedEngine.from_pretrained(
+        "kvboost-edge/demo", num_blocks=16, disk_cache_dir=path
+    ) as engine:
         assert engine.generate([5, 6], max_new_tokens=2).generated_tokens == 2
         tier = engine.paged_stats()["tiers"]["disk"]
     assert not tier["writable"]
     assert "disk_cache_dir" in tier["state"]
-    assert [record.levelname for record in caplog.records if "disk" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "disk" in record.message] == [
+        "WARNING"
+    ]
 
 
 def test_the_figures_name_the_tier(tmp_path):
-    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16, disk_cache_dir=tmp_path) as engine:
+    with CPUPagedEngine.from_pretrained(
+        "kvboost-edge/demo", num_blocks=16, disk_cache_dir=tmp_path
+    ) as engine:
         engine.warm(TOKENS[:64])
-    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16, disk_cache_dir=tmp_path) as engine:
+    with CPUPagedEngine.from_pretrained(
+        "kvboost-edge/demo", num_blocks=16, disk_cache_dir=tmp_path
+    ) as engine:
         engine.warm(TOKENS[:80])
         stats, cache = engine.paged_stats(), engine.cache_stats()
     assert stats["tiers"]["disk"]["read_blocks"] == cache["disk_hits"] == 4
@@ -335,9 +359,16 @@ def test_a_chain_from_outside_that_lies_reads_no_other_prefix():
 def test_hashes_of_more_blocks_than_the_prompt_has_are_refused():
     with fake_engine(num_blocks=32) as engine:
         for known in (bytes(31), bytes(32 * 5)):
-            with pytest.raises(RequestError, match=f"has {len(known)} bytes; the prompt has 4 full blocks of 16"):
+            with pytest.raises(
+                RequestError, match=f"has {len(known)} bytes; the prompt has 4 full blocks of 16"
+            ):
                 engine.submit(PROMPT, entry=Entry(0.0, None, known))
-        for known in (b"", bytes(32), bytes(32 * 4), b"".join(prefix_hashes(PROMPT, engine.cache_root, 16))):
+        for known in (
+            b"",
+            bytes(32),
+            bytes(32 * 4),
+            b"".join(prefix_hashes(PROMPT, engine.cache_root, 16)),
+        ):
             handle = engine.submit(PROMPT, max_new_tokens=5, entry=Entry(0.0, None, known))
             assert list(handle.result(timeout=60).output_token_ids) == expected_tokens(PROMPT, 5)
         assert handle.result().cached_tokens == 64

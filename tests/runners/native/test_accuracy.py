@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
-from helpers.runners.paged_driver import PagedDriver
-from kvboost_edge.backends.cpu import CPUBackend
+from helpers.random_ids import random_ids
+from helpers.runners.logits import dense_logits, native_logits
 from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from kvboost_edge.runners.native.runner import NativeRunner
 
 
 def _as_quantized(weight, kind):
@@ -53,7 +52,12 @@ FAMILIES = [
     "hunyuan_v1_dense",
 ]
 MIXTURES = ["qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "ernie4_5_moe"]
-_ROUTERS = ("mlp.gate.weight", "router.weight", "shared_expert_gate.weight", "e_score_correction_bias")  # floats
+_ROUTERS = (
+    "mlp.gate.weight",
+    "router.weight",
+    "shared_expert_gate.weight",
+    "e_score_correction_bias",
+)  # floats
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "int4-asym"])
@@ -66,21 +70,23 @@ def test_logits_are_near_float64_with_the_same_weights(family, weights, tmp_path
     for name, parameter in parameters.items():
         if parameter.dim() == 3:  # experts
             wide = parameter.detach().float().numpy()
-            parameter.data = torch.from_numpy(np.stack([_as_quantized(one, weights) for one in wide]))
-        elif parameter.dim() == 2 and "embed_tokens_per_layer" not in name and not name.endswith(_ROUTERS):
+            parameter.data = torch.from_numpy(
+                np.stack([_as_quantized(one, weights) for one in wide])
+            )
+        elif (
+            parameter.dim() == 2
+            and "embed_tokens_per_layer" not in name
+            and not name.endswith(_ROUTERS)
+        ):
             outer = name.startswith(("model.embed", "model.per_layer", "lm_head"))
             values = _as_quantized(parameter.detach().float().numpy(), "int8" if outer else weights)
             parameter.data = torch.from_numpy(values.copy())
     model.set_attn_implementation("eager")
     if family in MIXTURES:
         model.set_experts_implementation("eager")  # the others take no float64
-    ids = np.random.default_rng(7).integers(0, 256, 60).tolist()
-    with torch.inference_mode():
-        exact = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
-    runner = NativeRunner.from_dir(tmp_path, weights=weights)
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 8, num_threads=1))
-    logits = driver.prefill(driver.open(ids))
-    runner.close()
+    ids = random_ids(60, 7)
+    exact = dense_logits(model, ids)
+    logits = native_logits(tmp_path, weights, ids, len(ids))
     off, size = (np.linalg.norm(values, axis=-1) for values in (logits - exact, exact))
     if family in MIXTURES:
         # Rounding that turns a router's near tie moves a token to another expert, whose share is as large; tokens

@@ -3,9 +3,7 @@
 import pytest
 
 from helpers.models.tiny_models import FAMILIES, build_tiny_model, save_tiny_model
-from helpers.oracles.transformers_logits import assert_native_equals
-from helpers.runners.paged_driver import PagedDriver
-from kvboost_edge.backends.cpu import CPUBackend
+from helpers.oracles.transformers_logits import assert_native_equals, driver_of
 from kvboost_edge.errors import ConfigError, ModelFormatError, RequestError
 from kvboost_edge.runners.native.runner import NativeRunner
 
@@ -59,7 +57,10 @@ def test_longrope_is_pinned_to_its_first_range(tmp_path, caplog):
     save_tiny_model("phi3", tmp_path, **VARIANTS["phi3-longrope"][1])
     runner = NativeRunner.from_dir(tmp_path, weights="int8")
     assert runner.info.max_context == 96
-    assert "the context is pinned to 96 tokens, beyond which rope of type 'longrope' changes" in caplog.text
+    assert (
+        "the context is pinned to 96 tokens, beyond which rope of type 'longrope' changes"
+        in caplog.text
+    )
     runner.close()
 
 
@@ -75,7 +76,7 @@ def test_misuse_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="int3"):
         NativeRunner.from_dir(tmp_path, weights="int3")
     runner = NativeRunner.from_dir(tmp_path, weights="int8")
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 8, num_threads=1))
+    driver = driver_of(runner)
     with pytest.raises(RequestError, match="299"):
         driver.prefill(driver.open([1, 300]))
     runner.close()

@@ -1,13 +1,14 @@
 """Gemma 4 on the native runner: what is stored of layers that share keys and values, files, tables, other backends."""
 
-import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
 
+from helpers.distance import distance
 from helpers.gguf.writer import write_gguf
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.oracles.transformers_logits import driver_of
+from helpers.random_ids import random_ids
+from helpers.runners.logits import dense_logits, native_logits
 from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.base import LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
@@ -15,15 +16,18 @@ from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.runners.native.runner import NativeRunner
 
-PROMPT = np.random.default_rng(0).integers(0, 256, 90).tolist()
-Logits = npt.NDArray[np.float32]
+PROMPT = random_ids(90, 0)
 
 
 def test_only_layers_that_compute_keys_and_values_store_them(tmp_path):
     runner = NativeRunner.from_dir(save_tiny_model("gemma4", tmp_path), weights="int8")
     sliding, full = (2, 32), (2, 64)
     stored = [LayerKVSpec(*sliding), LayerKVSpec(*sliding), LayerKVSpec(*full)]
-    assert list(runner.info.kv_spec.layers) == [*stored, LayerKVSpec(*sliding, 4), LayerKVSpec(*full, 5)]
+    assert list(runner.info.kv_spec.layers) == [
+        *stored,
+        LayerKVSpec(*sliding, 4),
+        LayerKVSpec(*full, 5),
+    ]
     runner.close()
 
 
@@ -32,16 +36,10 @@ def test_a_file_without_the_table_of_tokens_is_refused(tmp_path):
     tensors = load_file(path)
     del tensors["model.embed_tokens_per_layer.weight"]
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(ModelFormatError, match=r"lack tensor 'model\.embed_tokens_per_layer\.weight'"):
+    with pytest.raises(
+        ModelFormatError, match=r"lack tensor 'model\.embed_tokens_per_layer\.weight'"
+    ):
         NativeRunner.from_dir(tmp_path, weights="int8")
-
-
-def _logits(model, weights):
-    runner = NativeRunner.from_dir(model, weights=weights)
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 16, num_threads=1))
-    found = driver.prefill(driver.open(PROMPT))
-    runner.close()
-    return found
 
 
 @pytest.mark.parametrize(("name", "shared"), [("gemma4", 2), ("gemma4-wide", 0)])
@@ -50,9 +48,9 @@ def test_a_gguf_file_is_the_model_it_was_written_of(name, shared, kind, limit, t
     layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
     directory = save_tiny_model(name, tmp_path / "hf", **layers, num_kv_shared_layers=shared)
     path = write_gguf(directory, tmp_path / "m.gguf", kind=kind)
-    expected = _logits(directory, "f32")
-    found = _logits(path, "f32" if kind == "F32" else "auto")
-    assert np.linalg.norm(found - expected) <= limit * np.linalg.norm(expected)
+    expected = native_logits(directory, "f32", PROMPT)
+    found = native_logits(path, "f32" if kind == "F32" else "auto", PROMPT)
+    assert distance(found, expected) <= limit
 
 
 @pytest.mark.parametrize(
@@ -72,17 +70,15 @@ def test_backends_with_layers_one_by_one_agree(backend, tmp_path):
     assert runner.moved_keys_refusal is not None
     model = build_tiny_model("gemma4", head_dim=12, global_head_dim=24)
     model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        expected = model(torch.tensor([PROMPT]), use_cache=False).logits[0].numpy()
     found = driver.prefill(driver.open(PROMPT), 23)
-    assert np.linalg.norm(found - expected) <= 1e-4 * np.linalg.norm(expected)
+    assert distance(found, dense_logits(model, PROMPT)) <= 1e-4
     runner.close()
 
 
 def test_a_table_that_changes_under_the_runner_is_an_error(tmp_path):
     directory = save_tiny_model("gemma4", tmp_path)
     runner = NativeRunner.from_dir(directory, weights="int8")
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 16, num_threads=1))
+    driver = driver_of(runner)
     sequence = driver.open(PROMPT)
     driver.step([(sequence, 20)])
     path = directory / "model.safetensors"
@@ -94,7 +90,10 @@ def test_a_table_that_changes_under_the_runner_is_an_error(tmp_path):
 
 def test_weights_in_memory_are_without_the_table(tmp_path):
     large = {"vocab_size_per_layer_input": 50_000}
-    small, big = (save_tiny_model("gemma4", tmp_path / name, **more) for name, more in (("a", {}), ("b", large)))
+    small, big = (
+        save_tiny_model("gemma4", tmp_path / name, **more)
+        for name, more in (("a", {}), ("b", large))
+    )
     sizes = []
     for directory in (small, big):
         runner = NativeRunner.from_dir(directory, weights="int8")

@@ -8,13 +8,15 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from helpers.distance import distance
 from helpers.gguf.experts import dequantized
 from helpers.gguf.writer import write_gguf
 from helpers.models.gpt_oss_files import ROPE, save_gpt_oss
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.oracles.gpt_oss import GptOssOracle
-from helpers.runners.paged_driver import PagedDriver
-from kvboost_edge.backends.cpu import CPUBackend
+from helpers.oracles.transformers_logits import driver_of
+from helpers.random_ids import random_ids
+from helpers.runners.logits import dense_logits, native_logits
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.experts import ExpertNames, Experts
@@ -22,15 +24,7 @@ from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.native.runner import NativeRunner
 
 WINDOW, BLOCK = 24, 16
-PROMPT = np.random.default_rng(7).integers(0, 256, 100).tolist()
-
-
-def _logits(path, weights, chunk=100, prompt=None):
-    runner = NativeRunner.from_dir(path, weights=weights)
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
-    logits = np.array(driver.prefill(driver.open(prompt or PROMPT), chunk))
-    runner.close()
-    return logits
+PROMPT = random_ids(100, 7)
 
 
 @pytest.mark.usefixtures("one_torch_thread")
@@ -40,14 +34,23 @@ def test_all_logits_of_prompts_around_window_and_block(tmp_path):
     model.set_attn_implementation("eager")
     assert model.config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
     runner = NativeRunner.from_dir(tmp_path, weights="f32")
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
-    for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + BLOCK, 100):
-        with torch.inference_mode():
-            expected = model(torch.tensor([PROMPT[:length]]), use_cache=False).logits[0].numpy()
+    driver = driver_of(runner)
+    for length in (
+        1,
+        BLOCK - 1,
+        BLOCK,
+        BLOCK + 1,
+        WINDOW - 1,
+        WINDOW,
+        WINDOW + 1,
+        WINDOW + BLOCK,
+        100,
+    ):
+        expected = dense_logits(model, PROMPT[:length])
         sequence = driver.open(PROMPT[:length])
         first = sequence.table.num_cached_tokens
         found = driver.prefill(sequence, 13)
-        assert np.linalg.norm(found - expected[first:]) <= 1e-4 * np.linalg.norm(expected[first:]), length
+        assert distance(found, expected[first:]) <= 1e-4, length
         driver.close(sequence)
     runner.close()
 
@@ -57,7 +60,9 @@ def _transformers(directory):
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     settings = AutoConfig.for_model(config.pop("model_type"), **config)
-    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        settings, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     state = {}
     for name, values in tensors.items():
         if name.endswith("_blocks"):
@@ -65,8 +70,7 @@ def _transformers(directory):
         if not name.endswith("_scales"):
             state[name.removesuffix("_blocks")] = torch.from_numpy(np.ascontiguousarray(values))
     model.load_state_dict(state)
-    with torch.inference_mode():
-        return model(torch.tensor([PROMPT]), use_cache=False).logits[0].numpy()
+    return dense_logits(model, PROMPT)
 
 
 @pytest.mark.usefixtures("one_torch_thread")
@@ -75,8 +79,11 @@ def test_directories_written_without_transformers(mxfp4, tmp_path):
     """What the tests of bits run is what transformers computes, and so is the oracle that formats are held to."""
     save_gpt_oss(tmp_path, mxfp4=mxfp4)
     expected = _transformers(tmp_path)
-    for found in (_logits(tmp_path, "f32"), GptOssOracle(tmp_path, "f32").logits(PROMPT)):
-        assert np.linalg.norm(found - expected) <= 1e-4 * np.linalg.norm(expected)
+    for found in (
+        native_logits(tmp_path, "f32", PROMPT, 100),
+        GptOssOracle(tmp_path, "f32").logits(PROMPT),
+    ):
+        assert distance(found, expected) <= 1e-4
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "auto"])
@@ -84,7 +91,8 @@ def test_formats_are_near_numpy_on_their_own_weights(weights, tmp_path):
     """Most rows: rounded activations lead single tokens to another expert whose share is nearly as large. Measured:
     medians of 1.9e-2 to 2.3e-2, on weights that make gates large."""
     save_gpt_oss(tmp_path, mxfp4=weights == "auto")
-    found, expected = _logits(tmp_path, weights, chunk=31), GptOssOracle(tmp_path, weights).logits(PROMPT)
+    found = native_logits(tmp_path, weights, PROMPT, 31)
+    expected = GptOssOracle(tmp_path, weights).logits(PROMPT)
     apart = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert np.median(apart) <= 3e-2
     assert (apart <= 8e-2).mean() >= 0.75
@@ -94,11 +102,14 @@ def test_formats_are_near_numpy_on_their_own_weights(weights, tmp_path):
 def test_mxfp4_of_both_kinds_of_files_is_the_same(weights, tmp_path):
     """Nibbles, rows and names are others in a GGUF file; the bits of the results are not."""
     model = save_gpt_oss(tmp_path / "model", mxfp4=True, rope_parameters=ROPE)
-    path = write_gguf(model, tmp_path / "m.gguf", kind=lambda name: "MXFP4" if "_exps" in name else "F32")
-    spec, expected = describe_model(Checkpoint.open(path).config), describe_model(Checkpoint.open(model).config)
-    for field in spec.__dataclass_fields__:
-        assert getattr(spec, field) == getattr(expected, field), field
-    np.testing.assert_array_equal(_logits(path, weights), _logits(model, weights))
+    path = write_gguf(
+        model, tmp_path / "m.gguf", kind=lambda name: "MXFP4" if "_exps" in name else "F32"
+    )
+    specs = [describe_model(Checkpoint.open(each).config) for each in (path, model)]
+    for field in specs[0].__dataclass_fields__:
+        assert getattr(specs[0], field) == getattr(specs[1], field), field
+    found, expected = (native_logits(each, weights, PROMPT, 100) for each in (path, model))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_borders_of_yarn_are_no_whole_numbers(tmp_path):
@@ -107,12 +118,16 @@ def test_borders_of_yarn_are_no_whole_numbers(tmp_path):
 
     model = save_gpt_oss(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
-    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(config.pop("model_type"), **config), "cpu")
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](
+        AutoConfig.for_model(config.pop("model_type"), **config), "cpu"
+    )
     for path in (model, write_gguf(model, tmp_path / "m.gguf")):
         (rope,) = describe_model(Checkpoint.open(path).config).ropes
         np.testing.assert_allclose(rope.frequencies, expected.numpy(), rtol=1e-6)
         assert rope.factor == pytest.approx(factor)
-    rounded = describe_model({**Checkpoint.open(model).config, "rope_parameters": {**ROPE, "truncate": True}})
+    rounded = describe_model(
+        {**Checkpoint.open(model).config, "rope_parameters": {**ROPE, "truncate": True}}
+    )
     assert not np.allclose(rounded.ropes[0].frequencies, expected.numpy(), rtol=1e-3)
 
 
@@ -144,7 +159,14 @@ def test_the_config_of_the_20b_model():
     expected = AutoConfig.for_model("gpt_oss", num_hidden_layers=24, num_local_experts=32).to_dict()
     assert describe_model(config) == describe_model(expected)
     assert describe_model(config).experts == Experts(
-        32, 4, 2880, (True,) * 24, ExpertNames("mlp.router"), score="chosen", biased=True, activation="clamped_swiglu"
+        32,
+        4,
+        2880,
+        (True,) * 24,
+        ExpertNames("mlp.router"),
+        score="chosen",
+        biased=True,
+        activation="clamped_swiglu",
     )
 
 
@@ -159,7 +181,10 @@ def test_files_that_lack_something_are_refused(kind, tmp_path):
 
 def test_biases_of_another_count_in_a_file(tmp_path):
     model = save_gpt_oss(tmp_path / "model")
-    for count, message in ((5, r"lacks tensor .*experts\.5\.up_proj\.bias"), (7, "is of expert 6, and layers have 6")):
+    for count, message in (
+        (5, r"lacks tensor .*experts\.5\.up_proj\.bias"),
+        (7, "is of expert 6, and layers have 6"),
+    ):
         more = {"blk.1.ffn_up_exps.bias": np.ones((count, 96), np.float32)}
         path = write_gguf(model, tmp_path / "m.gguf", more=more)
         with pytest.raises(ModelFormatError, match=message):
@@ -169,9 +194,9 @@ def test_biases_of_another_count_in_a_file(tmp_path):
 def test_a_sink_takes_part_of_the_attention(tmp_path):
     """Of one head in one layer: its logits change, those of a token alone, too."""
     model = save_gpt_oss(tmp_path / "model")
-    before = _logits(model, "f32", prompt=PROMPT[:5])
+    before = native_logits(model, "f32", PROMPT[:5])
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.0.self_attn.sinks"][1] += 3
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    after = _logits(model, "f32", prompt=PROMPT[:5])
+    after = native_logits(model, "f32", PROMPT[:5])
     assert (np.linalg.norm(after - before, axis=1) > 1e-3 * np.linalg.norm(before, axis=1)).all()

@@ -3,35 +3,30 @@
 import numpy as np
 import pytest
 
+from helpers.distance import distance
 from helpers.gguf.hybrids import HYBRID_FAMILIES
 from helpers.gguf.writer import save_model, write_gguf
 from helpers.models.hybrid_models import HYBRID_NESTED, HYBRIDS
-from helpers.models.tiny_models import build_nested_model, build_tiny_model, save_nested_model, save_tiny_model
+from helpers.models.tiny_models import (
+    build_nested_model,
+    build_tiny_model,
+    save_nested_model,
+    save_tiny_model,
+)
 from helpers.oracles.packed_plan import hybrid_logits, plan_floats
-from helpers.oracles.transformers_logits import assert_native_equals, driver_of
+from helpers.oracles.transformers_logits import assert_native_equals
+from helpers.random_ids import random_ids
+from helpers.runners.logits import native_logits
 from kvboost_edge.kernels.linear.weights import NUMBERS, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.packed.plan import VECTOR, pack_plan
-from kvboost_edge.runners.native.runner import NativeRunner
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
+PROMPT = random_ids(61, 7)
 GRANITES = tuple(name for name in HYBRIDS if name.startswith("granitemoehybrid"))
 # Whose sums have one order in either kind of file.
 EVEN = ("lfm2", "lfm2_moe", "qwen3_5_text-even", *GRANITES, "nemotron_h", "nemotron_h-moe")
-
-
-def _logits(path, weights):
-    runner = NativeRunner.from_dir(path, weights=weights)
-    driver = driver_of(runner)
-    logits = np.array(driver.prefill(driver.open(PROMPT), 23))
-    runner.close()
-    return logits
-
-
-def _distance(found, expected):
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -43,21 +38,26 @@ def test_a_hybrid_equals_transformers(name, tmp_path):
 def test_a_hybrid_inside_another_model_equals_transformers(name, tmp_path, caplog):
     with caplog.at_level("INFO", "kvboost_edge"):
         assert_native_equals(build_nested_model(name), save_nested_model(name, tmp_path))
-    assert f"text only; not used are the tensors of {'multi_modal' if name == 'lfm2_vl' else 'visual'}" in caplog.text
+    assert (
+        f"text only; not used are the tensors of {'multi_modal' if name == 'lfm2_vl' else 'visual'}"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
 def test_gguf_is_the_same_model(name, tmp_path):
     """To the bit, but where a file's value heads stand in another order, and so are summed in another one."""
     model = save_model(name, tmp_path / "model")
-    expected, found = _logits(model, "f32"), _logits(write_gguf(model, tmp_path / "m.gguf"), "f32")
+    files = (model, write_gguf(model, tmp_path / "m.gguf"))
+    expected, found = (native_logits(each, "f32", PROMPT) for each in files)
     if name in EVEN:
         np.testing.assert_array_equal(found, expected)
-    assert _distance(found, expected) < 1e-5
+    assert distance(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize(
-    "name", ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", *GRANITES, "nemotron_h", "falcon_h1"]
+    "name",
+    ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", *GRANITES, "nemotron_h", "falcon_h1"],
 )
 def test_integer_weights_are_those_that_are_packed(name, tmp_path):
     """Far from float32 as 4 bits are, and near a float64 model of the weights that they stand for."""
@@ -67,21 +67,33 @@ def test_integer_weights_are_those_that_are_packed(name, tmp_path):
     for entry in pack_plan(spec, "int4"):
         if entry.kind not in (VECTOR, "f32"):
             packed = pack_rows(weights[entry.name].astype(np.float32), NUMBERS[entry.kind])
-            weights[entry.name] = unpack_rows(packed, entry.rows, entry.inputs, entry.kind).astype(np.float64)
-    found = _logits(model, "int4")
-    near, far = _distance(found, hybrid_logits(spec, weights, PROMPT)), _distance(found, exact)
+            weights[entry.name] = unpack_rows(packed, entry.rows, entry.inputs, entry.kind).astype(
+                np.float64
+            )
+    found = native_logits(model, "int4", PROMPT)
+    near, far = distance(found, hybrid_logits(spec, weights, PROMPT)), distance(found, exact)
     assert near < 0.2
     assert near < far / 3
 
 
 def _mixed(name):
     """As llama.cpp's mixtures: the rows of queries, keys and values have more bits than their gate."""
-    return "Q5_K" if "attn_qkv" in name else "Q6_K" if "attn_v" in name or "token_embd" in name else "Q4_K"
+    return (
+        "Q5_K"
+        if "attn_qkv" in name
+        else "Q6_K"
+        if "attn_v" in name or "token_embd" in name
+        else "Q4_K"
+    )
 
 
 WIDE = {
     "lfm2": {"block_auto_adjust_ff_dim": False},
-    "qwen3_5_text": {"intermediate_size": 256, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "qwen3_5_text": {
+        "intermediate_size": 256,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
     "granitemoehybrid-h": {"shared_intermediate_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64},
     "nemotron_h": {"intermediate_size": 256, "mamba_head_dim": 64, "head_dim": 64},
 }
@@ -93,4 +105,5 @@ def test_matrices_of_several_block_formats(name, tmp_path):
     model = save_tiny_model(name, tmp_path / "model", hidden_size=256, **WIDE[name])
     path = write_gguf(model, tmp_path / "m.gguf", kind=_mixed)
     # What is squared has twice the relative error.
-    assert _distance(_logits(path, "auto"), _logits(path, "f32")) < (0.4 if name == "nemotron_h" else 0.2)
+    found, expected = (native_logits(path, weights, PROMPT) for weights in ("auto", "f32"))
+    assert distance(found, expected) < (0.4 if name == "nemotron_h" else 0.2)

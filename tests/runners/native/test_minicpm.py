@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from helpers.distance import distance
 from helpers.gguf.writer import write_gguf
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
-from helpers.runners.paged_driver import PagedDriver
-from kvboost_edge.backends.cpu import CPUBackend
+from helpers.random_ids import random_ids
+from helpers.runners.logits import native_logits
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import check_model_compatibility
 from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.runners.native.runner import NativeRunner
 
-Doubles = np.ndarray
-PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
+PROMPT = random_ids(61, 7)
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + 0.2 * i for i in range(8)],
             "long_factor": [4.0] * 8, "original_max_position_embeddings": 96}  # fmt: skip
 VARIANTS = {
@@ -65,51 +64,66 @@ def _oracle(model_dir):
     """Logits [tokens, vocabulary] of PROMPT: embeddings times scale_emb, what each half of a layer adds times
     scale_depth / sqrt(layers), the last state over hidden_size / dim_model_base before the head."""
     config = json.loads((model_dir / "config.json").read_text())
-    tensors = {n: t.astype(np.float64) for n, t in load_file(model_dir / "model.safetensors").items()}
+    tensors = {
+        n: t.astype(np.float64) for n, t in load_file(model_dir / "model.safetensors").items()
+    }
     eps, layers = config["rms_norm_eps"], config["num_hidden_layers"]
     hidden = tensors["model.embed_tokens.weight"][PROMPT] * config["scale_emb"]
     step = config["scale_depth"] / np.sqrt(layers)
     for index in range(layers):
         prefix = f"model.layers.{index}."
-        layer = {n.removeprefix(prefix).removesuffix(".weight"): t for n, t in tensors.items() if n.startswith(prefix)}
-        hidden = hidden + step * _attended(_norm(hidden, layer["input_layernorm"], eps), layer, config)
+        layer = {
+            n.removeprefix(prefix).removesuffix(".weight"): t
+            for n, t in tensors.items()
+            if n.startswith(prefix)
+        }
+        hidden = hidden + step * _attended(
+            _norm(hidden, layer["input_layernorm"], eps), layer, config
+        )
         x = _norm(hidden, layer["post_attention_layernorm"], eps)
         gate = x @ layer["mlp.gate_proj"].T
         inner = gate / (1 + np.exp(-gate)) * (x @ layer["mlp.up_proj"].T)
         hidden = hidden + step * (inner @ layer["mlp.down_proj"].T)
-    last = _norm(hidden, tensors["model.norm.weight"], eps) / (config["hidden_size"] / config["dim_model_base"])
-    head = tensors["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
+    last = _norm(hidden, tensors["model.norm.weight"], eps) / (
+        config["hidden_size"] / config["dim_model_base"]
+    )
+    head = tensors[
+        "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
+    ]
     return last @ head.T
-
-
-def _logits(path, weights="f32"):
-    runner = NativeRunner.from_dir(path, weights=weights)
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
-    logits = np.array(driver.prefill(driver.open(PROMPT), 23))
-    runner.close()
-    return logits
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_is_what_the_description_says(name, tmp_path):
     path = save_tiny_checkpoint("minicpm", tmp_path, **VARIANTS[name])
     exact = _oracle(path)
-    assert np.linalg.norm(_logits(path) - exact) <= 1e-4 * np.linalg.norm(exact)
-    assert np.linalg.norm(_logits(path, "int8") - exact) <= 5e-2 * np.linalg.norm(exact)
+    for weights, limit in (("f32", 1e-4), ("int8", 5e-2)):
+        assert distance(native_logits(path, weights, PROMPT), exact) <= limit
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_gguf_file_equals_safetensors(name, tmp_path):
-    whole = {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 512}}  # as of MiniCPM 4: one range
-    path = save_tiny_checkpoint("minicpm", tmp_path, **(whole if name == "longrope" else VARIANTS[name]))
+    whole = {
+        "rope_scaling": {**LONGROPE, "original_max_position_embeddings": 512}
+    }  # as of MiniCPM 4: one range
+    path = save_tiny_checkpoint(
+        "minicpm", tmp_path, **(whole if name == "longrope" else VARIANTS[name])
+    )
     gguf = write_gguf(path, tmp_path / "m.gguf")
     ours, theirs = (describe_model(Checkpoint.open(each).config) for each in (gguf, path))
-    for field in ("embedding_factor", "residual_factor", "logit_factor", "softmax_scale", "tied", "max_context"):
+    for field in (
+        "embedding_factor",
+        "residual_factor",
+        "logit_factor",
+        "softmax_scale",
+        "tied",
+        "max_context",
+    ):
         assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=1e-7), field
     np.testing.assert_allclose(ours.ropes[0].frequencies, theirs.ropes[0].frequencies, rtol=2e-7)
     assert ours.ropes[0].factor == pytest.approx(theirs.ropes[0].factor, rel=1e-7)
-    expected = _logits(path)
-    assert np.linalg.norm(_logits(gguf) - expected) <= 1e-5 * np.linalg.norm(expected)
+    found, expected = (native_logits(each, "f32", PROMPT) for each in (gguf, path))
+    assert distance(found, expected) <= 1e-5
 
 
 def test_the_longest_range_is_had_by_asking(tmp_path):
@@ -119,7 +133,9 @@ def test_the_longest_range_is_had_by_asking(tmp_path):
 
 
 def test_its_own_code_is_not_needed_and_other_models_are_refused(tmp_path):
-    path = save_tiny_checkpoint("minicpm", tmp_path, auto_map={"AutoModelForCausalLM": "modeling_minicpm.MiniCPM"})
+    path = save_tiny_checkpoint(
+        "minicpm", tmp_path, auto_map={"AutoModelForCausalLM": "modeling_minicpm.MiniCPM"}
+    )
     config = dict(Checkpoint.open(path).config)
     assert check_model_compatibility(config).supported
     for change, message in (

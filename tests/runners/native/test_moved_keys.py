@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.kernels.shifted_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
+from helpers.distance import distance
+from helpers.kernels.shifted_cases import Pieces, blocks_from, layout_of, plain, with_deltas
 from helpers.models.tiny_models import save_tiny_model
+from helpers.random_ids import random_ids
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import ConfigError
@@ -28,10 +30,14 @@ from kvboost_edge.runners.base import ForwardBatch, StoredKeys
 from kvboost_edge.runners.native.plan import moved_keys_refusal
 from kvboost_edge.runners.native.runner import NativeRunner
 
-Bits = tuple[int, int]
 SIZE, BLOCKS = 16, 160
 FULL, SLIDING = "full_attention", "sliding_attention"
-YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 PARTIAL = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
 LONGROPE = {
     "rope_type": "longrope",
@@ -63,7 +69,10 @@ ONE_LAYER = {
     "ministral3": ("ministral3", {}),
     "smollm3-nope": ("smollm3", {"no_rope_layers": [0]}),
 }  # fmt: skip
-ELSEWHERE = ("phi3-longrope", "granite_swa")  # other factors beyond 96; transformers' weights leave sinks out
+ELSEWHERE = (
+    "phi3-longrope",
+    "granite_swa",
+)  # other factors beyond 96; transformers' weights leave sinks out
 # Which rope layers have (-1: none), and whether they have a window.
 LAYERS = {
     "llama-yarn": {(0, False)},
@@ -71,10 +80,6 @@ LAYERS = {
     "smollm3": {(0, False), (-1, False)},
 }
 SOME = ("llama-yarn", "gemma2-window", "phi3-partial")
-
-
-def tokens_of(seed, count):
-    return [int(token) for token in np.random.default_rng(seed).integers(0, 256, count)]
 
 
 class Hand:
@@ -106,11 +111,17 @@ class Hand:
     def forward(self, rows, tokens, wanted=None):
         """A pass; logits of each row's tokens, or those of some tokens of the batch. tokens: of each row's whole
         sequence."""
-        new = [token for row, one in zip(rows, tokens, strict=True) for token in one[row.start : row.stop]]
+        new = [
+            token
+            for row, one in zip(rows, tokens, strict=True)
+            for token in one[row.start : row.stop]
+        ]
         positions = np.concatenate([np.arange(row.start, row.stop, dtype=np.int64) for row in rows])
         asked = np.array(range(len(new)) if wanted is None else wanted, np.int64)
         layout = layout_of(rows, SIZE)
-        logits = self.runner.forward(ForwardBatch(np.array(new, np.int64), positions, layout, asked))
+        logits = self.runner.forward(
+            ForwardBatch(np.array(new, np.int64), positions, layout, asked)
+        )
         if wanted is not None:
             return [np.array(logits)]
         return [np.array(one) for one in np.split(logits, layout.cu_seqlens_q[1:-1])]
@@ -136,7 +147,7 @@ class Mixed:
         runs = [(21, 46), (33, 50), (32, 48)]
         for number, count in enumerate(own):
             self.rows.append(pieces.own(count))
-            self.tokens += tokens_of(seed + number, count)
+            self.tokens += random_ids(count, seed + number)
             if number + 1 < len(own):
                 start, length = runs[number]
                 pieces.run(stored.table, start, length)
@@ -149,7 +160,7 @@ class Mixed:
 
 def error(got, wanted):
     assert all(np.isfinite(one).all() for one in got)
-    return float(np.linalg.norm(np.concatenate(got) - np.concatenate(wanted)) / np.linalg.norm(np.concatenate(wanted)))
+    return distance(np.concatenate(got), np.concatenate(wanted))
 
 
 def model(name, directory):
@@ -157,7 +168,7 @@ def model(name, directory):
     return save_tiny_model(family, directory, num_hidden_layers=1, **overrides)
 
 
-STORED = tokens_of(1, 96)
+STORED = random_ids(96, 1)
 
 
 def mixed_and_exact(hand):
@@ -194,7 +205,10 @@ def test_one_layer_over_quantized_keys_too(name, bits, tmp_path):
     several = [mixed.tokens] * len(mixed.rows)
     right = error(hand.forward(mixed.rows, several), exact)
     hand.backend.release_blocks(range(BLOCKS))
-    wrong = error(hand.forward([with_deltas(row, lambda delta: delta - 1) for row in mixed.rows], several), exact)
+    wrong = error(
+        hand.forward([with_deltas(row, lambda delta: delta - 1) for row in mixed.rows], several),
+        exact,
+    )
     hand.close()
     assert right <= (0.02 if bits == (8, 8) else 0.2)
     assert right <= 0.5 * wrong
@@ -211,7 +225,9 @@ class TurnsKeys(LayerByLayer):
 
     def attention(self, layer, queries, batch, params):
         turning = Turning(queries, *self.tables[layer])
-        return reference.paged_attention(queries, self._pools[layer], batch.paged, AttentionOptions(*params), turning)
+        return reference.paged_attention(
+            queries, self._pools[layer], batch.paged, AttentionOptions(*params), turning
+        )
 
 
 @pytest.mark.parametrize("name", ["llama-yarn", "gemma3", "gemma4", "smollm3"])
@@ -223,7 +239,9 @@ def test_every_layer_turns_queries_by_its_own_rope(name, tmp_path, monkeypatch):
     got = hand.forward(mixed.rows, several)
     hand.close()
 
-    monkeypatch.setattr("kvboost_edge.runners.native.runner.refuse_deltas", lambda layout, who: None)
+    monkeypatch.setattr(
+        "kvboost_edge.runners.native.runner.refuse_deltas", lambda layout, who: None
+    )
     slow = Hand(tmp_path, backend_type=TurnsKeys)
     spec = describe_model(json.loads((tmp_path / "config.json").read_text(encoding="utf-8")))
     ropes = [RopeTable(np.array(rope.frequencies, np.float32), rope.factor) for rope in spec.ropes]
@@ -232,7 +250,9 @@ def test_every_layer_turns_queries_by_its_own_rope(name, tmp_path, monkeypatch):
     assert {(layer.rope, layer.window > 0) for layer in spec.layers} == LAYERS[name]
     assert isinstance(slow.backend, TurnsKeys)
     slow.backend.tables = [
-        np.stack([ropes[layer.rope].cos, ropes[layer.rope].sin])[:, :, : None if layer.rope >= 0 else 0]
+        np.stack([ropes[layer.rope].cos, ropes[layer.rope].sin])[
+            :, :, : None if layer.rope >= 0 else 0
+        ]
         for layer in spec.layers
     ]
     mixed = Mixed(slow, slow.stored(STORED), STORED, 10, (16, 32, 16, 9))
@@ -248,7 +268,9 @@ def deep_model(request, tmp_path_factory):
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8), (8, 4)], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_stretches_in_one_pass_give_what_they_give_in_passes_of_their_own(deep_model, bits, threads):
+def test_stretches_in_one_pass_give_what_they_give_in_passes_of_their_own(
+    deep_model, bits, threads
+):
     hand = Hand(deep_model, bits, weights="int8", threads=threads)
     stored = hand.stored(STORED)
     apart, together, quiet = (Mixed(hand, stored, STORED, 10, (16, 32, 16, 9)) for _ in range(3))
@@ -279,18 +301,17 @@ def test_rows_keep_their_bits_whoever_shares_the_batch(deep_model, bits, seed):
         batch.append(second)
     assert any(row.stop - row.start == 1 for row, _ in batch)
     order = rng.permutation(len(batch)).tolist()
-    together = hand.forward([batch[index][0] for index in order], [batch[index][1] for index in order])
+    together = hand.forward(
+        [batch[index][0] for index in order], [batch[index][1] for index in order]
+    )
     for index, got in zip(order, together, strict=True):
         np.testing.assert_array_equal(got, alone[index])
     hand.close()
 
 
-Twins = list[tuple[Row, list[int]]]
-
-
 def exact_twins(hand, rng):
     """The same tokens of the same plain sequence, twice in blocks of their own: its last one, or more."""
-    tokens = tokens_of(int(rng.integers(1000)), int(rng.integers(20, 120)))
+    tokens = random_ids(seed=int(rng.integers(1000)), count=int(rng.integers(20, 120)))
     done = len(tokens) - int(rng.choice([1, 1, int(rng.integers(1, len(tokens)))]))
     rows = [plain(len(tokens), SIZE, hand.take) for _ in range(2)]
     for row in rows:
@@ -310,18 +331,20 @@ def mixed_twins(hand, rng, stored):
 def test_tables_of_rope_reach_as_far_as_queries_are_turned(tmp_path):
     """Further than any position of the batch."""
     hand = Hand(save_tiny_model("llama", tmp_path, max_position_embeddings=4096), threads=2)
-    tokens = tokens_of(2, 1500)
+    tokens = random_ids(1500, 2)
     pieces = Pieces(SIZE, hand.take)
     pieces.run(hand.stored(tokens).table, 1400, 40)
     row = pieces.own(8)
-    own = [*tokens[1400:1440], *tokens_of(3, 8)]
+    own = [*tokens[1400:1440], *random_ids(8, 3)]
     wanted = hand.forward([row], [own])[0]
     hand.another_runner()
     np.testing.assert_array_equal(hand.forward([row], [own])[0], wanted)
     hand.close()
 
 
-@pytest.mark.parametrize("backend_type", [ReferenceBackend, LayerByLayer], ids=["reference", "cpu, layer by layer"])
+@pytest.mark.parametrize(
+    "backend_type", [ReferenceBackend, LayerByLayer], ids=["reference", "cpu, layer by layer"]
+)
 def test_where_no_pass_is_one_call_such_a_batch_is_refused(backend_type, tmp_path):
     runner = NativeRunner.from_dir(save_tiny_model("llama", tmp_path), weights="f32")
     assert runner.moved_keys_refusal is not None
@@ -331,8 +354,13 @@ def test_where_no_pass_is_one_call_such_a_batch_is_refused(backend_type, tmp_pat
     pieces = Pieces(SIZE, blocks_from(10))
     pieces.run([0, 1], 3, 20)
     row, before = pieces.own(2), backend.checksum_blocks(range(BLOCKS))
-    batch = ForwardBatch(np.array([1, 2]), np.array([20, 21]), layout_of([row], SIZE), np.array([1]))
-    with pytest.raises(ConfigError, match=f"layer by layer on backend '{backend.name}', does not attend keys computed"):
+    batch = ForwardBatch(
+        np.array([1, 2]), np.array([20, 21]), layout_of([row], SIZE), np.array([1])
+    )
+    with pytest.raises(
+        ConfigError,
+        match=f"layer by layer on backend '{backend.name}', does not attend keys computed",
+    ):
         runner.forward(batch)
     assert backend.checksum_blocks(range(BLOCKS)) == before
     runner.close()
@@ -358,13 +386,19 @@ def test_what_tokens_attend_to_is_what_transformers_gives(name, bits, tmp_path):
     own = {position for one in mixed.rows for position in range(one.start, one.stop)}
     positions = np.array([position for position in range(row.stop) if position not in own])
     entries, offsets = entry_of(parts, 0, positions, SIZE)
-    stored = StoredKeys(np.array(row.table)[entries] * SIZE + offsets, positions, deltas_of(parts, 0, positions))
+    stored = StoredKeys(
+        np.array(row.table)[entries] * SIZE + offsets, positions, deltas_of(parts, 0, positions)
+    )
     new = np.arange(row.start, row.stop)
-    batch = ForwardBatch(np.array(mixed.tokens[row.start :]), new, layout_of([row], SIZE), np.empty(0, np.int64))
+    batch = ForwardBatch(
+        np.array(mixed.tokens[row.start :]), new, layout_of([row], SIZE), np.empty(0, np.int64)
+    )
     asking = np.array([2, 3, 8])
     masses = hand.runner.masses(batch, asking, stored)
     hand.close()
-    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    oracle = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.inference_mode():
         weights = oracle(torch.tensor([mixed.tokens]), output_attentions=True).attentions[0][0]
     wanted = weights[:, row.start + asking][:, :, positions].sum((0, 1)).numpy()
@@ -381,11 +415,14 @@ def test_the_layer_that_is_asked_is_the_nearest_to_two_thirds_that_sees_everythi
 
 def test_keys_that_are_normed_behind_rope_are_not_moved(tmp_path):
     hand = Hand(save_tiny_model("hunyuan_v1_dense", tmp_path))
-    refusals = hand.runner.moved_keys_refusal, moved_keys_refusal(Checkpoint.open(tmp_path).config, "cpu")
+    refusals = (
+        hand.runner.moved_keys_refusal,
+        moved_keys_refusal(Checkpoint.open(tmp_path).config, "cpu"),
+    )
     assert all("normed behind rope" in str(refusal) for refusal in refusals)
-    stored, moved = hand.stored(tokens_of(5, 40)), Pieces(SIZE, hand.take)
+    stored, moved = hand.stored(random_ids(40, 5)), Pieces(SIZE, hand.take)
     moved.own(32)
     moved.run(stored.table, 16, 16)
     with pytest.raises(ConfigError, match="hunyuan_v1_dense"):
-        hand.forward([moved.own(4)], [tokens_of(6, 52)])
+        hand.forward([moved.own(4)], [random_ids(52, 6)])
     hand.close()

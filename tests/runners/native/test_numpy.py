@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
+from helpers.distance import distance
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
@@ -53,12 +54,17 @@ class Exact:
 
     def heads(self, x, layer, name):
         """[heads, tokens, dim] of queries, keys or values; the first two rotated."""
-        dim = self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
+        dim = (
+            self.config.get("head_dim")
+            or self.config["hidden_size"] // self.config["num_attention_heads"]
+        )
         rows = self.linear(x, f"{layer}self_attn.{name}_proj").reshape(len(x), -1, dim)
         if f"{layer}self_attn.{name}_norm.weight" in self.tensors:
             rows = self.norm(rows, f"{layer}self_attn.{name}_norm")
         if name != "v":
-            angles = np.arange(len(x))[:, None, None] * self.config["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
+            angles = np.arange(len(x))[:, None, None] * self.config["rope_theta"] ** (
+                -np.arange(0, dim, 2) / dim
+            )
             low, high = rows[..., : dim // 2], rows[..., dim // 2 :]
             cos, sin = np.cos(angles), np.sin(angles)
             rows = np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
@@ -75,11 +81,14 @@ class Exact:
             scores = np.where(np.tri(len(ids), dtype=bool), scores, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             attended = (weights / weights.sum(-1, keepdims=True)) @ v
-            x = x + self.linear(attended.transpose(1, 0, 2).reshape(len(ids), -1), f"{layer}self_attn.o_proj")
+            x = x + self.linear(
+                attended.transpose(1, 0, 2).reshape(len(ids), -1), f"{layer}self_attn.o_proj"
+            )
             normed = self.norm(x, f"{layer}post_attention_layernorm")
             gate = self.linear(normed, f"{layer}mlp.gate_proj")
             x = x + self.linear(
-                gate / (1 + np.exp(-gate)) * self.linear(normed, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj"
+                gate / (1 + np.exp(-gate)) * self.linear(normed, f"{layer}mlp.up_proj"),
+                f"{layer}mlp.down_proj",
             )
         return self.linear(self.norm(x, "model.norm"), "lm_head")
 
@@ -89,14 +98,12 @@ def directory(request, tmp_path_factory):
     return save_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def distance(actual, expected):
-    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
-
-
 @pytest.mark.parametrize(("weights", "bits"), LIMITS, ids=str)
 def test_logits_and_greedy_tokens(directory, weights, bits):
     options = {"runner": "native", "backend": "cpu", "num_blocks": 32, "num_threads": 2}
-    with CPUPagedEngine.from_pretrained(str(directory), weights=weights, kv_cache_bits=bits, **options) as engine:
+    with CPUPagedEngine.from_pretrained(
+        str(directory), weights=weights, kv_cache_bits=bits, **options
+    ) as engine:
         exact = Exact(directory, weights)
         ids = engine.tokenizer.encode(PROMPT)
         logits = engine.logits(ids)

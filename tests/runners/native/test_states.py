@@ -3,13 +3,14 @@
 import dataclasses
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
 
+from helpers.distance import distance
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.oracles.granite import ExactGranite
 from helpers.oracles.hybrid import ExactHybrid
+from helpers.random_ids import random_ids
+from helpers.runners.logits import dense_logits
 from helpers.runners.recurrent_driver import StateDriver
 from kvboost_edge.backends.base import PassStates
 from kvboost_edge.backends.select import choose_backend, make_backend
@@ -17,7 +18,6 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.runners.native.plan import RECURRENT, moved_keys_refusal
 from kvboost_edge.runners.native.runner import NativeRunner
 
-Floats = npt.NDArray[np.float32]
 # The last two: layers that are one thing each, and layers with keys, values and a state.
 FAMILIES = (
     "lfm2",
@@ -31,8 +31,8 @@ FAMILIES = (
 # Distance of the logits from float64: 8-bit activations, on models made to be sensitive. LFM2's layers multiply three
 # of their inputs with each other, and so their errors.
 LIMITS = {"f32": (1e-5, 1e-5), "bf16": (2e-3, 2e-3), "int8": (0.1, 0.05), "int4": (0.1, 0.05)}
-PROMPT = np.random.default_rng(7).integers(0, 256, 77).tolist()
-OTHER = np.random.default_rng(8).integers(0, 256, 45).tolist()
+PROMPT = random_ids(77, 7)
+OTHER = random_ids(45, 8)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,9 @@ def runners(directories):
         key = (family, weights, bits, threads)
         if key not in found:
             directory = directories(family)
-            found[key] = NativeRunner.from_dir(directory, weights=weights, kv_bits=bits, num_threads=threads)
+            found[key] = NativeRunner.from_dir(
+                directory, weights=weights, kv_bits=bits, num_threads=threads
+            )
         return found[key]
 
     yield runner
@@ -65,7 +67,14 @@ def runners(directories):
 
 
 def drive(runner, backend="cpu", threads=1):
-    made = make_backend(choose_backend(backend), runner.info.kv_spec, 40, threads, num_state_slots=8, num_draft_rows=12)
+    made = make_backend(
+        choose_backend(backend),
+        runner.info.kv_spec,
+        40,
+        threads,
+        num_state_slots=8,
+        num_draft_rows=12,
+    )
     return StateDriver(runner, made)
 
 
@@ -78,22 +87,25 @@ def whole(runner, tokens, backend="cpu"):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family, directories, runners):
     model = build_tiny_model(family)
-    with torch.inference_mode():
-        expected = model(torch.tensor([PROMPT]), use_cache=False).logits[0].numpy()
+    expected = dense_logits(model, PROMPT)
     driver = drive(runners(family))
     logits = driver.prefill(driver.open(PROMPT), 23)
-    assert np.linalg.norm(logits - expected) <= 1e-4 * np.linalg.norm(expected)
+    assert distance(logits, expected) <= 1e-4
     np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid-h", "granitemoehybrid-groups"])
+@pytest.mark.parametrize(
+    "family", ["lfm2", "qwen3_5_text", "granitemoehybrid-h", "granitemoehybrid-groups"]
+)
 @pytest.mark.parametrize("weights", LIMITS)
-def test_logits_are_those_of_float64_on_the_weights_of_a_format(family, weights, directories, runners):
+def test_logits_are_those_of_float64_on_the_weights_of_a_format(
+    family, weights, directories, runners
+):
     exact = ExactGranite if family.startswith("granite") else ExactHybrid
     expected = exact(directories(family), weights).logits(PROMPT)
     logits = whole(runners(family, weights), PROMPT)
     limit = LIMITS[weights][family != "lfm2"]
-    assert np.linalg.norm(logits - expected) <= limit * np.linalg.norm(expected)
+    assert distance(logits, expected) <= limit
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -111,12 +123,15 @@ def test_on_the_reference_backend_any_cut_gives_the_same_bits(family, runners):
     logits, states = driver.step_for([(sequence, 26)], [3, 20, 25], state_rows=[0, 25])
     np.testing.assert_array_equal(logits, expected[[54, 71, 76]])
     again = drive(runner, "reference")
-    _, all_states = again.step_for([(again.open(PROMPT), len(PROMPT))], [], state_rows=range(len(PROMPT)))
+    _, all_states = again.step_for(
+        [(again.open(PROMPT), len(PROMPT))], [], state_rows=range(len(PROMPT))
+    )
     np.testing.assert_array_equal(states, all_states[[51, 76]])
 
 
 @pytest.mark.parametrize(
-    "family", ["lfm2", "qwen3_5_text-even", "granitemoehybrid-groups", "nemotron_h-moe", "falcon_h1"]
+    "family",
+    ["lfm2", "qwen3_5_text-even", "granitemoehybrid-groups", "nemotron_h-moe", "falcon_h1"],
 )
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_texts_go_on_after_drafts_that_were_right_with_the_same_bits(family, backend, runners):
@@ -128,7 +143,9 @@ def test_texts_go_on_after_drafts_that_were_right_with_the_same_bits(family, bac
     driver.drafts = {id(texts[0]): 5, id(texts[1]): 7}
     slots = np.array([driver.slots[id(text)][1] for text in texts], np.int32)
     before = driver.pool.checksums(slots.tolist())
-    for rows, logits, start in zip(driver.step([(texts[0], 6), (texts[1], 9)]), expected, (20, 3), strict=True):
+    for rows, logits, start in zip(
+        driver.step([(texts[0], 6), (texts[1], 9)]), expected, (20, 3), strict=True
+    ):
         np.testing.assert_array_equal(rows, logits[start : start + len(rows)])
     assert driver.pool.checksums(slots.tolist()) != before, "their certain rows are in there"
     saves = np.array([[1, 4, driver.free.pop()]], np.int32)
@@ -160,7 +177,11 @@ def test_a_backend_of_other_states_is_refused(runners):
     assert len(spec.states) == 3
     for states in (spec.states[:2], ()):
         backend = make_backend(
-            choose_backend("cpu"), dataclasses.replace(spec, states=states), 4, 1, num_state_slots=3 * bool(states)
+            choose_backend("cpu"),
+            dataclasses.replace(spec, states=states),
+            4,
+            1,
+            num_state_slots=3 * bool(states),
         )
         with pytest.raises(ConfigError, match="other layers than those of this model"):
             runner.bind(backend)

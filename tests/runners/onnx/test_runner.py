@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.distance import distance
 from helpers.models.tiny_models import build_tiny_model
 from helpers.onnx.blocks import Form
 from helpers.onnx.concat import ConcatDecoder
 from helpers.onnx.wire import damaged
 from helpers.onnx.writer import Decoder, write_onnx
+from helpers.random_ids import random_ids
+from helpers.runners.logits import dense_logits
 from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.select import choose_backend, make_backend
@@ -24,7 +27,7 @@ from kvboost_edge.runners.onnx.runner import load
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
+PROMPT = random_ids(61, 7)
 NEW_TOKENS = 12
 KINDS = {"shared": Decoder, "concat": ConcatDecoder}
 FAMILIES = {
@@ -52,7 +55,10 @@ def loaded(folder):
 
 
 def drive(runner, backend="cpu", num_blocks=32):
-    return PagedDriver(runner, make_backend(choose_backend(backend), runner.info.kv_spec, num_blocks, num_threads=1))
+    return PagedDriver(
+        runner,
+        make_backend(choose_backend(backend), runner.info.kv_spec, num_blocks, num_threads=1),
+    )
 
 
 def greedy(model, prompt, count=NEW_TOKENS):
@@ -62,7 +68,7 @@ def greedy(model, prompt, count=NEW_TOKENS):
             torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None,
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         )[0].tolist()  # fmt: skip
-        return whole, model(torch.tensor([prompt]), use_cache=False).logits[0].numpy()
+        return whole, dense_logits(model, prompt)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +82,7 @@ def test_families_equal_transformers(family, kind, tmp_path):
     driver = drive(runner)
     first, second = driver.open(PROMPT), driver.open(PROMPT[::-1][:37])
     logits = driver.prefill(first, 23)
-    assert np.linalg.norm(logits - expected) <= 1e-4 * np.linalg.norm(expected)
+    assert distance(logits, expected) <= 1e-4
     last = driver.prefill(second, 16)[-1]
     driver.decode([first, second], [logits[-1], last], NEW_TOKENS)
     assert first.token_ids == whole
@@ -98,7 +104,7 @@ def test_both_backends_hold_the_same_keys(kind, tmp_path):
         assert again.table.num_computed_tokens == 48
         warm = driver.prefill(again, 61)
         assert runner.buffers.num_gathered == 1
-        assert np.linalg.norm(warm - logits[48:]) <= 1e-5 * np.linalg.norm(warm)
+        assert distance(logits[48:], warm) <= 1e-5
         found.append(logits)
         runner.close()
     np.testing.assert_array_equal(found[0], found[1])
@@ -113,16 +119,18 @@ def test_past_keys_in_half_precision(kind, tmp_path):
     assert runner.info.kv_spec.dtype == "float16"
     driver = drive(runner)
     cold = driver.prefill(driver.open(PROMPT), 23)
-    assert 1e-5 < np.linalg.norm(cold - expected) / np.linalg.norm(expected) < 2e-3
+    assert 1e-5 < distance(cold, expected) < 2e-3
     again = driver.open(PROMPT)
     assert again.table.num_computed_tokens == 48
     warm = driver.prefill(again, 61)
     assert runner.buffers.num_gathered == 1
-    assert np.linalg.norm(warm - cold[48:]) <= 1e-3 * np.linalg.norm(warm)
+    assert distance(cold[48:], warm) <= 1e-3
     driver.decode([again], [warm[-1]], NEW_TOKENS)
     assert again.token_ids == whole
     runner.close()
-    with CPUPagedEngine.from_pretrained(folder, runner="onnx", num_blocks=64, debug_checks=True) as engine:
+    with CPUPagedEngine.from_pretrained(
+        folder, runner="onnx", num_blocks=64, debug_checks=True
+    ) as engine:
         results = engine.generate_batch([PROMPT, PROMPT[::-1]], max_new_tokens=NEW_TOKENS)
         assert list(results[0].output_token_ids) == whole[len(PROMPT) :]
         layers = engine.runner_info.kv_spec.layers
@@ -144,11 +152,20 @@ def test_engine_shares_prefixes_streams_and_samples(kind, tmp_path):
         assert (cold.cached_tokens, warm.cached_tokens) == (0, 48)
         streamed = list(engine.stream(PROMPT, max_new_tokens=NEW_TOKENS))
         assert streamed
-        batch = engine.generate_batch([PROMPT, PROMPT[:40], PROMPT[::-1], PROMPT], max_new_tokens=NEW_TOKENS)
-        assert list(batch[0].output_token_ids) == list(batch[3].output_token_ids) == whole[len(PROMPT) :]
+        batch = engine.generate_batch(
+            [PROMPT, PROMPT[:40], PROMPT[::-1], PROMPT], max_new_tokens=NEW_TOKENS
+        )
+        assert (
+            list(batch[0].output_token_ids)
+            == list(batch[3].output_token_ids)
+            == whole[len(PROMPT) :]
+        )
         for prompt, result in ((PROMPT[:40], batch[1]), (PROMPT[::-1], batch[2])):
             assert list(result.output_token_ids) == greedy(model, prompt)[0][len(prompt) :]
-        seeded = [engine.generate(PROMPT, max_new_tokens=8, temperature=0.8, seed=3).output_token_ids for _ in range(2)]
+        seeded = [
+            engine.generate(PROMPT, max_new_tokens=8, temperature=0.8, seed=3).output_token_ids
+            for _ in range(2)
+        ]
         assert seeded[0] == seeded[1]
         assert engine.verify_correctness([PROMPT])
 
@@ -193,7 +210,9 @@ def test_auto_takes_the_native_runner_first_and_says_why_not(tmp_path, caplog):
         caplog.clear()
         with CPUPagedEngine.from_pretrained(other, num_blocks=16) as engine:
             assert engine.runner_info.name == "onnx"
-    line = next(record for record in caplog.records if record.getMessage().startswith("runner onnx:"))
+    line = next(
+        record for record in caplog.records if record.getMessage().startswith("runner onnx:")
+    )
     assert line.levelno == logging.WARNING
     assert "not the native runner:" in line.getMessage()
     assert "is not known where" in line.getMessage()
@@ -217,12 +236,15 @@ def test_options_that_it_does_not_have(options, error, message, tmp_path):
 
 
 def test_other_models_and_missing_packages(tiny_model_dir, tmp_path, monkeypatch):
-    with pytest.raises(ModelFormatError, match="the model is no ONNX file; runner='onnx' needs the onnx runner"):
+    with pytest.raises(
+        ModelFormatError, match="the model is no ONNX file; runner='onnx' needs the onnx runner"
+    ):
         CPUPagedEngine.from_pretrained(tiny_model_dir, runner="onnx", num_blocks=16)
     _, folder = written(tmp_path / "m", "concat")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        BackendUnavailable, match=r"needs onnxruntime, which is not installed; install the extra \[onnx\]"
+        BackendUnavailable,
+        match=r"needs onnxruntime, which is not installed; install the extra \[onnx\]",
     ):
         CPUPagedEngine.from_pretrained(folder, num_blocks=16)
 
@@ -235,7 +257,9 @@ def test_reading_an_onnx_model_loads_no_onnxruntime(tmp_path):
         f"e = CPUPagedEngine.from_pretrained({str(folder)!r}, num_blocks=16); e.generate([1, 2, 3], max_new_tokens=2); "
         "e.close(); print([n for n in ('onnx', 'onnxruntime', 'torch') if n in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 
@@ -246,7 +270,10 @@ def test_keys_that_are_not_finite_end_their_request_alone(tmp_path):
         model.model.embed_tokens.weight[7] = torch.nan
     folder = write_onnx(model, tmp_path / "m", Form(bits=0, concat=True), ConcatDecoder)
     with CPUPagedEngine.from_pretrained(folder, num_blocks=16, max_num_seqs=2) as engine:
-        bad, good = engine.submit([1, 7, 2], max_new_tokens=3), engine.submit([1, 2, 3], max_new_tokens=3)
+        bad, good = (
+            engine.submit([1, 7, 2], max_new_tokens=3),
+            engine.submit([1, 2, 3], max_new_tokens=3),
+        )
         with pytest.raises(KVBoostError, match="NaN"):
             bad.result()
         assert good.result().generated_tokens == 3

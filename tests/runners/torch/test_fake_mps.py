@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.backends.fake_mps import DEVICE, FakeMps, counting, fake_device, place, recorded
+from helpers.distance import distance
 from helpers.models.tiny_models import FAMILIES, build_tiny_model
 from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.torch_backend import TorchBackend
@@ -46,7 +47,7 @@ def passed(runner, device=DEVICE):
 def error(logits, family):
     """From the CPU's in float32."""
     wanted = TorchRunner(build_tiny_model(family)).eager_logits(TOKENS)
-    return float(np.linalg.norm(logits - wanted) / np.linalg.norm(wanted))
+    return distance(logits, wanted)
 
 
 # Sorting tokens by expert and dividing integer positions is outside what the double of the device knows.
@@ -76,7 +77,11 @@ def test_a_whole_pass_calls_what_an_apple_gpu_has(family):
     assert {"embedding", "bmm", "index.Tensor"} <= recorded
     assert recorded & {"linear", "addmm"}
     # Some models' norms let rounding grow with depth: there the pieces alone are as far from the whole on the CPU.
-    own = error(passed(TorchRunner(build_tiny_model(family)), "cpu"), family) if family in AMPLIFYING else 0.0
+    own = (
+        error(passed(TorchRunner(build_tiny_model(family)), "cpu"), family)
+        if family in AMPLIFYING
+        else 0.0
+    )
     assert error(logits, family) < max(1e-5, 2 * own)
     assert own < 2e-5
 
@@ -90,7 +95,10 @@ def test_half_precision_too():
     [
         (lambda hidden: hidden.double().float(), "float64, which an Apple GPU has not"),
         (torch.special.airy_ai, "special_airy_ai.* none for MPS"),
-        (lambda hidden: hidden.transpose(1, 2).contiguous().transpose(1, 2), "linear reads strided memory"),
+        (
+            lambda hidden: hidden.transpose(1, 2).contiguous().transpose(1, 2),
+            "linear reads strided memory",
+        ),
     ],
     ids=["float64", "an operator without a kernel", "strides"],
 )

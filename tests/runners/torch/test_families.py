@@ -1,11 +1,12 @@
 """Every family against transformers itself: greedy tokens equal, logits within 1e-4, whatever the path."""
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
+from helpers.distance import distance
 from helpers.models.tiny_models import FAMILIES, build_tiny_model
+from helpers.runners.logits import dense_logits
 from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.runners.torch.runner import TorchRunner
@@ -15,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 BLOCK = 16
 NEW_TOKENS = 32  # the prompt of 17 tokens crosses both windows
 PROMPT_LENGTHS = (1, 17, 32, 61, 90)  # around the windows (24, 40) and the block borders
-LOGITS = npt.NDArray[np.float32]
 
 
 class Family:
@@ -27,7 +27,7 @@ class Family:
         self.prompts = [rng.integers(0, 256, length).tolist() for length in PROMPT_LENGTHS]
         model.set_attn_implementation("eager")
         self.wholes = [_generate(model, prompt) for prompt in self.prompts]
-        self.logits = [_dense(model, whole) for whole in self.wholes]
+        self.logits = [dense_logits(model, whole) for whole in self.wholes]
         self.runner = TorchRunner(model, block_size=BLOCK)
 
     def driver(self):
@@ -38,20 +38,18 @@ def _generate(model, prompt):
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
         )
     return output[0].tolist()
 
 
-def _dense(model, token_ids):
-    with torch.inference_mode():
-        return model(torch.tensor([token_ids]), use_cache=False).logits[0].numpy()
-
-
 def assert_close(actual, expected):
     assert actual.shape == expected.shape
-    distance = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
-    assert distance <= 1e-4, f"relative L2 distance {distance:.3g}"
+    assert distance(actual, expected) <= 1e-4
 
 
 # These run with every family in `make test`, the others with those whose attention differs.
@@ -61,7 +59,9 @@ VARIED = ("llama", "mistral", "gemma2", "gemma4", "glm4", "gpt_oss", "qwen3_moe"
 
 def pytest_generate_tests(metafunc):
     kept = FAMILIES if metafunc.function.__name__ in WITH_EVERY_FAMILY else VARIED
-    cases = [pytest.param(name, marks=() if name in kept else pytest.mark.full) for name in FAMILIES]
+    cases = [
+        pytest.param(name, marks=() if name in kept else pytest.mark.full) for name in FAMILIES
+    ]
     metafunc.parametrize("family", cases, indirect=True, scope="module")
 
 
@@ -90,7 +90,10 @@ def test_every_logit_of_a_long_sequence(family):
 @pytest.mark.parametrize("chunk", [7, 16, 50])
 def test_chunked_prefill(family, chunk):
     driver = family.driver()
-    assert_close(driver.prefill(driver.open(family.prompts[-1]), chunk), family.logits[-1][: PROMPT_LENGTHS[-1]])
+    assert_close(
+        driver.prefill(driver.open(family.prompts[-1]), chunk),
+        family.logits[-1][: PROMPT_LENGTHS[-1]],
+    )
 
 
 def test_ragged_batch_of_five(family):

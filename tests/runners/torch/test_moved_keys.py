@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.distance import distance
 from helpers.kernels.shifted_cases import Pieces, blocks_from, layout_of, plain, with_deltas
 from helpers.models.tiny_models import FAMILIES, build_tiny_model
+from helpers.random_ids import random_ids
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import BackendUnavailable, ConfigError
@@ -34,16 +36,21 @@ ONE_LAYER = {
         if name not in (*OTHER_ROPE, *OTHER_TURNS, *WINDOWED, "gemma2", "gemma3", "smollm3")
         and not name.startswith("granitemoehybrid")
     },
-    **{f"{name}-window": (name, {"layer_types": [SLIDING]}) for name in WINDOWED if name != "olmo3"},
+    **{
+        f"{name}-window": (name, {"layer_types": [SLIDING]}) for name in WINDOWED if name != "olmo3"
+    },
     "gemma2-window": ("gemma2", {"layer_types": [SLIDING]}),
     "gemma3-global": ("gemma3", {"layer_types": [FULL]}),
     "gemma3-local": ("gemma3", {"layer_types": [SLIDING]}),
-    **{name: (name, {"layer_types": ["attention"]}) for name in FAMILIES if name.startswith("granitemoehybrid")},
+    **{
+        name: (name, {"layer_types": ["attention"]})
+        for name in FAMILIES
+        if name.startswith("granitemoehybrid")
+    },
     "smollm3-rope": ("smollm3", {"no_rope_layers": [1]}),
     "smollm3-nope": ("smollm3", {"no_rope_layers": [0]}),
 }
-STORED = np.random.default_rng(1).integers(2, 256, 96).tolist()
-Logits = np.ndarray
+STORED = random_ids(96, 1, 2)
 
 
 class Hand:
@@ -51,7 +58,9 @@ class Hand:
 
     def __init__(self, model, backend="torch", *, bits=16):
         self.runner = TorchRunner(model, kv_bits=(bits, bits))
-        self.backend = make_backend(choose_backend(backend), self.runner.info.kv_spec, BLOCKS, num_threads=1)
+        self.backend = make_backend(
+            choose_backend(backend), self.runner.info.kv_spec, BLOCKS, num_threads=1
+        )
         self.backend.poison_blocks(range(BLOCKS))
         self.runner.bind(self.backend)
         self.take = blocks_from(0)
@@ -60,7 +69,9 @@ class Hand:
         """Of rows of one sequence."""
         positions = np.concatenate([np.arange(row.start, row.stop) for row in rows])
         layout = layout_of(rows, SIZE)
-        return ForwardBatch(np.array(tokens)[positions], positions, layout, np.arange(len(positions)))
+        return ForwardBatch(
+            np.array(tokens)[positions], positions, layout, np.arange(len(positions))
+        )
 
     def forward(self, rows, tokens):
         return np.array(self.runner.forward(self.batch(rows, tokens)))
@@ -95,12 +106,14 @@ class Mixed:
         parts = np.array(row.parts, np.int32)
         positions = np.setdiff1d(np.arange(row.stop), self.own)
         entries, offsets = entry_of(parts, 0, positions, SIZE)
-        return StoredKeys(np.array(row.table)[entries] * SIZE + offsets, positions, deltas_of(parts, 0, positions))
+        return StoredKeys(
+            np.array(row.table)[entries] * SIZE + offsets, positions, deltas_of(parts, 0, positions)
+        )
 
 
 def error(got, wanted):
     assert np.isfinite(got).all()
-    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+    return distance(got, wanted)
 
 
 @pytest.mark.parametrize("name", ONE_LAYER)
@@ -158,7 +171,9 @@ def test_every_layer_turns_its_keys_by_its_own_rope(name):
 
 
 @pytest.mark.parametrize("asking", [np.array([0, 5, 8]), np.array([], int)], ids=["some", "none"])
-@pytest.mark.parametrize("name", ["llama", "gemma2-window", "gemma3-global", "smollm3-nope", "gpt_neox"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2-window", "gemma3-global", "smollm3-nope", "gpt_neox"]
+)
 def test_what_tokens_attend_to_is_what_transformers_gives(name, asking):
     family, overrides = ONE_LAYER[name]
     model = build_tiny_model(family, num_hidden_layers=1, **overrides)
@@ -214,7 +229,9 @@ def refused(hand, why):
     pieces = Pieces(SIZE, blocks_from(10))
     pieces.run([0, 1], 3, 20)
     batch, before = hand.batch([pieces.own(2)], STORED), hand.backend.checksum_blocks(range(BLOCKS))
-    with pytest.raises(ConfigError, match="the torch runner does not attend keys computed at other positions"):
+    with pytest.raises(
+        ConfigError, match="the torch runner does not attend keys computed at other positions"
+    ):
         hand.runner.forward(batch)
     nothing = np.arange(0)
     with pytest.raises(BackendUnavailable, match=why):
