@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from helpers.engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, checked, fake_engine
+from helpers.raising import assert_raises
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
@@ -32,7 +33,10 @@ BAD_PROMPTS = [
     ([1.0], r"token 0 of the prompt=1\.0 must be an integer"),
     ([1, True], "token 1 of the prompt=True must be an integer"),
     ([1, None], "token 1 of the prompt=None"),
-    (["a"], "the prompt is a list of strings, which are several prompts: generate_batch takes them"),
+    (
+        ["a"],
+        "the prompt is a list of strings, which are several prompts: generate_batch takes them",
+    ),
     ([[1, 2]], r"token 0 of the prompt=\[1, 2\]"),
     (np.array([0.5]), "token 0 of the prompt=0.5"),
     (None, "not NoneType"),
@@ -56,7 +60,10 @@ BAD_OPTIONS = [
     ({"max_new_tokens": 2.0}, r"max_new_tokens=2\.0 must be an integer"),
     ({"max_new_tokens": True}, "max_new_tokens=True must be an integer"),
     ({"max_new_tokens": "8"}, "max_new_tokens='8'"),
-    ({"max_new_tokens": CONTEXT}, "3 prompt tokens \\+ max_new_tokens=400 make 403; the model's context is 400"),
+    (
+        {"max_new_tokens": CONTEXT},
+        "3 prompt tokens \\+ max_new_tokens=400 make 403; the model's context is 400",
+    ),
     ({"temperature": -0.1}, r"temperature=-0\.1 must be in \[0, 1000\]"),
     ({"temperature": 1000.5}, r"temperature=1000\.5 must be in"),
     ({"temperature": 10**400}, "temperature=10000.* must be in"),
@@ -109,11 +116,17 @@ BAD_OPTIONS = [
     ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias holds token id 260"),
     ({"mode": "fast"}, "mode='fast' is not one of 'baseline', 'prefix_cache', 'chunk_kv_reuse'"),
     ({"mode": None}, "mode=None"),
-    ({"recompute_overlap": 8}, "recompute_overlap is for mode='chunk_kv_reuse', and mode='prefix_cache'"),
+    (
+        {"recompute_overlap": 8},
+        "recompute_overlap is for mode='chunk_kv_reuse', and mode='prefix_cache'",
+    ),
     ({**REUSE, "pin": True}, "mode='chunk_kv_reuse' is approximate, and pin needs exact keys"),
     ({**REUSE, "prompt_logprobs": 1}, "prompt_logprobs needs exact keys"),
     ({**REUSE, "max_new_tokens": 0}, "what is asked for needs exact keys"),
-    ({**REUSE, "recompute_strategy": "left"}, "recompute_strategy='left' is not one of 'none', 'selective', 'cacheb"),
+    (
+        {**REUSE, "recompute_strategy": "left"},
+        "recompute_strategy='left' is not one of 'none', 'selective', 'cacheb",
+    ),
     ({**REUSE, "recompute_overlap": -1}, r"recompute_overlap=-1 must be an integer in 0\.\.4096"),
     ({**REUSE, "recompute_overlap": 1.5}, r"recompute_overlap=1.5 must be an integer"),
     ({**REUSE, "recompute_ratio": 1.01}, r"recompute_ratio=1.01 must be a number in \[0, 1\]"),
@@ -140,18 +153,22 @@ def canary(engine):
 
 
 @pytest.mark.usefixtures("canary")
-@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=lambda v: repr(v).partition(" at 0x")[0][:30])
+@pytest.mark.parametrize(
+    ("prompt", "message"), BAD_PROMPTS, ids=lambda v: repr(v).partition(" at 0x")[0][:30]
+)
 def test_bad_prompts(engine, prompt, message):
-    with pytest.raises(RequestError, match=message):
-        engine.generate(prompt, max_new_tokens=8)
+    assert_raises(RequestError, message, engine.generate, prompt, max_new_tokens=8)
 
 
 @pytest.mark.usefixtures("canary")
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda v: repr(v)[:40])
 def test_bad_options(engine, options, message):
-    for call in (engine.submit, engine.stream, lambda p, **o: engine.generate_batch([CANARY, p], **o)):
-        with pytest.raises(RequestError, match=message):
-            call(CANARY, **options)
+    for call in (
+        engine.submit,
+        engine.stream,
+        lambda p, **o: engine.generate_batch([CANARY, p], **o),
+    ):
+        assert_raises(RequestError, message, call, CANARY, **options)
 
 
 @pytest.mark.usefixtures("canary")
@@ -160,8 +177,7 @@ def test_bad_batches(engine):
         engine.generate_batch("text")
     with pytest.raises(RequestError, match="sampling has 1 entries for 2 prompts"):
         engine.generate_batch([[1], [2]], sampling=[SamplingParams()])
-    with pytest.raises(RequestError, match="the prompt is empty"):
-        engine.generate_many([[1], []])
+    assert_raises(RequestError, "the prompt is empty", engine.generate_many, [[1], []])
     assert engine.generate_batch([]) == []
     assert engine.generate_many([]) == []
 
@@ -170,21 +186,18 @@ def test_bad_batches(engine):
 def test_bad_warm_logits_and_verify(engine):
     with pytest.raises(RequestError, match=r"position_offset=399 .* context of 400"):
         engine.warm([1, 2], position_offset=399)
-    with pytest.raises(RequestError, match="the prompt is empty"):
-        engine.warm("")
+    assert_raises(RequestError, "the prompt is empty", engine.warm, "")
     with pytest.raises(RequestError, match="401 tokens are more than the model's context of 400"):
         engine.warm([1] * 401)
-    with pytest.raises(RequestError, match=r"start=3 must be in 0\.\.2"):
-        engine.logits([1, 2, 3], start=3)
-    with pytest.raises(RequestError, match="start=-1"):
-        engine.logits([1, 2, 3], start=-1)
+    assert_raises(RequestError, r"start=3 must be in 0\.\.2", engine.logits, [1, 2, 3], start=3)
+    assert_raises(RequestError, "start=-1", engine.logits, [1, 2, 3], start=-1)
     with pytest.raises(RequestError, match=r"start=1\.5 must be an integer"):
         engine.logits([1, 2, 3], start=1.5)
-    with pytest.raises(RequestError, match="not text"):
-        engine.logits("abc")
-    with pytest.raises(RequestError, match="prompts is an empty list"):
-        engine.verify_correctness([])
-    assert not engine.verify_correctness([[1, 2, 3]]), "a prompt too short to reuse anything cannot pass"
+    assert_raises(RequestError, "not text", engine.logits, "abc")
+    assert_raises(RequestError, "prompts is an empty list", engine.verify_correctness, [])
+    assert not engine.verify_correctness([[1, 2, 3]]), (
+        "a prompt too short to reuse anything cannot pass"
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,23 +233,33 @@ def test_numpy_numbers_are_numbers(engine):
         "seed": np.uint64(3),
     }
     one = engine.generate(np.array(CANARY, np.int32), **options)
-    assert one.output_token_ids == engine.generate(CANARY, 4, temperature=0.5, top_k=5, seed=3).output_token_ids
+    assert (
+        one.output_token_ids
+        == engine.generate(CANARY, 4, temperature=0.5, top_k=5, seed=3).output_token_ids
+    )
 
 
 def test_the_whole_context_may_be_filled(engine):
     result = engine.generate([1] * (CONTEXT - 2), max_new_tokens=None, ignore_eos=True)
     assert (result.generated_tokens, result.finish_reason) == (2, "length")
-    assert engine.generate([1] * (CONTEXT - 1), max_new_tokens=1, ignore_eos=True).finish_reason == "length"
+    assert (
+        engine.generate([1] * (CONTEXT - 1), max_new_tokens=1, ignore_eos=True).finish_reason
+        == "length"
+    )
     assert engine.logits([1] * CONTEXT, start=CONTEXT - 1).shape == (1, VOCAB_SIZE)
     assert EOS_ID < VOCAB_SIZE
 
 
-SPEC = KVSpec((LayerKVSpec(2, 64),) * 4, 16, "float32")  # 4 * 2 * 2 * 64 * 16 * 4 = 65,536 bytes a block
+SPEC = KVSpec(
+    (LayerKVSpec(2, 64),) * 4, 16, "float32"
+)  # 4 * 2 * 2 * 64 * 16 * 4 = 65,536 bytes a block
 GB = 10**9
 
 
 def runner_info(spec, weight_bytes=0, *, copies_kv=False):
-    return RunnerInfo("some", "llama", "float32", VOCAB_SIZE, 2048, weight_bytes, spec, copies_kv=copies_kv)
+    return RunnerInfo(
+        "some", "llama", "float32", VOCAB_SIZE, 2048, weight_bytes, spec, copies_kv=copies_kv
+    )
 
 
 def plan(available, **options):
@@ -257,7 +280,10 @@ def test_a_runner_that_copies_keys_needs_the_pool_twice():
     copying, needed = runner_info(SPEC, 2 * GB, copies_kv=True), 2 * 100 * SPEC.bytes_per_block
     config = EngineConfig(num_blocks=100)
     assert plan_num_blocks(config, copying, needed) == 100
-    with pytest.raises(CapacityError, match=r"\(100 blocks of 65536 bytes\) \+ as much for the some runner's copies"):
+    with pytest.raises(
+        CapacityError,
+        match=r"\(100 blocks of 65536 bytes\) \+ as much for the some runner's copies",
+    ):
         plan_num_blocks(config, copying, needed - 1)
     assert plan(needed - 1, num_blocks=100) == 100
     assert plan_num_blocks(EngineConfig(), copying, 400 * SPEC.bytes_per_block) == 100
@@ -296,7 +322,9 @@ def test_a_quantized_pool_is_planned_with_its_open_blocks():
     assert plan_quantized(GB) == 128 * 3, "context x max_num_seqs"
     assert plan_quantized(GB, max_cache_bytes=open_bytes + 10 * block) == 10
     assert plan_quantized(4 * (open_bytes + 7 * block)) == 7
-    with pytest.raises(CapacityError, match=f"{block} bytes in this model beside {open_bytes} bytes for blocks"):
+    with pytest.raises(
+        CapacityError, match=f"{block} bytes in this model beside {open_bytes} bytes for blocks"
+    ):
         plan_quantized(GB, max_cache_bytes=open_bytes)
     with pytest.raises(CapacityError, match="exceed memory"):
         plan_quantized(open_bytes + 10 * block - 1, num_blocks=10)
@@ -308,10 +336,13 @@ def test_a_quantized_pool_is_planned_with_its_open_blocks():
 def test_what_does_not_fit_is_refused_with_the_arithmetic():
     with pytest.raises(CapacityError, match=r"max_cache_bytes=1000 holds no block: .* 65536 bytes"):
         plan(GB, max_cache_bytes=1000)
-    with pytest.raises(CapacityError, match=r"weights 2\.00 GB \+ pool 1\.31 GB .*1\.00 GB are available"):
+    with pytest.raises(
+        CapacityError, match=r"weights 2\.00 GB \+ pool 1\.31 GB .*1\.00 GB are available"
+    ):
         plan(GB, num_blocks=20_000)
-    with pytest.raises(CapacityError, match="max_cache_bytes"):
-        plan(GB, max_cache_bytes=4e9)
-    with pytest.raises(CapacityError, match=r"the weights take 3\.00 GB, 1\.00 GB of memory are available"):
+    assert_raises(CapacityError, "max_cache_bytes", plan, GB, max_cache_bytes=4e9)
+    with pytest.raises(
+        CapacityError, match=r"the weights take 3\.00 GB, 1\.00 GB of memory are available"
+    ):
         check_weights_fit(3 * GB, GB)
     check_weights_fit(GB, GB)

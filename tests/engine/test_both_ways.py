@@ -13,6 +13,7 @@ from helpers.gguf.writer import write_gguf
 from helpers.models.embedding_models import DENSE, save_two_way_model
 from helpers.models.tiny_checkpoints import EOS_ID
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.raising import assert_raises
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ConfigError, ModelFormatError, RequestError
 
@@ -43,14 +44,20 @@ def engine(model):
 @pytest.fixture(scope="module")
 def expected(model):
     """transformers' states both ways, their mean, the matrices, and length 1."""
-    torch_model = build_tiny_model("gemma3", use_bidirectional_attention=True, attn_implementation="eager").model
+    torch_model = build_tiny_model(
+        "gemma3", use_bidirectional_attention=True, attn_implementation="eager"
+    ).model
     assert torch_model.config.sliding_window == 13
     matrices = [load_file(model / f"{n}_Dense/model.safetensors")["linear.weight"] for n in (2, 3)]
     vectors = []
     for ids in TEXTS:
         with torch.inference_mode():
-            states = torch_model(torch.tensor([ids])).last_hidden_state[0].numpy().astype(np.float64)
-        vector = matrices[1].astype(np.float64) @ (matrices[0].astype(np.float64) @ states.mean(axis=0))
+            states = (
+                torch_model(torch.tensor([ids])).last_hidden_state[0].numpy().astype(np.float64)
+            )
+        vector = matrices[1].astype(np.float64) @ (
+            matrices[0].astype(np.float64) @ states.mean(axis=0)
+        )
         vectors.append(vector / np.linalg.norm(vector))
     return np.stack(vectors)
 
@@ -73,7 +80,9 @@ def test_the_specification_gives_the_same_vectors(model, expected):
 def test_heads_that_fill_no_group_of_32_run_layer_by_layer(tmp_path):
     fields = {"head_dim": 20, "num_attention_heads": 2, "num_key_value_heads": 1}
     path = save_two_way_model(tmp_path, dense=(), **fields)
-    torch_model = build_tiny_model("gemma3", use_bidirectional_attention=True, attn_implementation="eager", **fields)
+    torch_model = build_tiny_model(
+        "gemma3", use_bidirectional_attention=True, attn_implementation="eager", **fields
+    )
     with load(path, num_threads=2) as engine, torch.inference_mode():
         states = torch_model.model(torch.tensor([TEXTS[-1]])).last_hidden_state[0].numpy()
         found = engine.embed(TEXTS[-1:], normalize=False)[0]
@@ -86,7 +95,11 @@ def test_vectors_are_the_same_to_the_bit_alone_together_and_on_more_threads(mode
         alone = np.concatenate([engine.embed([ids]) for ids in TEXTS])
         assert (engine.embed(TEXTS) == alone).all()
         assert (engine.embed(TEXTS[::-1])[::-1] == alone).all()
-    for options in ({"max_batch_tokens": 1}, {"max_batch_tokens": 4096, "num_threads": 2}, {"num_blocks": 40}):
+    for options in (
+        {"max_batch_tokens": 1},
+        {"max_batch_tokens": 4096, "num_threads": 2},
+        {"num_blocks": 40},
+    ):
         with load(model, weights=weights, debug_checks=True, **options) as engine:
             assert (engine.embed(TEXTS) == alone).all()
 
@@ -94,8 +107,14 @@ def test_vectors_are_the_same_to_the_bit_alone_together_and_on_more_threads(mode
 def test_tenants_that_embed_at_once_get_the_same_vectors(model, expected):
     found = []
     with load(model, max_num_seqs=4) as engine:
-        calls = [{"tenant": name, "priority": priority} for name, priority in (("a", 0), ("b", 0), ("c", 1))]
-        threads = [threading.Thread(target=lambda c=call: found.append(engine.embed(TEXTS, **c))) for call in calls]
+        calls = [
+            {"tenant": name, "priority": priority}
+            for name, priority in (("a", 0), ("b", 0), ("c", 1))
+        ]
+        threads = [
+            threading.Thread(target=lambda c=call: found.append(engine.embed(TEXTS, **c)))
+            for call in calls
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -109,10 +128,18 @@ def test_nothing_is_stored_and_nothing_found(engine):
     before = engine.paged_stats()
     handles = []
     for _ in range(2):
-        engine.embed([TEXTS[-1], TEXTS[-1]], handles=handles)  # a list that holds some already gets more
+        engine.embed(
+            [TEXTS[-1], TEXTS[-1]], handles=handles
+        )  # a list that holds some already gets more
     after = engine.paged_stats()
     assert {name: before[name] for name in UNCHANGED} == {name: after[name] for name in UNCHANGED}
-    assert after["pool_bytes"] == after["bytes_per_block"] == after["cached_blocks"] == after["used_blocks"] == 0
+    assert (
+        after["pool_bytes"]
+        == after["bytes_per_block"]
+        == after["cached_blocks"]
+        == after["used_blocks"]
+        == 0
+    )
     assert [handle.result().cached_tokens for handle in handles] == [0, 0, 0, 0]
 
 
@@ -129,15 +156,15 @@ def test_a_text_is_bounded_by_the_context(engine):
 
 
 def test_everything_but_vectors_is_refused_by_name(engine):
-    with pytest.raises(RequestError, match="makes embeddings"):
-        engine.generate("hello")
-    with pytest.raises(RequestError, match="makes embeddings"):
-        engine.rerank("q", ["d"])
-    for call in (lambda: engine.warm("hello"), lambda: engine.pin("hello"), lambda: engine.logits([1, 2])):
-        with pytest.raises(RequestError, match="attends both ways"):
-            call()
-    with pytest.raises(RequestError, match="pin=True"):
-        engine.embed(["hello"], pin=True)
+    assert_raises(RequestError, "makes embeddings", engine.generate, "hello")
+    assert_raises(RequestError, "makes embeddings", engine.rerank, "q", ["d"])
+    for call in (
+        lambda: engine.warm("hello"),
+        lambda: engine.pin("hello"),
+        lambda: engine.logits([1, 2]),
+    ):
+        assert_raises(RequestError, "attends both ways", call)
+    assert_raises(RequestError, "pin=True", engine.embed, ["hello"], pin=True)
     assert "attends both ways" in str(engine.reuse_refusal)
 
 
@@ -147,30 +174,35 @@ def test_everything_but_vectors_is_refused_by_name(engine):
         ({"max_cache_bytes": 1 << 20}, ConfigError, "max_cache_bytes has no effect"),
         ({"kv_cache_bits": 8}, ConfigError, "kv_cache_bits"),
         ({"disk_cache_dir": "blocks"}, ConfigError, "disk_cache_dir has no effect"),
-        ({"runner": "torch", "weights": "auto"}, ModelFormatError, "attends causally, and the model both ways"),
+        (
+            {"runner": "torch", "weights": "auto"},
+            ModelFormatError,
+            "attends causally, and the model both ways",
+        ),
     ],
 )
 def test_options_about_what_it_has_not_are_refused(model, options, error, message):
-    with pytest.raises(error, match=message):
-        load(model, **options)
+    assert_raises(error, message, load, model, **options)
 
 
 def test_a_loaded_transformers_model_that_attends_both_ways_is_refused(model):
     with pytest.raises(ModelFormatError, match="attends causally"):
         CPUPagedEngine(
-            build_tiny_model("gemma3", use_bidirectional_attention=True), AutoTokenizer.from_pretrained(model)
+            build_tiny_model("gemma3", use_bidirectional_attention=True),
+            AutoTokenizer.from_pretrained(model),
         )
 
 
 def test_one_that_does_not_say_how_it_pools_is_refused(tmp_path):
     path = save_tiny_model("gemma3", tmp_path, use_bidirectional_attention=True)
-    with pytest.raises(ModelFormatError, match="nothing says how it pools"):
-        load(path)
+    assert_raises(ModelFormatError, "nothing says how it pools", load, path)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_a_gguf_file_gives_the_vectors_of_the_directory(tmp_path, kind):
-    model = save_two_way_model(tmp_path / "dir", query_pre_attn_scalar=32)  # of GGUF it is the heads' size
+    model = save_two_way_model(
+        tmp_path / "dir", query_pre_attn_scalar=32
+    )  # of GGUF it is the heads' size
     path = write_gguf(model, tmp_path / "model.gguf", kind=kind, keys={"pooling_type": 1})
     with load(model) as engine:
         expected = engine.embed(TEXTS)
@@ -180,20 +212,31 @@ def test_a_gguf_file_gives_the_vectors_of_the_directory(tmp_path, kind):
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
         assert (found * expected).sum(axis=1).min() > 0.97
         assert engine.tokenizer.encode("hello")[-1] == EOS_ID
-        with pytest.raises(RequestError, match=r"makes embeddings \(key gemma-embedding.pooling_type"):
+        with pytest.raises(
+            RequestError, match=r"makes embeddings \(key gemma-embedding.pooling_type"
+        ):
             engine.generate("hello")
 
 
 def test_a_gguf_file_says_how_it_pools_as_its_makers_do_or_is_refused(model, tmp_path):
     path = write_gguf(model, tmp_path / "bare.gguf", keys={"pooling_type": 1}, dense=False)
-    with pytest.raises(ModelFormatError, match=r"lacks the tensors dense_2.weight, dense_3.weight.*would not be the"):
+    with pytest.raises(
+        ModelFormatError,
+        match=r"lacks the tensors dense_2.weight, dense_3.weight.*would not be the",
+    ):
         load(path)
     with pytest.raises(ModelFormatError, match="nothing says how it pools"):
         load(write_gguf(model, tmp_path / "unsaid.gguf"))
-    path = write_gguf(model, tmp_path / "causal.gguf", keys={"pooling_type": 1, "attention.causal": True})
-    with pytest.raises(ModelFormatError, match=r"attention\.causal=True contradicts the architecture"):
+    path = write_gguf(
+        model, tmp_path / "causal.gguf", keys={"pooling_type": 1, "attention.causal": True}
+    )
+    with pytest.raises(
+        ModelFormatError, match=r"attention\.causal=True contradicts the architecture"
+    ):
         load(path)
-    path = write_gguf(model, tmp_path / "said.gguf", keys={"pooling_type": 1, "attention.causal": False})
+    path = write_gguf(
+        model, tmp_path / "said.gguf", keys={"pooling_type": 1, "attention.causal": False}
+    )
     with load(path) as engine:
         assert engine.embedding_size == DENSE[-1]
 

@@ -6,8 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from helpers.engine.fake_runner import assert_clean, checked, expected_tokens, fake_engine, hold_passes, runner_of
+from helpers.engine.fake_runner import (
+    assert_clean,
+    checked,
+    expected_tokens,
+    fake_engine,
+    hold_passes,
+    runner_of,
+)
 from helpers.engine.hand_mover import DictTier
+from helpers.raising import assert_raises
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.gate import Gate
 from kvboost_edge.errors import CapacityError, KVBoostError, RequestError
@@ -70,7 +78,9 @@ def test_reuse_is_tested_once_and_leaves_nothing(tests_run):
         assert verdict.reused_share > 0.2
         with engine._core.reading():
             manager, root = engine._parts.manager, engine._parts.root
-            assert len(manager.content.under(root)) == manager.published_block_count >= before.count(1)
+            assert (
+                len(manager.content.under(root)) == manager.published_block_count >= before.count(1)
+            )
             assert engine._core.answers._kept._roots.keys() <= {root}
         assert engine.generate(PROMPT, 6, mode=REUSE).gate == "passed"
         assert engine.generate([9] * 40, 2, mode=REUSE).gate == ""
@@ -87,8 +97,7 @@ def test_what_fails_the_test_is_refused_with_its_figures(tests_run):
     with engine_of() as engine:
         spoil(engine)
         engine.generate(TEXT + [1] * 16, 1)
-        with pytest.raises(RequestError, match=words):
-            engine.submit(PROMPT, mode=REUSE)
+        assert_raises(RequestError, words, engine.submit, PROMPT, mode=REUSE)
         computed = runner_of(engine).computed
         calls = [
             lambda: engine.generate(PROMPT, 6, mode=REUSE),
@@ -100,8 +109,7 @@ def test_what_fails_the_test_is_refused_with_its_figures(tests_run):
             lambda: asyncio.run(engine.agenerate(PROMPT, mode=REUSE)),
         ]
         for call in calls:
-            with pytest.raises(RequestError, match=words):
-                call()
+            assert_raises(RequestError, words, call)
         assert runner_of(engine).computed == computed
         checked(engine, PROMPT, 6)
         assert not tests_run[0].passed
@@ -113,8 +121,15 @@ def test_what_fails_the_test_is_refused_with_its_figures(tests_run):
 
 def test_other_repairs_are_other_tests(tests_run):
     with engine_of() as engine:
-        for strategy, ratio, count in (("none", 0.1, 1), ("none", 0.2, 1), ("cacheblend", 0.2, 2), ("none", 0.1, 2)):
-            engine.generate(PROMPT, 1, mode=REUSE, recompute_strategy=strategy, recompute_ratio=ratio)
+        for strategy, ratio, count in (
+            ("none", 0.1, 1),
+            ("none", 0.2, 1),
+            ("cacheblend", 0.2, 2),
+            ("none", 0.1, 2),
+        ):
+            engine.generate(
+                PROMPT, 1, mode=REUSE, recompute_strategy=strategy, recompute_ratio=ratio
+            )
             assert len(tests_run) == count
 
 
@@ -150,15 +165,11 @@ def test_other_requests_run_beside_the_test(tests_run):
 def test_a_request_that_fails_in_any_case_starts_no_test(tests_run):
     with engine_of(num_blocks=20) as engine:
         for call in (engine.generate, engine.submit):
-            with pytest.raises(CapacityError, match="enlarge max_cache_bytes"):
-                call([1] * 330, mode=REUSE)
-        with pytest.raises(RequestError, match="max_new_tokens"):
-            engine.generate([1] * 390, 30, mode=REUSE)
-        with pytest.raises(RequestError, match="documents is an empty list"):
-            engine.warm(documents=[])
+            assert_raises(CapacityError, "enlarge max_cache_bytes", call, [1] * 330, mode=REUSE)
+        assert_raises(RequestError, "max_new_tokens", engine.generate, [1] * 390, 30, mode=REUSE)
+        assert_raises(RequestError, "documents is an empty list", engine.warm, documents=[])
         runner_of(engine).moved_keys_refusal = "it has no keys"
-        with pytest.raises(RequestError, match="it has no keys"):
-            engine.generate([1] * 40, mode=REUSE)
+        assert_raises(RequestError, "it has no keys", engine.generate, [1] * 40, mode=REUSE)
         assert runner_of(engine).computed == 0
     assert tests_run == []
 
@@ -196,8 +207,7 @@ def test_an_engine_that_is_closed_ends_its_test():
         go.set()
         closing.result(60)
         for one in asked:
-            with pytest.raises(KVBoostError, match="closed"):
-                one.result(60)
+            assert_raises(KVBoostError, "closed", one.result, 60)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -212,8 +222,7 @@ def test_a_test_that_is_interrupted_is_run_again(error, monkeypatch, tests_run):
 
     monkeypatch.setattr(Gate, "logits", interrupted)
     with engine_of() as engine:
-        with pytest.raises(error, match="stop"):
-            engine.generate(PROMPT, 4, mode=REUSE)
+        assert_raises(error, "stop", engine.generate, PROMPT, 4, mode=REUSE)
         assert engine.paged_stats()["cached_blocks"] == 0
         assert engine.generate(PROMPT, 4, mode=REUSE).finish_reason == "length"
         assert len(tests_run) == 1
@@ -280,12 +289,17 @@ def test_verify_compares_reuse_with_a_full_computation(tests_run):
         assert report
         assert (report.mode, len(report.checks), len(tests_run)) == (REUSE, 4, 1)
         assert report.kl_limit == tests_run[0].kl_order > report.mean_kl == 0
-        assert all(check.reused_tokens > 0 and check.text_equal and check.agreement == 1 for check in report.checks)
+        assert all(
+            check.reused_tokens > 0 and check.text_equal and check.agreement == 1
+            for check in report.checks
+        )
         assert len(str(report).splitlines()) == 5
         with engine._core.reading():
             assert engine._parts.manager.published_block_count == 0
         engine.warm(documents=[TEXT])
-        own = engine.verify_correctness([PROMPT], max_new_tokens=6, mode="chunk_kv_reuse", recompute_strategy="none")
+        own = engine.verify_correctness(
+            [PROMPT], max_new_tokens=6, mode="chunk_kv_reuse", recompute_strategy="none"
+        )
         assert own
         assert (own.checks[0].prompt_tokens, own.checks[0].reused_tokens) == (101, 68)
         nothing = engine.verify_correctness([[3] * 40], max_new_tokens=6, mode=REUSE)
@@ -301,7 +315,10 @@ def test_verify_says_by_how_much_reuse_goes_too_far():
         assert not report
         assert report.kl_limit is not None
         assert report.mean_kl > report.kl_limit
-        assert all(check.passed and not check.text_equal and check.agreement < 0.5 for check in report.checks)
+        assert all(
+            check.passed and not check.text_equal and check.agreement < 0.5
+            for check in report.checks
+        )
         assert str(report).endswith("FAILED")
         assert_clean(engine)
 

@@ -17,6 +17,7 @@ from helpers.engine.fake_runner import (
     runner_of,
     wait_until_idle,
 )
+from helpers.raising import assert_raises
 from helpers.server.live_servers import wait_until
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.sequence import Sequence
@@ -82,7 +83,9 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name"), POINTS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("owner", "name"), POINTS, ids=lambda value: getattr(value, "__name__", value)
+)
 @pytest.mark.parametrize("at", [1, 2, 3, 7])
 def test_an_error_at_any_point_ends_at_most_its_own_requests(engine, monkeypatch, owner, name, at):
     """RELIABILITY 6 and 8."""
@@ -91,12 +94,22 @@ def test_an_error_at_any_point_ends_at_most_its_own_requests(engine, monkeypatch
     prompts = [[i] * 20 for i in range(4)]
     with monkeypatch.context() as patch:
         raise_on_call(patch, owner, name, at)
-        options = {"max_new_tokens": 12, "logprobs": 1, "temperature": 0.7, "stop": "no such text", "seed": 1}
+        options = {
+            "max_new_tokens": 12,
+            "logprobs": 1,
+            "temperature": 0.7,
+            "stop": "no such text",
+            "seed": 1,
+        }
         handles = [engine.submit(prompt, **options) for prompt in prompts]
         outcomes = [_outcome(handle.result) for handle in handles]
     failed = [o for o in outcomes if isinstance(o, Exception)]
     assert all(isinstance(error, Boom) for error in failed)
-    if (owner, name) not in ((FakeRunner, "forward"), (StopChecker, "flush"), (IncrementalDetokenizer, "flush")):
+    if (owner, name) not in (
+        (FakeRunner, "forward"),
+        (StopChecker, "flush"),
+        (IncrementalDetokenizer, "flush"),
+    ):
         assert len(failed) <= 1, "only the request that failed may end"
     assert_clean(engine)
     for prompt, outcome in zip(prompts, outcomes, strict=True):
@@ -134,8 +147,7 @@ def test_nan_logits_end_their_request_alone_and_publish_nothing():
     bad = bench.submit([*range(47), 255], 5)
     good = bench.submit([*range(60, 100)], 5)
     bench.run()
-    with pytest.raises(KVBoostError, match="NaN or infinite logits near token 47"):
-        bad.result(0)
+    assert_raises(KVBoostError, "NaN or infinite logits near token 47", bad.result, 0)
     bench.answer(good)
     # The chunk that held the bad token was not published, whole blocks before it may be.
     assert bench.manager.peek([*range(47), 255, 1], bench.parts.root) < 48
@@ -146,8 +158,7 @@ def test_nan_in_the_middle_of_a_chunked_prefill_is_seen_before_its_blocks_are_pu
     bench.runner.nan_for = {255}
     bad = bench.submit([*range(31), 255, *range(40)], 5)
     bench.run()
-    with pytest.raises(KVBoostError, match="near token 31"):
-        bad.result(0)
+    assert_raises(KVBoostError, "near token 31", bad.result, 0)
     assert bench.manager.peek([*range(31), 255, *range(40)], bench.parts.root) == 16
 
 
@@ -155,7 +166,11 @@ def test_cancel_in_every_state():
     """New, in the inbox, waiting, waiting for a prefix in flight, prefilling, decoding, preempted, done."""
     for steps in range(30):
         bench = Bench(6, max_num_seqs=2, max_batch_tokens=16)
-        handles = [bench.submit([1] * 30, 40), bench.submit([2] * 30, 40), bench.submit([1] * 30 + [3], 20)]
+        handles = [
+            bench.submit([1] * 30, 40),
+            bench.submit([2] * 30, 40),
+            bench.submit([1] * 30 + [3], 20),
+        ]
         for _ in range(steps):
             bench.step()
         for handle in handles:
@@ -206,7 +221,9 @@ def test_threads_share_one_engine(engine):
     def work(number):
         for turn in range(6):
             prompt = [number, turn, *range(30)]
-            outputs[number * 10 + turn] = engine.generate(prompt, max_new_tokens=10).output_token_ids
+            outputs[number * 10 + turn] = engine.generate(
+                prompt, max_new_tokens=10
+            ).output_token_ids
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -237,8 +254,7 @@ def test_close_fails_what_runs_and_everything_after():
     go.set()
     closer.join(30)
     for handle in (running, waiting):
-        with pytest.raises(KVBoostError, match="closed before"):
-            handle.result(30)
+        assert_raises(KVBoostError, "closed before", handle.result, 30)
         handle.cancel()
     engine.close()
     assert runner_of(engine).closed
@@ -254,8 +270,7 @@ def test_close_fails_what_runs_and_everything_after():
         engine.reset_cache,
         engine.block_map,
     ):
-        with pytest.raises(KVBoostError, match="the engine is closed"):
-            call()
+        assert_raises(KVBoostError, "the engine is closed", call)
 
 
 def test_a_forgotten_engine_ends_its_thread():
@@ -306,13 +321,14 @@ def test_debug_checks_notice_a_write_into_a_shared_block():
 
     bench.runner.on_forward = scribble
     bench.submit([200, 201], 1)
-    with pytest.raises(CacheCorruption, match="was written while it was shared or cached"):
-        bench.core.step()
+    assert_raises(CacheCorruption, "was written while it was shared or cached", bench.core.step)
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once():
     with fake_engine(num_blocks=4) as small:
-        with pytest.raises(CapacityError, match=r"needs 7 blocks \(60 prompt tokens and up to 50 new ones"):
+        with pytest.raises(
+            CapacityError, match=r"needs 7 blocks \(60 prompt tokens and up to 50 new ones"
+        ):
             small.generate([1] * 60, max_new_tokens=50)
         with pytest.raises(CapacityError):
             small.warm([1] * 65)
@@ -328,8 +344,7 @@ def test_result_times_out_without_ending_the_request(engine):
     go = threading.Event()
     hold_passes(engine, go)
     handle = engine.submit([1, 2, 3], max_new_tokens=3)
-    with pytest.raises(TimeoutError, match=r"timeout=0\.01"):
-        handle.result(0.01)
+    assert_raises(TimeoutError, r"timeout=0\.01", handle.result, 0.01)
     go.set()
     assert handle.result(30).generated_tokens == 3
 

@@ -6,7 +6,15 @@ import time
 import pytest
 
 from helpers.clocks import give_clock
-from helpers.engine.fake_runner import Bench, checked, expected_tokens, fake_engine, hold_passes, runner_of
+from helpers.engine.fake_runner import (
+    Bench,
+    checked,
+    expected_tokens,
+    fake_engine,
+    hold_passes,
+    runner_of,
+)
+from helpers.raising import assert_raises
 from kvboost_edge.engine import core
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 
@@ -94,17 +102,20 @@ def test_an_idle_engine_wakes_when_a_pin_ends(engine):
 
 
 def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(engine):
-    with pytest.raises(CapacityError, match=r"9 more blocks cannot be pinned: of the 16 .* max_pinned_blocks=8"):
+    with pytest.raises(
+        CapacityError, match=r"9 more blocks cannot be pinned: of the 16 .* max_pinned_blocks=8"
+    ):
         engine.pin([1] * 144)
-    with pytest.raises(RequestError, match="a prompt of 15 tokens cannot be pinned"):
-        engine.pin([1] * 15)
+    assert_raises(RequestError, "a prompt of 15 tokens cannot be pinned", engine.pin, [1] * 15)
     assert runner_of(engine).computed == 0
     engine.pin([2] * 96)
-    with pytest.raises(CapacityError, match="4 more blocks cannot be pinned"):
-        engine.pin([3] * 64)
+    assert_raises(CapacityError, "4 more blocks cannot be pinned", engine.pin, [3] * 64)
     assert engine.paged_stats()["pinned_blocks"] == 6
     assert hits(engine, [3] * 64) == 63, "what was computed for it is cached all the same"
-    with fake_engine(max_pinned_blocks=0) as other, pytest.raises(CapacityError, match="max_pinned_blocks=0"):
+    with (
+        fake_engine(max_pinned_blocks=0) as other,
+        pytest.raises(CapacityError, match="max_pinned_blocks=0"),
+    ):
         other.pin(PROMPT)
     with pytest.raises(ConfigError, match=r"max_pinned_blocks=40 must be in 0\.\.32"):
         fake_engine(max_pinned_blocks=40)
@@ -140,17 +151,17 @@ def test_what_is_expected_again_counts_as_used_again():
 )
 def test_bad_terms_of_pins(engine, terms, message):
     for call in (engine.submit, engine.check, engine.stream):
-        with pytest.raises(RequestError, match=message):
-            call(PROMPT, **terms)
-    with pytest.raises(RequestError, match="the prompt is empty"):
-        engine.unpin([])
+        assert_raises(RequestError, message, call, PROMPT, **terms)
+    assert_raises(RequestError, "the prompt is empty", engine.unpin, [])
 
 
 def test_a_request_that_fails_or_is_cancelled_pins_nothing(engine):
     runner_of(engine).nan_for = {PROMPT[-1]}
-    with pytest.raises(Exception, match="NaN"):
-        engine.pin(PROMPT)
-    assert engine.submit(PROMPT, pin=True, deadline=time.monotonic() - 1).result(30).finish_reason == "timeout"
+    assert_raises(Exception, "NaN", engine.pin, PROMPT)
+    assert (
+        engine.submit(PROMPT, pin=True, deadline=time.monotonic() - 1).result(30).finish_reason
+        == "timeout"
+    )
     assert engine.paged_stats()["pinned_blocks"] == 0
 
 
@@ -171,7 +182,10 @@ def test_pins_outlive_preemption_and_every_request_ends():
 
 def test_a_request_larger_than_what_is_left_is_refused_at_once(engine):
     engine.pin([5] * 80)
-    with pytest.raises(CapacityError, match=r"the pool has 11 of 16 that are not pinned; lower max_new_tokens, unpin"):
+    with pytest.raises(
+        CapacityError,
+        match=r"the pool has 11 of 16 that are not pinned; lower max_new_tokens, unpin",
+    ):
         engine.submit([1] * 180)
     assert hits(engine, [1] * 150) == 0
 
@@ -195,8 +209,7 @@ def test_a_request_that_fitted_when_it_was_queued_is_refused_and_not_a_contradic
     handle = bench.submit([1] * 200)
     bench.manager.pins.add([3] * 128, bench.parts.root)
     bench.run()
-    with pytest.raises(CapacityError, match="the pool has 8 of 16 that are not pinned"):
-        handle.result(0)
+    assert_raises(CapacityError, "the pool has 8 of 16 that are not pinned", handle.result, 0)
     later = bench.ask([2] * 20)
     assert later.generated_tokens == 8
 
@@ -216,8 +229,7 @@ def test_pins_that_grow_while_it_runs_end_it_with_an_error_that_names_them(steps
         bench.step()
     bench.manager.pins.add([1] * 32, bench.parts.root)
     bench.run()
-    with pytest.raises(CapacityError, match="the pool has 8 of 16 that are not pinned"):
-        late.result(0)
+    assert_raises(CapacityError, "the pool has 8 of 16 that are not pinned", late.result, 0)
 
 
 def test_unpinning_lets_a_waiting_request_in():
@@ -253,20 +265,20 @@ def test_a_pin_may_be_ended_while_a_request_reads_its_blocks():
 
 
 def pinned(engine, number, blocks, tenant):
-    engine.submit([number] * (blocks * 16), max_new_tokens=1, pin=True, tenant=tenant, pin_share=0.5).result(30)
+    engine.submit(
+        [number] * (blocks * 16), max_new_tokens=1, pin=True, tenant=tenant, pin_share=0.5
+    ).result(30)
 
 
 def test_a_tenant_pins_its_share_and_no_more(engine):
     pinned(engine, 1, 4, "a")
-    with pytest.raises(CapacityError, match="share of max_pinned_blocks is 4"):
-        pinned(engine, 2, 1, "a")
+    assert_raises(CapacityError, "share of max_pinned_blocks is 4", pinned, engine, 2, 1, "a")
     pinned(engine, 3, 4, "b")
     assert engine.paged_stats()["pinned_blocks"] == 8
     with pytest.raises(CapacityError, match="5 more blocks cannot be pinned"):
         engine.check([1] * 80, max_new_tokens=1, pin=True, tenant="c", pin_share=0.5)
     for share in (0, 1.01, float("nan"), "half"):
-        with pytest.raises(RequestError, match="pin_share="):
-            engine.check(PROMPT, pin_share=share)
+        assert_raises(RequestError, "pin_share=", engine.check, PROMPT, pin_share=share)
 
 
 def test_what_others_pinned_keeps_a_request_out_and_is_not_told(engine):
@@ -277,12 +289,19 @@ def test_what_others_pinned_keeps_a_request_out_and_is_not_told(engine):
         with pytest.raises(CapacityError) as refused:
             engine.submit([5] * 250, max_new_tokens=1, tenant="b", pin_share=0.5)
         texts.append(str(refused.value))
-        with pytest.raises(CapacityError, match=r"more than pinned prompts leave \(max_pinned_blocks\); lower max_new"):
+        with pytest.raises(
+            CapacityError,
+            match=r"more than pinned prompts leave \(max_pinned_blocks\); lower max_new",
+        ):
             engine.submit([5] * 250, max_new_tokens=1, tenant="a", pin_share=0.5)
-        with pytest.raises(CapacityError, match=r"more than pinned prompts leave \(max_pinned_blocks\)"):
+        with pytest.raises(
+            CapacityError, match=r"more than pinned prompts leave \(max_pinned_blocks\)"
+        ):
             engine.submit([5] * 250, max_new_tokens=1)
     assert texts[0] == texts[1]
-    with pytest.raises(CapacityError, match=r"the request needs 19 blocks .* the pool has 16; lower"):
+    with pytest.raises(
+        CapacityError, match=r"the request needs 19 blocks .* the pool has 16; lower"
+    ):
         engine.submit([5] * 300, max_new_tokens=1, tenant="b", pin_share=0.5)
 
 
@@ -290,7 +309,11 @@ def test_beginnings_are_pinned_where_there_is_room_and_nothing_fails_where_not(c
     bench = Bench(16, max_num_seqs=1)
     whole = bench.submit(PROMPT, 2, terms={"pins": ((16, 60.0), (40, 5.0))})
     bench.run()
-    assert (whole.result(0).finish_reason, whole.pinned_tokens, whole.cached_tokens) == ("length", 40, 0)
+    assert (whole.result(0).finish_reason, whole.pinned_tokens, whole.cached_tokens) == (
+        "length",
+        40,
+        0,
+    )
     assert bench.manager.pins.num_blocks == 2
     clock[0] += 6
     again = bench.submit(PROMPT, 2, terms={"pins": ((10, 60.0),)})
@@ -299,7 +322,9 @@ def test_beginnings_are_pinned_where_there_is_room_and_nothing_fails_where_not(c
     assert bench.manager.pins.num_blocks == 1, "the second block's time is over"
     large = bench.submit([7] * 160, 2, terms={"pins": ((160, 60.0), (32, 60.0))})
     bench.run()
-    assert (large.result(0).finish_reason, large.pinned_tokens) == ("length", 32), "at most eight blocks are pinned"
+    assert (large.result(0).finish_reason, large.pinned_tokens) == ("length", 32), (
+        "at most eight blocks are pinned"
+    )
     clock[0] += 60
     bench.ask([1], 1)
     assert bench.manager.pins.num_blocks == 0

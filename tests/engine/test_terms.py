@@ -16,6 +16,7 @@ from helpers.engine.fake_runner import (
     runner_of,
     token_logits,
 )
+from helpers.raising import assert_raises
 from kvboost_edge.engine import core
 from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
 
@@ -73,7 +74,14 @@ def test_reasons_of_misses():
 
 def test_phases_by_name(engine):
     result = engine.generate(PROMPT, 3)
-    parts = (result.tokenize_ms, result.queue_ms, result.lookup_ms, result.load_ms, result.prefill_ms, result.decode_ms)
+    parts = (
+        result.tokenize_ms,
+        result.queue_ms,
+        result.lookup_ms,
+        result.load_ms,
+        result.prefill_ms,
+        result.decode_ms,
+    )
     assert sum(parts) == result.total_ms
     assert all(part >= 0 for part in parts)
 
@@ -97,17 +105,19 @@ def test_phases_by_name(engine):
     ids=lambda value: repr(value)[:30],
 )
 def test_bad_terms(engine, terms, message):
-    for call in (engine.submit, engine.check, engine.stream, lambda p, **o: engine.generate_batch([p], **o)):
-        with pytest.raises(RequestError, match=message):
-            call(PROMPT, **terms)
+    for call in (
+        engine.submit,
+        engine.check,
+        engine.stream,
+        lambda p, **o: engine.generate_batch([p], **o),
+    ):
+        assert_raises(RequestError, message, call, PROMPT, **terms)
 
 
 def test_check_raises_what_submit_would_and_holds_nothing(engine):
     assert engine.check(PROMPT, max_new_tokens=5, tenant="a") == 40
-    with pytest.raises(RequestError, match="the prompt is empty"):
-        engine.check([])
-    with pytest.raises(RequestError, match="unknown sampling option"):
-        engine.check(PROMPT, temprature=1)
+    assert_raises(RequestError, "the prompt is empty", engine.check, [])
+    assert_raises(RequestError, "unknown sampling option", engine.check, PROMPT, temprature=1)
     with fake_engine(num_blocks=2) as small, pytest.raises(CapacityError, match="needs 7 blocks"):
         small.check(PROMPT)
     assert (engine.num_running(), engine.num_waiting(), engine.waiting_tokens()) == (0, 0, 0)
@@ -170,7 +180,11 @@ def test_past_its_deadline_a_request_ends_with_what_it_has(monkeypatch):
 
 def test_a_deadline_in_the_past_computes_nothing(engine):
     result = engine.generate(PROMPT, 5, deadline=time.monotonic() - 1)
-    assert (result.finish_reason, result.generated_tokens, result.miss_reason) == ("timeout", 0, "not_started")
+    assert (result.finish_reason, result.generated_tokens, result.miss_reason) == (
+        "timeout",
+        0,
+        "not_started",
+    )
     assert runner_of(engine).computed == 0
 
 
@@ -225,8 +239,7 @@ def test_no_new_tokens_computes_the_prompt_alone(engine):
     assert len(scored.prompt_logprobs) == 40
     whole = engine.generate([3] * 400, 0)
     assert (whole.prompt_tokens, whole.generated_tokens) == (400, 0), "the context may be full"
-    with pytest.raises(RequestError, match="401 tokens are more"):
-        engine.generate([3] * 401, 0)
+    assert_raises(RequestError, "401 tokens are more", engine.generate, [3] * 401, 0)
 
 
 def test_counts_of_a_busy_engine():
@@ -240,7 +253,11 @@ def test_counts_of_a_busy_engine():
         assert (engine.num_running(), engine.num_waiting(), engine.waiting_tokens()) == (2, 3, 60)
         details = engine.block_details()
         assert [detail.state for detail in details] == engine.block_map()
-        assert sum(detail.refs for detail in details) == sum(detail.state == 2 for detail in details) == 4
+        assert (
+            sum(detail.refs for detail in details)
+            == sum(detail.state == 2 for detail in details)
+            == 4
+        )
         go.set()
         for handle in handles:
             handle.result(30)

@@ -2,14 +2,14 @@
 
 import pytest
 
+from helpers.raising import assert_raises
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_pool import BlockPool
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.0, "4", None, True])
 def test_a_pool_has_at_least_one_block(bad):
-    with pytest.raises(ConfigError, match="num_blocks"):
-        BlockPool(bad)
+    assert_raises(ConfigError, "num_blocks", BlockPool, bad)
 
 
 def test_blocks_are_handed_out_least_recently_used_first():
@@ -35,7 +35,10 @@ def test_what_cannot_be_matched_is_handed_out_before_what_can():
 def test_take_is_all_or_nothing():
     pool = BlockPool(3)
     pool.take(1)
-    with pytest.raises(CapacityError, match=r"3 blocks needed, 2 of 3 are free; enlarge max_cache_bytes or num_blocks"):
+    with pytest.raises(
+        CapacityError,
+        match=r"3 blocks needed, 2 of 3 are free; enlarge max_cache_bytes or num_blocks",
+    ):
         pool.take(3)
     assert (pool.num_free, pool.ref_counts()) == (2, [1, 0, 0])
     assert pool.take(0) == []
@@ -57,8 +60,7 @@ def test_double_free_raises_and_changes_nothing():
     pool = BlockPool(2)
     pool.take(1)
     pool.release(0, matchable=True)
-    with pytest.raises(CacheCorruption, match="double free: block 0"):
-        pool.release(0, matchable=True)
+    assert_raises(CacheCorruption, "double free: block 0", pool.release, 0, matchable=True)
     assert pool.free_ids() == [1, 0]
 
 
@@ -71,8 +73,7 @@ def test_stale_ids_raise(stale):
         pool.ref_count,
         lambda block_id: pool.release(block_id, matchable=True),
     ):
-        with pytest.raises(CacheCorruption, match="stale block id"):
-            operation(stale)
+        assert_raises(CacheCorruption, "stale block id", operation, stale)
     pool.check([])
 
 
@@ -84,8 +85,6 @@ def test_check_finds_each_kind_of_contradiction():
         with pytest.raises(CacheCorruption):
             pool.check(holders)
     pool._free.put(0, matchable=False)  # a referenced block in the free list
-    with pytest.raises(CacheCorruption, match="free list"):
-        pool.check([0, 1])
+    assert_raises(CacheCorruption, "free list", pool.check, [0, 1])
     pool._free.take(2)  # and a free one missing from it
-    with pytest.raises(CacheCorruption, match="free list"):
-        pool.check([0, 1])
+    assert_raises(CacheCorruption, "free list", pool.check, [0, 1])

@@ -5,8 +5,15 @@ import copy
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B, prefill
+from helpers.raising import assert_raises
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError, RequestError
-from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
+from kvboost_edge.kvcache.manager import (
+    BLOCK_CACHED,
+    BLOCK_FREE,
+    BLOCK_REFERENCED,
+    BLOCK_SHARED,
+    KVCacheManager,
+)
 
 # ---- misuse ----------------------------------------------------------------------------------------------------------
 
@@ -28,8 +35,7 @@ def test_a_freed_table_is_stale_for_every_operation():
             lambda t: manager.slots(t, 0, 0),
             lambda t: manager.shrink(t, 0),
         ):
-            with pytest.raises(CacheCorruption, match="stale block table"):
-                operation(stale)
+            assert_raises(CacheCorruption, "stale block table", operation, stale)
     manager.check_invariants([])
 
 
@@ -50,8 +56,7 @@ def test_a_table_with_a_stale_id_is_found():
         with pytest.raises(CacheCorruption):
             manager.check_invariants([table])
     table.block_ids = [0, 5]
-    with pytest.raises(CacheCorruption, match="double free: block 5"):
-        manager.free(table)
+    assert_raises(CacheCorruption, "double free: block 5", manager.free, table)
 
 
 def test_slots_follow_the_table():
@@ -68,8 +73,7 @@ def test_slots_follow_the_table():
         with pytest.raises(CacheCorruption):
             manager.slots(table, start, stop)
     for index in (-1, 3):
-        with pytest.raises(CacheCorruption, match="block index"):
-            manager.make_writable(table, index)
+        assert_raises(CacheCorruption, "block index", manager.make_writable, table, index)
 
 
 def test_blocks_behind_the_tokens_are_given_back():
@@ -84,13 +88,15 @@ def test_blocks_behind_the_tokens_are_given_back():
     assert len(manager.drain_new_blocks()) == 3
     manager.shrink(table, 2 * B + 2)
     assert manager.drain_released() == []
-    with pytest.raises(CacheCorruption, match="33 computed tokens cannot be cut to 32" if B == 16 else "cannot be cut"):
+    with pytest.raises(
+        CacheCorruption,
+        match="33 computed tokens cannot be cut to 32" if B == 16 else "cannot be cut",
+    ):
         manager.shrink(table, 2 * B)
     child = manager.fork(table)
     manager.extend(table, 4 * B)
     twin = manager.fork(table)
-    with pytest.raises(CacheCorruption, match="shared or published"):
-        manager.shrink(table, 2 * B + 2)
+    assert_raises(CacheCorruption, "shared or published", manager.shrink, table, 2 * B + 2)
     for one in (table, child, twin):
         manager.free(one)
     manager.check_invariants([])
@@ -98,8 +104,7 @@ def test_blocks_behind_the_tokens_are_given_back():
 
 @pytest.mark.parametrize("bad", [0, -16, 1.5, "16", None, True])
 def test_a_bad_block_size_is_refused(bad):
-    with pytest.raises(ConfigError, match="block_size"):
-        KVCacheManager(8, bad)
+    assert_raises(ConfigError, "block_size", KVCacheManager, 8, bad)
 
 
 def test_bad_token_ids_leave_nothing_behind():
@@ -125,7 +130,11 @@ def test_states_and_counts_of_the_pool():
         [BLOCK_CACHED, BLOCK_CACHED, BLOCK_SHARED, BLOCK_REFERENCED, BLOCK_REFERENCED, BLOCK_FREE]
     )
     assert (manager.num_blocks, manager.free_block_count, manager.used_block_count) == (6, 3, 3)
-    assert (manager.cached_block_count, manager.shared_block_count, manager.published_block_count) == (2, 1, 3)
+    assert (
+        manager.cached_block_count,
+        manager.shared_block_count,
+        manager.published_block_count,
+    ) == (2, 1, 3)
     assert manager.reference_count == 4
 
 
@@ -209,7 +218,9 @@ def test_extend_is_all_or_nothing():
     table = manager.fork(held)
     before = (table.block_ids.copy(), manager.block_states(), manager.drain_new_blocks())
     assert manager.blocks_needed(table, 14) == 3  # two new ones and the copy of the shared tail
-    with pytest.raises(CapacityError, match=r"14 tokens need 3 more blocks of 4 tokens, 2 of 4 are free; enlarge"):
+    with pytest.raises(
+        CapacityError, match=r"14 tokens need 3 more blocks of 4 tokens, 2 of 4 are free; enlarge"
+    ):
         manager.extend(table, 14)
     assert before == (table.block_ids, manager.block_states(), [0, 1])
     assert manager.drain_new_blocks() == []

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from helpers.kvcache.manager_cases import B, prefill
+from helpers.raising import assert_raises
 from helpers.reuse.index_cases import OTHER, ROOT, Offered
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kernels.reference.spans import StoredBlock
@@ -28,8 +29,7 @@ def test_sizes_are_checked_by_name(name, value):
 
 @pytest.mark.parametrize("value", [0, 62])
 def test_the_width_of_a_hash_is_checked(value):
-    with pytest.raises(ConfigError, match=f"hash_bits={value}"):
-        SpanIndex(4, 4, hash_bits=value)
+    assert_raises(ConfigError, f"hash_bits={value}", SpanIndex, 4, 4, hash_bits=value)
 
 
 def two_blocks():
@@ -52,26 +52,32 @@ def two_blocks():
         ((ROOT, 1, 0, 0, TOKENS, 0), "serial 0 cannot be behind serial 0"),
         ((ROOT, 1, 9, 1, TOKENS, 5), "block 1, at position 5, does not join its neighbour 0, at 0"),
         ((OTHER, 1, 9, 1, TOKENS, 4), "does not join its neighbour 0"),
-        ((ROOT, 1, 6, 1, TOKENS, 4), "block 1, at position 4, does not join its neighbour 3, at 12"),
+        (
+            (ROOT, 1, 6, 1, TOKENS, 4),
+            "block 1, at position 4, does not join its neighbour 3, at 12",
+        ),
         ((OTHER, 1, 6, 2, TOKENS, 8), "does not join its neighbour 3"),
     ],
 )
 def test_what_contradicts_is_refused_and_changes_nothing(arguments, message):
     index = two_blocks()
-    with pytest.raises(CacheCorruption, match=message):
-        index.offer(*arguments)
+    assert_raises(CacheCorruption, message, index.offer, *arguments)
     index.check()
-    assert (len(index), 0 in index, 1 in index, 3 in index, index.root_number(OTHER)) == (2, True, False, True, None)
+    assert (len(index), 0 in index, 1 in index, 3 in index, index.root_number(OTHER)) == (
+        2,
+        True,
+        False,
+        True,
+        None,
+    )
 
 
 @pytest.mark.parametrize("block_id", [1, 8, -1])
 def test_what_is_not_offered_cannot_be_withdrawn(block_id):
     index = two_blocks()
-    with pytest.raises(CacheCorruption, match=f"block {block_id} is not offered"):
-        index.withdraw(block_id)
+    assert_raises(CacheCorruption, f"block {block_id} is not offered", index.withdraw, block_id)
     index.withdraw(0)
-    with pytest.raises(CacheCorruption, match="block 0 is not offered"):
-        index.withdraw(0)
+    assert_raises(CacheCorruption, "block 0 is not offered", index.withdraw, 0)
     index.check()
 
 
@@ -102,7 +108,11 @@ def test_links_are_right_after_every_change(hash_bits):
             offered.offer(rng.choice(back))
         else:
             parent = rng.choice([None, *offered.ever[-12:]])
-            offered.offer(offered.make([rng.randrange(2), rng.randrange(2)], parent, rng.choice([ROOT, OTHER])))
+            offered.offer(
+                offered.make(
+                    [rng.randrange(2), rng.randrange(2)], parent, rng.choice([ROOT, OTHER])
+                )
+            )
         offered.index.check()
     assert len(offered.index) == len(offered.blocks)
 
@@ -135,7 +145,10 @@ def test_what_a_pool_publishes_fits_as_it_is():
     rng = random.Random(11)
     manager, offered = KVCacheManager(12, B), Offered(12, B)
     known = {}
-    roots, depths = {ROOT_SERIAL: b""}, {ROOT_SERIAL: -1}  # of every serial ever: a parent may be gone
+    roots, depths = (
+        {ROOT_SERIAL: b""},
+        {ROOT_SERIAL: -1},
+    )  # of every serial ever: a parent may be gone
     live = []
     withdrawn = num_runs = 0
     for _ in range(400):
@@ -143,7 +156,9 @@ def test_what_a_pool_publishes_fits_as_it_is():
             manager.free(live.pop(rng.randrange(2)))
         prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 5 * B))]
         num_runs += len(offered.find([*prompt, 7], least=B))
-        live.append(prefill(manager, prompt, rng.choice([ROOT, OTHER]), use_cache=rng.random() < 0.8))
+        live.append(
+            prefill(manager, prompt, rng.choice([ROOT, OTHER]), use_cache=rng.random() < 0.8)
+        )
         entries = manager._index.entries()
         serials = {entry.serial for entry in entries.values()}
         for gone in [block for block in offered.blocks if block.serial not in serials]:
@@ -155,7 +170,9 @@ def test_what_a_pool_publishes_fits_as_it_is():
                 roots[serial], depths[serial] = roots[parent] or key.parent_hash, depths[parent] + 1
                 tokens = tuple(np.frombuffer(key.tokens, dtype="<u4").tolist())
                 position = depths[serial] * B
-                known[serial] = offered.offer(StoredBlock(roots[serial], block_id, serial, parent, tokens, position))
+                known[serial] = offered.offer(
+                    StoredBlock(roots[serial], block_id, serial, parent, tokens, position)
+                )
             assert known[serial].block_id == block_id
         assert len(offered.index) == len(entries)
         offered.index.check()

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from helpers.raising import assert_raises
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.serve_ray import places
 from kvboost_edge.serve_ray.places import check_address, cpus_of_each
@@ -17,15 +18,18 @@ def test_each_replica_gets_its_threads_or_an_even_part():
     assert cpus_of_each(2, 3, [8]) == 3
     assert cpus_of_each(2, None, [4] * 4) == 4
     assert cpus_of_each(2, None, [16, 4], free=6) == 3
-    with pytest.raises(ConfigError, match="no machine of the cluster has 6 CPUs, the largest has 4"):
+    with pytest.raises(
+        ConfigError, match="no machine of the cluster has 6 CPUs, the largest has 4"
+    ):
         cpus_of_each(2, 6, [4] * 4)
     for workers, threads in ((3, None), (2, 2)):
         with pytest.raises(ConfigError, match=rf"workers={workers} .* 2 may be used here"):
             cpus_of_each(workers, threads, [2])
-    with pytest.raises(ConfigError, match="workers=2 with 3 threads each need 6 CPUs, 5 may be used"):
+    with pytest.raises(
+        ConfigError, match="workers=2 with 3 threads each need 6 CPUs, 5 may be used"
+    ):
         cpus_of_each(2, 3, [8], free=5)
-    with pytest.raises(ConfigError, match="0 may be used here"):
-        cpus_of_each(1, None, [])
+    assert_raises(ConfigError, "0 may be used here", cpus_of_each, 1, None, [])
 
 
 @pytest.mark.parametrize("machines", [[3, 3], [5, 1], [2, 2, 2], [7, 1, 1], [1, 1, 1, 1, 1]])
@@ -88,7 +92,10 @@ def listening(answer):
 )
 def test_what_is_no_head_of_a_cluster_is_told_soon(answer, reason, monkeypatch):
     monkeypatch.setattr(places, "_ANSWERING_SECONDS", 0.2 if answer is None else 60.0)
-    with listening(answer) as address, pytest.raises(BackendUnavailable, match=f"no Ray cluster answers.*{reason}"):
+    with (
+        listening(answer) as address,
+        pytest.raises(BackendUnavailable, match=f"no Ray cluster answers.*{reason}"),
+    ):
         check_address(address)
 
 
@@ -104,17 +111,19 @@ def test_behind_tls_it_is_enough_that_somebody_listens(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         check_address(address)
-    with pytest.raises(BackendUnavailable, match="no Ray cluster answers there"):
-        check_address(address)
+    assert_raises(BackendUnavailable, "no Ray cluster answers there", check_address, address)
 
 
-@pytest.mark.parametrize("address", ["here", "ray://127.0.0.1:1", ":1", "127.0.0.1:", "127.0.0.1:x"])
+@pytest.mark.parametrize(
+    "address", ["here", "ray://127.0.0.1:1", ":1", "127.0.0.1:", "127.0.0.1:x"]
+)
 def test_what_is_no_address_is_refused(address):
-    with pytest.raises(ConfigError, match="must be HOST:PORT"):
-        check_address(address)
+    assert_raises(ConfigError, "must be HOST:PORT", check_address, address)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999999999"])
 def test_where_nobody_listens_there_is_no_cluster(address):
-    with pytest.raises(BackendUnavailable, match=f"ray_address='{address}': no Ray cluster answers there"):
+    with pytest.raises(
+        BackendUnavailable, match=f"ray_address='{address}': no Ray cluster answers there"
+    ):
         check_address(address)

@@ -2,8 +2,7 @@
 
 import random
 
-import pytest
-
+from helpers.raising import assert_raises
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
@@ -66,18 +65,18 @@ def test_what_is_pinned_is_counted_as_referenced_and_not_as_usable():
     pool = manager._pool
     for block_id in (0, 1):
         pool.hold(block_id)
-    assert (manager.usable_block_count, manager.used_block_count, manager.free_block_count) == (2, 2, 2)
+    assert (manager.usable_block_count, manager.used_block_count, manager.free_block_count) == (
+        2,
+        2,
+        2,
+    )
     pool.check([])
-    with pytest.raises(CapacityError, match="2 of 4"):
-        pool.take(3)
-    with pytest.raises(CacheCorruption, match="block 1 is pinned already"):
-        pool.hold(1)
+    assert_raises(CapacityError, "2 of 4", pool.take, 3)
+    assert_raises(CacheCorruption, "block 1 is pinned already", pool.hold, 1)
     pool.let_go(1, matchable=False)
-    with pytest.raises(CacheCorruption, match="block 1 is not pinned"):
-        pool.let_go(1, matchable=False)
+    assert_raises(CacheCorruption, "block 1 is not pinned", pool.let_go, 1, matchable=False)
     pool.release(0, matchable=False)
-    with pytest.raises(CacheCorruption, match="block 0"):
-        pool.check([])  # it is pinned and has no reference
+    assert_raises(CacheCorruption, "block 0", pool.check, [])  # it is pinned and has no reference
 
 
 def test_floors_with_one_owner_are_the_least_recently_used():
@@ -105,7 +104,10 @@ def test_floors_with_one_owner_are_the_least_recently_used():
                 for policy in both:
                     policy.refresh(block_id)
             assert both[0].order() == both[1].order()
-            assert (len(both[0]), both[0].protected(b"a")) == (len(both[1]), both[1].protected(b"a"))
+            assert (len(both[0]), both[0].protected(b"a")) == (
+                len(both[1]),
+                both[1].protected(b"a"),
+            )
             assert all((b in both[0]) == (b in both[1]) for b in range(12))
 
 

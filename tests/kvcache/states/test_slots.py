@@ -2,8 +2,17 @@
 
 import pytest
 
+from helpers.raising import assert_raises
 from kvboost_edge.errors import CacheCorruption, ConfigError
-from kvboost_edge.kvcache.states.slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
+from kvboost_edge.kvcache.states.slots import (
+    ANSWER,
+    BACKBONE,
+    HINT,
+    JUNCTION,
+    PROMPT,
+    REASONS,
+    StateSlots,
+)
 
 
 def kept(slots, block_id, reason, owner=b""):
@@ -20,8 +29,7 @@ def blocks(slots):
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "3"])
 def test_a_pool_has_slots(wrong):
-    with pytest.raises(ConfigError, match="num_state_slots"):
-        StateSlots(wrong)
+    assert_raises(ConfigError, "num_state_slots", StateSlots, wrong)
 
 
 def test_slots_are_handed_out_once_and_come_back():
@@ -230,8 +238,7 @@ def test_a_shared_slot_does_not_become_a_snapshot():
     slot = slots.take()
     assert slot is not None
     slots.share(slot)
-    with pytest.raises(CacheCorruption, match="not its owner's alone"):
-        slots.attach(slot, 10, PROMPT)
+    assert_raises(CacheCorruption, "not its owner's alone", slots.attach, slot, 10, PROMPT)
 
 
 def test_check_finds_a_lost_reference():
@@ -239,9 +246,7 @@ def test_check_finds_a_lost_reference():
     slot = slots.take()
     assert slot is not None
     slots.check([slot])
-    with pytest.raises(CacheCorruption, match="count"):
-        slots.check([])
+    assert_raises(CacheCorruption, "count", slots.check, [])
     kept(slots, 10, PROMPT)
     slots._num_idle = 0
-    with pytest.raises(CacheCorruption, match="read by nobody"):
-        slots.check([slot])
+    assert_raises(CacheCorruption, "read by nobody", slots.check, [slot])

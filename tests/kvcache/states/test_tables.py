@@ -4,6 +4,7 @@ import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B
 from helpers.kvcache.recurrent_tables import cold, manager_of, rows, run_pass, states_of
+from helpers.raising import assert_raises
 from kvboost_edge.errors import CacheCorruption, CapacityError
 
 
@@ -76,8 +77,7 @@ def test_a_table_without_a_slot_fails_and_changes_nothing():
     first, second = (manager.open_table([number] * B, ROOT) for number in (1, 2))
     manager.extend(first, B)
     assert not states_of(manager).has_room(second)
-    with pytest.raises(CapacityError, match="max_state_bytes"):
-        manager.extend(second, B)
+    assert_raises(CapacityError, "max_state_bytes", manager.extend, second, B)
     assert second.block_ids == []
     progress = manager.progress
     manager.free(first)
@@ -116,15 +116,12 @@ def test_passes_that_do_not_go_on_from_the_state_are_refused():
     manager.extend(table, len(tokens))
     with pytest.raises(CacheCorruption, match="does not go on"):
         states_of(manager).plan(table, 1, 4)
-    with pytest.raises(CacheCorruption, match="are committed"):
-        manager.commit(table, tokens, 4)
+    assert_raises(CacheCorruption, "are committed", manager.commit, table, tokens, 4)
     states_of(manager).plan(table, 0, 5)
     with pytest.raises(CacheCorruption, match="does not go on"):
         states_of(manager).plan(table, 0, 5)
-    with pytest.raises(CacheCorruption, match="are committed"):
-        manager.commit(table, tokens, 4)
-    with pytest.raises(CacheCorruption, match="being computed"):
-        manager.fork(table)
+    assert_raises(CacheCorruption, "are committed", manager.commit, table, tokens, 4)
+    assert_raises(CacheCorruption, "being computed", manager.fork, table)
 
 
 def test_check_finds_a_snapshot_of_a_block_that_is_gone():
@@ -136,5 +133,4 @@ def test_check_finds_a_snapshot_of_a_block_that_is_gone():
     other = slots.take()
     assert other == slot
     slots.attach(other, 39, "prompt")
-    with pytest.raises(CacheCorruption, match="is not published"):
-        manager.check_invariants([])
+    assert_raises(CacheCorruption, "is not published", manager.check_invariants, [])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.raising import assert_raises
 from helpers.tiers.redis_cases import SECRET, SPACE, Clock, chain, opened, reads, stored_keys
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.tiers.redis import tier as tier_module
@@ -26,9 +27,20 @@ def test_what_one_wrote_another_reads(server, client, count, payload_bytes):
     assert reads(reader, blocks, payloads) == 0
     assert writer.write(blocks, payloads) == count
     assert reads(reader, blocks, payloads) == count
-    assert (writer.stat().written_blocks, reader.stat().read_blocks, reader.stat().missing) == (count, count, 1)
-    assert reader.stat().read_bytes == writer.stat().written_bytes == sum(client.strlen(k) for k in client.keys("*"))
-    assert all(client.strlen(key) <= PIECE_BYTES and 0 < client.ttl(key) <= 86_400 for key in client.keys("*"))
+    assert (writer.stat().written_blocks, reader.stat().read_blocks, reader.stat().missing) == (
+        count,
+        count,
+        1,
+    )
+    assert (
+        reader.stat().read_bytes
+        == writer.stat().written_bytes
+        == sum(client.strlen(k) for k in client.keys("*"))
+    )
+    assert all(
+        client.strlen(key) <= PIECE_BYTES and 0 < client.ttl(key) <= 86_400
+        for key in client.keys("*")
+    )
     assert all(key.startswith(f"kvb:{SPACE[:8].hex()}:") for key in stored_keys(client))
 
 
@@ -114,7 +126,9 @@ def damages():
     older = pieces_of(Seal(SPACE, SECRET).value(blocks[0]._replace(tokens=bytes(64)), payloads[0]))
 
     def replace(pieces):
-        return lambda client, mine, other: [client.set(k, bytes(p)) for k, p in zip(mine, pieces, strict=True)]
+        return lambda client, mine, other: [
+            client.set(k, bytes(p)) for k, p in zip(mine, pieces, strict=True)
+        ]
 
     def swap(client, one, another):
         first, second = client.get(one), client.get(another)
@@ -123,11 +137,18 @@ def damages():
 
     return {
         "poisoned": lambda client, mine, other: client.setrange(mine[2], 1000, b"\xff\xfe"),
-        "truncated": lambda client, mine, other: client.set(mine[3], client.getrange(mine[3], 0, -2)),
+        "truncated": lambda client, mine, other: client.set(
+            mine[3], client.getrange(mine[3], 0, -2)
+        ),
         "longer": lambda client, mine, other: client.append(mine[0], b"\0"),
         "garbage": lambda client, mine, other: client.set(mine[0], b"garbage"),
-        "of another type": lambda client, mine, other: (client.delete(mine[0]), client.rpush(mine[0], "x")),
-        "swapped": lambda client, mine, other: [swap(client, a, b) for a, b in zip(mine, other, strict=True)],
+        "of another type": lambda client, mine, other: (
+            client.delete(mine[0]),
+            client.rpush(mine[0], "x"),
+        ),
+        "swapped": lambda client, mine, other: [
+            swap(client, a, b) for a, b in zip(mine, other, strict=True)
+        ],
         "a piece swapped": lambda client, mine, other: swap(client, mine[1], other[1]),
         "pieces in another order": lambda client, mine, other: swap(client, mine[1], mine[2]),
         "foreign": replace(foreign),
@@ -141,12 +162,16 @@ def test_a_value_not_to_be_believed_is_a_miss_dropped_and_written_anew(name, ser
     blocks, payloads = chain(2, 3 * MIB)
     tier = opened(server.url)
     tier.write(blocks, payloads)
-    by_block = [[key for key in stored_keys(client) if block.prefix_hash.hex() in key] for block in blocks]
+    by_block = [
+        [key for key in stored_keys(client) if block.prefix_hash.hex() in key] for block in blocks
+    ]
     damages()[name](client, *by_block)
     assert reads(tier, blocks, payloads) == 0
     assert tier.stat().refused == 1
     assert not client.exists(*by_block[0])
-    tier.read(blocks[1:], [memoryview(bytearray(3 * MIB))])  # those that were swapped with it go likewise
+    tier.read(
+        blocks[1:], [memoryview(bytearray(3 * MIB))]
+    )  # those that were swapped with it go likewise
     assert tier.write(blocks, payloads) == 2
     assert reads(tier, blocks, payloads) == 2
 
@@ -166,7 +191,11 @@ def test_with_trust_in_place_of_a_secret_damage_is_found_all_the_same(server, cl
     tier = opened(server.url, secret=None, trust=True)
     assert tier.write(blocks, payloads) == 2
     assert reads(tier, blocks, payloads) == 2
-    client.setrange(next(key for key in stored_keys(client) if blocks[1].prefix_hash.hex() in key), 500, b"\xff\xfe")
+    client.setrange(
+        next(key for key in stored_keys(client) if blocks[1].prefix_hash.hex() in key),
+        500,
+        b"\xff\xfe",
+    )
     assert reads(tier, blocks, payloads) == 1
 
 
@@ -176,20 +205,21 @@ def test_with_trust_in_place_of_a_secret_damage_is_found_all_the_same(server, cl
 def test_without_a_secret_the_tier_is_refused_unless_trusted():
     with pytest.raises(ConfigError, match=rf"{SECRET_VARIABLE}.*redis_trust=True"):
         opened("redis://h", secret=None)
-    with pytest.raises(ConfigError, match="15 characters, at least 16"):
-        opened("redis://h", secret="x" * 15)
+    assert_raises(ConfigError, "15 characters, at least 16", opened, "redis://h", secret="x" * 15)
     with pytest.raises(ConfigError, match="0 characters"):
         opened("redis://h", secret=None, environment={SECRET_VARIABLE: ""}, trust=True)
     for ttl in (0, -1, True, 1.5, None):
-        with pytest.raises(ConfigError, match="redis_ttl_s="):
-            opened("redis://h", ttl_s=ttl)
+        assert_raises(ConfigError, "redis_ttl_s=", opened, "redis://h", ttl_s=ttl)
     opened("redis://h", secret=None, environment={SECRET_VARIABLE: SECRET})
     opened("redis://h", secret=None, trust=True)
 
 
 def test_the_secret_may_come_from_the_environment(server, client):
     blocks, payloads = chain(1)
-    writer, reader = opened(server.url), opened(server.url, secret=None, environment={SECRET_VARIABLE: SECRET})
+    writer, reader = (
+        opened(server.url),
+        opened(server.url, secret=None, environment={SECRET_VARIABLE: SECRET}),
+    )
     writer.write(blocks, payloads)
     assert reads(reader, blocks, payloads) == 1
 
@@ -199,20 +229,30 @@ def test_opening_asks_nothing_and_knows_nothing_yet(server, client):
     tier = opened(server.url, clock=Clock())
     assert tier.holds(bytes(32)) is None
     stat = tier.stat()
-    assert (stat.blocks, stat.bytes, stat.max_bytes, stat.writable, stat.state) == (None, None, None, True, "")
+    assert (stat.blocks, stat.bytes, stat.max_bytes, stat.writable, stat.state) == (
+        None,
+        None,
+        None,
+        True,
+        "",
+    )
     assert client.info("stats")["total_connections_received"] == commands
     assert tier.ping()
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(BackendUnavailable, match=r"kvboost-edge\[redis\]"):
-        opened("redis://h")
+    assert_raises(BackendUnavailable, r"kvboost-edge\[redis\]", opened, "redis://h")
 
 
 def test_the_package_is_loaded_when_a_tier_opens_and_not_before():
     code = "import sys, kvboost_edge.tiers.redis.tier; sys.exit('redis' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(server, client):
@@ -250,11 +290,15 @@ def test_it_says_what_the_server_has_when_it_is_asked_and_believes_that(server, 
     tier.write(blocks[::2], payloads[::2])
     commands = client.info("commandstats")["cmdstat_exists"]["calls"]
     assert reader.ask(hashes) == tier.ask(hashes) == [True, False, True]
-    assert client.info("commandstats")["cmdstat_exists"]["calls"] == commands + 6, "nothing is fetched"
+    assert client.info("commandstats")["cmdstat_exists"]["calls"] == commands + 6, (
+        "nothing is fetched"
+    )
     assert [tier.holds(prefix_hash) for prefix_hash in hashes] == [True, None, True]
     client.delete(*(key for key in stored_keys(client) if hashes[2].hex() in key))
     assert tier.ask(hashes) == [True, False, False]
-    assert [tier.holds(prefix_hash) for prefix_hash in hashes] == [True, None, None], "it is written again"
+    assert [tier.holds(prefix_hash) for prefix_hash in hashes] == [True, None, None], (
+        "it is written again"
+    )
     assert tier.dropped(hashes[2])
     assert tier.stat().missing == tier.stat().errors == 0
     with server.stopped():
@@ -264,7 +308,9 @@ def test_it_says_what_the_server_has_when_it_is_asked_and_believes_that(server, 
 
 
 @pytest.mark.parametrize("pieces", ["one pipeline", "several"])
-def test_a_server_that_lost_or_got_wrong_values_is_given_all_of_them_again_at_once(server, client, pieces):
+def test_a_server_that_lost_or_got_wrong_values_is_given_all_of_them_again_at_once(
+    server, client, pieces
+):
     """What is behind the first block that is not there is hardly there either: it is looked for, not assumed."""
     blocks, payloads = chain(8, 1000 if pieces == "one pipeline" else 3 * MIB)
     tier = opened(server.url)
