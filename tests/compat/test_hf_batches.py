@@ -35,7 +35,9 @@ def test_group_by_prefix():
     ids = [[1, 2, 3, 4, 9], [5, 6, 7, 8], [1, 2, 3, 4, 7, 7], [1, 2, 3], [1, 2, 3], [1, 2], [], []]
     groups = group_by_prefix("abcdefgh", ids, 2, n_prefix_chunks=2)
     assert list(groups.values()) == [[0, 2], [1], [3, 4, 5], [6, 7]]
-    assert list(group_by_prefix("ab", [[1, 2, 3], [1, 2, 4]], 4).values()) == [[0], [1]], "no whole chunk: whole prompt"
+    assert list(group_by_prefix("ab", [[1, 2, 3], [1, 2, 4]], 4).values()) == [[0], [1]], (
+        "no whole chunk: whole prompt"
+    )
     assert group_by_prefix([], [], 4) == {}
     with pytest.raises(RequestError, match="1 prompts and 0 lists"):
         group_by_prefix(["a"], [], 4)
@@ -78,27 +80,39 @@ def llama():
     return build_tiny_model("llama")
 
 
+PREFIX = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(1))
+SUFFIXES = [[7, 8, 9, 10, 11], [20], [30, 31, 32]]
+
+
+def past_of(out):
+    return tuple((layer.keys, layer.values) for layer in out.past_key_values.layers)
+
+
+@torch.inference_mode()
+def behind_the_prefix(model):
+    """Past keys and values of all suffixes behind the prefix, their first tokens, and the mask."""
+    ids, masks = pad_and_mask(SUFFIXES, PAD_ID)
+    full = torch.cat([torch.ones(3, 20, dtype=torch.int64), masks], dim=1)
+    shared = DynamicCache(list(broadcast_kv(past_of(model(PREFIX, use_cache=True)), 3)))
+    positions = (full.cumsum(1) - 1)[:, 20:]
+    out = model(
+        ids, attention_mask=full, position_ids=positions, past_key_values=shared, use_cache=True
+    )
+    return past_of(out), out.logits[:, -1].argmax(-1), full
+
+
 @pytest.mark.parametrize("eos", [EOS_ID, None])
 def test_a_shared_prefix_and_ragged_suffixes_decode_like_single_prompts(llama, eos):
     """A shared prefix computed once: the flow the functions are made for."""
     model = llama
-    prefix = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(1))
-    suffixes = [[7, 8, 9, 10, 11], [20], [30, 31, 32]]
-    singles = [greedy(model, prefix[0].tolist() + s, 12, -1 if eos is None else eos) for s in suffixes]
+    singles = [
+        greedy(model, PREFIX[0].tolist() + s, 12, -1 if eos is None else eos) for s in SUFFIXES
+    ]
     if eos is not None:
         eos = singles[0][3]  # so that rows end at different times
         singles = [row[: row.index(eos) + 1] if eos in row else row for row in singles]
-    with torch.inference_mode():
-        cache = model(prefix, use_cache=True).past_key_values
-        kv = tuple((layer.keys, layer.values) for layer in cache.layers)
-        ids, masks = pad_and_mask(suffixes, PAD_ID)
-        full = torch.cat([torch.ones(3, 20, dtype=torch.int64), masks], dim=1)
-        shared = DynamicCache([tuple(pair) for pair in broadcast_kv(kv, 3)])
-        positions = (20 + masks.cumsum(1) - 1).clamp(min=0)
-        out = model(ids, attention_mask=full, position_ids=positions, past_key_values=shared, use_cache=True)
-    first = out.logits[:, -1].argmax(-1)
-    past = tuple((layer.keys, layer.values) for layer in out.past_key_values.layers)
-    starts = [20 + len(s) for s in suffixes]
+    past, first, full = behind_the_prefix(model)
+    starts = [20 + len(s) for s in SUFFIXES]
     outputs, grown = batched_decode(model, past, first, starts, 12, eos, attention_mask=full)
     assert outputs == singles
     assert grown[0][0].shape[0] == 3
@@ -121,14 +135,22 @@ def test_hidden_slots_anywhere_do_not_matter(model, hole):
         junk = torch.full((1, 2, missing, 16), 50.0)
         rows.append(
             [
-                tuple(torch.cat([part[:, :, :at], junk, part[:, :, at:]], dim=2) for part in (layer.keys, layer.values))
+                tuple(
+                    torch.cat([part[:, :, :at], junk, part[:, :, at:]], dim=2)
+                    for part in (layer.keys, layer.values)
+                )
                 for layer in out.past_key_values.layers
             ]
         )
         masks.append([1] * at + [0] * missing + [1] * (len(prompt) - at))
-    kv = tuple(tuple(torch.cat(parts) for parts in zip(*layer, strict=True)) for layer in zip(*rows, strict=True))
+    kv = tuple(
+        tuple(torch.cat(parts) for parts in zip(*layer, strict=True))
+        for layer in zip(*rows, strict=True)
+    )
     mask = None if hole == "front" else torch.tensor(masks)
-    outputs, _ = batched_decode(model, kv, first, [len(p) for p in prompts], 10, None, attention_mask=mask)
+    outputs, _ = batched_decode(
+        model, kv, first, [len(p) for p in prompts], 10, None, attention_mask=mask
+    )
     assert outputs == [greedy(model, prompt, 10, -1) for prompt in prompts]
 
 
@@ -138,41 +160,36 @@ def test_equal_lengths_need_no_mask_and_sampling_is_seeded(model):
         out = model(prompts, use_cache=True)
     first = out.logits[:, -1].argmax(-1)
 
-    def past():
-        return tuple((layer.keys, layer.values) for layer in out.past_key_values.layers)
-
-    outputs, _ = batched_decode(model, past(), first, 9, 6, [])
+    outputs, _ = batched_decode(model, past_of(out), first, 9, 6, [])
     assert outputs == [greedy(model, row.tolist(), 6, -1) for row in prompts]
-    cold, _ = batched_decode(model, past(), first, 9, 6, None, temperature=0.0, do_sample=True)
+    cold, _ = batched_decode(
+        model, past_of(out), first, 9, 6, None, temperature=0.0, do_sample=True
+    )
     assert cold == outputs, "temperature 0 is greedy"
     drawn = []
     for _ in range(2):
         torch.manual_seed(3)
-        drawn.append(batched_decode(model, past(), first, 9, 6, None, temperature=2.0, do_sample=True)[0])
+        drawn.append(
+            batched_decode(model, past_of(out), first, 9, 6, None, temperature=2.0, do_sample=True)[
+                0
+            ]
+        )
     assert drawn[0] == drawn[1] != outputs
-    assert batched_decode(model, past(), first.tolist(), 9, 1, None)[0] == [[int(token)] for token in first]
+    assert batched_decode(model, past_of(out), first.tolist(), 9, 1, None)[0] == [
+        [int(token)] for token in first
+    ]
 
 
 def test_the_rows_own_signature_is_refused_where_it_leaves_open_what_is_padding(llama):
     """broadcast_kv, pad_and_mask, batched_decode without a mask: the padding stands between prefix and suffix."""
-    prefix = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(1))
-    suffixes = [[7, 8, 9, 10, 11], [20], [30, 31, 32]]
-    with torch.inference_mode():
-        cache = llama(prefix, use_cache=True).past_key_values
-        shared = broadcast_kv(tuple((layer.keys, layer.values) for layer in cache.layers), 3)
-        ids, masks = pad_and_mask(suffixes, PAD_ID)
-        full = torch.cat([torch.ones(3, 20, dtype=torch.int64), masks], dim=1)
-        positions = (full.cumsum(1) - 1)[:, 20:]
-        out = llama(
-            ids, attention_mask=full, position_ids=positions, past_key_values=DynamicCache(list(shared)), use_cache=True
-        )
-    past = tuple((layer.keys, layer.values) for layer in out.past_key_values.layers)
-    first = out.logits[:, -1].argmax(-1)
+    past, first, full = behind_the_prefix(llama)
     for start in (25, [25, 21, 23]):
         with pytest.raises(RequestError, match=r"attention_mask=.* pad_and_mask"):
             batched_decode(llama, past, first, start, 4, None, 1.0, False, "cpu")
-    outputs, _ = batched_decode(llama, past, first, full.sum(1).tolist(), 4, None, attention_mask=full)
-    assert outputs == [greedy(llama, prefix[0].tolist() + s, 4, -1) for s in suffixes]
+    outputs, _ = batched_decode(
+        llama, past, first, full.sum(1).tolist(), 4, None, attention_mask=full
+    )
+    assert outputs == [greedy(llama, PREFIX[0].tolist() + s, 4, -1) for s in SUFFIXES]
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -190,12 +207,14 @@ def test_a_cache_cut_to_its_sliding_window_goes_on(ragged):
     with torch.inference_mode():
         positions = (masks.cumsum(1) - 1).clamp(min=0)
         out = mistral(ids, attention_mask=masks, position_ids=positions, use_cache=True)
-    past = tuple((layer.keys, layer.values) for layer in out.past_key_values.layers)
+    past = past_of(out)
     assert past[0][0].shape[2] == window - 1, "transformers kept the window only"
     first = out.logits[:, -1].argmax(-1)
     singles = [greedy(mistral, prompt, 6, -1) for prompt in prompts]
     for mask in (None, masks, masks[:, -(window - 1) :]):
-        outputs, _ = batched_decode(mistral, past, first, [len(p) for p in prompts], 6, None, attention_mask=mask)
+        outputs, _ = batched_decode(
+            mistral, past, first, [len(p) for p in prompts], 6, None, attention_mask=mask
+        )
         assert outputs == singles
     cut = tuple((keys[:, :, 1:], values[:, :, 1:]) for keys, values in past)
     with pytest.raises(RequestError, match="do not agree"):

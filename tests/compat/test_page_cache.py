@@ -40,7 +40,9 @@ def test_get_gives_back_what_was_attached(length, prefix_length):
     cache = KVCache(page_size=4, max_pages=8)
     payloads = [f"kv{i}" for i in range(length)]
     for seq_id in ("a", "b"):
-        cache.attach(seq_id, payloads, None if prefix_length is None else list(range(prefix_length)))
+        cache.attach(
+            seq_id, payloads, None if prefix_length is None else list(range(prefix_length))
+        )
         assert cache.get(seq_id) == payloads
         cache.check_invariants()
     assert cache.get("c") is None
@@ -63,7 +65,9 @@ def test_what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was():
     cache.attach("b", list(range(8)), prefix)  # a page shared, a page each
     before = cache.stats()
     for seq_id in ("a", "c"):
-        with pytest.raises(CapacityError, match=r"17 payloads need 5 pages of 4, .* enlarge max_pages or detach"):
+        with pytest.raises(
+            CapacityError, match=r"17 payloads need 5 pages of 4, .* enlarge max_pages or detach"
+        ):
             cache.attach(seq_id, list(range(17)), prefix)
         assert cache.stats() == before
         cache.check_invariants()
@@ -79,7 +83,9 @@ def test_pages_that_the_new_sequence_shares_with_the_replaced_one_make_no_room()
     cache = KVCache(page_size=4, max_pages=4)
     cache.attach("other", ["x"])
     cache.attach("a", list(range(8)), [1, 2, 3, 4])
-    with pytest.raises(CapacityError, match="16 payloads need 4 pages of 4, 1 of them shared; 2 of 4 are available"):
+    with pytest.raises(
+        CapacityError, match="16 payloads need 4 pages of 4, 1 of them shared; 2 of 4 are available"
+    ):
         cache.attach("a", list(range(16)), [1, 2, 3, 4])
     assert cache.get("a") == list(range(8))
     cache.attach("a", list(range(12)), [1, 2, 3, 4])
@@ -88,11 +94,15 @@ def test_pages_that_the_new_sequence_shares_with_the_replaced_one_make_no_room()
 
 
 def test_bad_arguments_are_refused_and_nothing_leaks():
-    for options in ({"page_size": 0}, {"page_size": 1.5}, {"max_pages": 0}, {"max_pages": True}):
+    for options in (
+        {"page_size": 0},
+        {"page_size": 1.5},
+        {"max_pages": 0},
+        {"max_pages": True},
+        {"enable_prefix_sharing": 1},
+    ):
         with pytest.raises(ConfigError, match=next(iter(options))):
             KVCache(**options)
-    with pytest.raises(ConfigError, match="enable_prefix_sharing"):
-        KVCache(enable_prefix_sharing=1)
     cache = KVCache(page_size=4, max_pages=100)
     for prefix in ([-1], [2**32], ["a"]):
         with pytest.raises(RequestError, match="token ids"):
@@ -123,7 +133,14 @@ def test_no_caller_can_change_what_another_sequence_sees():
 
 def test_arrays_are_shared_when_equal_in_shape_dtype_and_every_element():
     base = np.arange(6, dtype=np.float32)
-    others = [base.copy(), base.astype(np.float64), base.reshape(2, 3), base.reshape(1, 6), base + 1, base[:1]]
+    others = [
+        base.copy(),
+        base.astype(np.float64),
+        base.reshape(2, 3),
+        base.reshape(1, 6),
+        base + 1,
+        base[:1],
+    ]
     for other, shared in zip(others, [1, 0, 0, 0, 0, 0], strict=True):
         cache = KVCache(page_size=1, max_pages=10)
         cache.attach("a", [(base, base)], [1])
@@ -136,7 +153,9 @@ def test_arrays_are_shared_when_equal_in_shape_dtype_and_every_element():
 
 def test_equal_values_of_different_types_are_not_exchanged():
     cache = KVCache(page_size=2, max_pages=10)
-    for seq_id, payloads in enumerate([[1, True], [1.0, True], [1, 1], [{"k": 1}, 1], [{"k": 1.0}, 1], [[1], (1,)]]):
+    for seq_id, payloads in enumerate(
+        [[1, True], [1.0, True], [1, 1], [{"k": 1}, 1], [{"k": 1.0}, 1], [[1], (1,)]]
+    ):
         cache.attach(seq_id, payloads, [7, 8])
         assert repr(cache.get(seq_id)) == repr(payloads)
 
@@ -158,7 +177,9 @@ def test_payloads_of_any_kind_are_kept():
         assert isinstance(got[1], Contrary)
         assert got[2] is None
         assert got[3][0] is got[3]
-    assert cache.stats()["shared_pages_count"] == 1  # the lock; whatever follows a doubtful page is not compared
+    assert (
+        cache.stats()["shared_pages_count"] == 1
+    )  # the lock; whatever follows a doubtful page is not compared
     cache.check_invariants()
 
 

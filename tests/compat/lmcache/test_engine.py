@@ -7,7 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.compat.lmcache_cases import HEAD_SIZE, HEADS, LAYERS, equal, kv_of, kv_slice, num_tokens_of
+from helpers.compat.lmcache_cases import (
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    equal,
+    kv_of,
+    kv_slice,
+    num_tokens_of,
+)
 from kvboost_edge.errors import RequestError
 
 T, F = True, False
@@ -72,7 +80,9 @@ def test_replaced_keys_and_values_may_be_of_another_type_and_shape(engine):
     engine.store(tokens, words, skip_existing=False)
     assert equal(engine.retrieve(tokens)[0], words)
     engine.store(tokens, kv_slice(half, 4, 8), mask(4, 8), skip_existing=False)
-    assert equal(engine.retrieve(tokens)[0], kv_slice(words, 0, 4)), "what makes up one answer is of one type"
+    assert equal(engine.retrieve(tokens)[0], kv_slice(words, 0, 4)), (
+        "what makes up one answer is of one type"
+    )
     assert equal(engine.retrieve(tokens, mask(4, 8))[0], kv_slice(half, 4, 8))
 
 
@@ -115,7 +125,8 @@ def test_without_partial_chunks_the_last_tokens_are_not_stored(engines):
 
 
 @pytest.mark.parametrize(
-    "dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i8"]
+    "dtype",
+    [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i8"],
 )
 def test_tokens_of_every_integer_type_are_the_same_tokens(engine, dtype):
     """Known fault: the hash depended on the type of the tokens."""
@@ -130,7 +141,9 @@ def test_tokens_of_every_integer_type_are_the_same_tokens(engine, dtype):
 def test_every_part_of_the_metadata_is_part_of_the_key(engines, backend, other):
     tokens = np.arange(8)
     engines().store(tokens, kv_of(tokens))
-    assert engines().lookup(tokens) == (0 if backend == "memory" else 8), "an engine's memory is its own"
+    assert engines().lookup(tokens) == (0 if backend == "memory" else 8), (
+        "an engine's memory is its own"
+    )
     neighbour = engines(**other)
     assert neighbour.lookup(tokens) == 0
     assert neighbour.retrieve(tokens)[0] == ()
@@ -200,7 +213,11 @@ def test_a_mask_is_false_then_true_one_boolean_per_token(engine, bad, message):
     ],
 )
 def test_tokens_that_are_none_are_a_value_error_everywhere(engine, bad):
-    for call in (lambda: engine.lookup(bad), lambda: engine.retrieve(bad), lambda: engine.store(bad, kv_of([1]))):
+    for call in (
+        lambda: engine.lookup(bad),
+        lambda: engine.retrieve(bad),
+        lambda: engine.store(bad, kv_of([1])),
+    ):
         with pytest.raises(RequestError):
             call()
 
@@ -235,7 +252,11 @@ def test_keys_and_values_that_are_none_are_a_value_error_and_nothing_is_stored(e
 def test_a_closed_engine_says_so_and_closes_again(engine):
     engine.close()
     engine.close()
-    for call in (lambda: engine.lookup([1]), lambda: engine.retrieve([1]), lambda: engine.store([1], kv_of([1]))):
+    for call in (
+        lambda: engine.lookup([1]),
+        lambda: engine.retrieve([1]),
+        lambda: engine.store([1], kv_of([1])),
+    ):
         with pytest.raises(RequestError, match="closed"):
             call()
 

@@ -7,11 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.compat.lmcache_cases import BACKENDS, equal, kv_of, kv_slice, make_engine, num_tokens_of
+from helpers.compat.lmcache_cases import (
+    BACKENDS,
+    equal,
+    kv_of,
+    kv_slice,
+    make_engine,
+    num_tokens_of,
+)
 from helpers.tiers.redis_servers import running_redis
 
 TOKENS = st.lists(st.integers(0, 1), max_size=9)  # so few that prefixes are shared
-STORE = st.tuples(st.just("store"), TOKENS, st.integers(0, 3), st.booleans(), st.booleans(), st.integers(0, 3))
+STORE = st.tuples(
+    st.just("store"), TOKENS, st.integers(0, 3), st.booleans(), st.booleans(), st.integers(0, 3)
+)
 RETRIEVE = st.tuples(st.just("retrieve"), TOKENS, st.integers(0, 9), st.booleans())
 CALLS = st.lists(st.one_of(STORE, RETRIEVE, st.tuples(st.just("lookup"), TOKENS)), max_size=12)
 
@@ -75,14 +84,18 @@ def compare(engine, oracle, calls):
                 engine.store([9], kv_of([9]))
         elif name == "retrieve":
             skipped, return_tuple = min(more[0], len(tokens)), more[1]
-            found, ret_mask = engine.retrieve(tokens, np.arange(len(tokens)) >= skipped, return_tuple)
+            found, ret_mask = engine.retrieve(
+                tokens, np.arange(len(tokens)) >= skipped, return_tuple
+            )
             expected = oracle.retrieve(tokens, skipped)
             count = sum(map(num_tokens_of, expected))
             assert np.flatnonzero(ret_mask).tolist() == list(range(skipped, skipped + count))
             if not count:
                 assert found == ()
             else:
-                assert equal(found if return_tuple else [tuple(layer) for layer in found], joined(expected))
+                assert equal(
+                    found if return_tuple else [tuple(layer) for layer in found], joined(expected)
+                )
         else:
             assert engine.lookup(tokens) == oracle.lookup(tokens)
     assert (engine.hit_tokens_count, engine.miss_tokens_count) == (oracle.hits, oracle.misses)
@@ -105,7 +118,13 @@ def test_any_calls_do_as_the_dictionary_does(backend, scale, tmp_path_factory):
 
     if backend != "redis":
         folder = lambda: f"file://{tmp_path_factory.mktemp('oracle')}"  # noqa: E731
-        run({"memory": lambda: "memory", "disk": folder, "memory over disk": lambda: ("memory", folder())}[backend])
+        run(
+            {
+                "memory": lambda: "memory",
+                "disk": folder,
+                "memory over disk": lambda: ("memory", folder()),
+            }[backend]
+        )
         return
     with running_redis() as server, server.client() as client:
         run(lambda: (client.flushall(), server.url)[1])
@@ -127,7 +146,12 @@ def test_threads_see_whole_chunks_and_counts_add_up(backend, engines, max_memory
                 tokens = np.arange(length)
                 if draw.integers(2):
                     kv = kv_slice(kinds[draw.integers(4)], 0, length)
-                    engine.store(tokens, kv, skip_existing=bool(draw.integers(2)), blocking=bool(draw.integers(2)))
+                    engine.store(
+                        tokens,
+                        kv,
+                        skip_existing=bool(draw.integers(2)),
+                        blocking=bool(draw.integers(2)),
+                    )
                     continue
                 asked[number] += length
                 found, ret_mask = engine.retrieve(tokens)
@@ -149,4 +173,7 @@ def test_threads_see_whole_chunks_and_counts_add_up(backend, engines, max_memory
         thread.join()
     assert not failures, failures
     assert engine.hit_tokens_count + engine.miss_tokens_count == sum(asked)
-    assert all(stat.bytes is None or stat.bytes <= (stat.max_bytes or 0) for stat in engine.stats().values())
+    assert all(
+        stat.bytes is None or stat.bytes <= (stat.max_bytes or 0)
+        for stat in engine.stats().values()
+    )

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter
 
-from helpers.gguf.layers import write_sizes
+from helpers.gguf.layers import Config, Tensors, write_sizes
 
 __all__ = ["dequantized", "merged_experts", "write_expert_sizes"]
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
-def merged_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def merged_experts(tensors: Tensors) -> Tensors:
     """All experts of a matrix as one tensor, stacked by their numbers; Granite's gate and up apart. Other tensors lose
     axes of one."""
     if any(name.endswith("gate_up_proj_bias") for name in tensors):
         return _of_gpt_oss(tensors)
-    found: dict[str, np.ndarray] = {}
+    found = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
         match = _EXPERT.fullmatch(name)
@@ -40,9 +38,9 @@ def merged_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
-def _of_gpt_oss(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _of_gpt_oss(tensors: Tensors) -> Tensors:
     """By its own converter: columns become rows, of gate and up the even ones and the odd ones; MXFP4 as floats."""
-    found: dict[str, np.ndarray] = {}
+    found = {}
     for name, values in tensors.items():
         if name.endswith("_blocks"):
             name, values = (
@@ -69,11 +67,15 @@ def dequantized(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """MXFP4 of safetensors, uint8 [..., groups, 16] and [..., groups], as float32 [..., 32 * groups]."""
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
-    values = np.where(codes > 7, -1, 1) * table[codes & 7] * np.exp2(scales.astype(np.float32) - 127)[..., None]
+    values = (
+        np.where(codes > 7, -1, 1)
+        * table[codes & 7]
+        * np.exp2(scales.astype(np.float32) - 127)[..., None]
+    )
     return values.reshape(*scales.shape[:-1], -1).astype(np.float32)
 
 
-def write_expert_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+def write_expert_sizes(writer: GGUFWriter, config: Config) -> None:
     """What `TextModel.set_gguf_parameters` writes of any mixture, and what single converters add."""
     model_type = config["model_type"]
     if model_type == "ernie4_5_moe":
@@ -88,16 +90,17 @@ def write_expert_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
             expert_shared_count="moe_num_shared_experts",
         )
         # Its converter's own rule, which is not the width of every model.
-        writer.add_expert_shared_feed_forward_length(config["intermediate_size"] // config["num_key_value_heads"])
+        writer.add_expert_shared_feed_forward_length(
+            config["intermediate_size"] // config["num_key_value_heads"]
+        )
         return
     count = config.get("num_local_experts") or config.get("num_experts")
     if not count:
         return
     writer.add_expert_count(count)
     writer.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
-    if model_type == "gpt_oss":
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if model_type in ("qwen2_moe", "qwen3_moe", "gemma4_text"):
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if model_type in ("gpt_oss", "qwen2_moe", "qwen3_moe", "gemma4_text"):
+        width = "intermediate_size" if model_type == "gpt_oss" else "moe_intermediate_size"
+        writer.add_expert_feed_forward_length(config[width])
     if model_type == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])

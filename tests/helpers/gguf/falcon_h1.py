@@ -3,27 +3,24 @@ of, conversion/mamba.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
-from helpers.gguf.layers import mamba_values, named, write_sizes
+from helpers.gguf.layers import Config, Tensors, mamba_values, named, write_sizes
 
 __all__ = ["falcon_tensors", "write_falcon_sizes"]
 
 
-def falcon_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def falcon_tensors(tensors: Tensors, config: Config) -> Tensors:
     """float32 tensors under GGUF's names, multiplied with what the config says."""
 
-    def parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    def parts(name: str, values: np.ndarray) -> Tensors:
         return {name.replace(".dt_bias", ".dt_proj.bias"): _changed(name, values, config)}
 
     return named(tensors, MODEL_ARCH.FALCON_H1, config, parts)
 
 
-def _changed(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+def _changed(name: str, values: np.ndarray, config: Config) -> np.ndarray:
     into = config["attention_in_multiplier"]
     factors = {
         "down_proj": config["mlp_multipliers"][1],
@@ -38,14 +35,22 @@ def _changed(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.nda
     }
     if name.endswith("mamba.in_proj.weight"):
         groups = config["mamba_n_groups"] * config["mamba_d_state"]
-        rows = (config["mamba_d_ssm"], config["mamba_d_ssm"], groups, groups, config["mamba_n_heads"])
+        rows = (
+            config["mamba_d_ssm"],
+            config["mamba_d_ssm"],
+            groups,
+            groups,
+            config["mamba_n_heads"],
+        )
         by_row = np.repeat(config["ssm_multipliers"], rows).astype(np.float32)
         return values * np.float32(config["ssm_in_multiplier"]) * by_row[:, None]
     values = mamba_values(name, values, config["mamba_n_groups"])
-    return values * np.float32(next((factor for part, factor in factors.items() if part in name), 1.0))
+    return values * np.float32(
+        next((factor for part, factor in factors.items() if part in name), 1.0)
+    )
 
 
-def write_falcon_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+def write_falcon_sizes(writer: GGUFWriter, config: Config) -> None:
     """The converter wants head_dim, which transformers does not write."""
     heads = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // heads

@@ -6,11 +6,12 @@ makers' files have global_head_dim and num_global_key_value_heads, which is what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter
+
+from helpers.gguf.layers import Config
 
 __all__ = ["gemma4_scale", "makers_config", "rope_freqs", "write_gemma4_sizes"]
 
@@ -24,7 +25,7 @@ def gemma4_scale(name: str) -> str | None:
     return None if target is None else f"blk.{layer}.{target}.scale"
 
 
-def makers_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def makers_config(config: Config) -> dict[str, Any]:
     """The config as the makers' files have it."""
     found = {key: value for key, value in config.items() if key != "per_layer_config"}
     full = next(iter(config["per_layer_config"].values()))
@@ -33,7 +34,7 @@ def makers_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def write_gemma4_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+def write_gemma4_sizes(writer: GGUFWriter, config: Config) -> None:
     """The keys of `Gemma4Model.set_gguf_parameters`; those of `Gemma3Model` are there already."""
     config = makers_config(config)
     layers, shared = config["num_hidden_layers"], config["num_kv_shared_layers"]
@@ -51,15 +52,19 @@ def write_gemma4_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_value_length_swa(local)
     if config.get("use_double_wide_mlp"):
         wide = config["intermediate_size"]
-        writer.add_feed_forward_length([wide if index < layers - shared else 2 * wide for index in range(layers)])
+        writer.add_feed_forward_length(
+            [wide if index < layers - shared else 2 * wide for index in range(layers)]
+        )
     heads = config["num_key_value_heads"]
     if config["num_global_key_value_heads"] is not None:
-        writer.add_head_count_kv([heads if slide else config["num_global_key_value_heads"] for slide in slides])
+        writer.add_head_count_kv(
+            [heads if slide else config["num_global_key_value_heads"] for slide in slides]
+        )
     writer.add_rope_dimension_count(full)
     writer.add_rope_dimension_count_swa(local)
 
 
-def rope_freqs(config: Mapping[str, Any]) -> np.ndarray:
+def rope_freqs(config: Config) -> np.ndarray:
     """Divisors of a full layer's frequencies: those that do not turn are divided by 1e30."""
     dim = makers_config(config)["global_head_dim"]
     turning = int(dim * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)

@@ -3,35 +3,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
-from helpers.gguf.layers import mamba_values, named, permuted, write_sizes
+from helpers.gguf.layers import Config, Tensors, mamba_values, named, permuted, write_sizes
 
 __all__ = ["granite_tensors", "has_states", "write_granite_factors", "write_granite_sizes"]
 
 
-def has_states(config: Mapping[str, Any]) -> bool:
+def has_states(config: Config) -> bool:
     """Whether a Granite 4 has layers with a state; without it is of architecture granite."""
     return "linear_attention" in config["layer_types"]
 
 
-def granite_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def granite_tensors(tensors: Tensors, config: Config) -> Tensors:
     """float32 tensors under GGUF's names, of transformers' with experts merged."""
 
-    def parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    def parts(name: str, values: np.ndarray) -> Tensors:
         if "shared_mlp." in name:
-            return _of_shared(name, values, "mlp.shared_expert" if config["num_local_experts"] else "mlp")
+            return _of_shared(
+                name, values, "mlp.shared_expert" if config["num_local_experts"] else "mlp"
+            )
         values = mamba_values(name, permuted(name, values, config), config["mamba_n_groups"])
         return {name.replace(".dt_bias", ".dt_proj.bias"): values}
 
     return named(tensors, MODEL_ARCH.GRANITE_HYBRID, config, parts)
 
 
-def _of_shared(name: str, values: np.ndarray, room: str) -> dict[str, np.ndarray]:
+def _of_shared(name: str, values: np.ndarray, room: str) -> Tensors:
     base = f"{name.partition('shared_mlp.')[0]}{room}"
     if "output_linear" in name:
         return {f"{base}.down_proj.weight": values}
@@ -39,7 +38,7 @@ def _of_shared(name: str, values: np.ndarray, room: str) -> dict[str, np.ndarray
     return {f"{base}.gate_proj.weight": gate, f"{base}.up_proj.weight": up}
 
 
-def write_granite_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+def write_granite_sizes(writer: GGUFWriter, config: Config) -> None:
     """Files of the makers' models say that there is no rope; those with some that there is, as Bamba's are."""
     turned = config["position_embedding_type"] == "rope"
     write_sizes(
@@ -69,7 +68,7 @@ def write_granite_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     _write_multipliers(writer, config)
 
 
-def write_granite_factors(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+def write_granite_factors(writer: GGUFWriter, config: Config) -> None:
     """What Granites multiply by, and of one without states the sizes of layers that it has none of."""
     if config["model_type"] == "granitemoehybrid":
         writer.add_expert_count(0)
@@ -79,7 +78,7 @@ def write_granite_factors(writer: GGUFWriter, config: Mapping[str, Any]) -> None
     _write_multipliers(writer, config)
 
 
-def _write_state_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+def _write_state_sizes(writer: GGUFWriter, config: Config) -> None:
     write_sizes(
         writer,
         config,
@@ -91,7 +90,7 @@ def _write_state_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
 
 
-def _write_multipliers(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+def _write_multipliers(writer: GGUFWriter, config: Config) -> None:
     write_sizes(
         writer,
         config,

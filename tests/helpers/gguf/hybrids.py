@@ -6,7 +6,6 @@ of each key head, then the second ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import gguf
@@ -15,7 +14,7 @@ from gguf import MODEL_ARCH, GGUFWriter
 
 from helpers.gguf.falcon_h1 import falcon_tensors, write_falcon_sizes
 from helpers.gguf.granite import granite_tensors, has_states, write_granite_sizes
-from helpers.gguf.layers import named, write_sizes
+from helpers.gguf.layers import Config, Tensors, named, write_sizes
 from helpers.gguf.nemotron_h import nemotron_arch, nemotron_tensors, write_nemotron_sizes
 
 __all__ = [
@@ -60,7 +59,11 @@ HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
         "use_conv_bias": True,
     },
 }
-_OWN_TENSORS = {"granitemoehybrid": granite_tensors, "nemotron_h": nemotron_tensors, "falcon_h1": falcon_tensors}
+_OWN_TENSORS = {
+    "granitemoehybrid": granite_tensors,
+    "nemotron_h": nemotron_tensors,
+    "falcon_h1": falcon_tensors,
+}
 _OWN_SIZES = {
     "granitemoehybrid": write_granite_sizes,
     "nemotron_h": write_nemotron_sizes,
@@ -69,18 +72,22 @@ _OWN_SIZES = {
 _PLAIN_NORM = "linear_attn.norm.weight"
 
 
-def is_hybrid(config: Mapping[str, Any]) -> bool:
+def is_hybrid(config: Config) -> bool:
     """Whether a model is one of these architectures."""
     model_type = config["model_type"]
     return model_type in HYBRID_ARCHS and (model_type != "granitemoehybrid" or has_states(config))
 
 
-def arch_of(config: Mapping[str, Any]) -> MODEL_ARCH:
+def arch_of(config: Config) -> MODEL_ARCH:
     """The architecture of a model that is one of these."""
-    return nemotron_arch(config) if config["model_type"] == "nemotron_h" else HYBRID_ARCHS[config["model_type"]]
+    return (
+        nemotron_arch(config)
+        if config["model_type"] == "nemotron_h"
+        else HYBRID_ARCHS[config["model_type"]]
+    )
 
 
-def tiled_heads(values: np.ndarray, axis: int, config: Mapping[str, Any], dim: int) -> np.ndarray:
+def tiled_heads(values: np.ndarray, axis: int, config: Config, dim: int) -> np.ndarray:
     """Value heads of `dim` entries each along an axis, from the order of key heads into that of tiles."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     before, behind = values.shape[:axis], values.shape[axis + 1 :]
@@ -88,19 +95,19 @@ def tiled_heads(values: np.ndarray, axis: int, config: Mapping[str, Any], dim: i
     return np.ascontiguousarray(cut.swapaxes(axis, axis + 1)).reshape(values.shape)
 
 
-def hybrid_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def hybrid_tensors(tensors: Tensors, config: Config) -> Tensors:
     """float32 tensors under GGUF's names, of transformers' without the prefix of a language model inside another."""
     if config["model_type"] in _OWN_TENSORS:
         return _OWN_TENSORS[config["model_type"]](tensors, config)
 
-    def parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    def parts(name: str, values: np.ndarray) -> Tensors:
         found = _split_experts(name, _changed(name, values, config))
         return {_renamed(new): part for new, part in found.items()}
 
     return named(tensors, HYBRID_ARCHS[config["model_type"]], config, parts)
 
 
-def _changed(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+def _changed(name: str, values: np.ndarray, config: Config) -> np.ndarray:
     if "conv.conv" in name:
         return values.squeeze(1)
     if "linear_attn." in name:
@@ -113,8 +120,11 @@ def _changed(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.nda
     return values + np.float32(1) if is_offset and not name.endswith(_PLAIN_NORM) else values
 
 
-def _with_tiled_heads(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
-    keys, dim = config["linear_num_key_heads"] * config["linear_key_head_dim"], config["linear_value_head_dim"]
+def _with_tiled_heads(name: str, values: np.ndarray, config: Config) -> np.ndarray:
+    keys, dim = (
+        config["linear_num_key_heads"] * config["linear_key_head_dim"],
+        config["linear_value_head_dim"],
+    )
     if "in_proj_qkv" in name or "conv1d" in name:
         return np.concatenate([values[: 2 * keys], tiled_heads(values[2 * keys :], 0, config, dim)])
     if "in_proj_z" in name:
@@ -129,7 +139,7 @@ def _renamed(name: str) -> str:
     return name.removeprefix("model.") if "feed_forward.experts." in name else name
 
 
-def _split_experts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+def _split_experts(name: str, values: np.ndarray) -> Tensors:
     if ".mlp.experts." not in name:
         return {name: values}
     base = name.removesuffix(".weight")
@@ -140,12 +150,15 @@ def _split_experts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
     return {f"{base}gate_proj.weight": gate, f"{base}up_proj.weight": up}
 
 
-def write_hybrid_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+def write_hybrid_sizes(writer: GGUFWriter, config: Config) -> None:
     """The keys of `TextModel.set_gguf_parameters`, and those of the single converters."""
     if config["model_type"] in _OWN_SIZES:
         _OWN_SIZES[config["model_type"]](writer, config)
         return
-    rope, attends = config["rope_parameters"], [kind == "full_attention" for kind in config["layer_types"]]
+    rope, attends = (
+        config["rope_parameters"],
+        [kind == "full_attention" for kind in config["layer_types"]],
+    )
     write_sizes(
         writer,
         config,
@@ -165,9 +178,15 @@ def write_hybrid_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         )
     if config["model_type"].startswith("lfm2"):
         write_sizes(
-            writer, config, layer_norm_rms_eps="norm_eps", vocab_size="vocab_size", shortconv_l_cache="conv_L_cache"
+            writer,
+            config,
+            layer_norm_rms_eps="norm_eps",
+            vocab_size="vocab_size",
+            shortconv_l_cache="conv_L_cache",
         )
-        writer.add_head_count_kv([config["num_key_value_heads"] if attending else 0 for attending in attends])
+        writer.add_head_count_kv(
+            [config["num_key_value_heads"] if attending else 0 for attending in attends]
+        )
         writer.add_feed_forward_length(_lfm2_width(config))
         if config["model_type"] == "lfm2_moe":
             writer.add_leading_dense_block_count(config["num_dense_layers"])
@@ -189,14 +208,16 @@ def write_hybrid_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_rope_dimension_count(int(config["head_dim"] * rope["partial_rotary_factor"]))
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
     # Models of tests do not all attend in every n-th layer, which is all that the converters write.
-    writer.add_array(f"{writer.arch}.attention.recurrent_layers", [not attending for attending in attends])
+    writer.add_array(
+        f"{writer.arch}.attention.recurrent_layers", [not attending for attending in attends]
+    )
     if "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     else:
         writer.add_feed_forward_length(config["intermediate_size"])
 
 
-def _lfm2_width(config: Mapping[str, Any]) -> int:
+def _lfm2_width(config: Config) -> int:
     width = config["intermediate_size"]
     if config["model_type"] == "lfm2_moe" or not config["block_auto_adjust_ff_dim"]:
         return int(width)
@@ -206,7 +227,7 @@ def _lfm2_width(config: Mapping[str, Any]) -> int:
     return int(multiple * ((width + multiple - 1) // multiple))
 
 
-def draft_layer(tensors: Mapping[str, np.ndarray], layers: int) -> dict[str, np.ndarray]:
+def draft_layer(tensors: Tensors, layers: int) -> Tensors:
     """Tensors of a layer behind the others that guesses one more token: those of a full layer, which `tensors` must
     have, and how it joins the model's."""
     full = next(name.split(".")[1] for name in tensors if ".attn_q." in name)
@@ -216,5 +237,12 @@ def draft_layer(tensors: Mapping[str, np.ndarray], layers: int) -> dict[str, np.
         if name.startswith(f"blk.{full}.")
     }
     hidden = tensors["output_norm.weight"].size
-    ones = {f"blk.{layers}.nextn.{name}.weight": np.ones(hidden, np.float32) for name in ("enorm", "hnorm")}
-    return {**found, **ones, f"blk.{layers}.nextn.eh_proj.weight": np.ones((hidden, 2 * hidden), np.float32)}
+    ones = {
+        f"blk.{layers}.nextn.{name}.weight": np.ones(hidden, np.float32)
+        for name in ("enorm", "hnorm")
+    }
+    return {
+        **found,
+        **ones,
+        f"blk.{layers}.nextn.eh_proj.weight": np.ones((hidden, 2 * hidden), np.float32),
+    }

@@ -10,15 +10,18 @@ import gguf
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
-__all__ = ["mamba_values", "named", "permuted", "write_sizes"]
+__all__ = ["Config", "Tensors", "mamba_values", "named", "permuted", "write_sizes"]
+
+Config = Mapping[str, Any]
+Tensors = Mapping[str, np.ndarray]
 
 
 def named(
-    tensors: Mapping[str, np.ndarray],
+    tensors: Tensors,
     arch: MODEL_ARCH,
-    config: Mapping[str, Any],
-    parts: Callable[[str, np.ndarray], Mapping[str, np.ndarray]],
-) -> dict[str, np.ndarray]:
+    config: Config,
+    parts: Callable[[str, np.ndarray], Tensors],
+) -> Tensors:
     """Tensors under GGUF's names. parts: what a tensor becomes, float32, by names that the package's table has."""
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     found = {}
@@ -32,7 +35,7 @@ def named(
     return found
 
 
-def permuted(name: str, weights: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+def permuted(name: str, weights: np.ndarray, config: Config) -> np.ndarray:
     """Rows of queries and keys in the order of llama.cpp's rope: pairs (i, i + half) one after the other. Other tensors
     as they are."""
     sizes = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
@@ -51,10 +54,14 @@ def mamba_values(name: str, values: np.ndarray, groups: int) -> np.ndarray:
         return -np.exp(values.astype(np.float64)).astype(np.float32)[:, None]
     if name.endswith(("mamba.D", "mixer.D")):
         return values[:, None]
-    return values.reshape(groups, -1) if name.endswith(("mamba.norm.weight", "mixer.norm.weight")) else values
+    return (
+        values.reshape(groups, -1)
+        if name.endswith(("mamba.norm.weight", "mixer.norm.weight"))
+        else values
+    )
 
 
-def write_sizes(writer: GGUFWriter, config: Mapping[str, Any], **sources: str) -> None:
+def write_sizes(writer: GGUFWriter, config: Config, **sources: str) -> None:
     """Keys of a file by the names of the writer's methods, each with the key of the config that it takes."""
     for name, source in sources.items():
         getattr(writer, f"add_{name}")(config[source])

@@ -3,36 +3,38 @@ of, conversion/granite.py and conversion/mamba.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
-from helpers.gguf.layers import mamba_values, named, permuted, write_sizes
+from helpers.gguf.layers import Config, Tensors, mamba_values, named, permuted, write_sizes
 
 __all__ = ["nemotron_arch", "nemotron_tensors", "write_nemotron_sizes"]
 
 
-def nemotron_arch(config: Mapping[str, Any]) -> MODEL_ARCH:
+def nemotron_arch(config: Config) -> MODEL_ARCH:
     """Files with experts are another architecture."""
-    return MODEL_ARCH.NEMOTRON_H_MOE if "moe" in config["layers_block_type"] else MODEL_ARCH.NEMOTRON_H
+    return (
+        MODEL_ARCH.NEMOTRON_H_MOE if "moe" in config["layers_block_type"] else MODEL_ARCH.NEMOTRON_H
+    )
 
 
-def nemotron_tensors(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def nemotron_tensors(tensors: Tensors, config: Config) -> Tensors:
     """float32 tensors under GGUF's names, of transformers' with experts merged."""
 
-    def parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    def parts(name: str, values: np.ndarray) -> Tensors:
         values = mamba_values(name, permuted(name, values, config), config["n_groups"])
         if ".mixer.experts." in name:
             name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
         return {name.replace(".dt_bias", ".dt.bias"): values}
 
-    sizes = {**config, "num_hidden_layers": len(config["layers_block_type"])}  # transformers writes the types alone
+    sizes = {
+        **config,
+        "num_hidden_layers": len(config["layers_block_type"]),
+    }  # transformers writes the types alone
     return named(tensors, nemotron_arch(config), sizes, parts)
 
 
-def write_nemotron_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+def write_nemotron_sizes(writer: GGUFWriter, config: Config) -> None:
     """Makers' configs have norm_eps beside layer_norm_epsilon, and so do files; transformers writes the other alone."""
     types = config["layers_block_type"]
     has_experts = "moe" in types
@@ -52,12 +54,16 @@ def write_nemotron_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     )
     writer.add_block_count(len(types))
     writer.add_context_length(2**20)
-    writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in types])
+    writer.add_head_count_kv(
+        [config["num_key_value_heads"] * (kind == "full_attention") for kind in types]
+    )
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     writer.add_rope_scaling_finetuned(False)
     writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
     width = config["moe_intermediate_size" if has_experts else "intermediate_size"]
-    writer.add_feed_forward_length([width * (kind == ("moe" if has_experts else "mlp")) for kind in types])
+    writer.add_feed_forward_length(
+        [width * (kind == ("moe" if has_experts else "mlp")) for kind in types]
+    )
     if has_experts:
         write_sizes(
             writer,

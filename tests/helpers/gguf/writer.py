@@ -27,7 +27,7 @@ from helpers.gguf.hybrids import (
     is_hybrid,
     write_hybrid_sizes,
 )
-from helpers.gguf.layers import permuted, write_sizes
+from helpers.gguf.layers import Config, Tensors, permuted, write_sizes
 from helpers.models.gpt_oss_files import ROPE as GPT_OSS_ROPE
 from helpers.models.hybrid_models import HYBRID_NESTED
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
@@ -149,7 +149,7 @@ def _config(model_dir: Path) -> dict[str, Any]:
     return {**config, **config.get("text_config", {}), "model_type": config["model_type"]}
 
 
-def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
+def gguf_tensors(model_dir: Path) -> Tensors:
     """float32 tensors of a tiny model under GGUF names, in GGUF order of rows and with GGUF norms."""
     config = _config(model_dir)
     model_type = config["model_type"]
@@ -205,7 +205,7 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def _llama3_factors(rope: Mapping[str, Any], dim: int) -> np.ndarray:
+def _llama3_factors(rope: Config, dim: int) -> np.ndarray:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     old, factor = rope["original_max_position_embeddings"], rope["factor"]
     found = []
@@ -321,7 +321,7 @@ def save_gguf(
     )
 
 
-def add_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
+def add_keys(writer: GGUFWriter, metadata: Config) -> None:
     """Keys of a tokenizer, arrays as lists or of NumPy."""
     kinds = {bool: writer.add_bool, str: writer.add_string, list: writer.add_array}
     for key, value in metadata.items():
@@ -330,9 +330,9 @@ def add_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
             kinds.get(type(plain), writer.add_uint32)(key, plain)
 
 
-def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
-    heads, model_type = config["num_attention_heads"], config["model_type"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+def _write_sizes(writer: GGUFWriter, config: Config) -> None:
+    model_type = config["model_type"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     write_sizes(
         writer,
         config,
@@ -340,13 +340,13 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         embedding_length="hidden_size",
         block_count="num_hidden_layers",
         feed_forward_length="intermediate_size",
+        head_count="num_attention_heads",
+        layer_norm_rms_eps="rms_norm_eps",
     )
-    writer.add_head_count(heads)
     kv_heads = config["num_key_value_heads"]
     writer.add_head_count_kv(
         [kv_heads] * config["num_hidden_layers"] if model_type == "granitemoehybrid" else kv_heads
     )
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -366,11 +366,14 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        if "beta_fast" in rope:
-            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        own = {
+            "rope_scaling_factor": "factor",
+            "rope_scaling_orig_ctx_len": "original_max_position_embeddings",
+        }
+        betas = {
+            f"rope_scaling_yarn_{key}": key for key in ("beta_fast", "beta_slow") if key in rope
+        }
+        write_sizes(writer, rope, **own, **betas)
     if "llama_4_scaling_beta" in rope:
         writer.add_rope_dimension_count(head_dim)
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
@@ -407,7 +410,7 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     _write_factors(writer, config)
 
 
-def _write_factors(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+def _write_factors(writer: GGUFWriter, config: Config) -> None:
     """What MiniCPM and Granite multiply by."""
     model_type = config["model_type"]
     if model_type == "minicpm":

@@ -3,8 +3,6 @@ past ones, as a plain export of a model has it."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from helpers.onnx import wire
 from helpers.onnx.writer import FLOAT, HALF, Decoder
 
@@ -14,48 +12,58 @@ __all__ = ["ConcatDecoder"]
 class ConcatDecoder(Decoder):
     """Past [1, heads, past, dim] in, present [1, heads, past + new, dim] out."""
 
-    def numbers(self, *values: int) -> str:
-        return self.constant(np.array(values, dtype=np.int64))
-
     def attention(self, index: int, value: str, lengths: list[str]) -> str:
         at = f"/layers.{index}/"
         queries, keys, values = self.qkv(index, value)
-        queries = self.turned(index, self.heads_norm(index, queries, "q", self.heads), self.heads, f"{at}q")
-        keys = self.turned(index, self.heads_norm(index, keys, "k", self.kv_heads), self.kv_heads, f"{at}k")
+        queries = self.turned(
+            index, self.heads_norm(index, queries, "q", self.heads), self.heads, f"{at}q"
+        )
+        keys = self.turned(
+            index, self.heads_norm(index, keys, "k", self.kv_heads), self.kv_heads, f"{at}k"
+        )
         both = []
         for name, new in (("key", keys), ("value", self.cut(values, self.kv_heads, f"{at}v"))):
             is_half = self.form.half_past
             new = self.cast(new, HALF) if is_half else new
-            whole = self.op("Concat", [f"past_key_values.{index}.{name}", new], f"present.{index}.{name}", axis=2)
+            whole = self.op(
+                "Concat",
+                [f"past_key_values.{index}.{name}", new],
+                f"present.{index}.{name}",
+                axis=2,
+            )
             whole = self.cast(whole, FLOAT) if is_half else whole
-            both.append(self.op("Unsqueeze", [whole, self.numbers(2)], f"{at}{name}/5"))
+            both.append(self.op("Unsqueeze", [whole, self.integers(2)], f"{at}{name}/5"))
         groups = self.heads // self.kv_heads
-        grouped = self.numbers(1, self.kv_heads, groups, -1, self.dim)
+        grouped = self.integers(1, self.kv_heads, groups, -1, self.dim)
         queries = self.op("Reshape", [queries, grouped], f"{at}q/5")
         across = self.op("Transpose", [both[0]], f"{at}across", perm=[0, 1, 2, 4, 3])
-        scale = self.constant(np.array(self.scale(), dtype=np.float32))
-        scores = self.op("Mul", [self.op("MatMul", [queries, across], f"{at}qk"), scale], f"{at}scores")
+        scale = self.real(self.scale())
+        scores = self.op(
+            "Mul", [self.op("MatMul", [queries, across], f"{at}qk"), scale], f"{at}scores"
+        )
         cap = getattr(self.config, "attn_logit_softcapping", None)
         if cap:
-            limit = self.constant(np.array(cap, dtype=np.float32))
-            scores = self.op("Tanh", [self.op("Div", [scores, limit], f"{at}capped/Div")], f"{at}Tanh")
-            scores = self.op("Mul", [scores, limit], f"{at}capped")
-        hidden = self.constant(np.array(-1e9, dtype=np.float32))
+            scores = self.capped(scores, cap, f"{at}capped")
+        hidden = self.real(-1e9)
         scores = self.op("Where", [self.visible(self.window(index)), scores, hidden], f"{at}masked")
         weights = self.op("Softmax", [scores], f"{at}softmax", axis=-1)
         out = self.op("MatMul", [weights, both[1]], f"{at}out")
-        out = self.op("Reshape", [out, self.numbers(1, self.heads, -1, self.dim)], f"{at}out/4")
+        out = self.op("Reshape", [out, self.integers(1, self.heads, -1, self.dim)], f"{at}out/4")
         out = self.op("Transpose", [out], f"{at}out/T", perm=[0, 2, 1, 3])
-        return self.op("Reshape", [out, self.numbers(1, -1, self.heads * self.dim)], f"{at}attention")
+        return self.op(
+            "Reshape", [out, self.integers(1, -1, self.heads * self.dim)], f"{at}attention"
+        )
 
     def cut(self, value: str, heads: int, name: str) -> str:
         """[1, tokens, heads * dim] -> [1, heads, tokens, dim]."""
-        value = self.op("Reshape", [value, self.numbers(1, -1, heads, self.dim)], f"{name}/heads")
+        value = self.op("Reshape", [value, self.integers(1, -1, heads, self.dim)], f"{name}/heads")
         return self.op("Transpose", [value], f"{name}/T", perm=[0, 2, 1, 3])
 
     def turned(self, index: int, value: str, heads: int, name: str) -> str:
         halves = [f"{name}/first", f"{name}/second"]
-        self.nodes.append(wire.node("Split", [self.cut(value, heads, name)], halves, axis=-1, num_outputs=2))
+        self.nodes.append(
+            wire.node("Split", [self.cut(value, heads, name)], halves, axis=-1, num_outputs=2)
+        )
         cosines, sines = (self.angles(table) for table in self.tables(index))
         parts = []
         for op, (one, other) in (("Sub", halves), ("Add", halves[::-1])):
@@ -69,7 +77,7 @@ class ConcatDecoder(Decoder):
         if name not in self.known:
             self.known.add(name)
             found = self.op("Gather", [table, "position_ids"], f"{name}/Gather", axis=0)
-            self.op("Unsqueeze", [found, self.numbers(1)], name)
+            self.op("Unsqueeze", [found, self.integers(1)], name)
         return name
 
     def visible(self, window: int) -> str:
@@ -78,13 +86,13 @@ class ConcatDecoder(Decoder):
         if name in self.known:
             return name
         self.known.add(name)
-        zero, one = (self.constant(np.array(number, dtype=np.int64)) for number in (0, 1))
+        zero, one = (self.integer(number) for number in (0, 1))
         shape = self.op("Shape", ["attention_mask"], f"{name}/Shape")
         total = self.op("Gather", [shape, one], f"{name}/total", axis=0)
         keys = self.op("Range", [zero, total, one], f"{name}/keys")
-        queries = self.op("Unsqueeze", ["position_ids", self.numbers(1, 2, 4)], f"{name}/queries")
+        queries = self.op("Unsqueeze", ["position_ids", self.integers(1, 2, 4)], f"{name}/queries")
         past = self.op("LessOrEqual", [keys, queries], f"{name}/past" if window > 0 else name)
         if window <= 0:
             return past
-        oldest = self.op("Sub", [queries, self.constant(np.array(window, dtype=np.int64))], f"{name}/oldest")
+        oldest = self.op("Sub", [queries, self.integer(window)], f"{name}/oldest")
         return self.op("And", [past, self.op("Greater", [keys, oldest], f"{name}/near")], name)

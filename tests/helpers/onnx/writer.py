@@ -33,19 +33,29 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, form: Form) -> None:
         self.hf, self.config, self.form = model, model.config, form
-        location = ("model.onnx.data" if form.genai else "model_q4.onnx_data") if form.external else None
+        location = (
+            ("model.onnx.data" if form.genai else "model_q4.onnx_data") if form.external else None
+        )
         self.weights = wire.Weights(location)
         self.nodes: list[bytes] = []
-        self.state = {name: array.detach().numpy().copy() for name, array in model.state_dict().items()}
+        self.state = {
+            name: array.detach().numpy().copy() for name, array in model.state_dict().items()
+        }
         self.kind = str(self.config.model_type)
         self.layers = int(self.config.num_hidden_layers)
-        self.heads, self.kv_heads = int(self.config.num_attention_heads), int(self.config.num_key_value_heads)
+        self.heads, self.kv_heads = (
+            int(self.config.num_attention_heads),
+            int(self.config.num_key_value_heads),
+        )
         self.hidden = int(self.config.hidden_size)
+        self.eps = float(self.config.rms_norm_eps)
         self.dim = int(getattr(self.config, "head_dim", None) or self.hidden // self.heads)
         self.is_gemma = self.kind.startswith("gemma")
         self.known: set[str] = set()
 
-    def op(self, op: str, inputs: list[str], output: str, domain: str = "", **attributes: Any) -> str:
+    def op(
+        self, op: str, inputs: list[str], output: str, domain: str = "", **attributes: Any
+    ) -> str:
         self.nodes.append(wire.node(op, inputs, [output], domain, **attributes))
         return output
 
@@ -57,13 +67,24 @@ class Decoder:
             self.nodes.append(wire.node("Constant", [], [name], value=array))
         return name
 
+    def real(self, value: float) -> str:
+        return self.constant(np.array(value, dtype=np.float32))
+
+    def integer(self, value: int) -> str:
+        return self.constant(np.array(value, dtype=np.int64))
+
+    def integers(self, *values: int) -> str:
+        return self.constant(np.array(values, dtype=np.int64))
+
     def once(self, name: str, array: Array) -> str:
         if name not in self.known:
             self.known.add(name)
             self.weights.add(name, array)
         return name
 
-    def matmul(self, source: str, name: str, weights: Array, bias: Array | None = None) -> tuple[str, Array]:
+    def matmul(
+        self, source: str, name: str, weights: Array, bias: Array | None = None
+    ) -> tuple[str, Array]:
         """source @ weights^T + bias; the name of the result, and the weights as they are in the file."""
         form, kind = self.form, np.float16 if self.form.halves else np.float32
         inputs = [source]
@@ -77,16 +98,21 @@ class Decoder:
             inputs += self._bits(name, codes, scales, zeros)
             weights = dequantize(codes, scales, zeros, form.bits, weights.shape[1])
             if bias is not None and form.bias_inside:
-                inputs += [""] * (5 - len(inputs)) + [self.weights.add(f"{name}.MatMul.bias", bias.astype(kind))]
+                inputs += [""] * (5 - len(inputs)) + [
+                    self.weights.add(f"{name}.MatMul.bias", bias.astype(kind))
+                ]
                 bias = None
             rows, columns = weights.shape
-            value = self.op(
-                "MatMulNBits", inputs, f"/{name}/MatMul", MICROSOFT, K=columns, N=rows, bits=form.bits,
-                block_size=form.block,
-            )  # fmt: skip
+            value = self.matmul_bits(inputs, rows, columns, f"/{name}/MatMul")
         if bias is not None:
-            value = self.op("Add", [value, self.weights.add(f"{name}.Add.bias", bias)], f"/{name}/Add")
+            value = self.op(
+                "Add", [value, self.weights.add(f"{name}.Add.bias", bias)], f"/{name}/Add"
+            )
         return value, weights
+
+    def matmul_bits(self, inputs: list[str], rows: int, columns: int, output: str) -> str:
+        sizes = {"K": columns, "N": rows, "bits": self.form.bits, "block_size": self.form.block}
+        return self.op("MatMulNBits", inputs, output, MICROSOFT, **sizes)
 
     def _bits(self, name: str, codes: Array, scales: Array, zeros: Array | None) -> list[str]:
         bits = self.form.bits
@@ -95,7 +121,11 @@ class Decoder:
             self.weights.add(f"{name}.MatMul.weight_scales", scales),
         ]
         if zeros is not None:
-            points = zeros.astype(scales.dtype) if self.form.zeros == "floats" else packed_codes(zeros, bits)
+            points = (
+                zeros.astype(scales.dtype)
+                if self.form.zeros == "floats"
+                else packed_codes(zeros, bits)
+            )
             found.append(self.weights.add(f"{name}.MatMul.weight_zp", points))
         return found
 
@@ -120,8 +150,10 @@ class Decoder:
             form = self.form
             codes, scales, zeros = quantize(table, form)
             names = self._bits("lm_head", codes, scales, zeros)
-            self.state["model.embed_tokens.weight"] = dequantize(codes, scales, zeros, form.bits, table.shape[1])
-            flat = self.constant(np.array([len(table), -1], dtype=np.int64))
+            self.state["model.embed_tokens.weight"] = dequantize(
+                codes, scales, zeros, form.bits, table.shape[1]
+            )
+            flat = self.integers(len(table), -1)
             rows = self.op("Reshape", [names[0], flat], "/embed/Reshape")
             value = self.op(
                 "GatherBlockQuantized", [rows, "input_ids", *names[1:]], "/embed/Gather", MICROSOFT, bits=form.bits,
@@ -129,34 +161,44 @@ class Decoder:
             )  # fmt: skip
         else:
             value = self.op(
-                "Gather", [self.weights.add("model.embed_tokens.weight", table), "input_ids"], "/embed/Gather"
+                "Gather",
+                [self.weights.add("model.embed_tokens.weight", table), "input_ids"],
+                "/embed/Gather",
             )
-        factor = math.sqrt(self.hidden) if self.is_gemma else getattr(self.config, "embedding_multiplier", 1.0)
+        factor = (
+            math.sqrt(self.hidden)
+            if self.is_gemma
+            else getattr(self.config, "embedding_multiplier", 1.0)
+        )
         return self.times(value, factor)
 
     def times(self, value: str, factor: float) -> str:
         if factor == 1:
             return value
-        return self.op("Mul", [value, self.constant(np.array(factor, dtype=np.float32))], f"{value}/Mul")
+        return self.op("Mul", [value, self.real(factor)], f"{value}/Mul")
+
+    def capped(self, value: str, cap: float, name: str) -> str:
+        limit = self.real(cap)
+        tanh = self.op("Tanh", [self.op("Div", [value, limit], f"{name}/Div")], f"{name}/Tanh")
+        return self.op("Mul", [tanh, limit], name)
 
     def head(self, value: str) -> None:
         cap = getattr(self.config, "final_logit_softcapping", None)
         if self.form.quantized_embedding:
             rows, columns = self.state["model.embed_tokens.weight"].shape
             names = ["lm_head.MatMul.weight_Q4", "lm_head.MatMul.weight_scales"]
-            value = self.op(
-                "MatMulNBits", [value, *names], "/lm_head/MatMul" if cap else "logits", MICROSOFT, K=columns, N=rows,
-                bits=self.form.bits, block_size=self.form.block,
-            )  # fmt: skip
+            value = self.matmul_bits(
+                [value, *names], rows, columns, "/lm_head/MatMul" if cap else "logits"
+            )
             self.state["lm_head.weight"] = self.state["model.embed_tokens.weight"]
         else:
-            value, self.state["lm_head.weight"] = self.matmul(value, "lm_head", self.state["lm_head.weight"])
+            value, self.state["lm_head.weight"] = self.matmul(
+                value, "lm_head", self.state["lm_head.weight"]
+            )
         if cap:
-            limit = self.constant(np.array(cap, dtype=np.float32))
-            tanh = self.op("Tanh", [self.op("Div", [value, limit], "/cap/Div")], "/cap/Tanh")
-            self.op("Mul", [tanh, limit], "logits")
+            self.capped(value, cap, "logits")
         elif getattr(self.config, "logits_scaling", 1.0) != 1:
-            self.op("Mul", [value, self.constant(np.array(1 / self.config.logits_scaling, np.float32))], "logits")
+            self.op("Mul", [value, self.real(1 / self.config.logits_scaling)], "logits")
         elif not self.form.quantized_embedding:
             self.op("Cast", [value], "logits", to=1)
 
@@ -177,11 +219,16 @@ class Decoder:
 
     def tables(self, index: int) -> tuple[str, str]:
         """Names of the tables of rope of a layer, by transformers' own frequencies."""
-        rotary, kind = self.hf.model.rotary_emb, self.layer_kind(index) if self.kind == "gemma3_text" else ""
+        rotary, kind = (
+            self.hf.model.rotary_emb,
+            self.layer_kind(index) if self.kind == "gemma3_text" else "",
+        )
         prefix = f"{kind}_" if kind else ""
         frequencies = getattr(rotary, f"{prefix}inv_freq").numpy().astype(np.float32)
         factor = float(getattr(rotary, f"{prefix}attention_scaling"))
-        angles = np.arange(self.config.max_position_embeddings, dtype=np.float32)[:, None] * frequencies
+        angles = (
+            np.arange(self.config.max_position_embeddings, dtype=np.float32)[:, None] * frequencies
+        )
         return (
             self.once(f"{prefix}cos_cache", (np.cos(angles) * factor).astype(np.float32)),
             self.once(f"{prefix}sin_cache", (np.sin(angles) * factor).astype(np.float32)),
@@ -189,11 +236,13 @@ class Decoder:
 
     def build(self) -> None:
         """All nodes, from the token ids to the logits."""
-        one = self.constant(np.array([1], dtype=np.int64))
+        one = self.integers(1)
         total = self.op("ReduceSum", ["attention_mask", one], "/lengths/Sum", keepdims=0)
-        last = self.op("Cast", [self.op("Sub", [total, one], "/lengths/Sub")], "/lengths/last", to=6)
+        last = self.op(
+            "Cast", [self.op("Sub", [total, one], "/lengths/Sub")], "/lengths/last", to=6
+        )
         shape = self.op("Shape", ["attention_mask"], "/lengths/Shape")
-        width = self.op("Gather", [shape, self.constant(np.array(1, dtype=np.int64))], "/lengths/Gather", axis=0)
+        width = self.op("Gather", [shape, self.integer(1)], "/lengths/Gather", axis=0)
         lengths = [last, self.op("Cast", [width], "/lengths/total", to=6)]
         stream, branch = self.lookup(), ""
         for index in range(self.layers):
@@ -201,33 +250,43 @@ class Decoder:
         value, _ = self.add_and_norm(stream, branch, "model.norm")
         self.head(value)
 
+    def normed(self, value: str, name: str) -> str:
+        inputs = [value, self.norm(name)]
+        return self.op(
+            "SimplifiedLayerNormalization", inputs, f"/{name}", epsilon=self.eps, axis=-1
+        )
+
     def add_and_norm(self, stream: str, branch: str, name: str) -> tuple[str, str]:
         """The norm of stream + branch, and that sum; of the stream alone in the first layer."""
-        eps = float(self.config.rms_norm_eps)
         if not branch:
-            return self.op(
-                "SimplifiedLayerNormalization", [stream, self.norm(name)], f"/{name}", epsilon=eps, axis=-1
-            ), stream
+            return self.normed(stream, name), stream
         outputs = [f"/{name}", "", "", f"/{name}/sum"]
         inputs = [stream, branch, self.norm(name)]
-        self.nodes.append(wire.node("SkipSimplifiedLayerNormalization", inputs, outputs, MICROSOFT, epsilon=eps))
+        self.nodes.append(
+            wire.node(
+                "SkipSimplifiedLayerNormalization", inputs, outputs, MICROSOFT, epsilon=self.eps
+            )
+        )
         return outputs[0], outputs[3]
 
     def layer(self, index: int, stream: str, branch: str, lengths: list[str]) -> tuple[str, str]:
         layer = f"model.layers.{index}."
         value, stream = self.add_and_norm(stream, branch, f"{layer}input_layernorm")
-        branch = self.project(self.attention(index, value, lengths), [f"{layer}self_attn.o_proj"], f"{layer}o_proj")
+        branch = self.project(
+            self.attention(index, value, lengths), [f"{layer}self_attn.o_proj"], f"{layer}o_proj"
+        )
         is_both = self.kind in ("gemma2", "gemma3_text")
         branch = self.after(branch, f"{layer}post_attention_layernorm" if is_both else "")
         name = "pre_feedforward_layernorm" if is_both else "post_attention_layernorm"
         value, stream = self.add_and_norm(stream, branch, layer + name)
-        branch = self.project(self.mlp(index, value), [f"{layer}mlp.down_proj"], f"{layer}down_proj")
+        branch = self.project(
+            self.mlp(index, value), [f"{layer}mlp.down_proj"], f"{layer}down_proj"
+        )
         return stream, self.after(branch, f"{layer}post_feedforward_layernorm" if is_both else "")
 
     def after(self, branch: str, norm: str) -> str:
         if norm:
-            eps = float(self.config.rms_norm_eps)
-            return self.op("SimplifiedLayerNormalization", [branch, self.norm(norm)], f"/{norm}", epsilon=eps, axis=-1)
+            return self.normed(branch, norm)
         return self.times(branch, float(getattr(self.config, "residual_multiplier", 1.0)))
 
     def mlp(self, index: int, value: str) -> str:
@@ -236,14 +295,19 @@ class Decoder:
             wide = int(self.config.intermediate_size)
             both = self.project(value, [f"{layer}gate_up_proj"], f"{layer}gate_up_proj")
             gate, up = f"/{layer}Split/0", f"/{layer}Split/1"
-            sizes = self.constant(np.array([wide, wide], dtype=np.int64))
+            sizes = self.integers(wide, wide)
             self.nodes.append(wire.node("Split", [both, sizes], [gate, up], axis=-1))
         else:
-            gate, up = (self.project(value, [layer + name], layer + name) for name in ("gate_proj", "up_proj"))
+            gate, up = (
+                self.project(value, [layer + name], layer + name)
+                for name in ("gate_proj", "up_proj")
+            )
         if self.is_gemma:
             active = self.op("Gelu", [gate], f"/{layer}Gelu", approximate="tanh")
         else:
-            active = self.op("Mul", [gate, self.op("Sigmoid", [gate], f"/{layer}Sigmoid")], f"/{layer}act")
+            active = self.op(
+                "Mul", [gate, self.op("Sigmoid", [gate], f"/{layer}Sigmoid")], f"/{layer}act"
+            )
         return self.op("Mul", [active, up], f"/{layer}Mul")
 
     def qkv(self, index: int, value: str) -> list[str]:
@@ -254,23 +318,27 @@ class Decoder:
         if f"{layer}qkv_proj.weight" in self.state:
             whole = self.project(value, [f"{layer}qkv_proj"], f"{layer}qkv_proj")
         elif self.form.packed:
-            whole = self.project(value, [f"{layer}{name}_proj" for name in "qkv"], f"{layer}qkv_proj")
+            whole = self.project(
+                value, [f"{layer}{name}_proj" for name in "qkv"], f"{layer}qkv_proj"
+            )
         else:
-            return [self.project(value, [f"{layer}{name}_proj"], f"{layer}{name}_proj") for name in "qkv"]
+            return [
+                self.project(value, [f"{layer}{name}_proj"], f"{layer}{name}_proj")
+                for name in "qkv"
+            ]
         if not is_cut:
             return [whole]
         parts = [f"/{layer}Split/{name}" for name in "qkv"]
-        self.nodes.append(wire.node("Split", [whole, self.constant(np.array(sizes, np.int64))], parts, axis=-1))
+        self.nodes.append(wire.node("Split", [whole, self.integers(*sizes)], parts, axis=-1))
         return parts
 
     def heads_norm(self, index: int, value: str, name: str, count: int) -> str:
         norm = f"model.layers.{index}.self_attn.{name}_norm"
         if f"{norm}.weight" not in self.state:
             return value
-        eps = float(self.config.rms_norm_eps)
-        cut = self.op("Reshape", [value, self.constant(np.array([0, -1, self.dim], np.int64))], f"/{norm}/cut")
-        found = self.op("SimplifiedLayerNormalization", [cut, self.norm(norm)], f"/{norm}", epsilon=eps, axis=-1)
-        whole = self.constant(np.array([0, -1, count * self.dim], np.int64))
+        cut = self.op("Reshape", [value, self.integers(0, -1, self.dim)], f"/{norm}/cut")
+        found = self.normed(cut, norm)
+        whole = self.integers(0, -1, count * self.dim)
         return self.op("Reshape", [found, whole], f"/{norm}/whole")
 
     def attention(self, index: int, value: str, lengths: list[str]) -> str:
@@ -282,10 +350,16 @@ class Decoder:
                 if self.form.outer_rope:
                     inputs = [parts[at], "position_ids", *tables]
                     output = f"/layers.{index}/{name}/rope"
-                    parts[at] = self.op("RotaryEmbedding", inputs, output, MICROSOFT, interleaved=0, num_heads=count)
+                    parts[at] = self.op(
+                        "RotaryEmbedding", inputs, output, MICROSOFT, interleaved=0, num_heads=count
+                    )
         if self.form.half_past:  # the operator has one type for all
             parts, tables = ([self.cast(name, HALF) for name in names] for names in (parts, tables))
-        inputs = [*parts, *[""] * (3 - len(parts)), *(f"past_key_values.{index}.{name}" for name in ("key", "value"))]
+        inputs = [
+            *parts,
+            *[""] * (3 - len(parts)),
+            *(f"past_key_values.{index}.{name}" for name in ("key", "value")),
+        ]
         inputs += [*lengths, *([] if self.form.outer_rope else tables)]
         output = f"/layers.{index}/attention"
         presents = [f"present.{index}.{name}" for name in ("key", "value")]
@@ -323,13 +397,21 @@ class Decoder:
             inputs.append(wire.value("position_ids", "int64", ["batch", "sequence"]))
         names = self.past()
         inputs += [wire.value(f"past_key_values.{name}", self.past_type, past) for name in names]
-        outputs = [wire.value("logits", "float32", ["batch", "sequence", int(self.config.vocab_size)])]
-        outputs += [wire.value(f"present.{name}", self.past_type, [*past[:2], "total", self.dim]) for name in names]
+        outputs = [
+            wire.value("logits", "float32", ["batch", "sequence", int(self.config.vocab_size)])
+        ]
+        outputs += [
+            wire.value(f"present.{name}", self.past_type, [*past[:2], "total", self.dim])
+            for name in names
+        ]
         return wire.model(wire.graph_of(self.nodes, self.weights.messages, inputs, outputs))
 
 
 def write_onnx(
-    model: PreTrainedModel, folder: Path, form: Form | None = None, kind: type[Decoder] | None = None
+    model: PreTrainedModel,
+    folder: Path,
+    form: Form | None = None,
+    kind: type[Decoder] | None = None,
 ) -> Path:
     """Write a folder with an ONNX model, and set the weights of `model` to what it holds. Returns the folder."""
     form = form or Form()
@@ -346,8 +428,14 @@ def write_onnx(
     else:
         model.config.save_pretrained(folder)
     save_tokenizer(folder)
-    state = {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in decoder.state.items()}
-    if "lm_head.weight" in state and not form.quantized_embedding and model.config.tie_word_embeddings:
+    state = {
+        key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in decoder.state.items()
+    }
+    if (
+        "lm_head.weight" in state
+        and not form.quantized_embedding
+        and model.config.tie_word_embeddings
+    ):
         # The file's head is rounded and its embedding is not: they are two.
         model.lm_head.weight = torch.nn.Parameter(state["lm_head.weight"].clone())
     model.load_state_dict(state, strict=False)
@@ -355,7 +443,10 @@ def write_onnx(
 
 
 def genai_config(decoder: Decoder) -> dict[str, Any]:
-    names = {"past_key_names": "past_key_values.%d.key", "past_value_names": "past_key_values.%d.value"}
+    names = {
+        "past_key_names": "past_key_values.%d.key",
+        "past_value_names": "past_key_values.%d.value",
+    }
     return {
         "model": {
             "type": decoder.kind,
