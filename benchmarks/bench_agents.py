@@ -7,12 +7,11 @@ the same file, whose model says one written answer (peers/agent_model.py). They 
 another, never together.
 
 computed   prompt tokens a server computed: ours by its usage (prompt_tokens less cached_tokens),
-           llama.cpp's by its own
-           counter, which it prints for each request
+           llama.cpp's by its own counter, which it prints for each request
 ttft       from sending to the first text, thinking or call in the stream
 cold       our own time to first token of the same request with `cache_prompt` false, taken when the
-           session is over;
-           with `--cold three` of three turns, and between them by their prompt tokens
+           session is over; with `--cold three` of three turns, and between them by their prompt
+           tokens
 
     python benchmarks/bench_agents.py                       # 0.5B shape, Q4_0, the whole session
     python benchmarks/bench_agents.py --shape tiny          # the same tokens through a small model,

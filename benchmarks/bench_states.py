@@ -5,22 +5,19 @@ A random hybrid of a real one's shape, in this process; the figures are medians 
 for the contenders in turn (least to most in the JSON). Every row has its bar:
 
   second turn      2,000 tokens of history, the last 48 of them an answer, and 64 new ones, to the
-                   first token: of the
-                   time that as many tokens as were computed take behind a prompt that is held up to
-                   there, and of the
-                   time that they take alone, where they attend to nothing before them: 1.15
+                   first token: of the time that as many tokens as were computed take behind a
+                   prompt that is held up to there, and of the time that they take alone, where they
+                   attend to nothing before them: 1.15
   shared prefix    tokens found of a prefix of 300 tokens that other prompts begin with: by the
-                   second prompt where the
-                   first one named the border (as chats do), by the third where nobody did: all full
-                   blocks
+                   second prompt where the first one named the border (as chats do), by the third
+                   where nobody did: all full blocks
   snapshots        a cold prompt of 2,000 tokens, and 64 tokens behind one that is held, of the time
-                   without any
-                   snapshot: 1.01 and 1.05. Without: every slot but the one that the request writes
+                   without any snapshot: 1.01 and 1.05. Without: every slot but the one that the
+                   request writes
                      is held meanwhile
   decode           GB/s of weights and of states, read and written, of what a dense model of the
-                   same sizes reaches in
-                   turn with it: 0.95. Not of mixtures of experts, which read some of their weights
-                   only
+                   same sizes reaches in turn with it: 0.95. Not of mixtures of experts, which read
+                   some of their weights only
   memory           peak RSS beside the file, the pool and the states, MB: 300
 
     python benchmarks/bench_states.py                                    # LFM2-1.2B

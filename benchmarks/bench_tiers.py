@@ -9,8 +9,8 @@ A random model (see bench_peers.py). In each round, one after the other, each en
 its own:
 
     cold      an 8,192-token prompt and 64 tokens more, by an engine without a tier and by one that
-              writes to a new
-              directory: time to first token, and tokens per second right behind it, while the last
+              writes to a new directory: time to first token, and tokens per second right behind it,
+              while the last
                 of it is written
     pool      the same prompt again, by the engine that has it
     restart   that engine is closed and started again; once with its files dropped from the page

@@ -25,9 +25,8 @@ unknown      replicas of which the router believes, once all messages have come,
 read         share of the tokens found that came from a tier all replicas share (`--shared`: seconds
              to read a token)
 missed       share of the prompt tokens that the router expected a replica to find, and that it
-             computed (`--states`:
-             replicas of a model that keeps states, so many each; `--blocks-alone`: the router does
-             not look at them)
+             computed (`--states`: replicas of a model that keeps states, so many each;
+             `--blocks-alone`: the router does not look at them)
 stray        requests sent to a replica that had been removed or was draining
 CPU          of this process in `choose` and `note_routed`, mean and 99th percentile, in ms; prefix
              hashes are not in it

@@ -88,8 +88,7 @@ def flash_attn_func(
     k, v     [batch, seqlen_k, num_kv_heads, head_dim]; num_kv_heads divides num_q_heads
     sinks    float32 [num_q_heads]: one logit more in each softmax's denominator, without a value
     returns  out like q; with return_softmax_lse also the natural log of the sum of exp(scores),
-             sinks included,
-             float32 [batch, num_q_heads, seqlen_q]
+             sinks included, float32 [batch, num_q_heads, seqlen_q]
 
     `deterministic` changes nothing: the forward pass always is. Raises NotImplementedError for
     dropout_p, alibi_slopes and return_attn_probs, and where a gradient is wanted.

@@ -159,8 +159,7 @@ class BatchLayout:
     block_tables  int32 [num_seqs, max_blocks]    block ids in order; -1 beyond the end (never read)
     slot_mapping  int64 [num_tokens]              block_id * block_size + offset for each new token
     parts         which positions the blocks of a table hold, see kernels/attention/parts.py; None:
-                  all tables are
-                  plain, block i holds the positions from i * block_size on
+                  all tables are plain, block i holds the positions from i * block_size on
     states        the sequences' slots, where the model keeps states; None where it does not
 
     The position of query row i of sequence s is seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s])

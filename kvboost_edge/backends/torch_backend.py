@@ -251,8 +251,7 @@ class TorchBackend:
         """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]).
 
         frequencies   of the layer's plain rope, see `turn_keys`, by which keys of parts with a
-                      delta are turned.
-                      ConfigError where there are such parts and no frequencies
+                      delta are turned. ConfigError where there are such parts and no frequencies
         """
         if len(batch.deltas) and frequencies is None:
             refuse_deltas(batch.layout, "backend 'torch', not told how rope turns keys,")

@@ -126,9 +126,8 @@ def batched_decode(
                      the output
     start_pos        the position of the first new token; per row if their lengths differ
     attention_mask   int64 [batch, slots]: 0 hides a slot (padding). None: each row's last start_pos
-                     slots hold tokens,
-                     as left padding leaves them. Rows that share a prefix need it, since padding
-                     may stand behind that
+                     slots hold tokens, as left padding leaves them. Rows that share a prefix need
+                     it, since padding may stand behind that
     A row ends with its EOS token, which is part of its output. Sampling draws from torch's global
     generator. Raises RequestError where the arguments leave open which slots hold tokens.
     """

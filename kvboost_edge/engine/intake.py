@@ -66,24 +66,21 @@ class Terms:
     expect_reuse   it will come again: its blocks are kept like those that came again, not like
                    those seen once
     cache_key    a name for prompts of this tenant and salt that begin alike: what two calls under
-                 it have in common
-                 outlives the tenant's other blocks for an hour. A digest of it is kept, never the
-                 name
+                 it have in common outlives the tenant's other blocks for an hour. A digest of it is
+                 kept, never the name
     retention    seconds for which the full blocks of its prompt outlive the tenant's other blocks
-                 once it is done: they
-                 are given up last, and all the same when room is needed. Nobody waits for it; `pin`
-                 is a promise
+                 once it is done: they are given up last, and all the same when room is needed.
+                 Nobody waits for it; `pin` is a promise
     pin          once it is done, the full blocks of its prompt stay in the pool; only the same
                  tenant can unpin them
     ttl          seconds after which that ends by itself, counted from the end of the request; None:
                  never
     pins         (tokens, seconds): of the prompt's first tokens the full blocks stay in the pool
-                 for so long once it is
-                 done, where other pins leave room; where not, nothing fails, and the handle says
-                 what was pinned
+                 for so long once it is done, where other pins leave room; where not, nothing fails,
+                 and the handle says what was pinned
     pin_share    the part of `max_pinned_blocks` that the tenant's pins may take, in (0, 1]; the
-                 same for all its
-                 requests. Below 1 there are other tenants, and no error tells of what they pinned
+                 same for all its requests. Below 1 there are other tenants, and no error tells of
+                 what they pinned
     snapshot_hints   positions of the prompt, in tokens, where others that begin alike may go on
                      differently, such as
                  starts of messages: a model that keeps states beside keys and values keeps one

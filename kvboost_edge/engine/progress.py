@@ -13,8 +13,7 @@ class Progress(NamedTuple):
     computed      of them there, with those found; it never falls
     elapsed       seconds since the request was let in; 0 while it waits
     seconds_left  until the first token, about; None while the engine has not measured its speed, 0
-                  once it is there.
-                  Other work may make it rise, and so does losing blocks to others
+                  once it is there. Other work may make it rise, and so does losing blocks to others
     """
 
     total: int

@@ -50,8 +50,7 @@ class SamplingParams:
                                           occurrence
     logit_bias           token id -> value in [-10000, 10000] added to its logit
     logprobs             None, or how many of the most likely tokens to report beside the chosen one
-                         (0-100), from the
-                         model's own logits before penalties and temperature
+                         (0-100), from the model's own logits before penalties and temperature
     prompt_logprobs      the same for the prompt's tokens; the prompt is then computed, not taken
                          from the cache
     stop                 strings that end the output; they are not part of it

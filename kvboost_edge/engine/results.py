@@ -51,8 +51,7 @@ class GenerationResult:
     reused_span_tokens   prompt tokens whose keys and values were shared at another position
     recomputed_tokens    prompt tokens that were found at another position and computed all the same
     gate                 "passed": this model was tested before it was allowed to share at other
-                         positions; "off": it
-                         was not (reuse_gate="off"); "": nothing was shared so
+                         positions; "off": it was not (reuse_gate="off"); "": nothing was shared so
     output_text          without the EOS or stop token and without the stop string that ended it
     output_token_ids     with the EOS or stop token that ended it
     generated_tokens     number of output tokens
@@ -63,16 +62,12 @@ class GenerationResult:
                          state was missing
     kv_reuse_ratio       (cached_tokens + reused_span_tokens) / prompt_tokens
     miss_reason          why the next prompt token was computed: "" nothing was missed; "first_seen"
-                         no block of it was
-                         ever cached for this tenant and salt; "evicted" one was, and was dropped;
-                         "tail" it lies in a
-                         last block that is not full, and only full ones are kept; "state" its KV is
-                         cached and the
-                         state before it, of a model that has such, is not: the deepest is behind
-                         `cached_tokens`, KV
-                         up to `matched_tokens`; "bypassed" the mode or prompt_logprobs ask for
-                         computing; "not_started"
-                         the request ended while it waited
+                         no block of it was ever cached for this tenant and salt; "evicted" one was,
+                         and was dropped; "tail" it lies in a last block that is not full, and only
+                         full ones are kept; "state" its KV is cached and the state before it, of a
+                         model that has such, is not: the deepest is behind `cached_tokens`, KV up
+                         to `matched_tokens`; "bypassed" the mode or prompt_logprobs ask for
+                         computing; "not_started" the request ended while it waited
     evicted_from         the pool and tiers that had its block and dropped it, the nearest first; ()
                          unless "evicted"
     ttft_ms              entry of the call to the first token (the whole time if none came)
@@ -80,10 +75,9 @@ class GenerationResult:
     tokens_per_sec       generated tokens over the whole time
     token_times_ms       arrival of each output token, since entry
     phases               tokenize, queue, lookup, load, probe, repair, prefill, decode in
-                         milliseconds; sum ==
-                         total_ms; each is an attribute too, such as `queue_ms`. probe: one layer
-                         over what is shared at
-                         other positions, repair: computing up to the end of the last span
+                         milliseconds; sum == total_ms; each is an attribute too, such as
+                         `queue_ms`. probe: one layer over what is shared at other positions,
+                         repair: computing up to the end of the last span
     seed                 the seed that reproduces a sampled output
     preemptions          how often the request lost its blocks and was recomputed
     drafted_tokens       output tokens guessed ahead, see `EngineConfig.speculation`;
@@ -246,8 +240,8 @@ class PromptCheck:
     """One prompt, run without and with the cache.
 
     reused_tokens            prompt tokens the second run took from the cache, with mode
-                             chunk_kv_reuse those that it
-                             shared at other positions; 0 fails the check
+                             chunk_kv_reuse those that it shared at other positions; 0 fails the
+                             check
     max_logit_difference     largest absolute difference over the checked positions
     relative_logit_l2        L2 norm of the difference over the norm of the cold logits
     kl_divergence            largest KL(cold || warm) over the checked positions, of the
@@ -284,11 +278,10 @@ class CorrectnessReport:
 
     mode              what was compared with a full computation
     logit_tolerance   relative L2 distance of the logits that rounding alone explains; 0: equal to
-                      the bit. With mode
-                      chunk_kv_reuse nothing is asked of single checks but that something was reused
+                      the bit. With mode chunk_kv_reuse nothing is asked of single checks but that
+                      something was reused
     kl_limit          with that mode: what the mean over all checks of `mean_kl` may be at most, as
-                      much as another
-                      order of documents changes; else None
+                      much as another order of documents changes; else None
     """
 
     checks: tuple[PromptCheck, ...]

@@ -13,10 +13,9 @@ class Seeds:
     """Hands out seeds in [0, 2^64). Safe to use from any thread.
 
     seed   None: each seed is random. Given: it depends on this number, the tenant and how many
-           seeds that tenant drew
-           before, and on nothing that other tenants do. Who knows the number can work out a
-           tenant's seeds from its
-           name, so a server of several tenants leaves it out.
+           seeds that tenant drew before, and on nothing that other tenants do. Who knows the number
+           can work out a tenant's seeds from its name, so a server of several tenants leaves it
+           out.
     """
 
     def __init__(self, seed: int | None) -> None:

@@ -38,12 +38,10 @@ def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
                                                              other positions
     hit_rate            (exact and approximate) hits / lookups; exact_hit_rate the exact ones alone
     disk_*              the disk tier: chunks and memory_mb it holds, budget_mb its cap; chunks
-                        since the start: hits it
-                        gave back, misses it was asked for in vain, writes, evictions, refused ones
-                        (damaged or not what
-                        was asked for) and lost ones (not stored); errors of the device. All 0 where
-                        it is off; the
-                        same under the name of any other tier there is
+                        since the start: hits it gave back, misses it was asked for in vain, writes,
+                        evictions, refused ones (damaged or not what was asked for) and lost ones
+                        (not stored); errors of the device. All 0 where it is off; the same under
+                        the name of any other tier there is
     """
     manager = parts.manager
     block_bytes = parts.backend.spec.bytes_per_block

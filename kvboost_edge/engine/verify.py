@@ -117,8 +117,7 @@ def _verify_reuse(
     other positions.
 
     prompts   of documents that are in the cache, for the tenant and salt of none; None: those of
-              the gate, of documents
-              that are computed now and forgotten
+              the gate, of documents that are computed now and forgotten
 
     RequestError for no prompt or a bad one, and where the gate's own test has no room.
     """

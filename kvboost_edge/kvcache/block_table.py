@@ -31,9 +31,8 @@ class PrefixEntry(NamedTuple):
     parent_hash    chain hash of the block before it, for those who keep blocks elsewhere: nothing
                    here compares it
     root, depth    whose prompts may share it at other positions (where its chain starts, see
-                   `LoneRoot`), and how many
-                   blocks of it come before: for those who find blocks by other means, nothing here
-                   compares them either
+                   `LoneRoot`), and how many blocks of it come before: for those who find blocks by
+                   other means, nothing here compares them either
     """
 
     prefix_hash: bytes
@@ -84,8 +83,7 @@ class Span(NamedTuple):
 
     block_ids        consecutive blocks of one chain
     first_position   the position of the first one's slot 0, at most `start`; below 0 where the
-                     prompt has fewer tokens
-                     before the span than the block has
+                     prompt has fewer tokens before the span than the block has
     delta            start less the position at which that token was computed
     """
 
@@ -122,8 +120,7 @@ class BlockTable:
     new, with 48 it publishes block 9.
 
     block_ids            ids of the blocks; grows at the end, an entry changes by copy-on-write, and
-                         when the table goes
-                         over to an equal block, see `Twins`
+                         when the table goes over to an equal block, see `Twins`
     parts                which positions they hold; `[WHOLE]` unless a part begins inside a block
     num_cached_tokens    tokens served by the cache when the table was opened
     num_matched_tokens   tokens whose keys and values were there then: more than those where a state

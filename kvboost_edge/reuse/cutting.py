@@ -35,13 +35,11 @@ class ChunkOptions:
     strategy               a ChunkStrategy or its value
     chunk_size             tokens, at least `block_size`; DOCUMENT does not look at it
     chunk_boundary_window  tokens that a SEMANTIC cut may lie before or behind chunk_size, at least
-                           1 and less than
-                           chunk_size; 0 for the others
+                           1 and less than chunk_size; 0 for the others
     overlap_k              tokens before a chunk that are computed with it and not kept, less than
                            chunk_size
     sink_tokens            first tokens of the document that are computed before those and not kept,
-                           less than
-                           chunk_size
+                           less than chunk_size
     block_size             tokens in a block of the pool
     """
 
@@ -130,9 +128,8 @@ def cut(
     has none.
 
     piece_of   the text of a token, spaces and line ends as they are in the document; SEMANTIC alone
-               asks for it. Of
-               what is no text by itself (a special token, part of a character) whatever is returned
-               does no harm
+               asks for it. Of what is no text by itself (a special token, part of a character)
+               whatever is returned does no harm
 
     ConfigError where SEMANTIC is given no `piece_of`.
     """

@@ -72,8 +72,7 @@ def make_material(
 
     encode           token ids of a text, without special tokens
     before, behind   what a chat begins with, and what stands between a question and its answer;
-                     behind None: no chat,
-                     a text to go on with
+                     behind None: no chat, a text to go on with
     """
     introduction = (*before, *encode(INTRODUCTION))
     passages = [tuple(encode(passage)) for passage in PASSAGES]

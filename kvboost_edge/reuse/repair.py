@@ -20,8 +20,8 @@ class Repair:
     """How reuse is repaired. Checked on construction (RequestError).
 
     strategy   NONE: not; SELECTIVE: the first tokens behind every seam; CACHEBLEND: those, and the
-               blocks whose values
-               deviate most; QUERY: those, and the blocks that the end of the prompt attends to most
+               blocks whose values deviate most; QUERY: those, and the blocks that the end of the
+               prompt attends to most
     overlap    tokens behind a seam, at most 4096; whole blocks are computed, so up to a block less
                one are added
     ratio      share of the tokens in spans that CACHEBLEND and QUERY compute besides, in [0, 1]

@@ -28,8 +28,7 @@ class Run:
     prompt_start   position in the prompt of its first token
     length         tokens
     pieces         where they are, without a gap: the first may begin inside its block, the last may
-                   end inside, those
-                   between are whole
+                   end inside, those between are whole
     delta          prompt_start - context; 0 is possible, and says that only what stands before
                    differs
     context        position of its first token where it was computed: so many tokens were its

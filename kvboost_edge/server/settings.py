@@ -62,27 +62,23 @@ class ServerSettings:
 
     model_name, model_aliases    names of the model: answers tell the first, requests may use each
     api_keys            accepted bearer keys; empty: no key is asked for. Each key is a tenant of
-                        its own; with
-                        "KEY weight=4" it gets four times what a tenant without a weight gets while
-                        both want more
+                        its own; with "KEY weight=4" it gets four times what a tenant without a
+                        weight gets while both want more
     admin_api_keys      keys that may do more as soon as there is a second key: see and reset what
                         all tenants share
     insecure            allow a bind beyond loopback without a key
     allowed_hosts       Host headers accepted beside loopback names, the bind address and the
-                        address of the
-                        connection itself; "*" accepts all
+                        address of the connection itself; "*" accepts all
     cors_origins        origins whose pages may call the server; none by default
     max_batch_size      sequences computed together (the engine's max_num_seqs); None: by the size
                         of the pool
     batch_window_ms     longest wait of a request whose first block another request is computing, so
-                        that those that
-                        share a prefix start together; 0 turns it off
+                        that those that share a prefix start together; 0 turns it off
     max_queue_size      requests that may wait beside the `max_batch_size` that run; the next one
                         gets 503
     max_queue_tokens    tokens of all requests in flight; None: 16 times what the pool holds. With
-                        several keys half of
-                        the places, tokens and bytes of bodies is kept for them by weight, see
-                        work/shares.py
+                        several keys half of the places, tokens and bytes of bodies is kept for them
+                        by weight, see work/shares.py
     request_timeout     from the last byte of the request to the end of its answer; then 504 and the
                         work stops
     drain_seconds       after SIGTERM answers in progress may take so long
@@ -91,8 +87,7 @@ class ServerSettings:
     write_seconds       a client that takes nothing for so long is dropped
     keep_alive_seconds  an idle connection is closed after these
     request_history     so long the tokens and texts of requests are kept in memory, to say why a
-                        prompt was read again;
-                        0: not at all
+                        prompt was read again; 0: not at all
     keep_alive          an idle model is unloaded after these; None: the first one stays, others for
                         300 seconds
     max_model_bytes     memory that weights, pools and states of all loaded models may take; None:

@@ -45,9 +45,8 @@ class Piece(NamedTuple):
     tier     where they were
     is_last  nothing more comes
     behind   it is the state behind so many of the load's blocks, uint8 [1, its bytes], those in the
-             pool among them;
-             none at all where that is 0. Blocks behind it may have come before it. None: these are
-             blocks
+             pool among them; none at all where that is 0. Blocks behind it may have come before it.
+             None: these are blocks
     """
 
     ticket: int

@@ -36,12 +36,10 @@ class LMCacheEngineConfig:
 
     chunk_size         tokens in a chunk, at least 1
     save_decode_cache  kept for connectors, which read it: whether they store what decoding adds;
-                       the engine stores
-                       whatever it is given
+                       the engine stores whatever it is given
     backend            "memory" (or "cpu"), "file:///directory" or a redis://, rediss://, unix:// or
-                       valkey:// URL; or
-                       several, the nearest first: all are written, the first that has a chunk
-                       serves it
+                       valkey:// URL; or several, the nearest first: all are written, the first that
+                       has a chunk serves it
     max_memory_bytes   cap of "memory"; the least recently used chains go first, tails before heads
     max_disk_bytes     cap of the directory; None: the smaller of 16 GiB and a fifth of what is free
     redis_secret       what values are sealed with; None: the environment variable

@@ -74,8 +74,7 @@ class LMCacheEngine:
         kv_tensors_mask  booleans False* True*; the number of False is a multiple of chunk_size
         skip_existing    chunks that are there stay as they are; False: they are replaced
         blocking         False: disk and Redis are written by a thread of the engine's, from a copy
-                         made here, and
-                         waited for only when more than 256 MiB are under way
+                         made here, and waited for only when more than 256 MiB are under way
 
         What could not be stored is not there afterwards; `stats` counts it.
         """

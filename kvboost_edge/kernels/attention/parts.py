@@ -44,8 +44,8 @@ class Part(NamedTuple):
     valid_from       the first position served; all up to the next part's, the last part serves all
                      that follow
     delta            how far keys are from the positions they were computed at, new - old: a query
-                     at position p attends
-                     them as one at p - delta; 0 in the last part, which is written
+                     at position p attends them as one at p - delta; 0 in the last part, which is
+                     written
     """
 
     sequence: Any

@@ -27,9 +27,8 @@ class Fit(NamedTuple):
     """How a kind is fitted: codes from `low` to `high`, stored with `offset` added, `bits` each.
 
     deltas  first scales: symmetric -largest / (offset + delta), where largest is the signed weight
-            of the greatest
-            magnitude, so that it takes the code without a twin; with a minimum (max - min) / (high
-            + delta)
+            of the greatest magnitude, so that it takes the code without a twin; with a minimum (max
+            - min) / (high + delta)
     rounds  times each of them is rounded and fitted
     """
 

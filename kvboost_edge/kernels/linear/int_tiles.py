@@ -72,8 +72,7 @@ class Tile(NamedTuple):
     """Where the weights of a run of tiles are.
 
     weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise (int4-asym
-                             only); of block kinds
-                             and int4t see layout.py
+                             only); of block kinds and int4t see layout.py
     weights_step, scales_step, minima_step  bytes from one tile's to the next tile's
     groups                   groups of 32 inputs, or inputs for float formats
     runs                     tiles, or pairs of tiles where a microkernel takes two at once; float

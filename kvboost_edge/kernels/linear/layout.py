@@ -7,8 +7,7 @@ them:
 
     q5k   4 lines of nibbles | 1 line: bit 4 of quad k is bit (4 + k) % 8 of a byte
     q6k   two halves of 16 inputs, each 2 lines of nibbles | 1 line: bits 4 and 5 of the half's quad
-          k are the two bits
-          from (4 + 2k) % 8 on
+          k are the two bits from (4 + 2k) % 8 on
 
 The block kinds q4k, q5k and q6k have 32 bytes of scales a group, and float16 numbers for every 8
 groups (where others have minima):

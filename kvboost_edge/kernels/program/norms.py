@@ -366,8 +366,7 @@ def activate_group(
     coarse panel.
 
     rows, step  address of the first token's 32 float32 of the gate, bytes from one token to the
-                next; the 32 of the way
-                up follow half a step behind, where there is a gate
+                next; the 32 of the way up follow half a step behind, where there is a gate
     kind        as in `quantize_groups`
     """
 

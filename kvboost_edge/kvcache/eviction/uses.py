@@ -21,8 +21,7 @@ class Uses:
 
     again      1 for each block that was used again
     retained   blocks that are to outlive the others of their owner, and until when, by the caller's
-               clock. With a block
-               all before it in its chain are retained, at least as long
+               clock. With a block all before it in its chain are retained, at least as long
     """
 
     __slots__ = ("_followed", "again", "retained")

@@ -72,8 +72,7 @@ class StateSlots:
     any.
 
     pinned   blocks that are pinned: while they are no more than half the slots, their snapshots go
-             only to running
-             sequences, and last
+             only to running sequences, and last
     """
 
     __slots__ = (

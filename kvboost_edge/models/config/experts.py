@@ -55,8 +55,7 @@ class ExpertNames(NamedTuple):
     shared        the same of the expert that all tokens share; () where there is none
     shared_gate   the row whose sigmoid is the shared expert's share; "": its share is 1
     scales        vectors: what the router's inputs are multiplied with, and what each expert's
-                  share is; all of the
-                  names; () where there are none
+                  share is; all of the names; () where there are none
     norms         of a mixture beside an MLP: behind the MLP, before the experts, behind them; ()
                   elsewhere
     """
@@ -80,8 +79,7 @@ class Experts:
     shared        width of the expert that all tokens share, 0 without one
     sparse        by layer: whether it has experts, or an MLP as other models
     beside        experts stand beside an MLP of the layer's own width: each reads the hidden state
-                  through a norm of
-                  its own, has one behind it, and their sum is the layer's
+                  through a norm of its own, has one behind it, and their sum is the layer's
     biased        the router and every matrix of an expert have a bias
     activation    of experts, where it is another than the model's
     """

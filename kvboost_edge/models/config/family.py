@@ -40,8 +40,7 @@ class Family:
     paired_rope  channels (2i, 2i + 1) turn together in the checkpoint, instead of (i, i + half)
     partial      the part of each head that turns, where the config does not say
     no_rope      layers without rope: "" none, "listed" by no_rope_layers, "full" those without a
-                 window in a model
-                 that has windows, "typed" all or none by position_embedding_type
+                 window in a model that has windows, "typed" all or none by position_embedding_type
     local_rope   layers with a window have a rope of their own, local_theta where the config does
                  not say its base
     windows      windows by layer, from the config and the number of layers; None: no layer has one
@@ -58,16 +57,13 @@ class Family:
                  no value layer_thetas layers have bases of rope of their own, 0 for none, by
                  layer_rope_theta
     experts      the mixture of experts, from the config and the number of layers; None, or where it
-                 returns None:
-                 MLPs alone
+                 returns None: MLPs alone
     in_columns   safetensors have the matrices of all experts as columns, see
                  weights/columns/experts.py
     hybrid       which layers keep a state instead of keys and values, from the same; None, or where
-                 it returns None:
-                 none does
+                 it returns None: none does
     output_gate  rows of queries are twice as many, in each head its query and behind it a gate,
-                 whose sigmoid
-                 multiplies what attention returns
+                 whose sigmoid multiplies what attention returns
     factors      what results of layers' matrices are multiplied with, from the config; None:
                  nothing
     unless       config keys that must have one of the given values, else the family is another

@@ -37,8 +37,8 @@ class LayerFactors(NamedTuple):
 
     attention    queries, keys and values;  attention_out: what attention adds to the hidden state
     mixer        the inputs of a mixer with a state;  mixer_conv: taps of its convolution beside
-                 that, of x, B and C;
-                 mixer_gates: what its steps of time are made of;  mixer_out: what it adds
+                 that, of x, B and C; mixer_gates: what its steps of time are made of;  mixer_out:
+                 what it adds
     mlp          gate and up;  mlp_out: what the MLP adds
     """
 

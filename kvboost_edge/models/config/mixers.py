@@ -19,16 +19,15 @@ class Mixer(NamedTuple):
     kind         as in LayerSpec
     taps         inputs before a token that the convolution reads: its length less one
     channels     of the convolution: of "delta" [queries | keys | values], of "ssd" [values | keys |
-                 queries], which its
-                 papers call x, B and C
+                 queries], which its papers call x, B and C
     key_heads    heads of queries and keys, value_heads those of values, which are as many or a
                  multiple
     key_dim      of a head of queries and keys; value_dim: of values
     tiled_heads  value head h reads key head h mod key_heads; False: h div (value_heads / key_heads)
     norm         one of MIXER_NORMS
     norm_groups  0: each head of values is normed, all with the same weights [value_dim]; else the
-                 row of all of them is
-                 cut into so many groups, with weights [value_heads * value_dim]
+                 row of all of them is cut into so many groups, with weights [value_heads *
+                 value_dim]
     time_limit   of "ssd": steps of time are at least the first and at most the second, which may be
                  infinite
     """

@@ -7,8 +7,7 @@ The fields that are read, by number (onnx.proto):
     NodeProto       1 input, 2 output, 3 name, 4 op_type, 5 attribute, 7 domain
     AttributeProto  1 name, 2 f, 3 i, 4 s, 5 t, 6 g, 7 floats, 8 ints, 11 graphs
     TensorProto     1 dims, 2 data_type, 4 float_data, 5 int32_data, 7 int64_data, 8 name, 9
-                    raw_data, 13 external_data
-                    (1 key, 2 value), 14 data_location
+                    raw_data, 13 external_data (1 key, 2 value), 14 data_location
     ValueInfoProto  1 name, 2 type: 1 tensor_type: 1 elem_type, 2 shape: 1 dim: 1 dim_value, 2
                     dim_param
 """

@@ -73,12 +73,10 @@ class Residency:
     """Beliefs about the replicas in slots 0, 1, ... Not for several threads at once.
 
     max_entries        most (replica, block) pairs. With more, blocks whose key has one more zero
-                       bit at its end are
-                       kept alone: half of them, the same ones for all replicas, so that matches
-                       lose precision and
-                       nothing is forgotten from a prompt's beginning. The others go little by
-                       little; states, of which
-                       8 bits are zero, when one block in 256 is left
+                       bit at its end are kept alone: half of them, the same ones for all replicas,
+                       so that matches lose precision and nothing is forgotten from a prompt's
+                       beginning. The others go little by little; states, of which 8 bits are zero,
+                       when one block in 256 is left
     believed_seconds   so long a belief lasts that no replica told
     """
 

@@ -48,8 +48,8 @@ new_text        the prompt goes on where an earlier one, with its answer, ended:
 tail            the last block, which is not full, is computed again
 evicted         it was cached and was dropped since: for room, by a reset, or with its model
 state           its keys and values are cached, and the state that the model keeps beside them is
-                not, or only further
-                ahead: up to hit_tokens it was taken over, up to `position` computed again. From now
+                not, or only further ahead: up to hit_tokens it was taken over, up to `position`
+                computed again. From now
                   on it is kept there
 not_kept        it was asked before and is not there all the same: that request still runs, or its
                 mode keeps nothing
@@ -59,8 +59,8 @@ template        the chat template was given other variables
 thinking        the earlier prompt or answer has reasoning there, this one has not
 retokenized     the same text in other tokens
 other_message   another last message behind what was asked before: a new conversation of an
-                assistant, the same prompt
-                with another question, a message written anew. All before it was taken over
+                assistant, the same prompt with another question, a message written anew. All before
+                it was taken over
 changed_text    another text
 other_position  tokens were shared at other positions; the rest was computed
 """

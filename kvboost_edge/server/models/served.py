@@ -82,8 +82,7 @@ class ServedModel:
     names        requests may use each; answers tell the first
     source       loads it; None: it was given loaded, and stays
     keep_alive   seconds that it stays loaded while nobody uses it, as the last request wanted it,
-                 else the default;
-                 infinite: until another one needs the room
+                 else the default; infinite: until another one needs the room
     history      what was asked of it, which outlives its being loaded
     state        what requests work with; None while it is not loaded
     known, abilities    what stays known of it; abilities are Ollama's words, () before they were

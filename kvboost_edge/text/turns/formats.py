@@ -7,9 +7,8 @@ A message's calls are one text, of these pieces (any but the call itself may be 
     kind          CALL
     "json"        {"name": NAME, "arguments": {...}}, the keys as `members` has them
     "named_json"  NAME between {...}
-    "tagged"      NAME between ARGUMENT ARGUMENT ...; an ARGUMENT is
-                  argument_before KEY value_before VALUE argument_after, strings as they are, other
-                  values as JSON
+    "tagged"      NAME between ARGUMENT ARGUMENT ...; an ARGUMENT is argument_before KEY
+                  value_before VALUE argument_after, strings as they are, other values as JSON
     "keyword"     NAME(KEY=VALUE, KEY=VALUE), values as Python or JSON writes them
     "braced"      NAME{KEY:VALUE,KEY:VALUE}, strings between two of the marker `quote` as they are,
                   all else bare
@@ -59,11 +58,9 @@ class CallFormat:
     arguments_as_text  whether the chat template takes the arguments of past calls as JSON text, not
                        as an object
     result_opening     the marker that a result begins with, where the template writes it even
-                       behind calls without one:
-                       the model ends its turn with it
+                       behind calls without one: the model ends its turn with it
     members            kind "json": all keys of a call in order; a key that is none of those named
-                       below has a fixed
-                       value, in `constants`
+                       below has a fixed value, in `constants`
     """
 
     kind: Literal["json", "named_json", "tagged", "keyword", "braced", "channels"]

@@ -56,8 +56,7 @@ def calls_grammar(
     """The grammar of a turn that may, must or must not call `tools`.
 
     choice      "auto": free text until a call begins, and nothing but calls behind it; "required":
-                calls alone, one at
-                least; "none": free text in which no call begins
+                calls alone, one at least; "none": free text in which no call begins
     parallel    whether several calls may follow one another, where the model can
     reasoning   "opened": the prompt ended inside a reasoning block; "possible": one may come first;
                 "closed": none

@@ -116,8 +116,7 @@ def _emit_conv(b: Builder, window: Value, place: tuple[Value, ...], behind: Valu
     place   first byte of a channel in rows and weights, vectors, address of the result, bytes
             between its vectors
     behind  None: inputs are as they stand, and silu follows; or a row is [B | C | x], each of so
-            many bytes, the input
-            B * x, and the result C times the sum
+            many bytes, the input B * x, and the result C times the sum
     """
     w = Window(*cgutils.unpack_tuple(b, window))
     first, vectors, out, out_step = place

@@ -176,8 +176,7 @@ def _turn(
     apart  bytes from a tile's values to the next one's
     gates  address of (share, decay)
     dots   address of what `_dots` has of `key`; becomes that of `after`, the key of the next token:
-           the tile is read
-           for both at once
+           the tile is read for both at once
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

@@ -27,8 +27,7 @@ def channel_grammar(
 
     tools     those that may be called; with `required` one of them is
     state     "opened": the prompt ended inside of reasoning; "possible": behind the start of the
-              turn; "closed": inside
-              of an answer
+              turn; "closed": inside of an answer
     answer    a JSON schema that an answer fits; None: text
     """
     if state not in ("opened", "possible", "closed"):
