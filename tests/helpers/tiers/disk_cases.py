@@ -44,7 +44,9 @@ def payload(block: BlockAddress, nbytes: int = PAYLOAD_BYTES) -> bytes:
 @contextlib.contextmanager
 def opened(directory: Path, space: bytes = SPACE, **options: Any) -> Iterator[DiskTier]:
     """A tier with a cap of 2 MiB, so segments of 64 KiB, that seals at once."""
-    tier = DiskTier.open(directory, space, **{"max_bytes": CAP, "sealer": InlineSealer(), **options})
+    tier = DiskTier.open(
+        directory, space, **{"max_bytes": CAP, "sealer": InlineSealer(), **options}
+    )
     try:
         yield tier
     finally:
@@ -64,9 +66,20 @@ def read(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_B
     return done
 
 
-def present(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_BYTES) -> set[bytes]:
+def present(
+    tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_BYTES
+) -> set[bytes]:
     """Hashes of the blocks that are served, each asked for alone."""
     return {block.prefix_hash for block in blocks if read(tier, [block], nbytes)}
+
+
+def has_all(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_BYTES) -> bool:
+    """Whether each block is served, asked for alone."""
+    return len(present(tier, blocks, nbytes)) == len(blocks)
+
+
+def hashes_of(blocks: Sequence[BlockAddress]) -> list[bytes]:
+    return [block.prefix_hash for block in blocks]
 
 
 def scratch() -> Path:

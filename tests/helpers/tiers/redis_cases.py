@@ -9,7 +9,18 @@ from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.redis.tier import RedisTier
 
-__all__ = ["OPENED", "SECRET", "SPACE", "Clock", "chain", "opened", "reads", "stored_keys"]
+__all__ = [
+    "OPENED",
+    "SECRET",
+    "SPACE",
+    "Clock",
+    "chain",
+    "filled",
+    "hashes_of",
+    "opened",
+    "reads",
+    "stored_keys",
+]
 
 SECRET = "a secret of the test suite"
 SPACE = bytes(range(32))
@@ -26,7 +37,9 @@ class Clock:
         return self.now
 
 
-def chain(count: int, payload_bytes: int = 1000, seed: int = 0) -> tuple[list[BlockAddress], list[memoryview]]:
+def chain(
+    count: int, payload_bytes: int = 1000, seed: int = 0
+) -> tuple[list[BlockAddress], list[memoryview]]:
     """Consecutive blocks of 16 tokens and random payloads."""
     draw = random.Random(seed)
     blocks: list[BlockAddress] = []
@@ -44,6 +57,20 @@ def opened(url: str, **options: Any) -> RedisTier:
     options.setdefault("environment", {})
     OPENED.append(RedisTier(url, options.pop("space", SPACE), **options))
     return OPENED[-1]
+
+
+def filled(
+    url: str, count: int, payload_bytes: int = 1000, **options: Any
+) -> tuple[RedisTier, list[BlockAddress], list[memoryview]]:
+    """Open a tier and write a chain to it."""
+    tier = opened(url, **options)
+    blocks, payloads = chain(count, payload_bytes)
+    tier.write(blocks, payloads)
+    return tier, blocks, payloads
+
+
+def hashes_of(blocks: list[BlockAddress]) -> list[bytes]:
+    return [block.prefix_hash for block in blocks]
 
 
 def reads(tier: RedisTier, blocks: list[BlockAddress], payloads: list[memoryview]) -> int:

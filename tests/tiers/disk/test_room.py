@@ -12,6 +12,7 @@ from helpers.tiers.disk_cases import (
     RECORD_BYTES,
     SPACE,
     chain,
+    hashes_of,
     opened,
     present,
     read,
@@ -44,12 +45,12 @@ def on_disk(directory):
     return sum(path.stat().st_size for path in directory.glob("*/*.kvs"))
 
 
-def options():
-    return {"files": FaultyFiles()}
+def watched(directory, *space):
+    return opened(directory, *space, files=FaultyFiles())
 
 
 def test_the_cap_holds_and_the_last_written_are_there(tmp_path):
-    with opened(tmp_path, **options()) as tier:
+    with watched(tmp_path) as tier:
         for seed in range(120):
             assert write(tier, chain(10, seed)) == 10
             assert on_disk(tmp_path) <= CAP
@@ -57,14 +58,16 @@ def test_the_cap_holds_and_the_last_written_are_there(tmp_path):
         assert stat.bytes <= CAP
         assert stat.blocks + stat.evicted == 1200
         assert stat.blocks > 0.8 * HELD
-        assert tier._store.cleaner.copied_bytes < 0.1 * stat.written_bytes, "what is about to go is not copied"
+        assert tier._store.cleaner.copied_bytes < 0.1 * stat.written_bytes, (
+            "what is about to go is not copied"
+        )
         assert read(tier, chain(10, 119)) == 10
 
 
 def test_of_a_chain_the_tail_goes_before_the_head(tmp_path):
     """However it was written, what is left of a chain begins at its head."""
     long = chain(100, 1)
-    with opened(tmp_path, **options()) as tier:
+    with watched(tmp_path) as tier:
         for start in range(0, 100, 7):
             write(tier, long[start : start + 7])
         for seed in range(2, 90):
@@ -76,11 +79,13 @@ def test_of_a_chain_the_tail_goes_before_the_head(tmp_path):
 
 def test_what_went_for_room_is_remembered_as_dropped(tmp_path):
     written = [chain(10, seed) for seed in range(120)]
-    with opened(tmp_path, **options()) as tier:
+    with watched(tmp_path) as tier:
         for blocks in written:
             write(tier, blocks)
         hashes = [block.prefix_hash for blocks in written for block in blocks]
-        held, dropped = ({hash_ for hash_ in hashes if asked(hash_)} for asked in (tier.holds, tier.dropped))
+        held, dropped = (
+            {hash_ for hash_ in hashes if asked(hash_)} for asked in (tier.holds, tier.dropped)
+        )
         assert held | dropped == set(hashes)
         assert not held & dropped
         assert len(dropped) == tier.stat().evicted > 0
@@ -93,21 +98,21 @@ def test_what_went_for_room_is_remembered_as_dropped(tmp_path):
 
 def test_heads_that_are_shared_survive_a_full_disk(tmp_path):
     head = chain(20, 1)
-    with opened(tmp_path, **options()) as tier:
+    with watched(tmp_path) as tier:
         write(tier, head)
         for seed in range(2, 220):
-            tier.touch([block.prefix_hash for block in head])
+            tier.touch(hashes_of(head))
             write(tier, chain(8, seed, head[-1].prefix_hash))
         assert tier.stat().evicted > 2 * HELD
         assert read(tier, head) == 20
-    with opened(tmp_path, **options()) as tier:
+    with watched(tmp_path) as tier:
         assert read(tier, head) == 20
 
 
 def test_what_was_asked_for_outlives_a_scan_of_prompts_that_come_once(tmp_path):
     """No touch in between: it is proven, the scan is on probation."""
     used = chain(60, 1)
-    with opened(tmp_path, **options()) as tier:
+    with watched(tmp_path) as tier:
         write(tier, used)
         assert read(tier, used) == 60
         for seed in range(2, 2 + 3 * HELD // 10):
@@ -118,11 +123,11 @@ def test_what_was_asked_for_outlives_a_scan_of_prompts_that_come_once(tmp_path):
 
 def test_use_outlives_a_restart(tmp_path):
     first, second = chain(60, 1), chain(60, 2)
-    with opened(tmp_path, **options()) as tier:
+    with watched(tmp_path) as tier:
         write(tier, first)
         write(tier, second)
-        tier.touch([block.prefix_hash for block in first])
-    with opened(tmp_path, **options()) as tier:
+        tier.touch(hashes_of(first))
+    with watched(tmp_path) as tier:
         for seed in range(3, 45):
             write(tier, chain(10, seed))
         assert len(present(tier, first)) == 60
@@ -131,7 +136,7 @@ def test_use_outlives_a_restart(tmp_path):
 
 def test_at_most_twice_as_much_is_written_as_was_stored(tmp_path):
     """Cleaning copies what is still used; every other chain is used again, which is the worst case for it."""
-    with opened(tmp_path, **options()) as tier:
+    with watched(tmp_path) as tier:
         for seed in range(260):
             write(tier, chain(6, seed))
             if seed % 2 and seed > 40:
@@ -142,11 +147,11 @@ def test_at_most_twice_as_much_is_written_as_was_stored(tmp_path):
 def test_spaces_that_nobody_has_open_go_first_those_used_longest_ago_before_others(tmp_path):
     spaces = [bytes([number]) * 32 for number in range(4)]
     for space in spaces[:3]:
-        with opened(tmp_path, space, **options()) as tier:
+        with watched(tmp_path, space) as tier:
             write(tier, chain(120))
-    with opened(tmp_path, spaces[0], **options()) as tier:
+    with watched(tmp_path, spaces[0]) as tier:
         assert read(tier, chain(120)) == 120  # 1 is now the oldest
-    with opened(tmp_path, spaces[3], **options()) as tier:
+    with watched(tmp_path, spaces[3]) as tier:
         write(tier, chain(200))
         assert on_disk(tmp_path) <= CAP
         assert [len(segments(tmp_path, space)) for space in spaces] == [8, 1, 8, 14]
@@ -157,13 +162,15 @@ def test_spaces_that_nobody_has_open_go_first_those_used_longest_ago_before_othe
 
 
 def test_a_space_that_is_open_is_left_alone_by_others(tmp_path):
-    with opened(tmp_path, **options()) as mine, opened(tmp_path, OTHER_SPACE, **options()) as theirs:
+    with watched(tmp_path) as mine, watched(tmp_path, OTHER_SPACE) as theirs:
         write(theirs, chain(100))
         held = segments(tmp_path, OTHER_SPACE)
         for seed in range(60):
             write(mine, chain(10, seed))
         assert on_disk(tmp_path) <= CAP
-        assert segments(tmp_path, OTHER_SPACE) == held, "what is deleted can be read while it is open"
+        assert segments(tmp_path, OTHER_SPACE) == held, (
+            "what is deleted can be read while it is open"
+        )
         assert read(theirs, chain(100)) == 100
         assert mine.stat().blocks > 60
 
@@ -212,7 +219,7 @@ def test_free_room_is_that_of_the_nearest_directory_that_exists(tmp_path):
 
 
 def test_a_second_tier_of_a_space_sets_the_cap_of_both(tmp_path):
-    with opened(tmp_path, **options()) as tier:
+    with watched(tmp_path) as tier:
         with opened(tmp_path, max_bytes=2 * CAP) as second:
             assert tier.stat().max_bytes == second.stat().max_bytes == 2 * CAP
         with pytest.raises(ConfigError, match="max_disk_bytes"):
@@ -239,7 +246,9 @@ class AtOnce(Files):
             self.together.wait(0.1)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere room is not given before it is written to")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere room is not given before it is written to"
+)
 def test_two_that_find_room_at_the_same_moment_stay_below_the_cap(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "_TURN_S", 0.02)
     now = [0.0]
@@ -250,7 +259,9 @@ def test_two_that_find_room_at_the_same_moment_stay_below_the_cap(tmp_path, monk
         files = AtOnce(tmp_path)
         monkeypatch.setattr(one._store._segments, "_files", files)
         monkeypatch.setattr(other._store._segments, "_files", files)
-        begun = [threading.Thread(target=write, args=(tier, chain(16, 99))) for tier in (one, other)]
+        begun = [
+            threading.Thread(target=write, args=(tier, chain(16, 99))) for tier in (one, other)
+        ]
         for thread in begun:
             thread.start()
         for thread in begun:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from helpers.tiers.disk_cases import CAP, SPACE, chain, payload, scratch
+from helpers.tiers.disk_cases import CAP, SPACE, chain, hashes_of, payload, scratch
 from helpers.tiers.disk_faults import FaultyFiles, PowerOff, powers_off
 from kvboost_edge.tiers.disk import tier as module
 from kvboost_edge.tiers.disk.sealing import InlineSealer
@@ -35,7 +35,9 @@ class DiskMachine(RuleBasedStateMachine):
 
     def open(self):
         self.files = FaultyFiles()
-        self.tier = DiskTier.open(self.directory, SPACE, max_bytes=CAP, files=self.files, sealer=InlineSealer())
+        self.tier = DiskTier.open(
+            self.directory, SPACE, max_bytes=CAP, files=self.files, sealer=InlineSealer()
+        )
         assert self.tier.stat().writable
 
     @rule(which=chains, start=st.integers(0, 8), length=lengths)
@@ -43,7 +45,7 @@ class DiskMachine(RuleBasedStateMachine):
         blocks = CHAINS[which][start : start + length]
         there = self.tier.write(blocks, [memoryview(payload(block, NBYTES)) for block in blocks])
         assert there == sum(self.tier.holds(block.prefix_hash) for block in blocks) == len(blocks)
-        self.given |= {block.prefix_hash for block in blocks}
+        self.given |= set(hashes_of(blocks))
 
     @rule(which=chains, start=st.integers(0, 8), length=lengths)
     def read(self, which, start, length):
@@ -51,11 +53,11 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(which=chains, length=lengths)
     def touch(self, which, length):
-        self.tier.touch([block.prefix_hash for block in CHAINS[which][:length]])
+        self.tier.touch(hashes_of(CHAINS[which][:length]))
 
     @rule(which=chains, start=st.integers(0, 11))
     def drop(self, which, start):
-        hashes = [block.prefix_hash for block in CHAINS[which][start:]]
+        hashes = hashes_of(CHAINS[which][start:])
         self.tier.drop(hashes)
         assert not any(map(self.tier.holds, hashes))
 
@@ -67,12 +69,14 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self):
-        held = [block for blocks in CHAINS for block in blocks if self.tier.holds(block.prefix_hash)]
+        held = [
+            block for blocks in CHAINS for block in blocks if self.tier.holds(block.prefix_hash)
+        ]
         known = self.tier.known()
         assert len(known) == len(set(known)) == self.tier.stat().blocks
         assert all(map(self.tier.holds, known))
         assert self.tier.ask([*known, bytes(32)]) == [True] * len(known) + [False]
-        assert {block.prefix_hash for block in held} <= set(known)
+        assert set(hashes_of(held)) <= set(known)
         self.tier.close()
         assert self.tier.known() == []
         assert self.tier.ask(known) == [False] * len(known)
@@ -82,13 +86,17 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(which=chains, after=st.integers(0, 40), damage=st.integers(0, 2**32))
     def crash(self, which, after, damage):
         """The process ends at some call of a write of new chains; then part of the unsealed segment is not there."""
-        self.files.at, self.files.fault, self.files.lasting = self.files.calls + after, powers_off, True
+        self.files.at, self.files.fault, self.files.lasting = (
+            self.files.calls + after,
+            powers_off,
+            True,
+        )
         try:
             self.fill(damage % 1000 + 5000)
             self.write(which, 0, 12)
             self.tier.close()
         except PowerOff:
-            self.given |= {block.prefix_hash for block in CHAINS[which]}
+            self.given |= set(hashes_of(CHAINS[which]))
         self.files.at = -1
         for shared in module._stores.values():
             shared.store.after_fork()  # lets go of all handles and writes nothing
@@ -143,4 +151,6 @@ def test_the_oldest_block_of_a_chain_is_not_given_up_for_its_others():
 @pytest.mark.slow
 def test_a_tier_may_lose_and_never_lies(scale):
     count = scale(400, 10_000)
-    run_state_machine_as_test(DiskMachine, settings=settings(max_examples=count, stateful_step_count=8))
+    run_state_machine_as_test(
+        DiskMachine, settings=settings(max_examples=count, stateful_step_count=8)
+    )

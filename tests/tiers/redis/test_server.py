@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from helpers.tiers.redis_cases import Clock, chain, opened, reads, stored_keys
+from helpers.tiers.redis_cases import Clock, chain, filled, hashes_of, opened, reads, stored_keys
 from helpers.tiers.redis_servers import running_redis
 
 MIB = 1 << 20
@@ -13,7 +13,9 @@ MIB = 1 << 20
 
 def lines(caplog):
     """What the tier logged as a warning."""
-    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "redis" in r.name]
+    return [
+        r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "redis" in r.name
+    ]
 
 
 def test_a_server_that_is_down_at_the_start_is_a_line_and_used_once_it_is_up(caplog):
@@ -71,11 +73,9 @@ def test_a_server_that_dies_while_a_pipeline_is_under_way_is_a_miss():
 
 
 def test_a_server_that_stops_costs_a_second_at_a_time_and_three_at_most(caplog):
-    blocks, payloads = chain(2)
     clock = Clock()
     with running_redis() as server:
-        tier = opened(server.url, clock=clock)
-        tier.write(blocks, payloads)
+        tier, blocks, payloads = filled(server.url, 2, clock=clock)
         with server.stopped():
             assert [reads(tier, blocks, payloads) for _ in range(50)] == [0] * 50
             assert tier.stat().errors == 3
@@ -88,14 +88,21 @@ def test_a_server_that_stops_costs_a_second_at_a_time_and_three_at_most(caplog):
 def test_a_full_server_is_read_and_written_to_again_when_there_is_room(caplog):
     blocks, payloads = chain(40, 200_000)
     clock = Clock()
-    with running_redis("--maxmemory", "6mb", "--maxmemory-policy", "noeviction") as server, server.client() as client:
+    with (
+        running_redis("--maxmemory", "6mb", "--maxmemory-policy", "noeviction") as server,
+        server.client() as client,
+    ):
         tier = opened(server.url, clock=clock)
         assert tier.ping()
         assert "noeviction" in tier.stat().state
         written = tier.write(blocks, payloads)
         assert 0 < written < 40
         stat = tier.stat()
-        assert (stat.writable, stat.not_written, stat.written_blocks) == (False, 40 - written, written)
+        assert (stat.writable, stat.not_written, stat.written_blocks) == (
+            False,
+            40 - written,
+            written,
+        )
         assert "allkeys-lru" in stat.state
         assert reads(tier, blocks, payloads) == written
         client.config_set("maxmemory", "0")
@@ -138,10 +145,10 @@ def test_users_with_rights_read_and_write(with_users):
     assert writer.write(blocks, payloads) == 2
     for tier in (writer, reader, default):
         assert reads(tier, blocks, payloads) == 2
-    named.drop([block.prefix_hash for block in blocks])
+    named.drop(hashes_of(blocks))
     assert reads(named, blocks, payloads) == 0
     assert named.write(blocks, payloads) == 2
-    named.touch([block.prefix_hash for block in blocks])
+    named.touch(hashes_of(blocks))
     assert reads(named, blocks, payloads) == 2
     assert (named.stat().errors, named.stat().state) == (0, "")
 
@@ -164,7 +171,9 @@ def test_a_user_who_may_only_read_goes_on_reading(with_users, caplog):
     [("a", "hunter2-hunter2", "refuses the user or password"), ("x", "hunter2-hunter2", "refuses the user"),
      ("n", "pass-n-phrase", "lacks a permission"), (None, None, "or wants one")],
 )  # fmt: skip
-def test_a_wrong_password_is_a_line_that_does_not_repeat_it(user, password, words, with_users, caplog):
+def test_a_wrong_password_is_a_line_that_does_not_repeat_it(
+    user, password, words, with_users, caplog
+):
     blocks, payloads = chain(1)
     caplog.set_level(logging.DEBUG)
     url = with_users.url if user is None else as_user(with_users, user, password)

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from helpers.raising import assert_raises
-from helpers.tiers.redis_cases import SECRET, SPACE, Clock, chain, opened, reads, stored_keys
+from helpers.tiers.redis_cases import (
+    SECRET,
+    SPACE,
+    Clock,
+    chain,
+    filled,
+    hashes_of,
+    opened,
+    reads,
+    stored_keys,
+)
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.tiers.redis import tier as tier_module
 from kvboost_edge.tiers.redis.tier import SECRET_VARIABLE
@@ -48,7 +58,7 @@ def test_a_read_ends_at_the_first_block_that_is_missing(server, client):
     blocks, payloads = chain(8, 2 * MIB)  # several pipelines
     tier = opened(server.url)
     tier.write(blocks[:3] + blocks[4:], payloads[:3] + payloads[4:])
-    assert tier.ask([block.prefix_hash for block in blocks]) == [True] * 3 + [False] + [True] * 4
+    assert tier.ask(hashes_of(blocks)) == [True] * 3 + [False] + [True] * 4
     assert reads(tier, blocks, payloads) == 3
     assert reads(tier, blocks[4:], payloads[4:]) == 4
 
@@ -82,9 +92,7 @@ def test_blocks_that_are_there_are_not_sent_again_and_stay_as_they_are(server, c
 
 
 def test_a_block_that_lost_a_piece_is_a_miss_and_is_written_whole_again(server, client):
-    blocks, payloads = chain(1, 3 * MIB)
-    tier = opened(server.url)
-    tier.write(blocks, payloads)
+    tier, blocks, payloads = filled(server.url, 1, 3 * MIB)
     keys = stored_keys(client)
     assert len(keys) == 4
     for lost in keys:
@@ -96,9 +104,7 @@ def test_a_block_that_lost_a_piece_is_a_miss_and_is_written_whole_again(server, 
 
 
 def test_dropped_blocks_leave_nothing_behind(server, client):
-    blocks, payloads = chain(3, 3 * MIB)
-    tier = opened(server.url)
-    tier.write(blocks, payloads)
+    tier, blocks, payloads = filled(server.url, 3, 3 * MIB)
     unknown, _ = chain(1, seed=9)
     tier.drop([blocks[0].prefix_hash, unknown[0].prefix_hash, blocks[2].prefix_hash])
     assert {key.split(":")[2] for key in stored_keys(client)} == {blocks[1].prefix_hash.hex()}
@@ -107,9 +113,7 @@ def test_dropped_blocks_leave_nothing_behind(server, client):
 
 def test_spaces_do_not_see_each_other(server, client):
     """Another model, another KV format, another tenant: even where the first 8 bytes of their digests are equal."""
-    blocks, payloads = chain(2)
-    tier = opened(server.url)
-    tier.write(blocks, payloads)
+    _tier, blocks, payloads = filled(server.url, 2)
     for other in (bytes(32), SPACE[:8] + bytes(24)):
         neighbour = opened(server.url, space=other)
         assert reads(neighbour, blocks, payloads) == 0
@@ -159,9 +163,7 @@ def damages():
 
 @pytest.mark.parametrize("name", damages())
 def test_a_value_not_to_be_believed_is_a_miss_dropped_and_written_anew(name, server, client):
-    blocks, payloads = chain(2, 3 * MIB)
-    tier = opened(server.url)
-    tier.write(blocks, payloads)
+    tier, blocks, payloads = filled(server.url, 2, 3 * MIB)
     by_block = [
         [key for key in stored_keys(client) if block.prefix_hash.hex() in key] for block in blocks
     ]
@@ -177,9 +179,7 @@ def test_a_value_not_to_be_believed_is_a_miss_dropped_and_written_anew(name, ser
 
 
 def test_a_value_that_somebody_made_huge_is_not_fetched(server, client):
-    blocks, payloads = chain(1)
-    tier = opened(server.url)
-    tier.write(blocks, payloads)
+    tier, blocks, payloads = filled(server.url, 1)
     client.setrange(stored_keys(client)[0], 100 * MIB, b"x")
     before = client.info("stats")["total_net_output_bytes"]
     assert reads(tier, blocks, payloads) == 0
@@ -257,7 +257,7 @@ def test_the_package_is_loaded_when_a_tier_opens_and_not_before():
 
 def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(server, client):
     blocks, payloads = chain(4, 2 * MIB)
-    hashes = [block.prefix_hash for block in blocks]
+    hashes = hashes_of(blocks)
     clock = Clock()
     tier, reader = opened(server.url, clock=clock, ttl_s=100), opened(server.url)
 
@@ -284,7 +284,7 @@ def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(serv
 
 def test_it_says_what_the_server_has_when_it_is_asked_and_believes_that(server, client):
     blocks, payloads = chain(3, 2 * MIB)
-    hashes = [block.prefix_hash for block in blocks]
+    hashes = hashes_of(blocks)
     tier, reader = opened(server.url), opened(server.url)
     assert reader.ask(hashes) == [False] * 3
     tier.write(blocks[::2], payloads[::2])
@@ -328,7 +328,5 @@ def test_a_server_that_lost_or_got_wrong_values_is_given_all_of_them_again_at_on
 
 def test_what_it_remembers_is_bounded(server, client, monkeypatch):
     monkeypatch.setattr(tier_module, "_MOST_SEEN", 3)
-    blocks, payloads = chain(5)
-    tier = opened(server.url)
-    tier.write(blocks, payloads)
+    tier, blocks, _ = filled(server.url, 5)
     assert [tier.holds(block.prefix_hash) for block in blocks] == [None, None, True, True, True]

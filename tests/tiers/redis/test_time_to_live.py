@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.tiers.redis_cases import Clock, chain, opened, reads, stored_keys
+from helpers.tiers.redis_cases import Clock, chain, filled, hashes_of, opened, reads, stored_keys
 from helpers.tiers.redis_servers import running_redis
 from kvboost_edge.tiers.redis import tier as tier_module
 
@@ -18,7 +18,9 @@ def renewed(client):
     return count
 
 
-def test_touched_blocks_get_their_time_again_with_the_next_read_and_each_now_and_then(server, client):
+def test_touched_blocks_get_their_time_again_with_the_next_read_and_each_now_and_then(
+    server, client
+):
     blocks, payloads = chain(80)
     long, long_payloads = chain(1, 3 * MIB, seed=1)
     clock = Clock()
@@ -31,9 +33,11 @@ def test_touched_blocks_get_their_time_again_with_the_next_read_and_each_now_and
         for key in keys:
             client.expire(key, 10)
         commands = client.info("stats")["total_commands_processed"]
-        tier.touch([block.prefix_hash for block in blocks])
-        tier.touch([block.prefix_hash for block in long])
-        assert client.info("stats")["total_commands_processed"] == commands + 1, "touch itself asks nothing"
+        tier.touch(hashes_of(blocks))
+        tier.touch(hashes_of(long))
+        assert client.info("stats")["total_commands_processed"] == commands + 1, (
+            "touch itself asks nothing"
+        )
         assert reads(tier, blocks[:1], payloads[:1]) == 1
         return sum(client.ttl(key) > 10 for key in keys)
 
@@ -43,40 +47,42 @@ def test_touched_blocks_get_their_time_again_with_the_next_read_and_each_now_and
     assert refreshed() == 80 + 4
 
 
-def test_of_very_many_touched_blocks_the_rest_comes_with_the_next_prompt(server, client, monkeypatch):
+def test_of_very_many_touched_blocks_the_rest_comes_with_the_next_prompt(
+    server, client, monkeypatch
+):
     monkeypatch.setattr(tier_module, "_MOST_TOUCHED", 5)
-    blocks, payloads = chain(8)
-    tier = opened(server.url, clock=Clock())
-    tier.write(blocks, payloads)
+    tier, blocks, _ = filled(server.url, 8, clock=Clock())
     for expected in (5, 3):
         for key in client.keys("*"):
             client.expire(key, 10)
-        tier.touch([block.prefix_hash for block in blocks])
+        tier.touch(hashes_of(blocks))
         tier.read(blocks[:1], [memoryview(bytearray(1000))])
         assert sum(client.ttl(key) > 10 for key in client.keys("*")) == expected
 
 
 def test_what_is_touched_last_is_refreshed_when_the_tier_closes(server, client):
-    blocks, payloads = chain(1)
-    tier = opened(server.url)
-    tier.write(blocks, payloads)
+    tier, blocks, payloads = filled(server.url, 1)
     client.expire(stored_keys(client)[0], 10)
     tier.touch([blocks[0].prefix_hash])
     tier.close()
     assert client.ttl(stored_keys(client)[0]) > 10
     tier.close()
-    assert (tier.write(blocks, payloads), reads(tier, blocks, payloads), tier.holds(bytes(32))) == (0, 0, False)
+    assert (tier.write(blocks, payloads), reads(tier, blocks, payloads), tier.holds(bytes(32))) == (
+        0,
+        0,
+        False,
+    )
     assert tier.known() == []
     assert not tier.stat().writable
 
 
-def test_a_read_or_write_renews_some_and_a_look_after_the_tier_the_rest(server, client, monkeypatch):
+def test_a_read_or_write_renews_some_and_a_look_after_the_tier_the_rest(
+    server, client, monkeypatch
+):
     monkeypatch.setattr(tier_module.RedisTier._refresh, "__defaults__", (3,))
-    blocks, payloads = chain(12)
-    tier = opened(server.url)
-    tier.write(blocks, payloads)
+    tier, blocks, payloads = filled(server.url, 12)
     renewed(client)
-    tier.touch([block.prefix_hash for block in blocks])
+    tier.touch(hashes_of(blocks))
     assert reads(tier, blocks[:1], payloads[:1]) == 1
     assert renewed(client) == 3
     assert tier.write(blocks[:1], payloads[:1]) == 1
@@ -85,17 +91,17 @@ def test_a_read_or_write_renews_some_and_a_look_after_the_tier_the_rest(server, 
     assert renewed(client) == 6
     commands = client.info("stats")["total_commands_processed"]
     tier.tend()
-    assert client.info("stats")["total_commands_processed"] == commands + 1, "nothing is left to be asked"
+    assert client.info("stats")["total_commands_processed"] == commands + 1, (
+        "nothing is left to be asked"
+    )
 
 
 def test_what_did_not_reach_the_server_is_renewed_when_it_answers_again():
-    blocks, payloads = chain(2)
     clock = Clock()
     with running_redis() as own, own.client() as client:
-        tier = opened(own.url, clock=clock)
-        tier.write(blocks, payloads)
+        tier, blocks, _ = filled(own.url, 2, clock=clock)
         renewed(client)
-        tier.touch([block.prefix_hash for block in blocks])
+        tier.touch(hashes_of(blocks))
         client.config_set("maxclients", 1)
         client.client_kill_filter(_type="normal", skipme=True)
         tier.tend()
@@ -111,11 +117,9 @@ def test_what_did_not_reach_the_server_is_renewed_when_it_answers_again():
 @pytest.mark.parametrize("forbidden", ["-expire", "-getrange"])
 def test_what_the_server_refused_to_renew_is_renewed_once_it_does(forbidden):
     """All four pieces of a block; one that is not there is none to wait for."""
-    blocks, payloads = chain(1, 3 * MIB)
     clock = Clock()
     with running_redis() as own, own.client() as client:
-        tier = opened(own.url, clock=clock)
-        tier.write(blocks, payloads)
+        tier, blocks, _ = filled(own.url, 1, 3 * MIB, clock=clock)
         renewed(client)
         client.execute_command("ACL", "SETUSER", "default", forbidden)
         tier.touch([blocks[0].prefix_hash, bytes(32)])
@@ -129,10 +133,8 @@ def test_what_the_server_refused_to_renew_is_renewed_once_it_does(forbidden):
 
 
 def test_a_key_that_somebody_made_into_a_list_holds_up_nobody(server, client):
-    blocks, payloads = chain(2)
-    tier = opened(server.url)
-    tier.write(blocks, payloads)
-    hashes = [block.prefix_hash for block in blocks]
+    tier, blocks, _ = filled(server.url, 2)
+    hashes = hashes_of(blocks)
     (foreign,) = (key for key in stored_keys(client) if hashes[0].hex() in key)
     client.delete(foreign)
     client.rpush(foreign, "x")
