@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from kvboost_edge.kvcache.hashing import shared_root
 from kvboost_edge.serve_ray.routing.chain import Outside, PromptChain
-from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, EventBatch, ReplicaReport
+from kvboost_edge.serve_ray.routing.records import (
+    KEY_BYTES,
+    NOTHING_KNOWN,
+    EventBatch,
+    ReplicaReport,
+)
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
 SPEED = 1e-3
@@ -22,7 +27,11 @@ def chain(keys, num_tokens=None, cache_key=None):
 
 
 def told(keys, serial=0):
-    return [EventBatch(1, serial, True, b"".join(key.to_bytes(KEY_BYTES, "little") for key in keys), b"")]
+    return [
+        EventBatch(
+            1, serial, True, b"".join(key.to_bytes(KEY_BYTES, "little") for key in keys), b""
+        )
+    ]
 
 
 def report(serial=0, **figures):
@@ -37,12 +46,18 @@ def router_of(num_replicas, **options):
     return router
 
 
+def best(router, prompt, now=0.0, among=None):
+    return router.choose(prompt, now, among)[0]
+
+
 def first(router, prompt, now=0.0):
-    return router.choose(prompt, now)[0].replica_id
+    return best(router, prompt, now).replica_id
 
 
 replicas = st.lists(
-    st.tuples(st.integers(0, 30), st.integers(0, 900), st.integers(0, 20), st.booleans(), st.booleans()),
+    st.tuples(
+        st.integers(0, 30), st.integers(0, 900), st.integers(0, 20), st.booleans(), st.booleans()
+    ),
     min_size=1,
     max_size=12,
 )
@@ -57,7 +72,15 @@ def test_the_choice_is_the_least_of_the_plain_sums(figures, length, among_only):
         name, held = f"r{number}", min(held, length)
         router.take_events(name, told(keys[:held]), 0.0)
         router.take_report(
-            name, report(1, queued_tokens=queued, num_running=running, decode_seconds=0.01, is_draining=draining), 0.0
+            name,
+            report(
+                1,
+                queued_tokens=queued,
+                num_running=running,
+                decode_seconds=0.01,
+                is_draining=draining,
+            ),
+            0.0,
         )
         missing = 16 * (length - held) + 1
         own = missing * SPEED / (1 - running / 512)
@@ -82,7 +105,9 @@ def test_the_choice_is_the_least_of_the_plain_sums(figures, length, among_only):
 
 DISK, SERVER = 0.1 * SPEED, 0.3 * SPEED
 tiered = st.lists(
-    st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans(), st.booleans(), st.integers(0, 300)),
+    st.tuples(
+        st.integers(0, 30), st.integers(0, 30), st.booleans(), st.booleans(), st.integers(0, 300)
+    ),
     min_size=1,
     max_size=8,
 )
@@ -105,16 +130,28 @@ def test_what_a_tier_has_counts_at_its_speed(figures, on_server, length):
         name, pool, held = f"r{number}", min(pool, length), min(held, length) // 3 * 3
         told_here = [*keys[:pool], *disk[2:held:3], *(server[1:on_server:2] if number == 0 else [])]
         router.take_events(name, told(told_here), 0.0)
-        speeds = {"disk_token_seconds": DISK * has_disk, "shared_token_seconds": SERVER * has_server}
+        speeds = {
+            "disk_token_seconds": DISK * has_disk,
+            "shared_token_seconds": SERVER * has_server,
+        }
         router.take_report(name, report(1, queued_tokens=queued, **speeds), 0.0)
         disk_end = max(pool, held) if has_disk else pool
         end = max(disk_end, on_server) if has_server else disk_end
         reading = 16 * ((disk_end - pool) * DISK + (end - disk_end) * SERVER)
         missing = 16 * (length - end) + 1
-        sums[name] = 16 * pool, missing, max(queued * SPEED, reading) + missing * SPEED, 16 * (end - pool)
+        sums[name] = (
+            16 * pool,
+            missing,
+            max(queued * SPEED, reading) + missing * SPEED,
+            16 * (end - pool),
+        )
     for choice in router.choose(prompt, 0.0, count=len(figures)):
         matched, missing, seconds, restored = sums[choice.replica_id]
-        assert (choice.matched_tokens, choice.missing_tokens, choice.restored_tokens) == (matched, missing, restored)
+        assert (choice.matched_tokens, choice.missing_tokens, choice.restored_tokens) == (
+            matched,
+            missing,
+            restored,
+        )
         assert choice.expected_seconds == pytest.approx(seconds)
     router.check()
 
@@ -132,7 +169,10 @@ def test_a_tier_sends_a_prompt_away_from_a_full_home():
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["add", "remove", "drain", "route", "tell"]), st.integers(0, 7)), max_size=60)
+    st.lists(
+        st.tuples(st.sampled_from(["add", "remove", "drain", "route", "tell"]), st.integers(0, 7)),
+        max_size=60,
+    )
 )
 def test_nobody_is_chosen_who_is_not_there_or_drains(steps):
     router, members, draining = PrefixRouter(), set(), set()
@@ -161,18 +201,20 @@ def test_nobody_is_chosen_who_is_not_there_or_drains(steps):
 
 
 def test_an_identical_prompt_goes_where_the_first_one_went():
-    router, prompt = router_of(50), chain(list(range(40)))
-    choice = router.choose(prompt, 0.0)[0]
+    router, prompt = router_of(50), chain(range(40))
+    choice = best(router, prompt)
     router.note_routed(choice, prompt, 0.0)
-    again = router.choose(prompt, 100.0)[0]
+    again = best(router, prompt, 100.0)
     assert (again.replica_id, again.missing_tokens) == (choice.replica_id, 1)
-    assert router.choose(prompt, 500.0)[0].missing_tokens == prompt.num_tokens, "nobody told that it is there"
+    assert best(router, prompt, 500.0).missing_tokens == prompt.num_tokens, (
+        "nobody told that it is there"
+    )
 
 
 def test_a_prompt_that_leaves_no_token_to_compute_computes_its_last():
-    router, prompt = router_of(2), chain(list(range(4)), num_tokens=64)
-    router.take_events("r1", told(list(range(4))), 0.0)
-    choice = router.choose(prompt, 0.0)[0]
+    router, prompt = router_of(2), chain(range(4), num_tokens=64)
+    router.take_events("r1", told(range(4)), 0.0)
+    choice = best(router, prompt)
     assert (choice.replica_id, choice.matched_tokens, choice.missing_tokens) == ("r1", 63, 1)
 
 
@@ -209,47 +251,49 @@ def test_a_hot_prefix_spreads_when_its_home_is_full_and_no_further():
     used = collections.Counter()
     for number in range(6):
         prompt = chain([*head, *range(500 + 10 * number, 510 + 10 * number)])
-        choice = router.choose(prompt, 0.0)[0]
+        choice = best(router, prompt)
         router.note_routed(choice, prompt, 0.0)
         used[choice.replica_id] += 1
     assert 1 < len(used) < 5
-    later = router.choose(chain([*head, 900]), 60.0)[0]
+    later = best(router, chain([*head, 900]), 60.0)
     assert later.replica_id in used
     assert later.missing_tokens == 17
 
 
 def test_what_was_routed_counts_until_it_is_reported_and_drains_by_itself():
-    router, prompt = router_of(1), chain(list(range(100)))
-    cold = router.choose(prompt, 0.0)[0]
+    router, prompt = router_of(1), chain(range(100))
+    cold = best(router, prompt)
     router.note_routed(cold, prompt, 0.0)
     other = chain([5000])
-    waits = [router.choose(other, now)[0].expected_seconds for now in (0.0, 1.0, 5.0)]
+    waits = [best(router, other, now).expected_seconds for now in (0.0, 1.0, 5.0)]
     assert waits == pytest.approx([1.601 + 0.017, 0.601 + 0.017, 0.017])
     router.take_report("r0", report(1), 0.01)  # made before the request arrived: it still counts
-    assert router.choose(other, 0.01)[0].expected_seconds == pytest.approx(1.601 + 0.017)
+    assert best(router, other, 0.01).expected_seconds == pytest.approx(1.601 + 0.017)
     router.take_report("r0", report(2, queued_tokens=400), 1.0)
-    assert router.choose(other, 1.0)[0].expected_seconds == pytest.approx(0.4 + 0.017)
+    assert best(router, other, 1.0).expected_seconds == pytest.approx(0.4 + 0.017)
     router.take_report("r0", report(1, queued_tokens=9999), 1.0)  # late
-    assert router.choose(other, 1.0)[0].expected_seconds == pytest.approx(0.4 + 0.017)
+    assert best(router, other, 1.0).expected_seconds == pytest.approx(0.4 + 0.017)
 
 
 def test_what_is_routed_to_a_replica_that_was_idle_counts_from_now_on():
-    router, prompt = router_of(1), chain(list(range(100)))
-    router.note_routed(router.choose(prompt, 1000.0)[0], prompt, 1000.0)
-    assert router.choose(chain([5000]), 1000.0)[0].expected_seconds == pytest.approx(1.601 + 0.017)
+    router, prompt = router_of(1), chain(range(100))
+    router.note_routed(best(router, prompt, 1000.0), prompt, 1000.0)
+    assert best(router, chain([5000]), 1000.0).expected_seconds == pytest.approx(1.601 + 0.017)
 
 
 def test_what_never_arrived_does_not_wait():
-    router, prompt = router_of(1), chain(list(range(100)))
-    choice = router.choose(prompt, 0.0)[0]
+    router, prompt = router_of(1), chain(range(100))
+    choice = best(router, prompt)
     router.note_routed(choice, prompt, 0.0)
     router.note_not_started(choice)
     router.note_not_started(choice)  # once is enough
-    assert router.choose(chain([5000]), 0.0)[0].expected_seconds == pytest.approx(0.017)
+    assert best(router, chain([5000])).expected_seconds == pytest.approx(0.017)
 
 
 @pytest.mark.parametrize(
-    "full", [{"num_running": 4, "max_running": 4}, {"num_running": 1, "free_blocks": 2}], ids=["places", "blocks"]
+    "full",
+    [{"num_running": 4, "max_running": 4}, {"num_running": 1, "free_blocks": 2}],
+    ids=["places", "blocks"],
 )
 def test_a_full_replica_waits_for_somebody_to_leave(full):
     router, keys = router_of(2), list(range(20))
@@ -265,7 +309,9 @@ def test_a_cache_key_biases_and_does_not_bind():
     homes = {first(router, prompt) for prompt in prompts}
     assert len(homes) == 1, "prompts with nothing in common meet where their key is at home"
     other = PromptChain.of([1] * 40, shared_root(ROOT, "b", None), 16, "mine")
-    assert other.cache_key != prompts[0].cache_key, "another tenant's key of that name is another key"
+    assert other.cache_key != prompts[0].cache_key, (
+        "another tenant's key of that name is another key"
+    )
     router.take_report(homes.pop(), report(1, queued_tokens=10_000), 0.0)
     assert len({first(router, prompt) for prompt in prompts}) == 1, "all move together"
 
@@ -276,7 +322,7 @@ def test_a_tenant_learns_nothing_of_another():
     mine, theirs = (PromptChain.of(tokens, shared_root(ROOT, tenant, None), 16) for tenant in "ab")
     alone, beside = router_of(8), router_of(8)
     beside.take_events("r5", told(list(theirs.keys)), 0.0)
-    assert beside.choose(theirs, 0.0)[0][:2] == ("r5", 160 - 1)
+    assert best(beside, theirs)[:2] == ("r5", 160 - 1)
     assert beside.choose(mine, 0.0, count=8) == alone.choose(mine, 0.0, count=8)
 
 
@@ -284,7 +330,7 @@ def test_prompts_of_less_than_a_block_go_anywhere():
     router = router_of(10)
     used = set()
     for _ in range(60):
-        choice = router.choose(chain([], num_tokens=5), 0.0)[0]
+        choice = best(router, chain([], num_tokens=5))
         router.note_routed(choice, chain([], num_tokens=5), 0.0)
         used.add(choice.replica_id)
     assert len(used) == 10
@@ -315,5 +361,7 @@ def test_many_holders_and_few_give_the_same_depths():
     for number in range(100):
         router.take_events(f"r{number}", told(keys[: number % 25]), 0.0)
     choices = router.choose(chain(keys), 0.0, count=100)
-    assert {c.replica_id: c.matched_tokens for c in choices} == {f"r{n}": 16 * (n % 25) for n in range(100)}
+    assert {c.replica_id: c.matched_tokens for c in choices} == {
+        f"r{n}": 16 * (n % 25) for n in range(100)
+    }
     assert np.all(np.diff([choice.missing_tokens for choice in choices]) >= 0)

@@ -6,7 +6,17 @@ from hypothesis import strategies as st
 
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.records import Place
-from serve_ray.routing.test_router import DISK, ROOT, SERVER, SPEED, first, report, router_of, told
+from serve_ray.routing.test_router import (
+    DISK,
+    ROOT,
+    SERVER,
+    SPEED,
+    best,
+    first,
+    report,
+    router_of,
+    told,
+)
 
 
 def test_of_two_with_the_same_blocks_the_one_with_the_state_is_taken():
@@ -14,22 +24,24 @@ def test_of_two_with_the_same_blocks_the_one_with_the_state_is_taken():
     what the state saves sends the prompt away."""
     prompt = PromptChain.of(list(range(16 * 30 + 1)), ROOT, 16, has_states=True)
     plain, states = prompt._replace(states=()), prompt.states[Place.POOL]
-    assert {first(router_of(20), prompt), first(router_of(20), plain)} <= {f"r{number}" for number in range(20)}
+    assert {first(router_of(20), prompt), first(router_of(20), plain)} <= {
+        f"r{number}" for number in range(20)
+    }
     for holder in range(4):
         router = router_of(20)
         for number in range(4):
             router.take_events(f"r{number}", told(list(prompt.keys)), 0.0)
-        assert router.choose(plain, 0.0)[0].matched_tokens == 480
-        assert router.choose(prompt, 0.0)[0].matched_tokens == 0
+        assert best(router, plain).matched_tokens == 480
+        assert best(router, prompt).matched_tokens == 0
         assert first(router, prompt) in {"r0", "r1", "r2", "r3"}
         router.take_events(f"r{holder}", told([*prompt.keys, states[19]], serial=1), 0.0)
-        choice = router.choose(prompt, 0.0)[0]
+        choice = best(router, prompt)
         assert choice[:3] == (f"r{holder}", 320, 161)
         router.take_report(f"r{holder}", report(1, queued_tokens=640), 0.0)
         assert first(router, prompt) != f"r{holder}"
         router.take_report(f"r{holder}", report(2), 0.0)
         router.take_events(f"r{holder}", told(list(prompt.keys), serial=2), 0.0)
-        assert router.choose(prompt, 0.0)[0].matched_tokens == 0, "the state was dropped"
+        assert best(router, prompt).matched_tokens == 0, "the state was dropped"
         router.check()
 
 
@@ -63,15 +75,25 @@ def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
 
     sums = {}
     for number, (pool, disk, has_disk, has_server, queued, held) in enumerate(figures):
-        told_here = [*prompt.keys[:held], *in_tiers, *keys_of(pool, Place.POOL), *keys_of(disk, Place.DISK)]
+        told_here = [
+            *prompt.keys[:held],
+            *in_tiers,
+            *keys_of(pool, Place.POOL),
+            *keys_of(disk, Place.DISK),
+        ]
         told_here += keys_of(on_server, Place.SHARED) if number == 0 else []
         router.take_events(f"r{number}", told(told_here), 0.0)
-        speeds = {"disk_token_seconds": DISK * has_disk, "shared_token_seconds": SERVER * has_server}
+        speeds = {
+            "disk_token_seconds": DISK * has_disk,
+            "shared_token_seconds": SERVER * has_server,
+        }
         router.take_report(f"r{number}", report(1, queued_tokens=queued, **speeds), 0.0)
         in_pool = deepest(pool)
         disk_end = max(in_pool, deepest(disk)) if has_disk else in_pool
         end = max(disk_end, deepest(on_server)) if has_server else disk_end
-        there = min(max(in_pool, held), end)  # what is held behind the state that is read is computed again
+        there = min(
+            max(in_pool, held), end
+        )  # what is held behind the state that is read is computed again
         from_disk, from_server = max(0, disk_end - there), end - max(there, disk_end)
         if end > disk_end:
             from_server += 1
@@ -80,7 +102,10 @@ def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
         reading = 16 * (from_disk * DISK + from_server * SERVER)
         missing = num_tokens - 16 * end
         seconds = max(queued * SPEED, reading) + missing * SPEED
-        sums[f"r{number}"] = (16 * in_pool, missing, 16 * (end - in_pool), 16 * (there - in_pool)), seconds
+        sums[f"r{number}"] = (
+            (16 * in_pool, missing, 16 * (end - in_pool), 16 * (there - in_pool)),
+            seconds,
+        )
     for choice in router.choose(prompt, 0.0, count=len(figures)):
         tokens, seconds = sums[choice.replica_id]
         assert (
@@ -98,15 +123,20 @@ def test_blocks_behind_which_a_state_is_read_take_no_room(has_blocks):
     router = router_of(1)
     keys = [*prompt.disk.keys, prompt.states[Place.DISK][29], *(prompt.keys if has_blocks else ())]
     router.take_events("r0", told(keys), 0.0)
-    figures = {"disk_token_seconds": DISK, "num_running": 1, "answer_seconds": 50.0, "free_blocks": 5}
+    figures = {
+        "disk_token_seconds": DISK,
+        "num_running": 1,
+        "answer_seconds": 50.0,
+        "free_blocks": 5,
+    }
     router.take_report("r0", report(1, **figures), 0.0)
-    assert (router.choose(prompt, 0.0)[0].expected_seconds < 50.0) == has_blocks
+    assert (best(router, prompt).expected_seconds < 50.0) == has_blocks
     router.take_report("r0", report(2, **{**figures, "free_blocks": 40}), 0.0)
-    choice = router.choose(prompt, 0.0)[0]
+    choice = best(router, prompt)
     assert (choice.restored_tokens, choice.present_tokens) == (480, 480 * has_blocks)
     router.note_routed(choice, prompt, 0.0)
     other = PromptChain.of(list(range(900, 1400)), ROOT, 16, has_states=True)
-    assert (router.choose(other, 0.0)[0].expected_seconds < 50.0) == has_blocks
+    assert (best(router, other).expected_seconds < 50.0) == has_blocks
 
 
 def test_a_state_on_the_server_counts_when_its_first_blocks_are_no_longer_told_of():
@@ -115,8 +145,8 @@ def test_a_state_on_the_server_counts_when_its_first_blocks_are_no_longer_told_o
     router = router_of(2)
     router.take_report("r1", report(1, shared_token_seconds=SERVER), 0.0)
     router.take_events("r0", told([*prompt.shared.keys[-3:], prompt.states[Place.SHARED][57]]), 0.0)
-    assert router.choose(prompt, 0.0, among=["r1"])[0].restored_tokens == 16 * 58
-    assert router.choose(prompt, 0.0, among=["r0"])[0].restored_tokens == 0, "it reads nothing there"
+    assert best(router, prompt, among=["r1"]).restored_tokens == 16 * 58
+    assert best(router, prompt, among=["r0"]).restored_tokens == 0, "it reads nothing there"
 
 
 @pytest.mark.parametrize("length", [16 * 20, 16 * 20 + 5])
@@ -124,21 +154,25 @@ def test_who_goes_on_from_a_prompt_or_repeats_it_follows_it_and_who_branches_off
     """The state at a prompt's end is expected as soon as it was sent; one inside of it when it is told of."""
     tokens = list(range(length))
     sent, longer, branch = (
-        PromptChain.of(ids, ROOT, 16, has_states=True) for ids in (tokens, [*tokens, *range(99)], [*tokens[:160], 7])
+        PromptChain.of(ids, ROOT, 16, has_states=True)
+        for ids in (tokens, [*tokens, *range(99)], [*tokens[:160], 7])
     )
     router = router_of(10)
-    choice = router.choose(sent, 0.0)[0]
+    choice = best(router, sent)
     router.take_events(choice.replica_id, told([]), 0.0)
     router.note_routed(choice, sent, 0.0)
     again, following, aside = (
-        router.choose(one, 10.0, among=[choice.replica_id])[0].matched_tokens for one in (sent, longer, branch)
+        best(router, one, 10.0, among=[choice.replica_id]).matched_tokens
+        for one in (sent, longer, branch)
     )
     assert (again, following, aside) == ((length - 1) // 16 * 16, 320, 0)
     assert first(router, sent, 10.0) == first(router, longer, 10.0) == choice.replica_id
     batch = told([sent.states[Place.POOL][8]], serial=1)[0]._replace(is_whole=False)
     router.take_events(choice.replica_id, [batch], 10.0)
-    assert router.choose(branch, 10.0, among=[choice.replica_id])[0].matched_tokens == 9 * 16
-    assert router.choose(sent, 500.0, among=[choice.replica_id])[0].matched_tokens == 9 * 16, "nobody told of the rest"
+    assert best(router, branch, 10.0, among=[choice.replica_id]).matched_tokens == 9 * 16
+    assert best(router, sent, 500.0, among=[choice.replica_id]).matched_tokens == 9 * 16, (
+        "nobody told of the rest"
+    )
     router.check()
 
 
@@ -153,13 +187,20 @@ def test_states_change_nothing_for_who_does_not_ask_for_them():
             prompt = PromptChain.of([number // 2, *range(400)], ROOT, 16, has_states=True)
             states = [key for keys in prompt.states for key in keys]
             outside = [*prompt.disk.keys, *prompt.shared.keys]
-            keys = [*prompt.keys[: 3 * number], *outside[: 2 * number], *(states if tells_states else [])]
+            keys = [
+                *prompt.keys[: 3 * number],
+                *outside[: 2 * number],
+                *(states if tells_states else []),
+            ]
             router.take_events(f"r{number}", told(keys), 0.0)
-            speeds = {"disk_token_seconds": DISK * (number % 2), "shared_token_seconds": SERVER * (number % 3)}
+            speeds = {
+                "disk_token_seconds": DISK * (number % 2),
+                "shared_token_seconds": SERVER * (number % 3),
+            }
             router.take_report(f"r{number}", report(1, queued_tokens=90 * number, **speeds), 0.0)
         choices = [router.choose(prompt, 0.0, count=8) for prompt in prompts]
         for now, prompt in enumerate(prompts):
-            choice = router.choose(prompt, now)[0]
+            choice = best(router, prompt, now)
             router.note_routed(choice, prompt, now)
             choices.append([choice])
         found.append(choices)
