@@ -1,7 +1,7 @@
 """Vectors of texts and scores of documents, against transformers' own states and whatever the schedule."""
 
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -117,15 +117,8 @@ def test_vectors_are_the_same_to_the_bit_beside_answers_and_scores_in_one_batch(
         handles = [
             engine.submit(STEM[:n] + STEM, max_new_tokens=30, ignore_eos=True) for n in (0, 5, 9)
         ]
-        found = []
-        threads = [
-            threading.Thread(target=lambda: found.append(engine.embed(TEXTS))) for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(found) == 3
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(engine.embed, [TEXTS] * 3))
         assert all((vectors == expected).all() for vectors in found)
         assert handles[0].result().output_token_ids == answer
 
