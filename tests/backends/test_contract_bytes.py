@@ -8,6 +8,7 @@ import pytest
 from helpers.backends.fake_mps import FakeMpsBackend
 from helpers.backends.makers import into
 from helpers.kernels.paged_cases import DTYPES, make_case
+from helpers.raising import assert_raises
 from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
@@ -198,10 +199,8 @@ def test_what_was_read_is_a_copy_and_no_blocks_are_no_bytes(make, cases):
 
 def refuses(message, backend, read, written, data):
     """Neither these blocks are read nor those written."""
-    with pytest.raises(ConfigError, match=message):
-        backend.read_blocks(read)
-    with pytest.raises(ConfigError, match=message):
-        backend.write_blocks(written, data)
+    assert_raises(ConfigError, message, backend.read_blocks, read)
+    assert_raises(ConfigError, message, backend.write_blocks, written, data)
 
 
 @pytest.mark.parametrize("wrong", [-1, NUM_BLOCKS])

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from helpers.raising import assert_raises
 from kvboost_edge.backends.base import BatchLayout, KVSpec, LayerKVSpec, LayerStateSpec, PassStates
 from kvboost_edge.backends.layout import check_layout
 from kvboost_edge.backends.select import choose_backend, load_module, make_backend
@@ -99,14 +100,11 @@ def test_slots_that_are_not_there_are_refused():
         lambda: pool.poison([0, 5]),
         lambda: pool.checksums([2]),
     ):
-        with pytest.raises(ConfigError, match=r"must lie in the pool's 0\.\.1"):
-            call()
+        assert_raises(ConfigError, r"must lie in the pool's 0\.\.1", call)
     with pytest.raises(ConfigError, match="named twice"):
         pool.write_slots([1, 1], np.zeros((2, pool.slot_bytes), np.uint8))
-    with pytest.raises(ConfigError, match="bytes of shape"):
-        pool.write_slots([1], row[:, 1:])
-    with pytest.raises(CapacityError, match="max_state_bytes"):
-        StatePool(SPEC.states, 1 << 40)
+    assert_raises(ConfigError, "bytes of shape", pool.write_slots, [1], row[:, 1:])
+    assert_raises(CapacityError, "max_state_bytes", StatePool, SPEC.states, 1 << 40)
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])

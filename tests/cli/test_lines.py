@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from helpers.server.live_servers import wait_until
-from kvboost_edge.cli.lines import Lines
+from kvboost_edge.cli.chat import Lines
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 from kvboost_edge.cli.console import open_console
-from kvboost_edge.cli.lines import Lines
+from kvboost_edge.cli.chat import Lines
 lines = Lines(open_console(), "you ›", "bold cyan")
 while True:
     try:

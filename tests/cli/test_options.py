@@ -3,6 +3,7 @@
 import pytest
 import typer
 
+from helpers.raising import assert_raises
 from kvboost_edge import __version__
 from kvboost_edge.cli.app import app
 from kvboost_edge.cli.chat import _for_server
@@ -52,10 +53,8 @@ def test_stop_may_be_repeated_and_stays_text():
 
 @pytest.mark.parametrize("pair", ["num_blocks", "=3", ""])
 def test_malformed_pairs_are_refused(pair):
-    with pytest.raises(ConfigError, match="NAME=VALUE"):
-        engine_options([pair])
-    with pytest.raises(RequestError, match="NAME=VALUE"):
-        sampling_options([pair])
+    assert_raises(ConfigError, "NAME=VALUE", engine_options, [pair])
+    assert_raises(RequestError, "NAME=VALUE", sampling_options, [pair])
 
 
 def test_the_pack_cache_is_switched_off_either_way():
@@ -99,10 +98,8 @@ def test_a_server_is_sent_no_limit_where_there_is_none():
 
 def test_a_model_is_an_argument_or_an_option():
     assert one_model("a", None) == one_model(None, "a") == one_model(None, None, "a") == "a"
-    with pytest.raises(typer.BadParameter, match="given twice"):
-        one_model("a", "b")
-    with pytest.raises(typer.BadParameter, match="give a model"):
-        one_model(None, None)
+    assert_raises(typer.BadParameter, "given twice", one_model, "a", "b")
+    assert_raises(typer.BadParameter, "give a model", one_model, None, None)
 
 
 def test_commands_about_a_model_take_it_like_the_others(tiny_model_dir, answered, printed):

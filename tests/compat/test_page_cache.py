@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from helpers.kvcache.manager_cases import BASELINE, held
+from helpers.raising import assert_raises
 from kvboost_edge.compat.page_cache import KVCache
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 
@@ -101,16 +102,12 @@ def test_bad_arguments_are_refused_and_nothing_leaks():
         {"max_pages": True},
         {"enable_prefix_sharing": 1},
     ):
-        with pytest.raises(ConfigError, match=next(iter(options))):
-            KVCache(**options)
+        assert_raises(ConfigError, next(iter(options)), KVCache, **options)
     cache = KVCache(page_size=4, max_pages=100)
     for prefix in ([-1], [2**32], ["a"]):
-        with pytest.raises(RequestError, match="token ids"):
-            cache.attach(1, [0], prefix)
-    with pytest.raises(RequestError, match="hashable"):
-        cache.attach([1], [0], [1])
-    with pytest.raises(RequestError, match="not attached"):
-        cache.hook_speculative_decode(1, [0])
+        assert_raises(RequestError, "token ids", cache.attach, 1, [0], prefix)
+    assert_raises(RequestError, "hashable", cache.attach, [1], [0], [1])
+    assert_raises(RequestError, "not attached", cache.hook_speculative_decode, 1, [0])
     assert held(cache) == BASELINE
     cache.check_invariants()
 
@@ -237,19 +234,13 @@ def test_numpys_integers_are_integers_and_nothing_else_is():
     assert cache.get(5) == ["x", "y", "z"]
     draft = cache.hook_speculative_decode(5, ["z"])
     for bad in (True, np.True_, 1.0, np.float32(1), np.array([1]), None, "1"):
-        with pytest.raises(RequestError, match="n="):
-            draft.accept(bad)
-        with pytest.raises(ConfigError, match="page_size="):
-            KVCache(page_size=bad)
-        with pytest.raises(RequestError, match="token ids"):
-            cache.attach(6, ["x"], [bad])
+        assert_raises(RequestError, "n=", draft.accept, bad)
+        assert_raises(ConfigError, "page_size=", KVCache, page_size=bad)
+        assert_raises(RequestError, "token ids", cache.attach, 6, ["x"], [bad])
     for wrong in (None, 5):
-        with pytest.raises(RequestError, match="kv_tokens="):
-            cache.attach(6, wrong)
-        with pytest.raises(RequestError, match="draft_tokens="):
-            cache.hook_speculative_decode(5, wrong)
+        assert_raises(RequestError, "kv_tokens=", cache.attach, 6, wrong)
+        assert_raises(RequestError, "draft_tokens=", cache.hook_speculative_decode, 5, wrong)
     for prefix in (5, "ab", iter([1])):
-        with pytest.raises(RequestError, match="prefix_tokens="):
-            cache.attach(6, ["x"], prefix)
+        assert_raises(RequestError, "prefix_tokens=", cache.attach, 6, ["x"], prefix)
     assert cache.get(6) is None
     cache.check_invariants()

@@ -3,6 +3,7 @@
 import pytest
 
 from helpers.kvcache.manager_cases import BASELINE, held
+from helpers.raising import assert_raises
 from kvboost_edge.compat.page_cache import KVCache
 from kvboost_edge.errors import CapacityError, RequestError
 
@@ -38,16 +39,17 @@ def test_a_rejected_draft_leaves_no_trace():
     assert cache.get("s") == list(range(6))
     assert not draft.is_open
     draft.reject()  # once more is no error
-    with pytest.raises(RequestError, match="closed"):
-        draft.accept(0)
-    with pytest.raises(RequestError, match="closed"):
-        draft.get()
+    assert_raises(RequestError, "closed", draft.accept, 0)
+    assert_raises(RequestError, "closed", draft.get)
 
 
 def test_a_second_draft_closes_with_the_first_that_is_accepted():
     cache = KVCache(page_size=4, max_pages=100)
     cache.attach("s", [0])
-    one, two = cache.hook_speculative_decode("s", ["x"]), cache.hook_speculative_decode("s", ["y", "z"])
+    one, two = (
+        cache.hook_speculative_decode("s", ["x"]),
+        cache.hook_speculative_decode("s", ["y", "z"]),
+    )
     assert (one.get(), two.get()) == ([0, "x"], [0, "y", "z"])
     two.accept(1)
     assert cache.get("s") == [0, "y"]
@@ -89,7 +91,9 @@ def test_a_draft_that_does_not_fit_changes_nothing():
     cache.attach("s", list(range(5)))
     before = cache.stats()
     with pytest.raises(CapacityError):
-        cache.hook_speculative_decode("s", list(range(4)))  # a copy of the tail and one more: three, and one is free
+        cache.hook_speculative_decode(
+            "s", list(range(4))
+        )  # a copy of the tail and one more: three, and one is free
     assert cache.stats() == before
     draft = cache.hook_speculative_decode("s", list(range(3)))
     draft.accept(3)  # exactly full

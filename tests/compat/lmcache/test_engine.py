@@ -16,6 +16,7 @@ from helpers.compat.lmcache_cases import (
     kv_slice,
     num_tokens_of,
 )
+from helpers.raising import assert_raises
 from kvboost_edge.errors import RequestError
 
 T, F = True, False
@@ -188,10 +189,8 @@ def test_a_store_mask_must_leave_out_whole_chunks(engine, skipped):
 def test_a_mask_is_false_then_true_one_boolean_per_token(engine, bad, message):
     tokens = np.arange(4)
     engine.store(tokens, kv_of(tokens))
-    with pytest.raises(ValueError, match=message):
-        engine.retrieve(tokens, bad)
-    with pytest.raises(ValueError, match=message):
-        engine.store(tokens, kv_of(tokens), bad)
+    assert_raises(ValueError, message, engine.retrieve, tokens, bad)
+    assert_raises(ValueError, message, engine.store, tokens, kv_of(tokens), bad)
     assert engine.miss_tokens_count == 0
 
 

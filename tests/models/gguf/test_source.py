@@ -21,6 +21,7 @@ from helpers.models.specs import spec_of
 from helpers.models.tensor_files import change_tensors, tensors_of
 from helpers.models.tiny_models import save_nested_model, save_tiny_model
 from helpers.oracles.bit_cases import native_logits
+from helpers.raising import assert_raises
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -99,10 +100,8 @@ def test_rows_of_permuted_quantized_tensors(tmp_path):
                     assert rows.codes.shape == (stop - start, 256)
                     assert rows.scales.shape == (stop - start, 8)
             np.testing.assert_array_equal(source.rows(name), expected)
-            with pytest.raises(ModelFormatError, match="no rows 100 to 200"):
-                source.rows(name, 100, 200)
-            with pytest.raises(ModelFormatError, match="lacks tensor 'nothing'"):
-                source.rows("nothing")
+            assert_raises(ModelFormatError, "no rows 100 to 200", source.rows, name, 100, 200)
+            assert_raises(ModelFormatError, "lacks tensor 'nothing'", source.rows, "nothing")
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16"])

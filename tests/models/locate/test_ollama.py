@@ -3,6 +3,7 @@
 import pytest
 
 from helpers.models.ollama_store import add
+from helpers.raising import assert_raises
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.locate.ollama import ollama_names
@@ -33,7 +34,8 @@ def test_a_name_is_a_manifest(name, path, store):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "../x", "a/../../x", "a:../../x", "/etc/passwd", "a:b:c", "a/b/c/d", "a:", ".x", "a b"]
+    "name",
+    ["", "../x", "a/../../x", "a:../../x", "/etc/passwd", "a:b:c", "a/b/c/d", "a:", ".x", "a b"],
 )
 def test_what_is_no_name_touches_no_file(name, store):
     with pytest.raises(ModelFormatError, match="is no name of Ollama's such as ollama:qwen3"):
@@ -59,20 +61,21 @@ def test_a_digest_that_is_none_is_refused(digest, store):
 
 
 def test_what_is_missing_is_said(store):
-    with pytest.raises(ModelFormatError, match=r"no model m in .*ollama pull m"):
-        locate_model("ollama:m")
+    assert_raises(ModelFormatError, r"no model m in .*ollama pull m", locate_model, "ollama:m")
     add(store, "registry.ollama.ai/library/m/latest", mediaType="application/other")
-    with pytest.raises(ModelFormatError, match="names 0 model files"):
-        locate_model("ollama:m")
+    assert_raises(ModelFormatError, "names 0 model files", locate_model, "ollama:m")
     add(store, "registry.ollama.ai/library/m/latest").unlink()
-    with pytest.raises(ModelFormatError, match=r"blobs/sha256-\w+ is missing"):
-        locate_model("ollama:m")
+    assert_raises(ModelFormatError, r"blobs/sha256-\w+ is missing", locate_model, "ollama:m")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"layers": 5}', '{"layers": [5, null]}', "[" * 100_000, "\udcff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"layers": 5}', '{"layers": [5, null]}', "[" * 100_000, "\udcff"]
+)
 def test_a_damaged_manifest_is_refused(text, store):
     add(store, "registry.ollama.ai/library/m/latest")
     manifest = store / "manifests/registry.ollama.ai/library/m/latest"
     manifest.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ModelFormatError, match=r"latest (is not a readable manifest|names 0 model files)"):
+    with pytest.raises(
+        ModelFormatError, match=r"latest (is not a readable manifest|names 0 model files)"
+    ):
         locate_model("ollama:m")

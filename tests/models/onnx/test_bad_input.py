@@ -13,6 +13,7 @@ from helpers.onnx import wire
 from helpers.onnx.blocks import Form
 from helpers.onnx.wire import damaged
 from helpers.onnx.writer import Decoder, write_onnx
+from helpers.raising import assert_raises
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.onnx.file import read_onnx
@@ -28,7 +29,8 @@ def one_tensor(folder, entries, shape=(4,), kind=1):
 
 
 @pytest.mark.parametrize(
-    "location", ["../data", "/etc/hostname", "sub/data", "sub\\data", "..", ".", "", "C:data", "a\0b"]
+    "location",
+    ["../data", "/etc/hostname", "sub/data", "sub\\data", "..", ".", "", "C:data", "a\0b"],
 )
 def test_external_data_only_beside_the_file(location, tmp_path):
     folder = tmp_path / "model"
@@ -93,11 +95,9 @@ def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path):
         (long, "over the limit"),
     ):
         (tmp_path / "m.onnx").write_bytes(wire.model(wire.graph_of([], [tensor], [], [])))
-        with pytest.raises(ModelFormatError, match=match):
-            read_onnx(tmp_path / "m.onnx")
+        assert_raises(ModelFormatError, match, read_onnx, tmp_path / "m.onnx")
     (tmp_path / "m.onnx").write_bytes(wire.model(wire.graph_of([listed], [], [], [])))
-    with pytest.raises(ModelFormatError, match="more than 65536"):
-        read_onnx(tmp_path / "m.onnx")
+    assert_raises(ModelFormatError, "more than 65536", read_onnx, tmp_path / "m.onnx")
 
 
 def test_a_file_of_more_than_2_gb_is_refused_unread(tmp_path):
@@ -162,9 +162,14 @@ def replaced(old, new):
 
 
 def test_operators_that_are_not_known_are_named(tmp_path):
-    extra = written(tmp_path / "extra", lambda d: d.nodes.append(wire.node("Bernoulli", ["input_ids"], ["other"])))
+    extra = written(
+        tmp_path / "extra",
+        lambda d: d.nodes.append(wire.node("Bernoulli", ["input_ids"], ["other"])),
+    )
     assert "of type Bernoulli is not part of a decoder" in refusal(extra)
-    assert "product of an activation" in refusal(written(tmp_path / "act", replaced("Sigmoid", "Sigmoic")))
+    assert "product of an activation" in refusal(
+        written(tmp_path / "act", replaced("Sigmoid", "Sigmoic"))
+    )
     assert "GroupQueryAttentiox" in refusal(
         written(tmp_path / "attention", replaced("GroupQueryAttention", "GroupQueryAttentiox"))
     )
@@ -187,7 +192,9 @@ def test_blocks_that_are_not_read_are_named(form, message, tmp_path):
 
 def test_codes_and_scales_of_other_sizes_are_named(tmp_path):
     def fewer_rows(decoder):
-        decoder.nodes = [node.replace(wire.number(3, 96), wire.number(3, 80)) for node in decoder.nodes]
+        decoder.nodes = [
+            node.replace(wire.number(3, 96), wire.number(3, 80)) for node in decoder.nodes
+        ]
 
     assert "does not hold 80 rows" in refusal(written(tmp_path / "m", fewer_rows))
 
@@ -202,8 +209,16 @@ def test_a_decoder_without_past_inputs_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("rope_parameters", {"rope_type": "default", "rope_theta": 5e5}, "the rope of layer 0 is not the config's"),
-        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "the rope of layer 0"),
+        (
+            "rope_parameters",
+            {"rope_type": "default", "rope_theta": 5e5},
+            "the rope of layer 0 is not the config's",
+        ),
+        (
+            "rope_parameters",
+            {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+            "the rope of layer 0",
+        ),
         ("num_key_value_heads", 4, "num_key_value_heads of layer 0=4, and the graph computes 2"),
         ("rms_norm_eps", 1e-5, "rms_norm_eps"),
         ("hidden_act", "gelu_pytorch_tanh", "the activation of layer 0"),
@@ -246,10 +261,14 @@ def test_folders_that_cannot_be_told(tmp_path):
     (folder / "onnx" / "model_q4.onnx").rename(folder / "onnx" / "model_a.onnx")
     assert Checkpoint.open(folder).native_refusal == ""  # the only one there is
     (folder / "onnx" / "model_b.onnx").write_bytes(b"")
-    with pytest.raises(ModelFormatError, match=r"several ONNX files \(model_a.onnx, model_b.onnx\)"):
+    with pytest.raises(
+        ModelFormatError, match=r"several ONNX files \(model_a.onnx, model_b.onnx\)"
+    ):
         Checkpoint.open(folder)
     (tmp_path / "alone.onnx").write_bytes(bytes(64))
-    with pytest.raises(ModelFormatError, match=r"neither config.json nor genai_config.json beside it"):
+    with pytest.raises(
+        ModelFormatError, match=r"neither config.json nor genai_config.json beside it"
+    ):
         Checkpoint.open(tmp_path / "alone.onnx")
 
 
@@ -260,7 +279,8 @@ def test_numbers_that_are_not_finite_are_found(tmp_path):
     data[tensor.start + 8 : tensor.start + 12] = np.float32(np.inf).tobytes()
     (folder / "model.onnx.data").write_bytes(data)
     with pytest.raises(
-        ModelFormatError, match=r"o_proj.MatMul.weight_scales' \(F32\) holds NaN or infinity.* element 2"
+        ModelFormatError,
+        match=r"o_proj.MatMul.weight_scales' \(F32\) holds NaN or infinity.* element 2",
     ):
         Checkpoint.open(folder).summary()
 
@@ -271,10 +291,8 @@ def test_files_that_change_after_they_were_read(tmp_path):
     assert checkpoint.native_refusal == ""
     data = folder / "model.onnx.data"
     data.write_bytes(data.read_bytes()[:-16])
-    with pytest.raises(ModelFormatError, match="changed since its graph was read"):
-        checkpoint.open_source()
-    with pytest.raises(ModelFormatError, match="changed while it was read"):
-        checkpoint.fingerprint()
+    assert_raises(ModelFormatError, "changed since its graph was read", checkpoint.open_source)
+    assert_raises(ModelFormatError, "changed while it was read", checkpoint.fingerprint)
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.full)])

@@ -38,7 +38,7 @@ from kvboost_edge.host.memory import process_peak
 from kvboost_edge.kernels.ahead import compile_ahead
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.models.packed.entries import packing_entries
+from kvboost_edge.models.packed.stream import packing_entries
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
 model = Checkpoint.open(sys.argv[1])

@@ -7,6 +7,7 @@ import pytest
 
 from helpers.distance import distance
 from helpers.kernels.weight_formats import random_blocks
+from helpers.raising import assert_raises
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, pack_blocks
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, NUMBERS, PackedRows, pack_rows
@@ -408,10 +409,8 @@ def test_auto_needs_a_quantized_checkpoint():
     source = _checkpoint(spec, {})
     assert not is_quantized(source)
     for given in (source, None):
-        with pytest.raises(ConfigError, match=r"weights='auto'.*int8"):
-            pack_plan(spec, "auto", given)
-    with pytest.raises(ConfigError, match=r"int3.*'int4', 'int4-asym'"):
-        pack_plan(spec, "int3")
+        assert_raises(ConfigError, r"weights='auto'.*int8", pack_plan, spec, "auto", given)
+    assert_raises(ConfigError, r"int3.*'int4', 'int4-asym'", pack_plan, spec, "int3")
 
 
 def test_plans_of_float_formats():

@@ -9,6 +9,7 @@ from helpers.models.awq_gptq_files import quantize_dir
 from helpers.models.specs import spec_of
 from helpers.models.tensor_files import change_tensors
 from helpers.models.tiny_models import save_tiny_model
+from helpers.raising import assert_raises
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -107,10 +108,8 @@ def test_settings_that_are_not_read(change, message, tmp_path):
     quantize_dir(tmp_path, "gptq", group=32, symmetric=True, **{"desc_act": False, **change})
     path = tmp_path / "config.json"
     change_json(path, quantization_config={**read_json(path)["quantization_config"], **change})
-    with pytest.raises(ModelFormatError, match=message):
-        spec_of(tmp_path)
-    with pytest.raises(ModelFormatError, match=message):
-        Checkpoint.open(tmp_path).open_source()
+    assert_raises(ModelFormatError, message, spec_of, tmp_path)
+    assert_raises(ModelFormatError, message, Checkpoint.open(tmp_path).open_source)
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,27 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from helpers.raising import assert_raises
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.special.ssd import MAMBA_KEYS, ssd_mixer, ssd_names
 from kvboost_edge.models.weights.ordered import PieceSource, mixer_pieces
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.source import QuantRows
 
-SIZES = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_d_conv": 4}
+SIZES = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "mamba_d_conv": 4,
+}
 MIXER = ssd_mixer(SIZES, MAMBA_KEYS, "gated_before")
 NAMES = ssd_names("mamba", MIXER, conv_bias=True)
-PLACES = {"mamba.in_proj_z": (0, 64), "mamba.in_proj_xbc": (64, 256), "mamba.in_proj_dt": (256, 260)}
+PLACES = {
+    "mamba.in_proj_z": (0, 64),
+    "mamba.in_proj_xbc": (64, 256),
+    "mamba.in_proj_dt": (256, 260),
+}
 STORED, OTHER = "model.layers.0.mamba.in_proj.weight", "model.layers.0.mamba.out_proj.weight"
 MATRIX = np.arange(260 * 8, dtype=np.float32).reshape(260, 8)
 
@@ -27,12 +38,18 @@ class Quantized(SafetensorsSource):
     def quant_rows(self, name, start, stop):
         assert name == STORED
         codes = np.arange(260 * 8).reshape(260, 8)[start:stop] % 251
-        return QuantRows("int8", codes.astype(np.uint8), np.arange(260, dtype=np.float16)[start:stop, None])
+        return QuantRows(
+            "int8", codes.astype(np.uint8), np.arange(260, dtype=np.float16)[start:stop, None]
+        )
 
 
 @pytest.fixture
 def source(tmp_path):
-    save_file({STORED: MATRIX, OTHER: MATRIX[:64]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {STORED: MATRIX, OTHER: MATRIX[:64]},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return PieceSource(Quantized(tmp_path), NAMES.whole, mixer_pieces(MIXER, NAMES))
 
 
@@ -56,15 +73,15 @@ def test_a_piece_is_a_run_of_rows(piece, source):
         np.testing.assert_array_equal(source.rows(name), MATRIX[first:stop])
         np.testing.assert_array_equal(source.rows(name, 1, 3), MATRIX[first + 1 : first + 3])
         assert source.kind(name) == "int8"
-        np.testing.assert_array_equal(source.quant_rows(name, 1, 4).scales[:, 0], np.arange(first + 1, first + 4))
+        np.testing.assert_array_equal(
+            source.quant_rows(name, 1, 4).scales[:, 0], np.arange(first + 1, first + 4)
+        )
         stored = source.stored_rows(name)
         raw = np.fromfile(stored.path, np.float32, rows * 8, offset=stored.start).reshape(rows, 8)
         np.testing.assert_array_equal(raw, MATRIX[first:stop])
         for start, end in ((0, rows + 1), (-1, 2), (3, 2)):
-            with pytest.raises(ModelFormatError, match="asked for"):
-                source.rows(name, start, end)
-            with pytest.raises(ModelFormatError, match="asked for"):
-                source.quant_rows(name, start, end)
+            assert_raises(ModelFormatError, "asked for", source.rows, name, start, end)
+            assert_raises(ModelFormatError, "asked for", source.quant_rows, name, start, end)
 
 
 def test_other_tensors_are_as_they_were(source):
@@ -79,6 +96,8 @@ def test_a_matrix_of_other_rows_is_refused(source, tmp_path):
     with (
         source,
         PieceSource(Quantized(tmp_path), NAMES.whole, more) as wrong,
-        pytest.raises(ModelFormatError, match=r"in_proj\.weight' has 260 rows; by the config these are 328"),
+        pytest.raises(
+            ModelFormatError, match=r"in_proj\.weight' has 260 rows; by the config these are 328"
+        ),
     ):
         wrong.shape(piece_name("mamba.in_proj_dt"))

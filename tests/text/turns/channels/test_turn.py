@@ -21,7 +21,15 @@ from kvboost_edge.text.turns.channels.history import one_call_each
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import CHANNELS, Tool, TurnFormat
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
-from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, Reasoning, TurnParser, folded
+from kvboost_edge.text.turns.parser import (
+    CallArguments,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    TurnParser,
+    folded,
+)
 from kvboost_edge.text.turns.reader import Turn, TurnReader
 
 FORMAT = turn_format(ChatTemplate(TEMPLATE, model_name="m", variables={}).render)
