@@ -59,10 +59,15 @@ def _byte_level(pre):
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=1
+        vocab_size=700,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        min_frequency=1,
     )
     tokenizer.train_from_iterator(CORPUS * 3, trainer)
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL]
+    )
     tokenizer.add_tokens([AddedToken("kebab-case", normalized=False)])
     return tokenizer
 
@@ -91,28 +96,45 @@ def _metadata(tokenizer, pre):
     }
 
 
+def made(metadata):
+    """The tokenizer of a file with these keys; None: one that is left out."""
+    given = {key: value for key, value in metadata.items() if value is not None}
+    return gguf_tokenizer(given, name="m.gguf")
+
+
+def assert_same(ours, original, texts, **options):
+    for text in texts:
+        expected = original.encode(text, **options).ids
+        assert ours.encode(text) == expected, text
+        for skip in (False, True):
+            assert ours.decode(expected, skip) == original.decode(
+                expected, skip_special_tokens=skip
+            )
+
+
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
 def test_byte_level_equals_the_original(pre):
     original = _byte_level(pre)
-    ours = gguf_tokenizer(_metadata(original, pre), name="m.gguf")
-    for text in CORPUS:
-        expected = original.encode(text, add_special_tokens=False).ids
-        assert ours.encode(text) == expected, text
-        for skip in (False, True):
-            assert ours.decode(expected, skip) == original.decode(expected, skip_special_tokens=skip)
+    ours = made(_metadata(original, pre))
+    assert_same(ours, original, CORPUS, add_special_tokens=False)
     assert ours.codec.stream_kind is StreamKind.BYTES
     assert ours.vocab_size == original.get_vocab_size()
-    assert (ours.codec.token_bytes(ours.vocab_size), ours.codec.has_text(ours.vocab_size, False)) == (b"", False)
-    assert (ours.bos_token_id, ours.eos_token_id) == tuple(original.token_to_id(text) for text in SPECIAL[:2])
+    assert (
+        ours.codec.token_bytes(ours.vocab_size),
+        ours.codec.has_text(ours.vocab_size, False),
+    ) == (b"", False)
+    assert (ours.bos_token_id, ours.eos_token_id) == tuple(
+        original.token_to_id(text) for text in SPECIAL[:2]
+    )
 
 
 def test_chat_messages():
     original = _byte_level("gpt-2")
-    ours = gguf_tokenizer(_metadata(original, "gpt-2"), name="m.gguf")
+    ours = made(_metadata(original, "gpt-2"))
     messages = [{"role": "user", "content": "hi"}]
     assert ours.apply_chat_template(messages) == "<|im_start|>user\nhi<|end|>"
     assert ours.encode_chat(messages) == original.encode("<|im_start|>user\nhi<|end|>").ids
-    without = gguf_tokenizer({**_metadata(original, "gpt-2"), "tokenizer.chat_template": None}, name="m.gguf")
+    without = made({**_metadata(original, "gpt-2"), "tokenizer.chat_template": None})
     with pytest.raises(RequestError, match=r"m\.gguf has no chat template"):
         without.apply_chat_template(messages)
 
@@ -121,8 +143,12 @@ def test_chat_messages():
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
 def test_ends(pre, bos, eos):
     original = _byte_level(pre)
-    metadata = {**_metadata(original, pre), "tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
-    ours = gguf_tokenizer({key: value for key, value in metadata.items() if value is not None}, name="m.gguf")
+    metadata = {
+        **_metadata(original, pre),
+        "tokenizer.ggml.add_bos_token": bos,
+        "tokenizer.ggml.add_eos_token": eos,
+    }
+    ours = made(metadata)
     begins = pre == "llama-bpe" if bos is None else bos
     begin = [ours.bos_token_id] * begins
     end = [ours.eos_token_id] * bool(eos)
@@ -137,19 +163,26 @@ def test_an_end_needs_its_token_only_where_it_is_wanted(bos, eos):
     metadata = _metadata(_byte_level("gpt-2"), "gpt-2")
     metadata |= {"tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
     for key, wanted in (("bos", bos), ("eos", eos)):
-        without = {name: value for name, value in metadata.items() if name != f"tokenizer.ggml.{key}_token_id"}
+        without = {
+            name: value
+            for name, value in metadata.items()
+            if name != f"tokenizer.ggml.{key}_token_id"
+        }
         if wanted:
-            with pytest.raises(ModelFormatError, match=f"{key}_token_id is missing, but add_{key}_token asks for it"):
-                gguf_tokenizer(without, name="m.gguf")
+            with pytest.raises(
+                ModelFormatError,
+                match=f"{key}_token_id is missing, but add_{key}_token asks for it",
+            ):
+                made(without)
         else:
-            whole = gguf_tokenizer(metadata, name="m.gguf")
-            assert gguf_tokenizer(without, name="m.gguf").encode("a b") == whole.encode("a b")
+            whole = made(metadata)
+            assert made(without).encode("a b") == whole.encode("a b")
 
 
 def test_default_splits_as_llama_cpp_does():
     """Its four regexes one after the other, on what the ones before left: worked out by hand."""
     metadata = _metadata(_byte_level("gpt-2"), "default")
-    steps = gguf_tokenizer(metadata, name="m.gguf").codec._tokenizer.pre_tokenizer
+    steps = made(metadata).codec._tokenizer.pre_tokenizer
     expected = {
         "Hello, world": ["Hello", ",", "\u0120world"],
         "a 1234567 b": ["a", "\u0120", "123", "456", "7", "\u0120b"],
@@ -165,9 +198,16 @@ def test_default_splits_as_llama_cpp_does():
 # Worked out by hand from the expressions, each on what the ones before left. DeepSeek's signs, from ":" to "~", hold
 # the letters of ASCII, too: a word with others falls apart.
 WORDS = {
-    "falcon": {"Hello, wo`rld 12345": ["Hello", ",", " wo", "`", "rld", " ", "123", "45"], "12": ["12"]},
+    "falcon": {
+        "Hello, wo`rld 12345": ["Hello", ",", " wo", "`", "rld", " ", "123", "45"],
+        "12": ["12"],
+    },
     "command-r": {"a 123 b": ["a", " ", "1", "2", "3", " b"], "it's  so": ["it", "'s", " ", " so"]},
-    "qwen35": {"क्या 12!": ["क्या", " ", "1", "2", "!"], "don't": ["don", "'t"], "a\u0301_x": ["a\u0301", "_x"]},
+    "qwen35": {
+        "क्या 12!": ["क्या", " ", "1", "2", "!"],
+        "don't": ["don", "'t"],
+        "a\u0301_x": ["a\u0301", "_x"],
+    },
     "qwen2": {"क्या": ["क", "्य", "ा"]},
     "deepseek-coder": {
         "if (x1):\n\n  y": ["if", " (", "x", "1", "):", "\n", "\n", " ", " y"],
@@ -179,7 +219,10 @@ WORDS = {
         "naïve 你好，世界": ["na", "ï", "ve", " ", "你好", "，", "世界"],
         "Привет мир": ["Привет", " мир"],
     },
-    "deepseek-v3": {"Hi 12345 (.x 你好a": ["Hi", " ", "123", "45", " (.", "x", " ", "你好", "a"], ".x": [".x"]},
+    "deepseek-v3": {
+        "Hi 12345 (.x 你好a": ["Hi", " ", "123", "45", " (.", "x", " ", "你好", "a"],
+        ".x": [".x"],
+    },
     "glm4": {"12345 I'LL": ["123", "45", " I", "'LL"]},
 }
 
@@ -187,7 +230,7 @@ WORDS = {
 @pytest.mark.parametrize("pre", WORDS)
 def test_words(pre):
     metadata = {**_metadata(_byte_level("gpt-2"), "gpt-2"), "tokenizer.ggml.pre": pre}
-    steps = gguf_tokenizer(metadata, name="m.gguf").codec._tokenizer.pre_tokenizer
+    steps = made(metadata).codec._tokenizer.pre_tokenizer
     for text, words in WORDS[pre].items():
         found = [text[start:stop] for _, (start, stop) in steps.pre_tokenize_str(text)]
         assert found == words, text
@@ -197,11 +240,9 @@ def test_the_end_of_phi3_swallows_spaces_whatever_its_kind():
     _, metadata = _scored(prefix=False)
     types = metadata["tokenizer.ggml.token_type"].copy()
     types[2] = 4
-    ours = gguf_tokenizer(
-        {**metadata, "general.architecture": "phi3", "tokenizer.ggml.token_type": types}, name="m.gguf"
-    )
+    ours = made({**metadata, "general.architecture": "phi3", "tokenizer.ggml.token_type": types})
     assert ours.encode("hi</s> \n x") == ours.encode("hi</s>x")
-    other = gguf_tokenizer({**metadata, "tokenizer.ggml.token_type": types}, name="m.gguf")
+    other = made({**metadata, "tokenizer.ggml.token_type": types})
     assert other.encode("hi</s> x") != other.encode("hi</s>x")
 
 
@@ -209,7 +250,9 @@ def _scored(prefix):
     """A sentencepiece-like BPE tokenizer as Llama 2's tokenizer.json has it, and its GGUF metadata."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    learner.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    learner.train_from_iterator(
+        CORPUS * 3, trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    )
     state = json.loads(learner.to_str())["model"]
     merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in state["merges"]]
     control = ["<unk>", "<s>", "</s>"]
@@ -230,17 +273,25 @@ def _scored(prefix):
         )
     )  # fmt: skip
     replace = normalizers.Replace(" ", "▁")
-    original.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
+    original.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
+    )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     original.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    original.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in [*control, "<|user|>"]])
-    original.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    original.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in [*control, "<|user|>"]]
+    )
+    original.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     metadata = {
         "general.architecture": "llama",
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": np.array(scores, dtype=np.float32),
-        "tokenizer.ggml.token_type": np.array([2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 260), 3], dtype=np.int32),
+        "tokenizer.ggml.token_type": np.array(
+            [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 260), 3], dtype=np.int32
+        ),
         "tokenizer.ggml.add_space_prefix": prefix,
     }
     return original, metadata
@@ -249,10 +300,20 @@ def _scored(prefix):
 def _best_first(text, metadata):
     """Sentencepiece's own rule: of all neighbours whose union is a token, merge those of the highest score, leftmost
     first."""
-    scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"].tolist(), strict=True))
+    scores = dict(
+        zip(
+            metadata["tokenizer.ggml.tokens"],
+            metadata["tokenizer.ggml.scores"].tolist(),
+            strict=True,
+        )
+    )
     parts = list(text)
     while True:
-        found = [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in scores]
+        found = [
+            (-scores[a + b], i)
+            for i, (a, b) in enumerate(itertools.pairwise(parts))
+            if a + b in scores
+        ]
         if not found:
             return parts
         _, at = min(found)
@@ -262,20 +323,22 @@ def _best_first(text, metadata):
 @pytest.mark.parametrize("prefix", [True, False])
 def test_scored_equals_the_original(prefix):
     original, metadata = _scored(prefix)
-    ours = gguf_tokenizer(metadata, name="m.gguf")
-    for text in [*CORPUS, "<|user|> hi<|user|>there"]:
-        expected = original.encode(text).ids
-        assert ours.encode(text) == expected, text
-        for skip in (False, True):
-            assert ours.decode(expected, skip) == original.decode(expected, skip_special_tokens=skip)
+    ours = made(metadata)
+    assert_same(ours, original, [*CORPUS, "<|user|> hi<|user|>there"])
     assert ours.codec.stream_kind is StreamKind.PIECES
     assert (ours.bos_token_id, ours.eos_token_id) == (1, 2)
 
 
 def test_scores_decide_the_merges():
     _, metadata = _scored(prefix=False)
-    ours = gguf_tokenizer(metadata, name="m.gguf")
-    for text in ("hello world return", "things trailing", "def f(x): return", "spaces and tabs", "case_case"):
+    ours = made(metadata)
+    for text in (
+        "hello world return",
+        "things trailing",
+        "def f(x): return",
+        "spaces and tabs",
+        "case_case",
+    ):
         plain = text.replace(" ", "▁")
         pieces = _best_first(plain, metadata)
         assert [ours.codec._tokenizer.id_to_token(i) for i in ours.encode(text)[1:]] == pieces
@@ -283,7 +346,7 @@ def test_scores_decide_the_merges():
 
 def test_control_tokens_of_phi3_swallow_spaces():
     _, metadata = _scored(prefix=False)
-    ours = gguf_tokenizer({**metadata, "general.architecture": "phi3"}, name="m.gguf")
+    ours = made({**metadata, "general.architecture": "phi3"})
     assert ours.encode("<|user|> \n hi") == ours.encode("<|user|>hi")
     assert ours.encode("<s> hi") != ours.encode("<s>hi")
 
@@ -312,31 +375,28 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+SCORED = _scored(prefix=True)[1]
+TWICE = [*SCORED["tokenizer.ggml.tokens"][:-1], "<0x41>"]
+REFUSED_SCORED = {
+    "too few scores": ({"tokenizer.ggml.scores": np.ones(3)}, "scores must have one number"),
+    "no scores": (_without("scores"), "scores is missing"),
+    "squeezing": ({"tokenizer.ggml.remove_extra_whitespaces": True}, "remove_extra_whitespaces"),
+    "a byte twice": ({"tokenizer.ggml.tokens": TWICE}, "'<0x41>' twice"),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_SCORED])
 def test_refused_with_the_key(name):
-    change, message = REFUSED[name]
-    metadata = {**_metadata(_byte_level("gpt-2"), "gpt-2"), **change}
+    change, message = (REFUSED | REFUSED_SCORED)[name]
+    whole = SCORED if name in REFUSED_SCORED else _metadata(_byte_level("gpt-2"), "gpt-2")
     with pytest.raises(ModelFormatError, match=message) as caught:
-        gguf_tokenizer({key: value for key, value in metadata.items() if value is not None}, name="m.gguf")
+        made({**whole, **change})
     assert "m.gguf" in str(caught.value)
-
-
-def test_scored_needs_scores_and_no_squeezing():
-    _, metadata = _scored(prefix=True)
-    with pytest.raises(ModelFormatError, match="scores must have one number"):
-        gguf_tokenizer({**metadata, "tokenizer.ggml.scores": np.ones(3)}, name="m.gguf")
-    with pytest.raises(ModelFormatError, match="scores is missing"):
-        gguf_tokenizer({k: v for k, v in metadata.items() if not k.endswith("scores")}, name="m.gguf")
-    with pytest.raises(ModelFormatError, match="remove_extra_whitespaces"):
-        gguf_tokenizer({**metadata, "tokenizer.ggml.remove_extra_whitespaces": True}, name="m.gguf")
-    twice = [*metadata["tokenizer.ggml.tokens"][:-1], "<0x41>"]
-    with pytest.raises(ModelFormatError, match="'<0x41>' twice"):
-        gguf_tokenizer({**metadata, "tokenizer.ggml.tokens": twice}, name="m.gguf")
 
 
 def test_every_known_pre_tokenizer_builds():
     original = _byte_level("gpt-2")
     for pre in PRE_TOKENIZERS:
-        ours = gguf_tokenizer(_metadata(original, pre), name="m.gguf")
+        ours = made(_metadata(original, pre))
         for text in CORPUS[:5]:
             assert ours.decode(ours.encode(text, add_special_tokens=False), False) == text

@@ -1,9 +1,8 @@
 """Configs that make no sense, or ask for what is not known: each is refused by the key and its value."""
 
-import json
-
 import pytest
 
+from helpers.json_files import read_json
 from helpers.models.hybrid_models import HYBRIDS
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError
@@ -48,7 +47,10 @@ REFUSED = {
         ({"shared_intermediate_size": 0}, "shared_intermediate_size=0 must be an integer"),
     ],
     "lfm2": [
-        ({"layer_types": ["conv", "conv", "conv", "conv", "mamba"]}, r"must be 5 of \['conv', 'full_"),
+        (
+            {"layer_types": ["conv", "conv", "conv", "conv", "mamba"]},
+            r"must be 5 of \['conv', 'full_",
+        ),
         ({"layer_types": ["conv", "full_attention"]}, "must be 5 of"),
         ({"layer_types": "conv"}, "must be 5 of"),
         ({"layer_types": ["conv"] * 5}, "no layer of the model attends"),
@@ -78,9 +80,15 @@ REFUSED = {
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not known"),
     ],
     "nemotron_h": [
-        ({"layers_block_type": ["mlp", "full_attention", "conv"]}, "must say of each layer which of"),
+        (
+            {"layers_block_type": ["mlp", "full_attention", "conv"]},
+            "must say of each layer which of",
+        ),
         ({"layers_block_type": None}, "hybrid_override_pattern=None must say of each layer"),
-        ({"layers_block_type": None, "hybrid_override_pattern": "M*X"}, "must say of each layer which of"),
+        (
+            {"layers_block_type": None, "hybrid_override_pattern": "M*X"},
+            "must say of each layer which of",
+        ),
         ({"layers_block_type": ["linear_attention", "mlp"]}, "no layer of the model attends"),
         ({"mlp_hidden_act": "silu"}, "activation 'silu' is not known"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu' is not"),
@@ -102,7 +110,10 @@ REFUSED = {
     "gpt_oss": [
         ({"swiglu_limit": 9.0}, "swiglu_limit=9.0 is not known"),
         ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not known"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "not read of model_type='gpt_oss'"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4}},
+            "not read of model_type='gpt_oss'",
+        ),
     ],
     "llama": [
         ({"quantization_config": {"quant_method": "mxfp4"}}, "not read of model_type='llama'"),
@@ -121,13 +132,26 @@ REFUSED = {
         ({"rope_scaling": {**YARN, "attention_factor": "x"}}, "attention_factor"),
         ({"rope_scaling": {**YARN, "mscale": "x", "mscale_all_dim": 1}}, "mscale"),
         (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 2, "high_freq_factor": 2}},
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8,
+                    "low_freq_factor": 2,
+                    "high_freq_factor": 2,
+                }
+            },
             "high_freq_factor=2 must be above",
         ),
-        ({"num_hidden_layers": 1000000000}, "num_hidden_layers=1000000000 must be an integer from 1 to 10000"),
+        (
+            {"num_hidden_layers": 1000000000},
+            "num_hidden_layers=1000000000 must be an integer from 1 to 10000",
+        ),
     ],
     "phi3": [
-        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope.*list of 8 numbers"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            "longrope.*list of 8 numbers",
+        ),
     ],
     "gemma2": [
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -173,7 +197,7 @@ REFUSED = {
 )
 def test_a_config_that_makes_no_sense_is_refused(name, change, message, tmp_path):
     if name in HYBRIDS:
-        config = json.loads((save_tiny_model(name, tmp_path) / "config.json").read_text())
+        config = read_json(save_tiny_model(name, tmp_path) / "config.json")
         describe_model(config)
     else:
         config = {"model_type": name, **SIZES}

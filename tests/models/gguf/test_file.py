@@ -21,10 +21,21 @@ MAX_BYTES = 200e6
 def tiny_gguf(tmp_path_factory):
     """A tiny quantized Llama; do not write into it."""
     directory = tmp_path_factory.mktemp("gguf")
-    shapes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shapes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     save_tiny_model("llama", directory / "model", **shapes)
-    kinds = {"blk.0.attn_q.weight": "Q4_0", "blk.0.ffn_up.weight": "Q4_1", "blk.0.ffn_down.weight": "Q8_0"}
-    return write_gguf(directory / "model", directory / "m.gguf", kind=lambda name: kinds.get(name, "F16"))
+    kinds = {
+        "blk.0.attn_q.weight": "Q4_0",
+        "blk.0.ffn_up.weight": "Q4_1",
+        "blk.0.ffn_down.weight": "Q8_0",
+    }
+    return write_gguf(
+        directory / "model", directory / "m.gguf", kind=lambda name: kinds.get(name, "F16")
+    )
 
 
 def test_keys_and_tensors_equal_the_package(tiny_gguf):
@@ -95,7 +106,6 @@ DAMAGE = {
     "too small": (_patched(lambda d: _number(d, NAME, 12, 1, 8)), "belong to none"),
     "type not read": (_patched(lambda d: _number(d, NAME, 20, 16, 4)), "attn_q.*IQ2_XXS.*take a Q4_K_M"),
     "type not known": (_patched(lambda d: _number(d, NAME, 20, 99, 4)), "attn_q.*type 99.*known are F32"),
-    "unknown type": (_patched(lambda d: _number(d, NAME, 20, 99, 4)), "attn_q.*type 99"),
     "crooked offset": (_patched(lambda d: _number(d, NAME, 24, 33, 8)), "attn_q.*not a multiple of 32"),
     "overlap": (_patched(lambda d: _number(d, NAME, 24, 0, 8)), "overlaps"),
     "beyond the end": (_patched(lambda d: _number(d, NAME, 24, 1 << 40, 8)), "truncated"),
@@ -148,7 +158,12 @@ def _array(kind, *items):
 
 def _with_key(path, key, value):
     """A file of one tensor with a key of any value."""
-    header = b"GGUF" + struct.pack("<IQQ", 3, 1, 2) + _text(b"general.architecture") + struct.pack("<I", 8)
+    header = (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, 1, 2)
+        + _text(b"general.architecture")
+        + struct.pack("<I", 8)
+    )
     header += _text(b"llama") + _text(key) + value + _text(b"a") + struct.pack("<IQIQ", 1, 32, 0, 0)
     path.write_bytes(header + bytes(-len(header) % 32) + bytes(128))
     return path
@@ -166,7 +181,9 @@ def test_arrays_of_arrays_are_passed_over(tmp_path):
     assert list(header.tensors) == ["a"]
     with pytest.raises(ModelFormatError, match=r"'tool.notes' must be int, got an array of arrays"):
         header.value("tool.notes", int)
-    with pytest.raises(ModelFormatError, match=r"'tool.notes' must be an array of strings, got an array of arrays"):
+    with pytest.raises(
+        ModelFormatError, match=r"'tool.notes' must be an array of strings, got an array of arrays"
+    ):
         header.strings("tool.notes")
 
 
@@ -175,8 +192,13 @@ def test_arrays_of_arrays_end(tmp_path):
     with pytest.raises(ModelFormatError, match="more than 100000 arrays"):
         read_gguf(_with_key(tmp_path / "m.gguf", b"tool.notes", struct.pack("<I", 9) + many))
     deep = struct.pack("<IQ", 9, 1) * 50_000 + NUMBERS
-    assert read_gguf(_with_key(tmp_path / "d.gguf", b"tool.notes", struct.pack("<I", 9) + deep)).tensors
-    for cut in (struct.pack("<IQ", 9, 1 << 60), struct.pack("<IQ", 9, 2) + NUMBERS + struct.pack("<IQ", 4, 1 << 60)):
+    assert read_gguf(
+        _with_key(tmp_path / "d.gguf", b"tool.notes", struct.pack("<I", 9) + deep)
+    ).tensors
+    for cut in (
+        struct.pack("<IQ", 9, 1 << 60),
+        struct.pack("<IQ", 9, 2) + NUMBERS + struct.pack("<IQ", 4, 1 << 60),
+    ):
         with pytest.raises(ModelFormatError, match=r"tool.notes|truncated"):
             read_gguf(_with_key(tmp_path / "c.gguf", b"tool.notes", struct.pack("<I", 9) + cut))
 
@@ -196,7 +218,9 @@ def test_other_alignment_is_read(tmp_path):
     for name, values in tensors.items():
         tensor = header.tensors[name]
         assert tensor.start % 256 == 0
-        np.testing.assert_array_equal(np.frombuffer(path.read_bytes()[tensor.start : tensor.stop], "<f4"), values)
+        np.testing.assert_array_equal(
+            np.frombuffer(path.read_bytes()[tensor.start : tensor.stop], "<f4"), values
+        )
 
 
 def _mutated(data, header_bytes, rng):
@@ -250,7 +274,9 @@ def _parse(path):
                 source.quant_rows(name, 0, source.shape(name)[0])
         known = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
         if "lm_head.weight" in source.names():
-            expected = quants.dequantize(known["output.weight"].data, known["output.weight"].tensor_type)
+            expected = quants.dequantize(
+                known["output.weight"].data, known["output.weight"].tensor_type
+            )
             np.testing.assert_array_equal(source.rows("lm_head.weight"), expected)
     theirs = {name: (tensor.data_offset, tensor.n_bytes) for name, tensor in known.items()}
     assert theirs == {name: (t.start, t.stop - t.start) for name, t in header.tensors.items()}

@@ -87,27 +87,28 @@ def test_a_hub_id_fetches_only_what_is_needed(asked):
         "secret",
         False,
     )
-    assert not any(pattern.endswith((".bin", ".py", ".pt")) or pattern == "*" for pattern in call["allow_patterns"])
+    assert not any(
+        pattern.endswith((".bin", ".py", ".pt")) or pattern == "*"
+        for pattern in call["allow_patterns"]
+    )
 
 
-def test_local_files_only_names_the_option(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("offline", "options", "message"),
+    [
+        (False, {"local_files_only": True}, "local_files_only"),
+        (True, {}, "HF_HUB_OFFLINE"),
+        pytest.param(False, {}, "could not be fetched", marks=pytest.mark.names_hub_model),
+    ],
+    ids=["the option", "the variable", "no network"],
+)
+def test_what_keeps_a_model_from_being_fetched_is_said(
+    offline, options, message, tmp_path, monkeypatch
+):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelFormatError, match="local_files_only"):
-        locate_model("owner/not-there", local_files_only=True)
-
-
-def test_offline_mode_names_the_variable(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelFormatError, match="HF_HUB_OFFLINE"):
-        locate_model("owner/not-there")
-
-
-@pytest.mark.names_hub_model
-def test_no_network_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelFormatError, match="could not be fetched"):
-        locate_model("owner/not-there")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    with pytest.raises(ModelFormatError, match=message):
+        locate_model("owner/not-there", **options)
 
 
 def test_a_model_in_the_hub_cache_is_found_offline(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Damaged and hostile ONNX files: each is refused by name, none is read past its end or costs more than it weighs."""
 
-import json
 import random
 import time
 import tracemalloc
@@ -8,6 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from helpers.json_files import change_json, read_json
 from helpers.models.tiny_models import build_tiny_model
 from helpers.onnx import wire
 from helpers.onnx.blocks import Form
@@ -234,8 +234,7 @@ def test_a_decoder_without_past_inputs_is_refused(tmp_path):
 def test_a_config_that_means_something_else(key, value, message, tmp_path):
     folder = written(tmp_path / "m", form=Form(genai=False))
     assert refusal(folder) == ""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    change_json(folder / "config.json", **{key: value})
     assert any(part in refusal(folder) for part in message.split("|"))
 
 
@@ -249,9 +248,8 @@ def test_a_config_that_means_something_else(key, value, message, tmp_path):
 )
 def test_genai_config_that_cannot_be_followed(change, message, tmp_path):
     folder = written(tmp_path / "m")
-    fields = json.loads((folder / "genai_config.json").read_text())
-    fields["model"] |= change
-    (folder / "genai_config.json").write_text(json.dumps(fields))
+    path = folder / "genai_config.json"
+    change_json(path, model=read_json(path)["model"] | change)
     with pytest.raises(ModelFormatError, match=message):
         Checkpoint.open(folder)
 

@@ -1,6 +1,5 @@
 """ONNX decoders on the native runner: the tensors, the configs and the logits equal those of transformers."""
 
-import json
 import logging
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from helpers.distance import distance
+from helpers.json_files import change_json, read_json
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.onnx.blocks import Form
 from helpers.onnx.writer import Decoder, write_onnx
@@ -223,9 +223,8 @@ def test_changed_weights_are_another_model(tmp_path):
     raw[-1] ^= 1
     data.write_bytes(raw)
     assert Checkpoint.open(folder).fingerprint() != before
-    settings = json.loads((folder / "genai_config.json").read_text())
-    settings["model"]["eos_token_id"] = [257, 258]
-    (folder / "genai_config.json").write_text(json.dumps(settings))
+    path = folder / "genai_config.json"
+    change_json(path, model={**read_json(path)["model"], "eos_token_id": [257, 258]})
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.generation().eos_token_ids == (257, 258)
     assert checkpoint.fingerprint() != before

@@ -1,9 +1,8 @@
 """Configs of Falcon-H1: layers with keys, values and a state, what their parts are multiplied with, what is refused."""
 
-import json
-
 import pytest
 
+from helpers.json_files import read_json
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.config.layers import NO_FACTORS
@@ -13,7 +12,7 @@ from kvboost_edge.runners.native.plan import native_kv_spec
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     path = save_tiny_model("falcon_h1", tmp_path_factory.mktemp("model"))
-    return json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return read_json(path / "config.json")
 
 
 def test_a_layer_has_keys_and_values_and_a_state(config):

@@ -1,19 +1,19 @@
 """Configs of hybrids: older names, widths that follow from others, and what makes no sense."""
 
-import json
-
 import pytest
 
+from helpers.json_files import read_json
 from helpers.models.specs import spec_of
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.native.plan import native_kv_spec
+from models.config.special.test_granite import MAKERS as GRANITES
 
 
 def test_the_width_of_an_mlp_is_what_follows_from_the_config(tmp_path):
     spec = spec_of(save_tiny_model("lfm2", tmp_path))
     assert {layer.intermediate_size for layer in spec.layers} == {96}
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = read_json(tmp_path / "config.json")
     for change, width in (
         ({"intermediate_size": 12288}, 11488),  # 8192 x 1.4 = 11468, up to a multiple of 32
         (
@@ -32,7 +32,7 @@ def test_the_width_of_an_mlp_is_what_follows_from_the_config(tmp_path):
 
 
 def test_older_names_in_a_config(tmp_path):
-    config = json.loads((save_tiny_model("lfm2", tmp_path) / "config.json").read_text())
+    config = read_json(save_tiny_model("lfm2", tmp_path) / "config.json")
     spec = describe_model(config)
     types = config.pop("layer_types")
     full = [index for index, kind in enumerate(types) if kind == "full_attention"]
@@ -78,6 +78,7 @@ MAKERS = {
     ),
     "LFM2 1.2B": (_lfm2([2, 5, 8, 10, 12, 14], 16), 160 / 1024, 12),
     "LFM2 2.6B": (_lfm2([2, 6, 9, 12, 15, 18, 21, 27], 30), 352 / 1024, 16),
+    **{name: (config, 73.79296875 if "micro" in name else 55.37109375, 8) for name, config in GRANITES.items()},
 }  # fmt: skip
 """Configs, MiB of a sequence's states, and KiB of keys and values of a token as float16."""
 

@@ -1,10 +1,10 @@
 """Configs of Nemotron-H: older words, layers that are one thing each, and what makes no sense."""
 
-import json
 import math
 
 import pytest
 
+from helpers.json_files import read_json
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model, may_keep_states
@@ -17,7 +17,7 @@ def configs(tmp_path_factory):
     found = {}
     for name in ("nemotron_h", "nemotron_h-moe"):
         path = save_tiny_model(name, tmp_path_factory.mktemp("model"))
-        found[name] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        found[name] = read_json(path / "config.json")
     return found
 
 
@@ -44,7 +44,7 @@ def test_layers_with_experts_have_no_mlp_but_the_shared_one(configs):
 
 def test_the_kinds_of_layers_say_how_many_there_are(tmp_path):
     path = save_tiny_model("nemotron_h", tmp_path)
-    assert "num_hidden_layers" not in json.loads((path / "config.json").read_text(encoding="utf-8"))
+    assert "num_hidden_layers" not in read_json(path / "config.json")
     assert Checkpoint.open(path).config["num_hidden_layers"] == 5
 
 
@@ -55,26 +55,50 @@ def test_older_words_in_a_config(configs):
         assert describe_model({**config, "layer_types": types}) == spec
         assert describe_model({**config, "hybrid_override_pattern": pattern}) == spec
         older = {"linear_attention": "mamba", "full_attention": "attention"}
-        assert describe_model({**config, "layers_block_type": [older.get(one, one) for one in types]}) == spec
+        assert (
+            describe_model({**config, "layers_block_type": [older.get(one, one) for one in types]})
+            == spec
+        )
         dim = config.pop("head_dim")
-        assert describe_model({**config, "layers_block_type": types, "attention_head_dim": dim}) == spec
+        assert (
+            describe_model({**config, "layers_block_type": types, "attention_head_dim": dim})
+            == spec
+        )
 
 
 def test_older_names_of_a_mixers_sizes(configs):
     """As transformers takes them, they count where both are there."""
     config = configs["nemotron_h"]
-    newer = {"n_groups": 4, "conv_kernel": 3, "use_conv_bias": False, "time_step_limit": [0.01, 0.5]}
-    older = {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_dt_limit": [0.01, 0.5]}
-    assert describe_model({**config, **older}) == describe_model({**config, **newer}) != describe_model(config)
+    newer = {
+        "n_groups": 4,
+        "conv_kernel": 3,
+        "use_conv_bias": False,
+        "time_step_limit": [0.01, 0.5],
+    }
+    older = {
+        "mamba_n_groups": 4,
+        "mamba_d_conv": 3,
+        "mamba_conv_bias": False,
+        "mamba_dt_limit": [0.01, 0.5],
+    }
+    assert (
+        describe_model({**config, **older})
+        == describe_model({**config, **newer})
+        != describe_model(config)
+    )
 
 
 def test_steps_of_time_are_limited_by_time_step_limit_alone(configs):
     for limit, expected in ((None, (0.0, math.inf)), ([0.01, 0.5], (0.01, 0.5))):
-        spec = describe_model({**configs["nemotron_h"], "time_step_limit": limit, "time_step_min": 0.2})
+        spec = describe_model(
+            {**configs["nemotron_h"], "time_step_limit": limit, "time_step_min": 0.2}
+        )
         assert spec.mixer is not None
         assert spec.mixer.time_limit == expected
 
 
 def test_a_model_without_states_keeps_none(configs):
     assert may_keep_states(configs["nemotron_h"])
-    assert not may_keep_states({**configs["nemotron_h"], "layers_block_type": ["full_attention", "mlp"]})
+    assert not may_keep_states(
+        {**configs["nemotron_h"], "layers_block_type": ["full_attention", "mlp"]}
+    )
