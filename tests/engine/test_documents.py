@@ -1,10 +1,9 @@
 """Documents computed alone: found at other positions to the token, what they were computed behind never found."""
 
-import random
-
 import numpy as np
 import pytest
 
+from helpers.engine.documents import BARE, BLEND, REUSE, SEAMS, document
 from helpers.engine.fake_runner import (
     ROOT,
     Bench,
@@ -15,26 +14,16 @@ from helpers.engine.fake_runner import (
     token_logits,
 )
 from helpers.engine.hand_mover import DictTier
-from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.intake import Terms
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kvcache.hashing import LoneRoot
-from kvboost_edge.reuse.repair import Repair
-
-REUSE = GenerationMode.CHUNK_KV_REUSE
-BARE = Repair(strategy=RecomputeStrategy.NONE)
-SEAMS = Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=16)
-BLEND = Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=16, ratio=0.25)
-
-
-def document(number, length):
-    return random.Random(number).choices(range(256), k=length)
 
 
 def engine_of(num_blocks=96, **options):
     return fake_engine(
-        num_blocks, **{"reuse_gate": "off", "recompute_strategy": "none", "primer_tokens": 64, **options}
+        num_blocks,
+        **{"reuse_gate": "off", "recompute_strategy": "none", "primer_tokens": 64, **options},
     )
 
 
@@ -43,7 +32,11 @@ def test_documents_are_found_at_other_positions_to_the_token():
     with engine_of() as engine:
         warmed = engine.warm(documents=documents)
         assert (warmed.chunks_stored, warmed.token_count) == (3, sum(map(len, documents)))
-        assert (warmed.chunk_size, warmed.partial_tail_tokens, warmed.chunk_boundary_aligned) == (71, 0, True)
+        assert (warmed.chunk_size, warmed.partial_tail_tokens, warmed.chunk_boundary_aligned) == (
+            71,
+            0,
+            True,
+        )
         computed = runner_of(engine).computed
         prompt = document(0, 21) + documents[2] + documents[0] + documents[1] + document(9, 5)
         result = checked(engine, prompt, 12, mode=REUSE)
@@ -163,7 +156,11 @@ def test_documents_are_cut_as_asked(options, chunks, engine_wide):
 def test_what_cannot_be_found_is_counted():
     with engine_of() as engine:
         warmed = engine.warm(documents=[document(1, 60), document(2, 31), document(3, 10)])
-        assert (warmed.chunks_stored, warmed.token_count, warmed.partial_tail_tokens) == (1, 101, 41)
+        assert (warmed.chunks_stored, warmed.token_count, warmed.partial_tail_tokens) == (
+            1,
+            101,
+            41,
+        )
         assert not warmed.chunk_boundary_aligned
         assert warmed.alignment_warning is not None
         assert "min_chunk_tokens=32" in warmed.alignment_warning
@@ -193,8 +190,13 @@ def test_one_tenants_documents_are_not_found_by_another():
         engine.warm(documents=[text], tenant="a", cache_salt="s")
         prompt = document(0, 20) + text + [7]
         whose = [{}, {"tenant": "b"}, {"tenant": "a"}, {"tenant": "b", "cache_salt": "s"}]
-        assert [engine.generate(prompt, 1, mode=REUSE, **one).reused_span_tokens for one in whose] == [0] * 4
-        assert engine.generate(prompt, 1, mode=REUSE, tenant="a", cache_salt="s").reused_span_tokens >= 65
+        assert [
+            engine.generate(prompt, 1, mode=REUSE, **one).reused_span_tokens for one in whose
+        ] == [0] * 4
+        assert (
+            engine.generate(prompt, 1, mode=REUSE, tenant="a", cache_salt="s").reused_span_tokens
+            >= 65
+        )
 
 
 def test_documents_are_evicted_as_others_are_and_can_be_warmed_again():
@@ -204,7 +206,9 @@ def test_documents_are_evicted_as_others_are_and_can_be_warmed_again():
         for number in range(10, 20):
             engine.generate(document(number, 200), 1)
         with engine._core.reading():
-            assert engine._core.scheduler.sharing.harvest.context_of(text, engine._parts.root) is None
+            assert (
+                engine._core.scheduler.sharing.harvest.context_of(text, engine._parts.root) is None
+            )
             engine._parts.manager.check_invariants([])
         assert engine.warm(documents=[text]).chunks_stored == 1
         assert_clean(engine)
@@ -221,7 +225,10 @@ def test_documents_are_evicted_as_others_are_and_can_be_warmed_again():
         ({"documents": [[1, 260]]}, "token 1 of document 0 is 260"),
         ({"documents": [[1.5]]}, "token 0 of document 0=1.5 must be an integer"),
         ({"documents": ["\ud800"]}, "document 0 holds a lone surrogate"),
-        ({"documents": [[1] * 350]}, r"document 0: 350 tokens behind 64 .* context of 400; lower primer_tokens=64"),
+        (
+            {"documents": [[1] * 350]},
+            r"document 0: 350 tokens behind 64 .* context of 400; lower primer_tokens=64",
+        ),
         ({"documents": [[1] * 401], "primer_tokens": 0}, "401 tokens behind 0 of header"),
         ({"documents": [[1]], "position_offset": 3}, "give a text"),
         ({"documents": [[1]], "text": "words"}, "give a text"),
@@ -230,16 +237,31 @@ def test_documents_are_evicted_as_others_are_and_can_be_warmed_again():
         ({"documents": [[1]], "overlap_k": -1}, "overlap_k=-1"),
         ({"documents": [[1]], "primer_tokens": -1}, "primer_tokens=-1"),
         ({"documents": [[1]], "primer_tokens": "many"}, "primer_tokens='many'"),
-        ({"documents": [[1]], "chunk_size": 8}, "chunk_size=8 must be an integer of at least block_size=16"),
-        ({"documents": [[1]], "chunk_strategy": "document", "overlap_k": 4}, "overlap_k=4.* chunk strategy document"),
-        ({"documents": [[1]], "chunk_strategy": "fixed", "chunk_boundary_window": 4}, "chunk_boundary_window=4"),
+        (
+            {"documents": [[1]], "chunk_size": 8},
+            "chunk_size=8 must be an integer of at least block_size=16",
+        ),
+        (
+            {"documents": [[1]], "chunk_strategy": "document", "overlap_k": 4},
+            "overlap_k=4.* chunk strategy document",
+        ),
+        (
+            {"documents": [[1]], "chunk_strategy": "fixed", "chunk_boundary_window": 4},
+            "chunk_boundary_window=4",
+        ),
         ({"documents": [[1]], "chunk_strategy": "left"}, "chunk strategy 'left'"),
         ({"documents": [[1]], "chunk_tokens": 4}, "unknown option 'chunk_tokens' of warm"),
         ({"text": "words", "chunk_size": 64}, "chunk_size= goes with documents"),
         ({"text": "words", "position_offset": -1}, "position_offset=-1"),
-        ({"text": "words", "position_offset": 396}, r"position_offset=396 .* 5 tokens .* context of 400"),
+        (
+            {"text": "words", "position_offset": 396},
+            r"position_offset=396 .* 5 tokens .* context of 400",
+        ),
         ({"text": "words", "position_offset": 1.5}, "position_offset=1.5 must be an integer"),
-        ({"text": "words", "position_offset": 3, "chunk_size": 64}, "chunk_size= goes with documents"),
+        (
+            {"text": "words", "position_offset": 3, "chunk_size": 64},
+            "chunk_size= goes with documents",
+        ),
     ],
     ids=str,
 )
@@ -255,7 +277,9 @@ def test_where_nothing_is_reused_at_other_positions_documents_are_refused():
     with engine_of() as engine:
         runner_of(engine).moved_keys_refusal = "it has no keys"
         for arguments in ({"documents": [[1] * 40]}, {"text": [1] * 40, "position_offset": 8}):
-            with pytest.raises(RequestError, match="mode='chunk_kv_reuse' is refused: it has no keys"):
+            with pytest.raises(
+                RequestError, match="mode='chunk_kv_reuse' is refused: it has no keys"
+            ):
                 engine.warm(**arguments)
         assert engine.warm([1] * 40).chunks_stored == 2
 
@@ -265,7 +289,10 @@ def test_where_nothing_is_reused_at_other_positions_documents_are_refused():
     [
         ({"overlap_k": -1}, "overlap_k=-1"),
         ({"chunk_size": 4}, "chunk_size=4"),
-        ({"chunk_strategy": "document", "sink_tokens": 4}, "sink_tokens=4 with chunk strategy document"),
+        (
+            {"chunk_strategy": "document", "sink_tokens": 4},
+            "sink_tokens=4 with chunk strategy document",
+        ),
         ({"chunk_strategy": 3}, "chunk strategy 3"),
         ({"primer_tokens": -1}, "primer_tokens=-1"),
         ({"primer_tokens": 10**9}, "primer_tokens=1000000000 must be at most"),
@@ -317,7 +344,9 @@ def test_logits_behind_spans_are_those_of_the_tokens(repair, start):
     handle, rows = bench.submit_logits(ids, start, terms={"mode": REUSE, "repair": repair})
     bench.run()
     logits = np.concatenate(rows)
-    assert np.array_equal(logits, np.stack([token_logits(ids[: i + 1]) for i in range(start, len(ids))]))
+    assert np.array_equal(
+        logits, np.stack([token_logits(ids[: i + 1]) for i in range(start, len(ids))])
+    )
     assert handle.result(0).reused_span_tokens > 0
     assert bench.manager.published_block_count == before
     assert bench.manager.used_block_count == 0

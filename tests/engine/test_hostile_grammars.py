@@ -8,8 +8,6 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,7 +22,6 @@ from kvboost_edge.text.turns.grammar import calls_grammar
 from kvboost_edge.text.turns.unshown.generic import GENERIC
 
 EXAMPLES = 1500 if os.environ.get("KVBOOST_EDGE_TEST_LONG") else 40
-Make = Callable[[], Any]
 
 
 @pytest.fixture(scope="module")
@@ -58,30 +55,55 @@ def rules(count):
 
 PROPERTIES = {f"p{i}": {"type": "string"} for i in range(2000)}
 HOSTILE = {
-    "schema: a chain of 3,900 references": lambda: {"json_schema": refs(lambda r: {"type": "array", "items": r}, 3900)},
-    "schema: 2,600 alternatives": lambda: {"json_schema": refs(lambda r: {"anyOf": [r, {"type": "null"}]}, 2600)},
+    "schema: a chain of 3,900 references": lambda: {
+        "json_schema": refs(lambda r: {"type": "array", "items": r}, 3900)
+    },
+    "schema: 2,600 alternatives": lambda: {
+        "json_schema": refs(lambda r: {"anyOf": [r, {"type": "null"}]}, 2600)
+    },
     "schema: allOf over references": lambda: {"json_schema": refs(lambda r: {"allOf": [r]}, 3900)},
     "schema: references alone": lambda: {"json_schema": refs(lambda r: r, 7000)},
     "schema: itself": lambda: {"json_schema": {"$ref": "#"}},
     "schema: itself or itself": lambda: {"json_schema": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}},
-    "schema: 2,000 properties": lambda: {"json_schema": {"type": "object", "properties": PROPERTIES}},
+    "schema: 2,000 properties": lambda: {
+        "json_schema": {"type": "object", "properties": PROPERTIES}
+    },
     "schema: 10,000 words": lambda: {"json_schema": {"enum": words(10_000)}},
     "schema: a long name": lambda: {
-        "json_schema": {"type": "object", "properties": {"x" * 100_000: {}}, "required": ["x" * 100_000]}
+        "json_schema": {
+            "type": "object",
+            "properties": {"x" * 100_000: {}},
+            "required": ["x" * 100_000],
+        }
     },
     "schema: products": lambda: {
         "json_schema": {
-            "allOf": [{"anyOf": [{"properties": {f"k{i}": {"const": j}}} for j in range(2)]} for i in range(18)]
+            "allOf": [
+                {"anyOf": [{"properties": {f"k{i}": {"const": j}}} for j in range(2)]}
+                for i in range(18)
+            ]
         }
     },
-    "schema: lengths": lambda: {"json_schema": {"type": "string", "minLength": 10**6, "maxLength": 10**9}},
+    "schema: lengths": lambda: {
+        "json_schema": {"type": "string", "minLength": 10**6, "maxLength": 10**9}
+    },
     "schema: counts": lambda: {
-        "json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 10**6, "maxItems": 10**9}
+        "json_schema": {
+            "type": "array",
+            "items": {"type": "integer"},
+            "minItems": 10**6,
+            "maxItems": 10**9,
+        }
     },
     "schema: patterns of names": lambda: {
-        "json_schema": {"type": "object", "patternProperties": {f"^{a}.*{b}": {} for a in "abcdef" for b in "uvwxyz"}}
+        "json_schema": {
+            "type": "object",
+            "patternProperties": {f"^{a}.*{b}": {} for a in "abcdef" for b in "uvwxyz"},
+        }
     },
-    "schema: a pattern of many states": lambda: {"json_schema": {"type": "string", "pattern": "^.*a.{25}b.{25}c.*$"}},
+    "schema: a pattern of many states": lambda: {
+        "json_schema": {"type": "string", "pattern": "^.*a.{25}b.{25}c.*$"}
+    },
     "schema: a large divisor": lambda: {"json_schema": {"type": "integer", "multipleOf": 9973}},
     "regex: a count": lambda: {"regex": "a{0,100000}"},
     "regex: counts in counts": lambda: {"regex": "((a{0,60}){0,60}){0,60}"},
@@ -91,9 +113,13 @@ HOSTILE = {
     "regex: brackets": lambda: {"regex": "(" * 30_000 + "a" + ")" * 30_000},
     "grammar: ambiguous": lambda: {"grammar": "start: e\ne: e e | e e e | /[a-z]/"},
     "grammar: a chain of 900 rules": lambda: {"grammar": rules(900)},
-    "grammar: counts in counts": lambda: {"grammar": 'start: (x x){0,1000}\nx: y{0,1000}\ny: z{0,1000}\nz: "a" | "b"'},
+    "grammar: counts in counts": lambda: {
+        "grammar": 'start: (x x){0,1000}\nx: y{0,1000}\ny: z{0,1000}\nz: "a" | "b"'
+    },
     "grammar: nothing": lambda: {"grammar": 'start: start start | ""'},
-    "grammar: intersections": lambda: {"grammar": "start: A\nA: /.*a.{12}/ & /.*b.{13}/ & ~/.*c.{11}/"},
+    "grammar: intersections": lambda: {
+        "grammar": "start: A\nA: /.*a.{12}/ & /.*b.{13}/ & ~/.*c.{11}/"
+    },
     "grammar: GBNF brackets": lambda: {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
     "grammar: a chain inside a schema": lambda: {
         "grammar": "start: %json " + json.dumps(refs(lambda r: {"type": "array", "items": r}, 3000))
@@ -127,9 +153,18 @@ def test_it_ends_its_own_request_at_most(engine, name):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"json_schema": refs(lambda r: r, 9000)}, "json_schema has 900[0-9] objects; at most 8000"),
-        ({"json_schema": {"enum": words(20_000)}}, "json_schema has 240[0-9]{3} characters of names and values"),
-        ({"json_schema": {"type": "integer", "multipleOf": 999_983}}, "multipleOf 999983; its digits may be 10000"),
+        (
+            {"json_schema": refs(lambda r: r, 9000)},
+            "json_schema has 900[0-9] objects; at most 8000",
+        ),
+        (
+            {"json_schema": {"enum": words(20_000)}},
+            "json_schema has 240[0-9]{3} characters of names and values",
+        ),
+        (
+            {"json_schema": {"type": "integer", "multipleOf": 999_983}},
+            "multipleOf 999983; its digits may be 10000",
+        ),
         ({"json_schema": {"type": "number", "multipleOf": 1e300}}, "multipleOf 1e.300"),
         ({"json_schema": {"type": "number", "multipleOf": 0.123456}}, "multipleOf 0.123456"),
         ({"json_schema": nested(125)}, "nested more than 120 deep"),
@@ -172,7 +207,10 @@ def test_texts_for_people_do_not_count(engine):
 
 def test_a_schema_cannot_ask_for_less_than_it_says(engine):
     with pytest.raises(RequestError, match="not"):
-        engine.generate("x", json_schema={"x-guidance": {"lenient": True}, "type": "string", "not": {"const": "a"}})
+        engine.generate(
+            "x",
+            json_schema={"x-guidance": {"lenient": True}, "type": "string", "not": {"const": "a"}},
+        )
 
 
 KEYWORDS = st.sampled_from(
@@ -201,7 +239,9 @@ def test_any_object_is_a_schema_or_is_refused(engine, schema):
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(PIECES, min_size=1, max_size=12).map("".join), st.sampled_from(["regex", "grammar"]))
+@given(
+    st.lists(PIECES, min_size=1, max_size=12).map("".join), st.sampled_from(["regex", "grammar"])
+)
 def test_any_text_is_an_expression_or_is_refused(engine, text, kind):
     survives(engine, {kind: text})
 
@@ -209,7 +249,12 @@ def test_any_text_is_an_expression_or_is_refused(engine, text, kind):
 def test_as_many_tools_as_a_request_may_have(engine):
     """Their grammar is longer than any that callers may give."""
     properties = {f"p{number}": {"type": "string", "description": "x" * 100} for number in range(6)}
-    schema = {"type": "object", "properties": properties, "required": ["p0", "p1"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["p0", "p1"],
+        "additionalProperties": False,
+    }
     tools = [Tool(f"tool_number_{number}", schema) for number in range(int(COUNTS["tools"].high))]
     format = TurnFormat(GENERIC, None, shows_tools=False, replays=True)
     wanted = {"choice": "required", "parallel": False, "reasoning": "closed"}

@@ -6,7 +6,13 @@ import threading
 
 import pytest
 
-from helpers.engine.fake_runner import assert_clean, fake_engine, hold_passes, runner_of, wait_until_idle
+from helpers.engine.fake_runner import (
+    assert_clean,
+    fake_engine,
+    hold_passes,
+    runner_of,
+    wait_until_idle,
+)
 from kvboost_edge.engine.handle import RequestHandle
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import random
 import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +12,6 @@ from kvboost_edge.engine.progress import Progress
 from kvboost_edge.errors import KVBoostError
 
 PER_TOKEN = 0.01
-Cost = Callable[[int, int], float]
 
 
 def flat(start, stop):
@@ -107,7 +105,9 @@ def test_one_that_waits_counts_what_is_before_it_and_its_own_prompt():
     bench.step()
     assert first.progress().seconds_left == pytest.approx(flat(0, 100))
     # A prompt's end is its first token here, so a place is free when the prompt is done.
-    assert second.progress() == Progress(100, 0, 0, 0.0, pytest.approx(flat(0, 100) + flat(0, 100), rel=0.05))
+    assert second.progress() == Progress(
+        100, 0, 0, 0.0, pytest.approx(flat(0, 100) + flat(0, 100), rel=0.05)
+    )
     before = third.progress()
     assert before == Progress(120, 0, 0, 0.0, pytest.approx(flat(0, 200) + flat(0, 120), rel=0.05))
     bench.step()
@@ -141,8 +141,12 @@ def test_other_prompts_take_their_share():
     bench.step()
     left, rest = long.progress(), short.progress()
     assert (left.computed, rest.computed) == (64 + 16, 48)
-    assert left.seconds_left == pytest.approx(flat(80, 250) + flat(48, 64))  # the shorter one goes first
-    assert rest.seconds_left == pytest.approx(flat(48, 64) * 4 / 3)  # but for the quarter of the first come
+    assert left.seconds_left == pytest.approx(
+        flat(80, 250) + flat(48, 64)
+    )  # the shorter one goes first
+    assert rest.seconds_left == pytest.approx(
+        flat(48, 64) * 4 / 3
+    )  # but for the quarter of the first come
     bench.run()
 
 
@@ -209,7 +213,11 @@ def test_a_request_without_output_ends_at_its_total():
 def test_whatever_happens_progress_only_grows(seed):
     rng = random.Random(seed)
     bench = timed(
-        Bench(rng.choice((8, 12, 40)), max_num_seqs=rng.choice((1, 3, 8)), max_batch_tokens=rng.choice((5, 33)))
+        Bench(
+            rng.choice((8, 12, 40)),
+            max_num_seqs=rng.choice((1, 3, 8)),
+            max_batch_tokens=rng.choice((5, 33)),
+        )
     )
     stems = [[rng.randrange(256) for _ in range(48)] for _ in range(2)]
     handles = []

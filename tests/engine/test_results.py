@@ -6,7 +6,14 @@ import json
 import numpy as np
 import pytest
 
-from helpers.engine.fake_runner import EOS_ID, Bench, expected_tokens, fake_engine, runner_of, token_logits
+from helpers.engine.fake_runner import (
+    EOS_ID,
+    Bench,
+    expected_tokens,
+    fake_engine,
+    runner_of,
+    token_logits,
+)
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request import SamplingParams
 
@@ -43,15 +50,21 @@ def test_every_field_of_a_result(engine):
     assert result.preemptions == 0
     assert result.logprobs is not None
     assert [entry.token_id for entry in result.logprobs] == tokens
-    assert all(entry.top[0] == (entry.token_id, entry.logprob) for entry in result.logprobs), "greedy takes the top"
+    assert all(entry.top[0] == (entry.token_id, entry.logprob) for entry in result.logprobs), (
+        "greedy takes the top"
+    )
     json.dumps(dataclasses.asdict(result))
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.BASELINE, "prefix_cache"])
 def test_phases_add_up_and_times_are_on_one_clock(engine, mode):
-    for result in engine.generate_batch([PROMPT, [1, 2, 3], "some text"], max_new_tokens=7, mode=mode):
+    for result in engine.generate_batch(
+        [PROMPT, [1, 2, 3], "some text"], max_new_tokens=7, mode=mode
+    ):
         assert sum(result.phases.values()) == result.total_ms
-        assert list(result.phases) == "tokenize queue lookup load probe repair prefill decode".split()
+        assert (
+            list(result.phases) == "tokenize queue lookup load probe repair prefill decode".split()
+        )
         assert all(value >= 0 for value in result.phases.values())
         assert result.ttft_ms == result.token_times_ms[0]
         assert result.ttft_ms == pytest.approx(result.total_ms - result.phases["decode"], abs=1e-6)
@@ -65,7 +78,9 @@ def test_eos_ends_the_output_and_is_in_the_ids_only(engine):
     forced = engine.generate(PROMPT, max_new_tokens=10, logit_bias={EOS_ID: 100.0})
     assert forced.output_token_ids == (EOS_ID,)
     assert (forced.output_text, forced.finish_reason) == ("", "stop")
-    ignored = engine.generate(PROMPT, max_new_tokens=10, logit_bias={EOS_ID: 100.0}, ignore_eos=True)
+    ignored = engine.generate(
+        PROMPT, max_new_tokens=10, logit_bias={EOS_ID: 100.0}, ignore_eos=True
+    )
     assert ignored.output_token_ids == (EOS_ID,) * 10
     fifth = plain.output_token_ids[4]
     assert fifth not in plain.output_token_ids[:4]
@@ -179,7 +194,11 @@ def test_generate_many_keeps_the_order_and_shares_prefixes():
 def test_warm_stores_whole_chunks(engine):
     result = engine.warm("x" * 40)
     assert (result.chunks_stored, result.token_count, result.chunk_size) == (2, 40, 16)
-    assert (result.partial_tail_tokens, result.chunk_boundary_aligned, result.alignment_warning) == (8, True, None)
+    assert (
+        result.partial_tail_tokens,
+        result.chunk_boundary_aligned,
+        result.alignment_warning,
+    ) == (8, True, None)
     assert result
     assert int(result) == 2
     assert engine.generate("x" * 40 + "y", max_new_tokens=1).cached_tokens == 32
@@ -188,7 +207,10 @@ def test_warm_stores_whole_chunks(engine):
     with fake_engine(block_size=64) as coarse:
         unaligned = coarse.warm([1] * 100)
         assert (unaligned.chunk_boundary_aligned, unaligned.partial_tail_tokens) == (False, 36)
-        assert unaligned.alignment_warning == "the last 36 tokens do not fill a chunk of 64 and are not cached"
+        assert (
+            unaligned.alignment_warning
+            == "the last 36 tokens do not fill a chunk of 64 and are not cached"
+        )
 
 
 @pytest.mark.parametrize("start", [0, 5, 20])
@@ -268,5 +290,8 @@ def test_tenants_do_not_share():
     """The root of the hash chain differs; the same engine options give the same root."""
     from kvboost_edge.kvcache.hashing import root_hash
 
-    roots = {root_hash(model_fingerprint="m", kv_format="f", tenant=tenant) for tenant in ("", "a", "b", "a")}
+    roots = {
+        root_hash(model_fingerprint="m", kv_format="f", tenant=tenant)
+        for tenant in ("", "a", "b", "a")
+    }
     assert len(roots) == 3

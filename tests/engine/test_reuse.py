@@ -1,32 +1,30 @@
 """Spans at other positions through scheduler, tables and batches: the fake runner reads every token back where it must
 be, so what is shared wrongly shows as an error or as other tokens."""
 
-import random
-
 import pytest
 
+from helpers.engine.documents import BARE, BLEND, QUERY, REUSE, SEAMS, document
 from helpers.engine.fake_runner import Bench
-from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
+from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.stats import BLOCK_SPAN, block_details, block_map, cache_stats, paged_stats
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.reuse.repair import Repair
-
-BARE = Repair(strategy=RecomputeStrategy.NONE)
-SEAMS = Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=16)
-BLEND = Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=16, ratio=0.25)
-QUERY = Repair(strategy=RecomputeStrategy.QUERY, overlap=16, ratio=0.25)
-REUSE = GenerationMode.CHUNK_KV_REUSE
 
 
-def document(number, length):
-    return random.Random(number).choices(range(256), k=length)
+def served():
+    """A bench that answered a head and two documents."""
+    bench = Bench()
+    head, one, two = document(0, 32), document(1, 64), document(2, 64)
+    bench.ask(head + one + two, 1)
+    return bench, head, one, two
 
 
 def joined(documents):
     return [token for tokens in documents for token in tokens]
 
 
-@pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND, QUERY], ids=lambda repair: repair.strategy.value)
+@pytest.mark.parametrize(
+    "repair", [BARE, SEAMS, BLEND, QUERY], ids=lambda repair: repair.strategy.value
+)
 @pytest.mark.parametrize("budget", [1, 7, 16, 64, 512])
 def test_documents_in_another_order_are_shared_and_read_where_they_are(repair, budget):
     bench = Bench(max_batch_tokens=budget)
@@ -42,15 +40,16 @@ def test_documents_in_another_order_are_shared_and_read_where_they_are(repair, b
     assert (bench.runner.probed > 0) == (repair in (BLEND, QUERY))
     assert bench.runner.asked == (32 if repair is QUERY else 0)
     assert sum(result.phases.values()) == pytest.approx(result.total_ms)
-    assert result.cached_tokens + result.reused_span_tokens + bench.runner.computed - computed == len(prompt) + 19
+    assert (
+        result.cached_tokens + result.reused_span_tokens + bench.runner.computed - computed
+        == len(prompt) + 19
+    )
     assert bench.manager.used_block_count == 0
     bench.manager.check_invariants([])
 
 
 def test_nothing_approximate_is_found_by_others():
-    bench = Bench()
-    head, one, two = document(0, 32), document(1, 64), document(2, 64)
-    bench.ask(head + one + two, 1)
+    bench, head, one, two = served()
     before = bench.manager.published_block_count
     prompt = head + two + one
     result = bench.ask(prompt, 40, REUSE, repair=BARE)
@@ -66,7 +65,11 @@ def test_without_a_run_what_was_asked_for_as_approximate_is_exact_and_published(
     prompt = document(0, 70)
     handle = bench.ask(prompt, 2, REUSE, repair=BARE)
     result = handle
-    assert (result.mode, result.approximate, result.recomputed_tokens) == (GenerationMode.PREFIX_CACHE, False, 0)
+    assert (result.mode, result.approximate, result.recomputed_tokens) == (
+        GenerationMode.PREFIX_CACHE,
+        False,
+        0,
+    )
     assert bench.manager.peek(prompt, bench.parts.root) == 64
 
 
@@ -93,7 +96,9 @@ def test_a_failure_in_probe_or_repair_ends_the_request_alone(when):
     bench.ask(joined(docs), 1)
     other = bench.submit([9, 8, 7], 30)
     prompt = document(4, 20) + docs[1] + docs[0] + [1, 2]
-    handle = bench.submit(prompt, 3, REUSE, repair={"probe": BLEND, "query": QUERY, "repair": BARE}[when])
+    handle = bench.submit(
+        prompt, 3, REUSE, repair={"probe": BLEND, "query": QUERY, "repair": BARE}[when]
+    )
     if when != "repair":
         bench.runner.deviations = bench.runner.masses = lambda *arguments: 1 / 0
     else:
@@ -171,14 +176,14 @@ def test_what_was_found_shared_and_computed_adds_up_to_the_prompts(repair, preem
         assert paged["span_tokens"] == sum(result.reused_span_tokens for result in results)
         first = results[0]
         assert first.computed_prompt_tokens == 229 - first.cached_tokens - first.reused_span_tokens
-        others = sum(first.phases[name] for name in ("tokenize", "queue", "lookup", "load", "decode"))
+        others = sum(
+            first.phases[name] for name in ("tokenize", "queue", "lookup", "load", "decode")
+        )
         assert first.prompt_ms == pytest.approx(first.total_ms - others, abs=1e-3)
 
 
 def test_the_block_map_tells_which_blocks_are_used_at_another_position():
-    bench = Bench()
-    head, one, two = document(0, 32), document(1, 64), document(2, 64)
-    bench.ask(head + one + two, 1)
+    bench, head, one, two = served()
     assert BLOCK_SPAN not in block_map(bench.parts, bench.scheduler)
     bench.submit(head + two + one, 20, REUSE, repair=BARE)
     bench.step()

@@ -6,7 +6,6 @@ import dataclasses
 import random
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -31,7 +30,6 @@ BLEND = Repair()
 QUERY = Repair(strategy=RecomputeStrategy.QUERY, overlap=0, ratio=0.25)
 QUERY_SEAMS = Repair(strategy=RecomputeStrategy.QUERY)
 NUM_ROWS = 8
-Floats = npt.NDArray[np.float32]
 
 
 class Oracle:

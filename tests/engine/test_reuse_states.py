@@ -3,7 +3,13 @@ shortest way to a leak, a use after free or a wrong token."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from helpers.engine.fake_runner import Bench
 from helpers.engine.hand_mover import DictTier
@@ -33,7 +39,9 @@ class ReuseMachine(RuleBasedStateMachine):
     )
     def start(self, num_blocks, budget, max_num_seqs, tier):
         tiers = [] if tier is None else [DictTier(losses=tier)]
-        self.bench = Bench(num_blocks, max_num_seqs=max_num_seqs, max_batch_tokens=budget, tiers=tiers)
+        self.bench = Bench(
+            num_blocks, max_num_seqs=max_num_seqs, max_batch_tokens=budget, tiers=tiers
+        )
         self.wanted = []
 
     def prompt(self, head, parts, cut):
@@ -47,7 +55,9 @@ class ReuseMachine(RuleBasedStateMachine):
     @rule(head=heads, parts=texts, cut=cuts, count=counts, repair=st.sampled_from(REPAIRS))
     def ask_with_reuse(self, head, parts, cut, count, repair):
         prompt = self.prompt(head, parts, cut)
-        self.wanted.append(self.bench.submit(prompt, count, GenerationMode.CHUNK_KV_REUSE, repair=repair))
+        self.wanted.append(
+            self.bench.submit(prompt, count, GenerationMode.CHUNK_KV_REUSE, repair=repair)
+        )
 
     @rule(count=st.integers(1, 12))
     def step(self, count):
@@ -89,5 +99,7 @@ SHARED = []
 def test_no_way_leads_to_a_leak_or_a_wrong_token(scale):
     SHARED.clear()
     count = scale(100, 10_000)
-    run_state_machine_as_test(ReuseMachine, settings=settings(max_examples=count, stateful_step_count=14))
+    run_state_machine_as_test(
+        ReuseMachine, settings=settings(max_examples=count, stateful_step_count=14)
+    )
     assert sum(shared > 0 for shared in SHARED) > count // 10

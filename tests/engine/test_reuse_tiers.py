@@ -1,22 +1,14 @@
 """Runs at other positions whose blocks were driven out of the pool, and came back from a tier."""
 
-import random
-
 import pytest
 
+from helpers.engine.documents import BARE, REUSE, document
 from helpers.engine.fake_runner import Bench, checked, expected_tokens, fake_engine
 from helpers.engine.hand_mover import DictTier
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.config import GenerationMode
 
-REUSE = GenerationMode.CHUNK_KV_REUSE
-BARE = Repair(strategy=RecomputeStrategy.NONE)
 NUM_BLOCKS = 24
-
-
-def document(number, length):
-    return random.Random(number).choices(range(256), k=length)
 
 
 HEAD, ONE, TWO = document(0, 20), document(1, 70), document(2, 70)
@@ -30,10 +22,16 @@ def flush(bench, first=100):
         bench.ask(document(number, 16 * (NUM_BLOCKS - 2)), 1)
 
 
+def reusing(*tiers, **options):
+    """A bench that was asked to reuse: from then on what is served is kept in mind."""
+    bench = Bench(NUM_BLOCKS, tiers=tiers)
+    bench.submit([1] * 40, 1, REUSE, repair=BARE, **options)
+    return bench
+
+
 def served(*tiers):
     """What was served and asked about once, driven out since."""
-    bench = Bench(NUM_BLOCKS, tiers=tiers)
-    bench.submit([1] * 40, 1, REUSE, repair=BARE)  # from the first question on it is kept in mind
+    bench = reusing(*tiers)
     bench.ask(SERVED, 1)
     flush(bench)
     assert bench.manager.peek(SERVED, bench.parts.root) == 0
@@ -84,8 +82,7 @@ def test_a_tier_that_lost_it_makes_no_difference_to_the_answer():
 def test_only_what_is_gone_is_read():
     """Chains lose their ends first."""
     tier = DictTier()
-    bench = Bench(NUM_BLOCKS, tiers=[tier])
-    bench.submit([1] * 40, 1, REUSE, repair=BARE)
+    bench = reusing(tier)
     bench.ask(SERVED, 1)
     bench.ask(document(50, 16 * (NUM_BLOCKS - 6)), 1)
     kept = bench.manager.peek(SERVED, bench.parts.root) // 16
@@ -97,8 +94,7 @@ def test_only_what_is_gone_is_read():
 
 def test_runs_of_several_texts_come_one_after_another():
     tier = DictTier()
-    bench = Bench(NUM_BLOCKS, tiers=[tier])
-    bench.submit([1] * 40, 1, REUSE, repair=BARE)
+    bench = reusing(tier)
     for text in (ONE, TWO):
         bench.submit([*text, *document(9, 12)], 1)
     bench.run()
@@ -108,8 +104,7 @@ def test_runs_of_several_texts_come_one_after_another():
 
 def test_nobody_finds_what_another_tenant_had():
     tier = DictTier()
-    bench = Bench(NUM_BLOCKS, tiers=[tier])
-    bench.submit([1] * 40, 1, REUSE, repair=BARE, tenant="a")
+    bench = reusing(tier, tenant="a")
     bench.ask(SERVED, 1, tenant="a")
     flush(bench)
     read = tier.num_read
@@ -128,8 +123,7 @@ def test_an_exact_request_looks_for_no_runs():
 
 def test_what_does_not_fit_beside_the_prompt_is_not_brought():
     tier = DictTier()
-    bench = Bench(NUM_BLOCKS, tiers=[tier])
-    bench.submit([1] * 40, 1, REUSE, repair=BARE)
+    bench = reusing(tier)
     long = [*document(20, 16 * 15), *TWO, *document(21, 16)]
     bench.ask(long, 1)
     flush(bench)
@@ -182,11 +176,15 @@ def test_what_came_back_from_disk_has_the_bits_it_left_with(bits, tmp_path):
     options = {"num_blocks": 64, "kv_cache_bits": bits, "reuse_gate": "off", "debug_checks": True}
 
     def ask(engine):
-        return engine.generate(texts[2] + texts[1] + "What is red?", 8, mode=REUSE, logprobs=3, temperature=0)
+        return engine.generate(
+            texts[2] + texts[1] + "What is red?", 8, mode=REUSE, logprobs=3, temperature=0
+        )
 
     results = []
     for directory in ("off", tmp_path):
-        with CPUPagedEngine.from_pretrained("kvboost-edge/demo", disk_cache_dir=directory, **options) as engine:
+        with CPUPagedEngine.from_pretrained(
+            "kvboost-edge/demo", disk_cache_dir=directory, **options
+        ) as engine:
             engine.generate("Nothing is known of this yet.", 1, mode=REUSE)
             served = "".join(texts)
             engine.warm(served)

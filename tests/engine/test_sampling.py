@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from kvboost_edge.engine.request import SamplingParams
-from kvboost_edge.engine.sampling import make_sampler, sampling_distribution, token_logprobs, uniform
+from kvboost_edge.engine.sampling import (
+    make_sampler,
+    sampling_distribution,
+    token_logprobs,
+    uniform,
+)
 
 VOCAB = 3000
 
@@ -76,7 +81,9 @@ def test_distribution_equals_the_slow_truth(options):
         before = logits.copy()
         fast = sampling_distribution(logits, ids, 3, params)
         np.testing.assert_array_equal(logits, before, "the caller's logits are read only")
-        np.testing.assert_allclose(fast, slow_distribution(logits, ids, 3, params), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            fast, slow_distribution(logits, ids, 3, params), rtol=1e-9, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("options", CASES, ids=repr)
@@ -112,7 +119,10 @@ def test_a_largest_logit_that_is_known_counts_only_where_nothing_changes_the_log
     assert make_sampler(SamplingParams(), 0)(logits, [1], 1, 7) == 7
     assert make_sampler(SamplingParams(logit_bias={7: -9.0}), 0)(logits, [1], 1, 7) == 6
     assert make_sampler(SamplingParams(), 0, [7])(logits, [1], 1, 7) == 6
-    drawn = [[make_sampler(SamplingParams(seed=0), seed)(logits, [1], 1, at) for seed in range(9)] for at in (7, None)]
+    drawn = [
+        [make_sampler(SamplingParams(seed=0), seed)(logits, [1], 1, at) for seed in range(9)]
+        for at in (7, None)
+    ]
     assert drawn[0] == drawn[1]
 
 
@@ -193,7 +203,11 @@ def test_what_is_suppressed_is_never_drawn():
     assert make_sampler(SamplingParams(logit_bias=bias), 0, best[:2])(logits, [1], 1) == best[2]
     without = logits.copy()
     without[best] = -np.inf
-    for options in ({"temperature": 2.0}, {"temperature": 2.0, "top_k": 5}, {"temperature": 2.0, "top_p": 0.5}):
+    for options in (
+        {"temperature": 2.0},
+        {"temperature": 2.0, "top_k": 5},
+        {"temperature": 2.0, "top_p": 0.5},
+    ):
         params = SamplingParams.from_options(**options)
         drawn = [make_sampler(params, seed, best)(logits, [1], 1) for seed in range(40)]
         assert drawn == [make_sampler(params, seed)(without, [1], 1) for seed in range(40)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from helpers.engine.fake_runner import fake_engine
-from kvboost_edge.engine.seeds import Seeds
+from kvboost_edge.engine.intake import Seeds
 
 PROMPT = "Once upon a time"
 
@@ -22,7 +22,9 @@ def test_seeds_do_not_repeat_after_a_restart_and_have_nothing_to_do_with_the_arr
             assert engine.config.seed is None
             seen |= {seed_of(engine, tenant) for tenant in ("a", "b", "") for _ in range(3)}
     assert len(seen) == 18
-    counted = {int(np.random.SeedSequence([0, i]).generate_state(1, np.uint64)[0]) for i in range(64)}
+    counted = {
+        int(np.random.SeedSequence([0, i]).generate_state(1, np.uint64)[0]) for i in range(64)
+    }
     assert not seen & counted
 
 
@@ -32,14 +34,18 @@ def test_with_an_engine_seed_a_tenants_seeds_do_not_depend_on_what_others_do():
         mixed = {"a": [], "b": [], "c": []}
         for tenant, prompt in zip("abcbabacb", itertools.cycle(("one", "two", "three"))):
             mixed[tenant].append(seed_of(shared, tenant, prompt))
-        assert mixed["a"] == lonely, "the same requests in the same order, whatever others sent between"
+        assert mixed["a"] == lonely, (
+            "the same requests in the same order, whatever others sent between"
+        )
         assert len({*lonely, *mixed["b"], *mixed["c"]}) == 3 + 4 + 2
         assert seed_of(other, "a", "one") not in lonely
 
 
 def test_a_salt_does_not_start_a_count_of_its_own():
     with fake_engine(seed=3) as engine:
-        plain, salted = (engine.generate(PROMPT, max_new_tokens=1, **o).seed for o in ({}, {"cache_salt": "s"}))
+        plain, salted = (
+            engine.generate(PROMPT, max_new_tokens=1, **o).seed for o in ({}, {"cache_salt": "s"})
+        )
     assert plain != salted
 
 

@@ -12,7 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema_rs
 import pytest
 
-from helpers.engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, Bench, fake_engine, fake_tokenizer, runner_of
+from helpers.engine.fake_runner import (
+    CONTEXT,
+    EOS_ID,
+    VOCAB_SIZE,
+    Bench,
+    fake_engine,
+    fake_tokenizer,
+    runner_of,
+)
 from helpers.engine.schemas_made import made_schema
 from kvboost_edge.engine.grammars import Grammar
 from kvboost_edge.engine.structure import Structures
@@ -38,7 +46,9 @@ def test_answers_of_random_logits_fit_their_schemas(engine, part):
     seeds = range(part * COUNT // 4, (part + 1) * COUNT // 4)
     schemas = {seed: made_schema(seed) for seed in seeds}
     handles = {
-        seed: engine.submit(prompt(seed), max_new_tokens=MOST, temperature=1.0, seed=seed, json_schema=schema)
+        seed: engine.submit(
+            prompt(seed), max_new_tokens=MOST, temperature=1.0, seed=seed, json_schema=schema
+        )
         for seed, schema in schemas.items()
     }
     finished = 0
@@ -54,11 +64,19 @@ def test_answers_of_random_logits_fit_their_schemas(engine, part):
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"[a-z]{3,8}@[a-z]{2,5}\.(com|org)", r"(\+|-)?[0-9]{1,3}(\.[0-9]{1,2})?", r"ä{2}🙂?ß", r"(ab|cd){2,3}"]
+    "pattern",
+    [
+        r"[a-z]{3,8}@[a-z]{2,5}\.(com|org)",
+        r"(\+|-)?[0-9]{1,3}(\.[0-9]{1,2})?",
+        r"ä{2}🙂?ß",
+        r"(ab|cd){2,3}",
+    ],
 )
 def test_answers_match_their_regular_expression(engine, pattern):
     for seed in range(6):
-        result = engine.generate(prompt(seed), max_new_tokens=60, temperature=1.0, seed=seed, regex=pattern)
+        result = engine.generate(
+            prompt(seed), max_new_tokens=60, temperature=1.0, seed=seed, regex=pattern
+        )
         assert result.finish_reason == "stop"
         assert re.fullmatch(pattern, result.output_text)
 
@@ -66,7 +84,9 @@ def test_answers_match_their_regular_expression(engine, pattern):
 def test_answers_are_among_the_choices_and_the_likeliest_is_taken(engine):
     choice = ["yes", "no", "yes, but later", 'a "quoted" one']
     found = {
-        engine.generate(prompt(s), max_new_tokens=40, temperature=1.0, seed=s, choice=choice).output_text
+        engine.generate(
+            prompt(s), max_new_tokens=40, temperature=1.0, seed=s, choice=choice
+        ).output_text
         for s in range(12)
     }
     assert found <= set(choice)
@@ -82,7 +102,9 @@ def test_answers_are_among_the_choices_and_the_likeliest_is_taken(engine):
     ids=["lark", "gbnf"],
 )
 def test_answers_fit_their_grammar(engine, grammar, form):
-    result = engine.generate(prompt(1), max_new_tokens=200, temperature=1.0, seed=1, grammar=grammar)
+    result = engine.generate(
+        prompt(1), max_new_tokens=200, temperature=1.0, seed=1, grammar=grammar
+    )
     if result.finish_reason == "stop":
         assert re.fullmatch(form, result.output_text)
     else:
@@ -95,7 +117,12 @@ def test_guessed_ahead_or_not_the_answer_is_the_same(way):
     with fake_engine(num_blocks=256, speculation=way) as engine:
         results = [
             engine.generate(
-                prompt(s), max_new_tokens=MOST, temperature=1.0, seed=s, json_schema=made_schema(s), logprobs=1
+                prompt(s),
+                max_new_tokens=MOST,
+                temperature=1.0,
+                seed=s,
+                json_schema=made_schema(s),
+                logprobs=1,
             )
             for s in range(24)
         ]
@@ -116,7 +143,9 @@ def test_preemption_and_company_change_nothing():
     alone = []
     for number in range(5):
         with fake_engine(num_blocks=64) as engine:
-            result = engine.generate(prompt(number), max_new_tokens=100, temperature=1.0, seed=3, regex="[a-z ]{90}")
+            result = engine.generate(
+                prompt(number), max_new_tokens=100, temperature=1.0, seed=3, regex="[a-z ]{90}"
+            )
             alone.append(list(result.output_token_ids))
     bench = Bench(num_blocks=10, max_num_seqs=5)
     handles = [
@@ -133,7 +162,9 @@ def test_preemption_and_company_change_nothing():
 
 
 def test_too_few_tokens_end_with_what_there_is(engine):
-    result = engine.generate(prompt(1), max_new_tokens=5, temperature=0, json_schema={"const": "a long text to write"})
+    result = engine.generate(
+        prompt(1), max_new_tokens=5, temperature=0, json_schema={"const": "a long text to write"}
+    )
     assert (result.finish_reason, result.output_text) == ("length", '"a lo')
 
 
@@ -141,14 +172,18 @@ def test_white_space_does_not_go_on_for_ever(engine):
     """JSON allows any amount of it, and small models like it."""
     likely = dict.fromkeys(engine.tokenizer.encode(" \n\t"), 100.0)
     schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
-    result = engine.generate(prompt(1), max_new_tokens=MOST, temperature=0, json_schema=schema, logit_bias=likely)
+    result = engine.generate(
+        prompt(1), max_new_tokens=MOST, temperature=0, json_schema=schema, logit_bias=likely
+    )
     assert result.finish_reason == "stop"
     assert json.loads(result.output_text) == [1, 1, 1]
     assert len(result.output_text) > 20, "it was wanted"
 
 
 def test_a_stop_string_ends_inside_a_grammar(engine):
-    result = engine.generate(prompt(1), max_new_tokens=40, temperature=0, choice=["one, two, three"], stop=", t")
+    result = engine.generate(
+        prompt(1), max_new_tokens=40, temperature=0, choice=["one, two, three"], stop=", t"
+    )
     assert (result.finish_reason, result.output_text) == ("stop", "one")
 
 
@@ -166,8 +201,14 @@ def test_log_probabilities_are_the_model_s_own(engine):
         ({"json_schema": {"type": "object", "not": {}}}, "json_schema is not supported: .*not"),
         ({"json_schema": {"type": "strange"}}, "json_schema is not supported"),
         ({"json_schema": {"$ref": "https://example.com/a.json"}}, "json_schema is not supported"),
-        ({"json_schema": {"description": "x" * (5 << 20)}}, "json_schema has 52[0-9]+ bytes; at most"),
-        ({"json_schema": {"type": "array", "items": {"enum": [float("nan")]}}}, "json_schema is no JSON"),
+        (
+            {"json_schema": {"description": "x" * (5 << 20)}},
+            "json_schema has 52[0-9]+ bytes; at most",
+        ),
+        (
+            {"json_schema": {"type": "array", "items": {"enum": [float("nan")]}}},
+            "json_schema is no JSON",
+        ),
         ({"regex": "(a"}, "regex is not supported"),
         ({"regex": "a(?=b)"}, "regex is not supported"),
         ({"regex": ""}, "regex must be a string with at least one character"),
@@ -200,12 +241,20 @@ def test_a_deep_schema_is_refused_before_it_is_compiled(engine):
         engine.generate("x", json_schema=schema)
     with pytest.raises(RequestError, match=r"nested more than 120 deep|is no JSON"):
         engine.generate(
-            "x", json_schema=json.dumps({"type": "array"})[:-1] + ', "items": ' + "[" * 900 + "]" * 900 + "}"
+            "x",
+            json_schema=json.dumps({"type": "array"})[:-1]
+            + ', "items": '
+            + "[" * 900
+            + "]" * 900
+            + "}",
         )
 
 
 def test_a_schema_that_refers_to_itself_ends_where_the_tokens_do(engine):
-    schema = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}}}
+    schema = {
+        "$ref": "#/$defs/n",
+        "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}},
+    }
     result = engine.generate(prompt(2), max_new_tokens=50, temperature=0, json_schema=schema)
     assert result.finish_reason == "length"
     assert set(result.output_text) <= set("[ \n\t\r")
@@ -217,7 +266,13 @@ def test_a_schema_that_refers_to_itself_ends_where_the_tokens_do(engine):
         {"regex": "(a|aa)*" * 40 + "b"},
         {"regex": "((a{0,60}){0,60}){0,60}"},
         {"json_schema": {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$"}},
-        {"json_schema": {"anyOf": [{"type": "object", "properties": {f"k{i}": {"const": i}}} for i in range(400)]}},
+        {
+            "json_schema": {
+                "anyOf": [
+                    {"type": "object", "properties": {f"k{i}": {"const": i}}} for i in range(400)
+                ]
+            }
+        },
     ],
     ids=["nested stars", "nested counts", "catastrophic for backtracking", "400 branches"],
 )
@@ -239,7 +294,9 @@ def test_a_hostile_grammar_cannot_hold_the_engine(engine, options):
 
 def test_without_the_package_the_request_says_what_to_install(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(BackendUnavailable, match=r"regex= needs the package llguidance.*\[structured\]"):
+    with pytest.raises(
+        BackendUnavailable, match=r"regex= needs the package llguidance.*\[structured\]"
+    ):
         engine.generate("x", regex="a")
     assert engine.generate("x", max_new_tokens=1).generated_tokens == 1
 
@@ -283,7 +340,9 @@ def test_the_vocabulary_is_read_ahead_and_closing_waits_for_it(monkeypatch):
         assert waiting.result(60).output_text == "aaa"
     engine.close()
     assert threads == ["kvboost-vocabulary"]
-    assert {"kvboost-vocabulary", "kvboost-grammar"}.isdisjoint(thread.name for thread in threading.enumerate())
+    assert {"kvboost-vocabulary", "kvboost-grammar"}.isdisjoint(
+        thread.name for thread in threading.enumerate()
+    )
 
 
 def test_closing_while_the_vocabulary_is_read_leaves_no_thread():

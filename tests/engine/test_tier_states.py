@@ -12,7 +12,13 @@ from typing import ClassVar
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from helpers.engine.model_kinds import ModelKind
 from helpers.tiers.disk_cases import chain, scratch
@@ -24,8 +30,18 @@ from kvboost_edge.tiers.disk.tier import DiskTier
 
 SPACE, CAP = bytes(32), 1 << 20
 HEADS = [[(7 * head + 3 * place) % 250 for place in range(80)] for head in range(2)]
-PROMPTS = [head[:length] + [tail] * (tail % 20) for head in HEADS for length in (33, 48, 80) for tail in (16, 101, 202)]
-MODES = (GenerationMode.PREFIX_CACHE, GenerationMode.PREFIX_CACHE, GenerationMode.PREFIX_CACHE, GenerationMode.BASELINE)
+PROMPTS = [
+    head[:length] + [tail] * (tail % 20)
+    for head in HEADS
+    for length in (33, 48, 80)
+    for tail in (16, 101, 202)
+]
+MODES = (
+    GenerationMode.PREFIX_CACHE,
+    GenerationMode.PREFIX_CACHE,
+    GenerationMode.PREFIX_CACHE,
+    GenerationMode.BASELINE,
+)
 
 
 class TieredMachine(RuleBasedStateMachine):
@@ -48,7 +64,11 @@ class TieredMachine(RuleBasedStateMachine):
         self.bench = self.kind.bench(num_blocks, 6, tiers=[self.tier], max_num_seqs=3)
         self.asked = []
 
-    @rule(which=st.integers(0, len(PROMPTS) - 1), count=st.sampled_from((1, 2, 18)), mode=st.sampled_from(MODES))
+    @rule(
+        which=st.integers(0, len(PROMPTS) - 1),
+        count=st.sampled_from((1, 2, 18)),
+        mode=st.sampled_from(MODES),
+    )
     def submit(self, which, count, mode):
         self.asked.append(self.bench.submit(PROMPTS[which], count, mode))
 
@@ -81,7 +101,10 @@ class TieredMachine(RuleBasedStateMachine):
         blocks = chain(60, seed)
         self.tier.write(blocks, [memoryview(bytes(18_000))] * len(blocks))
 
-    @rule(after=st.integers(0, 12), fault=st.sampled_from((fails(errno.ENOSPC), fails(errno.EIO), moves_half)))
+    @rule(
+        after=st.integers(0, 12),
+        fault=st.sampled_from((fails(errno.ENOSPC), fails(errno.EIO), moves_half)),
+    )
     def trouble(self, after, fault):
         """The device fails from some call on, until it is well again."""
         self.files.at, self.files.fault, self.files.lasting = self.files.calls + after, fault, True
@@ -119,10 +142,16 @@ class TieredMachine(RuleBasedStateMachine):
         self.restart(8, True)
         self.submit(which, 2, GenerationMode.PREFIX_CACHE)
 
-    @rule(which=st.integers(0, len(PROMPTS) - 1), after=st.integers(0, 20), seed=st.integers(0, 2**32))
+    @rule(
+        which=st.integers(0, len(PROMPTS) - 1), after=st.integers(0, 20), seed=st.integers(0, 2**32)
+    )
     def crash(self, which, after, seed):
         """The process ends at some call of the system; part of the unsealed segment may not be there afterwards."""
-        self.files.at, self.files.fault, self.files.lasting = self.files.calls + after, powers_off, True
+        self.files.at, self.files.fault, self.files.lasting = (
+            self.files.calls + after,
+            powers_off,
+            True,
+        )
         store = self.tier._store
         assert store is not None
         try:

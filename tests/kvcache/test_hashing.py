@@ -9,7 +9,14 @@ import sys
 import pytest
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.kvcache.hashing import STATE_MASK, STATE_WORD, chain_hash, encode_tokens, root_hash, state_hash
+from kvboost_edge.kvcache.hashing import (
+    STATE_MASK,
+    STATE_WORD,
+    chain_hash,
+    encode_tokens,
+    root_hash,
+    state_hash,
+)
 
 FIELDS = ["model_fingerprint", "kv_format", "rope", "adapter", "tenant"]
 
@@ -43,23 +50,35 @@ def test_a_state_has_a_hash_of_its_own_that_each_word_of_its_block_tells():
 
 def test_the_hash_of_a_state_is_what_stored_records_have():
     """Tiers of other versions, and of other machines, are asked for states by it."""
-    assert state_hash(bytes(range(32))).hex() == "00dd451379de755100d54d1b71d67d5900cd550369ce654100c55d0b61c66d49"
+    assert (
+        state_hash(bytes(range(32))).hex()
+        == "00dd451379de755100d54d1b71d67d5900cd550369ce654100c55d0b61c66d49"
+    )
 
 
 def test_each_field_of_the_root_matters_and_none_runs_into_the_next():
     base = dict.fromkeys(FIELDS, "ab")
     roots = {root_hash(**base)}
-    roots |= {root_hash(**{**base, field: value}) for field in FIELDS for value in ("abc", "a", "", "AB", "b")}
+    roots |= {
+        root_hash(**{**base, field: value})
+        for field in FIELDS
+        for value in ("abc", "a", "", "AB", "b")
+    }
     # One text, cut between two fields at every place: the same bytes in a row, another meaning.
     for left, right in itertools.combinations(FIELDS, 2):
-        roots |= {root_hash(**{**base, left: "xyzw"[:cut], right: "xyzw"[cut:]}) for cut in range(5)}
+        roots |= {
+            root_hash(**{**base, left: "xyzw"[:cut], right: "xyzw"[cut:]}) for cut in range(5)
+        }
     assert len(roots) == 1 + len(FIELDS) * 5 + 10 * 5
     assert all(len(root) == 32 for root in roots)
 
 
 def test_a_tenant_of_undecodable_bytes_has_its_own_root():
     tenants = [raw.decode("utf-8", "surrogateescape") for raw in (b"\xff", b"\xfe", b"?", b"")]
-    assert len({root_hash(model_fingerprint="m", kv_format="k", tenant=tenant) for tenant in tenants}) == 4
+    assert (
+        len({root_hash(model_fingerprint="m", kv_format="k", tenant=tenant) for tenant in tenants})
+        == 4
+    )
 
 
 def test_hashes_do_not_depend_on_the_process():
@@ -68,8 +87,12 @@ def test_hashes_do_not_depend_on_the_process():
         "print(chain_hash(root_hash(model_fingerprint='m', kv_format='f32'), encode_tokens([1, 2])).hex())"
     )
     runs = [
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env).stdout
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env
+        ).stdout
         for env in ({"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2"})
     ]
-    here = chain_hash(root_hash(model_fingerprint="m", kv_format="f32"), encode_tokens([1, 2])).hex()
+    here = chain_hash(
+        root_hash(model_fingerprint="m", kv_format="f32"), encode_tokens([1, 2])
+    ).hex()
     assert [run.strip() for run in runs] == [here, here]

@@ -1,11 +1,8 @@
 """check_invariants must find each contradiction that is planted: a check that cannot fail checks nothing."""
 
-from collections.abc import Callable
-
 import pytest
 
 from kvboost_edge.errors import CacheCorruption
-from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
 
 ROOT = b"r" * 32
@@ -27,9 +24,6 @@ def busy_manager():
     manager.extend(rewriting, 16)
     manager.check_invariants([done, rewriting])
     return manager, done, rewriting
-
-
-Damage = Callable[[KVCacheManager, BlockTable, BlockTable], object]
 
 
 def swap_entry(manager, block_id, **fields):
@@ -72,7 +66,13 @@ def test_each_planted_contradiction_is_found(damage):
 def test_a_lost_a_repeated_and_a_foreign_table_are_found():
     manager, done, rewriting = busy_manager()
     stranger = KVCacheManager(4, 4).open_table([1], ROOT)
-    for tables in ([done], [done, done], [done, rewriting, rewriting], [done, rewriting, stranger], []):
+    for tables in (
+        [done],
+        [done, done],
+        [done, rewriting, rewriting],
+        [done, rewriting, stranger],
+        [],
+    ):
         with pytest.raises(CacheCorruption, match="tables are live"):
             manager.check_invariants(tables)
     manager.check_invariants(iter([rewriting, done]))

@@ -21,11 +21,26 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from helpers.kvcache.pool_model import POISON, ROOTS, Asking, Live, cut_hash, go_over, picks, tokens_lists
+from helpers.kvcache.pool_model import (
+    POISON,
+    ROOTS,
+    Asking,
+    Live,
+    cut_hash,
+    go_over,
+    picks,
+    tokens_lists,
+)
 from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
 from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.hashing import chain_hash
-from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
+from kvboost_edge.kvcache.manager import (
+    BLOCK_CACHED,
+    BLOCK_FREE,
+    BLOCK_REFERENCED,
+    BLOCK_SHARED,
+    KVCacheManager,
+)
 
 LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
 NUM_EXAMPLES = 10_000 if LONG else 100 if QUICK else 1000
@@ -44,7 +59,9 @@ class PoolMachine(Asking):
         self.size, self.whole = block_size, whole
         self.weak = bits < 256
         hash_fn = cut_hash(bits) if self.weak else chain_hash
-        self.manager = KVCacheManager(num_blocks, block_size, hash_fn=hash_fn, whole_blocks=whole, policy=policy)
+        self.manager = KVCacheManager(
+            num_blocks, block_size, hash_fn=hash_fn, whole_blocks=whole, policy=policy
+        )
         self.memory = [POISON] * (num_blocks * block_size)
         self.live = []
         self.cached = {}  # (parent node, tokens) -> block, node
@@ -57,7 +74,9 @@ class PoolMachine(Asking):
 
     def refs(self):
         pinned = {block_id for block_ids, _ in self.pins.values() for block_id in block_ids}
-        return Counter((*pinned, *(block_id for seq in self.live for block_id in seq.table.block_ids)))
+        return Counter(
+            (*pinned, *(block_id for seq in self.live for block_id in seq.table.block_ids))
+        )
 
     def full_block(self, tokens, index):
         return tuple(tokens[index * self.size : (index + 1) * self.size])
@@ -115,7 +134,14 @@ class PoolMachine(Asking):
             assert (seq.table.block_ids[index] != before[index]) == shared
             if shared:
                 self.cow_copies += 1
-                key = next((key for key, (block_id, _) in self.cached.items() if block_id == before[index]), None)
+                key = next(
+                    (
+                        key
+                        for key, (block_id, _) in self.cached.items()
+                        if block_id == before[index]
+                    ),
+                    None,
+                )
                 if key is not None:
                     seq.copied[index] = (key, self.cached[key][1])
             else:
@@ -153,7 +179,11 @@ class PoolMachine(Asking):
         for count in range(first + 1, len(tokens) // self.size + 1):
             self.claims.setdefault(self.prefix(tokens, root, count), seq)
 
-    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), use_cache=st.sampled_from([True, True, False]))
+    @rule(
+        tokens=tokens_lists,
+        root=st.sampled_from(ROOTS),
+        use_cache=st.sampled_from([True, True, False]),
+    )
     def prefill(self, tokens, root, use_cache):
         self.open(tokens, root, use_cache)
         self.extend(-1, len(tokens))
@@ -199,9 +229,15 @@ class PoolMachine(Asking):
         """A forward pass over what was extended, then commit."""
         seq = self.pick(number)
         refs = self.refs()
-        for position, slot in enumerate(self.manager.slots(seq.table, seq.computed, seq.extended), seq.computed):
-            assert refs[slot // self.size] == 1, "a block with more than one reference would be written"
-            assert all(block_id != slot // self.size for block_id, _ in self.cached.values()), "a published one too"
+        for position, slot in enumerate(
+            self.manager.slots(seq.table, seq.computed, seq.extended), seq.computed
+        ):
+            assert refs[slot // self.size] == 1, (
+                "a block with more than one reference would be written"
+            )
+            assert all(block_id != slot // self.size for block_id, _ in self.cached.values()), (
+                "a published one too"
+            )
             self.memory[slot] = (seq.root, tuple(seq.tokens[: position + 1]))
         before = seq.table.block_ids.copy()
         self.manager.commit(seq.table, seq.tokens, seq.extended)
@@ -212,14 +248,22 @@ class PoolMachine(Asking):
             _, node = self.cached.setdefault(key, (before[index], node))
             if index == seq.chained - 1:
                 seq.node = node
-            self.claims = {p: o for p, o in self.claims.items() if (o, len(p[1])) != (seq, (index + 1) * self.size)}
+            self.claims = {
+                p: o
+                for p, o in self.claims.items()
+                if (o, len(p[1])) != (seq, (index + 1) * self.size)
+            }
         for index in range(seq.chained, num_full):
             key = (seq.node, self.full_block(seq.tokens, index))
             if key not in self.cached:
                 self.cached[key] = (before[index], self.next_node)
                 self.next_node += 1
             seq.node = self.cached[key][1]
-            self.claims = {p: o for p, o in self.claims.items() if (o, len(p[1])) != (seq, (index + 1) * self.size)}
+            self.claims = {
+                p: o
+                for p, o in self.claims.items()
+                if (o, len(p[1])) != (seq, (index + 1) * self.size)
+            }
         seq.chained = max(seq.chained, num_full)
         if seq.uses_cache:
             go_over(seq, self.cached, before, num_full, self.size)
@@ -252,7 +296,9 @@ class PoolMachine(Asking):
         seq = self.pick(number)
         if len(self.live) == 6 or seq.extended > seq.computed:
             return
-        child = dataclasses.replace(seq, table=self.manager.fork(seq.table), tokens=seq.tokens.copy(), withdrawn={})
+        child = dataclasses.replace(
+            seq, table=self.manager.fork(seq.table), tokens=seq.tokens.copy(), withdrawn={}
+        )
         child.copied = seq.copied.copy()
         child.lacks_some = seq.lacks_some or bool(seq.withdrawn)
         child.uncounted = (0, 0)
@@ -306,7 +352,11 @@ class PoolMachine(Asking):
         num_full, until = len(tokens) // self.size, None if ttl is None else self.now + ttl
         block_ids, node = self.match([*tokens, *[2] * self.size], root)
         pinned = {block_id for ids, _ in self.pins.values() for block_id in ids}
-        if not num_full or len(block_ids) < num_full or len(pinned | set(block_ids)) > self.manager.num_blocks // 2:
+        if (
+            not num_full
+            or len(block_ids) < num_full
+            or len(pinned | set(block_ids)) > self.manager.num_blocks // 2
+        ):
             with pytest.raises((CapacityError, RequestError)):
                 self.manager.pins.add(tokens, root, until=until)
             return
@@ -331,7 +381,9 @@ class PoolMachine(Asking):
     @rule(seconds=st.integers(1, 3))
     def time_goes_by(self, seconds):
         self.now += seconds
-        self.pins = {node: pin for node, pin in self.pins.items() if pin[1] is None or pin[1] > self.now}
+        self.pins = {
+            node: pin for node, pin in self.pins.items() if pin[1] is None or pin[1] > self.now
+        }
         self.manager.pins.expire(self.now)
         assert self.manager.pins.next_end == min(
             (end for _, end in self.pins.values() if end is not None), default=None
@@ -355,9 +407,17 @@ class PoolMachine(Asking):
         manager.check_invariants(seq.table for seq in self.live)
         published = {block_id for block_id, _ in self.cached.values()}
         assert len(published) == len(self.cached)
-        idle = [BLOCK_CACHED if block_id in published else BLOCK_FREE for block_id in range(manager.num_blocks)]
-        held = {block_id: BLOCK_REFERENCED if count == 1 else BLOCK_SHARED for block_id, count in refs.items()}
-        assert manager.block_states() == [held.get(block_id, idle[block_id]) for block_id in range(manager.num_blocks)]
+        idle = [
+            BLOCK_CACHED if block_id in published else BLOCK_FREE
+            for block_id in range(manager.num_blocks)
+        ]
+        held = {
+            block_id: BLOCK_REFERENCED if count == 1 else BLOCK_SHARED
+            for block_id, count in refs.items()
+        }
+        assert manager.block_states() == [
+            held.get(block_id, idle[block_id]) for block_id in range(manager.num_blocks)
+        ]
         assert manager.free_block_count == manager.num_blocks - len(refs)
         assert manager.used_block_count == len(refs)
         assert manager.published_block_count == len(published)
@@ -369,7 +429,9 @@ class PoolMachine(Asking):
         for seq in getattr(self, "live", []):
             assert seq.table.num_computed_tokens == seq.computed
             held = [self.memory[slot] for slot in self.manager.slots(seq.table, 0, seq.computed)]
-            assert held == [(seq.root, tuple(seq.tokens[: position + 1])) for position in range(seq.computed)]
+            assert held == [
+                (seq.root, tuple(seq.tokens[: position + 1])) for position in range(seq.computed)
+            ]
 
     def teardown(self):
         for seq in getattr(self, "live", []):
@@ -387,7 +449,8 @@ class PoolMachine(Asking):
 
 def test_random_operations_agree_with_the_model():
     run_state_machine_as_test(
-        PoolMachine, settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=STEPS, deadline=None)
+        PoolMachine,
+        settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=STEPS, deadline=None),
     )
 
 

@@ -5,18 +5,23 @@ import pytest
 from helpers.kvcache.manager_cases import ROOT, B
 from helpers.kvcache.recurrent_tables import cold, manager_of, rows, run_pass, states_of
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.states.points import backbone_points, hint_points
 from kvboost_edge.kvcache.states.slots import REASONS
-from kvboost_edge.kvcache.states.tables import StateSizes
+from kvboost_edge.kvcache.states.tables import StateSizes, backbone_points, hint_points
 
 
-@pytest.mark.parametrize(("length", "expected"), [(1, []), (B, [B]), (B + 1, [B]), (2 * B, [B, 2 * B])])
+@pytest.mark.parametrize(
+    ("length", "expected"), [(1, []), (B, [B]), (B + 1, [B]), (2 * B, [B, 2 * B])]
+)
 def test_the_end_of_a_prompt_is_kept_for_itself_and_for_what_goes_on(length, expected):
     assert rows(cold(manager_of(), list(range(length)))) == expected
 
 
 def test_hints_are_kept_at_the_border_before_them():
-    assert rows(cold(manager_of(), list(range(41)), hints=(0, 3, 9, 21, 22, 44, 999))) == [8, 20, 40]
+    assert rows(cold(manager_of(), list(range(41)), hints=(0, 3, 9, 21, 22, 44, 999))) == [
+        8,
+        20,
+        40,
+    ]
 
 
 def test_a_border_at_the_prompts_end_takes_no_other_borders_place():
@@ -26,8 +31,16 @@ def test_a_border_at_the_prompts_end_takes_no_other_borders_place():
 def test_a_backbone_is_thinned_where_slots_are_few():
     assert rows(cold(manager_of(num_slots=80, interval=8), list(range(83)))) == [*range(8, 81, 8)]
     assert rows(cold(manager_of(num_slots=40, interval=8), list(range(83)))) == [8, 24, 56, 72, 80]
-    assert rows(cold(manager_of(num_slots=40, every_block=True), list(range(41)))) == [*range(B, 41, B)]
-    assert rows(cold(manager_of(num_slots=8, every_block=True), list(range(67)))) == [4, 20, 36, 52, 64]
+    assert rows(cold(manager_of(num_slots=40, every_block=True), list(range(41)))) == [
+        *range(B, 41, B)
+    ]
+    assert rows(cold(manager_of(num_slots=8, every_block=True), list(range(67)))) == [
+        4,
+        20,
+        36,
+        52,
+        64,
+    ]
 
 
 def test_of_many_borders_the_first_and_those_at_doubling_distances_are_kept():
@@ -35,11 +48,18 @@ def test_of_many_borders_the_first_and_those_at_doubling_distances_are_kept():
     borders = tuple(range(5, 81, 5))
     kept = rows(cold(manager_of(num_slots=80), list(range(83)), hints=borders))
     assert kept == [n // B * B for n in borders]
-    assert rows(cold(manager_of(num_slots=16), list(range(83)), hints=borders)) == [4, 60, 68, 72, 80]
+    assert rows(cold(manager_of(num_slots=16), list(range(83)), hints=borders)) == [
+        4,
+        60,
+        68,
+        72,
+        80,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "expected"), [(1, [5, 80]), (8, [5, 80]), (12, [5, 75, 80]), (28, [5, 45, 65, 75, 80]), (64, None)]
+    ("num_slots", "expected"),
+    [(1, [5, 80]), (8, [5, 80]), (12, [5, 75, 80]), (28, [5, 45, 65, 75, 80]), (64, None)],
 )
 def test_hints_are_a_part_of_the_slots(num_slots, expected):
     borders = list(range(5, 81, 5))
@@ -66,10 +86,16 @@ def test_a_junction_is_kept_where_the_keys_and_values_end():
     cold(manager, tokens)
     branch = [*tokens[: 3 * B], 7, 7, 7, 7, 7, 7]
     table = manager.open_table(branch, ROOT)
-    assert (table.num_cached_tokens, table.num_matched_tokens, table.miss_reason) == (0, 3 * B, "state")
+    assert (table.num_cached_tokens, table.num_matched_tokens, table.miss_reason) == (
+        0,
+        3 * B,
+        "state",
+    )
     assert rows(run_pass(manager, table, branch)) == [3 * B, 4 * B]
     assert states_of(manager).num_replayed == 3 * B
-    assert manager.peek([*tokens[: 3 * B], 8], ROOT) == 3 * B, "behind the published block, not its equal"
+    assert manager.peek([*tokens[: 3 * B], 8], ROOT) == 3 * B, (
+        "behind the published block, not its equal"
+    )
     manager.free(table)
     manager.check_invariants([])
 
@@ -120,6 +146,8 @@ def test_what_conversations_begin_with_outlasts_a_long_one():
 def test_where_slots_lack_the_best_reason_gets_one():
     manager, tokens = manager_of(num_slots=2), list(range(3 * B + 1))
     kept = cold(manager, tokens, hints=(B,))
-    assert rows(kept) == [3 * B], "one slot is the sequence's own; the other one is for the prompt's end"
+    assert rows(kept) == [3 * B], (
+        "one slot is the sequence's own; the other one is for the prompt's end"
+    )
     kept = cold(manager_of(num_slots=3, interval=2 * B), list(range(3 * B + 1)), hints=(B,))
     assert rows(kept) == [B, 3 * B], "none for the backbone at 2 * B"

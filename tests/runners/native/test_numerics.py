@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.runners.native.numerics import NUMERICS_VERSION
+from kvboost_edge.runners.native.runner import NUMERICS_VERSION
 
 TOKENS = [(7 * i * i + 3 * i) % 250 for i in range(96)]
 # By version and bits of the cache: the same on every processor.
@@ -45,14 +45,25 @@ def test_the_same_tokens_give_the_bits_that_this_version_stands_for(kv_bits):
     assert found == BITS[NUMERICS_VERSION, kv_bits]
 
 
-@pytest.mark.parametrize("wide", [True, False], ids=["NumPy as it is", "NumPy without what it need not have"])
+@pytest.mark.parametrize(
+    "wide", [True, False], ids=["NumPy as it is", "NumPy without what it need not have"]
+)
 def test_tables_of_angles_are_those_of_every_processor(wide):
     """NumPy's own functions of float32 have other bits where there is AVX-512; a cache may come from there."""
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
     off = "" if wide else ",".join(name for name in __cpu_dispatch__ if __cpu_features__[name])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NPY_DISABLE_CPU_FEATURES": off}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "NPY_DISABLE_CPU_FEATURES": off,
+    }
     done = subprocess.run(
-        [sys.executable, "-c", TABLES], capture_output=True, text=True, timeout=120, env=environment, check=False
+        [sys.executable, "-c", TABLES],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
     )
     assert done.stdout.split() == [TABLES_DIGEST], done.stderr

@@ -6,7 +6,6 @@ Nothing here needs torch, so this is also what an emulated ARM processor is chec
 import json
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
@@ -16,7 +15,6 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 
-Floats = npt.NDArray[np.float64]
 FAMILIES = ("llama", "qwen2", "qwen3")
 PROMPT = "the quick brown fox jumps over the lazy dog and then it sleeps"
 NEW = 12
