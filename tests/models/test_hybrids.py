@@ -32,11 +32,17 @@ def _of_transformers(model):
         )
 
 
+def assert_packed_equals(name, directory, **fields):
+    """The packed tensors give the logits of transformers, which are returned."""
+    spec, weights = plan_floats(save_tiny_model(name, directory, **fields))
+    expected = _of_transformers(build_tiny_model(name, **fields))
+    assert distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
+    return expected
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_the_packed_tensors_are_the_model_of_transformers(name, tmp_path):
-    spec, weights = plan_floats(save_tiny_model(name, tmp_path))
-    expected = _of_transformers(build_tiny_model(name))
-    assert distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
+    assert_packed_equals(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", HYBRID_NESTED)
@@ -82,30 +88,24 @@ def test_the_oracle_sees_what_is_wrong(name, wrong, tmp_path):
     assert distance(hybrid_logits(spec, weights, TOKENS), expected) > 1e-2
 
 
-def test_steps_of_time_are_limited_as_the_config_says(tmp_path):
-    """In one pass, as transformers does; token by token it does not."""
-    limited = {"time_step_limit": (0.3, 0.6)}
-    spec, weights = plan_floats(save_tiny_model("granitemoehybrid-groups", tmp_path, **limited))
-    expected = _of_transformers(build_tiny_model("granitemoehybrid-groups", **limited))
-    assert distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
-    assert distance(expected, _of_transformers(build_tiny_model("granitemoehybrid-groups"))) > 1e-2
+# Steps of time are limited in one pass, as transformers does; token by token it does not.
+SAID = {
+    "limits of time": ("granitemoehybrid-groups", {"time_step_limit": (0.3, 0.6)}, 1e-2),
+    "shares as they are": ("nemotron_h-moe", {"norm_topk_prob": False}, 1e-3),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_what_the_config_says_is_computed(said, tmp_path):
+    name, fields, least = SAID[said]
+    expected = assert_packed_equals(name, tmp_path, **fields)
+    assert distance(expected, _of_transformers(build_tiny_model(name))) > least
 
 
 def test_experts_may_be_chosen_without_a_bias(tmp_path):
     """There is no tensor of it in the file then."""
-    without = {"use_expert_bias": False}
-    spec, weights = plan_floats(save_tiny_model("lfm2_moe", tmp_path, **without))
+    assert_packed_equals("lfm2_moe", tmp_path, use_expert_bias=False)
     assert not [name for name in tensors_of(tmp_path) if "expert_bias" in name]
-    expected = _of_transformers(build_tiny_model("lfm2_moe", **without))
-    assert distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
-
-
-def test_shares_of_sigmoids_are_divided_where_the_config_says_so(tmp_path):
-    as_they_are = {"norm_topk_prob": False}
-    spec, weights = plan_floats(save_tiny_model("nemotron_h-moe", tmp_path, **as_they_are))
-    expected = _of_transformers(build_tiny_model("nemotron_h-moe", **as_they_are))
-    assert distance(hybrid_logits(spec, weights, TOKENS), expected) < 1e-5
-    assert distance(expected, _of_transformers(build_tiny_model("nemotron_h-moe"))) > 1e-3
 
 
 # -- tensors --

@@ -25,6 +25,11 @@ TEXTS = [
 ]
 
 
+def with_special(fast, **options):
+    fast.add_special_tokens([AddedToken(text, special=True, **options) for text in SPECIAL])
+    return fast
+
+
 def byte_level():
     """GPT-2 style: 256 bytes, some merges, an ordinary added token with a space in it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -34,51 +39,102 @@ def byte_level():
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
     fast.add_tokens([AddedToken("two words é", special=False)])
-    fast.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    return fast
+    return with_special(fast)
 
 
 def llama2():
     """Sentencepiece as Llama 2 has it: byte fallback, a leading space that is put on and taken off."""
-    pieces = ["<unk>", "▁", "▁▁", "▁hello", "hello", "world", ",", "a", "b", "▁a", "é", "語", "", "\ufffd", "🙂"]
-    vocab = {piece: i for i, piece in enumerate([*pieces, *(f"<0x{byte:02X}>" for byte in range(256))])}
-    fast = Fast(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    fast.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+    pieces = [
+        "<unk>",
+        "▁",
+        "▁▁",
+        "▁hello",
+        "hello",
+        "world",
+        ",",
+        "a",
+        "b",
+        "▁a",
+        "é",
+        "語",
+        "",
+        "\ufffd",
+        "🙂",
+    ]
+    vocab = {
+        piece: i for i, piece in enumerate([*pieces, *(f"<0x{byte:02X}>" for byte in range(256))])
+    }
+    fast = Fast(
+        models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
-    fast.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    return fast
+    fast.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    fast.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    return with_special(fast, normalized=False)
 
 
 def gemma():
     """Byte fallback without the leading space."""
     fast = llama2()
     fast.normalizer = normalizers.Replace(" ", "▁")
-    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return fast
 
 
 def metaspace():
-    vocab = [("<unk>", 0.0), ("▁", -1.0), ("▁the", -2.0), ("cat", -2.5), ("s", -3.0), ("▁sat", -3.5), ("é", -4.0)]
+    vocab = [
+        ("<unk>", 0.0),
+        ("▁", -1.0),
+        ("▁the", -2.0),
+        ("cat", -2.5),
+        ("s", -3.0),
+        ("▁sat", -3.5),
+        ("é", -4.0),
+    ]
     fast = Fast(models.Unigram([*vocab, *((char, -6.0) for char in "tha▂")], unk_id=0))
     fast.pre_tokenizer = pre_tokenizers.Metaspace()
     fast.decoder = decoders.Metaspace()
-    fast.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    return fast
+    return with_special(fast)
 
 
 def wordpiece():
-    words = ["[UNK]", "un", "##aff", "##able", "do", "n't", "'", "##t", ".", ",", "i", "'m", "##.", "é", "日"]
+    words = [
+        "[UNK]",
+        "un",
+        "##aff",
+        "##able",
+        "do",
+        "n't",
+        "'",
+        "##t",
+        ".",
+        ",",
+        "i",
+        "'m",
+        "##.",
+        "é",
+        "日",
+    ]
     fast = Fast(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     fast.decoder = decoders.WordPiece(cleanup=True)
-    fast.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    return fast
+    return with_special(fast)
 
 
 def no_decoder():
-    return Fast(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "drei": 3, "": 4}, unk_token="[UNK]"))
+    return Fast(
+        models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "drei": 3, "": 4}, unk_token="[UNK]")
+    )
 
 
 def bpe_suffix():
@@ -124,7 +180,9 @@ def test_stream_kind(family):
 def test_any_ids_give_the_text_of_decode(family, data, skip):
     tokenizer = TOKENIZERS[family]
     ids = data.draw(st.lists(st.integers(-3, tokenizer.vocab_size + 40), max_size=30))
-    assert "".join(stream(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert "".join(stream(tokenizer, ids, skip=skip)) == tokenizer.decode(
+        ids, skip_special_tokens=skip
+    )
 
 
 @pytest.mark.parametrize("family", ["byte-level", "llama2", "gemma"])

@@ -41,10 +41,18 @@ def edit(path, **fields):
     path.write_text(json.dumps({**old, **fields}))
 
 
+def both_ways(directory):
+    """Ours from the files and ours from transformers' own, each beside that."""
+    theirs = AutoTokenizer.from_pretrained(directory)
+    return [
+        (ours, theirs)
+        for ours in (Tokenizer.from_dir(directory), Tokenizer.from_transformers(theirs))
+    ]
+
+
 @given(text=st.text(max_size=30))
 def test_equals_transformers(tiny_model_dir, text):
-    theirs = AutoTokenizer.from_pretrained(tiny_model_dir)
-    for ours in (Tokenizer.from_dir(tiny_model_dir), Tokenizer.from_transformers(theirs)):
+    for ours, theirs in both_ways(tiny_model_dir):
         ids = ours.encode(text)
         assert ids == theirs.encode(text)
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(
@@ -55,16 +63,14 @@ def test_equals_transformers(tiny_model_dir, text):
 
 
 def test_special_tokens_and_sizes(tiny_model_dir):
-    theirs = AutoTokenizer.from_pretrained(tiny_model_dir)
-    for ours in (Tokenizer.from_dir(tiny_model_dir), Tokenizer.from_transformers(theirs)):
+    for ours, theirs in both_ways(tiny_model_dir):
         assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
         assert ours.vocab_size == len(theirs)
         assert Tokenizer.from_transformers(ours) is ours
 
 
 def test_chat_has_one_bos_and_equals_transformers(tiny_model_dir):
-    theirs = AutoTokenizer.from_pretrained(tiny_model_dir)
-    for ours in (Tokenizer.from_dir(tiny_model_dir), Tokenizer.from_transformers(theirs)):
+    for ours, theirs in both_ways(tiny_model_dir):
         assert ours.apply_chat_template(CHAT) == theirs.apply_chat_template(
             CHAT, tokenize=False, add_generation_prompt=True
         )

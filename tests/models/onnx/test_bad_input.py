@@ -88,13 +88,14 @@ def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path):
     negative = wire.message(wire.number(1, -1), wire.number(2, 1), wire.blob(8, "w"))
     long = wire.message(wire.number(2, 1), wire.blob(8, "w" * 5000))
     listed = wire.node("Op", [], ["x"], axes=[1] * 70_000)
-    for tensor, match in (
-        (huge, "bad shape"),
-        (many, "more than 8"),
-        (negative, "bad shape"),
-        (long, "over the limit"),
+    for nodes, tensors, match in (
+        ([], [huge], "bad shape"),
+        ([], [many], "more than 8"),
+        ([], [negative], "bad shape"),
+        ([], [long], "over the limit"),
+        ([listed], [], "more than 65536"),
     ):
-        (tmp_path / "m.onnx").write_bytes(wire.model(wire.graph_of([], [tensor], [], [])))
+        (tmp_path / "m.onnx").write_bytes(wire.model(wire.graph_of(nodes, tensors, [], [])))
         assert_raises(ModelFormatError, match, read_onnx, tmp_path / "m.onnx")
     (tmp_path / "m.onnx").write_bytes(wire.model(wire.graph_of([listed], [], [], [])))
     assert_raises(ModelFormatError, "more than 65536", read_onnx, tmp_path / "m.onnx")
