@@ -1,7 +1,6 @@
 """A sequence forked inside a block: copy-on-write leaves both sides with the logits of a cold run, `==` on all."""
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
@@ -12,9 +11,9 @@ from kvboost_edge.runners.native.runner import NativeRunner
 BLOCK = 16
 LENGTH = 580  # past the end of attention's first partition of 512 tokens
 TEXT, OTHER = (np.random.default_rng(seed).integers(0, 256, LENGTH).tolist() for seed in (0, 1))
-CUTS = [1, 33, 37, 47, 530]  # one token into a block, inside it, one token before its end, behind the first partition
+# One token into a block, inside it, one before its end, behind the first partition.
+CUTS = [1, 33, 37, 47, 530]
 WIDTHS = ((16, 16), (8, 8), (8, 4))
-Logits = npt.NDArray[np.float32]
 
 
 class Model:
@@ -23,7 +22,9 @@ class Model:
     def __init__(self, directory, bits):
         self._runners, self._backends = [], []
         for threads in (1, 2):
-            runner = NativeRunner.from_dir(directory, weights="int8", num_threads=threads, kv_bits=bits)
+            runner = NativeRunner.from_dir(
+                directory, weights="int8", num_threads=threads, kv_bits=bits
+            )
             self._runners.append(runner)
             self._backends.append(CPUBackend(runner.info.kv_spec, 128, num_threads=threads))
 
@@ -42,7 +43,9 @@ class Model:
 
 @pytest.fixture(scope="module", params=WIDTHS, ids=str)
 def model(request, tmp_path_factory):
-    directory = save_tiny_checkpoint("qwen2", tmp_path_factory.mktemp("fork"), max_position_embeddings=2048)
+    directory = save_tiny_checkpoint(
+        "qwen2", tmp_path_factory.mktemp("fork"), max_position_embeddings=2048
+    )
     model = Model(directory, request.param)
     yield model
     model.close()
