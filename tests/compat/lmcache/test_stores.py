@@ -12,7 +12,9 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 SPACE = bytes(range(32))
-CHUNK = 2 * 2 * 3 * 4 * 4 * 4 + 16  # of make_engine's: layers, k and v, heads, head size, tokens, float32; its tokens
+CHUNK = (
+    2 * 2 * 3 * 4 * 4 * 4 + 16
+)  # of make_engine's: layers, k and v, heads, head size, tokens, float32; its tokens
 
 
 def chunks_of(tokens, fill=0):
@@ -74,19 +76,23 @@ def test_pinned_chunks_stay_until_each_pin_is_given_up():
     store = MemoryStore(500)
     old, new = chunks_of(range(8)), chunks_of(range(100, 116))
     addresses = [chunk.address for chunk in old]
+
+    def refill():
+        store.put(new, [chunk.address for chunk in new], replace=False)
+
     store.put(old, addresses, replace=False)
     keys = store.pin(addresses)
     assert store.pin(addresses[:1]) == keys[:1]
     for _ in range(2):
-        store.put(new, [chunk.address for chunk in new], replace=False)
+        refill()
         assert store.holds(addresses) == 2
     assert store.stat().bytes <= 500
     store.unpin(keys)
-    store.put(new, [chunk.address for chunk in new], replace=False)
+    refill()
     assert store.holds(addresses) == 1, "pinned twice"
     store.unpin(keys[:1])
     store.unpin(keys)
-    store.put(new, [chunk.address for chunk in new], replace=False)
+    refill()
     assert store.holds(addresses) == 0
     assert store.clear() == 2
     assert store.stat().bytes == 0
@@ -96,7 +102,10 @@ def test_a_chunk_of_another_sequence_under_the_same_hash_is_not_found():
     store = MemoryStore(1000)
     chunk = chunks_of(range(4))[0]
     store.put([chunk], [chunk.address], replace=False)
-    for other in (chunk.address._replace(tokens=bytes(16)), chunk.address._replace(parent_hash=bytes(32))):
+    for other in (
+        chunk.address._replace(tokens=bytes(16)),
+        chunk.address._replace(parent_hash=bytes(32)),
+    ):
         assert store.holds([other]) == 0
         assert store.get([other]) == []
 
@@ -135,7 +144,9 @@ def test_a_failed_store_is_never_served(lost, replace, tmp_path):
     expected = (lost - 1) % 3 if lost <= 6 else 3
     assert store.holds(addresses) == expected
     found = store.get(addresses)
-    assert [chunk.data.tolist() for chunk in found] == [chunk.data.tolist() for chunk in after[:expected]]
+    assert [chunk.data.tolist() for chunk in found] == [
+        chunk.data.tolist() for chunk in after[:expected]
+    ]
     store.put(after, addresses, replace=False)
     assert store.holds(addresses) == len(store.get(addresses)) == 3, "and is stored the next time"
     store.close()

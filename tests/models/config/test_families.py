@@ -27,7 +27,9 @@ def _spec(model_type, **fields):
     return describe_model({"model_type": model_type, **SIZES, **fields})
 
 
-@pytest.mark.parametrize("model_type", sorted({*FAMILIES} - {"minicpm"}))  # which transformers does not have
+@pytest.mark.parametrize(
+    "model_type", sorted({*FAMILIES} - {"minicpm"})
+)  # which transformers does not have
 def test_defaults_are_those_of_transformers(model_type):
     """A config.json that leaves out what equals the default means the same here as there."""
     extra = {"head_dim": 32} if model_type == "mistral" else {}
@@ -49,7 +51,9 @@ def test_defaults_are_those_of_transformers(model_type):
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) or 0
     if types:
-        assert [layer.window for layer in spec.layers] == [window * (t == "sliding_attention") for t in types]
+        assert [layer.window for layer in spec.layers] == [
+            window * (t == "sliding_attention") for t in types
+        ]
     else:
         assert {layer.window for layer in spec.layers} == {window}
     for written in (config.to_dict(), config.to_diff_dict()):
@@ -90,7 +94,9 @@ def test_layers_without_rope():
 def test_rope_frequencies_equal_transformers(settings):
     settings = {**settings, "rope_theta": 10000.0}
     found = rope_kind(settings, 64, 512)
-    config = AutoConfig.for_model("llama", **{**SIZES, "hidden_size": 256}, rope_parameters=settings)
+    config = AutoConfig.for_model(
+        "llama", **{**SIZES, "hidden_size": 256}, rope_parameters=settings
+    )
     if settings["rope_type"] == "default":
         expected, factor = 1 / 10000 ** (np.arange(0, 64, 2) / 64), 1.0
     else:
@@ -104,7 +110,10 @@ def test_a_window_reaches_half_its_size_to_either_side_where_attention_is_both_w
     fields = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 4}
     spec = _spec("gemma3_text", use_bidirectional_attention=True, **fields)
     assert spec.both_ways
-    assert [(layer.window, layer.ahead) for layer in spec.layers[:2]] == [(257, 256), (0, spec.max_context)]
+    assert [(layer.window, layer.ahead) for layer in spec.layers[:2]] == [
+        (257, 256),
+        (0, spec.max_context),
+    ]
     spec = _spec("gemma3_text", use_bidirectional_attention=False, **fields)
     assert not spec.both_ways
     assert [(layer.window, layer.ahead) for layer in spec.layers[:2]] == [(512, 0), (0, 0)]
@@ -124,7 +133,11 @@ def test_null_and_zero_mean_none():
     assert {layer.window for layer in _spec("mistral", sliding_window=None).layers} == {0}
 
 
-LONG = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [3.0] * 8}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [3.0] * 8,
+}
 
 
 @pytest.mark.parametrize("extra", [{}, {"factor": 3.0}, {"attention_factor": 1.5}])
@@ -133,11 +146,18 @@ def test_longrope_is_that_of_its_first_range(extra, longest, original):
     settings = {**LONG, **extra, "original_max_position_embeddings": original}
     sizes = {**SIZES, "max_position_embeddings": longest}
     spec = describe_model({"model_type": "llama", **sizes, "rope_parameters": settings})
-    config = AutoConfig.for_model("llama", **sizes, rope_parameters={**settings, "rope_theta": 10000.0})
+    config = AutoConfig.for_model(
+        "llama", **sizes, rope_parameters={**settings, "rope_theta": 10000.0}
+    )
+    assert_longrope(spec, config, min(longest, original))
+
+
+def assert_longrope(spec, config, length):
+    """The rope is that of transformers' config, and the context has this length."""
     tensor, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")
     np.testing.assert_allclose(spec.ropes[0].frequencies, tensor.numpy(), rtol=1e-6)
     assert spec.ropes[0].factor == pytest.approx(factor)
-    assert spec.max_context == min(longest, original)
+    assert spec.max_context == length
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
@@ -151,10 +171,7 @@ def test_names_and_length_of_phi3s_longrope(name, original):
     config = AutoConfig.for_model(
         "phi3", pad_token_id=0, **sizes, **outer, rope_scaling={**settings, "type": "longrope"}
     )
-    tensor, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")
-    np.testing.assert_allclose(spec.ropes[0].frequencies, tensor.numpy(), rtol=1e-6)
-    assert spec.ropes[0].factor == pytest.approx(factor)
-    assert spec.max_context == (original or 4096)
+    assert_longrope(spec, config, original or 4096)
 
 
 def test_queries_of_ministral3_are_scaled_by_their_position():
@@ -183,7 +200,10 @@ def test_hunyuans_dynamic_rope_is_static_with_an_alpha():
                            "rope_scaling": rope}) is None  # fmt: skip
     with pytest.raises(ModelFormatError, match="'dynamic' is not known"):
         _spec("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "factor": 2.0})
-    for change, message in (({"alpha": -1.0}, "alpha=-1.0"), ({"rope_theta": "x"}, "rope_theta='x'")):
+    for change, message in (
+        ({"alpha": -1.0}, "alpha=-1.0"),
+        ({"rope_theta": "x"}, "rope_theta='x'"),
+    ):
         with pytest.raises(ModelFormatError, match=message):
             _spec("hunyuan_v1_dense", rope_scaling={**rope, **change})
     with pytest.raises(ModelFormatError, match="head_dim=2 must be above 2"):
@@ -191,7 +211,11 @@ def test_hunyuans_dynamic_rope_is_static_with_an_alpha():
 
 
 def test_granite_4_has_rope_where_it_asks_for_it():
-    dense = {"layer_types": ["attention"] * 8, "num_local_experts": 0, "shared_intermediate_size": 96}
+    dense = {
+        "layer_types": ["attention"] * 8,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+    }
     assert {layer.rope for layer in _spec("granitemoehybrid", **dense).layers} == {-1}
     rope = _spec("granitemoehybrid", **dense, position_embedding_type="rope")
     assert {layer.rope for layer in rope.layers} == {0}
@@ -206,7 +230,10 @@ def test_bases_of_rope_by_layer():
     assert [layer.window for layer in spec.layers] == [0, 128, 128, 128] * 2
     assert {layer.rope for layer in _spec("granite_swa", layer_rope_theta=[0] * 8).layers} == {-1}
     assert {layer.rope for layer in _spec("granite_swa", layer_rope_theta=None).layers} == {0}
-    for thetas, message in (([1e4] * 7, "for each of the 8 layers"), ([-1.0] * 8, "layer_rope_theta=-1.0")):
+    for thetas, message in (
+        ([1e4] * 7, "for each of the 8 layers"),
+        ([-1.0] * 8, "layer_rope_theta=-1.0"),
+    ):
         with pytest.raises(ModelFormatError, match=message):
             _spec("granite_swa", layer_rope_theta=thetas)
 

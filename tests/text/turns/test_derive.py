@@ -8,13 +8,19 @@ from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import ID_SLOT, ReasoningFormat
 
 THINK = ReasoningFormat("<think>", "</think>")
+CODER = {
+    "kind": "tagged", "before": "<tool_call>\n<function=", "between": ">",
+    "argument_before": "\n<parameter=", "value_before": ">\n", "argument_after": "\n</parameter>",
+    "after": "\n</function>\n</tool_call>",
+}  # fmt: skip
+LFM2 = {
+    "kind": "keyword", "trigger": "<|tool_call_start|>", "opening": "<|tool_call_start|>[",
+    "separator": ", ", "closing": "]<|tool_call_end|>", "parallel": True,
+}  # fmt: skip
 CALLS = {
     "hermes": {"kind": "json", "trigger": "<tool_call>", "members": ("name", "arguments"), "parallel": True},
     "qwen3": {"kind": "json", "trigger": "<tool_call>", "members": ("name", "arguments"), "separator": "\n"},
-    "qwen3-coder": {
-        "kind": "tagged", "before": "<tool_call>\n<function=", "between": ">", "argument_before": "\n<parameter=",
-        "value_before": ">\n", "argument_after": "\n</parameter>", "after": "\n</function>\n</tool_call>",
-    },
+    "qwen3-coder": CODER,
     "llama3": {"kind": "json", "trigger": "", "arguments_key": "parameters", "parallel": False},
     "mistral-v3": {
         "kind": "json", "trigger": "[TOOL_CALLS]", "opening": "[TOOL_CALLS] [", "separator": ", ", "closing": "]",
@@ -36,14 +42,8 @@ CALLS = {
         "kind": "tagged", "opening": "<mm:calls>\n", "before": '<invoke name="', "closing": "</mm:calls>",
         "after": "\n</invoke>\n",
     },
-    "qwen3.5": {
-        "kind": "tagged", "before": "<tool_call>\n<function=", "between": ">", "argument_before": "\n<parameter=",
-        "value_before": ">\n", "argument_after": "\n</parameter>", "after": "\n</function>\n</tool_call>",
-    },
-    "lfm2": {
-        "kind": "keyword", "trigger": "<|tool_call_start|>", "opening": "<|tool_call_start|>[", "separator": ", ",
-        "closing": "]<|tool_call_end|>", "parallel": True,
-    },
+    "qwen3.5": CODER,
+    "lfm2": LFM2,
     "gemma4": {
         "kind": "braced", "trigger": "<|tool_call>", "opening": "", "before": "<|tool_call>call:", "separator": "",
         "after": "<tool_call|>", "closing": "", "quote": '<|"|>', "parallel": True, "arguments_as_text": False,
@@ -53,10 +53,7 @@ CALLS = {
         "kind": "braced", "before": "<start_function_call>call:", "after": "<end_function_call>", "quote": "<escape>",
         "result_opening": "",
     },
-    "lfm2-unshown": {
-        "kind": "keyword", "trigger": "<|tool_call_start|>", "opening": "<|tool_call_start|>[", "separator": ", ",
-        "closing": "]<|tool_call_end|>", "parallel": True,
-    },
+    "lfm2-unshown": LFM2,
     "numbered": {"kind": "named_json", "between": f":{ID_SLOT}<|args|>", "closing": "<|calls_end|>"},
 }  # fmt: skip
 
@@ -101,7 +98,10 @@ def test_an_answer_can_be_replayed_where_nothing_stands_in_front_of_it():
 @pytest.mark.parametrize(
     ("source", "wanted"),
     [
-        ("{{ m.thinking and '[THINK]' + m.thinking + '[/THINK]' or '' }}{{ m.content }}", ("[THINK]", "[/THINK]")),
+        (
+            "{{ m.thinking and '[THINK]' + m.thinking + '[/THINK]' or '' }}{{ m.content }}",
+            ("[THINK]", "[/THINK]"),
+        ),
         ("{{ m.content.split('</think>')[-1] }}", ("<think>", "</think>")),
         ("{{ m.reasoning and 'so: ' + m.reasoning or '' }}{{ m.content }}", None),
         ("{{ m.content }}", None),
@@ -114,8 +114,15 @@ def test_reasoning_has_many_forms(source, wanted):
 
 
 def test_a_template_that_refuses_all_tells_nothing():
-    found = turn_format(ChatTemplate("{{ raise_exception('no') }}", model_name="made", variables={}).render)
-    assert (found.calls, found.reasoning, found.shows_tools, found.replays) == (None, None, False, False)
+    found = turn_format(
+        ChatTemplate("{{ raise_exception('no') }}", model_name="made", variables={}).render
+    )
+    assert (found.calls, found.reasoning, found.shows_tools, found.replays) == (
+        None,
+        None,
+        False,
+        False,
+    )
 
 
 def test_a_prompt_tells_whether_reasoning_goes_on():
@@ -130,15 +137,25 @@ def test_a_prompt_tells_whether_reasoning_goes_on():
 
 @pytest.mark.parametrize(
     ("shown", "preserves"),
-    [("preserve_thinking", True), ("loop.last or preserve_thinking", True), ("true", False), ("loop.last", False)],
+    [
+        ("preserve_thinking", True),
+        ("loop.last or preserve_thinking", True),
+        ("true", False),
+        ("loop.last", False),
+    ],
 )
 def test_a_template_may_show_past_reasoning_if_a_variable_says_so(shown, preserves):
     source = (
-        "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content and (" + shown + ") %}<think>"
+        "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content and ("
+        + shown
+        + ") %}<think>"
         "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
     )
-    assert turn_format(ChatTemplate(source, model_name="x", variables={}).render).preserves == preserves
+    assert (
+        turn_format(ChatTemplate(source, model_name="x", variables={}).render).preserves
+        == preserves
+    )
 
 
 def test_a_prompt_may_close_a_block_of_mirrored_markers():
@@ -152,5 +169,7 @@ def test_a_prompt_may_close_a_block_of_mirrored_markers():
     assert found.reasoning == ("<|channel>thought", "<channel|>")
     assert found.replays
     assert found.reasoning_after(made.render(asked)) == "closed"
-    assert found.reasoning_after(made.render(asked, variables={"enable_thinking": True})) == "possible"
+    assert (
+        found.reasoning_after(made.render(asked, variables={"enable_thinking": True})) == "possible"
+    )
     assert found.reasoning_after("<|turn>assistant\n<|channel>thought\n") == "opened"
