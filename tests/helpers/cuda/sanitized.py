@@ -12,7 +12,17 @@ import sys
 import numpy as np
 
 from helpers.cuda.cases import Case, check, make_inputs, oracle, run
-from helpers.cuda.on_cpu import ASAN_FLAGS, BF16, F16, HEAD_DIMS, SHIM, Form, Schedule, built, library
+from helpers.cuda.on_cpu import (
+    ASAN_FLAGS,
+    BF16,
+    F16,
+    HEAD_DIMS,
+    SHIM,
+    Form,
+    Schedule,
+    built,
+    library,
+)
 
 CASES = (
     Case(((3, 75), (0, 5), (20, 9), (2, 0)), (4, 2), num_splits=2, has_sinks=True),

@@ -19,7 +19,14 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from helpers.engine.hand_mover import HandMover
-from kvboost_edge.backends.base import AttentionParams, Backend, BackendInfo, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import (
+    AttentionParams,
+    Backend,
+    BackendInfo,
+    BatchLayout,
+    KVSpec,
+    LayerKVSpec,
+)
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.core import EngineCore

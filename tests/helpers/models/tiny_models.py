@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 from helpers.models.built import copy_of
 from helpers.models.gpt_oss_files import SIZES as GPT_OSS
 from helpers.models.hybrid_models import HYBRID_NESTED, HYBRIDS
-from helpers.models.tiny_checkpoints import BOS_ID, COMMON_FIELDS, EOS_ID, PAD_ID, VOCAB_SIZE, save_tokenizer
+from helpers.models.tiny_checkpoints import (
+    BOS_ID,
+    COMMON_FIELDS,
+    EOS_ID,
+    PAD_ID,
+    VOCAB_SIZE,
+    save_tokenizer,
+)
 
 if TYPE_CHECKING:
     import torch

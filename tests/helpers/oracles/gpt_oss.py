@@ -8,7 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
-from kvboost_edge.kernels.reference.experts import ExpertWeights, Routing, expert_rows, mixed_rows, route_rows
+from kvboost_edge.kernels.reference.experts import (
+    ExpertWeights,
+    Routing,
+    expert_rows,
+    mixed_rows,
+    route_rows,
+)
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
