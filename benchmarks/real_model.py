@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from kvboost_edge.host.command import command_name
+from kvboost_edge.cli.demo import command_name
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.host.unfinished import finish_file, open_unfinished
 from kvboost_edge.models.locate.stores import own_models, real_model

@@ -4,7 +4,9 @@ a server.
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +15,6 @@ from rich.console import Console
 from rich.text import Text
 
 from kvboost_edge.cli.console import open_console
-from kvboost_edge.cli.lines import Lines
 from kvboost_edge.cli.options import CACHE_USE
 from kvboost_edge.cli.render import PromptBar, pool_panel
 from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, Thought
@@ -24,12 +25,52 @@ from kvboost_edge.errors import RequestError
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
 
-__all__ = ["run_chat", "run_remote_chat"]
+__all__ = ["Lines", "run_chat", "run_remote_chat"]
 
 _HELP = "/reset starts over, /stats shows the pool, /quit or Ctrl-D leaves; Ctrl-C stops an answer."
 
 Messages = list[dict[str, str]]
 Write = Callable[[str], None]
+
+
+_COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+class Lines:
+    """Asks for one line after another, each of which the arrow keys find again."""
+
+    def __init__(self, console: Console, prompt: str, style: str) -> None:
+        self._console = console
+        self._prompt = Text.assemble((prompt, style), " ")
+        self._readline = _readline() if console.is_terminal and sys.stdin.isatty() else None
+        if self._readline is not None:
+            self._readline.clear_history()
+
+    def read(self) -> str:
+        """The next line, without its end. Raises EOFError at the end of input, KeyboardInterrupt on
+        Ctrl-C.
+        """
+        if self._readline is None:
+            return self._console.input(self._prompt)
+        return input(self._shown())
+
+    def _shown(self) -> str:
+        """The prompt as readline takes it: told which of its characters take no room, it knows
+        where the line begins, also after it was edited.
+        """
+        with self._console.capture() as capture:
+            self._console.print(self._prompt, end="")
+        return _COLOURS.sub("\x01\\1\x02", capture.get())
+
+
+def _readline() -> Any:
+    """The module that edits lines, which `input` uses once it is there; None on systems without
+    one.
+    """
+    try:
+        return importlib.import_module("readline")
+    except ImportError:
+        return None
 
 
 class _Partner(NamedTuple):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import sysconfig
 import time
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,14 +17,13 @@ from kvboost_edge.cli.console import open_console, spinner
 from kvboost_edge.cli.render import pool_panel
 from kvboost_edge.cli.session import loaded_engine
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.host.command import command_name
 from kvboost_edge.models.locate.stores import real_model
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.results import GenerationResult
 
-__all__ = ["run_demo"]
+__all__ = ["command_name", "run_demo"]
 
 # A question about the document and the word that a right answer contains.
 QUESTIONS = (
@@ -36,6 +38,20 @@ QUESTIONS = (
 )
 ONE_BY_ONE = 4
 SETTINGS: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0}
+
+
+_NAME = "kvboost-edge"
+
+
+def command_name() -> str:
+    """For hints such as "to chat with it: ..."; a path is relative where the environment is below
+    this directory.
+    """
+    own = Path(sysconfig.get_path("scripts")) / _NAME
+    found = shutil.which(_NAME)
+    if not own.is_file() or (found is not None and own.samefile(found)):
+        return _NAME
+    return str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)
 
 
 def run_demo(model: str, options: dict[str, Any]) -> None:

@@ -8,22 +8,24 @@ forward pass but who wants its tokens.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import heapq
 import math
+import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.engine.accepted import AcceptedDrafts
 from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.engine.batch import build_batch, split_rows
-from kvboost_edge.engine.deadlines import Deadlines
 from kvboost_edge.engine.debug import BlockWatch, Unwatched
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.messages import Arrived, Cancel, Close, Message, Submit
 from kvboost_edge.engine.pace import Pace
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.retention import Retention, pin_prompt
@@ -31,7 +33,6 @@ from kvboost_edge.engine.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
 from kvboost_edge.engine.sequences import Sequences
 from kvboost_edge.engine.spans import Prober
-from kvboost_edge.engine.started import note_started
 from kvboost_edge.engine.tiering import Untiered
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, KVBoostError
@@ -40,9 +41,20 @@ from kvboost_edge.host.memory import Slack
 from kvboost_edge.runners.base import Runner
 
 if TYPE_CHECKING:
+    from kvboost_edge.engine.sequence import Sequence
     from kvboost_edge.tiers.mover import Piece
 
-__all__ = ["EngineCore"]
+__all__ = [
+    "Arrived",
+    "Cancel",
+    "Close",
+    "Deadlines",
+    "EngineCore",
+    "Message",
+    "Started",
+    "Submit",
+    "note_started",
+]
 
 _FORKED = (
     "this process was forked from the one that runs the engine, and the engine's thread did not "
@@ -51,6 +63,104 @@ _FORKED = (
 _WHILE_LOADING = 1.0  # seconds between two looks at whether anything arrives
 _WHILE_SAVING = 0.02  # seconds between two looks at what can be copied to the tiers
 _LONG_SLEEP = 3600.0  # seconds; some systems' clocks allow no timeout of many days
+
+
+_SPARE = 64  # entries of ended requests that are not worth a look
+
+
+class Started(Protocol):
+    """Something with a thread."""
+
+    def close(self) -> None:
+        """End the thread."""
+        ...
+
+    def after_fork(self) -> None:
+        """In a forked child: the thread did not come along."""
+        ...
+
+
+_started: weakref.WeakSet[Started] = weakref.WeakSet()
+
+
+def note_started(one: Started) -> None:
+    """Its thread was started. It may be forgotten without a word."""
+    _started.add(one)
+
+
+@atexit.register
+def _close_all() -> None:
+    """End engines that nobody closed: a thread still inside torch while the interpreter is taken
+    down aborts it.
+    """
+    for one in list(_started):
+        one.close()
+
+
+def _after_fork() -> None:
+    for one in list(_started):
+        one.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class Submit(NamedTuple):
+    """A new request."""
+
+    sequence: Sequence
+
+
+class Cancel(NamedTuple):
+    """A request is to end; it may have."""
+
+    request_index: int
+
+
+class Arrived(NamedTuple):
+    """Blocks came from a tier."""
+
+    piece: Piece
+
+
+class Close(NamedTuple):
+    """The engine is to end."""
+
+
+Message = Submit | Cancel | Arrived | Close
+
+
+class Deadlines:
+    """A heap of (seconds of `time.monotonic`, request index); entries of requests that ended are
+    left in it for a while.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, deadline: float, index: int, live: Collection[int]) -> None:
+        """Remember a request's deadline; those of requests that are not in `live` may be
+        forgotten.
+        """
+        if len(self._heap) > 2 * len(live) + _SPARE:
+            self._heap = sorted(entry for entry in self._heap if entry[1] in live)
+        heapq.heappush(self._heap, (deadline, index))
+
+    @property
+    def first(self) -> float | None:
+        """The next one."""
+        return self._heap[0][0] if self._heap else None
+
+    def passed(self, now: float) -> list[int]:
+        """Requests whose deadline has passed; they are forgotten."""
+        found: list[int] = []
+        while self._heap and self._heap[0][0] <= now:
+            found.append(heapq.heappop(self._heap)[1])
+        return found
 
 
 class EngineCore:

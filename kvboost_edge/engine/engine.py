@@ -28,7 +28,6 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Intake, Terms
 from kvboost_edge.engine.prompts import Document, Prompt
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_int
-from kvboost_edge.engine.residency import TellsResidency
 from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
 from kvboost_edge.engine.scheduler import Scheduler
 from kvboost_edge.engine.sequences import Sequences
@@ -37,11 +36,50 @@ from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tiering import make_tiering
 from kvboost_edge.engine.verify import verify
 from kvboost_edge.errors import RequestError
+from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.reuse.gate import Verdict
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["CPUPagedEngine"]
+__all__ = ["CPUPagedEngine", "TellsResidency"]
+
+
+class TellsResidency:
+    """What of the cache others may know: figures and hashes, no tokens."""
+
+    _core: EngineCore
+    _parts: EngineParts
+
+    @property
+    def cache_root(self) -> bytes:
+        """Where the prefix hashes of prompts without tenant and salt start; `hashing.shared_root`
+        makes the others'. Engines of one root have equal models and settings of keys and values.
+        """
+        return self._parts.root
+
+    def take_cache_events(self, whole: bool = False) -> CacheEvents:
+        """Which prefix hashes came to the pool and left it since the last call, and which states of
+        a model that keeps some, by their `state_hash`; all there are at the first one, when more
+        changed than is remembered (as many as there are blocks), or with `whole`. For one asker;
+        costs nothing before the first call.
+        """
+        with self._core.reading():
+            return self._parts.manager.events.take(whole)
+
+    def take_tier_events(self, whole: bool = False) -> dict[str, CacheEvents]:
+        """The same of each tier outside the pool, by name: what it is known to hold without asking
+        a device or a server. What leaves a tier is told some time later. For one asker; costs
+        nothing before the first call.
+        """
+        self._core.check_open()
+        return {
+            name: CacheEvents(*held) for name, held in self._core.tiering.take_held(whole).items()
+        }
+
+    def cache_stats(self) -> dict[str, float]:
+        """Hits, misses and sizes of the cache; keys in `stats.cache_stats`."""
+        with self._core.reading():
+            return stats.cache_stats(self._parts, self._core.tiering)
 
 
 class CPUPagedEngine(Embeds, TellsResidency):

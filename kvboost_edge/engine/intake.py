@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,7 +35,6 @@ from kvboost_edge.engine.request import (
     check_mode,
     resolve_sampling,
 )
-from kvboost_edge.engine.seeds import Seeds
 from kvboost_edge.engine.state_budget import most_draft_tokens, speculation_refusal, states_refusal
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, shared_root
@@ -41,13 +42,41 @@ from kvboost_edge.reuse.finding import prepare_search
 from kvboost_edge.reuse.repair import Repair
 from kvboost_edge.text.borders import user_starts
 
-__all__ = ["Intake", "Terms"]
+__all__ = ["Intake", "Seeds", "Terms"]
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_NAME = 1024
 _REPAIRS = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
 _GATES = {"auto": "passed", "off": "off"}  # nothing runs untested unless the test is off
 _MAX_TTL = 1e9  # some 30 years: what no clock's arithmetic minds
+
+
+class Seeds:
+    """Hands out seeds in [0, 2^64). Safe to use from any thread.
+
+    seed   None: each seed is random. Given: it depends on this number, the tenant and how many
+           seeds that tenant drew before, and on nothing that other tenants do. Who knows the number
+           can work out a tenant's seeds from its name, so a server of several tenants leaves it
+           out.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._key: bytes | None = None
+        self._counts: dict[bytes, itertools.count[int]] = {}
+        if seed is not None:
+            self._key = hashlib.blake2b(
+                seed.to_bytes(seed.bit_length() // 8 + 1, "little")
+            ).digest()
+
+    def draw(self, tenant: bytes) -> int:
+        """The next seed of a tenant."""
+        if self._key is None:
+            return secrets.randbits(64)
+        number = next(self._counts.setdefault(tenant, itertools.count()))
+        digest = hashlib.blake2b(
+            tenant + number.to_bytes(8, "little"), digest_size=8, key=self._key
+        ).digest()
+        return int.from_bytes(digest, "little")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

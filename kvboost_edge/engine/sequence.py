@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Several
 from typing import TYPE_CHECKING
@@ -13,8 +14,6 @@ import numpy.typing as npt
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
-from kvboost_edge.engine.loaded import Loaded
-from kvboost_edge.engine.phases import phase_times
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.results import GenerationResult, Missed, TokenLogprobs
 from kvboost_edge.engine.sampling import make_sampler, token_logprobs
@@ -30,11 +29,70 @@ if TYPE_CHECKING:
     from kvboost_edge.kvcache.block_table import BlockTable
     from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["Sequence", "SequenceStatus"]
+__all__ = ["Loaded", "Sequence", "SequenceStatus", "phase_times"]
 
 Floats = npt.NDArray[np.float32]
 
 _MAX_LOGPROB_ROWS = 64  # of a large vocabulary they are tens of megabytes
+
+
+def phase_times(
+    request: Request,
+    now: float,
+    *,
+    looked_up: float | None,
+    admitted: float | None,
+    repaired: float | None,
+    first_token: float | None,
+    load_seconds: float,
+    probe_seconds: float,
+) -> dict[str, float]:
+    """Milliseconds between the marks of a request's life, seconds of `time.perf_counter`; a mark
+    that was never reached takes the next one's time.
+    """
+    first = now if first_token is None else first_token
+    let_in = first if admitted is None else admitted
+    looked = let_in if admitted is None or looked_up is None else looked_up
+    probed = let_in + probe_seconds
+    whole = min(max(repaired or probed, probed), max(first, probed))
+    return {
+        "tokenize": (request.tokenized_at - request.entered_at) * 1e3,
+        "queue": (looked - request.tokenized_at - load_seconds) * 1e3,
+        "lookup": (let_in - looked) * 1e3,
+        "load": load_seconds * 1e3,
+        "probe": probe_seconds * 1e3,
+        "repair": (whole - probed) * 1e3,
+        "prefill": (first - whole) * 1e3,
+        "decode": (now - first) * 1e3,
+    }
+
+
+class Loaded:
+    """Tokens by tier, and how long that took.
+
+    seconds   of all loads, one after another
+    """
+
+    def __init__(self) -> None:
+        self._tokens: Counter[str] = Counter()
+        self.seconds = 0.0
+
+    def note(self, tokens: Mapping[str, int], seconds: float) -> None:
+        """So many tokens came from tiers, by name."""
+        self._tokens.update(tokens)
+        self.seconds += seconds
+
+    def split(self, num_cached: int) -> dict[str, int]:
+        """Cached tokens by the tier that had them. Of a block that was cached to its end the last
+        token may have to be computed, and what arrived may have been dropped again before it was
+        taken.
+        """
+        rest = num_cached
+        found = {}
+        for tier, count in self._tokens.items():
+            found[tier] = min(count, rest)
+            rest -= found[tier]
+        return {"pool": rest, **found}
 
 
 class SequenceStatus(enum.Enum):

@@ -9,7 +9,14 @@ from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from peers.float64_qwen import last_logits
 from peers.hybrid_shapes import HYBRID_SHAPES
-from peers.k_blocks import more_bits, random_mxfp4, random_q4_0, random_q4_k, random_q6_k, random_q8_0
+from peers.k_blocks import (
+    more_bits,
+    random_mxfp4,
+    random_q4_0,
+    random_q4_k,
+    random_q6_k,
+    random_q8_0,
+)
 from peers.mixture_shapes import MIXTURE_SHAPES
 from peers.random_model import write_gguf
 from peers.shapes import SHAPES, Shape

@@ -94,7 +94,7 @@ FAULTS = (
     ),
     fault(
         "a recorded request is warmed without what its answer begins with",
-        "cli/servers/warm.py",
+        "cli/servers/commands.py",
         'body = {"add_generation_prompt": True, **_recorded(Path(file))}',
         "body = _recorded(Path(file))",
         "tests/cli/servers/test_warm.py::test_the_request_finds_all_full_blocks",

@@ -236,7 +236,7 @@ FAULTS = (
     ),
     fault(
         "steps of time have no bias",
-        "kernels/program/states/gates.py",
+        "kernels/program/states/scan.py",
         "softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op[lt.F_DT_BIAS] + 4 * head))",
         "softplus_f32(load_f32(wide_at + 4 * head))",
         "tests/runners/native/test_hybrids.py::test_a_hybrid_equals_transformers[granitemoehybrid-h]",

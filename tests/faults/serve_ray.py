@@ -77,7 +77,7 @@ FAULTS = (
     ),
     fault(
         "of nearly equal replicas any is chosen",
-        "serve_ray/routing/choose.py",
+        "serve_ray/routing/router.py",
         "near[held == held.max()]",
         "near",
         f"{_ROUTER}::test_of_nearly_equal_replicas_the_one_that_holds_most_is_taken",

@@ -7,7 +7,7 @@ from faults.fault import faults
 _MXFP4 = "models/weights/columns/mxfp4.py"
 _TABLES, _BLOCKS, _SOURCE = "models/gguf/tables.py", "models/gguf/blocks.py", "models/gguf/source.py"
 _LOADS, _TILES, _TOKENS = "kernels/linear/loads.py", "kernels/linear/int_tiles.py", "kernels/program/tokens.py"
-_PLAN, _STREAM, _HALVED = "models/packed/plan.py", "models/packed/stream.py", "models/weights/halved.py"
+_PLAN, _STREAM, _HALVED = "models/packed/plan.py", "models/packed/stream.py", "models/weights/ordered.py"
 _OF_BLOCKS, _OF_FILES = "tests/models/gguf/test_blocks.py", "tests/models/gguf/test_four_bits.py"
 _OF_STREAM, _OF_HALVED = "tests/models/packed/test_stream.py", "tests/models/weights/test_halved.py"
 _OF_KERNELS = "tests/kernels/program/test_linear.py::test_linear_equals_the_specification"
@@ -34,5 +34,12 @@ FAULTS = faults(
     ("table: embedding rows without a sign", _TOKENS, "code -= 256 if code > 127 else 0", "code -= 0", _OF_EMBED),
     ("table: tensors share a tile", _PLAN, 'if in_tiles or kind != "int4t"', "if True", _OF_STREAM),
     ("table: bytes of int8 without their offset", _STREAM, "[rows.codes] ^ np.uint8(128)", "[rows.codes]", _OF_STREAM),
-    ("table: lost where rows are reordered", _HALVED, "minima=minima)", "minima=minima, table=None)", _OF_HALVED),
+    ("table: lost where rows are reordered", _HALVED,
+     "        pick = stored - first\n"
+     "        minima = None if found.minima is None else found.minima[pick]\n"
+     "        return found._replace(codes=found.codes[pick], scales=found.scales[pick], minima=minima)",
+     "        pick = stored - first\n"
+     "        minima = None if found.minima is None else found.minima[pick]\n"
+     "        return found._replace(codes=found.codes[pick], scales=found.scales[pick], minima=minima, table=None)",
+     _OF_HALVED),
 )  # fmt: skip

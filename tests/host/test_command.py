@@ -5,7 +5,7 @@ import sysconfig
 
 import pytest
 
-from kvboost_edge.host.command import command_name
+from kvboost_edge.cli.demo import command_name
 
 
 @pytest.fixture

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from kvboost_edge.host import unfinished
-from kvboost_edge.host.unfinished import finish_file, is_abandoned, open_unfinished, synced_meanwhile
+from kvboost_edge.host.unfinished import (
+    finish_file,
+    is_abandoned,
+    open_unfinished,
+    synced_meanwhile,
+)
 
 _WRITER = """
 import sys

@@ -9,7 +9,14 @@ import numpy as np
 from kvboost_edge.kernels.attention.call import AttentionCall, Job, Turn
 from kvboost_edge.kernels.coded.attend import CodedCall, CodedJob
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.tuples import addresses_of, load_i32_row, load_row, num_numbers, number_at, numbers_of
+from kvboost_edge.kernels.tuples import (
+    addresses_of,
+    load_i32_row,
+    load_row,
+    num_numbers,
+    number_at,
+    numbers_of,
+)
 from kvboost_edge.kernels.vectors import address_of
 
 

@@ -5,7 +5,13 @@ import random
 import pytest
 
 from kvboost_edge.tiers.base import BlockAddress
-from kvboost_edge.tiers.record import ALIGNMENT, decode_header, encode_header, header_bytes, is_intact
+from kvboost_edge.tiers.record import (
+    ALIGNMENT,
+    decode_header,
+    encode_header,
+    header_bytes,
+    is_intact,
+)
 
 SPACE = bytes(range(32))
 PAYLOAD = memoryview(random.Random(0).randbytes(4096))

@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-__all__ = ["add_commands"]
+from kvboost_edge.cli.servers.remote import RemoteChat
+from kvboost_edge.errors import ConfigError
+
+__all__ = ["add_commands", "run_warm"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 UrlOption = Annotated[str, typer.Option("--url", help="The running server.")]
 KeyOption = Annotated[
     str, typer.Option("--api-key", help="The key for it; else $KVBOOST_API_KEY is used.")
 ]
+
+
+def run_warm(
+    file: str, url: str, api_key: str, *, pin: bool, ttl: float | None, as_json: bool
+) -> None:
+    """Warm the whole prompt of the chat request in a file: its template, tools and all."""
+    body = {"add_generation_prompt": True, **_recorded(Path(file))}
+    body |= {"pin": True} if pin else {}
+    body |= {} if ttl is None else {"ttl": ttl}
+    with RemoteChat(url, api_key=api_key, model="any") as server:
+        found = server.warm(body)
+    if as_json:
+        print(json.dumps(found))
+        return
+    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    seconds = found["kvboost"]["total_ms"] / 1e3
+    print(
+        f"{found['token_count']} prompt tokens are in the cache, {cached} of them were already "
+        f"({seconds:.2f} s)"
+    )
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"--from-request {str(path)!r} cannot be read: {error.strerror}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--from-request {str(path)!r} is no JSON: {error}") from error
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise ConfigError(
+            f"--from-request {str(path)!r} is no body of /v1/chat/completions: it must be an "
+            "object with messages"
+        )
+    return body
 
 
 def why(
@@ -52,7 +94,6 @@ def warm(
     """Let a server compute a recorded request's prompt, so that the next such request finds it in
     the cache.
     """
-    from kvboost_edge.cli.servers.warm import run_warm
 
     run_warm(from_request, url, api_key, pin=pin, ttl=ttl, as_json=as_json)
 

@@ -23,8 +23,7 @@ from kvboost_edge.kernels.program.experts import add_shared, experts_down, exper
 from kvboost_edge.kernels.program.matrices import APART, run_unit, units_of
 from kvboost_edge.kernels.program.route import dispatch, route
 from kvboost_edge.kernels.program.states.conv import conv_gated, store_tails
-from kvboost_edge.kernels.program.states.gate import gate
-from kvboost_edge.kernels.program.states.scan import scan, steps
+from kvboost_edge.kernels.program.states.scan import gate, scan, steps
 from kvboost_edge.kernels.program.table import COUNTERS_PER_OP, JOB_TYPE, ProgramJob
 from kvboost_edge.kernels.program.tokens import tokens_of
 from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, relax

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
-from kvboost_edge.kvcache.states.points import backbone_points, hint_points
 from kvboost_edge.kvcache.states.slots import (
     ANSWER,
     BACKBONE,
@@ -30,7 +29,40 @@ from kvboost_edge.kvcache.states.slots import (
 )
 from kvboost_edge.kvcache.twins import standing_for
 
-__all__ = ["PassSlots", "StateSizes", "TableStates"]
+__all__ = ["PassSlots", "StateSizes", "TableStates", "backbone_points", "hint_points"]
+
+
+_BACKBONE_SHARE = 8  # a backbone of more than one in so many slots is thinned
+_EVERY_BLOCK_SHARE = 2  # so is one behind every block
+_HINT_SHARE = 4  # hints may be so many at most, and two in any case
+
+
+def backbone_points(
+    start: int, stop: int, step: int, num_slots: int, *, small: bool
+) -> Iterable[int]:
+    """Positions of a prompt's backbone in (start, stop), every `step` tokens. Where those are many,
+    only those at doubling distances from the end: a prompt that branches off late finds one near.
+    Of small states, kept behind every block, as many as may be, at equal distances.
+    """
+    every = range((start // step + 1) * step, stop, step)
+    if small:
+        return every[:: -(-len(every) // max(1, num_slots // _EVERY_BLOCK_SHARE)) or 1]
+    if len(every) <= num_slots // _BACKBONE_SHARE:
+        return every
+    return sorted({every[0], *_doubling(every)})
+
+
+def hint_points(hints: Sequence[int], num_slots: int) -> Sequence[int]:
+    """Which of the message borders ahead, ascending, are kept: the first, which stands behind the
+    system message of a new conversation, and of many the last ones at doubling distances.
+    """
+    most = max(2, num_slots // _HINT_SHARE)
+    return hints if len(hints) <= most else sorted({hints[0], *_doubling(hints)[: most - 1]})
+
+
+def _doubling(points: Sequence[int]) -> list[int]:
+    """The last one, the one before, the fourth from the end, the eighth ..."""
+    return [points[-(1 << n)] for n in range(len(points).bit_length())]
 
 
 class StateSizes(NamedTuple):

@@ -18,13 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, BLOCK_WEIGHTS, pack_blocks
+from kvboost_edge.kernels.block_rows import FORMATS, decode_rows_entry
+from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, BLOCK_WEIGHTS, blocks_entry, pack_blocks
 from kvboost_edge.kernels.linear.weights import (
     BLOCK_FORMATS,
     LARGEST,
     NUMBERS,
+    QUANTIZED,
     TABLE_FORMATS,
     PackedRows,
+    codes_entry,
+    fit_entry,
+    floats_entry,
     pack_codes,
     pack_rows,
 )
@@ -33,7 +39,7 @@ from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, holds_exactly
 from kvboost_edge.models.weights.source import QuantRows, WeightSource
 
-__all__ = ["Piece", "pack_stream", "packing_bytes", "pieces_of", "read_rows"]
+__all__ = ["Piece", "pack_stream", "packing_bytes", "packing_entries", "pieces_of", "read_rows"]
 
 _PIECE_BYTES = 4 << 20  # float32 bytes of rows that one thread packs at once
 _ALL_PIECES = 64 << 20  # that all threads do: many threads take smaller pieces
@@ -45,6 +51,28 @@ _PIECES_PER_THREAD = 2  # so many are under way for each thread: none waits for 
 _NOTHING = np.empty(0, dtype=np.uint8)
 
 Floats = npt.NDArray[np.float32]
+
+
+def packing_entries(
+    plan: Sequence[PackEntry], source: WeightSource, tables: Sequence[PackEntry] = ()
+) -> list[Entry]:
+    """The entries, those that take longest to compile first. `tables`: what is read row by row."""
+    found = set()
+    for entry in plan:
+        if entry.kind == VECTOR:
+            continue
+        if entry.kind in BLOCK_FORMATS:
+            found.add(blocks_entry)
+            continue
+        kept = [holds_exactly(entry.kind, source.kind(tensor)) for tensor, _ in entry.parts]
+        if any(kept):
+            found.add(codes_entry)
+        if not all(kept):
+            found.add(fit_entry if entry.kind in QUANTIZED else floats_entry)
+    if any(source.type_of(tensor) in FORMATS for table in tables for tensor, _ in table.parts):
+        found.add(decode_rows_entry)
+    each = (blocks_entry, fit_entry, decode_rows_entry, codes_entry, floats_entry)
+    return [entry for entry in each if entry in found]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

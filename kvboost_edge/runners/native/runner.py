@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import llvmlite
 import numpy as np
 import numpy.typing as npt
 
@@ -28,7 +29,6 @@ from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import ModelSpec, describe_model
-from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
 from kvboost_edge.models.packed.plan import (
     PackEntry,
@@ -38,12 +38,12 @@ from kvboost_edge.models.packed.plan import (
     plan_label,
     row_tables,
 )
+from kvboost_edge.models.packed.stream import packing_entries
 from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.layerwise import attend_layer
-from kvboost_edge.runners.native.numerics import describe_numerics
 from kvboost_edge.runners.native.pass_texts import PassTexts
 from kvboost_edge.runners.native.plan import (
     LATE_NORM,
@@ -56,11 +56,25 @@ from kvboost_edge.runners.native.program import attention_params, build_program,
 from kvboost_edge.runners.native.states import accepted_rows, pass_states
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
-__all__ = ["NativeRunner", "load"]
+__all__ = ["NUMERICS_VERSION", "NativeRunner", "describe_numerics", "load"]
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
+
+
+NUMERICS_VERSION = 2
+"""Raised with every change of the bits that a kernel or a program gives: blocks stored under
+another number are not found again. A test holds the bits of a small model against this number.
+"""
+
+
+def describe_numerics() -> str:
+    """The version of what is computed, and of what turns it into machine code and tables of
+    angles.
+    """
+    llvm = ".".join(map(str, llvmlite.binding.llvm_version_info))
+    return f"kernels {NUMERICS_VERSION} llvm {llvm} numpy {np.__version__}"
 
 
 class _Rest(NamedTuple):

@@ -4,18 +4,18 @@ requests are placed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.serve_ray.routing.chain import PromptChain
-from kvboost_edge.serve_ray.routing.choose import choose, home, seed_of
 from kvboost_edge.serve_ray.routing.loads import Loads
 from kvboost_edge.serve_ray.routing.records import Choice, Cursor, EventBatch, Place, ReplicaReport
 from kvboost_edge.serve_ray.routing.residency import Level, Residency
 
-__all__ = ["PrefixRouter"]
+__all__ = ["PrefixRouter", "choose", "home", "seed_of"]
 
 Depths = npt.NDArray[np.int64]
 
@@ -23,6 +23,42 @@ _KEY_SHARE = 0.8  # what a second costs at the home of a prompt's cache key
 _OTHERS = 0.5  # of a prompt's own seconds, for those who come after it
 _DISK_LEVELS = 8  # of a chain: an eighth of it is soon read
 _FEW_HOLDERS = 8  # so many bits are looked at one by one
+
+
+_TIE_SHARE = 0.02
+_TIE_SECONDS = 1e-3
+
+Seeds = npt.NDArray[np.uint64]
+Slots = npt.NDArray[np.intp]
+
+
+def seed_of(replica_id: str) -> int:
+    """What stands for a replica in rendezvous hashing, the same in every process."""
+    return int.from_bytes(
+        hashlib.sha256(replica_id.encode("utf-8", "surrogatepass")).digest()[:8], "little"
+    )
+
+
+def home(key: int, slots: Slots, seeds: Seeds) -> int:
+    """The one of some slots that a key belongs to: another one only if that slot is not there."""
+    mixed = seeds[slots] ^ np.uint64(key)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return int(slots[np.argmax(mixed ^ (mixed >> np.uint64(31)))])
+
+
+def choose(
+    seconds: npt.NDArray[np.float64], depths: npt.NDArray[np.int64], key: int, seeds: Seeds
+) -> int:
+    """The slot of the least `seconds`, inf where it may not be used; of those that take hardly
+    longer the one that holds most, and of equals the home of `key`.
+    """
+    least = float(seconds.min())
+    near = np.flatnonzero(seconds <= least * (1 + _TIE_SHARE) + _TIE_SECONDS)
+    if len(near) == 1:
+        return int(near[0])
+    held = depths[near]
+    return home(key, near[held == held.max()], seeds)
 
 
 class PrefixRouter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from kvboost_edge.engine.answers import KeptAnswers
@@ -22,11 +23,10 @@ from kvboost_edge.server.doctor.asked import normal
 from kvboost_edge.server.doctor.records import Asked
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Running
-from kvboost_edge.server.work.overflow import ranges_to_drop
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.reader import TurnReader
 
-__all__ = ["chat_order", "encode_asked"]
+__all__ = ["chat_order", "encode_asked", "ranges_to_drop"]
 
 _ANSWER_SHARE = (
     8  # of the context: what an answer without a limit must have room for when turns are left out
@@ -35,6 +35,36 @@ _SPELLING = Spelling("chatcmpl", "chat.completion", "chat.completion.chunk")
 _AROUND: weakref.WeakKeyDictionary[Tokenizer, int] = (
     weakref.WeakKeyDictionary()
 )  # that of an unloaded model goes
+
+
+def ranges_to_drop(
+    roles: Sequence[str], sizes: Sequence[int], num_tokens: int, limit: int
+) -> list[range]:
+    """Which messages to leave out of a prompt of `num_tokens` where `limit` fit: what to try, the
+    fewest first.
+
+    roles, sizes: of each message; its size in tokens, about, which must not depend on the other
+    messages.
+
+    System messages at the beginning and the last turn, from the last message of the user on, always
+    stay. How much goes is a multiple of half the limit: while a conversation grows by as much, the
+    same turns go, and what is left begins alike.
+    """
+    head = next((at for at, role in enumerate(roles) if role not in ("system", "developer")), 0)
+    begins = [at for at in range(head, len(roles)) if roles[at] == "user"]
+    ends = begins[1:]  # where what is kept may begin
+    if not ends:
+        return []
+    before = [0, *accumulate(sizes)]
+    gone = {end: before[end] - before[head] for end in ends}
+    step = max(1, limit // 2)
+    least = -(-(num_tokens - limit) // step) * step
+    most = gone[ends[-1]] + step
+    found = [
+        next((end for end in ends if gone[end] >= goal), ends[-1])
+        for goal in range(least, most, step)
+    ]
+    return [range(head, end) for end in dict.fromkeys([*found, ends[-1]])]
 
 
 def chat_order(state: ModelState, body: ChatRequest, writer: AnswerWriter | None = None) -> Order:

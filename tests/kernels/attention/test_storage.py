@@ -15,7 +15,12 @@ from helpers.kernels.paged_cases import (
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention import storage
 from kvboost_edge.kernels.attention.paged import AttentionOptions
-from kvboost_edge.kernels.attention.storage import STORAGE_DTYPES, from_storage, merge_state, to_storage
+from kvboost_edge.kernels.attention.storage import (
+    STORAGE_DTYPES,
+    from_storage,
+    merge_state,
+    to_storage,
+)
 from kvboost_edge.kernels.reference import attention as reference
 
 MERGES = [storage.merge_state, reference.merge_state]

@@ -16,7 +16,14 @@ from kvboost_edge.kernels.linear.weights import KINDS, NUMBERS, PackedRows, pack
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import ACT_CLAMPED_SWIGLU, ACT_RELU2, ACT_SILU
 from kvboost_edge.kernels.program.route import dispatch_numbers
-from kvboost_edge.kernels.reference.experts import ExpertWeights, Routing, expert_rows, mixed_rows, route_rows, slots_of
+from kvboost_edge.kernels.reference.experts import (
+    ExpertWeights,
+    Routing,
+    expert_rows,
+    mixed_rows,
+    route_rows,
+    slots_of,
+)
 from kvboost_edge.kernels.reference.linear import activate_rows, squared_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 

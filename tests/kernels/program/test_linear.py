@@ -4,7 +4,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from helpers.kernels.linear_driver import PLAIN, Extra, Program, matrix_fields, panel_sizes, run_linear
+from helpers.kernels.linear_driver import (
+    PLAIN,
+    Extra,
+    Program,
+    matrix_fields,
+    panel_sizes,
+    run_linear,
+)
 from helpers.kernels.weight_formats import FORMATS, INTEGERS, in_blocks, product, random_weights
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.weights import KINDS, NUMBERS, pack_codes, packed_sizes

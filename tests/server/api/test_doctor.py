@@ -10,7 +10,15 @@ from itertools import chain
 import pytest
 
 from helpers.engine.fake_runner import fake_engine, hold_passes, runner_of
-from helpers.server.cache_miss_cases import CHAT, COMPLETIONS, EXPLAIN, SYSTEM, app_of, ask, complete
+from helpers.server.cache_miss_cases import (
+    CHAT,
+    COMPLETIONS,
+    EXPLAIN,
+    SYSTEM,
+    app_of,
+    ask,
+    complete,
+)
 from kvboost_edge.server.doctor.records import NOT_SAID
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings

@@ -3,7 +3,12 @@
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.results import TokenLogprobs
 from kvboost_edge.server.api.completions import CompletionChoice
-from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs, completion_logprobs
+from kvboost_edge.server.api.logprobs import (
+    OffsetCounter,
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+)
 
 
 def test_half_characters_keep_their_bytes_and_stay_apart(tiny_engine):

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from helpers.tiers.disk_cases import CAP, SPACE, chain, opened, present, read, segments, space_dir, write
+from helpers.tiers.disk_cases import (
+    CAP,
+    SPACE,
+    chain,
+    opened,
+    present,
+    read,
+    segments,
+    space_dir,
+    write,
+)
 from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.cli.app import run
 from kvboost_edge.errors import ConfigError

@@ -25,11 +25,11 @@ from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.activations import ACT_SILU, activate_vectors
 from kvboost_edge.kernels.program.norms import norm_row
+from kvboost_edge.kernels.program.route import sigmoid_f32
 from kvboost_edge.kernels.program.states import sequences as ls
 from kvboost_edge.kernels.program.states.conv import conv_silu, keep_draft, window_of
-from kvboost_edge.kernels.program.states.gates import gates as store_gates
-from kvboost_edge.kernels.program.states.gates import gates_at
 from kvboost_edge.kernels.program.states.ssd import advance, advance_two
 from kvboost_edge.kernels.program.states.sums import (
     CHAINS,
@@ -51,15 +51,94 @@ from kvboost_edge.kernels.vectors import (
     emit_load,
     emit_scratch,
     emit_store,
+    exp_f32,
+    fma_f32,
+    load_f32,
     store_f32,
 )
 
-__all__ = ["scan", "scan_units", "steps", "value_at"]
+__all__ = ["gate", "gates_at", "scan", "scan_units", "softplus_f32", "steps", "value_at"]
 
 _SSD = lt.RULES["ssd"]
 
 Value = Any
 Builder = Any
+
+
+_MAX_EXPONENT = np.float32(88.0)
+
+
+@kernel
+def softplus_f32(x: Any) -> Any:
+    """log(1 + exp(x)) = max(x, 0) + log1p(y), y = exp(-|x|); log1p(y) = 2 artanh(s), s = y / (2 +
+    y) <= 1 / 3, by its series, whose first omitted term is below 2e-8.
+    """
+    one = np.float32(1.0)
+    two = np.float32(2.0)
+    y = exp_f32(-abs(x))
+    s = y / (two + y)
+    square = s * s
+    series = np.float32(1.0 / 13.0)
+    series = fma_f32(series, square, np.float32(1.0 / 11.0))
+    series = fma_f32(series, square, np.float32(1.0 / 9.0))
+    series = fma_f32(series, square, np.float32(1.0 / 7.0))
+    series = fma_f32(series, square, np.float32(1.0 / 5.0))
+    series = fma_f32(series, square, np.float32(1.0 / 3.0))
+    series = fma_f32(series, square, one)
+    return fma_f32(two * s, series, x if x > np.float32(0.0) else np.float32(0.0))
+
+
+@kernel
+def store_gates(job: ProgramJob, op: Any, params: Any, token: int) -> None:
+    """(share, decay) of each head of values, made of a row [b | a]; of RULES["ssd"] (time, decay),
+    of a row [dt].
+    """
+    heads = op[lt.F_HEADS]
+    is_ssd = op[lt.F_RULE] == _SSD
+    source = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + op[lt.F_BY_FIRST])
+    wide_at = source if is_ssd else source + 4 * heads
+    least = params[lt.P_LEAST]
+    most = params[lt.P_MOST]
+    out = gates_at(job, op) + 8 * token
+    for head in range(heads):
+        first = softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op[lt.F_DT_BIAS] + 4 * head))
+        if is_ssd and first < least:  # and not min() and max(), which may lose a NaN
+            first = least
+        if is_ssd and first > most:
+            first = most
+        power = load_f32(op[lt.F_DECAY] + 4 * head) * first
+        if power > _MAX_EXPONENT:
+            power = _MAX_EXPONENT
+        if not is_ssd:
+            first = sigmoid_f32(load_f32(source + 4 * head))
+        store_f32(out, first)
+        store_f32(out + 4, exp_f32(power))
+        out += 8 * job.tokens
+
+
+@kernel
+def gates_at(job: ProgramJob, op: Any) -> Any:
+    """Address of those of the first token."""
+    return job.buffers[lt.B_VALUE] + 4 * job.tokens * op[lt.F_HEADS] * op[lt.F_DIM]
+
+
+@kernel
+def gate(job: ProgramJob, op: Any, eps: float, token: int) -> None:
+    """A token's row of results, from where OP_SCAN left them and the gates in its source row."""
+    width = op[lt.F_HEADS] * op[lt.F_DIM]
+    groups = op[lt.F_GROUPS]
+    gates = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + op[lt.F_SRC_FIRST])
+    out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
+    for tile in range(width // LANES):
+        copy_floats(value_at(job, tile, token), LANES, out + 4 * LANES * tile)
+    for stage in range(2):
+        if stage != op[lt.F_GATE_FIRST]:
+            activate_vectors(gates, out, ACT_SILU, width, width // LANES, out)
+            continue
+        for group in range(groups):
+            count = width // groups
+            at = out + 4 * group * count
+            norm_row(at, op[lt.F_WEIGHT] + 4 * group * op[lt.F_WEIGHT_STEP], count, eps, at)
 
 
 @kernel

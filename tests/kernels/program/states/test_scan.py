@@ -7,7 +7,7 @@ import pytest
 from helpers.kernels.mixer_cases import Delta, DeltaShape
 from helpers.kernels.recurrent_cases import Piece, poisoned_pool
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.program.states.gates import softplus_f32
+from kvboost_edge.kernels.program.states.scan import softplus_f32
 from kvboost_edge.kernels.reference.floats import softplus_f32 as reference_softplus
 
 Floats = npt.NDArray[np.float32]
