@@ -235,8 +235,9 @@ class PrefixRouter:
             )
         if reached is depths:
             return depths, 0.0
-        from_disk = disk_end - np.minimum(held, disk_end)
-        from_server = reached - np.minimum(np.maximum(held, disk_end), reached)
+        in_pool = np.maximum(held, depths)  # blocks before a state in the pool are there too
+        from_disk = disk_end - np.minimum(in_pool, disk_end)
+        from_server = reached - np.minimum(np.maximum(in_pool, disk_end), reached)
         if chain.states:
             from_disk += (depths < disk_end) & (disk_end == reached)
             from_server += disk_end < reached

@@ -1,7 +1,7 @@
 """Where requests to models with states go: what counts is where the deepest state ends, in the pool and in tiers."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvboost_edge.serve_ray.routing.chain import PromptChain
@@ -58,6 +58,7 @@ stateful = st.lists(
 )
 
 
+@example([({1}, set(), True, False, 0, 0)], set(), 17)  # a state in the pool, its block not told
 @given(stateful, st.sets(st.integers(1, 30), max_size=4), st.integers(1, 480))
 def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
     """(states in the pool, states on the disk, has a disk, has the server, tokens queued, blocks in the pool) of each,
